@@ -1,0 +1,204 @@
+"""The steps of the demo: every one is a command line that is printed, then run in this process."""
+
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from collectors.demo import TARGET_DIR
+from collectors.demo.corpus import conversations
+from hiddenstore.cli.output import output, swapped_output
+from hiddenstore.errors import CaptureError, ConflictError
+
+TRAINING_QUESTIONS = 3000
+HELD_OUT_QUESTIONS = 90
+PROMPTS = 40
+ANSWER_TOKENS = 128
+CHAIN = 3
+TRAIN_SETTINGS = (
+    "data.batch_tokens=1000",
+    "data.pack_tokens=560",
+    "drafter.fc_norm=true",
+    "drafter.norm_output=true",
+    "drafter.intermediate_size=576",
+    "drafter.train_embeddings=true",
+    "loss.steps=3",
+    "loss.step_decay=0.7",
+    "optim.lr=4e-3",
+    "optim.clip=0.5",
+    "train.epochs=5",
+    "train.checkpoint_every=0",
+)
+
+
+class Walk:
+    """One run of the demo into a fresh folder.
+
+    Raises:
+        ConflictError: the folder holds something already.
+    """
+
+    def __init__(self, folder: str, seed: int) -> None:
+        self.folder = Path(folder)
+        self.seed = seed
+        self.started = time.monotonic()
+        if self.folder.exists() and any(self.folder.iterdir()):
+            raise ConflictError(
+                f"{self.folder} is not empty; the demo starts from nothing",
+                kind="folder-not-empty",
+                hint=f"hiddenstore demo {shlex.quote(f'{folder}-2')}",
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self) -> dict[str, Any]:
+        """Every step in order; the figures of the last page."""
+        target = str(TARGET_DIR)
+        asked, held_out = self._questions()
+        answers, data, store, run = (self._at(name) for name in ("answers.jsonl", "data", "store", "run"))
+        self._say("1  the target answers questions about the standard library, at temperature 0.8")
+        sampling = ("--temperature", "0.8", "--max-new-tokens", str(ANSWER_TOKENS), "--workers", "2")
+        self._do("regenerate", asked, "-o", answers, "--target", target, *sampling)
+        self._say("2  conversations become tokens, a loss mask and turn spans")
+        self._do("prepare", answers, "-o", data, "--target", target, "--val", "2%")
+        self._say("3  one forward pass captures three layers and the final hidden")
+        self._do("collect", data, "-o", store, "--target", target, "--engine", "hf", "--layers", "eagle3")
+        self._say("4  the store is checked: every byte, and what the numbers mean")
+        self._do("verify", store, "--full", "--meaning")
+        self._say("5  an EAGLE-3.1 drafter trains from disk; the target is not loaded")
+        self._train(store, "--drafter", "eagle3", *TRAIN_SETTINGS, f"train.seed={self.seed}", "-o", run)
+        self._say("6  real speculative decoding of held-out questions, beside plain greedy decoding")
+        greedy = self._at("greedy-answers.jsonl")
+        chain = ("--draft-len", str(CHAIN))
+        count = ("-n", str(PROMPTS), "--max-new-tokens", str(ANSWER_TOKENS))
+        live = self._do("decode", run, "--target", target, "--prompts", held_out, *chain, *count, "--answers", greedy)
+        self._say("7  the same greedy text captured and walked: accepted length without running the target")
+        recorded, judged = self._at("greedy-data"), self._at("greedy-store")
+        self._do("prepare", greedy, "-o", recorded, "--target", target, "--val", "0")
+        self._do("collect", recorded, "-o", judged, "--target", target, "--engine", "hf", "--layers", "eagle3")
+        simulated = self._do("eval", run, judged, "--split", "train", *chain, "--untrained")
+        self._say("8  the drafter as an engine loads it")
+        drafter = self._at("drafter-vllm")
+        self._do("export", run, "--engine", "vllm", "-o", drafter)
+        info = self._do("info", store, quiet=True)
+        paths = {"store": store, "run": run, "greedy_store": judged, "drafter": drafter}
+        return _document(info, simulated, live, paths, time.monotonic() - self.started)
+
+    def show(self, document: dict[str, Any]) -> None:
+        """The last page."""
+        out = output()
+        lengths = document["accepted_length"]
+        out.print()
+        out.table(
+            ["tokens per target forward, chain of 3", ">accepted length"],
+            [
+                ["untrained drafter", f"{lengths['untrained']:.2f}"],
+                ["best n-gram table, same training text", f"{lengths['ngram']:.2f}"],
+                ["trained drafter, simulated on recorded text", f"{lengths['simulated']:.2f}"],
+                ["trained drafter, live", f"{lengths['live']:.2f}"],
+            ],
+        )
+        same = f"{document['identical_prompts']} of {document['prompts']} answers identical to plain greedy decoding"
+        smaller = document["bytes_raw"] / document["bytes_stored"]
+        out.print()
+        out.pairs(
+            [
+                ("looping", f"{document['looping_share']:.0%} of the greedy answers, left out above"),
+                ("captured", f"{document['tokens']:,} tokens, {smaller:.2f}x smaller than raw bf16"),
+                ("lossless", same),
+                ("tokens/s", f"{document['tokens_per_s']:,.0f}; greedy {document['baseline_tokens_per_s']:,.0f}"),
+                *((name.replace("_", " "), path) for name, path in document["paths"].items()),
+                ("took", f"{document['seconds']:.0f} s"),
+            ]
+        )
+
+    def _questions(self) -> tuple[str, str]:
+        """Questions in an order that depends on their text alone; the held-out ones are asked of no training answer."""
+        unique = {row["messages"][0]["content"]: row for row in conversations()}
+        order = sorted(unique, key=lambda text: hashlib.sha256(text.encode()).digest())
+        held_out, asked = order[:HELD_OUT_QUESTIONS], order[HELD_OUT_QUESTIONS:][:TRAINING_QUESTIONS]
+        return (
+            self._write("questions.jsonl", [unique[text] for text in asked]),
+            self._write("held-out-questions.jsonl", [unique[text] for text in held_out]),
+        )
+
+    def _at(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def _write(self, name: str, rows: list[dict[str, Any]]) -> str:
+        path = self.folder / name
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        return str(path)
+
+    def _say(self, text: str) -> None:
+        output().note(f"\n{text}")
+
+    def _train(self, *arguments: str) -> None:
+        """A rank on each of two cores: in a drafter this small a second thread finds nothing to do."""
+        out = output()
+        ranks = min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+        if ranks == 1:
+            self._do("train", *arguments)
+            return
+        out.note(f"$ torchrun --nproc-per-node {ranks} --no-python hiddenstore {shlex.join(['train', *arguments])}")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command = [*launcher, "--standalone", "-m", "hiddenstore.cli", "train", *arguments]
+        shown = None if out.is_human else subprocess.DEVNULL
+        done = subprocess.run(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=shown, stderr=shown, check=False
+        )
+        if done.returncode:
+            raise CaptureError(
+                f"training stopped with exit code {done.returncode}",
+                kind="demo-training",
+                hint=shlex.join(["hiddenstore", "train", *arguments]),
+            )
+
+    def _do(self, name: str, *arguments: str, quiet: bool = False) -> Mapping[str, Any]:
+        """Run one command of the installed command line; what it answers as a document."""
+        out = output()
+        if not quiet:
+            out.note(f"$ hiddenstore {shlex.join([name, *arguments])}")
+        context = click.get_current_context()
+        group = context.find_root().command
+        assert isinstance(group, click.Group)
+        command = group.get_command(context, name)
+        assert command is not None, f"command {name} is not installed"
+        mode = "human" if out.is_human and not quiet else "silent"
+        with swapped_output(mode) as inner, command.make_context(name, list(arguments), parent=context) as child:
+            command.invoke(child)
+        return inner.document
+
+
+def _document(
+    info: Mapping[str, Any],
+    simulated: Mapping[str, Any],
+    live: Mapping[str, Any],
+    paths: dict[str, str],
+    seconds: float,
+) -> dict[str, Any]:
+    return {
+        "tokens": info["tokens"],
+        "bytes_stored": info["bytes_stored"],
+        "bytes_raw": info["bytes_raw"],
+        "accepted_length": {
+            "untrained": simulated["untrained_accepted_length"],
+            "ngram": live["ngram_accepted_length"],
+            "simulated": simulated["accepted_length"],
+            "live": live["accepted_length"],
+        },
+        "prompts": live["prompts"],
+        "looping_share": live["looping_share"],
+        "identical_prompts": live["prompts"] - len(live["differences"]),
+        "tokens_per_s": live["tokens_per_s"],
+        "baseline_tokens_per_s": live["baseline_tokens_per_s"],
+        "paths": paths,
+        "seconds": round(seconds, 1),
+    }

@@ -1,0 +1,57 @@
+"""What a reader of any source yields: rows, problems, and the columns a conversation table must have."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hiddenstore.errors import ConfigError
+
+TABLE_BATCH_ROWS = 64
+MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
+TOOLS_COLUMN = "tools"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A row that cannot be used. ``reason`` is a stable kebab-case kind, ``detail`` a sentence for people."""
+
+    place: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: ``place`` is ``file:line`` (row number in tables), ``size`` its bytes in the source, for progress.
+
+    ``payload`` is the line as bytes, a decoded value, or the problem that reading it met.
+    """
+
+    place: str
+    payload: Any
+    size: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file or one split. ``size`` is its bytes, ``count`` its rows where that is known before reading."""
+
+    label: str
+    size: int
+    rows: Callable[[], Iterator[Row]]
+    count: int | None = None
+
+
+def wanted_columns(names: Sequence[str], where: str) -> list[str]:
+    """The columns of a table that hold a conversation and its tools.
+
+    Raises:
+        ConfigError: ``input-no-messages`` when the table has none.
+    """
+    found = [name for name in MESSAGE_COLUMNS if name in names][:1]
+    if not found:
+        raise ConfigError(
+            f"{where} has no column {' or '.join(MESSAGE_COLUMNS)}; it has {', '.join(names) or 'none'}",
+            kind="input-no-messages",
+        )
+    return found + [name for name in (TOOLS_COLUMN,) if name in names]

@@ -1,0 +1,60 @@
+"""The offline data engine for speculative decoding. ``hiddenstore.open(path)`` gives a ``Store``.
+
+>>> import hiddenstore                                    # doctest: +SKIP
+>>> store = hiddenstore.open("my-store")                  # doctest: +SKIP
+>>> record = store[store.sample_ids[0]]                   # doctest: +SKIP
+>>> record.aux.shape, record.final.shape                  # doctest: +SKIP
+(torch.Size([3, 812, 4096]), torch.Size([402, 4096]))
+
+Nothing heavy is imported until a store is opened.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hiddenstore.errors import (
+    CaptureError,
+    ConfigError,
+    ConflictError,
+    CorruptionError,
+    FormatError,
+    HiddenstoreError,
+    NotFoundError,
+    StorageError,
+)
+
+if TYPE_CHECKING:
+    from hiddenstore.records import Record, Sample
+    from hiddenstore.store import Store
+
+_LAZY = {"Store": "hiddenstore.store", "Record": "hiddenstore.records", "Sample": "hiddenstore.records"}
+
+__all__ = [
+    "CaptureError",
+    "ConfigError",
+    "ConflictError",
+    "CorruptionError",
+    "FormatError",
+    "HiddenstoreError",
+    "NotFoundError",
+    "Record",
+    "Sample",
+    "StorageError",
+    "Store",
+    "open",
+]
+
+
+def open(location: str | Path, snapshot: str | None = None) -> "Store":
+    """The store at a path; ``snapshot`` names one of its saved snapshots to freeze what is read."""
+    from hiddenstore.store import Store
+
+    return Store.open(location, snapshot)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'hiddenstore' has no attribute {name!r}")

@@ -1,0 +1,177 @@
+"""The command line: a lazy click group whose ``--help`` imports nothing heavy, and one place where errors become exits.
+
+Exit codes: 0 ok · 1 our bug · 2 usage or configuration · 3 verify or diff found something · 4 incompatible · 5 storage
+or environment · 6 conflict · 75 interrupted, resumable · 130 second interrupt · 141 the reader of a pipe has gone.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from hiddenstore.cli.commands import OTHER_WORDS, SECTIONS, find_commands
+from hiddenstore.cli.output import Output
+from hiddenstore.cli.translate import INTERRUPTED_EXIT, PIPE_EXIT, as_hiddenstore_error, usage_error
+from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, NotFoundError
+
+__all__ = ["main"]
+
+# Threads that spin while they wait cost up to 15x on a shared CPU; OpenMP reads this once, when torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+class CommandGroup(click.Group):
+    """Commands are imported when they run; ``--help`` needs their names and summaries only."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(find_commands())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        spec = find_commands().get(cmd_name)
+        if spec is None:
+            return None
+        module_name, _, attribute = spec.target.partition(":")
+        try:
+            command = getattr(import_module(module_name), attribute)
+        except ModuleNotFoundError as error:
+            if error.name is None or not module_name.startswith(error.name):
+                raise
+            raise NotFoundError(
+                f"the command {cmd_name!r} is announced as {spec.target}, but {error.name} is not installed",
+                kind="command-missing",
+                hint="pip install --force-reinstall hiddenstore",
+            ) from error
+        assert isinstance(command, click.Command), f"{spec.target} is no click command"
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in find_commands() and not name.startswith("-"):
+            raise _unknown_command(name)
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise BrokenPipeError from error  # without an errno, which click would turn into exit 1
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        commands = find_commands().values()
+        for section in SECTIONS:
+            rows = [(spec.name, spec.summary) for spec in commands if spec.section == section]
+            if rows:
+                with formatter.section(section):
+                    formatter.write_dl([(name.ljust(11), summary) for name, summary in rows])
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+        if not extra.get("standalone_mode", True):
+            return super().main(args, *rest, **extra)
+        arguments = list(sys.argv[1:] if args is None else args)
+        with _interruptible():
+            sys.exit(_run(super().main, arguments, *rest, **{**extra, "standalone_mode": False}))
+
+
+def _run(click_main: Any, arguments: list[str], *rest: Any, **extra: Any) -> int:
+    """Run the command; the exit code. Every error is printed here and nowhere else."""
+    from hiddenstore.cli.packages import check_packages
+
+    printer = _printer_of(arguments)
+    try:
+        _make_streams_forgiving()
+        check_packages()
+        result = click_main(arguments, *rest, **extra)
+        sys.stdout.flush()
+        return result if isinstance(result, int) and not isinstance(result, bool) else 0
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        printer.error(InterruptError("interrupted", kind="interrupted", hint="the same command continues"))
+        return INTERRUPTED_EXIT
+    except click.ClickException as error:
+        problem: HiddenstoreError = usage_error(error)
+        cause: BaseException = error
+    except BrokenPipeError:
+        _silence_stdout()
+        return PIPE_EXIT
+    except Exception as error:  # noqa: BLE001 - the one place where a bug becomes a message
+        problem, cause = as_hiddenstore_error(error, arguments), error
+    printer.error(problem)
+    if printer.verbose:
+        import traceback
+
+        click.echo("".join(traceback.format_exception(cause)), err=True, nl=False)
+    return problem.exit_code
+
+
+def _unknown_command(name: str) -> HiddenstoreError:
+    from difflib import get_close_matches
+
+    close = [OTHER_WORDS[name]] if name in OTHER_WORDS else get_close_matches(name, find_commands(), n=1)
+    question = f"; did you mean {close[0]!r}?" if close else ""
+    fix = f"hiddenstore {close[0]} --help" if close else "hiddenstore --help"
+    return ConfigError(f"there is no command {name!r}{question}", kind="command-unknown", hint=fix)
+
+
+def _printer_of(arguments: Sequence[str]) -> Output:
+    """The printer for errors: the command's own may not exist yet when its options cannot be parsed."""
+    printer = Output()
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    printer.mode = "json" if "--json" in own else "human"
+    printer.verbose = sum(a == "--verbose" or (a[:1] == "-" and a[1:].strip("vq") == "" and "v" in a) for a in own)
+    return printer
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM interrupts like Ctrl-C. Commands with work to put away install ``rank.drain_on_signal`` over this."""
+
+    def on_term(_signal: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, on_term)
+    except ValueError:  # not the main thread: the owner of the process decides
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _make_streams_forgiving() -> None:
+    """A terminal that cannot show a character shows its escape instead of ending the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _silence_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush does not complain about the closed pipe."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        return
+
+
+@click.group(
+    cls=CommandGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="\b\nStart here:\n  hiddenstore demo\n  hiddenstore COMMAND --help",
+)
+@click.version_option(package_name="hiddenstore", message="%(prog)s %(version)s")
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Capture a target's hidden states once; train any speculative-decoding drafter from disk."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())

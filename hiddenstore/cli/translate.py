@@ -1,0 +1,68 @@
+"""Errors of others in our words: click's usage errors, the operating system's refusals, and our own bugs."""
+
+import errno
+from collections.abc import Sequence
+
+import click
+
+from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError, StorageError
+
+INTERRUPTED_EXIT = 75
+PIPE_EXIT = 141
+
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+_OS_KINDS = {
+    errno.EIO: "storage-failed",
+    errno.ESTALE: "storage-failed",
+    errno.EMFILE: "too-many-files",
+    errno.ETIMEDOUT: "network-failed",
+    errno.ECONNREFUSED: "network-failed",
+    errno.ECONNRESET: "network-failed",
+    errno.ENOTDIR: "path-invalid",
+    errno.EISDIR: "path-invalid",
+    errno.ENAMETOOLONG: "path-invalid",
+}
+
+
+def usage_error(error: click.ClickException) -> ConfigError:
+    """A click error as ours; it names the command whose ``--help`` tells more."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "hiddenstore"
+    message = error.format_message().rstrip(".")
+    if message:
+        message = message[0].lower() + message[1:]
+    return ConfigError(message, kind="usage", hint=f"{command} --help")
+
+
+def as_hiddenstore_error(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:
+    """Our errors as they are; the operating system's with a kind; anything else is a bug and leaves a log file."""
+    if isinstance(error, HiddenstoreError):
+        return error
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return NotFoundError(f"{error.filename} does not exist", kind="file-missing")
+    if isinstance(error, OSError) and error.errno in _STORAGE:
+        from hiddenstore.fs import storage_error
+
+        return storage_error(error, str(error.filename or "the disk"))
+    if isinstance(error, OSError) and error.errno in _OS_KINDS:
+        where = f" ({error.filename})" if error.filename else ""
+        return StorageError(f"{error.strerror}{where}", kind=_OS_KINDS[error.errno])
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        first = (str(error).splitlines() or ["no memory left"])[0]
+        return StorageError(f"out of memory: {first}", kind="out-of-memory", hint="use smaller batches")
+    return _bug(error, arguments)
+
+
+def _bug(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:
+    from hiddenstore.cli.logs import write_crash_log
+
+    try:
+        log = str(write_crash_log(error, arguments))
+    except OSError as failure:
+        log = f"not written ({failure.strerror}); run again with -v"
+    first = (str(error).splitlines() or [""])[0]
+    return HiddenstoreError(
+        f"this is a bug: {type(error).__name__}: {first}\ntraceback: {log}",
+        kind="internal",
+        hint="report it with that file attached",
+    )

@@ -1,0 +1,134 @@
+"""What a codec is: bf16 states of one unit to plain arrays and back. Codecs know nothing of files.
+
+Shapes: L layers, T tokens of the unit, n tokens of a part of it, D target width, N rows kept raw.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FIXED_CHUNK_TOKENS = 64
+RAW_INDEX = "raw_index"
+RAW_ROWS = "raw_rows"
+
+
+@dataclass(frozen=True)
+class SmallField:
+    """One small array beside the codes: numpy dtype, axis letters (L, T, D, N or a number), bf16 bits or not."""
+
+    dtype: str
+    axes: tuple[str, ...]
+    bf16: bool = False
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Lengths of the axes, given those of the letters."""
+        return tuple(sizes[axis] if axis in sizes else int(axis) for axis in self.axes)
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """States of some layers and rows in encoded form.
+
+    codes: per layer a tensor [T, D] of the codec's ``code_dtype``, on the device it was made on; small: numpy arrays
+    stacked over layers, named and shaped by the codec's ``small``.
+    """
+
+    codes: list[Tensor]
+    small: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+class Codec(Protocol):
+    """A way to write bf16 states. ``encode`` sees one unit whole; ``decode`` any rows of it."""
+
+    @property
+    def name(self) -> str:
+        """What recipes and ``store.json`` call it."""
+
+    @property
+    def bits(self) -> float:
+        """Bits a value takes, about, at large width."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether decoding gives back every bit."""
+
+    @property
+    def code_dtype(self) -> str:
+        """numpy name of the type of the code arrays."""
+
+    @property
+    def compressed(self) -> bool:
+        """Whether the container compresses the code arrays."""
+
+    @property
+    def small(self) -> Mapping[str, SmallField]:
+        """The small arrays beside the codes; empty when the codes are the values."""
+
+    @property
+    def formula(self) -> str:
+        """How to decode, for whoever opens the arrays without us."""
+
+    def chunk_tokens(self, width: int) -> int:
+        """Tokens per chunk of the code arrays at target width ``width``."""
+
+    def encode(self, states: Tensor | Iterable[Tensor]) -> Encoded:
+        """bfloat16 [L, T, D] of one unit, or its layers [T, D] one after the other, on any device."""
+
+    def decode(self, part: Encoded, out: Tensor | None = None) -> Tensor:
+        """bfloat16 [L, n, D] on the device of the codes, written into ``out`` when given."""
+
+    def decode_rows(self, codes: Tensor, small: Mapping[str, np.ndarray], layer: int, start: int, out: Tensor) -> None:
+        """Codes [m, D], which are rows start … start+m of a part, into ``out`` bf16 [m, D]; raw rows are left alone.
+
+        ``small`` is the part's, ``layer`` counts its layers.
+        """
+
+
+def select_small(
+    fields: Mapping[str, SmallField], small: Mapping[str, np.ndarray], layers: Sequence[int], rows: range
+) -> dict[str, np.ndarray]:
+    """The small arrays of some layers and rows; N axes are left out, they are picked by ``raw_places``."""
+    part = {}
+    for name, spec in fields.items():
+        if "N" in spec.axes:
+            continue
+        array = small[name]
+        if "L" in spec.axes:
+            array = np.take(array, list(layers), axis=spec.axes.index("L"))
+        if "T" in spec.axes:
+            axis = spec.axes.index("T")
+            array = array[(slice(None),) * axis + (slice(rows.start, rows.stop),)]
+        part[name] = array
+    return part
+
+
+def raw_places(raw_index: np.ndarray, layer: int, rows: range) -> range:
+    """Where in ``raw_rows`` lie the raw rows of a layer within ``rows``; the index int32 [N, 2] is sorted."""
+    first, last = np.searchsorted(raw_index[:, 0], [layer, layer + 1])
+    low, high = np.searchsorted(raw_index[first:last, 1], [rows.start, rows.stop])
+    return range(int(first + low), int(first + high))
+
+
+def bits_to_numpy(states: Tensor) -> np.ndarray:
+    """bfloat16 of any shape as uint16 bits on the CPU."""
+    return states.detach().contiguous().view(torch.uint16).cpu().numpy()
+
+
+def bits_to_tensor(bits: np.ndarray, device: torch.device) -> Tensor:
+    """uint16 bits as bfloat16 on a device."""
+    return torch.from_numpy(np.ascontiguousarray(bits)).view(torch.bfloat16).to(device)
+
+
+def output(part: Encoded, out: Tensor | None) -> Tensor:
+    """``out`` after a check of its shape and type, or a new bfloat16 [L, n, D]."""
+    shape = (len(part.codes), *part.codes[0].shape) if part.codes else (0, 0, 0)
+    if out is None:
+        device = part.codes[0].device if part.codes else torch.device("cpu")
+        return torch.empty(shape, dtype=torch.bfloat16, device=device)
+    if tuple(out.shape) != shape or out.dtype != torch.bfloat16:
+        raise ValueError(f"out must be bfloat16 {list(shape)}, found {out.dtype} {list(out.shape)}")
+    return out

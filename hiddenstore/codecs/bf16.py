@@ -1,0 +1,50 @@
+"""``bf16``: the states as they are, and the base of every codec that stores them verbatim."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiddenstore.codecs.base import FIXED_CHUNK_TOKENS, Encoded, SmallField, output
+
+_LONGEST_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class VerbatimCodec:
+    """Codes are the bf16 bits as uint16; decoding is bit-exact, NaN payloads included.
+
+    ``chunk_bytes`` is the size of a chunk before compression, None for ``FIXED_CHUNK_TOKENS`` tokens.
+    """
+
+    name: str
+    bits: float
+    compressed: bool = False
+    chunk_bytes: int | None = None
+    exact: bool = True
+    code_dtype: str = "uint16"
+    formula: str = "bf16 bits"
+    small: Mapping[str, SmallField] = field(default_factory=dict)
+
+    def chunk_tokens(self, width: int) -> int:
+        if self.chunk_bytes is None:
+            return FIXED_CHUNK_TOKENS
+        # A chunk is decompressed whole for any row of it: at small widths a quarter of the bytes keeps samples cheap.
+        return max(1, min(self.chunk_bytes // (2 * width), max(_LONGEST_CHUNK, self.chunk_bytes // (8 * width))))
+
+    def encode(self, states: Tensor | Iterable[Tensor]) -> Encoded:
+        return Encoded([layer.detach().contiguous().view(torch.uint16) for layer in states])
+
+    def decode(self, part: Encoded, out: Tensor | None = None) -> Tensor:
+        out = output(part, out)
+        for layer, codes in enumerate(part.codes):
+            out[layer].copy_(codes.view(torch.bfloat16))
+        return out
+
+    def decode_rows(self, codes: Tensor, small: Mapping[str, np.ndarray], layer: int, start: int, out: Tensor) -> None:
+        out.copy_(codes.view(torch.bfloat16))
+
+
+BF16 = VerbatimCodec(name="bf16", bits=16.0)

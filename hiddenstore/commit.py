@@ -1,0 +1,201 @@
+"""Commit records: the only truth about what a store holds.
+
+``CommitRecord.segment`` is the path of its segment relative to the store (``segments/<unit>-<8 hex>``) and file entries
+are relative to that. A record is published once by put-if-absent and never changed; a repair publishes the next
+revision, and the highest revision of a unit counts. Anything under ``commits/`` that is no record is garbage.
+"""
+
+import gc
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from hiddenstore import layout
+from hiddenstore.documents import load, read_bounded, seal, sha256_hex, unseal
+from hiddenstore.errors import CorruptionError, HiddenstoreError, NotFoundError, StorageError
+from hiddenstore.fs import Filesystem, is_inside
+from schemas.manifest import CommitRecord, Snapshot, SnapshotEntry
+
+READ_THREADS = 8
+MAX_COUNT = 1 << 48
+
+_SAMPLE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A record as it lies on disk: file name under ``commits/``, sha256 of its bytes, content."""
+
+    name: str
+    sha256: str
+    record: CommitRecord
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Everything under ``commits/``: the records that count, sorted by unit, and what could not be read."""
+
+    commits: tuple[Commit, ...]
+    damaged: tuple[HiddenstoreError, ...]
+
+
+def scan_commits(fs: Filesystem) -> Scan:
+    """Read every commit record that counts; a damaged one is reported, never skipped in silence."""
+    found: list[Commit] = []
+    damaged: list[HiddenstoreError] = []
+    for item in _read_many(fs, latest_names(fs)):
+        if isinstance(item, Commit):
+            found.append(item)
+        else:
+            damaged.append(item)
+    return Scan(tuple(found), tuple(damaged))
+
+
+def latest_names(fs: Filesystem) -> list[str]:
+    """Names of the records that count: the highest revision of each unit, sorted by unit."""
+    latest: dict[str, tuple[int, str]] = {}
+    for name in fs.list(layout.COMMITS_DIR):
+        parsed = layout.parse_commit(name)
+        if parsed is not None and parsed.revision >= latest.get(parsed.unit, (-1, ""))[0]:
+            latest[parsed.unit] = (parsed.revision, name)
+    return [latest[unit][1] for unit in sorted(latest)]
+
+
+def committed_units(fs: Filesystem) -> set[str]:
+    """Names of the units that have a record, from the folder listing alone."""
+    parsed = (layout.parse_commit(name) for name in fs.list(layout.COMMITS_DIR))
+    return {name.unit for name in parsed if name is not None}
+
+
+def read_commit(fs: Filesystem, name: str) -> Commit:
+    """One record by its file name.
+
+    Raises:
+        CorruptionError: its bytes, its name or its numbers do not hold together.
+    """
+    where = f"{layout.COMMITS_DIR}/{name}"
+    data = read_bounded(fs, where)
+    record = unseal(data, CommitRecord, f"{fs.root}/{where}")
+    _check_record(record, name, f"{fs.root}/{where}")
+    return Commit(name, sha256_hex(data), record)
+
+
+def publish_commit(fs: Filesystem, record: CommitRecord, revision: int = 0) -> bool:
+    """Publish a record; True when it is the one that stands, False when another attempt was first.
+
+    The segment must be durable already. After a lost reply the record is read back: if it names this attempt, this
+    attempt won. Nothing is deleted here.
+    """
+    path = layout.commit_path(record.unit, revision)
+    _check_record(record, path.rpartition("/")[2], path)
+    try:
+        if fs.put_if_absent(path, seal(record)):
+            return True
+    except StorageError as error:
+        if error.kind != "reply-lost" or fs.size(path) is None:
+            raise
+    return load(fs, path, CommitRecord).segment == record.segment
+
+
+def read_snapshot(fs: Filesystem, snapshot: Snapshot) -> Scan:
+    """The records a snapshot names.
+
+    Raises:
+        CorruptionError: ``snapshot-mismatch`` when one is missing or has other bytes than were frozen.
+    """
+    scan = Scan(tuple(_raise_first(_read_many(fs, [entry.record for entry in snapshot.commits]))), ())
+    for entry, commit in zip(snapshot.commits, scan.commits, strict=True):
+        if commit.sha256 != entry.sha256:
+            raise CorruptionError(
+                f"{fs.root}/{layout.COMMITS_DIR}/{entry.record} is not the record that snapshot {snapshot.name} froze: "
+                f"expected sha256 {entry.sha256}, found {commit.sha256}",
+                kind="snapshot-mismatch",
+                path=f"{layout.COMMITS_DIR}/{entry.record}",
+                samples=tuple(sample.id for sample in commit.record.samples),
+            )
+    return scan
+
+
+def make_snapshot(name: str, commits: Iterable[Commit]) -> Snapshot:
+    """A frozen list of commits with their digests."""
+    commits = sorted(commits, key=lambda commit: commit.record.unit)
+    return Snapshot(
+        name=name,
+        commits=tuple(SnapshotEntry(record=commit.name, sha256=commit.sha256) for commit in commits),
+        samples=sum(len(commit.record.samples) for commit in commits),
+        tokens=sum(commit.record.tokens for commit in commits),
+    )
+
+
+def _read_many(fs: Filesystem, names: list[str]) -> list[Commit | HiddenstoreError]:
+    def read(name: str) -> Commit | HiddenstoreError:
+        try:
+            return read_commit(fs, name)
+        except NotFoundError as error:
+            message = f"{error.message}, but a listing or snapshot names it"
+            return CorruptionError(message, kind="commit-missing", path=f"{layout.COMMITS_DIR}/{name}")
+        except StorageError:
+            raise
+        except HiddenstoreError as error:
+            return error
+
+    if len(names) < READ_THREADS:
+        return [read(name) for name in names]
+    with _collector_paused(), ThreadPoolExecutor(READ_THREADS) as pool:
+        return list(pool.map(read, names))
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Records hold no cycles, yet a million new objects would make Python look for some: half of the time to open."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _raise_first(items: Iterable[Commit | HiddenstoreError]) -> list[Commit]:
+    commits = []
+    for item in items:
+        if not isinstance(item, Commit):
+            raise item
+        commits.append(item)
+    return commits
+
+
+def _check_record(record: CommitRecord, name: str, where: str) -> None:
+    """What the schema cannot say: names agree, paths stay inside, no number is absurd."""
+    parsed = layout.parse_commit(name)
+    folder, _, segment = record.segment.partition("/")
+    problem = ""
+    if parsed is None or parsed.unit != record.unit:
+        problem = f"it holds the record of unit {record.unit!r}"
+    elif folder != layout.SEGMENTS_DIR or layout.parse_segment(segment) != record.unit:
+        problem = f"its segment {record.segment!r} is not one of this unit"
+    elif any(not is_inside(file.path) for file in record.files):
+        problem = "a file path leaves the segment"
+    elif len({file.path for file in record.files}) != len(record.files):
+        problem = "a file is named twice"
+    elif not all(_SAMPLE_ID.fullmatch(name) for name in _sample_ids(record)):
+        problem = "a sample id has characters other than letters, digits, - and _"
+    elif max((*(file.size for file in record.files), record.tokens, record.final_rows)) > MAX_COUNT:
+        problem = "a size is absurd"
+    elif record.samples and not record.files:
+        problem = "it has samples but no file"
+    if problem:
+        raise CorruptionError(
+            f"{where} is damaged: {problem}",
+            kind="commit-invalid",
+            path=where,
+            samples=tuple(name for name in _sample_ids(record) if _SAMPLE_ID.fullmatch(name)),
+        )
+
+
+def _sample_ids(record: CommitRecord) -> list[str]:
+    return [entry.id for entry in record.samples] + [reject.id for reject in record.rejects]

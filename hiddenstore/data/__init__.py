@@ -1,0 +1,19 @@
+"""Reading a store for training: order, packing and prefetch. Any world size, any restart point, one global order."""
+
+from hiddenstore.data.batches import PREFETCH_BYTES, Cursor, GlobalBatch, TokenBatches
+from hiddenstore.data.order import Order, permutation
+from hiddenstore.data.pack import BatchPlan, first_fit, global_batches
+from hiddenstore.data.read import PackedBatch
+
+__all__ = [
+    "PREFETCH_BYTES",
+    "BatchPlan",
+    "Cursor",
+    "GlobalBatch",
+    "Order",
+    "PackedBatch",
+    "TokenBatches",
+    "first_fit",
+    "global_batches",
+    "permutation",
+]

@@ -1,0 +1,198 @@
+"""The POSIX operations the filesystem seam stands on, one call each, with absolute paths and OSError."""
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Protocol
+
+OPEN_FILES = 64
+
+
+class Disk(Protocol):
+    """One operation of the operating system per method; a crash may fall between any two."""
+
+    def make_folder(self, path: str) -> None:
+        """mkdir; a folder that exists is no error."""
+
+    def create(self, path: str) -> int:
+        """A handle to a new empty file; FileExistsError when the name is taken."""
+
+    def write(self, handle: int, data: memoryview) -> None:
+        """Append all of ``data``."""
+
+    def sync_file(self, handle: int) -> None:
+        """fsync."""
+
+    def close(self, handle: int) -> None:
+        """close."""
+
+    def link(self, source: str, target: str) -> None:
+        """A second name for a file; FileExistsError when the name is taken."""
+
+    def unlink(self, path: str) -> None:
+        """Remove a name."""
+
+    def remove_folder(self, path: str) -> None:
+        """rmdir."""
+
+    def sync_folder(self, path: str) -> None:
+        """fsync of a folder: its names become durable."""
+
+    def same_file(self, one: str, other: str) -> bool:
+        """Whether two names are one file."""
+
+    def is_folder(self, path: str) -> bool:
+        """Whether a real folder (no link to one) is there."""
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file, None when there is none."""
+
+    def list(self, path: str) -> list[str]:
+        """Names in a folder, empty when there is none."""
+
+    def read(self, path: str) -> bytes:
+        """All bytes of a file."""
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        """Bytes read, fewer than the buffer holds only at the end of the file."""
+
+    def free_bytes(self, path: str) -> int:
+        """Bytes an unprivileged user can still write."""
+
+
+class PosixDisk:
+    """The real disk. Files of a store never change, so open read handles are kept and shared."""
+
+    def __init__(self) -> None:
+        self._handles = _ReadHandles(OPEN_FILES)
+
+    def make_folder(self, path: str) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+            return
+        if not os.path.isdir(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+
+    def create(self, path: str) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, handle: int, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            done += os.write(handle, data[done:])
+
+    def sync_file(self, handle: int) -> None:
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def link(self, source: str, target: str) -> None:
+        os.link(source, target)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def remove_folder(self, path: str) -> None:
+        os.rmdir(path)
+
+    def sync_folder(self, path: str) -> None:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def same_file(self, one: str, other: str) -> bool:
+        return os.path.samestat(os.lstat(one), os.lstat(other))
+
+    def is_folder(self, path: str) -> bool:
+        try:
+            return stat.S_ISDIR(os.lstat(path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def size(self, path: str) -> int | None:
+        try:
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def list(self, path: str) -> list[str]:
+        try:
+            return os.listdir(path)
+        except FileNotFoundError:
+            return []
+
+    def read(self, path: str) -> bytes:
+        handle = _open_regular(path)
+        with os.fdopen(handle, "rb", buffering=0) as file:
+            return file.read()
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        done = 0
+        with self._handles.borrow(path) as handle:
+            while done < len(buffer):
+                count = os.preadv(handle, [buffer[done:]], offset + done)
+                if count == 0:
+                    break
+                done += count
+        return done
+
+    def free_bytes(self, path: str) -> int:
+        while not os.path.exists(path):
+            path = os.path.dirname(path)
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+
+class _ReadHandles:
+    """Open read descriptors, least recently used closed first, never one that a thread is reading from."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, list[int]] = OrderedDict()
+        weakref.finalize(self, _close_all, self._open)
+
+    @contextlib.contextmanager
+    def borrow(self, path: str) -> Iterator[int]:
+        with self._lock:
+            entry = self._open.get(path)
+            if entry is None:
+                entry = self._open[path] = [_open_regular(path), 0]
+            self._open.move_to_end(path)
+            entry[1] += 1
+        try:
+            yield entry[0]
+        finally:
+            with self._lock:
+                entry[1] -= 1
+                self._evict()
+
+    def _evict(self) -> None:
+        surplus = len(self._open) - self._limit
+        for path in [path for path, (_, users) in self._open.items() if users == 0][: max(0, surplus)]:
+            os.close(self._open.pop(path)[0])
+
+
+def _open_regular(path: str) -> int:
+    """A read handle to a file; a pipe or device in its place would hang or never end, so it counts as absent."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return handle
+
+
+def _close_all(entries: dict[str, list[int]]) -> None:
+    for descriptor, _ in entries.values():
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    entries.clear()

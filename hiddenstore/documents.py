@@ -1,0 +1,161 @@
+"""JSON documents that carry their own digest, so that a flipped bit is an error naming the file.
+
+A sealed document is one line of canonical JSON (sorted keys, no spaces, UTF-8) whose last member is ``sha256``, the
+digest of the same line without that member, then one newline. A reader needs no canonical encoder: it cuts the last
+member off the bytes and hashes what is left.
+"""
+
+import hashlib
+import json
+import math
+import re
+import shlex
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from hiddenstore.errors import ConfigError, CorruptionError, FormatError
+from hiddenstore.fs import Filesystem
+from hiddenstore.layout import COMMITS_DIR
+from schemas.base import FORMAT_VERSION, Document
+
+MAX_DOCUMENT_BYTES = 256 << 20
+MAX_DEPTH = 64
+
+_SEAL = re.compile(rb',?"sha256":"([0-9a-f]{64})"\}\n')
+_LOOSE_COLON = re.compile(rb'"[ \t\r\n]+:')
+_NESTED = {dict, list}
+_SEAL_BYTES = len(b',"sha256":"') + 64 + len(b'"}\n')
+
+M = TypeVar("M", bound=Document)
+
+
+def sha256_hex(data: bytes | memoryview) -> str:
+    """sha256 of bytes as 64 hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def canonical(value: object) -> bytes:
+    """Canonical JSON of plain values: equal values have equal bytes.
+
+    Raises:
+        ConfigError: ``document-unwritable`` for NaN, infinities and text that is not Unicode.
+    """
+    try:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return text.encode("utf-8")
+    except ValueError as error:
+        raise ConfigError(f"this document cannot be written: {error}", kind="document-unwritable") from error
+
+
+def seal(document: Document) -> bytes:
+    """The bytes a document is stored as."""
+    body = canonical(document.model_dump(mode="json"))
+    comma = b"," if len(body) > 2 else b""
+    return b'%s%s"sha256":"%s"}\n' % (body[:-1], comma, sha256_hex(body).encode())
+
+
+def unseal(data: bytes, model: type[M], where: str) -> M:
+    """The document in ``data``; ``where`` names the file in errors.
+
+    Raises:
+        CorruptionError: ``document-corrupt``, any byte is not as it was written.
+        FormatError: ``format-future`` for a later format, ``document-invalid`` for whole bytes of another shape.
+    """
+    content = _parse(_checked_body(data, where), where)
+    version = content.get("format")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise FormatError(
+            f"{where} has format {version}; this version of hiddenstore reads formats up to {FORMAT_VERSION}",
+            kind="format-future",
+            hint="pip install --upgrade hiddenstore",
+        )
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "document"
+        raise FormatError(
+            f"{where} is not a {model.__name__}: {place}: {first['msg']}", kind="document-invalid"
+        ) from error
+
+
+def load(fs: Filesystem, path: str, model: type[M]) -> M:
+    """Read and unseal one document; an oversized file is refused before it is read."""
+    return unseal(read_bounded(fs, path), model, f"{fs.root}/{path}")
+
+
+def read_bounded(fs: Filesystem, path: str) -> bytes:
+    """The bytes of a document, at most ``MAX_DOCUMENT_BYTES``."""
+    size = fs.size(path)
+    if size is not None and size > MAX_DOCUMENT_BYTES:
+        raise _corrupt(f"{fs.root}/{path}", f"it has {size:,} bytes, a document at most {MAX_DOCUMENT_BYTES:,}")
+    return fs.read(path)
+
+
+def _checked_body(data: bytes, where: str) -> bytes:
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise _corrupt(where, f"it has {len(data):,} bytes, a document at most {MAX_DOCUMENT_BYTES:,}")
+    match = _SEAL.fullmatch(data[-_SEAL_BYTES:]) or _SEAL.fullmatch(data[1 - _SEAL_BYTES :])
+    if match is None:
+        raise _corrupt(where, "it does not end with its sha256")
+    body = data[: -len(match[0])] + b"}"
+    found = sha256_hex(body)
+    if found != match[1].decode():
+        raise _corrupt(where, f"expected sha256 {match[1].decode()}, found {found}")
+    return body
+
+
+def _parse(body: bytes, where: str) -> dict[str, Any]:
+    try:
+        text = body.decode("utf-8")
+        content = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+        members = _members(content)
+        # Without escapes and loose colons, keys can be counted in the bytes: far cheaper than a hook per object.
+        if b"\\" in body or _LOOSE_COLON.search(body) or body.count(b'":') != members:
+            json.loads(text, object_pairs_hook=_distinct)
+    except RecursionError as error:
+        raise _corrupt(where, f"it is nested deeper than {MAX_DEPTH} levels") from error
+    except ValueError as error:
+        raise _corrupt(where, str(error)) from error
+    if not isinstance(content, dict):
+        raise _corrupt(where, "it is not a JSON object")
+    return content
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} appears twice")
+    return members
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
+
+
+def _members(content: object) -> int:
+    """How many members the objects in ``content`` have in all; ValueError when they nest too deep."""
+    count = 0
+    level: list[Any] = [content]
+    for _ in range(MAX_DEPTH):
+        level = [item for item in level if type(item) in _NESTED]
+        if not level:
+            return count
+        count += sum(len(item) for item in level if type(item) is dict)
+        level = [child for item in level for child in (item.values() if type(item) is dict else item)]
+    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+def _corrupt(where: str, reason: str) -> CorruptionError:
+    store, found, _ = where.rpartition(f"/{COMMITS_DIR}/")
+    hint = shlex.join(["hiddenstore", "verify", store]) if found else None
+    return CorruptionError(f"{where} is damaged: {reason}", kind="document-corrupt", path=where, hint=hint)

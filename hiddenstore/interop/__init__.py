@@ -1,0 +1,1 @@
+"""Other projects' data layouts, one module each."""

@@ -1,0 +1,104 @@
+"""Every file name of a store, made and parsed here only.
+
+```
+store.json · target/ · inputs/<digest>.parquet · snapshots/<name>.json
+commits/<unit>[.rN].json · segments/<unit>-<8 hex>/
+```
+"""
+
+import re
+import secrets
+from typing import NamedTuple
+
+from hiddenstore.errors import ConfigError
+
+STORE_JSON = "store.json"
+TARGET_DIR = "target"
+HEAD_NAME = "head.safetensors"
+HEAD_PATH = f"{TARGET_DIR}/{HEAD_NAME}"
+INPUTS_DIR = "inputs"
+COMMITS_DIR = "commits"
+SEGMENTS_DIR = "segments"
+SNAPSHOTS_DIR = "snapshots"
+CALIBRATION_DIR = "calibration"
+TOP_NAMES = {
+    STORE_JSON, TARGET_DIR, INPUTS_DIR, COMMITS_DIR, SEGMENTS_DIR, SNAPSHOTS_DIR, CALIBRATION_DIR, "lost+found"
+}  # fmt: skip
+"""What lies in the folder of a store: its own, and what mkfs leaves on a fresh disk."""
+DATA_JSON = "data.json"
+
+_UNIT = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,119}"
+_COMMIT = re.compile(rf"({_UNIT})(?:\.r([1-9][0-9]{{0,8}}))?\.json")
+_SEGMENT = re.compile(rf"({_UNIT})-([0-9a-f]{{8}})")
+_INPUT = re.compile(r"([0-9a-f]{64})\.parquet")
+_SNAPSHOT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
+
+
+class CommitName(NamedTuple):
+    """What the file name of a commit record says; revision 0 is the first record of a unit."""
+
+    unit: str
+    revision: int
+
+
+def unit_name(input_digest: str, index: int) -> str:
+    """``<12 hex of the input digest>-<6 digits>``: sorted by name is sorted by place in the input."""
+    return f"{input_digest[:12]}-{index:06d}"
+
+
+def new_attempt() -> str:
+    """8 random hex digits that tell two attempts at one unit apart."""
+    return secrets.token_hex(4)
+
+
+def commit_path(unit: str, revision: int = 0) -> str:
+    """Path of a commit record."""
+    _require(re.fullmatch(_UNIT, unit), unit, "unit name")
+    return f"{COMMITS_DIR}/{unit}{f'.r{revision}' if revision else ''}.json"
+
+
+def segment_path(unit: str, attempt: str) -> str:
+    """Path of the segment that one attempt at a unit writes."""
+    name = f"{unit}-{attempt}"
+    _require(_SEGMENT.fullmatch(name), name, "segment name")
+    return f"{SEGMENTS_DIR}/{name}"
+
+
+def input_path(digest: str) -> str:
+    """Path of a registered input."""
+    _require(_INPUT.fullmatch(f"{digest}.parquet"), digest, "input digest")
+    return f"{INPUTS_DIR}/{digest}.parquet"
+
+
+def snapshot_path(name: str) -> str:
+    """Path of a saved snapshot."""
+    _require(_SNAPSHOT.fullmatch(name), name, "snapshot name")
+    return f"{SNAPSHOTS_DIR}/{name}.json"
+
+
+def part_name(index: int) -> str:
+    """Name of a parquet part of prepared DATA."""
+    return f"part-{index:05d}.parquet"
+
+
+def parse_commit(name: str) -> CommitName | None:
+    """What a name under ``commits/`` says; None for anything that is not a commit record."""
+    match = _COMMIT.fullmatch(name)
+    return CommitName(match[1], int(match[2] or 0)) if match else None
+
+
+def parse_segment(name: str) -> str | None:
+    """The unit of a name under ``segments/``; None for anything that is not a segment."""
+    match = _SEGMENT.fullmatch(name)
+    return match[1] if match else None
+
+
+def parse_input(name: str) -> str | None:
+    """The digest of a name under ``inputs/``; None for anything that is not a registered input."""
+    match = _INPUT.fullmatch(name)
+    return match[1] if match else None
+
+
+def _require(ok: object, value: str, what: str) -> None:
+    if not ok:
+        raise ConfigError(f"{value!r} cannot be a {what}", kind="name-invalid")

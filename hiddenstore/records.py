@@ -1,0 +1,77 @@
+"""Samples and records: what moves between prepare, collect, the store and the trainer.
+
+Shapes: T tokens of one sample, L aux layers, D target width, R rows of the final hidden.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from schemas.capture import FinalMode
+
+if TYPE_CHECKING:
+    import torch
+
+
+def sample_id(input_ids: np.ndarray, loss_mask: np.ndarray) -> str:
+    """blake2b-128 over int32-LE tokens then one mask byte per token, as 32 hex digits."""
+    digest = hashlib.blake2b(np.ascontiguousarray(input_ids, dtype="<i4").tobytes(), digest_size=16)
+    digest.update(np.ascontiguousarray(loss_mask, dtype=np.uint8).tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One tokenised conversation, unshifted.
+
+    input_ids int32 [T]; loss_mask uint8 [T], 1 where a token is supervised; spans int32 [n, 3] of (role index into
+    ``schemas.ROLES``, start, end) with end exclusive; split ``train`` or ``validation``; source ``file:line``.
+    """
+
+    id: str
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    spans: np.ndarray
+    split: str = "train"
+    source: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    @property
+    def supervised(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A sample with its captured states.
+
+    aux bfloat16 [L, T, D], layers ascending; final bfloat16 [R, D]; final_rows int32 [R], ascending token positions
+    the final hidden is held at. R = 0 when the store holds no final hidden.
+    """
+
+    sample: Sample
+    aux: "torch.Tensor"
+    final: "torch.Tensor"
+    final_rows: np.ndarray
+
+
+def final_row_positions(loss_mask: np.ndarray, mode: FinalMode) -> np.ndarray:
+    """Token positions at which the final hidden is held: int32 [R], ascending.
+
+    ``supervised`` holds rows a-1 … e+1 of each supervised span [a, e], which serves mask offsets -1, 0 and +1.
+    """
+    tokens = loss_mask.shape[0]
+    if mode == "none":
+        return np.zeros(0, dtype=np.int32)
+    if mode == "all":
+        return np.arange(tokens, dtype=np.int32)
+    held = loss_mask.astype(bool)
+    reach = held.copy()
+    reach[:-1] |= held[1:]
+    reach[1:] |= held[:-1]
+    return np.flatnonzero(reach).astype(np.int32)

@@ -1,0 +1,161 @@
+"""The layer profile: what every layer of the target looked like on a few tokens, written once at capture.
+
+A store holds three layers of thirty; nothing in it says what the neighbours looked like, so a layer one off would be
+invisible. The profile keeps, for the first tokens of one sample, the norm and a few random projections of every layer.
+States of a causal target depend on the tokens up to their own only, so every sample that begins with the same tokens
+must show the same rows there: the profile names the layer of any sample that shares a chat template's first tokens.
+
+Shapes: N decoder layers, P profiled tokens, D target width, S projections.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from hiddenstore.data.order import splitmix64
+from hiddenstore.documents import load, seal
+from hiddenstore.fs import Filesystem
+from hiddenstore.layout import CALIBRATION_DIR
+from schemas.base import FORMAT_VERSION, Document
+
+PROFILE_PATH = f"{CALIBRATION_DIR}/profile.json"
+PROFILE_TOKENS = 64
+PROJECTIONS = 8
+NORMED = "normed"
+
+_DIGITS = 5
+
+
+class RowSketches(Document):
+    """Rows of one layer: root mean square per token [P], and projections per token [P, S] of the row at unit length."""
+
+    rms: tuple[float, ...]
+    projections: tuple[tuple[float, ...], ...]
+
+    @model_validator(mode="after")
+    def _one_of_each_per_token(self) -> "RowSketches":
+        if len(self.rms) != len(self.projections) or any(len(row) != PROJECTIONS for row in self.projections):
+            raise ValueError(f"expected {len(self.rms)} rows of {PROJECTIONS} projections")
+        return self
+
+
+class LayerProfile(Document):
+    """``calibration/profile.json``: some positions of sample ``sample_id`` in every layer, the first ones among them.
+
+    ``layers`` start at layer -1 (embeddings) and end at the last decoder block, before the final norm; ``normed`` is
+    the last one after it.
+    """
+
+    format: int = FORMAT_VERSION
+    sample_id: str
+    positions: tuple[int, ...] = Field(min_length=1)
+    tokens: tuple[int, ...]
+    layers: tuple[RowSketches, ...]
+    normed: RowSketches | None = None
+
+    @model_validator(mode="after")
+    def _every_layer_has_every_token(self) -> "LayerProfile":
+        sketches = [*self.layers, *([self.normed] if self.normed is not None else [])]
+        if {len(self.tokens), *(len(sketch.rms) for sketch in sketches)} != {len(self.positions)}:
+            raise ValueError(f"tokens or a layer do not have {len(self.positions)} positions")
+        if list(self.positions) != sorted(set(self.positions)) or self.positions[0] < 0:
+            raise ValueError("positions must be ascending")
+        return self
+
+    @property
+    def names(self) -> list[int | str]:
+        """What can be matched: layer numbers -1 … N-1, then ``normed``."""
+        return [*range(-1, len(self.layers) - 1), *([NORMED] if self.normed is not None else [])]
+
+    def common_prefix(self, input_ids: np.ndarray) -> int:
+        """How many first tokens of a sample are the profile's, as far as the profile has every position."""
+        places = np.asarray(self.positions)
+        gap = np.flatnonzero(places != np.arange(len(places)))
+        count = min(int(gap[0]) if len(gap) else len(places), len(input_ids))
+        differs = np.flatnonzero(np.asarray(self.tokens[:count]) != input_ids[:count])
+        return int(differs[0]) if len(differs) else count
+
+
+def make_profile(
+    sample_id: str,
+    input_ids: np.ndarray,
+    states: Tensor,
+    normed: Tensor | None = None,
+    final_rows: np.ndarray | None = None,
+) -> LayerProfile:
+    """Sketch every layer of one sample.
+
+    input_ids int [T]; states [N+1, T, D] of layers -1, 0, … N-1, the last before the final norm; normed [T, D] the last
+    after the final norm; final_rows int [R] the positions a store holds the final hidden at. Any float dtype: rows are
+    rounded to bf16 first, as a store holds them. Kept are the first tokens and as many of ``final_rows``. Take the
+    states from one plain forward over the whole sample, by another way than the capture itself
+    (``output_hidden_states``), so that a mistake in one does not repeat in the other.
+    """
+    held = np.arange(len(input_ids)) if final_rows is None else np.asarray(final_rows, dtype=np.int64)
+    spread = held[np.linspace(0, len(held) - 1, min(PROFILE_TOKENS // 2, len(held))).astype(np.int64)]
+    places = np.union1d(np.arange(min(PROFILE_TOKENS // 2, len(input_ids))), spread).astype(np.int64)
+    rows = torch.from_numpy(places).to(states.device)
+    return LayerProfile(
+        sample_id=sample_id,
+        positions=tuple(places.tolist()),
+        tokens=tuple(int(token) for token in np.asarray(input_ids)[places]),
+        layers=tuple(_sketches(layer[rows]) for layer in states),
+        normed=None if normed is None else _sketches(normed[rows]),
+    )
+
+
+def write_profile(fs: Filesystem, profile: LayerProfile) -> bool:
+    """Publish a profile; False when the store has one already."""
+    return fs.put_if_absent(PROFILE_PATH, seal(profile))
+
+
+def read_profile(fs: Filesystem) -> LayerProfile | None:
+    """The profile of a store, None when it has none; CorruptionError when it is damaged."""
+    return None if fs.size(PROFILE_PATH) is None else load(fs, PROFILE_PATH, LayerProfile)
+
+
+def match_layer(profile: LayerProfile, rows: Tensor, places: Sequence[int] | np.ndarray) -> dict[int | str, float]:
+    """Distance of stored rows [n, D] to every layer of the profile; ``places`` [n] index its ``positions``.
+
+    About 0.5 |a - b|² for rows of unit length (1 - cosine) plus the squared log ratio of their norms, averaged over
+    rows: 1e-4 for an 8-bit codec, 1e-2 and more for a neighbouring layer, about 1 for an unrelated one.
+    """
+    found_rms, found = sketch(rows)
+    where = np.asarray(places, dtype=np.int64)
+    distances: dict[int | str, float] = {}
+    candidates = [*profile.layers, *([profile.normed] if profile.normed is not None else [])]
+    for name, candidate in zip(profile.names, candidates, strict=True):
+        rms = np.asarray(candidate.rms)[where]
+        projections = np.asarray(candidate.projections)[where]
+        angle = np.square(projections - found).mean(axis=1) / 2
+        scale = np.square(np.log(np.maximum(rms, 1e-12) / np.maximum(found_rms, 1e-12)))
+        distances[name] = float(np.mean(angle + scale))
+    return distances
+
+
+def sketch(rows: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Root mean square [n] and projections [n, S] of rows [n, D], both float64; a projection has variance about 1."""
+    x = rows.detach().to(torch.bfloat16).cpu().double().numpy()
+    rms = np.sqrt(np.square(x).mean(axis=1))
+    unit = x / np.maximum(rms, 1e-300)[:, None] / np.sqrt(x.shape[1])
+    return rms, unit @ signs(x.shape[1])
+
+
+@lru_cache(maxsize=4)
+def signs(width: int, count: int = PROJECTIONS) -> np.ndarray:
+    """±1 [D, S], the same for ever: bit 63 of splitmix64 of (projection, channel)."""
+    channel = np.arange(width, dtype=np.uint64)[:, None]
+    projection = np.arange(count, dtype=np.uint64)[None, :] << np.uint64(40)
+    return 1.0 - 2.0 * (splitmix64(channel | projection) >> np.uint64(63)).astype(np.float64)
+
+
+def _sketches(rows: Tensor) -> RowSketches:
+    rms, projections = sketch(rows)
+    return RowSketches(
+        rms=tuple(float(f"{value:.{_DIGITS}g}") for value in rms),
+        projections=tuple(tuple(round(float(value), _DIGITS) for value in row) for row in projections),
+    )

@@ -1,0 +1,48 @@
+"""``verify``: the three depths in one call."""
+
+from pathlib import Path
+
+from hiddenstore import layout
+from hiddenstore.errors import ConfigError
+from hiddenstore.fs import Filesystem, open_filesystem
+from hiddenstore.store import no_store
+from hiddenstore.verify.content import check_content
+from hiddenstore.verify.report import DEPTHS, Advance, Depth, Report
+from hiddenstore.verify.structure import check_structure
+
+
+def verify(
+    location: str | Path | Filesystem,
+    depth: Depth = "structure",
+    sample_share: float = 1.0,
+    *,
+    also_bytes: bool = False,
+    advance: Advance = lambda _: None,
+) -> Report:
+    """Look at a store and name everything that is wrong; nothing is changed.
+
+    ``structure`` reads metadata only; ``bytes`` also every byte; ``meaning`` also the states of a share of the samples
+    (and every byte with ``also_bytes``). ``advance`` is told bytes read, then at ``meaning`` samples looked at.
+
+    Raises:
+        NotFoundError: there is no store.
+        ConfigError: unknown depth, or a share outside 0…1.
+    """
+    if depth not in DEPTHS:
+        raise ConfigError(f"unknown depth {depth!r}, expected one of {', '.join(DEPTHS)}", kind="depth-unknown")
+    if not 0 < sample_share <= 1:
+        raise ConfigError(f"the share of samples must lie in (0, 1], found {sample_share}", kind="share-invalid")
+    fs = open_filesystem(location)
+    if not any(fs.list(folder) for folder in ("", layout.COMMITS_DIR)) or (
+        fs.size(layout.STORE_JSON) is None and not fs.list(layout.COMMITS_DIR)
+    ):
+        raise no_store(fs)
+    report = Report(depth)
+    store = check_structure(fs, report)
+    if store is not None and (depth == "bytes" or also_bytes):
+        check_content(store, report, advance)
+    if store is not None and depth == "meaning":
+        from hiddenstore.verify.meaning import check_meaning
+
+        check_meaning(store, report, sample_share, advance)
+    return report

@@ -1,0 +1,216 @@
+"""Is everything there: documents, target files, commits, their files in their sizes, units of the inputs.
+
+Reads metadata only, never a segment's bytes.
+"""
+
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from hiddenstore import layout
+from hiddenstore.cli.terminal import plural
+from hiddenstore.commit import Commit, committed_units, read_commit, read_snapshot, scan_commits
+from hiddenstore.documents import load
+from hiddenstore.errors import CorruptionError, HiddenstoreError
+from hiddenstore.fs import TEMP_PREFIX, Filesystem
+from hiddenstore.inputs import registered_inputs
+from hiddenstore.store import Store, load_snapshot
+from hiddenstore.verify.report import Finding, Report
+from schemas.manifest import CommitRecord, StoreManifest
+
+THREADS = 8
+SHOWN = 3
+
+
+def check_structure(fs: Filesystem, report: Report) -> Store | None:
+    """Add what is wrong to ``report``; returns the store with every commit that can be read, None without store.json.
+
+    A damaged ``store.json`` is a finding, and what can be checked without it still is.
+    """
+    manifest = _manifest(fs, report)
+    scan = scan_commits(fs)
+    report.findings += [Finding.of(error) for error in scan.damaged]
+    records = [commit.record for commit in scan.commits]
+    report.units = len(records)
+    report.samples = sum(len(record.samples) for record in records)
+    with ThreadPoolExecutor(THREADS) as pool:
+        for findings in pool.map(lambda record: list(_files_of(fs, record)), records):
+            report.findings += findings
+    report.files = sum(len(record.files) for record in records)
+    report.findings += _inputs(fs, scan.commits)
+    report.findings += _snapshots(fs)
+    found, notes = _duplicates(records)
+    report.findings += found
+    report.notes += notes + list(_orphans(fs, records)) + list(_leftovers(fs))
+    return None if manifest is None else Store(fs, manifest, scan)
+
+
+def _manifest(fs: Filesystem, report: Report) -> StoreManifest | None:
+    try:
+        manifest = load(fs, layout.STORE_JSON, StoreManifest)
+    except HiddenstoreError as error:
+        report.findings.append(Finding.of(error, layout.STORE_JSON))
+        return None
+    names = [file.path for file in manifest.target_files]
+    if layout.HEAD_NAME not in names:
+        detail = f"{layout.STORE_JSON} names no {layout.HEAD_PATH}: there is no way to logits"
+        report.findings.append(Finding("head-missing", layout.STORE_JSON, (), detail))
+    for file in manifest.target_files:
+        report.findings += _size(fs, f"{layout.TARGET_DIR}/{file.path}", file.size, ())
+    return manifest
+
+
+def _files_of(fs: Filesystem, record: CommitRecord) -> Iterator[Finding]:
+    samples = tuple(sample.id for sample in record.samples)
+    for file in record.files:
+        yield from _size(fs, f"{record.segment}/{file.path}", file.size, samples)
+
+
+def require_files(store: Store) -> None:
+    """Raise CorruptionError for the first file of ``store`` that is missing or has another size; one stat a file."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        wrong = pool.map(lambda record: next(_files_of(store.fs, record), None), store.commits())
+        first = next((finding for finding in wrong if finding is not None), None)
+    if first is not None:
+        raise CorruptionError(
+            f"{store.path}/{first.path} is damaged: {first.detail} (all {plural(len(first.samples), 'sample')} of its "
+            "unit)",
+            kind=first.kind,
+            hint=shlex.join(["hiddenstore", "repair", store.path]),
+            path=first.path,
+            samples=first.samples,
+        )
+
+
+def _size(fs: Filesystem, path: str, expected: int, samples: tuple[str, ...]) -> list[Finding]:
+    try:
+        found = fs.size(path)
+    except HiddenstoreError as error:
+        return [Finding.of(error, path, samples)]
+    if found is None:
+        return [Finding("file-missing", path, samples, f"named with {expected:,} bytes, but it does not exist")]
+    if found != expected:
+        return [Finding("file-size", path, samples, f"expected {expected:,} bytes, found {found:,}")]
+    return []
+
+
+def _inputs(fs: Filesystem, commits: Iterable[Commit]) -> Iterator[Finding]:
+    by_unit = {commit.record.unit: commit for commit in commits}
+    named = committed_units(fs)
+    for digest, registered in registered_inputs(fs).items():
+        path = layout.input_path(digest)
+        try:
+            members = registered.unit_samples()
+        except HiddenstoreError as error:
+            yield Finding.of(error, path)
+            continue
+        missing = [unit for unit in members if unit not in named]
+        if missing:
+            lost = tuple(name for unit in missing for name in members[unit])
+            detail = (
+                f"{len(missing)} of {len(members)} units have no commit ({_some(missing)}): collect is not finished"
+            )
+            yield Finding("incomplete", path, lost, detail)
+        for unit, expected in members.items():
+            if unit in by_unit:
+                yield from _members(by_unit[unit], expected)
+
+
+def _members(commit: Commit, expected: list[str]) -> Iterator[Finding]:
+    """Samples and rejects of a unit are together what its input says."""
+    record, path = commit.record, f"{layout.COMMITS_DIR}/{commit.name}"
+    held = Counter([sample.id for sample in record.samples] + [reject.id for reject in record.rejects])
+    wanted = Counter(expected)
+    if lost := tuple((wanted - held).elements()):
+        detail = f"{len(lost)} samples of the input are neither stored nor rejected: {_some(lost)}"
+        yield Finding("samples-missing", path, lost, detail)
+    if extra := tuple((held - wanted).elements()):
+        detail = f"{len(extra)} samples are not in the input: {_some(extra)}"
+        yield Finding("samples-unexpected", path, extra, detail)
+
+
+def _snapshots(fs: Filesystem) -> Iterator[Finding]:
+    for name in fs.list(layout.SNAPSHOTS_DIR):
+        if name.startswith(TEMP_PREFIX):
+            continue
+        path = f"{layout.SNAPSHOTS_DIR}/{name}"
+        try:
+            read_snapshot(fs, load_snapshot(fs, name.removesuffix(".json")))
+        except HiddenstoreError as error:
+            yield Finding.of(error, path)
+
+
+def _duplicates(records: Iterable[CommitRecord]) -> tuple[list[Finding], list[Finding]]:
+    """Twice in one input is an error; the same conversation in two inputs is read once and noted."""
+    homes: dict[str, list[CommitRecord]] = defaultdict(list)
+    for record in records:
+        for sample in record.samples:
+            homes[sample.id].append(record)
+    found: list[Finding] = []
+    noted: list[Finding] = []
+    for name, held in homes.items():
+        if len(held) > 1:
+            detail = f"sample {name} is in units {', '.join(record.unit for record in held)}; the first one is read"
+            finding = Finding("duplicate", held[1].segment, (name,), detail)
+            (noted if len({record.input for record in held}) == len(held) else found).append(finding)
+    return found, noted
+
+
+def _orphans(fs: Filesystem, records: Iterable[CommitRecord]) -> Iterator[Finding]:
+    for path in orphan_segments(fs, records):
+        yield Finding("orphan", path, (), "no commit names it: left by a writer that was stopped")
+    for path, record in superseded_segments(fs).items():
+        if fs.list(path):
+            yield Finding("superseded", path, (), f"a repair replaced {record}; hiddenstore gc removes it")
+
+
+def orphan_segments(fs: Filesystem, records: Iterable[CommitRecord]) -> list[str]:
+    """Segments that neither ``records`` (those that count) nor replaced ones name, of units that can be read."""
+    records = list(records)
+    named = {record.segment for record in records} | set(superseded_segments(fs))
+    unreadable = committed_units(fs) - {record.unit for record in records}
+    folders = {f"{layout.SEGMENTS_DIR}/{name}": name for name in fs.list(layout.SEGMENTS_DIR)}
+    return [p for p, name in folders.items() if p not in named and layout.parse_segment(name) not in unreadable]
+
+
+def superseded_segments(fs: Filesystem) -> dict[str, str]:
+    """Segments of commit records that a later revision replaced, with the record that named them."""
+    replaced: dict[str, str] = {}
+    latest: dict[str, int] = {}
+    parsed = {name: p for name in fs.list(layout.COMMITS_DIR) if (p := layout.parse_commit(name))}
+    for name in parsed.values():
+        latest[name.unit] = max(latest.get(name.unit, 0), name.revision)
+    for file, name in parsed.items():
+        if name.revision < latest[name.unit]:
+            try:
+                replaced[read_commit(fs, file).record.segment] = file
+            except HiddenstoreError:
+                continue
+    return replaced
+
+
+def _leftovers(fs: Filesystem) -> Iterator[Finding]:
+    for path in leftovers(fs):
+        yield Finding("orphan", path, (), "a temporary file of a writer that was stopped")
+
+
+def leftovers(fs: Filesystem) -> Iterator[str]:
+    """Temporary files that an interrupted publication left."""
+    folders = (
+        "",
+        layout.COMMITS_DIR,
+        layout.INPUTS_DIR,
+        layout.TARGET_DIR,
+        layout.SNAPSHOTS_DIR,
+        layout.CALIBRATION_DIR,
+    )
+    for folder in folders:
+        for name in fs.list(folder):
+            if name.startswith(TEMP_PREFIX):
+                yield f"{folder}/{name}" if folder else name
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

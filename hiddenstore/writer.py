@@ -1,0 +1,219 @@
+"""Writing a store: create it, publish units, register inputs. Any number of writers, no lock.
+
+The order is the promise: segment durable, then its record by put-if-absent. A crash at any point leaves either no
+record (the segment is garbage) or a whole unit.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hiddenstore import layout
+from hiddenstore.commit import committed_units, publish_commit
+from hiddenstore.documents import seal, sha256_hex
+from hiddenstore.errors import ConflictError, HiddenstoreError, StorageError
+from hiddenstore.fs import Filesystem, open_filesystem
+from hiddenstore.store import Store
+from schemas.capture import CaptureSpec, HeadSpec
+from schemas.manifest import CommitRecord, Engine, FileEntry, Reject, StoreManifest
+
+if TYPE_CHECKING:
+    from hiddenstore.inputs import PreparedInput, RegisteredInput
+    from hiddenstore.records import Record
+    from hiddenstore.segment import EncodedUnit
+
+# A name, a branch and a loading dtype are for people; digests decide whether two targets are one.
+_NOT_COMPARED = {"capture.target.name", "capture.target.revision", "capture.target.dtype"}
+
+
+def create_store(
+    location: "str | Path | Filesystem",
+    capture: CaptureSpec,
+    head: HeadSpec,
+    recipe: str,
+    target_files: Mapping[str, bytes],
+) -> Store:
+    """Create a store, or open the one that is there when it holds the same capture.
+
+    ``target_files`` are published under ``target/`` before ``store.json`` names them.
+
+    Raises:
+        ConflictError: ``capture-mismatch`` listing every difference; ``target-files-differ`` when an unfinished
+            creation left other files under ``target/``; ``folder-not-empty``: it holds somebody's files.
+    """
+    fs = open_filesystem(location)
+    entries = tuple(
+        FileEntry(path=name, size=len(data), sha256=sha256_hex(data)) for name, data in sorted(target_files.items())
+    )
+    wanted = StoreManifest(recipe=recipe, capture=capture, head=head, target_files=entries)
+    if fs.size(layout.STORE_JSON) is None:
+        _require_own_folder(fs)
+        for entry in entries:
+            _publish_target_file(fs, entry, target_files[entry.path])
+        fs.put_if_absent(layout.STORE_JSON, seal(wanted))
+    store = Store.open(fs)
+    _require_same_capture(store, wanted)
+    return store
+
+
+def _require_own_folder(fs: Filesystem) -> None:
+    """Refuse a folder of somebody else's files; what a store is made of may be there, by another rank or a crash."""
+    foreign = [name for name in fs.list("") if name not in layout.TOP_NAMES and not name.startswith(".")]
+    if foreign:
+        raise ConflictError(
+            f"{fs.root} is no store and not empty: it holds {', '.join(foreign[:3])}{' …' if foreign[3:] else ''}",
+            kind="folder-not-empty",
+            hint="give a new folder: -o STORE",
+        )
+
+
+def capture_differences(stored: StoreManifest, asked: StoreManifest) -> list[str]:
+    """Every field in which two stores differ, as ``capture.aux_layers: [1, 3] stored, [1, 4] asked``."""
+    keep = {"capture", "head"}
+    one = _flat(stored.model_dump(mode="json", include=keep))
+    other = _flat(asked.model_dump(mode="json", include=keep))
+    return [
+        f"{name}: {_short(one.get(name))} stored, {_short(other.get(name))} asked"
+        for name in one | other
+        if name not in _NOT_COMPARED and one.get(name) != other.get(name)
+    ]
+
+
+def write_unit(
+    store: Store,
+    unit: str,
+    input_digest: str,
+    records: Sequence["Record"],
+    rejects: Sequence[Reject],
+    engine: Engine,
+) -> CommitRecord | None:
+    """Encode, write and commit one unit; None when another attempt committed it first.
+
+    A lost race sweeps this attempt's own segment and nothing else. A unit whose samples were all rejected has a record
+    without files. Equal records give equal bytes, apart from the random digits of the segment's name.
+    """
+    from hiddenstore.segment import encode_records
+
+    encoded = encode_records(unit, records, store.capture) if records else None
+    return write_encoded_unit(store, unit, input_digest, encoded, rejects, engine)
+
+
+def write_encoded_unit(
+    store: Store,
+    unit: str,
+    input_digest: str,
+    encoded: "EncodedUnit | None",
+    rejects: Sequence[Reject],
+    engine: Engine,
+) -> CommitRecord | None:
+    """``write_unit`` for a unit encoded elsewhere (``hiddenstore.segment.encode_records``); None holds no sample."""
+    from hiddenstore.segment import write_encoded
+
+    fs, path = store.fs, layout.segment_path(unit, layout.new_attempt())
+    commit = CommitRecord(
+        unit=unit, input=input_digest, segment=path, engine=engine, files=(), samples=(), rejects=tuple(rejects)
+    )
+    if encoded is not None:
+        try:
+            written = write_encoded(fs, path, encoded, store.capture)
+        except BaseException:
+            sweep(fs, path)
+            raise
+        commit = CommitRecord(
+            **{**dict(commit), "files": written.files, "samples": written.samples, "stats": written.stats}
+        )
+    try:
+        won = publish_commit(fs, commit)
+    except StorageError as error:
+        if error.kind == "disk-full" and fs.size(layout.commit_path(unit)) is None:
+            sweep(fs, path)
+        raise
+    if not won:
+        sweep(fs, path)
+    return commit if won else None
+
+
+def sweep(fs: Filesystem, segment: str) -> None:
+    """Remove a segment that no record names; what the disk refuses to remove stays for ``hiddenstore gc``."""
+    try:
+        fs.remove_tree(segment)
+    except HiddenstoreError:
+        return
+
+
+def register_input(store: Store, prepared: "PreparedInput") -> str:
+    """Record which samples and units a prepared input consists of; returns its digest.
+
+    Register before collecting, so that a unit still missing can be seen as missing.
+
+    Raises:
+        ConflictError: ``input-units-differ`` when the same input is registered with other unit borders.
+    """
+    from hiddenstore.inputs import RegisteredInput, unit_tokens
+
+    digest = prepared.info.digest
+    path = layout.input_path(digest)
+    known = store.fs.size(path) is not None
+    data = prepared.registration(unit_tokens(store.capture))
+    if known or not store.fs.put_if_absent(path, data):
+        stored = RegisteredInput(store.fs, digest)
+        if store.fs.read(path) != data and not _same_rows(stored, data):
+            raise ConflictError(
+                f"{store.path}/{path} cuts this input into other units than this version would",
+                kind="input-units-differ",
+                hint="collect into a new store and merge with: hiddenstore copy",
+            )
+    return digest
+
+
+def pending_units(store: Store, digest: str) -> list[str]:
+    """Units of a registered input without a commit record, in input order; reads the folder as it is now."""
+    from hiddenstore.inputs import RegisteredInput
+
+    done = committed_units(store.fs)
+    return [unit for unit in RegisteredInput(store.fs, digest).units if unit not in done]
+
+
+def _same_rows(stored: "RegisteredInput", data: bytes) -> bool:
+    from hiddenstore.inputs import parse_registered
+
+    return bool(stored.table.equals(parse_registered(data, stored.digest, "this input")))
+
+
+def _publish_target_file(fs: Filesystem, entry: FileEntry, data: bytes) -> None:
+    path = f"{layout.TARGET_DIR}/{entry.path}"
+    if fs.put_if_absent(path, data):
+        return
+    found = sha256_hex(fs.read(path))
+    if found != entry.sha256:
+        raise ConflictError(
+            f"{fs.root}/{path} is left from a store that was never finished: expected sha256 {entry.sha256}, "
+            f"found {found}",
+            kind="target-files-differ",
+            hint=f"rm -r {fs.root}/{layout.TARGET_DIR}, unless another job is creating this store now",
+        )
+
+
+def _require_same_capture(store: Store, wanted: StoreManifest) -> None:
+    differences = capture_differences(store.manifest, wanted)
+    if differences:
+        lines = "\n".join(f"  {line}" for line in differences)
+        raise ConflictError(
+            f"{store.path} holds another capture:\n{lines}",
+            kind="capture-mismatch",
+            hint="collect into another folder, or ask for what is stored: hiddenstore info " + store.path,
+        )
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for name, item in value.items():
+        flat |= _flat(item, f"{prefix}.{name}" if prefix else name)
+    return flat
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return f"{text[:8]}…" if len(text) == 64 else text

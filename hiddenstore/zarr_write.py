@@ -1,0 +1,265 @@
+"""Zarr v3 arrays written once, streaming, in bytes that depend on nothing but the values.
+
+A large array is one shard file: inner chunks of a fixed number of rows end to end, each followed by its crc32c, then
+the shard index. Its metadata repeats the checksums, so that whoever trusts the metadata knows a chunk of another file.
+A small array is one chunk with its crc32c. Every chunk is written, also one of zeros, because a missing chunk reads as
+the fill value. An array of no elements has metadata only.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import google_crc32c
+import numpy as np
+from numcodecs import blosc
+
+from hiddenstore.documents import canonical
+from hiddenstore.fs import Filesystem, WritableFile
+from schemas import FileEntry
+
+METADATA = "zarr.json"
+CRC_BYTES = 4
+INDEX_ENTRY_BYTES = 16
+BLOSC_BLOCK_BYTES = 1 << 20
+CHUNK_CRCS = "chunk_crc32c"
+
+_WRITE_BYTES = 1 << 22
+_BLOSC = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle", "typesize": 2, "blocksize": BLOSC_BLOCK_BYTES}
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """What one array is.
+
+    dtype is a numpy name (``int8``, ``uint8``, ``int32``, ``uint16``); ``chunk_rows`` makes it a sharded [rows, width]
+    array, None a single chunk; ``compressed`` puts blosc before the crc32c.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    dimensions: tuple[str, ...]
+    chunk_rows: int | None = None
+    compressed: bool = False
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def file_path(self) -> str:
+        """Path of the one data file inside the array's folder."""
+        return "/".join(["c", *("0" for _ in self.shape)])
+
+    @property
+    def chunks(self) -> int:
+        """Inner chunks of the shard."""
+        assert self.chunk_rows is not None
+        return -(-self.shape[0] // self.chunk_rows)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[1] * np.dtype(self.dtype).itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one decoded inner chunk."""
+        assert self.chunk_rows is not None
+        return self.chunk_rows * self.row_bytes
+
+    @property
+    def index_bytes(self) -> int:
+        return self.chunks * INDEX_ENTRY_BYTES + CRC_BYTES
+
+    def metadata(self) -> dict[str, Any]:
+        """The Zarr v3 metadata document."""
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(self.shape),
+            "data_type": self.dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": self._grid()}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": 0,
+            "codecs": self._codecs(),
+            "attributes": dict(self.attributes),
+            "dimension_names": list(self.dimensions),
+            "storage_transformers": [],
+        }
+
+    def _grid(self) -> list[int]:
+        if self.chunk_rows is None:
+            return [max(1, length) for length in self.shape]
+        return [max(1, self.chunks) * self.chunk_rows, max(1, self.shape[1])]
+
+    def _codecs(self) -> list[dict[str, Any]]:
+        little: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
+        values = little if np.dtype(self.dtype).itemsize > 1 else {"name": "bytes"}
+        squeeze = [{"name": "blosc", "configuration": dict(_BLOSC)}] if self.compressed else []
+        chain = [values, *squeeze, {"name": "crc32c"}]
+        if self.chunk_rows is None:
+            return chain
+        configuration = {
+            "chunk_shape": [self.chunk_rows, max(1, self.shape[1])],
+            "codecs": chain,
+            "index_codecs": [little, {"name": "crc32c"}],
+            "index_location": "end",
+        }
+        return [{"name": "sharding_indexed", "configuration": configuration}]
+
+
+def crc32c(data: bytes | memoryview | np.ndarray) -> int:
+    """Castagnoli crc of contiguous memory; releases the interpreter lock."""
+    # The C function refuses a memoryview, but takes an array over the same memory.
+    return int(google_crc32c.value(np.frombuffer(data, dtype=np.uint8) if isinstance(data, memoryview) else data))
+
+
+class HashedFile:
+    """A new file whose size and sha256 are known when it closes. Aborts when an exception leaves the block."""
+
+    def __init__(self, fs: Filesystem, folder: str, path: str) -> None:
+        self._file: WritableFile = fs.create(f"{folder}/{path}")
+        self._path = path
+        self._size = 0
+        self._digest = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self._size += len(data)
+
+    def close(self) -> FileEntry:
+        self._file.close()
+        return FileEntry(path=self._path, size=self._size, sha256=self._digest.hexdigest())
+
+    def abort(self) -> None:
+        self._file.abort()
+
+
+def write_bytes(fs: Filesystem, folder: str, path: str, data: bytes | memoryview) -> FileEntry:
+    """One whole new file, fsynced."""
+    file = HashedFile(fs, folder, path)
+    try:
+        file.write(data)
+    except BaseException:
+        file.abort()
+        raise
+    return file.close()
+
+
+def write_group(fs: Filesystem, folder: str, attributes: Mapping[str, Any]) -> FileEntry:
+    """The metadata of a Zarr v3 group at ``folder``."""
+    document = {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
+    return write_bytes(fs, folder, METADATA, canonical(document))
+
+
+def write_array(fs: Filesystem, folder: str, name: str, spec: ArraySpec, values: np.ndarray) -> list[FileEntry]:
+    """One array under ``folder/name``; entries have paths relative to ``folder``."""
+    if values.shape != spec.shape or values.dtype != np.dtype(spec.dtype):
+        raise ValueError(f"{name}: expected {spec.dtype} {spec.shape}, found {values.dtype} {values.shape}")
+    if spec.chunk_rows is not None:
+        with ShardWriter(fs, folder, name, spec) as shard:
+            shard.append(values)
+        return shard.entries
+    entries = [write_bytes(fs, folder, f"{name}/{METADATA}", canonical(spec.metadata()))]
+    if spec.size:
+        data = np.ascontiguousarray(values).astype(np.dtype(spec.dtype).newbyteorder("<"), copy=False).tobytes()
+        entries.append(write_bytes(fs, folder, f"{name}/{spec.file_path}", data + _crc_bytes(data)))
+    return entries
+
+
+class ShardWriter:
+    """One sharded array, appended row by row; ``entries`` is filled when the block ends without an exception.
+
+    Memory: one chunk and the 4 MiB on their way to the file.
+    """
+
+    def __init__(self, fs: Filesystem, folder: str, name: str, spec: ArraySpec) -> None:
+        self.entries: list[FileEntry] = []
+        self._fs, self._folder, self._name, self._spec = fs, folder, name, spec
+        self._file = HashedFile(fs, folder, f"{name}/{spec.file_path}") if spec.size else None
+        assert spec.chunk_rows is not None
+        self._chunk = np.zeros((spec.chunk_rows, spec.shape[1]), dtype=np.dtype(spec.dtype).newbyteorder("<"))
+        self._filled = self._rows = self._offset = self._pending_bytes = 0
+        self._index: list[tuple[int, int]] = []
+        self._crcs: list[int] = []
+        self._pending: list[bytes | memoryview] = []
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        finished = False
+        try:
+            if kind is None:
+                self._finish()
+                finished = True
+        finally:
+            if not finished and self._file is not None:
+                self._file.abort()
+
+    def append(self, values: np.ndarray) -> None:
+        """Rows [n, width] after those before."""
+        rows = self._chunk.shape[0]
+        start = 0
+        while start < len(values):
+            if self._filled == 0 and len(values) - start >= rows:
+                self._emit(np.ascontiguousarray(values[start : start + rows]))
+                taken = rows
+            else:
+                taken = min(rows - self._filled, len(values) - start)
+                self._chunk[self._filled : self._filled + taken] = values[start : start + taken]
+                self._filled += taken
+                if self._filled == rows:
+                    self._emit(self._chunk.copy())
+                    self._filled = 0
+            start += taken
+        self._rows += len(values)
+        # What is pending may be a view of the caller's memory.
+        self._flush()
+
+    def _emit(self, chunk: np.ndarray) -> None:
+        data = _encode_chunk(chunk, self._spec)
+        self._index.append((self._offset, len(data) + CRC_BYTES))
+        self._offset += len(data) + CRC_BYTES
+        crc = crc32c(data)
+        self._crcs.append(crc)
+        self._pending += [data, crc.to_bytes(CRC_BYTES, "little")]
+        self._pending_bytes += len(data) + CRC_BYTES
+        if self._pending_bytes >= _WRITE_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._file is None or not self._pending:
+            return
+        self._file.write(b"".join(self._pending))
+        self._pending.clear()
+        self._pending_bytes = 0
+
+    def _finish(self) -> None:
+        if self._rows != self._spec.shape[0]:
+            raise ValueError(f"{self._name}: {self._spec.shape[0]} rows announced, {self._rows} written")
+        if self._filled:
+            self._chunk[self._filled :] = 0
+            self._emit(self._chunk)
+        spec = replace(self._spec, attributes={**self._spec.attributes, CHUNK_CRCS: self._crcs})
+        metadata = canonical(spec.metadata())
+        self.entries.append(write_bytes(self._fs, self._folder, f"{self._name}/{METADATA}", metadata))
+        if self._file is not None:
+            index = np.array(self._index, dtype="<u8").tobytes()
+            self._pending += [index, _crc_bytes(index)]
+            self._flush()
+            self.entries.append(self._file.close())
+
+
+def _encode_chunk(chunk: np.ndarray, spec: ArraySpec) -> bytes | memoryview:
+    if spec.compressed:
+        packed: bytes = blosc.compress(chunk, b"zstd", 1, shuffle=blosc.SHUFFLE, blocksize=BLOSC_BLOCK_BYTES)
+        return packed
+    return chunk.reshape(-1).view(np.uint8).data.toreadonly()
+
+
+def _crc_bytes(data: bytes | memoryview) -> bytes:
+    return crc32c(data).to_bytes(CRC_BYTES, "little")

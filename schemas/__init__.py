@@ -1,0 +1,43 @@
+"""What is true of a hiddenstore store: documents, fields and layer numbers. No I/O."""
+
+from schemas.base import FORMAT_VERSION, Document
+from schemas.capture import FINAL, CaptureSpec, Codecs, HeadSpec, TargetIdentity
+from schemas.layers import default_aux_layers, field_name, from_convention, to_convention
+from schemas.manifest import (
+    CommitRecord,
+    Engine,
+    FileEntry,
+    LayerStats,
+    Reject,
+    SampleEntry,
+    Snapshot,
+    SnapshotEntry,
+    StoreManifest,
+)
+from schemas.prepared import ROLES, PreparedData, RejectCount
+
+__all__ = [
+    "FINAL",
+    "FORMAT_VERSION",
+    "ROLES",
+    "CaptureSpec",
+    "Codecs",
+    "CommitRecord",
+    "Document",
+    "Engine",
+    "FileEntry",
+    "HeadSpec",
+    "LayerStats",
+    "PreparedData",
+    "Reject",
+    "RejectCount",
+    "SampleEntry",
+    "Snapshot",
+    "SnapshotEntry",
+    "StoreManifest",
+    "TargetIdentity",
+    "default_aux_layers",
+    "field_name",
+    "from_convention",
+    "to_convention",
+]

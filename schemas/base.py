@@ -1,0 +1,11 @@
+"""The strict base every stored document derives from."""
+
+from pydantic import BaseModel, ConfigDict
+
+FORMAT_VERSION = 1
+
+
+class Document(BaseModel):
+    """A frozen pydantic model that refuses unknown fields, so that nothing stored is ever ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())

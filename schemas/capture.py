@@ -1,0 +1,88 @@
+"""What a store holds and where it came from: target identity, captured layers, norm state, codecs, head."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from schemas.base import Document
+from schemas.layers import field_name
+
+FinalMode = Literal["supervised", "all", "none"]
+NormState = Literal["pre_norm", "post_norm"]
+StateDtype = Literal["bfloat16"]
+NormFlavour = Literal["rms", "rms_plus_one", "layer"]
+
+FINAL = "final"
+
+
+class TargetIdentity(Document):
+    """Fingerprint of the target; compared wherever two things meet.
+
+    ``weights_sha256`` covers embeddings, final norm and LM head; ``name`` is for people and never compared.
+    """
+
+    name: str
+    revision: str | None = None
+    model_type: str
+    hidden_size: int = Field(gt=0)
+    num_layers: int = Field(gt=0)
+    vocab_size: int = Field(gt=0)
+    dtype: str
+    config_sha256: str
+    tokenizer_sha256: str
+    chat_template_sha256: str
+    weights_sha256: str
+
+
+class HeadSpec(Document):
+    """How logits follow from the final hidden and the tensors of ``target/head.safetensors``.
+
+    logits = softcap(lm_head(norm(h)) * logit_scale); embeddings = embed_tokens[ids] * embed_scale.
+    ``rms_plus_one`` multiplies by 1 + weight (Gemma); ``layer`` is LayerNorm with bias.
+    """
+
+    norm_flavour: NormFlavour
+    norm_eps: float = Field(gt=0)
+    tied: bool
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    final_logit_softcap: float | None = None
+
+
+class Codecs(Document):
+    """Codec name per field group."""
+
+    aux: str
+    final: str
+
+
+class CaptureSpec(Document):
+    """Everything that must agree for two units to live in one store."""
+
+    target: TargetIdentity
+    aux_layers: tuple[int, ...]
+    final: FinalMode
+    final_norm: NormState
+    state_dtype: StateDtype = "bfloat16"
+    codecs: Codecs
+
+    @model_validator(mode="after")
+    def _layers_are_ascending_and_in_range(self) -> "CaptureSpec":
+        if list(self.aux_layers) != sorted(set(self.aux_layers)):
+            raise ValueError(f"aux_layers must be ascending and distinct, found {list(self.aux_layers)}")
+        outside = [k for k in self.aux_layers if not -1 <= k < self.target.num_layers]
+        if outside:
+            raise ValueError(f"layers {outside} are outside -1…{self.target.num_layers - 1}")
+        if not self.aux_layers and self.final == "none":
+            raise ValueError("a store needs at least one aux layer or the final hidden")
+        return self
+
+    @property
+    def aux_fields(self) -> list[str]:
+        """Array names of the aux layers, ascending: ``["layer_1", "layer_15", "layer_28"]``."""
+        return [field_name(layer) for layer in self.aux_layers]
+
+    @property
+    def fields(self) -> list[str]:
+        """Array names of everything captured, the final hidden last."""
+        return self.aux_fields + ([FINAL] if self.final != "none" else [])

@@ -1,0 +1,126 @@
+"""The documents of a store: store.json, commit records and snapshots."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from schemas.base import FORMAT_VERSION, Document
+from schemas.capture import CaptureSpec, HeadSpec
+
+Container = Literal["zarr", "webdataset"]
+Split = Literal["train", "validation"]
+
+
+class FileEntry(Document):
+    """One file of a segment or of ``target/``: path relative to its folder, size in bytes, sha256 of the bytes."""
+
+    path: str
+    size: int = Field(ge=0)
+    sha256: str
+
+
+class StoreManifest(Document):
+    """``store.json``: immutable, written once before anything else is trusted."""
+
+    format: int = FORMAT_VERSION
+    container: Container = "zarr"
+    recipe: str
+    capture: CaptureSpec
+    head: HeadSpec
+    target_files: tuple[FileEntry, ...]
+
+
+class Engine(Document):
+    """What ran the target for one unit: engine name, its version, and the versions of what it stands on."""
+
+    name: str
+    version: str
+    versions: dict[str, str] = Field(default_factory=dict)
+
+
+class SampleEntry(Document):
+    """Where one sample lies in its segment.
+
+    ``start`` and ``tokens`` count rows of the aux arrays; ``final_start`` and ``final_rows`` rows of the final array.
+    """
+
+    id: str
+    split: Split
+    start: int = Field(ge=0)
+    tokens: int = Field(gt=0)
+    supervised: int = Field(ge=0)
+    final_start: int = Field(ge=0)
+    final_rows: int = Field(ge=0)
+
+
+class Reject(Document):
+    """A sample refused at capture, and why. ``reason`` is a stable kebab-case kind."""
+
+    id: str
+    tokens: int = Field(gt=0)
+    reason: str
+    detail: str
+
+
+class LayerStats(Document):
+    """Row norms of one captured field over one unit; rms = sqrt(mean over channels of h²)."""
+
+    rows: int
+    rms_mean: float
+    rms_median: float
+    rms_max: float
+    abs_max: float
+    raw_rows: int = 0
+
+
+class CommitRecord(Document):
+    """``commits/<unit>.json``: the only truth about one unit."""
+
+    format: int = FORMAT_VERSION
+    unit: str
+    input: str
+    segment: str
+    engine: Engine
+    files: tuple[FileEntry, ...]
+    samples: tuple[SampleEntry, ...]
+    rejects: tuple[Reject, ...] = ()
+    stats: dict[str, LayerStats] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _samples_lie_end_to_end(self) -> "CommitRecord":
+        row = final_row = 0
+        for sample in self.samples:
+            if sample.start != row or sample.final_start != final_row:
+                raise ValueError(f"sample {sample.id} of {self.unit} does not start where the one before it ends")
+            row += sample.tokens
+            final_row += sample.final_rows
+        return self
+
+    @property
+    def tokens(self) -> int:
+        return sum(sample.tokens for sample in self.samples)
+
+    @property
+    def final_rows(self) -> int:
+        return sum(sample.final_rows for sample in self.samples)
+
+    @property
+    def bytes_stored(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+class SnapshotEntry(Document):
+    """One commit record named by a snapshot: file name under ``commits/`` and sha256 of its bytes."""
+
+    record: str
+    sha256: str
+
+
+class Snapshot(Document):
+    """``snapshots/<name>.json``: a frozen list of commits, what a training run names."""
+
+    format: int = FORMAT_VERSION
+    name: str
+    commits: tuple[SnapshotEntry, ...]
+    samples: int
+    tokens: int

@@ -1,0 +1,118 @@
+"""collect, plan and regenerate as typed: documents, exit codes, nothing half written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hiddenstore.cli import main
+from hiddenstore.store import Store
+from tests.collectors.prepared import data_for_tiny
+from tests.collectors.tiny import TEMPLATE, save_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_target(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    return str(data_for_tiny(tmp_path / "data"))
+
+
+def call(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(words))
+    return int(caught.value.code or 0)
+
+
+def call_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert call(*words, "--json") == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_collect_answers_with_what_it_did(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: str, target: str
+) -> None:
+    store = str(tmp_path / "store")
+    document = call_json(capsys, "collect", data, "-o", store, "--target", target, "--layers", "0,2")
+    assert document["schema"] == "hiddenstore.collect/1"
+    assert (document["samples"], document["units_pending"], document["rejects"]) == (12, 0, {})
+    again = call_json(capsys, "collect", data, "-o", store, "--target", target, "--layers", "0,2")
+    assert (again["units"], again["units_before"]) == (0, 1)
+    assert call("collect", data, "-o", store, "--target", target, "--layers", "0,1") == 6
+    assert "capture-mismatch" in capsys.readouterr().err
+
+
+def test_collect_prints_the_layers_and_the_next_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: str, target: str
+) -> None:
+    assert call("collect", data, "-o", str(tmp_path / "store"), "--target", target) == 0
+    printed = capsys.readouterr()
+    assert "a colliding id moves to the next free layer" in printed.err
+    assert "next: hiddenstore verify" in printed.err
+    assert "12" in printed.out
+
+
+def test_a_wrong_rank_environment_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert call("collect", data, "-o", str(tmp_path / "store"), "--target", target) == 2
+    assert "WORLD_SIZE" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+def test_data_prepared_with_another_template_is_collected_with_that_template(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str
+) -> None:
+    from hiddenstore.identity import chat_template_sha256
+
+    own = TEMPLATE + "{# another #}"
+    data = str(data_for_tiny(tmp_path / "other", chat_template_sha256=chat_template_sha256(own)))
+    store, file = tmp_path / "store", tmp_path / "template.jinja"
+    assert call("collect", data, "-o", str(store), "--target", target) == 4
+    assert "--template FILE" in capsys.readouterr().err
+    file.write_text(own)
+    assert call("collect", data, "-o", str(store), "--target", target, "--template", str(file)) == 0
+    assert (store / "target" / "chat_template.jinja").read_text() == own
+    assert Store.open(store).capture.target.chat_template_sha256 == chat_template_sha256(own)
+
+
+def test_plan_estimates_what_collect_then_writes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str
+) -> None:
+    data = str(data_for_tiny(tmp_path / "many", samples=300))
+    plan = call_json(capsys, "plan", data, "--target", target, "--rate", "1000")
+    assert plan["hours"] == pytest.approx(plan["tokens"] / 3.6e6)
+    for recipe in ("raw", "safe"):
+        row = next(row for row in plan["recipes"] if row["recipe"] == recipe)
+        store = tmp_path / recipe
+        done = call_json(capsys, "collect", data, "-o", str(store), "--target", target, "--recipe", recipe)
+        assert row["segments"] == done["units"]
+        assert row["bytes_stored"] == pytest.approx(done["bytes_stored"], rel=0.08)
+        files = sum(path.is_file() for path in (store / "segments").rglob("*"))
+        assert row["files"] == pytest.approx(files, rel=0.2)
+
+
+def test_plan_writes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path, data: str, target: str) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert call("plan", data, "--target", target, "-o", str(tmp_path / "store")) == 0
+    assert "(chosen)" in capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_regenerate_writes_messages_and_reports_the_looping_share(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str
+) -> None:
+    chats, out = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}]}
+    chats.write_text((json.dumps(row) + "\n") * 3)
+    asked = ("--max-new-tokens", "8", "--temperature", "1.5")
+    document = call_json(capsys, "regenerate", str(chats), "-o", str(out), "--target", target, *asked)
+    assert document["written"] + sum(document["dropped"].values()) == 3
+    assert 0 <= document["looping_share"] <= 1
+    assert call("regenerate", str(chats), "-o", str(out), "--target", target) == 6

@@ -1,0 +1,232 @@
+"""Captured states and bundle logits equal transformers' own, for every family."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, Phi3Config
+
+from collectors import families
+from collectors.engines import Captured, CaptureRequest, EngineOptions
+from collectors.engines.hf import HfEngine
+from collectors.families import FAMILIES, find_parts, verify_parts
+from collectors.target import LoadedTarget
+from hiddenstore.errors import CaptureError, ConfigError
+from schemas.layers import to_convention
+from tests.collectors.tiny import CONFIGS, LAYERS, VOCAB, tiny_target
+
+ALL_LAYERS = tuple(range(-1, LAYERS))
+LENGTHS = (3, 21, 7, 30, 20, 12)
+
+
+def requests(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[CaptureRequest]:
+    generator = np.random.default_rng(seed)
+    return [
+        CaptureRequest(generator.integers(3, VOCAB, n).astype(np.int32), np.arange(0, n, 2, dtype=np.int32))
+        for n in lengths
+    ]
+
+
+def capture(target: LoadedTarget, asked: list[CaptureRequest], batch_tokens: int = 64) -> Captured:
+    return HfEngine(target, EngineOptions(ALL_LAYERS, batch_tokens)).capture(asked)
+
+
+@torch.no_grad()
+def reference(target: LoadedTarget, request: CaptureRequest) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """hidden_states and logits of an independent forward over one sample alone."""
+    ids = torch.from_numpy(request.input_ids.astype(np.int64))[None]
+    output = target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    return [states[0] for states in output.hidden_states], output.logits[0]
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, rtol: float = 2**-7) -> bool:
+    # One unit in the last place of bf16; batched and single fp32 forwards differ by far less.
+    return torch.allclose(found.float(), expected.float(), rtol=rtol, atol=2e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_captured_states_and_bundle_logits_equal_transformers_own(family: str) -> None:
+    target = tiny_target(family)
+    asked = requests()
+    captured = capture(target, asked)
+    start = final_start = 0
+    for request in asked:
+        n, rows = len(request.input_ids), torch.from_numpy(request.final_rows).long()
+        expected, logits = reference(target, request)
+        for slot, layer in enumerate(ALL_LAYERS[:-1]):
+            (index,) = to_convention([layer], "hf")
+            assert close(captured.aux[slot, start : start + n], expected[index]), f"layer {layer}"
+        final = captured.final[final_start : final_start + len(rows)]
+        assert torch.equal(captured.aux[-1, start : start + n][rows], final), "the last block's output is the final"
+        normed = target.head.norm(final.float())
+        assert close(normed, expected[-1][rows]), "norm of the final hidden is HF's last entry"
+        own = target.head.logits(final.float())
+        assert (own - logits[rows]).abs().max() < 0.03 * logits.std()
+        start, final_start = start + n, final_start + len(rows)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_parts_of_every_family_pass_the_probe(family: str) -> None:
+    target = tiny_target(family)
+    ids = torch.from_numpy(requests((40,))[0].input_ids.astype(np.int64))[None]
+    verify_parts(target.model, target.parts, ids, family)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
+def test_a_swapped_layer_or_a_missing_norm_would_be_seen(family: str) -> None:
+    target = tiny_target(family)
+    (request,) = requests((24,))
+    captured = capture(target, [request])
+    expected, logits = reference(target, request)
+    for slot in range(len(ALL_LAYERS) - 1):
+        assert not close(captured.aux[slot], expected[slot + 1]), "the neighbouring layer is another tensor"
+    rows = torch.from_numpy(request.final_rows).long()
+    as_post_norm = target.head.logits(captured.final.float(), norm_state="post_norm")
+    assert (as_post_norm - logits[rows]).abs().max() > 0.5 * logits.std()
+    assert not close(captured.final, expected[-1][rows]), "pre-norm is not HF's last entry"
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_batched_and_single_samples_have_equal_states(family: str) -> None:
+    target = tiny_target(family)
+    asked = requests()
+    together = capture(target, asked, batch_tokens=10_000)
+    start = 0
+    for request in asked:
+        alone = capture(target, [request])
+        n = len(request.input_ids)
+        assert close(together.aux[:, start : start + n], alone.aux)
+        start += n
+
+
+def test_a_long_sample_leaves_the_rotary_embedding_of_the_short_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 16,
+    }
+    config = CONFIGS["phi3"]().to_dict() | {"rope_parameters": rope, "original_max_position_embeddings": 16}
+    monkeypatch.setitem(CONFIGS, "phi3-long", lambda: Phi3Config(**config))
+    target = tiny_target("phi3-long")
+    short, long = requests((14, 18))
+    alone = capture(target, [short])
+    together = capture(target, [short, long], batch_tokens=10_000)
+    assert close(together.aux[:, :14], alone.aux)
+    monkeypatch.setattr("collectors.engines.hf.rope_boundary", lambda _config: None)
+    assert not close(capture(target, [short, long], batch_tokens=10_000).aux[:, :14], alone.aux)
+
+
+def test_dynamic_rotary_embeddings_beyond_their_context_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    config = CONFIGS["llama"]().to_dict() | {"rope_parameters": rope, "max_position_embeddings": 16}
+    monkeypatch.setitem(CONFIGS, "dynamic", lambda: LlamaConfig(**config))
+    target = tiny_target("dynamic")
+    capture(target, requests((16,)))
+    with pytest.raises(ConfigError, match="beyond 16") as caught:
+        capture(target, requests((17,)))
+    assert caught.value.kind == "rope-dynamic"
+
+
+def test_capture_is_a_pure_function_of_the_unit() -> None:
+    target = tiny_target("mistral")
+    capture(target, requests(seed=5))
+    first, second = capture(target, requests()), capture(target, requests())
+    assert torch.equal(first.aux.view(torch.int16), second.aux.view(torch.int16))
+    assert torch.equal(first.final.view(torch.int16), second.final.view(torch.int16))
+
+
+def test_the_engine_names_the_models_own_next_tokens() -> None:
+    target = tiny_target("qwen2")
+    (request,) = requests((25,))
+    captured = capture(target, [request])
+    _, logits = reference(target, request)
+    positions = torch.from_numpy(request.final_rows).long()[captured.next_rows]
+    assert torch.equal(captured.next_tokens, logits[positions].argmax(-1))
+    assert len(captured.next_tokens) > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("gemma2", {"norm_flavour": "rms"}),
+        ("gemma3", {"embed_scale": 1.0}),
+        ("gemma2", {"final_logit_softcap": None}),
+        ("granite", {"logit_scale": 1.0}),
+        ("llama", {"norm_eps": 0.5}),
+    ],
+)
+def test_a_wrong_rule_of_the_head_fails_the_probe(family: str, change: dict[str, object]) -> None:
+    target = tiny_target(family)
+    head = replace(target.head, spec=target.head.spec.model_copy(update=change))
+    ids = torch.from_numpy(requests((40,))[0].input_ids.astype(np.int64))[None]
+    with pytest.raises(ConfigError, match=r"differ|embeddings") as caught:
+        verify_parts(target.model, replace(target.parts, head=head), ids, family)
+    assert caught.value.kind == "family-unsupported"
+
+
+def test_swapped_blocks_fail_the_probe() -> None:
+    target = tiny_target("llama")
+    blocks = list(target.blocks)
+    blocks[1], blocks[2] = blocks[2], blocks[1]
+    ids = torch.from_numpy(requests((10,))[0].input_ids.astype(np.int64))[None]
+    with pytest.raises(ConfigError, match="does not read the output of block"):
+        verify_parts(target.model, replace(target.parts, blocks=blocks), ids, "llama")
+
+
+def test_a_family_without_a_row_is_tried_as_llama_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "FAMILIES", {})
+    ids = torch.from_numpy(requests((10,))[0].input_ids.astype(np.int64))[None]
+    target = tiny_target("qwen3")
+    verify_parts(target.model, target.parts, ids, "qwen3")
+    target = tiny_target("gemma3")
+    with pytest.raises(ConfigError) as caught:
+        verify_parts(target.model, target.parts, ids, "gemma3")
+    assert caught.value.kind == "family-unsupported"
+
+
+def test_nan_weights_fail_the_probe_and_name_the_layer() -> None:
+    target = tiny_target("llama")
+    target.blocks[2].mlp.down_proj.weight[0, 0] = float("nan")
+    ids = torch.from_numpy(requests((10,))[0].input_ids.astype(np.int64))[None]
+    with pytest.raises(CaptureError, match="layer 2") as caught:
+        verify_parts(target.model, target.parts, ids, "llama")
+    assert caught.value.kind == "non-finite"
+
+
+def test_an_architecture_without_the_expected_modules_is_refused() -> None:
+    target = tiny_target("llama")
+    with pytest.raises(ConfigError, match="has no model"):
+        find_parts(target.parts.backbone, target.config)
+
+
+def test_capture_never_asks_for_all_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("gemma2")
+    seen: list[dict[str, object]] = []
+    target.parts.backbone.register_forward_pre_hook(
+        lambda _module, _args, kwargs: seen.append(dict(kwargs)), with_kwargs=True
+    )
+    capture(target, requests())
+    assert seen
+    for kwargs in seen:
+        assert not kwargs.get("output_hidden_states")
+        assert kwargs["use_cache"] is False
+    hooks = [len(block._forward_hooks) + len(block._forward_pre_hooks) for block in target.blocks]
+    assert hooks == [0] * LAYERS, "hooks live only while a unit runs"
+
+
+def test_only_the_asked_blocks_carry_a_hook() -> None:
+    target = tiny_target("llama")
+    counts: list[list[int]] = []
+    target.parts.backbone.register_forward_pre_hook(
+        lambda _module, _args: counts.append([len(block._forward_hooks) for block in target.blocks])
+    )
+    HfEngine(target, EngineOptions((1, 3), 64)).capture(requests((8,)))
+    assert counts == [[0, 1, 0, 1]]
+
+
+def test_every_family_of_the_table_has_a_tiny_model_here() -> None:
+    tested = {factory().model_type for factory in CONFIGS.values()}
+    assert set(FAMILIES) - tested <= {"gemma", "qwen2_moe"}

@@ -1,0 +1,236 @@
+"""Whole collect runs on a tiny saved target: content, resume, refusals, rejects."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from collectors import job
+from collectors.engines import Captured
+from collectors.engines.hf import HfEngine
+from collectors.job import CollectOptions, CollectReport, collect
+from collectors.target import load_target
+from hiddenstore.errors import CaptureError, ConfigError, ConflictError, FormatError, HiddenstoreError, InterruptError
+from hiddenstore.inputs import PreparedInput
+from hiddenstore.rank import Drain, Rank
+from hiddenstore.store import Store
+from tests.collectors.prepared import data_for_tiny, segment_bytes
+from tests.collectors.tiny import LAYERS, save_target
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 80)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def options(tmp_path: Path, target: Path) -> CollectOptions:
+    data = data_for_tiny(tmp_path / "data")
+    return CollectOptions(data, tmp_path / "store", str(target), recipe="raw", layers="-1,1,3")
+
+
+def run(options: CollectOptions, rank: Rank | None = None, drain: Drain | None = None) -> CollectReport:
+    return collect(options, rank, drain, note=lambda _text: None)
+
+
+def test_the_store_holds_what_a_direct_forward_computes(options: CollectOptions, target: Path) -> None:
+    report = run(options)
+    store, loaded = Store.open(options.store), load_target(str(target))
+    samples = list(PreparedInput.open(options.data).samples())
+    assert report.samples == len(samples) == len(store)
+    assert report.pending_units == 0
+    assert store.capture.final_norm == "pre_norm"
+    for sample in samples:
+        record = store[sample.id]
+        ids = torch.from_numpy(sample.input_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            states = loaded.model(input_ids=ids, output_hidden_states=True).hidden_states
+        for slot, index in enumerate((0, 2)):
+            torch.testing.assert_close(record.aux[slot].float(), states[index][0], rtol=2**-7, atol=1e-3)
+        normed = loaded.head.norm(record.final.float())
+        torch.testing.assert_close(normed, states[LAYERS][0][record.final_rows], rtol=2**-6, atol=1e-2)
+        assert np.array_equal(record.sample.input_ids, sample.input_ids)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_interrupted_run_resumes_to_the_same_bytes_under_any_world_size(
+    options: CollectOptions, tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = replace(options, store=tmp_path / "straight")
+    run(straight)
+    drain = Drain()
+    forwards = iter(range(100))
+    forward = HfEngine._forward
+    monkeypatch.setattr(
+        HfEngine, "_forward", lambda self, ids: (next(forwards) == 2 and drain.request(), forward(self, ids))[1]
+    )
+    with pytest.raises(InterruptError) as caught:
+        run(options, drain=drain)
+    assert caught.value.exit_code == 75
+    assert 0 < len(Store.open(options.store)) < 12
+    for rank in range(world_size):
+        run(options, Rank(rank, world_size))
+    assert segment_bytes(options.store) == segment_bytes(straight.store)
+    assert run(options).units == 0
+
+
+def test_each_rank_does_its_own_units(options: CollectOptions) -> None:
+    first = run(options, Rank(0, 2))
+    second = run(options, Rank(1, 2))
+    assert first.units > 0
+    assert second.units > 0
+    assert first.pending_units == second.units
+    assert second.pending_units == 0
+    assert first.samples + second.samples == 12
+
+
+@pytest.mark.parametrize(("final", "rows"), [("all", "every"), ("none", "no")])
+def test_final_all_and_none_hold_every_and_no_row(options: CollectOptions, final: str, rows: str) -> None:
+    run(replace(options, final=final))  # type: ignore[arg-type]
+    store = Store.open(options.store)
+    for sample_id in store.sample_ids:
+        record = store[sample_id]
+        expected = record.sample.tokens if rows == "every" else 0
+        assert record.final.shape[0] == len(record.final_rows) == expected
+
+
+def test_two_inputs_can_be_collected_into_one_store(options: CollectOptions, tmp_path: Path) -> None:
+    run(options)
+    run(replace(options, data=data_for_tiny(tmp_path / "more", samples=5, seed=9)))
+    assert len(Store.open(options.store)) == 17
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "kind"),
+    [
+        ({"layers": "1,9"}, ConfigError, "layer-out-of-range"),
+        ({"layers": "eagel3"}, ConfigError, "layers-invalid"),
+        ({"engine": "hg"}, ConfigError, "engine-unknown"),
+        ({"recipe": "smal"}, ConfigError, "recipe-unknown"),
+        ({"dtype": "int3"}, ConfigError, "dtype-unknown"),
+        ({"layers": "eagle1", "final": "supervised"}, ConfigError, "final-too-small"),
+        ({"data": "nowhere"}, HiddenstoreError, "data-missing"),
+        ({"target": "./nowhere"}, HiddenstoreError, "target-missing"),
+    ],
+)
+def test_a_bad_option_is_refused_before_anything_is_written(
+    options: CollectOptions, change: dict[str, str], error: type[HiddenstoreError], kind: str
+) -> None:
+    with pytest.raises(error) as caught:
+        run(replace(options, **change))  # type: ignore[arg-type]
+    assert caught.value.kind == kind
+    assert not Path(options.store).exists()
+
+
+def test_a_target_folder_without_config_is_named(options: CollectOptions, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"no config\.json") as caught:
+        run(replace(options, target=str(tmp_path / "empty")))
+    assert caught.value.kind == "target-without-config"
+
+
+def test_data_of_another_tokenizer_is_refused(options: CollectOptions, tmp_path: Path) -> None:
+    other = data_for_tiny(tmp_path / "other", tokenizer_sha256="5" * 64)
+    with pytest.raises(FormatError, match="tokenizer 55555555") as caught:
+        run(replace(options, data=other))
+    assert caught.value.kind == "tokenizer-mismatch"
+    assert not Path(options.store).exists()
+
+
+def test_a_store_of_another_capture_is_refused(options: CollectOptions) -> None:
+    run(options)
+    before = segment_bytes(options.store)
+    with pytest.raises(ConflictError, match="aux_layers") as caught:
+        run(replace(options, layers="0,1"))
+    assert caught.value.kind == "capture-mismatch"
+    assert segment_bytes(options.store) == before
+
+
+def test_another_target_for_a_store_is_refused(options: CollectOptions, tmp_path: Path) -> None:
+    run(options)
+    with pytest.raises(ConflictError, match="weights_sha256") as caught:
+        run(replace(options, target=str(save_target(tmp_path / "twin", seed=1))))
+    assert caught.value.kind == "capture-mismatch"
+
+
+def test_a_target_that_computes_nan_writes_nothing(options: CollectOptions, tmp_path: Path) -> None:
+    folder = save_target(tmp_path / "sick")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.2.mlp.down_proj.weight"][0, 0] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CaptureError, match="layer 2") as caught:
+        run(replace(options, target=str(folder)))
+    assert caught.value.kind == "non-finite"
+    assert not Path(options.store).exists()
+
+
+def sicken(monkeypatch: pytest.MonkeyPatch, damage: object) -> None:
+    capture = HfEngine.capture
+
+    def sick(self: HfEngine, requests: list[job.CaptureRequest], stop: object) -> Captured:
+        captured = capture(self, requests, stop)  # type: ignore[arg-type]
+        damage(captured)  # type: ignore[operator]
+        return captured
+
+    monkeypatch.setattr(HfEngine, "capture", sick)
+
+
+def test_one_sick_sample_is_rejected_with_its_layer_and_counted(
+    options: CollectOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    units = iter(range(100))
+
+    def damage(captured: Captured) -> None:
+        if next(units) == 0:
+            captured.aux[1, 2, 5] = float("nan")
+
+    sicken(monkeypatch, damage)
+    report = run(options)
+    assert report.rejects == {"non-finite": 1}
+    store = Store.open(options.store)
+    (reject,) = [reject for record in store.commits() for reject in record.rejects]
+    assert reject.detail.startswith("layer_1 holds NaN")
+    assert reject.id not in store
+    assert len(store) == 11
+
+
+def test_too_many_rejects_stop_the_run_and_name_the_counts(
+    options: CollectOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sicken(monkeypatch, lambda captured: captured.aux[1].fill_(float("inf")))
+    with pytest.raises(
+        CaptureError, match=r"samples rejected \(\d+ non-finite\), more than the 1 allowed of 12"
+    ) as caught:
+        run(options)
+    assert caught.value.kind == "too-many-rejects"
+    assert len(Store.open(options.store)) == 0
+
+
+def test_final_rows_of_another_position_are_rejected(options: CollectOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    sicken(monkeypatch, lambda captured: captured.final.copy_(captured.final.roll(1, dims=0)))
+    with pytest.raises(CaptureError, match="wrong-next-token"):
+        run(options)
+
+
+def test_a_failing_commit_stops_the_run(options: CollectOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(job, "write_unit", refuse)
+    with pytest.raises(OSError, match="no space"):
+        run(options)
+
+
+def test_shallow_targets_say_which_layer_moved(options: CollectOptions) -> None:
+    said: list[str] = []
+    collect(replace(options, layers="eagle3"), note=said.append)
+    assert "eagle3's defaults are 1, 1, 0, which collide" in said[0]
+    assert Store.open(options.store).capture.aux_layers == (0, 1, 2)

@@ -1,0 +1,156 @@
+"""Answers rewritten by the target: equal to plain greedy, deterministic, looping ones dropped."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from collectors import regenerate as module
+from collectors.generate import Answer, Sampling, generate_batch, prompt_batches, repeated_share
+from collectors.regenerate import RegenerateOptions, RegenerateReport, regenerate
+from hiddenstore.errors import ConfigError, ConflictError
+from tests.collectors.tiny import save_target, tiny_target
+
+PROMPTS = [[1, 40, 41, 42], [1, 50], [1, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69], [1, 33, 34], [1, 70]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    rows = [
+        [("user", "hello"), ("assistant", "x"), ("user", "and then?"), ("assistant", "y")],
+        [("system", "be kind"), ("user", "a longer question about nothing"), ("assistant", "z")],
+        [("user", "no answer here")],
+        [("user", "bye"), ("assistant", "w"), ("user", "unanswered")],
+    ]
+    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in row]}) for row in rows]
+    path.write_text("\n".join([*lines, "not json"]) + "\n")
+    return path
+
+
+@pytest.fixture
+def options(chats: Path, tmp_path: Path, target: Path) -> RegenerateOptions:
+    return RegenerateOptions((str(chats),), tmp_path / "out.jsonl", str(target), max_new_tokens=12, seed=3)
+
+
+def run(options: RegenerateOptions) -> RegenerateReport:
+    return regenerate(options, note=lambda _text: None)
+
+
+def rows(path: str | Path) -> list[list[dict[str, str]]]:
+    return [json.loads(line)["messages"] for line in Path(path).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3", "granite", "qwen3-moe"])
+def test_greedy_answers_equal_the_argmax_of_plain_forwards(family: str) -> None:
+    target = tiny_target(family)
+    answers = generate_batch(target, PROMPTS, Sampling(0, 14), "t")
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        ids = list(prompt)
+        for token in answer.token_ids:
+            with torch.no_grad():
+                assert target.model(torch.tensor([ids])).logits[0, -1].argmax() == token
+            ids.append(token)
+        if answer.ended:
+            with torch.no_grad():
+                assert target.model(torch.tensor([ids])).logits[0, -1].argmax() in target.eos_token_ids()
+        else:
+            assert len(answer.token_ids) == 14
+
+
+def test_compacting_the_batch_changes_no_greedy_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("llama")
+    # Many end tokens make rows finish at different steps.
+    monkeypatch.setattr(type(target), "eos_token_ids", lambda _self: list(range(0, 96, 9)))
+    compacted = generate_batch(target, PROMPTS, Sampling(0, 30), "t")
+    monkeypatch.setattr("collectors.generate.COMPACT_BELOW", 0.0)
+    assert generate_batch(target, PROMPTS, Sampling(0, 30), "t") == compacted
+    assert len({len(answer.token_ids) for answer in compacted}) > 1
+
+
+def test_sampling_follows_the_seed_and_the_name_of_the_batch() -> None:
+    target = tiny_target("llama")
+    first = generate_batch(target, PROMPTS, Sampling(1.0, 10, seed=1), "a")
+    assert generate_batch(target, PROMPTS, Sampling(1.0, 10, seed=1), "a") == first
+    assert generate_batch(target, PROMPTS, Sampling(1.0, 10, seed=2), "a") != first
+    assert generate_batch(target, PROMPTS, Sampling(1.0, 10, seed=1), "b") != first
+
+
+def test_samples_follow_the_targets_distribution() -> None:
+    target = tiny_target("llama")
+    prompt = [1, 40, 41, 42]
+    drawn = generate_batch(target, [prompt] * 3000, Sampling(0.8, 1, seed=1), "t")
+    counts = torch.zeros(96)
+    for answer in drawn:
+        counts[answer.token_ids[0] if answer.token_ids else 2] += 1
+    with torch.no_grad():
+        expected = torch.softmax(target.model(torch.tensor([prompt])).logits[0, -1] / 0.8, -1)
+    assert (counts / 3000 - expected).abs().sum() < 0.15
+
+
+def test_every_answer_is_rewritten_in_order_and_problems_are_counted(options: RegenerateOptions) -> None:
+    report = run(options)
+    written = rows(options.out)
+    assert (report.read, report.written) == (5, len(written))
+    assert report.dropped["no-answer"] == report.dropped["invalid-json"] == 1
+    assert [message["role"] for message in written[0]] == ["user", "assistant", "user", "assistant"]
+    assert written[0][0]["content"] == "hello"
+    assert written[0][1]["content"] != "x"
+    assert written[-1][-1]["role"] == "assistant", "a question after the last answer is left out"
+
+
+def test_answers_do_not_depend_on_the_number_of_workers(options: RegenerateOptions, tmp_path: Path) -> None:
+    options = replace(options, batch_size=2)
+    run(options)
+    run(replace(options, out=tmp_path / "two.jsonl", workers=2))
+    assert (tmp_path / "two.jsonl").read_bytes() == Path(options.out).read_bytes()
+
+
+def test_looping_answers_are_dropped_and_their_share_is_reported(
+    options: RegenerateOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers(_target: object, prompts: list[list[int]], _sampling: object, _name: str) -> list[Answer]:
+        return [Answer([40, 41] * 10 if i % 2 else list(range(40, 60)), True) for i in range(len(prompts))]
+
+    monkeypatch.setattr(module, "generate_batch", answers)
+    report = run(options)
+    assert report.dropped["looping"] == 1
+    assert report.looping_share == pytest.approx(1 / report.answers)
+    assert report.written == 2
+
+
+def test_max_samples_limits_the_conversations(options: RegenerateOptions) -> None:
+    assert run(replace(options, max_samples=1)).written <= 1
+
+
+def test_an_existing_output_is_never_replaced(options: RegenerateOptions) -> None:
+    Path(options.out).write_text("mine")
+    with pytest.raises(ConflictError) as caught:
+        run(options)
+    assert caught.value.kind == "output-exists"
+    assert Path(options.out).read_text() == "mine"
+
+
+def test_input_without_any_answer_is_an_error(options: RegenerateOptions, tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    with pytest.raises(ConfigError) as caught:
+        run(replace(options, inputs=(str(tmp_path / "none.jsonl"),)))
+    assert caught.value.kind == "nothing-usable"
+    assert not Path(options.out).exists()
+
+
+def test_batches_hold_prompts_of_similar_length() -> None:
+    assert prompt_batches([3, 9, 5, 9], 2) == [[1, 3], [2, 0]]
+
+
+def test_repeated_share_counts_fourgrams_seen_before() -> None:
+    assert repeated_share([1, 2, 3]) == 0
+    assert repeated_share(list(range(50))) == 0
+    assert repeated_share([7] * 13) == pytest.approx(0.9)

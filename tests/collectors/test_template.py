@@ -1,0 +1,309 @@
+"""Token ids, loss masks and turn spans from chat templates, with and without generation tags."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_templates import (
+    BROKEN,
+    CHATML,
+    CHATML_TAGGED,
+    EMPTY_TAGS,
+    EMPTY_THOUGHT_LAST,
+    FOLDS_SYSTEM,
+    LLAMA3,
+    NO_PROMPT,
+    NO_SYSTEM,
+    STRIPS_THOUGHTS,
+    USERS_ONLY,
+    chat,
+    tiny_target,
+    tiny_tokenizer,
+)
+from transformers import ByT5Tokenizer
+
+from collectors.conversations import Conversation
+from collectors.rows import Problem
+from collectors.target import open_target
+from collectors.template import ChatTemplate, Tokenised, read_template, tokenizer_digests
+from hiddenstore.errors import ConfigError, NotFoundError
+from schemas.prepared import ROLES, LossOn
+
+TWO_TURNS = chat("What is two and two?", "It is four.", "How many apples?", "There are 12 🙂")
+TEMPLATES = {"chatml": CHATML, "chatml-tagged": CHATML_TAGGED, "llama3": LLAMA3}
+
+
+def tokenise(template: ChatTemplate, messages: list[dict[str, Any]]) -> Tokenised | Problem:
+    (result,) = template.tokenise([Conversation("f:1", messages)])
+    return result
+
+
+def sample(template: ChatTemplate, messages: list[dict[str, Any]]) -> Tokenised:
+    result = tokenise(template, messages)
+    assert isinstance(result, Tokenised), result
+    return result
+
+
+def supervised_runs(template: ChatTemplate, found: Tokenised) -> list[str]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], found.loss_mask, [0]])))
+    return [template.tokenizer.decode(found.input_ids[a:b].tolist()) for a, b in edges.reshape(-1, 2)]
+
+
+def turns(template: ChatTemplate, found: Tokenised) -> list[tuple[str, str]]:
+    return [(ROLES[role], template.tokenizer.decode(found.input_ids[a:b].tolist())) for role, a, b in found.spans]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("loss_on", ["assistant", "last-turn", "all"])
+def test_ids_are_those_of_apply_chat_template(name: str, loss_on: LossOn) -> None:
+    template = ChatTemplate(tiny_tokenizer(TEMPLATES[name]), loss_on)
+    for messages in (TWO_TURNS, chat("a", "b"), chat("a", "b", "c", system="be brief")):
+        expected = template.tokenizer.apply_chat_template(messages, return_dict=False)
+        assert sample(template, messages).input_ids.tolist() == expected
+
+
+def test_bos_is_written_once() -> None:
+    template = ChatTemplate(tiny_tokenizer(LLAMA3))
+    ids = sample(template, TWO_TURNS).input_ids
+    assert (ids == template.tokenizer.bos_token_id).sum() == 1
+    assert ids[0] == template.tokenizer.bos_token_id
+
+
+def test_tagged_mask_is_that_of_transformers() -> None:
+    template = ChatTemplate(tiny_tokenizer(CHATML_TAGGED))
+    for messages in (TWO_TURNS, chat("漢字", "naïve café"), chat("x", " y ", "z", "\n")):
+        expected = template.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        assert sample(template, messages).loss_mask.tolist() == expected["assistant_masks"]
+
+
+def test_a_character_of_several_tokens_at_the_end_of_a_range_is_supervised_whole() -> None:
+    tagged = CHATML_TAGGED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    template = ChatTemplate(tiny_tokenizer(tagged))
+    assert supervised_runs(template, sample(template, chat("hi", "hello 🙂"))) == ["hello 🙂"]
+
+
+@pytest.mark.parametrize(("untagged", "end"), [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>")])
+def test_prefix_comparison_supervises_answers_up_to_their_end_token(untagged: str, end: str) -> None:
+    template = ChatTemplate(tiny_tokenizer(untagged))
+    assert template.mask_from == "prefixes"
+    assert supervised_runs(template, sample(template, TWO_TURNS)) == [f"It is four.{end}", f"There are 12 🙂{end}"]
+
+
+def test_prefixes_and_tags_agree_on_mask_and_spans() -> None:
+    tagged, untagged = ChatTemplate(tiny_tokenizer(CHATML_TAGGED)), ChatTemplate(tiny_tokenizer(CHATML))
+    for messages in (TWO_TURNS, chat("a", "b", system="s"), chat("a", "b", "c")):
+        one, other = sample(tagged, messages), sample(untagged, messages)
+        assert one.loss_mask.tolist() == other.loss_mask.tolist()
+        assert one.spans.tolist() == other.spans.tolist()
+
+
+@pytest.mark.parametrize("template_text", [CHATML, CHATML_TAGGED, LLAMA3])
+def test_last_turn_supervises_the_last_answer_only(template_text: str) -> None:
+    template = ChatTemplate(tiny_tokenizer(template_text), "last-turn")
+    (run,) = supervised_runs(template, sample(template, TWO_TURNS))
+    assert run.startswith("There are 12 🙂")
+
+
+def test_loss_on_all_supervises_every_token_and_keeps_the_turns() -> None:
+    template = ChatTemplate(tiny_tokenizer(CHATML), "all")
+    found = sample(template, TWO_TURNS)
+    assert found.loss_mask.all()
+    assert [ROLES[role] for role in found.spans[:, 0]] == ["user", "assistant", "user", "assistant"]
+
+
+def test_turn_spans_hold_each_message_and_answers_without_their_header() -> None:
+    template = ChatTemplate(tiny_tokenizer(CHATML))
+    messages = [*chat("hi", "hello", system="be brief"), {"role": "tool", "content": "42"}, *chat("so?", "yes")]
+    assert turns(template, sample(template, messages)) == [
+        ("system", "<|im_start|>system\nbe brief<|im_end|>\n"),
+        ("user", "<|im_start|>user\nhi<|im_end|>\n"),
+        ("assistant", "hello<|im_end|>"),
+        ("tool", "<|im_start|>tool\n42<|im_end|>\n"),
+        ("user", "<|im_start|>user\nso?<|im_end|>\n"),
+        ("assistant", "yes<|im_end|>"),
+    ]
+
+
+def test_messages_whose_boundary_is_hidden_share_a_turn() -> None:
+    template = ChatTemplate(tiny_tokenizer(FOLDS_SYSTEM))
+    template.check()
+    assert turns(template, sample(template, chat("hi", "hello", system="be brief"))) == [
+        ("user", "<s><|im_start|>user\nbe brief\nhi<|im_end|>\n"),
+        ("assistant", "hello<|im_end|>"),
+    ]
+
+
+def test_a_refusal_of_the_template_is_the_reason_and_the_next_row_is_fine() -> None:
+    tagged = NO_SYSTEM.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}")
+    tokenizer = tiny_tokenizer(tagged)
+    rows = [Conversation("f:1", chat("hi", "yo", system="no")), Conversation("f:2", chat("hi", "yo"))]
+    refused, fine = ChatTemplate(tokenizer).tokenise(rows)
+    assert isinstance(refused, Problem)
+    assert (refused.place, refused.reason) == ("f:1", "template-refused")
+    assert refused.detail == "System role not supported"
+    assert isinstance(fine, Tokenised)
+
+
+def test_a_template_that_rewrites_thoughts_is_refused_when_a_row_has_one() -> None:
+    template = ChatTemplate(tiny_tokenizer(STRIPS_THOUGHTS))
+    template.check()
+    assert isinstance(tokenise(template, TWO_TURNS), Tokenised)
+    thinking = chat("a", "<think>\nwell\n</think>\n\nb", "c", "d")
+    problem = tokenise(template, thinking)
+    assert isinstance(problem, Problem)
+    assert problem.reason == "not-prefix-stable"
+    with pytest.raises(ConfigError, match="rewrites earlier turns") as caught:
+        template.refuse_if_unstable(problem)
+    assert caught.value.kind == "template-not-prefix-stable"
+    assert caught.value.hint is not None
+    assert "--template FILE" in caught.value.hint
+    assert "--loss-on all" in caught.value.hint
+
+
+def test_a_template_that_marks_only_the_last_turn_works_for_single_and_last_turns() -> None:
+    template = ChatTemplate(tiny_tokenizer(EMPTY_THOUGHT_LAST))
+    template.check()
+    runs = supervised_runs(template, sample(template, chat("a", "b")))
+    assert runs == ["<think>\n\n</think>\n\nb<|im_end|>"]
+    assert isinstance(tokenise(template, TWO_TURNS), Problem)
+    last = ChatTemplate(tiny_tokenizer(EMPTY_THOUGHT_LAST), "last-turn")
+    assert supervised_runs(last, sample(last, TWO_TURNS)) == ["<think>\n\n</think>\n\nThere are 12 🙂<|im_end|>"]
+    everything = ChatTemplate(tiny_tokenizer(EMPTY_THOUGHT_LAST), "all")
+    assert sample(everything, TWO_TURNS).loss_mask.all()
+
+
+def test_a_row_that_is_unstable_under_a_stable_template_is_the_rows_problem() -> None:
+    template = ChatTemplate(tiny_tokenizer(CHATML))
+    template.refuse_if_unstable(Problem("f:1", "not-prefix-stable", "odd"))
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (USERS_ONLY, "template-no-assistant"),
+        (EMPTY_TAGS, "mask-empty"),
+        (NO_PROMPT, "template-not-prefix-stable"),
+        (BROKEN, "template-invalid"),
+    ],
+)
+def test_a_template_that_cannot_work_is_refused_before_any_data(text: str, kind: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ChatTemplate(tiny_tokenizer(text)).check()
+    assert caught.value.kind == kind
+
+
+def test_a_generation_prompt_that_no_answer_begins_with_is_refused_at_once() -> None:
+    opens_a_thought = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    with pytest.raises(ConfigError, match="once it is answered") as caught:
+        ChatTemplate(tiny_tokenizer(opens_a_thought)).check()
+    assert caught.value.kind == "template-not-prefix-stable"
+    assert caught.value.hint is not None
+    assert "last-turn" not in caught.value.hint
+    ChatTemplate(tiny_tokenizer(opens_a_thought), "all").check()
+
+
+def test_a_tokenizer_without_template_needs_one_given() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ChatTemplate(tiny_tokenizer(None))
+    assert caught.value.kind == "target-no-chat-template"
+    assert caught.value.hint == "give one: --template FILE"
+    template = ChatTemplate(tiny_tokenizer(None), template=CHATML)
+    assert supervised_runs(template, sample(template, chat("a", "b"))) == ["b<|im_end|>"]
+
+
+def test_an_answer_that_renders_to_nothing_is_not_a_sample() -> None:
+    silent = CHATML_TAGGED.replace("{% generation %}", "{% if m['content'] != 'mute' %}{% generation %}").replace(
+        "{% endgeneration %}", "{% endgeneration %}{% endif %}"
+    )
+    result = tokenise(ChatTemplate(tiny_tokenizer(silent)), chat("a", "mute"))
+    assert isinstance(result, Problem)
+    assert result.reason == "nothing-supervised"
+
+
+def test_a_tokenizer_without_offsets_gives_the_same_kind_of_mask() -> None:
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = CHATML_TAGGED.replace("<|im_end|>", "{{ eos_token }}")
+    template = ChatTemplate(tokenizer)
+    found = sample(template, TWO_TURNS)
+    assert found.input_ids.tolist() == tokenizer.apply_chat_template(TWO_TURNS, return_dict=False)
+    assert supervised_runs(template, found) == ["It is four.</s>", "There are 12 🙂</s>"]
+    assert [ROLES[role] for role in found.spans[:, 0]] == ["user", "assistant", "user", "assistant"]
+
+
+def test_tools_reach_the_template() -> None:
+    text = "{% if tools %}{{ tools[0]['name'] }}{% endif %}" + CHATML_TAGGED
+    template = ChatTemplate(tiny_tokenizer(text))
+    tool = {"name": "adder"}
+    (found,) = template.tokenise([Conversation("f:1", chat("a", "b"), [tool])])
+    assert isinstance(found, Tokenised)
+    assert turns(template, found)[0] == ("user", "adder<|im_start|>user\na<|im_end|>\n")
+
+
+def test_digests_follow_the_tokenizer_and_the_template_in_use(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "t", CHATML)
+    tokenizer = tiny_tokenizer(CHATML)
+    assert tokenizer_digests(target) == tokenizer_digests(tokenizer) == ChatTemplate(tokenizer).digests
+    given = ChatTemplate(tokenizer, template=LLAMA3).digests
+    assert given == (tokenizer_digests(tokenizer)[0], tokenizer_digests(tiny_tokenizer(LLAMA3))[1])
+    assert given[1] != tokenizer_digests(tokenizer)[1]
+
+
+def test_template_files_are_read_whole_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(CHATML)
+    assert read_template(tmp_path / "t.jinja") == CHATML
+    (tmp_path / "empty.jinja").write_text(" \n")
+    (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(NotFoundError):
+        read_template(tmp_path / "none.jinja")
+    for name in ("empty.jinja", "binary.jinja"):
+        with pytest.raises(ConfigError, match=name):
+            read_template(tmp_path / name)
+
+
+def test_a_target_folder_without_config_or_tokenizer_is_refused(tmp_path: Path) -> None:
+    tiny_target(tmp_path / "no-config")
+    (tmp_path / "no-config" / "config.json").unlink()
+    (tmp_path / "no-tokenizer").mkdir()
+    settings_ = {"model_type": "llama", "vocab_size": 400}
+    (tmp_path / "no-tokenizer" / "config.json").write_text(json.dumps(settings_))
+    for name in ("no-config", "no-tokenizer"):
+        with pytest.raises(ConfigError, match=name):
+            open_target(str(tmp_path / name))
+
+
+WORDS = st.text(alphabet=st.characters(blacklist_categories=["Cs"]), min_size=1, max_size=20).filter(
+    lambda t: t.strip()
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(WORDS, min_size=2, max_size=6), st.none() | WORDS, st.sampled_from(sorted(TEMPLATES)))
+def test_masks_and_spans_hold_for_any_text(contents: list[str], system: str | None, name: str) -> None:
+    template = _cached(name)
+    messages = chat(*contents, system=system)
+    found = sample(template, messages)
+    assert found.input_ids.tolist() == template.tokenizer.apply_chat_template(messages, return_dict=False)
+    assert found.loss_mask.shape == found.input_ids.shape
+    answers = np.zeros_like(found.loss_mask)
+    last = 0
+    for role, start, end in found.spans.tolist():
+        assert last <= start < end <= len(found.input_ids)
+        last = end
+        answers[start:end] |= role == ROLES.index("assistant")
+    assert answers.tolist() == found.loss_mask.tolist()
+    written = [text.strip() if name == "llama3" else text for text in contents[1::2]]
+    end_token = "<|eot_id|>" if name == "llama3" else "<|im_end|>"
+    assert supervised_runs(template, found) == [f"{text}{end_token}" for text in written]
+
+
+_TEMPLATE_CACHE: dict[str, ChatTemplate] = {}
+
+
+def _cached(name: str) -> ChatTemplate:
+    if name not in _TEMPLATE_CACHE:
+        _TEMPLATE_CACHE[name] = ChatTemplate(tiny_tokenizer(TEMPLATES[name]))
+    return _TEMPLATE_CACHE[name]

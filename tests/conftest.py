@@ -1,0 +1,28 @@
+"""Shared by every test: quiet libraries, one thread, no network."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from tests.tiny_world import World
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> "World":
+    """Tiny targets, DATA, stores and a run, made once through the command line; read only."""
+    from tests.tiny_world import make_world
+
+    return make_world(tmp_path_factory.mktemp("world"))

@@ -1,0 +1,144 @@
+"""The printer: numbers, tables, modes."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hiddenstore.cli import terminal
+from hiddenstore.cli.output import common_options, json_text, output
+from hiddenstore.cli.table import Column
+
+
+def run(body: object, *arguments: str) -> Result:
+    @click.command("thing")
+    @common_options
+    def thing() -> None:
+        body()  # type: ignore[operator]
+
+    return CliRunner().invoke(thing, arguments)
+
+
+@given(st.text())
+def test_cleaned_text_has_the_same_length_and_no_control_characters(text: str) -> None:
+    cleaned = terminal.clean(text)
+    assert len(cleaned) == len(text)
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", cleaned)
+    assert terminal.clean(cleaned) == cleaned
+    assert "\n" not in terminal.clean_line(text)
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (terminal.size(0), "0 B"),
+        (terminal.size(999), "999 B"),
+        (terminal.size(1000), "1 kB"),
+        (terminal.size(5.213e12), "5.21 TB"),
+        (terminal.size(642e6), "642 MB"),
+        (terminal.size(999_600), "1 MB"),
+        (terminal.size(5.2e15), "5,200 TB"),
+        (terminal.amount(218_400_000), "218.4 M"),
+        (terminal.amount(9999), "9,999"),
+        (terminal.amount(41_800), "41.8 k"),
+        (terminal.amount(3.14159), "3.1"),
+        (terminal.seconds(0.0006), "0.6 ms"),
+        (terminal.seconds(72), "1 m 12 s"),
+        (terminal.seconds(13_260), "3 h 41 m"),
+        (terminal.seconds(200_000), "2 d 07 h"),
+        (terminal.percent(0.6131), "61.3 %"),
+        (terminal.number(3.4, 3), "3.40"),
+        (terminal.number(0.0, 3), "0"),
+        (terminal.number(math.nan), "nan"),
+        (terminal.plural(1, "sample"), "1 sample"),
+        (terminal.plural(2000, "batch"), "2,000 batches"),
+        (terminal.spark([0, 1, 4, 8]), " ▁▄█"),
+        (terminal.spark([]), ""),
+        (terminal.bar(0.5, 4), "██  "),
+        (terminal.bar(1e-9, 4), "▏   "),
+    ],
+)
+def test_numbers_read_at_a_glance(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+@given(st.floats(0, 1), st.integers(1, 40))
+def test_bars_have_the_width_asked_for(share: float, width: int) -> None:
+    assert len(terminal.bar(share, width)) == width
+
+
+def test_json_names_its_schema_first_and_holds_plain_values() -> None:
+    document = {"path": Path("/x"), "n": np.int64(3), "nan": math.nan, "t": (1, np.float32(0.5)), "a": np.arange(2)}
+    result = run(lambda: output().data(document, human="never"), "--json")
+    assert result.stderr == ""
+    assert json.loads(result.stdout) == {
+        "schema": "hiddenstore.thing/1",
+        "path": "/x",
+        "n": 3,
+        "nan": None,
+        "t": [1, 0.5],
+        "a": [0, 1],
+    }
+    assert result.stdout.splitlines()[1] == '  "schema": "hiddenstore.thing/1",'
+
+
+@given(st.text())
+def test_json_text_is_harmless_to_print_and_reads_back(text: str) -> None:
+    written = json_text({"t": text})
+    assert json.loads(written) == {"t": text}
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]", written)
+
+
+def test_stdout_is_the_answer_and_stderr_everything_else() -> None:
+    def body() -> None:
+        output().note("a note")
+        output().data({"a": 1}, human="the answer")
+        output().hint("hiddenstore", "info", "my store")
+
+    human, as_json, quiet = run(body), run(body, "--json"), run(body, "-q")
+    assert human.stdout == "the answer\n"
+    assert human.stderr == "a note\nnext: hiddenstore info 'my store'\n"
+    assert (json.loads(as_json.stdout)["a"], as_json.stderr) == (1, "")
+    assert (quiet.stdout, quiet.stderr) == ("the answer\n", "")
+
+
+def test_quiet_prints_its_own_answer_when_there_is_one() -> None:
+    assert run(lambda: output().data({}, human="long", quiet="short"), "-q").stdout == "short\n"
+    assert run(lambda: output().data({}, human="long", quiet=""), "-q").stdout == ""
+    assert json.loads(run(lambda: output().data({}, human="long", quiet="x"), "-q", "--json").stdout)
+
+
+def test_warnings_are_shown_in_every_mode() -> None:
+    for mode in ((), ("--json",), ("-q",)):
+        assert run(lambda: output().warn("careful"), *mode).stderr == "warning: careful\n"
+
+
+def test_details_are_shown_with_v_only() -> None:
+    assert run(lambda: output().detail("d")).stderr == ""
+    assert run(lambda: output().detail("d"), "-v").stderr == "d\n"
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "100", "120"])
+def test_tables_fit_the_terminal_and_the_wide_column_gives_way(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    rows = [[f"{i:,}", "sample" * 3, "x" * 200] for i in range(3)]
+    result = run(lambda: output().table([">#", "sample", Column("what", wide=True)], rows))
+    assert all(len(line) <= int(columns) for line in result.stdout.splitlines())
+    assert "samplesamplesample" in result.stdout
+    assert result.stdout.count("…") == 3
+
+
+def test_output_into_a_file_has_no_colours_and_no_blanks_at_the_ends() -> None:
+    result = run(lambda: output().table(["a", "b"], [["1", "long cell"], ["22", ""]]))
+    assert result.stdout == "  a   b\n  1   long cell\n  22\n"
+
+
+def test_markup_in_data_is_text() -> None:
+    assert run(lambda: output().print("[red]x[/red] :smile:")).stdout == "[red]x[/red] :smile:\n"

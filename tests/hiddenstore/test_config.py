@@ -1,0 +1,158 @@
+"""Settings from defaults, file and command line."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict, Field
+
+from hiddenstore import config
+from hiddenstore.errors import ConfigError, NotFoundError
+
+
+class Optimizer(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    lr: float = Field(1e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float | None = 0.5
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = "run"
+    drafter: Literal["eagle3", "dflash"] = "eagle3"
+    layers: tuple[int, ...] | None = None
+    frozen: bool = True
+    steps: int = Field(10, gt=0)
+    train: Optimizer = Optimizer()
+    engine: dict[str, Any] = {}
+
+
+def test_command_line_words_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 20\nname: file\ntrain: {lr: 3e-4}\n")
+    settings = config.load(Settings, file, ["train.clip=1", "name=word"], {"steps": 5, "frozen": False})
+    assert (settings.steps, settings.name, settings.frozen) == (20, "word", False)
+    assert settings.train == Optimizer(lr=3e-4, clip=1.0)
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "expected"),
+    [
+        ("train.lr=1e-4", "train", Optimizer(lr=1e-4)),
+        ("name=no", "name", "no"),
+        ("name=1e-4", "name", "1e-4"),
+        ("name=2026-01-01", "name", "2026-01-01"),
+        ("frozen=no", "frozen", False),
+        ("frozen=true", "frozen", True),
+        ("layers=1,15,28", "layers", (1, 15, 28)),
+        ("layers=[1, 15]", "layers", (1, 15)),
+        ("layers=none", "layers", None),
+        ("layers=null", "layers", None),
+        ("train.clip=none", "train", Optimizer(clip=None)),
+        ("train.betas=0.8,0.9", "train", Optimizer(betas=(0.8, 0.9))),
+        ("engine.tp=4", "engine", {"tp": 4}),
+        ("engine.name=vllm", "engine", {"name": "vllm"}),
+        ("name=a=b", "name", "a=b"),
+    ],
+)
+def test_the_annotation_decides_what_a_word_means(word: str, key: str, expected: object) -> None:
+    assert getattr(config.load(Settings, dotlist=[word]), key) == expected
+
+
+def test_an_unknown_setting_is_an_error_that_names_the_close_one() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean train\.lr\?") as caught:
+        config.load(Settings, dotlist=["traner.lr=1e-4"])
+    assert caught.value.kind == "config-unknown-key"
+    assert caught.value.hint == "train.lr=…"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [("lr=1", "train.lr"), ("stesp=3", "steps"), ("train.cliip=1", "train.clip")]
+)
+def test_did_you_mean_finds_settings_at_any_depth(wrong: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {meant}"):
+        config.load(Settings, dotlist=[wrong])
+
+
+class Loop(BaseModel):
+    seed: int = 0
+    steps: int = 10
+
+
+class Sections(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    data: Loop = Loop()
+    optim: Optimizer = Optimizer()
+    train: Loop = Loop()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [("traner.seed", "train.seed"), ("dat.seed", "data.seed"), ("traner.lr", "optim.lr")]
+)
+def test_a_setting_in_a_wrong_section_is_found_by_its_last_name_first(wrong: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {meant}\\?"):
+        config.load(Sections, dotlist=[f"{wrong}=1"])
+
+
+def test_all_problems_are_reported_at_once_with_where_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: -3\nbogus: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        config.load(Settings, file, ["train.lr=fast", "drafter=medusa", "oops"])
+    message = caught.value.message
+    assert message.startswith("5 settings are wrong")
+    for part in ("bogus", "steps", "train.lr", "'fast'", "drafter", "'oops'", str(file), "command line"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["- a\n- b\n", "steps: [1\n", "steps: 1\nsteps: 2\n", "name: &a x\ntrain: *a\n", "just words\n", "\x00"],
+)
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.yaml") as caught:
+        config.load(Settings, file)
+    assert caught.value.kind == "config-unreadable"
+
+
+def test_an_empty_file_changes_nothing_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("# nothing\n")
+    assert config.load(Settings, file) == Settings()
+    with pytest.raises(NotFoundError, match=r"absent\.yaml"):
+        config.load(Settings, tmp_path / "absent.yaml")
+
+
+def test_known_keys_lists_every_leaf_in_order() -> None:
+    assert config.known_keys(Settings)[-4:] == ["train.lr", "train.betas", "train.clip", "engine"]
+
+
+@given(
+    st.builds(
+        Settings,
+        name=st.text(st.characters(codec="utf-8", exclude_characters="\x85\u2028\u2029\ufeff\r"), max_size=12),
+        layers=st.none() | st.lists(st.integers(-1, 99), max_size=4).map(tuple),
+        frozen=st.booleans(),
+        steps=st.integers(1, 10**9),
+        train=st.builds(
+            Optimizer,
+            lr=st.floats(1e-12, 1e6, allow_nan=False),
+            clip=st.none() | st.floats(0, 1e3),
+        ),
+    )
+)
+def test_dumped_settings_read_back_equal(settings: Settings) -> None:
+    text = config.dump(settings)
+    assert yaml.safe_load(text)["steps"] == settings.steps
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "c.yaml"
+        file.write_text(text, encoding="utf-8")
+        assert config.load(Settings, file) == settings

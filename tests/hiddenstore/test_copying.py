@@ -1,0 +1,249 @@
+"""Merge, subset and re-encode: what a copy holds, and that it resumes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hiddenstore.copying import CopyReport, plan_copy, run_copy
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
+from hiddenstore.inputs import RegisteredInput
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import (
+    ENGINE,
+    HEAD,
+    capture_spec,
+    make_samples,
+    make_store,
+    random_records,
+    target_files,
+)
+from hiddenstore.verify import verify
+from hiddenstore.where import parse_where
+from hiddenstore.writer import create_store, write_unit
+from schemas.manifest import Engine, Reject
+
+
+def copy(sources: list[Store], place: Path, recipe: str | None = None, where: str | None = None) -> Store:
+    run_copy(plan_copy(sources, place, recipe, parse_where([where]) if where else None))
+    return Store.open(place)
+
+
+def segment_bytes(store: Store) -> dict[str, dict[str, bytes]]:
+    return {
+        record.unit: {file.path: Path(store.path, record.segment, file.path).read_bytes() for file in record.files}
+        for record in store.commits()
+    }
+
+
+def assert_same_states(one: Store, other: Store, sample_ids: list[str]) -> None:
+    for sample_id in sample_ids:
+        a, b = one[sample_id], other[sample_id]
+        assert torch.equal(a.aux.view(torch.int16), b.aux.view(torch.int16))
+        assert torch.equal(a.final.view(torch.int16), b.final.view(torch.int16))
+        assert a.sample.input_ids.tolist() == b.sample.input_ids.tolist()
+        assert a.sample.loss_mask.tolist() == b.sample.loss_mask.tolist()
+        assert a.sample.spans.tolist() == b.sample.spans.tolist()
+        assert a.final_rows.tolist() == b.final_rows.tolist()
+
+
+def test_a_whole_copy_has_the_same_units_and_bytes(tmp_path: Path) -> None:
+    source = make_store(tmp_path, samples=6)
+    found = copy([source], tmp_path / "copy")
+    assert segment_bytes(found) == segment_bytes(source)
+    assert found.sample_ids == source.sample_ids
+    assert found.manifest == source.manifest
+    assert set(found.inputs()) == set(source.inputs())
+    assert verify(found.path, "bytes").ok
+
+
+def test_a_merge_holds_the_samples_of_every_source(tmp_path: Path) -> None:
+    one = make_store(tmp_path / "1", samples=4, seed=1)
+    other = make_store(tmp_path / "2", samples=5, seed=2)
+    found = copy([one, other], tmp_path / "whole")
+    assert set(found.sample_ids) == {*one.sample_ids, *other.sample_ids}
+    assert_same_states(one, found, one.sample_ids)
+    assert_same_states(other, found, other.sample_ids)
+    assert verify(found.path, "bytes").ok
+
+
+def test_re_encoding_keeps_units_inputs_and_rejects_and_decodes_exactly_where_the_codec_is_exact(
+    tmp_path: Path,
+) -> None:
+    source = make_store(tmp_path, samples=6, codec="bf16")
+    reject = Reject(id="f" * 32, tokens=9, reason="too-long", detail="9 > 8")
+    write_unit(source, "u-000000", "0" * 64, (), [reject], ENGINE)
+    source = Store.open(source.fs)
+    plan = plan_copy([source], tmp_path / "copy", "lossless")
+    assert (plan.verbatim, plan.notes) == (0, [])
+    run_copy(plan)
+    found = Store.open(tmp_path / "copy")
+    assert found.capture.codecs.aux == "lossless"
+    assert_same_states(source, found, source.sample_ids)
+    assert [record.unit for record in found.commits()] == [record.unit for record in source.commits()]
+    assert [record.rejects for record in found.commits()] == [record.rejects for record in source.commits()]
+    assert verify(found.path, "bytes").ok
+
+
+@pytest.mark.parametrize(
+    ("codec", "recipe", "where", "words"),
+    [
+        ("bf16", "safe", None, "rounds once"),
+        ("q8", "lossless", None, "keeps the error of q8"),
+        ("q8", None, "tokens>12", "rounds a second time"),
+        ("bf16", None, "tokens>12", None),
+        ("q8", None, None, None),
+    ],
+)
+def test_rounding_is_stated(
+    tmp_path: Path, codec: str, recipe: str | None, where: str | None, words: str | None
+) -> None:
+    source = make_store(tmp_path, samples=3, codec=codec)
+    plan = plan_copy([source], tmp_path / "copy", recipe, parse_where([where]) if where else None)
+    if words is None:
+        assert plan.notes == []
+    else:
+        assert len(plan.notes) == 2
+        assert all(words in note for note in plan.notes)
+
+
+def test_a_subset_holds_exactly_the_samples_chosen_as_a_new_input(tmp_path: Path) -> None:
+    source = make_store(tmp_path, samples=12, codec="bf16")
+    found = copy([source], tmp_path / "copy", where="tokens>20,split=train")
+    expected = [entry.id for _, entry in source.entries if entry.tokens > 20 and entry.split == "train"]
+    assert found.sample_ids == expected
+    assert_same_states(source, found, expected)
+    (registered,) = found.inputs().values()
+    assert registered.samples == len(expected)
+    assert registered.units == [record.unit for record in found.commits()]
+    assert verify(found.path, "bytes").ok
+
+
+def test_a_subset_of_two_engines_never_mixes_them_in_one_unit(tmp_path: Path) -> None:
+    capture = capture_spec(codec="bf16")
+    source = create_store(tmp_path / "s", capture, HEAD, "raw", target_files())
+    samples = make_samples(6)
+    engines = [Engine(name="hf", version="5"), Engine(name="vllm", version="1")]
+    for index, engine in enumerate(engines):
+        records = random_records(samples[3 * index : 3 * index + 3], capture)
+        write_unit(source, f"u-{index:06d}", "0" * 64, records, (), engine)
+    found = copy([Store.open(source.fs)], tmp_path / "copy", where="tokens>1")
+    by_engine = {record.engine.name: [entry.id for entry in record.samples] for record in found.commits()}
+    assert by_engine == {"hf": [s.id for s in samples[:3]], "vllm": [s.id for s in samples[3:]]}
+
+
+@pytest.mark.parametrize("where", [None, "tokens>5"])
+def test_an_interrupted_copy_continues_and_ends_like_an_uninterrupted_one(tmp_path: Path, where: str | None) -> None:
+    source = make_store(tmp_path, samples=12, codec="bf16")
+    keep = parse_where([where]) if where else None
+    straight = copy([source], tmp_path / "straight", where=where)
+    place = tmp_path / "resumed"
+    for _ in range(30):
+        plan = plan_copy([source], place, None, keep)
+        if not plan.units:
+            break
+        run_copy(plan, advance=lambda _report: False)
+    resumed = Store.open(place)
+    assert segment_bytes(resumed) == segment_bytes(straight)
+    assert plan.there_already == len(straight.commits()) if where is None else len(straight)
+    assert verify(place, "bytes").ok
+
+
+def test_a_source_that_grew_adds_to_the_copy_and_what_is_there_is_not_written_again(tmp_path: Path) -> None:
+    small, large = make_store(tmp_path / "1", samples=5), make_store(tmp_path / "2", samples=9)
+    place = tmp_path / "copy"
+    before = segment_bytes(copy([small], place, where="tokens>10"))
+    found = copy([large], place, where="tokens>10")
+    assert set(found.sample_ids) == {entry.id for _, entry in large.entries if entry.tokens > 10}
+    assert found.duplicates == 0
+    assert before.items() <= segment_bytes(found).items()
+
+
+def test_a_unit_in_two_sources_is_copied_once(tmp_path: Path) -> None:
+    source = make_store(tmp_path, samples=4)
+    plan = plan_copy([source, source], tmp_path / "copy")
+    assert len(plan.units) == len(source.commits())
+
+
+def test_units_no_source_holds_are_counted(tmp_path: Path) -> None:
+    source = make_store(tmp_path, samples=6)
+    (registered,) = source.inputs().values()
+    Path(source.path, "commits", f"{registered.units[0]}.json").unlink()
+    plan = plan_copy([Store.open(source.fs)], tmp_path / "copy")
+    assert plan.unavailable == 1
+    assert len(plan.units) == len(registered.units) - 1
+
+
+def test_without_a_recipe_the_destination_decides_when_it_exists(tmp_path: Path) -> None:
+    raw = make_store(tmp_path / "1", samples=3, codec="bf16")
+    q8 = make_store(tmp_path / "2", samples=5, codec="q8")
+    found = copy([raw], Path(q8.path))
+    assert found.manifest.recipe == "safe"
+    with pytest.raises(ConflictError, match="codecs") as caught:
+        plan_copy([raw], q8.path, "raw")
+    assert caught.value.kind == "capture-mismatch"
+
+
+def test_sources_with_other_layers_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    one = make_store(tmp_path / "1", layers=(1, 3), samples=2)
+    other = make_store(tmp_path / "2", layers=(1, 4), samples=2)
+    with pytest.raises(ConflictError, match="aux_layers") as caught:
+        plan_copy([one, other], tmp_path / "copy")
+    assert caught.value.kind == "capture-mismatch"
+    assert caught.value.exit_code == 6
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_store_cannot_be_copied_onto_itself(tmp_path: Path) -> None:
+    source = make_store(tmp_path, samples=2)
+    with pytest.raises(ConfigError) as caught:
+        plan_copy([source], source.path)
+    assert caught.value.kind == "copy-onto-itself"
+
+
+def test_an_empty_choice_is_an_error(tmp_path: Path) -> None:
+    source = make_store(tmp_path, samples=2)
+    with pytest.raises(ConfigError, match="no sample") as caught:
+        plan_copy([source], tmp_path / "copy", None, parse_where(["tokens>1e9"]))
+    assert caught.value.kind == "selection-empty"
+
+
+@pytest.mark.parametrize("recipe", [None, "raw"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
+def test_a_damaged_source_stops_the_copy_and_leaves_whole_units_only(
+    tmp_path: Path, damage: str, recipe: str | None
+) -> None:
+    source = make_store(tmp_path, samples=8)
+    record = source.commits()[2]
+    victim = Path(source.path, record.segment, next(f.path for f in record.files if f.path.startswith("layer_1/c")))
+    data = bytearray(victim.read_bytes())
+    if damage == "flip":
+        data[len(data) // 3] ^= 1
+        victim.write_bytes(data)
+    elif damage == "cut":
+        victim.write_bytes(data[:-1])
+    else:
+        victim.unlink()
+    with pytest.raises((CorruptionError, NotFoundError)) as caught:
+        copy([Store.open(source.fs)], tmp_path / "copy", recipe)
+    assert isinstance(caught.value, CorruptionError)
+    assert set(caught.value.samples) == {entry.id for entry in record.samples}
+    found = Store.open(tmp_path / "copy")
+    assert len(found.commits()) == 2
+    assert {finding.kind for finding in verify(found.path, "bytes").findings} == {"incomplete"}
+    assert len(list(Path(found.path, "segments").iterdir())) == 2
+
+
+def test_the_report_counts_what_was_written(tmp_path: Path) -> None:
+    source = make_store(tmp_path, samples=6)
+    seen: list[CopyReport] = []
+    plan = plan_copy([source], tmp_path / "copy")
+    report = run_copy(plan, advance=lambda r: seen.append(r) or True)
+    assert report == CopyReport(
+        units=len(source.commits()),
+        samples=6,
+        tokens=sum(record.tokens for record in source.commits()),
+        bytes_written=sum(record.bytes_stored for record in source.commits()),
+    )
+    assert len(seen) == report.units
+    assert isinstance(next(iter(plan.destination.inputs().values())), RegisteredInput)

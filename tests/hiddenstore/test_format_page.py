@@ -1,0 +1,29 @@
+"""The program printed in ``docs/format.md`` reads a real store with stock tools only."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hiddenstore.testing.builders import make_store
+
+PAGE = Path(__file__).parents[2] / "docs" / "format.md"
+
+
+@pytest.mark.parametrize("codec", ["q8", "lossless"])
+def test_the_stock_reader_of_the_format_page_gives_the_states_the_store_gives(tmp_path: Path, codec: str) -> None:
+    store = make_store(tmp_path, codec=codec)
+    match = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert match is not None
+    program = tmp_path / "reader.py"
+    program.write_text(match[1], encoding="utf-8")
+    wanted = store.sample_ids[-1]
+    out = tmp_path / "states.npy"
+    command = [sys.executable, "-P", str(program), store.path, wanted, "3", str(out)]
+    subprocess.run(command, check=True, cwd=tmp_path, timeout=60)
+    found = torch.from_numpy(np.load(out)).bfloat16()
+    assert torch.equal(found.view(torch.int16), store.read(wanted, layers=[3]).aux[0].view(torch.int16))

@@ -1,0 +1,245 @@
+"""The filesystem seam on a real disk and on its fault-injecting twin."""
+
+import errno
+import os
+import pickle
+import threading
+from pathlib import Path
+
+import pytest
+
+from hiddenstore.disk import PosixDisk
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError, StorageError
+from hiddenstore.fs import Filesystem, LocalFilesystem, is_inside, is_temporary, open_filesystem
+from hiddenstore.testing.faults import Fault, FaultFilesystem, SimulatedCrash
+
+
+@pytest.fixture(params=["posix", "memory"])
+def fs(request: pytest.FixtureRequest, tmp_path: Path) -> Filesystem:
+    return LocalFilesystem(tmp_path / "store") if request.param == "posix" else FaultFilesystem()
+
+
+def write(fs: Filesystem, path: str, data: bytes) -> None:
+    file = fs.create(path)
+    file.write(data)
+    file.close()
+
+
+def test_a_created_file_reads_back_whole_and_in_ranges(fs: Filesystem) -> None:
+    file = fs.create("segments/unit/c/0")
+    file.write(b"hello ")
+    file.write(memoryview(b"world"))
+    file.close()
+    fs.sync_folder("segments/unit")
+    buffer = bytearray(5)
+    fs.read_into("segments/unit/c/0", 6, memoryview(buffer))
+    assert fs.read("segments/unit/c/0") == b"hello world"
+    assert fs.read_range("segments/unit/c/0", 2, 3) == b"llo"
+    assert bytes(buffer) == b"world"
+    assert fs.size("segments/unit/c/0") == 11
+    assert fs.list("segments") == ["unit"]
+
+
+def test_create_never_replaces_a_file(fs: Filesystem) -> None:
+    write(fs, "a", b"first")
+    with pytest.raises(ConflictError) as error:
+        fs.create("a")
+    assert error.value.kind == "file-exists"
+    assert fs.read("a") == b"first"
+
+
+def test_put_if_absent_keeps_the_first_and_leaves_no_temporary_file(fs: Filesystem) -> None:
+    assert fs.put_if_absent("commits/u.json", b"one")
+    assert not fs.put_if_absent("commits/u.json", b"two")
+    assert fs.read("commits/u.json") == b"one"
+    assert fs.list("commits") == ["u.json"]
+
+
+def test_of_many_racing_puts_exactly_one_wins(tmp_path: Path) -> None:
+    fs = LocalFilesystem(tmp_path)
+    wins: list[int] = []
+
+    def put(number: int) -> None:
+        if fs.put_if_absent("commits/u.json", str(number).encode() * 1000):
+            wins.append(number)
+
+    threads = [threading.Thread(target=put, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wins) == 1
+    assert fs.read("commits/u.json") == str(wins[0]).encode() * 1000
+
+
+def test_a_short_file_is_corruption_and_an_absent_one_is_not_found(fs: Filesystem) -> None:
+    write(fs, "a", b"12345")
+    with pytest.raises(CorruptionError, match="expected 8 bytes, found 5") as short:
+        fs.read_range("a", 4, 4)
+    with pytest.raises(CorruptionError):
+        fs.read_into("a", 4, memoryview(bytearray(4)))
+    with pytest.raises(NotFoundError):
+        fs.read("b")
+    with pytest.raises(NotFoundError):
+        fs.read_range("b", 0, 1)
+    assert short.value.kind == "file-short"
+    assert fs.size("b") is None
+    assert fs.list("b") == []
+
+
+def test_an_absurd_range_is_refused_without_allocating(fs: Filesystem) -> None:
+    write(fs, "a", b"12345")
+    with pytest.raises(CorruptionError):
+        fs.read_range("a", 0, 1 << 60)
+
+
+def test_abort_removes_the_file_and_remove_tree_everything_below(fs: Filesystem) -> None:
+    file = fs.create("segments/u/a")
+    file.write(b"x")
+    file.abort()
+    assert fs.list("segments/u") == []
+    write(fs, "segments/u/b/c", b"x")
+    fs.remove_tree("segments/u")
+    fs.remove_tree("segments/u")
+    assert fs.list("segments") == []
+
+
+def test_remove_tree_does_not_follow_links_out_of_the_store(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("keep")
+    fs = LocalFilesystem(tmp_path / "store")
+    write(fs, "segments/u/a", b"x")
+    (tmp_path / "store" / "segments" / "u" / "link").symlink_to(tmp_path / "precious")
+    fs.remove_tree("segments/u")
+    assert (tmp_path / "precious" / "file").read_text() == "keep"
+    assert not (tmp_path / "store" / "segments" / "u").exists()
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../a", "a/../../b", "a\\b", "c:/x", "a\x00b", "a\nb", "..", "a/.."])
+def test_paths_that_leave_the_store_are_refused(fs: Filesystem, path: str) -> None:
+    assert not is_inside(path)
+    with pytest.raises(ConfigError, match="leaves"):
+        fs.read(path)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/store", "https://host/store", "hf://datasets/a/b"])
+def test_urls_are_refused_with_the_scheme_named(url: str) -> None:
+    with pytest.raises(ConfigError, match=url.split(":", 1)[0]) as error:
+        open_filesystem(url)
+    assert error.value.kind == "scheme-unsupported"
+
+
+def test_a_filesystem_pickles_as_its_root(tmp_path: Path) -> None:
+    fs = LocalFilesystem(tmp_path)
+    write(fs, "a", b"12345")
+    assert pickle.loads(pickle.dumps(fs)).read_range("a", 1, 2) == b"23"
+
+
+def test_read_handles_stay_few_whatever_is_read(tmp_path: Path) -> None:
+    fs = LocalFilesystem(tmp_path)
+    for number in range(200):
+        write(fs, f"f{number}", b"x")
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(200):
+        assert fs.read_range(f"f{number}", 0, 1) == b"x"
+    assert len(os.listdir("/proc/self/fd")) - before <= 65
+    del fs
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_many_threads_read_one_file(tmp_path: Path) -> None:
+    fs = LocalFilesystem(tmp_path)
+    names = [f"f{number}" for number in range(100)]
+    for number, name in enumerate(names):
+        write(fs, name, bytes([number]) * 100)
+    wrong: list[str] = []
+
+    def read() -> None:
+        for number, name in enumerate(names):
+            if fs.read_range(name, 50, 10) != bytes([number]) * 10:
+                wrong.append(name)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+class NoLinkDisk(PosixDisk):
+    def link(self, source: str, target: str) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+
+def test_a_filesystem_without_hard_links_is_refused_clearly(tmp_path: Path) -> None:
+    fs = LocalFilesystem(str(tmp_path), NoLinkDisk())
+    with pytest.raises(StorageError, match="no hard links") as error:
+        fs.put_if_absent("commits/u.json", b"x")
+    assert error.value.kind == "no-hard-links"
+    assert fs.list("commits") == []
+
+
+def test_a_link_whose_first_reply_was_lost_counts_as_won() -> None:
+    plain = FaultFilesystem()
+    plain.put_if_absent("commits/u.json", b"x")
+    link = next(n for n, name in enumerate(plain.disk.operations) if name.startswith("link"))
+    fs = FaultFilesystem(Fault(at=link, kind="exists"))
+    assert fs.put_if_absent("commits/u.json", b"x")
+    assert fs.list("commits") == ["u.json"]
+
+
+def test_a_full_disk_says_what_was_needed_and_what_is_free() -> None:
+    fs = FaultFilesystem(capacity=1000)
+    with pytest.raises(StorageError, match="needs 5,000 more bytes, 1,000 bytes free") as error:
+        fs.put_if_absent("commits/u.json", b"x" * 5000)
+    assert (error.value.kind, error.value.exit_code) == ("disk-full", 5)
+    assert fs.list("commits") == []
+
+
+def test_every_point_of_put_if_absent_leaves_nothing_or_everything() -> None:
+    data = bytes(range(256)) * 16
+    whole = FaultFilesystem()
+    assert whole.put_if_absent("commits/u.json", data)
+    operations = len(whole.disk.operations)
+    for at in range(operations):
+        for moment in ("before", "half", "after"):
+            fs = FaultFilesystem(Fault(at, "crash", moment))  # type: ignore[arg-type]
+            with pytest.raises(SimulatedCrash):
+                fs.put_if_absent("commits/u.json", data)
+            with pytest.raises(SimulatedCrash):
+                fs.read("commits/u.json")
+            for content in ("kept", "dropped", "torn"):
+                for names in ("kept", "dropped"):
+                    after = fs.after_crash(content, names)  # type: ignore[arg-type]
+                    if after.size("commits/u.json") is not None:
+                        assert after.read("commits/u.json") == data
+                    strangers = [name for name in after.list("commits") if name != "u.json"]
+                    assert all(is_temporary(name) for name in strangers)
+    after = whole.after_crash("dropped", "dropped")
+    assert after.read("commits/u.json") == data
+
+
+def test_an_io_error_at_any_point_of_put_if_absent_is_a_storage_error() -> None:
+    whole = FaultFilesystem()
+    whole.put_if_absent("commits/u.json", b"x" * 100)
+    for at, name in enumerate(whole.disk.operations):
+        fs = FaultFilesystem(Fault(at, "eio", "half"))
+        if name.startswith("unlink"):
+            assert fs.put_if_absent("commits/u.json", b"x" * 100)
+            continue
+        with pytest.raises(StorageError) as error:
+            fs.put_if_absent("commits/u.json", b"x" * 100)
+        assert error.value.kind == "io-error"
+        if fs.size("commits/u.json") is not None:
+            assert fs.read("commits/u.json") == b"x" * 100
+
+
+def test_permission_denied_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class DeniedDisk(PosixDisk):
+        def create(self, path: str) -> int:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    with pytest.raises(StorageError, match="Permission denied") as error:
+        LocalFilesystem(str(tmp_path), DeniedDisk()).create("a")
+    assert error.value.kind == "permission-denied"

@@ -1,0 +1,121 @@
+"""Exporting a store as speculators' offline data: exact rows, honest refusals, nothing half-written."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hiddenstore.errors import ConfigError, ConflictError, FormatError, StorageError
+from hiddenstore.interop.speculators import export_speculators
+from hiddenstore.testing.builders import make_store
+
+
+def rows_of(folder):
+    from datasets import load_from_disk
+
+    return load_from_disk(str(folder))
+
+
+def test_every_row_holds_the_store_s_own_states_layers_ascending_and_the_final_last(tmp_path):
+    store = make_store(tmp_path, samples=7, layers=(1, 3, 5), codec="bf16", final="all")
+    report = export_speculators(store, tmp_path / "out")
+    rows = rows_of(tmp_path / "out")
+    assert len(rows) == report.samples == 7
+    by_tokens = {tuple(store.sample(i).input_ids.tolist()): store[i] for i in store.sample_ids}
+    for index, row in enumerate(rows):
+        record = by_tokens[tuple(row["input_ids"].tolist())]
+        tensors = load_file(tmp_path / "out" / "hidden_states" / f"hs_{index}.safetensors")
+        assert tensors["hidden_states"].dtype == torch.bfloat16
+        assert tensors["hidden_states"].shape == (record.sample.tokens, 4, 32)
+        assert torch.equal(tensors["hidden_states"][:, :3], record.aux.transpose(0, 1))
+        assert torch.equal(tensors["hidden_states"][:, 3], record.final)
+        assert torch.equal(tensors["token_ids"], row["input_ids"])
+        assert tensors["token_ids"].dtype == torch.int64
+        assert np.array_equal(row["loss_mask"].numpy(), record.sample.loss_mask)
+        assert row["seq_len"] == record.sample.tokens
+    assert report.layer_ids == [2, 4, 6]
+    assert report.bytes == sum(f.stat().st_size for f in (tmp_path / "out").rglob("*") if f.is_file())
+
+
+def test_training_samples_come_first_and_the_ratio_cuts_exactly_there(tmp_path):
+    for samples in (5, 6, 14, 23):
+        store = make_store(tmp_path / str(samples), samples=samples, codec="bf16", final="all")
+        report = export_speculators(store, tmp_path / str(samples) / "out")
+        split = {store.sample(entry.id).input_ids.tobytes(): entry.split for _, entry in store.entries}
+        order = [split[row["input_ids"].numpy().astype(np.int32).tobytes()] for row in rows_of(report.path)]
+        cut = int(samples * report.train_data_ratio)
+        assert order == ["train"] * cut + ["validation"] * (samples - cut)
+        assert samples - cut == report.validation_samples
+
+
+def test_only_the_asked_layers_are_written(tmp_path):
+    store = make_store(tmp_path, layers=(1, 3, 5), codec="bf16", final="all")
+    report = export_speculators(store, tmp_path / "out", layers=[5, 1])
+    assert report.layer_ids == [2, 6]
+    tensors = load_file(tmp_path / "out" / "hidden_states" / "hs_0.safetensors")
+    assert tensors["hidden_states"].shape[1] == 3
+    with pytest.raises(ConfigError, match=r"not \[2\]"):
+        export_speculators(store, tmp_path / "other", layers=[1, 2])
+
+
+def test_a_store_with_final_only_around_supervised_tokens_is_refused_with_the_collect_command(tmp_path):
+    store = make_store(tmp_path)
+    with pytest.raises(FormatError) as caught:
+        export_speculators(store, tmp_path / "out")
+    assert caught.value.kind == "final-missing"
+    assert "--layers 1,3 --final all" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+def test_zeros_on_request_are_counted_and_never_replace_a_held_row(tmp_path):
+    store = make_store(tmp_path, samples=3, codec="bf16")
+    report = export_speculators(store, tmp_path / "out", missing_final="zeros")
+    missing = 0
+    for index, row in enumerate(rows_of(tmp_path / "out")):
+        record = next(store[i] for i in store.sample_ids if store.sample(i).tokens == row["seq_len"])
+        final = load_file(tmp_path / "out" / "hidden_states" / f"hs_{index}.safetensors")["hidden_states"][:, -1]
+        held = np.zeros(record.sample.tokens, dtype=bool)
+        held[record.final_rows] = True
+        assert torch.equal(final[torch.from_numpy(held)], record.final)
+        assert not final[torch.from_numpy(~held)].any()
+        missing += int((~held).sum())
+    assert report.zero_rows == missing > 0
+    assert json.loads((tmp_path / "out" / "hiddenstore.json").read_text())["final_rows_of_zeros"] == missing
+
+
+def test_a_store_without_final_is_refused_even_when_zeros_are_asked_for(tmp_path):
+    store = make_store(tmp_path, final="none")
+    with pytest.raises(FormatError, match="no final hidden"):
+        export_speculators(store, tmp_path / "out", missing_final="zeros")
+
+
+def test_an_existing_folder_with_something_in_it_is_left_alone(tmp_path):
+    store = make_store(tmp_path, final="all")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    with pytest.raises(ConflictError):
+        export_speculators(store, tmp_path / "out")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_an_interrupted_export_leaves_no_folder(tmp_path):
+    store = make_store(tmp_path, final="all")
+
+    def stop(_tokens):
+        raise KeyboardInterrupt
+
+    before = set(tmp_path.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        export_speculators(store, tmp_path / "out", on_sample=stop)
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    store = make_store(tmp_path, final="all")
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: type("Usage", (), {"free": 10})())
+    with pytest.raises(StorageError) as caught:
+        export_speculators(store, tmp_path / "out")
+    assert caught.value.kind == "disk-full"
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,81 @@
+"""Progress: lines in a log file, nothing when quiet, rates and time left."""
+
+import re
+from collections.abc import Callable
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from hiddenstore import progress as progress_module
+from hiddenstore.cli.output import common_options
+from hiddenstore.progress import Progress
+
+
+def run(body: Callable[[], object], *arguments: str) -> Result:
+    @click.command()
+    @common_options
+    def thing() -> None:
+        body()
+
+    return CliRunner().invoke(thing, arguments, catch_exceptions=False)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_log_gets_one_greppable_line_each_half_minute(clock: list[float]) -> None:
+    def body() -> None:
+        with Progress("collect", total=100, unit="samples") as progress:
+            for _ in range(7):
+                clock[0] += 10
+                progress.advance(10, rejects=3, queue="3 of 8")
+
+    result = run(body)
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 3
+    expected = r"\d\d:\d\d:\d\d collect samples=30/100 rate=1/s eta=1m10s rejects=3 queue=3of8"
+    assert re.fullmatch(expected, lines[0])
+    assert "samples=70/100" in lines[-1]
+    assert "\r" not in result.stderr
+    assert "\x1b" not in result.stderr
+
+
+def test_a_short_job_leaves_no_line_in_a_log(clock: list[float]) -> None:
+    def body() -> None:
+        with Progress("collect", total=2, unit="samples") as progress:
+            progress.advance(2)
+
+    assert run(body).stderr == ""
+
+
+@pytest.mark.parametrize("flag", ["-q", "--json"])
+def test_progress_is_silent_when_asked_to_be(clock: list[float], flag: str) -> None:
+    def body() -> None:
+        with Progress("collect", total=2, unit="samples") as progress:
+            clock[0] += 100
+            progress.advance(2)
+            progress.log("a remark")
+
+    assert run(body, flag).output == ""
+
+
+def test_rate_and_time_left_leave_out_what_an_earlier_process_did(clock: list[float]) -> None:
+    with Progress("x", total=100, unit="samples", start=40) as progress:
+        assert progress.eta_s is None
+        clock[0] += 10
+        progress.update(60)
+        assert progress.rate == pytest.approx(2.0)
+        assert progress.eta_s == pytest.approx(20.0)
+
+
+def test_an_unknown_total_has_no_time_left(clock: list[float]) -> None:
+    with Progress("x", unit="rows") as progress:
+        clock[0] += 1
+        progress.advance(5)
+        assert progress.eta_s is None

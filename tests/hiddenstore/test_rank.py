@@ -1,0 +1,71 @@
+"""Which worker this is, and stopping when asked."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from hiddenstore.errors import ConfigError
+from hiddenstore.rank import Rank, drain_on_signal, from_environment
+
+
+def test_without_a_launcher_this_is_rank_0_of_1() -> None:
+    assert from_environment({}) == Rank(0, 1, 0)
+    assert from_environment({"SLURM_NTASKS": "1", "SLURM_JOB_ID": "7"}) == Rank(0, 1, 0)
+
+
+def test_torchrun_and_slurm_variables_are_read() -> None:
+    assert from_environment({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == Rank(3, 8, 1)
+    assert from_environment({"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "0"}) == Rank(5, 6, 0)
+
+
+def test_torchrun_inside_a_slurm_job_decides() -> None:
+    both = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}
+    assert from_environment(both) == Rank(9, 16, 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "missing"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE, LOCAL_RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": ""}, "LOCAL_RANK"),
+        ({"SLURM_NTASKS": "8"}, "SLURM_PROCID, SLURM_LOCALID"),
+    ],
+)
+def test_a_partial_set_is_an_error_that_names_what_is_missing(environment: dict[str, str], missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"but not {missing}") as caught:
+        from_environment(environment)
+    assert caught.value.kind == "rank-incomplete"
+
+
+@pytest.mark.parametrize(("rank", "world"), [("2", "2"), ("-1", "2"), ("x", "2"), ("0", "0")])
+def test_an_impossible_rank_is_an_error(rank: str, world: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_environment({"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": "0"})
+    assert caught.value.kind == "rank-invalid"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_sets_the_flag_and_the_old_handler_comes_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with drain_on_signal() as drain:
+        assert not drain.requested
+        os.kill(os.getpid(), number)
+        assert drain.wait(1)
+        assert drain.requested
+        assert drain.signal_name == number.name
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_signal_exits_130_at_once() -> None:
+    code = (
+        "import os, signal, time\nfrom hiddenstore.rank import drain_on_signal\n"
+        "with drain_on_signal() as d:\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1); os.kill(os.getpid(), signal.SIGUSR1); time.sleep(0.01)\n"
+        "    print('alive', flush=True); os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout) == (130, "alive\n")

@@ -1,0 +1,103 @@
+"""Documents that carry their own digest."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hiddenstore.documents import MAX_DOCUMENT_BYTES, canonical, load, seal, sha256_hex, unseal
+from hiddenstore.errors import ConfigError, CorruptionError, FormatError
+from hiddenstore.testing.faults import FaultFilesystem
+from schemas.base import Document
+from schemas.manifest import Engine, LayerStats, Snapshot, SnapshotEntry
+
+SNAPSHOT = Snapshot(name="é ünï", commits=(SnapshotEntry(record="a.json", sha256="0" * 64),), samples=3, tokens=70)
+
+
+def sealed(body: bytes) -> bytes:
+    """Any JSON object with a digest that fits, as somebody hostile would write it."""
+    return body[:-1] + b',"sha256":"%s"}\n' % sha256_hex(body).encode()
+
+
+def test_a_document_reads_back_equal_and_has_one_form() -> None:
+    data = seal(SNAPSHOT)
+    assert unseal(data, Snapshot, "x") == SNAPSHOT
+    assert seal(unseal(data, Snapshot, "x")) == data
+    assert data.endswith(b'"}\n')
+    assert data.count(b"\n") == 1
+
+
+@given(
+    name=st.text(st.characters(exclude_categories=["Cs"])),
+    versions=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), st.text(st.sampled_from('a"\\{}:é'))),
+)
+def test_any_text_survives_sealing(name: str, versions: dict[str, str]) -> None:
+    engine = Engine(name=name, version="1", versions=versions)
+    assert unseal(seal(engine), Engine, "x") == engine
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=4, max_size=4))
+def test_floats_survive_sealing_bit_for_bit(values: list[float]) -> None:
+    stats = LayerStats(rows=1, rms_mean=values[0], rms_median=values[1], rms_max=values[2], abs_max=values[3])
+    assert unseal(seal(stats), LayerStats, "x").model_dump_json() == stats.model_dump_json()
+
+
+def test_every_flipped_bit_is_corruption_naming_the_file() -> None:
+    data = seal(SNAPSHOT)
+    for place in range(len(data)):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[place] ^= 1 << bit
+            with pytest.raises(CorruptionError, match=r"snapshots/x\.json is damaged") as error:
+                unseal(bytes(damaged), Snapshot, "snapshots/x.json")
+            assert error.value.kind == "document-corrupt"
+
+
+def test_every_truncation_and_every_trailing_byte_is_corruption() -> None:
+    data = seal(SNAPSHOT)
+    for damaged in [data[:length] for length in range(len(data))] + [data + b" ", data + b"\n", b" " + data]:
+        with pytest.raises(CorruptionError):
+            unseal(damaged, Snapshot, "x")
+
+
+def test_a_later_format_is_refused_with_the_format_named() -> None:
+    body = canonical({**SNAPSHOT.model_dump(mode="json"), "format": 7, "news": 1})
+    with pytest.raises(FormatError, match="has format 7; this version of hiddenstore reads formats up to 1") as error:
+        unseal(sealed(body), Snapshot, "x")
+    assert error.value.kind == "format-future"
+    assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    "change", [{"surprise": 1}, {"samples": "three"}, {"commits": {"a": 1}}, {"samples": -1.5}, {"name": None}]
+)
+def test_whole_bytes_of_another_shape_are_a_format_error(change: dict[str, object]) -> None:
+    body = canonical({**SNAPSHOT.model_dump(mode="json"), **change})
+    with pytest.raises(FormatError, match="is not a Snapshot") as error:
+        unseal(sealed(body), Snapshot, "x")
+    assert error.value.kind == "document-invalid"
+
+
+def test_nan_cannot_be_written() -> None:
+    stats = LayerStats(rows=1, rms_mean=float("nan"), rms_median=0, rms_max=0, abs_max=0)
+    with pytest.raises(ConfigError) as error:
+        seal(stats)
+    assert error.value.kind == "document-unwritable"
+
+
+def test_an_empty_document_can_be_sealed() -> None:
+    class Empty(Document):
+        pass
+
+    assert unseal(seal(Empty()), Empty, "x") == Empty()
+
+
+def test_an_oversized_document_is_refused_before_it_is_read() -> None:
+    class Huge(FaultFilesystem):
+        def size(self, path: str) -> int | None:
+            return MAX_DOCUMENT_BYTES + 1
+
+        def read(self, path: str) -> bytes:
+            raise AssertionError("it was read")
+
+    with pytest.raises(CorruptionError, match="a document at most"):
+        load(Huge(), "store.json", Snapshot)

@@ -1,0 +1,253 @@
+"""Writing: creation, races between attempts, and what a failure leaves."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from hiddenstore import layout, writer
+from hiddenstore.errors import ConflictError, StorageError
+from hiddenstore.fs import LocalFilesystem
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import (
+    ENGINE,
+    HEAD,
+    capture_spec,
+    make_store,
+    memory_input,
+    random_records,
+    target_files,
+)
+from hiddenstore.testing.faults import Fault, FaultFilesystem
+from hiddenstore.testing.invariants import contents, fingerprint, garbage, problems
+from hiddenstore.writer import create_store, register_input, write_unit
+from schemas.manifest import CommitRecord, Reject
+
+CAPTURE = capture_spec(width=8)
+PREPARED = memory_input(6)
+UNITS = list(PREPARED.units())
+
+
+def empty_store(fs: FaultFilesystem | None = None) -> Store:
+    return create_store(fs or FaultFilesystem(), CAPTURE, HEAD, "safe", target_files(width=8))
+
+
+def write(store: Store, index: int = 0) -> CommitRecord | None:
+    records = random_records(UNITS[index].samples, CAPTURE)
+    return write_unit(store, UNITS[index].name, PREPARED.info.digest, records, (), ENGINE)
+
+
+def test_a_store_is_created_once_and_opened_after() -> None:
+    store = empty_store()
+    write(store)
+    again = empty_store(store.fs)  # type: ignore[arg-type]
+    assert len(again.commits()) == 1
+    assert again.target_file(layout.HEAD_NAME) == target_files(width=8)[layout.HEAD_NAME]
+
+
+def test_another_capture_is_refused_with_every_difference() -> None:
+    store = empty_store()
+    target = CAPTURE.target.model_copy(update={"weights_sha256": "9" * 64, "name": "elsewhere", "dtype": "float32"})
+    other = CAPTURE.model_copy(update={"aux_layers": (1, 4), "final": "all", "target": target})
+    with pytest.raises(ConflictError) as error:
+        create_store(store.fs, other, HEAD, "safe", target_files(width=8))
+    assert error.value.kind == "capture-mismatch"
+    assert error.value.hint
+    lines = error.value.message.splitlines()[1:]
+    assert lines == [
+        "  capture.target.weights_sha256: 44444444… stored, 99999999… asked",
+        "  capture.aux_layers: [1, 3] stored, [1, 4] asked",
+        "  capture.final: supervised stored, all asked",
+    ]
+
+
+def test_the_name_of_a_target_is_for_people_only() -> None:
+    store = empty_store()
+    target = CAPTURE.target.model_copy(update={"name": "other/name", "revision": "main", "dtype": "float32"})
+    same = CAPTURE.model_copy(update={"target": target})
+    assert create_store(store.fs, same, HEAD, "safe", {}).manifest == store.manifest
+
+
+def test_target_files_of_an_unfinished_store_are_never_overwritten() -> None:
+    fs = FaultFilesystem()
+    fs.put_if_absent("target/config.json", b"older")
+    with pytest.raises(ConflictError) as error:
+        empty_store(fs)
+    assert error.value.kind == "target-files-differ"
+    assert fs.read("target/config.json") == b"older"
+    assert fs.size(layout.STORE_JSON) is None
+
+
+def test_of_two_racing_creators_both_get_the_same_store(tmp_path: Path) -> None:
+    stores: list[Store] = []
+
+    def create() -> None:
+        stores.append(create_store(tmp_path / "store", CAPTURE, HEAD, "safe", target_files(width=8)))
+
+    threads = [threading.Thread(target=create) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({store.manifest.model_dump_json() for store in stores}) == 1
+    assert len(stores) == 4
+    assert problems(stores[0]) == []
+
+
+def test_of_two_attempts_at_one_unit_the_second_sweeps_only_its_own_segment() -> None:
+    store = empty_store()
+    won = write(store)
+    before = store.fs.disk.files()  # type: ignore[attr-defined]
+    assert won is not None
+    assert write(store) is None
+    assert store.fs.disk.files() == before  # type: ignore[attr-defined]
+
+
+def test_of_many_racing_writers_exactly_one_wins_and_no_garbage_stays(tmp_path: Path) -> None:
+    results: list[CommitRecord | None] = []
+    stores = [create_store(tmp_path / "store", CAPTURE, HEAD, "safe", target_files(width=8)) for _ in range(4)]
+    barrier = threading.Barrier(4)
+
+    def race(store: Store) -> None:
+        barrier.wait()
+        results.append(write(store))
+
+    threads = [threading.Thread(target=race, args=(store,)) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [record for record in results if record is not None]
+    store = Store.open(tmp_path / "store")
+    assert len(winners) == 1
+    assert store.commits() == winners
+    assert problems(store) == []
+    assert garbage(store.fs) == []
+
+
+def test_every_interleaving_of_two_writers_keeps_one_whole_unit() -> None:
+    """The second attempt runs whole between any two operations of the first."""
+    alone = empty_store()
+    start = len(alone.fs.disk.operations)  # type: ignore[attr-defined]
+    write(alone)
+    expected = contents(Store.open(alone.fs))
+    total = len(alone.fs.disk.operations)  # type: ignore[attr-defined]
+    for at in range(start, total, 3):
+        fs = FaultFilesystem()
+        store = empty_store(fs)
+        results: list[CommitRecord | None] = []
+
+        def intrude(fs: FaultFilesystem = fs, store: Store = store, at: int = at, results: list = results) -> None:
+            if len(fs.disk.operations) >= at and not results:
+                fs.disk.observer = None
+                results.append(write(store))
+
+        fs.disk.observer = intrude
+        results.append(write(store))
+        assert len([record for record in results if record is not None]) == 1
+        assert contents(Store.open(fs)) == expected
+        assert garbage(fs) == []
+
+
+def test_an_attempt_whose_reply_was_lost_keeps_its_segment() -> None:
+    fs = FaultFilesystem()
+    store = empty_store(fs)
+    fs.disk.fault = Fault(at=fs.puts, kind="reply-lost")
+    record = write(store)
+    assert record is not None
+    assert Store.open(fs).commits() == [record]
+    assert problems(Store.open(fs)) == []
+
+
+def test_an_attempt_that_lost_and_lost_its_reply_sweeps_its_own_segment() -> None:
+    fs = FaultFilesystem()
+    store = empty_store(fs)
+    won = write(store)
+    fs.disk.fault = Fault(at=fs.puts, kind="reply-lost")
+    assert write(store) is None
+    assert Store.open(fs).commits() == [won]
+    assert garbage(fs) == []
+
+
+def test_a_reply_lost_before_anything_was_stored_is_an_error_that_sweeps_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = empty_store()
+
+    def timeout(self: LocalFilesystem, path: str, data: bytes) -> bool:
+        raise StorageError("timeout", kind="reply-lost")
+
+    monkeypatch.setattr(FaultFilesystem, "put_if_absent", timeout)
+    with pytest.raises(StorageError):
+        write(store)
+    # The request may still arrive: only gc, after its grace period, may remove the segment.
+    assert len(garbage(store.fs)) == 1
+
+
+def test_a_failure_while_writing_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = empty_store()
+    before = store.fs.disk.files()  # type: ignore[attr-defined]
+
+    def interrupt(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FaultFilesystem, "sync_folder", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write(store)
+    left = {path: data for path, data in store.fs.disk.files().items() if not path.endswith("/")}  # type: ignore[attr-defined]
+    assert left == before
+
+
+def test_a_unit_of_rejects_only_has_a_record_without_files() -> None:
+    store = empty_store()
+    rejects = [
+        Reject(id=sample.id, tokens=sample.tokens, reason="non-finite", detail="layer_1") for sample in UNITS[0].samples
+    ]
+    record = write_unit(store, UNITS[0].name, PREPARED.info.digest, [], rejects, ENGINE)
+    register_input(store, PREPARED)
+    again = Store.open(store.fs)
+    assert record is not None
+    assert (record.files, record.samples) == ((), ())
+    assert problems(again) == []
+    assert len(again) == 0
+
+
+def test_a_unit_written_twice_has_the_same_bytes_apart_from_its_attempt() -> None:
+    one, other = empty_store(), empty_store()
+    first, second = write(one), write(other)
+    assert first is not None
+    assert second is not None
+    assert first.segment != second.segment
+    assert fingerprint(one.fs) == fingerprint(other.fs)
+
+
+def test_the_order_of_publishing_is_segment_then_record() -> None:
+    store = empty_store()
+    write(store)
+    names = store.fs.disk.operations  # type: ignore[attr-defined]
+    link = max(index for index, name in enumerate(names) if name.startswith("link") and layout.COMMITS_DIR in name)
+    writes = [index for index, name in enumerate(names) if layout.SEGMENTS_DIR in name]
+    assert max(writes) < link
+
+
+def test_states_of_all_codecs_round_trip_through_a_store(tmp_path: Path) -> None:
+    for codec in ("bf16", "lossless"):
+        store = make_store(tmp_path / codec, codec=codec)
+        for expected in random_records([store.sample(name) for name in store.sample_ids], store.capture):
+            found = store[expected.sample.id]
+            assert torch.equal(found.aux.view(torch.uint16), expected.aux.view(torch.uint16))
+            assert torch.equal(found.final.view(torch.uint16), expected.final.view(torch.uint16))
+
+
+def test_a_failed_sweep_leaves_the_segment_to_gc(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = empty_store()
+    write(store)
+
+    def refuse(self: LocalFilesystem, path: str) -> None:
+        raise StorageError("busy", kind="io-error")
+
+    monkeypatch.setattr(FaultFilesystem, "remove_tree", refuse)
+    assert write(store) is None
+    assert len(garbage(store.fs)) == 1
+    assert writer.sweep(store.fs, garbage(store.fs)[0]) is None

@@ -1,0 +1,147 @@
+"""EAGLE-3 of the installed speculators 0.9 and ours: equal weights and tensors give equal losses and gradients.
+
+speculators reports KL (cross-entropy less the teacher's entropy: the same gradient), gates on mask[p] (our offset 0)
+and drops no slot. Over packed samples it slides whole packs, so its slots may reach into the next sample; there the
+mask of that sample's prompt excludes them, as long as the prompt is longer than the TTT length. Needs the environment
+of `make test-parity` (tests/parity/requirements.txt).
+"""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, Setting, make_batch, make_setting
+from trainer.config import LossConfig
+from trainer.drafters.eagle3 import Eagle3Objective
+from trainer.teacher import Teacher
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module", name="core")
+def _core() -> ModuleType:
+    return pytest.importorskip("speculators.models.eagle3.core")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def peer_model(core: ModuleType, setting: Setting, attention: str) -> Any:
+    """speculators' module with our weights; everything it freezes trains, as ours does."""
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import LlamaConfig
+
+    ours = setting.model.config
+    layer = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=ours.intermediate_size, num_hidden_layers=1,
+        num_attention_heads=ours.num_heads, num_key_value_heads=ours.num_kv_heads, head_dim=ours.head_dim,
+        rms_norm_eps=ours.rms_norm_eps, max_position_embeddings=256, pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta},
+    )  # fmt: skip
+    layer._attn_implementation = attention
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=setting.vocab.size,
+        norm_before_residual=ours.norm_before_residual,
+        fc_norm=ours.fc_norm,
+        norm_output=ours.norm_output,
+        eagle_aux_hidden_state_layer_ids=[layer + 1 for layer in ours.aux_layers],
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=STEPS)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=None, architectures=[]),
+        ),
+    )
+    model = core.Eagle3DraftModel(config)
+    if not setting.vocab.is_full:
+        model.load_vocab_mappings(setting.vocab.t2d, setting.vocab.d2t)
+    weights = {peer_name(name): tensor for name, tensor in setting.model.state_dict().items()}
+    head = setting.head
+    weights |= {
+        "embed_tokens.weight": head.embed_tokens,
+        "verifier_norm.weight": head.norm_weight,
+        "verifier_lm_head.weight": head.output_weight[setting.vocab.target_ids],
+    }
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"t2d", "d2t"}
+    model.lm_head.weight.requires_grad_(True)
+    return model
+
+
+def peer_name(name: str) -> str:
+    return name.replace("midlayer.", "layers.0.")
+
+
+def peer_batch(setting: Setting) -> dict[str, Tensor]:
+    """The pack as speculators lays it out: each sample shifted by one and a row shorter."""
+    batch = setting.batch
+    rows = [torch.nonzero(batch.document == i)[:, 0] for i in range(len(batch.sample_ids))]
+    first, last = torch.cat([r[:-1] for r in rows]), torch.cat([r[1:] for r in rows])
+    return {
+        "hidden_states": batch.aux[:, first].permute(1, 0, 2).reshape(1, len(first), LAYERS * WIDTH),
+        "input_ids": batch.input_ids[last][None],
+        "document_ids": batch.document[first][None],
+        "loss_mask": batch.loss_mask[last][None],
+        "position_ids": batch.positions[last][None],
+        "verifier_last_hidden_states": batch.final[last][None],
+    }
+
+
+def our_losses(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Per-step KL and the total cross-entropy."""
+    loss = LossConfig(steps=STEPS, step_decay=1.0, mask_offset=0, drop_off_vocab=False)
+    teacher = Teacher(setting.head, setting.vocab, drop_off_vocab=False)
+    objective = Eagle3Objective(setting.model, teacher, loss)
+    work = objective.plan(setting.batch)
+    result = objective.losses(work, objective.divisors(work))
+    q = teacher.probabilities(work.teacher.normed).double()
+    entropy = -(q * q.log()).sum(-1)
+    entropies = torch.stack([entropy[work.plan.slots[:, i] >= 0].sum() for i in range(STEPS)])
+    return (result.sums - entropies) / result.counts, result.total
+
+
+def packed_setting(lengths: list[int], known: int, **options: object) -> Setting:
+    """Every sample opens with a prompt longer than the TTT length."""
+    setting = make_setting(lengths, known=known, **options)
+    mask = torch.cat([torch.arange(n) >= STEPS + 1 for n in lengths]) & (torch.rand(sum(lengths)) < 0.8)
+    setting.batch = make_batch(lengths, mask)
+    return setting
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("option", [None, "fc_norm", "norm_output", "norm_before_residual"])
+@pytest.mark.parametrize(("lengths", "known"), [([40], VOCAB), ([40], 17), ([23, 12, 30], 17), ([23, 12, 30], VOCAB)])
+def test_losses_and_gradients_are_equal(
+    core: ModuleType, attention: str, option: str | None, lengths: list[int], known: int
+) -> None:
+    from speculators.losses import resolve_loss_config
+
+    setting = packed_setting(lengths, known, **({option: True} if option else {}))
+    model = peer_model(core, setting, attention)
+    _, total, metrics = model(
+        **peer_batch(setting),
+        ttt_steps=STEPS,
+        ttt_step_loss_decay=1.0,
+        loss_config=resolve_loss_config("kl_div", "eager"),
+    )
+    theirs = torch.stack([metrics[f"loss_{i}_sum"].double() for i in range(STEPS)])
+    losses, objective = our_losses(setting)
+    assert torch.allclose(losses, theirs, atol=1e-5, rtol=1e-5)
+    total.backward()
+    objective.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in setting.model.named_parameters():
+        expected = gradients[peer_name(name)]
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, expected, atol=2e-5 * float(expected.abs().max())), name

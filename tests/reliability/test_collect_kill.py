@@ -1,0 +1,145 @@
+"""SIGKILL at random moments: the resumed store equals the uninterrupted one, byte for byte."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hiddenstore.store import Store
+from tests.collectors.prepared import data_for_tiny, segment_bytes
+from tests.collectors.tiny import save_target
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = 200
+
+
+class Place:
+    """DATA, target and the uninterrupted store that every resumed one must equal."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data = data_for_tiny(folder / "data", samples=SAMPLES)
+        self.target = save_target(folder / "target")
+        self.straight = folder / "straight"
+        worker = self.start(self.straight)
+        _wait_until_started(worker)
+        _out, errors = worker.communicate()
+        assert worker.returncode == 0, errors
+        self.expected = segment_bytes(self.straight)
+        self.units = _commits(self.straight)
+
+    def start(self, store: Path, rank: int = 0, world_size: int = 1) -> "subprocess.Popen[str]":
+        arguments = [str(self.data), str(store), str(self.target), str(rank), str(world_size)]
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.reliability.collect_worker", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("kill"))
+
+
+def _wait_until_started(worker: "subprocess.Popen[str]") -> None:
+    assert worker.stdout is not None
+    assert worker.stdout.readline()
+
+
+def _commits(store: Path) -> int:
+    return len(list((store / "commits").glob("*.json")))
+
+
+def _wait_for_progress(worker: "subprocess.Popen[str]", store: Path, commits: int) -> None:
+    """Until the store holds this many commits or the worker ends: counted, since no clock fits two machines."""
+    while worker.poll() is None and _commits(store) < commits:
+        time.sleep(0.0005)
+
+
+def _kill_and_resume(place: Place, store: Path, dice: random.Random, kills: int) -> int:
+    """Kill up to ``kills`` runs on one store, then finish it under a random world size; the kills that hit work."""
+    hits = 0
+    for _ in range(kills):
+        world_size = dice.choice((1, 1, 2, 3))
+        worker = place.start(store, dice.randrange(world_size), world_size)
+        _wait_until_started(worker)
+        _wait_for_progress(worker, store, _commits(store) + dice.randrange(place.units // kills))
+        time.sleep(dice.uniform(0, 0.02))
+        worker.send_signal(signal.SIGKILL)
+        worker.communicate()
+        hits += worker.returncode == -signal.SIGKILL
+    world_size = dice.choice((1, 2))
+    workers = [place.start(store, rank, world_size) for rank in range(world_size)]
+    for worker in workers:
+        _out, errors = worker.communicate()
+        assert worker.returncode == 0, errors
+    return hits
+
+
+def _check_equal(place: Place, store: Path) -> None:
+    assert segment_bytes(store) == place.expected
+    found, straight = Store.open(store), Store.open(place.straight)
+    assert found.sample_ids == straight.sample_ids
+    assert len(found) == SAMPLES - sum(len(record.rejects) for record in found.commits())
+    for mine, theirs in zip(found.commits(), straight.commits(), strict=True):
+        assert mine.model_dump(exclude={"segment"}) == theirs.model_dump(exclude={"segment"})
+
+
+def test_a_collect_killed_five_times_resumes_to_the_uninterrupted_store(place: Place, tmp_path: Path) -> None:
+    hits = _kill_and_resume(place, tmp_path / "store", random.Random(5), kills=5)
+    assert hits > 0
+    _check_equal(place, tmp_path / "store")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_collect_killed_25_times_over_several_stores_resumes_each(place: Place, tmp_path: Path) -> None:
+    hits = 0
+    dice = random.Random(25)
+    for attempt in range(5):
+        store = tmp_path / f"store-{attempt}"
+        hits += _kill_and_resume(place, store, dice, kills=5)
+        _check_equal(place, store)
+        shutil.rmtree(store)
+    assert hits >= 15
+
+
+def test_sigterm_drops_the_open_unit_and_exits_75(place: Place, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hiddenstore.cli", "collect", str(place.data), "-o", str(tmp_path / "store")]
+    program = (
+        "import sys; from hiddenstore import inputs; inputs.UNIT_TOKENS = 120;"
+        "from hiddenstore.cli import main; sys.argv[0] = 'hiddenstore'; main()"
+    )
+    worker = subprocess.Popen(
+        [command[0], "-c", program, *command[3:], "--target", str(place.target)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    commits = tmp_path / "store" / "commits"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (commits.is_dir() and len(list(commits.glob("*.json"))) > 1):
+        time.sleep(0.005)
+    worker.send_signal(signal.SIGTERM)
+    _out, errors = worker.communicate(timeout=60)
+    assert worker.returncode == 75, errors
+    done = len(Store.open(tmp_path / "store"))
+    assert 0 < done < SAMPLES
+    subprocess.run(
+        [command[0], "-c", program, *command[3:], "--target", str(place.target), "-q"],
+        cwd=ROOT,
+        check=True,
+        timeout=120,
+    )
+    _check_equal(place, tmp_path / "store")

@@ -1,0 +1,50 @@
+"""A real disk that is full: a tmpfs of one MiB."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hiddenstore.errors import StorageError
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.invariants import contents, garbage, problems
+
+SIZE_BYTES = 1 << 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command here")
+    if done.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+    yield folder
+    # Lazily: a store keeps its read handles while a test's frame is alive.
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_stops_cleanly_and_the_job_finishes_once_there_is_room(small_disk: Path, tmp_path: Path) -> None:
+    expected = contents(make_store(tmp_path / "roomy", samples=8, codec="bf16"))
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(SIZE_BYTES - (200 << 10)))
+    with pytest.raises(StorageError, match=r"disk full while writing .*: .*bytes free") as error:
+        make_store(small_disk, samples=8, codec="bf16")
+    assert (error.value.kind, error.value.exit_code) == ("disk-full", 5)
+    left = Store.open(small_disk / "store")
+    assert problems(left) == []
+    assert garbage(left.fs) == []
+    assert contents(left).items() < expected.items()
+    ballast.unlink()
+    finished = make_store(small_disk, samples=8, codec="bf16")
+    assert problems(finished, finished=True) == []
+    assert contents(finished) == expected

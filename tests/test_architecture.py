@@ -1,0 +1,75 @@
+"""The arrows between the packages and the calls nobody may make, read from the source."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {
+    "schemas": {"schemas"},
+    "hiddenstore": {"schemas", "hiddenstore"},
+    "collectors": {"schemas", "hiddenstore", "collectors"},
+    "trainer": {"schemas", "hiddenstore", "trainer"},
+}
+HEAVY = {"torch", "zarr", "transformers", "datasets", "webdataset", "matplotlib", "pyarrow", "numcodecs"}
+FORBIDDEN_CALLS = {"eval", "exec"}
+FORBIDDEN_ATTRIBUTES = {("torch", "save"), ("yaml", "load"), ("yaml", "unsafe_load"), ("tarfile", "extractall")}
+SOURCES = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
+COMMANDS = [path for path in SOURCES if path.parent.name == "cli"]
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, "imports are absolute"
+            yield node.module
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_arrows_point_one_way(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    ours = {module.split(".")[0] for module in imported(ast.parse(path.read_text()))} & set(MAY_IMPORT)
+    assert ours <= MAY_IMPORT[package], f"{name_of(path)} imports {sorted(ours - MAY_IMPORT[package])}"
+
+
+def test_schemas_stand_on_pydantic_alone() -> None:
+    import sys
+
+    for path in (ROOT / "schemas").rglob("*.py"):
+        outside = {module.split(".")[0] for module in imported(ast.parse(path.read_text()))}
+        assert outside - set(sys.stdlib_module_names) <= {"schemas", "pydantic"}, name_of(path)
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=name_of)
+def test_a_command_module_imports_nothing_heavy_at_the_top(path: Path) -> None:
+    top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {module.split(".")[0] for node in top for module in imported(node)}
+    assert not names & HEAVY
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_no_source_file_calls_what_can_run_code_or_swallow_errors(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            assert "pickle" not in set(imported(node)), f"{name_of(path)}:{node.lineno}"
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                assert node.func.id not in FORBIDDEN_CALLS, f"{name_of(path)}:{node.lineno}"
+            if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+                found = (node.func.value.id, node.func.attr)
+                assert found not in FORBIDDEN_ATTRIBUTES, f"{name_of(path)}:{node.lineno}"
+                if found == ("torch", "load"):
+                    safe = {keyword.arg for keyword in node.keywords}
+                    assert "weights_only" in safe, f"{name_of(path)}:{node.lineno} torch.load without weights_only"
+            shell = [k for k in node.keywords if k.arg == "shell"]
+            assert not shell, f"{name_of(path)}:{node.lineno} shell="
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"{name_of(path)}:{node.lineno} bare except"

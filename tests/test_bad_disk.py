@@ -1,0 +1,136 @@
+"""Disks that are full or cannot be written, under the whole command line: nothing half written, and what to do next."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_world import LAYERS, TRAIN, World, error_of, run, tree
+
+STORAGE = 5
+DISK_BYTES = 2 << 20
+
+
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    """A tmpfs, where this machine lets us mount one."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command here")
+    if done.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+    yield folder
+    # Lazily: a store keeps its read handles while a test's frame is alive.
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    yield from mounted(tmp_path / "disk", f"size={DISK_BYTES}")
+
+
+def fill(disk: Path, free_bytes: int) -> Path:
+    ballast = disk / "ballast"
+    ballast.write_bytes(bytes(DISK_BYTES - free_bytes))
+    return ballast
+
+
+@pytest.mark.parametrize("free_bytes", [0, 4 << 10, 8 << 10])
+def test_prepare_on_a_full_disk_leaves_nothing(
+    free_bytes: int, world: World, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(small_disk, free_bytes)
+    before = tree(small_disk)
+    words = ("prepare", world / "chats.jsonl", "-o", str(small_disk / "out"), "--target", world / "target")
+    assert run(*words) == STORAGE
+    message, _ = error_of(capsys.readouterr().err)
+    assert "[disk-full]" in message
+    assert tree(small_disk) == before
+
+
+@pytest.mark.parametrize("free_bytes", [0, 100 << 10, 300 << 10])
+def test_collect_on_a_full_disk_leaves_no_half_unit_and_the_same_command_finishes(
+    free_bytes: int, world: World, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ballast, store = fill(small_disk, free_bytes), str(small_disk / "store")
+    words = ("collect", world / "data", "-o", store, "--target", world / "target", "--layers", LAYERS)
+    assert run(*words) == STORAGE
+    message, fix = error_of(capsys.readouterr().err)
+    assert "[disk-full]" in message
+    assert str(small_disk) in message
+    assert "same command" in fix
+    assert list(small_disk.glob("store/segments/*")) == list(small_disk.glob("store/commits/*")) == []
+    ballast.unlink()
+    assert run(*words) == 0
+    assert run("verify", store, "--full") == 0
+
+
+@pytest.mark.parametrize("free_bytes", [0, 4 << 10, 12 << 10])
+def test_a_run_that_cannot_be_begun_leaves_nothing(
+    free_bytes: int, world: World, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(small_disk, free_bytes)
+    before = tree(small_disk)
+    assert run("train", world / "store", "-o", str(small_disk / "run"), *TRAIN) == STORAGE
+    message, fix = error_of(capsys.readouterr().err)
+    assert "[disk-full]" in message
+    assert "same command" in fix
+    assert tree(small_disk) == before
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_it_and_resume_goes_on(
+    world: World, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(small_disk / "run")
+    words = ("train", world / "store", "-o", path, *TRAIN, "train.max_steps=4", "train.checkpoint_every=2")
+    ballast = fill(small_disk, 1 << 20)
+    assert run(*words) == STORAGE
+    message, fix = error_of(capsys.readouterr().err)
+    assert "[disk-full]" in message
+    assert fix == f"hiddenstore train {world / 'store'} -o {path} --resume"
+    assert sorted(at.name for at in (small_disk / "run" / "checkpoints").iterdir()) == ["LATEST", "step-2"]
+    ballast.unlink()
+    assert run("train", world / "store", "-o", path, "--resume") == 0
+    assert run("eval", path, world / "store") == 0
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder that nothing can be written to; root needs a mount for that."""
+    folder = tmp_path / "read-only"
+    if os.geteuid() == 0:
+        yield from mounted(folder, "ro")
+        return
+    folder.mkdir(mode=0o555)
+    yield folder
+    folder.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("prepare", "chats.jsonl", "--target", "target"),
+        ("collect", "data", "--target", "target"),
+        ("regenerate", "chats.jsonl", "--target", "target", "--max-new-tokens", "4", "--max-samples", "1"),
+        ("train", "store", *TRAIN),
+        ("vocab", "store"),
+        ("export", "run", "--engine", "vllm"),
+        ("export-data", "store", "--to", "speculators", "--missing-final", "zeros"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_read_only_folder_is_named(
+    words: tuple[str, ...], world: World, read_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(read_only / "out")
+    assert run(*world.named(words), "-o", out) == STORAGE
+    message, _ = error_of(capsys.readouterr().err)
+    assert "[permission-denied]" in message
+    assert str(read_only) in message
+    assert list(read_only.iterdir()) == []

@@ -1,0 +1,109 @@
+"""EAGLE-3's training-time test stated once more, token by token, with nothing shared with the trainer.
+
+Every slot is computed on its own with Python loops and lists; far too slow for anything but a test.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * (x / torch.sqrt((x * x).mean() + eps))
+
+
+def turned(x: Tensor, position: int, theta: float) -> Tensor:
+    """One head vector [E] rotated to a position: pairs (j, j + E/2) as complex numbers."""
+    half = x.numel() // 2
+    angle = torch.tensor([position * theta ** (-2 * j / x.numel()) for j in range(half)], dtype=x.dtype)
+    z = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones(half, dtype=x.dtype), angle)
+    return torch.cat([z.real, z.imag])
+
+
+class PlainEagle3:
+    """weights: checkpoint names plus ``embed_tokens.weight``; ``shape``: heads, kv_heads, eps, theta."""
+
+    def __init__(self, weights: dict[str, Tensor], *, heads: int, kv_heads: int, eps: float = 1e-5, theta: float = 1e4):
+        self.w, self.heads, self.kv_heads, self.eps, self.theta = weights, heads, kv_heads, eps, theta
+        self.norm_output = False
+
+    def first(self, aux: list[Tensor]) -> Tensor:
+        if "fc_norm.0.weight" in self.w:
+            aux = [normalised(a, self.w[f"fc_norm.{k}.weight"], self.eps) for k, a in enumerate(aux)]
+        return self.w["fc.weight"] @ torch.cat(aux)
+
+    def projections(self, g: Tensor, token: int, position: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        w = self.w
+        x = torch.cat(
+            [
+                normalised(w["embed_tokens.weight"][token], w["midlayer.input_layernorm.weight"], self.eps),
+                normalised(g, w["midlayer.hidden_norm.weight"], self.eps),
+            ]
+        )
+        q = (w["midlayer.self_attn.q_proj.weight"] @ x).chunk(self.heads)
+        k = (w["midlayer.self_attn.k_proj.weight"] @ x).chunk(self.kv_heads)
+        v = (w["midlayer.self_attn.v_proj.weight"] @ x).chunk(self.kv_heads)
+        return [turned(h, position, self.theta) for h in q], [turned(h, position, self.theta) for h in k], list(v)
+
+    def layer(self, g: Tensor, queries: list[Tensor], seen: list[tuple[list[Tensor], list[Tensor]]]) -> Tensor:
+        w, per_key = self.w, self.heads // self.kv_heads
+        mixed = []
+        for n, query in enumerate(queries):
+            scores = torch.stack([query @ keys[n // per_key] for keys, _ in seen]) / math.sqrt(query.numel())
+            share = scores.softmax(0)
+            mixed.append(sum(s * values[n // per_key] for s, (_, values) in zip(share, seen, strict=True)))
+        h = g + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(mixed)
+        m = normalised(h, w["midlayer.post_attention_layernorm.weight"], self.eps)
+        gate, up = w["midlayer.mlp.gate_proj.weight"] @ m, w["midlayer.mlp.up_proj.weight"] @ m
+        return h + w["midlayer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+
+    def log_probabilities(self, tokens: list[int], aux: Tensor, steps: int) -> list[list[Tensor]]:
+        """For one document: [step][slot] over the draft vocabulary; aux [L, T, D]. Slots past the text end early."""
+        count = len(tokens)
+        g = [self.first(list(aux[:, t])) for t in range(count)]
+        prefix: list[tuple[list[Tensor], list[Tensor]]] = []
+        own: list[list[tuple[list[Tensor], list[Tensor]]]] = [[] for _ in range(count)]
+        result = []
+        for i in range(steps):
+            row = []
+            upcoming = list(g)
+            for t in range(count - 1 - i):
+                q, k, v = self.projections(g[t], tokens[t + 1 + i], t + i)
+                (prefix if i == 0 else own[t]).append((k, v))
+                hidden = self.layer(g[t], q, prefix[: t + 1] + own[t])
+                out = normalised(hidden, self.w["norm.weight"], self.eps)
+                row.append((self.w["lm_head.weight"] @ out).log_softmax(0))
+                upcoming[t] = out if self.norm_output else hidden
+            g = upcoming
+            result.append(row)
+        return result
+
+
+def plain_losses(
+    model: PlainEagle3,
+    documents: list[tuple[list[int], Tensor, Tensor, list[int]]],
+    known: list[int],
+    *,
+    steps: int,
+    mask_offset: int,
+    drop: bool,
+) -> tuple[list[Tensor], list[int]]:
+    """Per-step mean losses and the slots they are taken over.
+
+    documents: (tokens, aux [L, T, D], teacher logits over the whole vocabulary [T, V], mask) each; ``known``: target
+    ids of the draft vocabulary, ascending.
+    """
+    sums: list[list[Tensor]] = [[] for _ in range(steps)]
+    for tokens, aux, logits, mask in documents:
+        predicted = model.log_probabilities(tokens, aux, steps)
+        for i in range(steps):
+            for t, log_p in enumerate(predicted[i]):
+                p = t + 1 + i
+                gate = p + mask_offset
+                if not (0 <= gate < len(tokens) and mask[gate]):
+                    continue
+                if drop and int(logits[p].argmax()) not in known:
+                    continue
+                sums[i].append(-(logits[p][known].softmax(0) * log_p).sum())
+    return [torch.stack(s).mean() for s in sums], [len(s) for s in sums]

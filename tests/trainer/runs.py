@@ -1,0 +1,16 @@
+"""A tiny store and the settings that train it in a second, shared by the loop's tests and the processes they start."""
+
+from pathlib import Path
+
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import make_store
+
+WORDS = [
+    "data.batch_tokens=160", "data.pack_tokens=80", "drafter.hidden_size=32", "drafter.intermediate_size=32",
+    "drafter.num_heads=2", "drafter.num_kv_heads=1", "drafter.head_dim=8", "drafter.vocab_size=40", "loss.steps=3",
+    "train.max_steps=12", "train.checkpoint_every=4", "train.validate_every=6", "train.keep=2",
+]  # fmt: skip
+
+
+def tiny_store(folder: Path, samples: int = 30) -> Store:
+    return make_store(folder, samples=samples, layers=(1, 3, 4))

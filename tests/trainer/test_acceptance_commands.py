@@ -1,0 +1,217 @@
+"""`train`, `eval`, `decode`, `export` and `export-data` as a user types them, on a store of a tiny live target."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny_target import save_target
+
+from hiddenstore import layout
+from hiddenstore.cli import main
+from hiddenstore.records import Record, Sample, final_row_positions, sample_id
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import ENGINE, memory_input
+from hiddenstore.writer import create_store, register_input, write_unit
+from schemas.capture import CaptureSpec, Codecs, HeadSpec, TargetIdentity
+from trainer.decode import greedy
+from trainer.target import LiveTarget, bundle_of, identity_of
+
+LAYERS = (0, 1, 2)
+NEW_TOKENS = 32
+
+
+def live_target(folder):
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    identity = identity_of("target", model, tokenizer, PretrainedConfig.get_config_dict(folder)[0])
+    return LiveTarget(model, tokenizer, identity, LAYERS)
+
+
+def record_of(target, final, prompt, answer, split):
+    ids = np.array([*prompt, *answer], dtype=np.int32)
+    mask = (np.arange(len(ids)) >= len(prompt)).astype(np.uint8)
+    spans = np.array([[1, 0, len(prompt)], [2, len(prompt), len(ids)]], dtype=np.int32)
+    final.clear()
+    aux = target.forward(ids.tolist(), target.new_cache()).aux
+    rows = final_row_positions(mask, "supervised")
+    sample = Sample(sample_id(ids, mask), ids, mask, spans, split, "made")
+    return Record(sample, aux, final[0][torch.from_numpy(rows).long()].bfloat16(), rows)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A target, a store of its greedy answers and a short run."""
+    place = tmp_path_factory.mktemp("made")
+    target = live_target(save_target(place / "target"))
+    final = []
+    target.model.model.norm.register_forward_pre_hook(lambda _m, args: final.append(args[0][0]))
+    records = []
+    for number in range(24):
+        dice = random.Random(number)
+        prompt = [dice.randrange(5, 99) for _ in range(8)]
+        answer = greedy(target, prompt, NEW_TOKENS).tokens
+        records.append(record_of(target, final, prompt, answer, "validation" if number % 3 == 2 else "train"))
+    capture = CaptureSpec(
+        target=target.identity,
+        aux_layers=LAYERS,
+        final="supervised",
+        final_norm="pre_norm",
+        codecs=Codecs(aux="bf16", final="bf16"),
+    )
+    spec = HeadSpec(norm_flavour="rms", norm_eps=1e-6, tied=False)
+    files = {
+        layout.HEAD_NAME: bundle_of(target.model, spec).save_bytes(),
+        "config.json": (place / "target" / "config.json").read_bytes(),
+    }
+    store = create_store(place / "store", capture, spec, "raw", files)
+    prepared = memory_input(3)
+    digest = register_input(store, prepared)
+    write_unit(store, layout.unit_name(prepared.info.digest, 0), digest, records, (), ENGINE)
+    words = ["train.max_steps=25", "train.validate_every=0", "loss.steps=3", "drafter.vocab_size=60"]
+    run(["train", str(place / "store"), "-o", str(place / "run"), *words])
+    return place
+
+
+def run(words, code=0):
+    result = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def document(words, code=0):
+    return json.loads(run([*words, "--json"], code).stdout)
+
+
+def test_eval_answers_with_every_promised_field(made):
+    found = document(["eval", str(made / "run"), str(made / "store"), "--untrained"])
+    assert found["schema"] == "hiddenstore.eval/1"
+    assert found["samples"] == 8
+    assert found["accepted_length"] == pytest.approx(found["tokens"] / found["drafts"])
+    assert len(found["per_position"]) == found["draft_len"] == 3
+    assert found["per_position"] == sorted(found["per_position"], reverse=True)
+    assert found["slot_accepted_length"] >= 1.0
+    assert found["ngram_accepted_length"] == max(found["ngram_per_order"])
+    training = [entry.tokens for _, entry in Store.open(made / "store").entries if entry.split == "train"]
+    assert found["ngram_training_tokens"] == sum(training)
+    assert found["untrained_accepted_length"] >= 1.0
+
+
+def decode_words(made, *more):
+    words = ["decode", str(made / "run"), "--target", str(made / "target"), "--prompts", str(made / "store")]
+    return [*words, "--max-new-tokens", str(NEW_TOKENS), *more]
+
+
+def test_decode_of_a_store_s_prompts_gives_the_figures_of_eval_on_the_same_text(made):
+    simulated = document(["eval", str(made / "run"), str(made / "store")])
+    found = document(decode_words(made, "--untrained"))
+    assert found["schema"] == "hiddenstore.decode/1"
+    assert found["identical_to_greedy"] is True
+    assert found["differences"] == []
+    assert found["target_forwards"] == found["drafts"] + found["prefills"]
+    assert found["prompts"] == found["prefills"] == 8
+    assert (found["drafts"], found["tokens"]) == (simulated["drafts"], simulated["tokens"])
+    assert found["per_position"] == simulated["per_position"]
+    assert found["simulated_accepted_length"] == found["accepted_length"]
+    assert found["ngram_accepted_length"] == simulated["ngram_accepted_length"]
+    assert found["tokens_per_s"] > 0
+    assert found["baseline_tokens_per_s"] > 0
+    assert found["untrained_accepted_length"] >= 1.0
+
+
+def test_decode_reads_messages_and_writes_conversations_back(made, tmp_path):
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "cut off"}]},
+        {"conversations": [{"from": "human", "value": "hello"}]},
+        {"prompt": "plain"},
+    ]
+    prompts.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    words = ["decode", str(made / "run"), "--target", str(made / "target"), "--prompts", str(prompts)]
+    found = document([*words, "-n", "2", "--max-new-tokens", "12", "--answers", str(answers)])
+    assert found["prompts"] == 2
+    written = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [row["messages"][0]["content"] for row in written] == ["abc", "hello"]
+    assert [row["messages"][-1]["role"] for row in written] == ["assistant", "assistant"]
+    assert [len(row["messages"]) for row in written] == [2, 2]
+    assert all(len(row["answer_ids"]) <= 12 for row in written)
+
+
+def test_people_see_the_same_figures_and_the_next_command(made, tmp_path):
+    shown = run(["eval", str(made / "run"), str(made / "store")])
+    assert "accepted length" in shown.stdout
+    assert "n-gram floor" in shown.stdout
+    assert "hiddenstore decode" in shown.stderr
+    shown = run(decode_words(made, "-n", "3"))
+    assert "3 of 3 answers" in shown.stdout
+    assert "drafts + 3 prefills" in shown.stdout
+    assert "hiddenstore export" in shown.stderr
+
+
+def test_decode_refuses_another_target_and_eval_another_store(made, tmp_path):
+    other = save_target(tmp_path / "other", seed=5)
+    words = ["decode", str(made / "run"), "--target", other, "--prompts", str(made / "store"), "--json"]
+    error = json.loads(run(words, 4).stderr.strip().splitlines()[-1])
+    assert error["kind"] == "target-mismatch"
+    assert "weights_sha256" in error["message"]
+
+
+def test_decode_names_the_bad_line_of_a_prompt_file(made, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"nothing": 1}\n')
+    words = ["decode", str(made / "run"), "--target", str(made / "target"), "--prompts", str(prompts), "--json"]
+    error = json.loads(run(words, 2).stderr.strip().splitlines()[-1])
+    assert error["kind"] == "prompts-invalid"
+    assert "prompts.jsonl:2" in error["message"]
+
+
+def test_a_run_whose_training_store_is_gone_still_decodes_and_says_that_it_has_no_floor(made):
+    store, moved = made / "store", made / "moved"
+    store.rename(moved)
+    try:
+        words = ["decode", str(made / "run"), "--target", str(made / "target"), "--prompts", str(moved), "-n", "2"]
+        result = run([*words, "--max-new-tokens", str(NEW_TOKENS), "--json"])
+        assert json.loads(result.stdout)["ngram_accepted_length"] is None
+        assert "no n-gram floor" in result.stderr
+        assert document(["eval", str(made / "run"), str(moved)])["ngram_accepted_length"] >= 1.0
+    finally:
+        moved.rename(store)
+
+
+def test_export_writes_a_folder_and_prints_how_to_serve_it(made, tmp_path):
+    found = document(["export", str(made / "run"), "--engine", "vllm", "-o", str(tmp_path / "drafter")])
+    assert found["schema"] == "hiddenstore.export/1"
+    assert found["layer_ids"] == [1, 2, 3]
+    assert found["tensors"]["d2t"] == {"dtype": "int64", "shape": [60]}
+    assert found["serve"][:2] == ["vllm", "serve"]
+    assert json.loads((tmp_path / "drafter" / "config.json").read_text())["draft_vocab_size"] == 60
+    error = json.loads(
+        run(["export", str(made / "run"), "--engine", "sglang9", "-o", "x", "--json"], 2)
+        .stderr.strip()
+        .splitlines()[-1]
+    )
+    assert "vllm" in error["message"]
+
+
+def test_export_data_refuses_or_fills_as_asked(made, tmp_path):
+    words = ["export-data", str(made / "store"), "--to", "speculators", "-o", str(tmp_path / "data")]
+    error = json.loads(run([*words, "--json"], 4).stderr.strip().splitlines()[-1])
+    assert error["kind"] == "final-missing"
+    assert "--final all" in error["fix"]
+    found = document([*words, "--missing-final", "zeros"])
+    assert found["schema"] == "hiddenstore.export-data/1"
+    assert found["samples"] == 24
+    assert found["layer_ids"] == [1, 2, 3]
+
+
+def test_the_identity_of_a_target_is_that_of_capture(made):
+    """Decode and capture load targets on their own; this holds their fingerprints together."""
+    from collectors.target import load_target
+
+    captured = load_target(str(made / "target"), device="cpu").identity
+    assert isinstance(captured, TargetIdentity)
+    mine = Store.open(made / "store").capture.target
+    assert captured.model_dump(exclude={"name"}) == mine.model_dump(exclude={"name"})

@@ -1,0 +1,226 @@
+"""Speculative decoding with a live target: lossless, counted, and refusing what makes no sense."""
+
+import random
+
+import click
+import pytest
+import torch
+from tiny_target import make_model, make_tokenizer, save_target
+
+from hiddenstore.errors import CaptureError, ConfigError, FormatError
+from hiddenstore.loops import repeated_share
+from schemas.capture import HeadSpec
+from trainer.acceptance import Tally, hits_of_next_token, walk
+from trainer.chain import LiveChain
+from trainer.config import DrafterConfig
+from trainer.decode import decode, greedy, recorded_packs, speculative
+from trainer.drafters.eagle3 import Eagle3
+from trainer.evaluate import evaluate_packs
+from trainer.target import LiveTarget, bundle_of, identity_of, load_live_target
+from trainer.vocab import DraftVocab
+
+AUX_LAYERS = (0, 1, 2)
+
+
+class Scripted:
+    """Proposes from a known answer, wrong wherever ``miss`` says so; checks what it is handed."""
+
+    def __init__(self, prompt, answer, miss=lambda index: False, vocab=99):
+        self.prompt, self.answer, self.miss, self.vocab = prompt, answer, miss, vocab
+
+    def reset(self):
+        self.read = 0
+
+    def propose(self, aux, next_ids, draft_len):
+        assert aux.shape == (len(AUX_LAYERS), len(next_ids), 64)
+        assert aux.dtype == torch.bfloat16
+        text = [*self.prompt, *self.answer]
+        assert list(next_ids) == text[self.read + 1 : self.read + 1 + len(next_ids)]
+        self.read += len(next_ids)
+        known = self.read + 1 - len(self.prompt)
+        proposals = []
+        for index in range(known, known + draft_len):
+            truth = self.answer[index] if index < len(self.answer) else 0
+            proposals.append((truth + 1) % self.vocab if self.miss(index) else truth)
+        return proposals
+
+
+@pytest.fixture(scope="module")
+def target():
+    model, tokenizer = make_model(), make_tokenizer()
+    return LiveTarget(model, tokenizer, identity_of("tiny", model, tokenizer, model.config.to_dict()), AUX_LAYERS)
+
+
+def prompt_of(seed, length=12):
+    return [random.Random(seed).randrange(5, 99) for _ in range(length)]
+
+
+@pytest.mark.parametrize("draft_len", [1, 3, 7])
+@pytest.mark.parametrize("miss_share", [0.0, 0.4, 1.0])
+def test_speculative_output_is_the_greedy_output_for_good_and_bad_drafters(target, draft_len, miss_share):
+    for seed in range(4):
+        prompt, dice = prompt_of(seed), random.Random(seed)
+        misses = {i for i in range(80) if dice.random() < miss_share}
+        baseline = greedy(target, prompt, 40)
+        tally, before = Tally(draft_len), target.forwards
+        answer = speculative(target, Scripted(prompt, baseline.tokens, misses.__contains__), prompt, 40, tally)
+        assert answer.tokens == baseline.tokens
+        assert target.forwards - before == tally.drafts + 1
+        assert tally.tokens == len(answer.tokens) - 1
+
+
+@pytest.mark.parametrize("miss_every", [1, 2, 3, 100])
+def test_live_counts_equal_the_walk_over_the_recorded_answer(target, miss_every):
+    prompt = prompt_of(9)
+    answer = greedy(target, prompt, 50).tokens
+    live, walked = Tally(3), Tally(3)
+    speculative(target, Scripted(prompt, answer, lambda i: i % miss_every == 0), prompt, 50, live)
+    correct = torch.tensor([True] * len(prompt) + [False] * len(answer))
+    for index in range(len(answer) - 1):
+        correct[len(prompt) + index] = (index + 1) % miss_every != 0
+    mask = torch.tensor([0] * len(prompt) + [1] * len(answer)).numpy()
+    walk(hits_of_next_token(correct.numpy(), 3), mask, walked)
+    assert (live.drafts, live.tokens, live.accepted_at) == (walked.drafts, walked.tokens, walked.accepted_at)
+
+
+def test_decoding_stops_at_the_stop_token_inside_an_accepted_draft(target):
+    prompt = prompt_of(3)
+    free = greedy(target, prompt, 30).tokens
+    stop = free[10]
+    target.model.config.eos_token_id, kept = stop, target.model.config.eos_token_id
+    try:
+        baseline = greedy(target, prompt, 30).tokens
+        assert baseline == free[: free.index(stop) + 1]
+        tally = Tally(7)
+        assert speculative(target, Scripted(prompt, free), prompt, 30, tally).tokens == baseline
+        assert tally.tokens == len(baseline) - 1
+    finally:
+        target.model.config.eos_token_id = kept
+
+
+class AlwaysZero:
+    def reset(self):
+        pass
+
+    def propose(self, aux, next_ids, draft_len):
+        return [0] * draft_len
+
+
+def run(target, prompts, **options):
+    settings = {"count": 4, "draft_len": 3, "max_new_tokens": 24} | options
+    return decode(target, AlwaysZero(), prompts, **settings)
+
+
+def test_forwards_equal_drafts_and_prefills_and_every_answer_is_greedy(target):
+    result = run(target, [prompt_of(seed) for seed in range(12)])
+    assert len(result.answers) == 4
+    assert result.target_forwards == result.tally.drafts + 4
+    assert result.differences == []
+    assert result.tokens == result.tally.tokens + 4
+
+
+def test_looping_answers_are_left_out_and_counted(target, monkeypatch):
+    monkeypatch.setattr("trainer.decode.LOOP_SHARE", -1.0)
+    with pytest.raises(ConfigError) as caught:
+        run(target, [prompt_of(0), prompt_of(1)])
+    assert caught.value.kind == "nothing-decoded"
+    assert "2 greedy answers loop" in str(caught.value)
+
+
+def test_a_prompt_that_does_not_fit_the_target_is_counted(target):
+    result = run(target, [prompt_of(0, 240), *[prompt_of(seed) for seed in range(1, 9)]], count=2)
+    assert result.too_long == 1
+    assert len(result.answers) == 2
+
+
+def test_a_decode_that_drafts_nothing_fails(target):
+    with pytest.raises(CaptureError) as caught:
+        run(target, [prompt_of(0)], max_new_tokens=1)
+    assert caught.value.kind == "nothing-drafted"
+
+
+def test_without_forgetting_rejected_tokens_the_output_is_not_the_greedy_one(target, monkeypatch):
+    """Negative control: the comparison with greedy sees a cache that is not cropped."""
+    prompt = prompt_of(2)
+    baseline = greedy(target, prompt, 30).tokens
+    monkeypatch.setattr(LiveTarget, "drop_last", staticmethod(lambda cache, tokens: None))
+    assert speculative(target, AlwaysZero(), prompt, 30, Tally(3)).tokens != baseline
+
+
+def eagle3_for(target, answers, seed=0):
+    """A random drafter whose vocabulary is what the target says most, so that some drafts are accepted."""
+    config = DrafterConfig(
+        aux_layers=AUX_LAYERS,
+        hidden_size=64,
+        intermediate_size=96,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        vocab_size=4,
+    )
+    counts = torch.bincount(torch.tensor([token for answer in answers for token in answer]), minlength=99)
+    vocab = DraftVocab.of_counts(counts.numpy(), 4)
+    spec = HeadSpec(norm_flavour="rms", norm_eps=1e-6, tied=False)
+    return Eagle3.build(config, bundle_of(target.model, spec), vocab, seed).eval(), vocab
+
+
+@pytest.mark.parametrize("draft_len", [1, 3, 5])
+def test_an_eagle3_drafter_decodes_the_greedy_text_and_eval_on_that_text_counts_the_same(target, draft_len):
+    prompts = [prompt_of(seed) for seed in range(6)]
+    model, vocab = eagle3_for(target, [greedy(target, prompt, 32).tokens for prompt in prompts])
+    live = decode(target, LiveChain(model, vocab), prompts, count=5, draft_len=draft_len, max_new_tokens=32)
+    assert live.differences == []
+    assert live.target_forwards == live.tally.drafts + len(live.answers)
+    (simulated,) = evaluate_packs([(model, vocab)], recorded_packs(target, live), draft_len)
+    assert live.tally.tokens > live.tally.drafts
+    assert (simulated.tally.drafts, simulated.tally.tokens) == (live.tally.drafts, live.tally.tokens)
+    assert simulated.tally.accepted_at == live.tally.accepted_at
+
+
+@pytest.mark.parametrize(
+    ("gap", "dtype", "fails"), [(1e-5, "float32", False), (0.2, "float32", True), (0.2, "bfloat16", False)]
+)
+def test_a_difference_from_greedy_is_forgiven_only_where_it_is_a_tie(gap, dtype, fails):
+    from trainer.cli.decode import _judge
+
+    document = {"differences": [{"logit_gap": gap}]}
+    if not fails:
+        _judge(document, dtype)
+        return
+    with pytest.raises(click.exceptions.Exit) as caught:
+        _judge(document, dtype)
+    assert caught.value.exit_code == 3
+
+
+def test_repeated_share_is_zero_for_new_text_and_near_one_for_a_loop():
+    assert repeated_share(list(range(20))) == 0.0
+    assert repeated_share([1, 2] * 20) > 0.9
+    assert repeated_share([1, 2, 3]) == 0.0
+
+
+def test_another_target_than_the_store_s_is_refused_with_every_difference(tmp_path):
+    first, second = save_target(tmp_path / "a", seed=0), save_target(tmp_path / "b", seed=1)
+    from transformers import PretrainedConfig
+
+    identity = identity_of("a", make_model(0), make_tokenizer(), PretrainedConfig.get_config_dict(first)[0])
+    loaded = load_live_target(first, AUX_LAYERS, identity, "cpu")
+    assert loaded.stop_ids == {1}
+    with pytest.raises(FormatError) as caught:
+        load_live_target(second, AUX_LAYERS, identity, "cpu")
+    assert caught.value.kind == "target-mismatch"
+    assert "weights_sha256" in str(caught.value)
+    assert "tokenizer_sha256" not in str(caught.value)
+
+
+def test_a_target_loaded_in_bf16_is_still_the_same_target(tmp_path):
+    from transformers import PretrainedConfig
+
+    folder = save_target(tmp_path / "a", seed=0)
+    identity = identity_of("a", make_model(0), make_tokenizer(), PretrainedConfig.get_config_dict(folder)[0])
+    assert load_live_target(folder, AUX_LAYERS, identity, "cpu", "bfloat16").identity.dtype == "bfloat16"
+
+
+def test_a_folder_without_config_is_an_error(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_live_target(str(tmp_path), AUX_LAYERS, None, "cpu")
+    assert caught.value.kind == "target-without-config"

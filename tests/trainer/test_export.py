@@ -1,0 +1,190 @@
+"""Exported checkpoints: exact names, shapes and config, and the same drafter when read back."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError
+from hiddenstore.head import HeadBundle
+from schemas.capture import HeadSpec, TargetIdentity
+from trainer import export as exporter
+from trainer.config import DrafterConfig
+from trainer.drafters.eagle3 import Eagle3
+from trainer.export import ENGINES, Checkpoint, export, prove_equal, read_exported
+from trainer.vocab import DraftVocab
+
+V, U, D, N, G, E, F = 50, 20, 32, 2, 1, 16, 48
+
+
+def make_checkpoint(width=D, **flags):
+    config = DrafterConfig(
+        aux_layers=(1, 3, 4),
+        hidden_size=width,
+        intermediate_size=F,
+        num_heads=N,
+        num_kv_heads=G,
+        head_dim=E,
+        rope_theta=5000.0,
+        rms_norm_eps=1e-6,
+        max_position=777,
+        vocab_size=U,
+        **flags,
+    )
+    generator = torch.Generator().manual_seed(0)
+    spec = HeadSpec(norm_flavour="rms", norm_eps=1e-6, tied=False)
+    embed, lm_head = (torch.randn(V, D, generator=generator).bfloat16() for _ in range(2))
+    head = HeadBundle(spec, embed, lm_head, torch.rand(D, generator=generator).bfloat16())
+    vocab = DraftVocab.of_ids(torch.randperm(V, generator=generator)[:U], V)
+    identity = TargetIdentity(
+        name="target",
+        model_type="llama",
+        hidden_size=D,
+        num_layers=8,
+        vocab_size=V,
+        dtype="bfloat16",
+        config_sha256="1" * 64,
+        tokenizer_sha256="2" * 64,
+        chat_template_sha256="3" * 64,
+        weights_sha256="4" * 64,
+    )
+    model = Eagle3.build(config, head, vocab, 0)
+    with torch.no_grad():
+        for parameter in model.midlayer.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return Checkpoint(model.eval(), vocab, head, identity)
+
+
+NAMES = {
+    "fc.weight": [D, 3 * D],
+    "midlayer.input_layernorm.weight": [D],
+    "midlayer.hidden_norm.weight": [D],
+    "midlayer.post_attention_layernorm.weight": [D],
+    "midlayer.self_attn.q_proj.weight": [N * E, 2 * D],
+    "midlayer.self_attn.k_proj.weight": [G * E, 2 * D],
+    "midlayer.self_attn.v_proj.weight": [G * E, 2 * D],
+    "midlayer.self_attn.o_proj.weight": [D, N * E],
+    "midlayer.mlp.gate_proj.weight": [F, D],
+    "midlayer.mlp.up_proj.weight": [F, D],
+    "midlayer.mlp.down_proj.weight": [D, F],
+    "norm.weight": [D],
+    "lm_head.weight": [U, D],
+    "d2t": [U],
+    "t2d": [V],
+}
+
+
+def test_the_files_hold_exactly_the_tensors_engines_load(tmp_path):
+    checkpoint = make_checkpoint()
+    report = export(checkpoint, "vllm", tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: list(tensor.shape) for name, tensor in tensors.items()} == NAMES
+    assert tensors["d2t"].dtype == torch.int64
+    assert tensors["t2d"].dtype == torch.bool
+    assert {t.dtype for n, t in tensors.items() if n not in ("d2t", "t2d")} == {torch.bfloat16}
+    ids = torch.arange(U) + tensors["d2t"]
+    assert torch.equal(ids, checkpoint.vocab.target_ids)
+    assert torch.equal(torch.nonzero(tensors["t2d"])[:, 0], ids)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert {name: shape for name, (_, shape) in report.tensors.items()} == NAMES
+    assert report.bytes == sum(p.stat().st_size for p in (tmp_path / "out").iterdir())
+
+
+def test_the_config_says_everything_an_engine_would_otherwise_guess(tmp_path):
+    export(make_checkpoint(), "vllm", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["model_type"] == "llama"
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert config["eagle_config"] == {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+    assert (config["vocab_size"], config["draft_vocab_size"]) == (V, U)
+    assert (config["hidden_size"], config["head_dim"], config["num_attention_heads"]) == (D, E, N)
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5000.0
+    assert config["max_position_embeddings"] == 777
+    assert config["num_hidden_layers"] == 1
+    assert config["tie_word_embeddings"] is False
+    assert "target_hidden_size" not in config
+    assert "fc_norm" not in config
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fc_norm": True, "norm_output": True},
+        {"norm_before_residual": True},
+        {"train_embeddings": True},
+        {"width": 24},
+    ],
+)
+def test_an_exported_drafter_of_any_kind_reads_back_as_itself(tmp_path, dtype, options):
+    checkpoint = make_checkpoint(**options)
+    export(checkpoint, "vllm", tmp_path / "out", dtype)
+    model, vocab = read_exported(tmp_path / "out", ENGINES["vllm"], checkpoint.head)
+    assert model.config.aux_layers == (1, 3, 4)
+    assert torch.equal(vocab.d2t, checkpoint.vocab.d2t)
+    flags = ("fc_norm", "norm_output", "norm_before_residual", "rope_theta", "rms_norm_eps", "hidden_size")
+    assert all(getattr(model.config, flag) == getattr(checkpoint.model.config, flag) for flag in flags)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.get("target_hidden_size") == (D if "width" in options else None)
+    if options.get("fc_norm"):
+        assert config["fc_norm"] is config["norm_output"] is True
+        assert [list(load_file(tmp_path / "out" / "model.safetensors")[f"fc_norm.{k}.weight"].shape) for k in range(3)]
+
+
+def test_embeddings_are_written_only_where_the_target_s_cannot_be_shared(tmp_path):
+    checkpoint = make_checkpoint(train_embeddings=True)
+    export(checkpoint, "vllm", tmp_path / "same")
+    assert "embed_tokens.weight" not in load_file(tmp_path / "same" / "model.safetensors")
+    with torch.no_grad():
+        checkpoint.model.embed_tokens.weight[3] += 1
+    export(checkpoint, "vllm", tmp_path / "trained")
+    assert load_file(tmp_path / "trained" / "model.safetensors")["embed_tokens.weight"].shape == (V, D)
+    export(make_checkpoint(width=24), "vllm", tmp_path / "narrow")
+    assert load_file(tmp_path / "narrow" / "model.safetensors")["embed_tokens.weight"].shape == (V, 24)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"t2d"}))
+def test_the_proof_sees_a_change_of_any_tensor(tmp_path, name):
+    checkpoint = make_checkpoint()
+    export(checkpoint, "vllm", tmp_path / "out", "float32")
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    flat = tensors[name].view(-1)
+    flat[-1] = flat[-1] + 1 if name == "d2t" else flat[-1] + 0.5
+    if name == "d2t":
+        tensors["t2d"] = torch.zeros(V, dtype=torch.bool)
+        tensors["t2d"][torch.arange(U) + tensors["d2t"]] = True
+    save_file(tensors, file)
+    with pytest.raises(CorruptionError):
+        prove_equal(checkpoint, ENGINES["vllm"], tmp_path / "out", torch.float32)
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps"])
+def test_the_proof_sees_a_wrong_number_in_the_config(tmp_path, key):
+    checkpoint = make_checkpoint()
+    export(checkpoint, "vllm", tmp_path / "out", "float32")
+    file = tmp_path / "out" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: 0.1}))
+    with pytest.raises(CorruptionError):
+        prove_equal(checkpoint, ENGINES["vllm"], tmp_path / "out", torch.float32)
+
+
+def test_a_failed_proof_leaves_no_folder(tmp_path, monkeypatch):
+    config = exporter.engine_config
+    monkeypatch.setattr(exporter, "engine_config", lambda *args: config(*args) | {"rms_norm_eps": 1.0})
+    with pytest.raises(CorruptionError):
+        export(make_checkpoint(), "vllm", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_engine_and_an_existing_folder_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="vllm") as caught:
+        export(make_checkpoint(), "sglang2", tmp_path / "out")
+    assert caught.value.kind == "engine-unknown"
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    with pytest.raises(ConflictError):
+        export(make_checkpoint(), "vllm", tmp_path / "out")

@@ -1,0 +1,187 @@
+"""Two real processes train one drafter: the same steps as one process, and neither waits for a peer that is gone."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hiddenstore.errors import ConfigError
+from hiddenstore.rank import Rank
+from tests.trainer.runs import WORDS, tiny_store
+from trainer import checkpoint
+from trainer.group import joined
+from trainer.loop import train
+from trainer.threads import usable_cores
+
+COMMAND = "from hiddenstore.cli import main; main()"
+FAILING = """
+import os, sys
+from hiddenstore.data import TokenBatches
+from hiddenstore.errors import CorruptionError
+real = TokenBatches.__iter__
+def broken(self):
+    for index, batch in enumerate(real(self)):
+        if index == 2 and os.environ["RANK"] == "1":
+            raise CorruptionError("a chunk is damaged", kind="chunk-corrupt")
+        yield batch
+TokenBatches.__iter__ = broken
+from hiddenstore.cli import main
+main()
+"""
+
+
+def start_two(*arguments: str, code: str = COMMAND) -> list[subprocess.Popen[str]]:
+    """Two ranks as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", code, "train", *arguments],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+            cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], list[str]]:
+    """Exit codes, stdout and stderr of both."""
+    said = [process.communicate(timeout=120) for process in processes]
+    return [process.returncode for process in processes], [out for out, _ in said], [err for _, err in said]
+
+
+def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> None:
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= count):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+def losses(run: Path) -> list[float]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in found if "loss" in line]
+
+
+def assert_same_training(one: Path, two: Path) -> None:
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    weights = [checkpoint.load(run / "checkpoints/step-12").drafter for run in (one, two)]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-4, atol=1e-4)
+
+
+def test_two_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
+    store = tiny_store(tmp_path).path
+    train(store, tmp_path / "one", words=WORDS)
+    codes, out, err = ended(start_two(store, "-o", str(tmp_path / "two"), "--json", *WORDS))
+    assert codes == [0, 0], err
+    assert json.loads(out[0])["steps"] == 12
+    assert (out[1], err[1]) == ("", "")
+    assert_same_training(tmp_path / "one", tmp_path / "two")
+    validations = [
+        [line for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines() if "validation" in line]
+        for run in ("one", "two")
+    ]
+    for one, two in zip(*validations, strict=True):
+        found = [json.loads(line)["validation"] for line in (one, two)]
+        assert found[1]["losses"] == pytest.approx(found[0]["losses"], rel=1e-4)
+
+
+def test_a_rank_without_a_pack_contributes_zero_and_the_first_says_so(tmp_path: Path) -> None:
+    store = tiny_store(tmp_path).path
+    words = [*WORDS, "data.pack_tokens=160"]
+    train(store, tmp_path / "one", words=words)
+    codes, _out, err = ended(start_two(store, "-o", str(tmp_path / "two"), "-q", *words))
+    assert codes == [0, 0], err
+    assert_same_training(tmp_path / "one", tmp_path / "two")
+    assert "1.0 of 2 ranks have nothing to do in the average step" in err[0]
+    assert "try data.pack_tokens=80" in err[0]
+    assert err[1] == ""
+
+
+def test_a_signal_to_one_rank_stops_both_and_one_process_resumes_exactly(tmp_path: Path) -> None:
+    store = tiny_store(tmp_path).path
+    words = [*WORDS, "train.max_steps=400", "train.validate_every=0", "train.checkpoint_every=0"]
+    run = tmp_path / "two"
+    processes = start_two(store, "-o", str(run), "-q", *words)
+    wait_for_steps(run, 3, processes[1])
+    processes[1].send_signal(signal.SIGTERM)
+    codes, _out, err = ended(processes)
+    assert codes == [75, 75], err
+    assert "a checkpoint is saved" in err[0]
+    stopped = len(losses(run))
+    assert checkpoint.steps(run) == [run / f"checkpoints/step-{stopped}"]
+    end = stopped + 4
+    one = tmp_path / "one"
+    assert train_until(store, one, words, end) == end
+    assert train_until(store, run, [], end) == end
+    assert losses(run)[:end] == pytest.approx(losses(one)[:end], rel=1e-4)
+
+
+def train_until(store: str, run: Path, words: list[str], step: int) -> int:
+    """Train or resume in this process and ask it to stop after ``step``; the steps done."""
+    from hiddenstore.errors import InterruptError
+    from trainer.run_log import RunLog, StepMetrics
+
+    real = RunLog.step
+
+    def stop_there(self: RunLog, metrics: StepMetrics) -> None:
+        real(self, metrics)
+        if metrics.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunLog, "step", stop_there)
+        with pytest.raises(InterruptError):
+            train(store, run, words=words, resume=(run / "run.json").exists())
+    return len(losses(run))
+
+
+def test_a_rank_that_fails_stops_the_other_and_says_why(tmp_path: Path) -> None:
+    store = tiny_store(tmp_path).path
+    codes, _out, err = ended(start_two(store, "-o", str(tmp_path / "two"), "-q", *WORDS, code=FAILING))
+    assert codes == [1, 3], err
+    assert "another rank failed" in err[0]
+    assert "a chunk is damaged" in err[1]
+    assert len(losses(tmp_path / "two")) == 2
+
+
+def test_a_rank_that_is_killed_does_not_leave_the_other_waiting(tmp_path: Path) -> None:
+    store, run = tiny_store(tmp_path).path, tmp_path / "two"
+    processes = start_two(store, "-o", str(run), "-q", *WORDS, "train.max_steps=100000", "train.validate_every=0")
+    wait_for_steps(run, 2, processes[1])
+    processes[1].kill()
+    codes, _out, err = ended(processes)
+    assert codes == [5, -signal.SIGKILL]
+    assert "[rank-lost]" in err[0]
+
+
+@pytest.mark.parametrize(
+    ("environment", "fix"),
+    [
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "scontrol show hostnames"),
+        ({"RANK": "0", "MASTER_ADDR": "here"}, "torchrun"),
+    ],
+)
+def test_ranks_that_do_not_know_where_to_meet_are_told(environment: dict[str, str], fix: str) -> None:
+    with pytest.raises(ConfigError, match="MASTER_PORT") as caught, joined(Rank(0, 2, 0), environment):
+        pass
+    assert caught.value.kind == "rank-rendezvous"
+    assert fix in str(caught.value.hint)
+
+
+def test_a_container_quota_lowers_the_cores(tmp_path: Path) -> None:
+    everything = usable_cores(tmp_path / "absent")
+    (tmp_path / "none").write_text("max 100000\n")
+    (tmp_path / "one").write_text("100000 100000\n")
+    assert usable_cores(tmp_path / "none") == everything
+    assert usable_cores(tmp_path / "one") == 1

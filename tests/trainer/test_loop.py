@@ -1,0 +1,272 @@
+"""The training loop over a small store."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hiddenstore.cli import main
+from hiddenstore.data import TokenBatches
+from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import make_store
+from tests.trainer.runs import WORDS, tiny_store
+from trainer import step as step_module
+from trainer.loop import train
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return tiny_store(tmp_path)
+
+
+def lines(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_what_it_promises(store: Store, tmp_path: Path) -> None:
+    report = train(store.path, tmp_path / "run", words=WORDS)
+    assert report.steps == 12
+    found = lines(tmp_path / "run")
+    steps = [line for line in found if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    needed = {"step", "loss", "losses", "acc", "lr", "grad_norm", "tokens_per_s", "data_wait_fraction"}
+    assert all(needed <= set(line) for line in steps)
+    assert [line["step"] for line in found if "validation" in line] == [6, 12]
+    names = {p.name for p in (tmp_path / "run").iterdir()}
+    assert {"config.yaml", "snapshot.json", "metrics.jsonl", "vocab.safetensors", "checkpoints"} <= names
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["LATEST", "step-12", "step-8"]
+
+
+def test_the_loss_falls(store: Store, tmp_path: Path) -> None:
+    train(store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=80", "train.validate_every=0"])
+    losses = [float(line["loss"]) for line in lines(tmp_path / "run")]  # type: ignore[arg-type]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+def test_packs_accumulate_to_the_gradient_of_the_whole_batch(store: Store, tmp_path: Path) -> None:
+    words = [*WORDS, "train.max_steps=3", "train.validate_every=0"]
+    train(store.path, tmp_path / "packs", words=words)
+    train(store.path, tmp_path / "one", words=[*words, "data.pack_tokens=160"])
+    for a, b in zip(lines(tmp_path / "packs"), lines(tmp_path / "one"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_epochs_end_a_run_without_max_steps(store: Store, tmp_path: Path) -> None:
+    words = [w for w in WORDS if not w.startswith("train.max_steps")]
+    report = train(store.path, tmp_path / "run", words=[*words, "train.epochs=2"])
+    batches = TokenBatches(store, batch_tokens=160, pack_tokens=80)
+    assert report.steps == batches.batches_per_epoch(0) + batches.batches_per_epoch(1)
+
+
+def test_an_existing_run_is_not_overwritten(store: Store, tmp_path: Path) -> None:
+    train(store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=1"])
+    with pytest.raises(ConflictError, match=r"step-1 its newest.*another -o starts a new one") as caught:
+        train(store.path, tmp_path / "run", words=WORDS)
+    assert caught.value.hint == f"hiddenstore train {store.path} -o {tmp_path / 'run'} --resume"
+    with pytest.raises(ConfigError, match=r"optim\.lr=1"):
+        train(store.path, tmp_path / "run", words=["optim.lr=1"], resume=True)
+
+
+def test_a_store_without_the_final_hidden_is_refused_with_the_command(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=3, layers=(1, 3, 4), final="none")
+    with pytest.raises(ConfigError, match="lacks the final hidden") as caught:
+        train(store.path, tmp_path / "run", words=WORDS)
+    assert "hiddenstore collect" in str(caught.value.hint)
+    assert not (tmp_path / "run").exists()
+
+
+def test_layers_the_store_lacks_are_refused(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lacks aux layers \[6\]"):
+        train(store.path, tmp_path / "run", words=[*WORDS, "drafter.aux_layers=1,3,6"])
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_samples(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = TokenBatches.__iter__
+
+    def poisoned(self: TokenBatches):  # type: ignore[no-untyped-def]
+        for index, batch in enumerate(real(self)):
+            if index == 2:
+                packs = [replace(p, aux=torch.full_like(p.aux, math.nan)) for p in batch.packs]
+                batch = replace(batch, packs=packs)
+            yield batch
+
+    monkeypatch.setattr(TokenBatches, "__iter__", poisoned)
+    with pytest.raises(CaptureError) as caught:
+        train(store.path, tmp_path / "run", words=[*WORDS, "train.checkpoint_every=2"])
+    assert caught.value.kind == "loss-not-finite"
+    assert any(sample in str(caught.value) for sample in store.sample_ids)
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").glob("step-*")) == ["step-2"]
+
+
+def test_a_signal_saves_a_checkpoint_and_a_resume_finishes(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+    import signal
+
+    real = step_module.train_step
+    calls = [0]
+
+    def step(*args: object) -> object:
+        calls[0] += 1
+        if calls[0] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(step_module, "train_step", step)
+    with pytest.raises(InterruptError) as caught:
+        train(store.path, tmp_path / "run", words=WORDS)
+    assert caught.value.exit_code == 75
+    report = train(store.path, tmp_path / "run", resume=True)
+    assert report.steps == 12
+    train(store.path, tmp_path / "straight", words=WORDS)
+    values = [[(line["step"], line.get("loss")) for line in lines(tmp_path / name)] for name in ("run", "straight")]
+    assert values[0] == values[1]
+
+
+def test_a_given_vocabulary_is_used(store: Store, tmp_path: Path) -> None:
+    from trainer.vocab import DraftVocab
+
+    torch.save(DraftVocab.of_ids(torch.arange(5, 50), 64).d2t, tmp_path / "d2t.pt")
+    train(
+        store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=1", f"drafter.vocab_file={tmp_path / 'd2t.pt'}"]
+    )
+    assert DraftVocab.load(tmp_path / "run/vocab.safetensors", 64).target_ids.tolist() == list(range(5, 50))
+
+
+def test_other_width_and_trainable_embeddings_train(store: Store, tmp_path: Path) -> None:
+    words = [*WORDS, "drafter.hidden_size=24", "drafter.train_embeddings=true", "drafter.train_head=false"]
+    report = train(store.path, tmp_path / "run", words=[*words, "train.max_steps=2"])
+    from trainer import checkpoint
+
+    saved = checkpoint.load(report.checkpoint)
+    assert saved.drafter["embed_tokens.weight"].shape == (64, 24)
+    assert not any("lm_head" in name for name in saved.optimizer)
+
+
+def test_bfloat16_autocast_keeps_fp32_weights(store: Store, tmp_path: Path) -> None:
+    report = train(store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=2", "train.precision=bf16"])
+    from trainer import checkpoint
+
+    assert math.isfinite(report.loss)
+    assert all(t.dtype == torch.float32 for t in checkpoint.load(report.checkpoint).drafter.values())
+
+
+def test_command_answers_in_json(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["train", store.path, *WORDS, "train.max_steps=2", "-o", str(tmp_path / "run"), "--json"])
+    assert done.value.code == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "hiddenstore.train/1"
+    assert document["steps"] == 2
+    with pytest.raises(SystemExit):
+        main(["vocab", store.path, "--size", "20", "-o", str(tmp_path / "v.safetensors"), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema"], document["size"]) == ("hiddenstore.vocab/1", 20)
+
+
+def test_a_finished_run_says_so_and_more_steps_continue_it(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = train(store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=2"])
+    with pytest.raises(SystemExit) as ended:
+        main(["train", store.path, "-o", str(tmp_path / "run"), "--resume"])
+    assert ended.value.code == 0
+    assert "finished at step 2" in capsys.readouterr().err
+    again = train(store.path, tmp_path / "run", resume=True)
+    assert (again.was_finished, again.loss, again.acc, again.checkpoint) == (True, done.loss, done.acc, done.checkpoint)
+    more = train(store.path, tmp_path / "run", words=["train.max_steps=3"], resume=True)
+    assert (more.was_finished, more.steps) == (False, 3)
+    assert train(store.path, tmp_path / "run", resume=True).steps == 3
+
+
+def test_a_resume_refuses_another_store_and_takes_a_copy(store: Store, tmp_path: Path) -> None:
+    words = [*WORDS, "train.max_steps=2"]
+    train(store.path, tmp_path / "run", words=words)
+    for name, changes in {"recipe": {"codec": "bf16"}, "samples": {"seed": 7}}.items():
+        (tmp_path / name).mkdir()
+        other = make_store(tmp_path / name, **{"samples": 30, "layers": (1, 3, 4), **changes})
+        with pytest.raises(ConflictError, match=f"is not the store .* was trained on \\({store.path}\\)") as caught:
+            train(other.path, tmp_path / "run", words=["train.max_steps=3"], resume=True)
+        assert caught.value.kind == "resume-store"
+        assert store.path in str(caught.value.hint)
+    shutil.copytree(store.path, tmp_path / "moved")
+    assert train(tmp_path / "moved", tmp_path / "run", words=["train.max_steps=3"], resume=True).steps == 3
+
+
+def test_tensorboard_gets_event_files_when_asked(store: Store, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(store.path, tmp_path / "without", words=[*WORDS, "train.max_steps=1"])
+    assert not (tmp_path / "without/tensorboard").exists()
+    train(store.path, tmp_path / "run", words=[*WORDS, "train.tensorboard=true"])
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    names = set(events.Tags()["scalars"])
+    assert {"train/loss", "train/lr", "train/grad_norm", "train/acc@1", "train/acc@3", "validation/loss@2"} <= names
+    shown = [event.value for event in events.Scalars("train/loss")]
+    assert shown == pytest.approx([float(line["loss"]) for line in lines(tmp_path / "run") if "loss" in line])  # type: ignore[arg-type]
+
+
+def test_the_settings_that_follow_from_the_target_are_shown_before_the_first_step(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", store.path, "-o", str(tmp_path / "run"), *WORDS, "train.max_steps=1"])
+    said = capsys.readouterr().err
+    assert "1 step over 24 samples" in said
+    shown = dict(re.findall(r"([a-z]+\.[a-z_]+) +(\S+(?: \*)?)", said))
+    assert shown["data.batch_tokens"] == "160 *"
+    assert shown["drafter.aux_layers"] == "1,3,4"
+    assert shown["optim.lr"] == "0.005"
+
+
+def test_an_unknown_setting_is_answered_with_the_one_that_was_meant(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", store.path, "-o", str(tmp_path / "run"), "traner.lr=1e-4", "loss.stepz=3", "optim.clip=fast"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    for part in ("[config-unknown-key]", "'traner.lr'", "did you mean optim.lr?", "did you mean loss.steps?", "'fast'"):
+        assert part in said
+    assert not (tmp_path / "run").exists()
+
+
+TRACE = """
+import sys
+opened = []
+def hook(event, args):
+    if event == "open" and isinstance(args[0], (str, bytes)):
+        opened.append(args[0] if isinstance(args[0], str) else args[0].decode())
+sys.addaudithook(hook)
+from trainer.loop import train
+train(sys.argv[1], sys.argv[2], words=sys.argv[3:])
+print("\\n".join(name for name in opened if name.startswith(sys.argv[1])))
+"""
+
+
+def test_nothing_of_the_target_is_opened_but_config_and_head_bundle(store: Store, tmp_path: Path) -> None:
+    """A folder of target weights lies beside the head bundle; the file trace must not name it."""
+    (Path(store.path) / "target" / "model.safetensors").write_bytes(b"weights")
+    words = [*WORDS, "train.max_steps=2"]
+    done = subprocess.run(
+        [sys.executable, "-c", TRACE, store.path, str(tmp_path / "run"), *words],
+        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=True,
+    )  # fmt: skip
+    opened = {line.removeprefix(store.path).lstrip("/") for line in done.stdout.splitlines()}
+    of_target = {name for name in opened if name.startswith("target/")}
+    assert of_target == {"target/head.safetensors", "target/config.json"}
+    assert opened - of_target
+    assert all(name.split("/")[0] in {"store.json", "commits", "segments"} for name in opened - of_target if name)

@@ -1,0 +1,64 @@
+"""Prompts from DATA, stores and JSONL end exactly where the target's answer begins."""
+
+import json
+
+import pytest
+from tiny_target import make_tokenizer
+
+from hiddenstore.errors import ConfigError, FormatError, NotFoundError
+from hiddenstore.inputs import PreparedInput
+from hiddenstore.testing.builders import capture_spec, make_data, make_store
+from trainer.prompts import read_prompts
+
+IDENTITY = capture_spec().target
+
+
+def ids(source, split="validation", identity=IDENTITY):
+    return [prompt.ids for prompt in read_prompts(str(source), make_tokenizer(), identity, split)]
+
+
+def test_prompts_of_data_and_of_its_store_are_the_held_out_text_before_the_answer(tmp_path):
+    data = make_data(tmp_path / "data", samples=12)
+    expected = [
+        s.input_ids[: int(s.loss_mask.argmax())].tolist()
+        for s in PreparedInput.open(data).samples()
+        if s.split == "validation"
+    ]
+    assert len(expected) == 2
+    assert ids(data) == expected
+    store = make_store(tmp_path / "made", samples=12)
+    assert sorted(ids(store.path)) == sorted(expected)
+    assert len(ids(data, "train")) == 10
+
+
+def test_data_of_another_tokenizer_is_refused(tmp_path):
+    other = IDENTITY.model_copy(update={"tokenizer_sha256": "f" * 64})
+    for source in (make_data(tmp_path / "data"), make_store(tmp_path / "made").path):
+        with pytest.raises(FormatError) as caught:
+            ids(source, identity=other)
+        assert caught.value.kind == "target-mismatch"
+
+
+def test_a_last_assistant_message_is_cut_off_and_the_template_asks_for_an_answer(tmp_path):
+    file = tmp_path / "p.jsonl"
+    turns = [("user", "ab"), ("assistant", "cd"), ("user", "e"), ("assistant", "fg")]
+    file.write_text(json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}) + "\n\n")
+    (prompt,) = read_prompts(str(file), make_tokenizer(), IDENTITY, "validation")
+    assert make_tokenizer().decode(prompt.ids).replace(" ", "") == "<user>ab<assistant>cd</s><user>e<assistant>"
+    assert [m["role"] for m in prompt.messages] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "3", '{"messages": []}', '{"messages": ["x"]}', '{"messages": [{"role": "assistant", "content": "x"}]}'],
+)
+def test_a_line_that_is_no_conversation_is_named(tmp_path, line):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=r"p\.jsonl:2"):
+        ids(file)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(NotFoundError, match="nowhere"):
+        ids(tmp_path / "nowhere")

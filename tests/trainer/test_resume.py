@@ -1,0 +1,48 @@
+"""Sixty steps straight against thirty, SIGKILL, and the rest: the same losses, bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.trainer.runs import WORDS, tiny_store
+
+SETTINGS = [*WORDS, "train.max_steps=60", "train.checkpoint_every=10", "train.validate_every=25"]
+
+
+def command(store: str, run: Path, *words: str) -> list[str]:
+    start = "from hiddenstore.cli import main; main()"
+    return [sys.executable, "-c", start, "train", store, "-o", str(run), "-q", *words]
+
+
+def start(store: str, run: Path, *words: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    return subprocess.Popen(command(store, run, *words), env=environment, cwd=Path(__file__).parents[2])
+
+
+def records(run: Path) -> list[tuple[int, str]]:
+    """Everything but the times, as text, so that equality is equality of bits."""
+    timed = {"tokens_per_s", "data_wait_fraction"}
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], json.dumps({k: v for k, v in r.items() if k not in timed})) for r in found]
+
+
+def test_a_killed_and_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
+    store = tiny_store(tmp_path).path
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert start(store, straight, *SETTINGS).wait(120) == 0
+    process = start(store, killed, *SETTINGS)
+    metrics, deadline = killed / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 33):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    assert start(store, killed, "--resume").wait(120) == 0
+    assert records(killed) == records(straight)
+    weights = [(run / "checkpoints/step-60/drafter.safetensors").read_bytes() for run in (straight, killed)]
+    assert weights[0] == weights[1]

@@ -1,0 +1,63 @@
+"""Settings: derived defaults, precedence, errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hiddenstore.errors import ConfigError
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import make_store
+from trainer.config import default_lr, derived, load_config
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return make_store(tmp_path, samples=3, layers=(1, 3, 4))
+
+
+def test_defaults_come_from_the_target(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 96,
+        "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+        "max_position_embeddings": 512,
+    }  # fmt: skip
+    monkeypatch.setattr(Store, "target_file", lambda self, name: json.dumps(shape).encode())
+    config = load_config(store)
+    d = config.drafter
+    assert (d.hidden_size, d.intermediate_size, d.num_heads, d.num_kv_heads, d.head_dim) == (32, 96, 4, 2, 8)
+    assert (d.rms_norm_eps, d.rope_theta, d.max_position, d.vocab_size) == (1e-6, 5e5, 512, 64)
+    assert d.aux_layers == (1, 3, 4)
+    assert config.optim.lr == default_lr(32)
+
+
+def test_nested_text_config_and_layer_types_are_understood(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = {
+        "num_attention_heads": 2,
+        "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}},
+    }
+    monkeypatch.setattr(Store, "target_file", lambda self, name: json.dumps({"text_config": inner}).encode())
+    found = derived(store)["drafter"]
+    assert (found["num_heads"], found["num_kv_heads"], found["rope_theta"]) == (2, 2, 1e6)
+
+
+def test_words_win_over_the_file_and_the_file_over_the_target(store: Store, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("optim:\n  lr: 1e-3\nloss:\n  steps: 4\n")
+    config = load_config(store, file=file, words=["loss.steps=2", "loss.step_weights=1,0.5"])
+    assert (config.optim.lr, config.loss.steps, config.loss.step_weights) == (1e-3, 2, (1.0, 0.5))
+
+
+def test_every_wrong_setting_is_named_at_once(store: Store) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(store, words=["traner.lr=1", "loss.steps=0", "drafter.num_kv_heads=2", "drafter.num_heads=3"])
+    message = str(caught.value)
+    assert caught.value.kind == "config-unknown-key"
+    assert "traner" in message
+    assert "loss.steps" in message
+    assert "num_kv_heads" in message
+
+
+@pytest.mark.parametrize(("width", "rate"), [(4096, 1e-4), (192, 5e-3), (2048, 2.4e-4)])
+def test_rate_falls_with_width(width: int, rate: float) -> None:
+    assert default_lr(width) == pytest.approx(rate)

@@ -1,0 +1,62 @@
+"""Draft vocabularies: choosing, files, peers' forms."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
+from hiddenstore.testing.builders import make_store
+from trainer.vocab import DraftVocab, count_store, count_tokens, coverage
+
+
+def test_most_frequent_tokens_win_and_ids_ascend() -> None:
+    vocab = DraftVocab.of_counts(np.array([5, 0, 9, 5, 1]), 3)
+    assert vocab.target_ids.tolist() == [0, 2, 3]
+    assert vocab.d2t.tolist() == [0, 1, 1]
+    assert vocab.t2d.tolist() == [True, False, True, True, False]
+    assert vocab.draft_ids().tolist() == [0, -1, 1, 2, -1]
+
+
+def test_coverage_counts_supervised_tokens() -> None:
+    counts = count_tokens([(np.array([1, 2, 2, 4]), np.array([0, 1, 1, 1]))], 5)
+    assert counts.tolist() == [0, 0, 2, 0, 1]
+    assert coverage(DraftVocab.of_ids(torch.tensor([2]), 5), counts) == pytest.approx(2 / 3)
+
+
+def test_store_counts_use_the_training_split_only(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=6)
+    chosen = [store.sample(i) for i in store.sample_ids]
+    expected = sum(s.supervised for s in chosen if s.split == "train")
+    assert count_store(store, 64).sum() == expected
+
+
+@pytest.mark.parametrize("form", ["safetensors", "pt", "pt-mapping", "npy"])
+def test_reads_what_it_and_peers_write(tmp_path: Path, form: str) -> None:
+    vocab = DraftVocab.of_ids(torch.tensor([1, 4, 7]), 9)
+    path = tmp_path / {"safetensors": "v.safetensors", "npy": "d2t.npy"}.get(form, "d2t.pt")
+    if form == "safetensors":
+        path.write_bytes(vocab.save_bytes())
+    elif form == "npy":
+        np.save(path, vocab.d2t.numpy())
+    else:
+        torch.save(vocab.d2t if form == "pt" else {"d2t": vocab.d2t, "t2d": vocab.t2d}, path)
+    assert torch.equal(DraftVocab.load(path, 9).t2d, vocab.t2d)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "d2t.pt"
+    with pytest.raises(NotFoundError, match=r"d2t\.pt"):
+        DraftVocab.load(path, 9)
+    path.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(CorruptionError, match=r"d2t\.pt"):
+        DraftVocab.load(path, 9)
+
+
+@pytest.mark.parametrize("ids", [[1, 1], [-1, 2], [3, 9]])
+def test_ids_outside_the_target_or_twice_are_refused(ids: list[int]) -> None:
+    with pytest.raises(ConfigError):
+        DraftVocab.of_ids(torch.tensor(ids), 9)
+    with pytest.raises(ConfigError, match="asked for"):
+        DraftVocab.of_counts(np.zeros(4), 5)

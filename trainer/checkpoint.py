@@ -1,0 +1,284 @@
+"""Checkpoints: safetensors and JSON, published by one rename, so that a kill leaves the old state or the new one.
+
+RUN/checkpoints/step-N/ holds ``drafter.safetensors`` (engine weight names), ``drafter.json``, ``optimizer.safetensors``
+(moments, RNG) and ``state.json`` (step, cursor, digests). LATEST names the newest; the folder is written under a
+temporary name, fsynced and renamed, then LATEST is replaced, then old ones go.
+"""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import Field
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from hiddenstore.documents import seal, sha256_hex, unseal
+from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
+from schemas.base import Document
+from schemas.capture import HeadSpec, TargetIdentity
+from trainer.config import DrafterConfig
+from trainer.vocab import DraftVocab
+
+if TYPE_CHECKING:
+    from hiddenstore.head import HeadBundle
+    from trainer.drafters.eagle3 import Eagle3
+
+FOLDER = "checkpoints"
+LATEST = "LATEST"
+DRAFTER, OPTIMIZER = "drafter.safetensors", "optimizer.safetensors"
+DRAFTER_JSON, STATE_JSON = "drafter.json", "state.json"
+VOCAB = "vocab.safetensors"
+_TEMPORARY = ".tmp-"
+
+
+class DrafterSpec(Document):
+    """``drafter.json``: everything needed to use the drafter. ``store`` is where its head bundle was read from."""
+
+    config: dict[str, Any]
+    target: TargetIdentity
+    head: HeadSpec
+    store: str
+    seed: int
+    step: int = Field(ge=0)
+
+    @property
+    def drafter(self) -> DrafterConfig:
+        return DrafterConfig.model_validate(self.config)
+
+
+class RunState(Document):
+    """``state.json``: where the run stood after ``step`` steps. ``files`` gives the sha256 of its neighbours."""
+
+    step: int = Field(ge=0)
+    cursor: dict[str, Any]
+    total_steps: int
+    best: dict[str, float] = Field(default_factory=dict)
+    files: dict[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A checkpoint read back and checked."""
+
+    path: Path
+    state: RunState
+    drafter: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedDrafter:
+    """A drafter ready to use: model in evaluation mode with its embeddings borrowed from ``head``."""
+
+    model: "Eagle3"
+    config: DrafterConfig
+    vocab: DraftVocab
+    head: "HeadBundle"
+    aux_layers: tuple[int, ...]
+    identity: TargetIdentity
+    step: int
+
+
+def save(run: Path, spec: DrafterSpec, state: RunState, tensors: tuple[dict[str, Tensor], dict[str, Tensor]]) -> Path:
+    """Publish checkpoint ``step-N``; ``tensors`` are drafter weights and optimizer state. ``state.files`` is filled in.
+
+    Saving a step that is there already replaces nothing.
+    """
+    folder = run / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep(run)
+    final = folder / f"step-{state.step}"
+    if not final.exists():
+        temporary = folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
+        temporary.mkdir()
+        drafter, optimizer = (save_tensors({k: v.contiguous().cpu() for k, v in part.items()}) for part in tensors)
+        files = {DRAFTER: drafter, OPTIMIZER: optimizer, DRAFTER_JSON: seal(spec)}
+        state = state.model_copy(update={"files": {name: sha256_hex(data) for name, data in files.items()}})
+        try:
+            for name, data in {**files, STATE_JSON: seal(state)}.items():
+                _write(temporary / name, data)
+            _sync_folder(temporary)
+            temporary.rename(final)
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _sync_folder(folder)
+    write_atomically(folder / LATEST, f"{final.name}\n".encode())
+    return final
+
+
+def keep_newest(run: Path, count: int) -> None:
+    """Remove all but the ``count`` newest checkpoints; never the one LATEST names."""
+    named = latest(run)
+    for path in steps(run)[:-count]:
+        if path != named:
+            doomed = path.with_name(f"{_TEMPORARY}old-{path.name}")
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def sweep(run: Path) -> None:
+    """Remove what a killed save left behind."""
+    for path in (run / FOLDER).glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def steps(run: Path) -> list[Path]:
+    """Complete checkpoints, by step."""
+    found = [(int(m[1]), p) for p in (run / FOLDER).glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name))]
+    return [path for _, path in sorted(found)]
+
+
+def latest(run: Path) -> Path | None:
+    """The newest checkpoint: the one LATEST names, or a newer one that was renamed just before a kill."""
+    found = steps(run)
+    return found[-1] if found else None
+
+
+def load(path: Path) -> Checkpoint:
+    """Read one checkpoint and check every digest.
+
+    Raises:
+        CorruptionError: a file is missing or was changed.
+    """
+    state = unseal(_read(path / STATE_JSON), RunState, str(path / STATE_JSON))
+    parts = {}
+    for name, digest in state.files.items():
+        data = _read(path / name)
+        if sha256_hex(data) != digest:
+            raise CorruptionError(
+                f"{path / name}: sha256 {sha256_hex(data)[:12]}…, {STATE_JSON} expects {digest[:12]}…",
+                kind="checkpoint-corrupt",
+                path=str(path / name),
+            )
+        parts[name] = data
+    return Checkpoint(path, state, load_tensors(parts[DRAFTER]), load_tensors(parts[OPTIMIZER]))
+
+
+def load_drafter(
+    run_or_checkpoint: str | Path,
+    device: str | torch.device = "cpu",
+    *,
+    head: "HeadBundle | None" = None,
+    untrained: bool = False,
+) -> LoadedDrafter:
+    """The drafter of a run (its newest checkpoint) or of one ``step-N`` folder.
+
+    The head bundle comes from the store the run names unless ``head`` is given. ``untrained`` gives the drafter the run
+    started from instead, for comparison.
+
+    Raises:
+        NotFoundError: no checkpoint there.
+        CorruptionError: the checkpoint or vocabulary is damaged.
+    """
+    from hiddenstore.head import HeadBundle
+    from hiddenstore.store import Store
+    from trainer.drafters import drafter_kind
+
+    path = _resolve(Path(run_or_checkpoint))
+    checkpoint = load(path)
+    spec = unseal(_read(path / DRAFTER_JSON), DrafterSpec, str(path / DRAFTER_JSON))
+    config = spec.drafter
+    if head is None:
+        store = Store.open(spec.store)
+        if store.capture.target != spec.target:
+            raise ConfigError(
+                f"{spec.store} now holds states of {store.capture.target.name}, the drafter was trained for another "
+                f"capture of {spec.target.name}",
+                kind="target-mismatch",
+            )
+        head = HeadBundle.load(store)
+    vocab = DraftVocab.load(path.parent.parent / VOCAB, head.vocab_size)
+    model = drafter_kind(config.name).model().build(config, head, vocab, spec.seed)
+    if not untrained:
+        model.load_state_dict(checkpoint.drafter)
+    head = head.to(device)
+    model.to(device).eval()
+    model.borrow(head)
+    return LoadedDrafter(
+        model,
+        config,
+        vocab.to(device),
+        head,
+        config.aux_layers,
+        spec.target,
+        0 if untrained else checkpoint.state.step,
+    )
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a small file: temporary name, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(f"{_TEMPORARY}{path.name}-{os.getpid()}")
+    try:
+        _write(temporary, data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def rng_tensors() -> dict[str, Tensor]:
+    """State of torch's generators, to be stored beside the optimizer."""
+    found = {"rng.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        found["rng.cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def restore_rng(tensors: dict[str, Tensor]) -> None:
+    """The inverse of ``rng_tensors``."""
+    torch.set_rng_state(tensors["rng.cpu"])
+    if "rng.cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["rng.cuda"])
+
+
+def _resolve(path: Path) -> Path:
+    if (path / STATE_JSON).is_file():
+        return path
+    found = latest(path)
+    if found is None:
+        raise NotFoundError(
+            f"{path} is no run with a checkpoint: {path / FOLDER} holds none",
+            kind="checkpoint-missing",
+            hint=f"hiddenstore train STORE -o {path}",
+        )
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise CorruptionError(
+            f"checkpoint {path.parent} lacks {path.name}", kind="checkpoint-corrupt", path=str(path)
+        ) from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a run folder."""
+    found = json.loads(path.read_bytes())
+    if not isinstance(found, dict):
+        raise CorruptionError(f"{path} holds no JSON object", kind="run-corrupt", path=str(path))
+    return found

@@ -1,0 +1,125 @@
+"""``hiddenstore eval``: simulated acceptance over recorded text."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hiddenstore.cli.output import common_options, examples, output
+
+if TYPE_CHECKING:
+    from trainer.evaluate import Evaluation
+    from trainer.ngram import NgramFloor
+
+
+@click.command(
+    "eval",
+    epilog=examples("hiddenstore eval run store", "hiddenstore eval run store --draft-len 7 --untrained --json"),
+)
+@click.argument("run")
+@click.argument("store")
+@click.option(
+    "--split",
+    type=click.Choice(["train", "validation"]),
+    default="validation",
+    help="Samples to walk.",
+    show_default=True,
+)
+@click.option("--draft-len", type=click.IntRange(min=1), default=3, show_default=True, help="Tokens drafted at a time.")
+@click.option("--untrained", is_flag=True, help="Also walk with the drafter as it was before training.")
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
+@common_options
+def evaluate(run: str, store: str, split: str, draft_len: int, untrained: bool, device: str) -> None:
+    """How many tokens a target forward would yield, simulated over recorded text.
+
+    RUN is a training run or one of its checkpoints. The text is walked as a server drafts it: each draft starts where
+    the last one ended. Beside it stand the average over all slots and the n-gram floor.
+    """
+    from hiddenstore.head import HeadBundle
+    from hiddenstore.identity import target_word
+    from hiddenstore.progress import Progress
+    from hiddenstore.store import Store
+    from trainer import evaluate as engine
+    from trainer.checkpoint import load_drafter
+    from trainer.device import pick_device
+    from trainer.runs import describe, training_store
+
+    info, text = describe(run), Store.open(store)
+    engine.require_same_capture(info.spec.target, text, f"hiddenstore eval {run} {info.spec.store}")
+    where = pick_device(device)
+    head = HeadBundle.load(text)
+    loaded = [load_drafter(run, where, head=head)]
+    if untrained:
+        loaded.append(load_drafter(run, where, head=head, untrained=True))
+    total = sum(entry.tokens for _, entry in text.entries if entry.split == split)
+    with Progress("eval", total=total, unit="tokens") as progress:
+        found = engine.evaluate(
+            [(one.model, one.vocab) for one in loaded],
+            text,
+            split,  # type: ignore[arg-type]
+            draft_len,
+            device=where,
+            on_pack=progress.advance,
+        )
+    trained_on = training_store(info)
+    if trained_on is None:
+        output().warn(f"{info.spec.store} is gone: the n-gram floor is made from the training split of {store}")
+    floor = engine.floor(trained_on or text, found[0].texts, draft_len)
+    document = {
+        "run": run,
+        "step": loaded[0].step,
+        "store": store,
+        "split": split,
+        **_document(found[0], floor),
+        "untrained_accepted_length": found[1].tally.accepted_length if untrained else None,
+    }
+    output().data(document, human=lambda: _show(document))
+    output().hint("hiddenstore", "decode", run, "--target", target_word(text.capture.target), "--prompts", store)
+
+
+def _document(found: "Evaluation", floor: "NgramFloor") -> dict[str, Any]:
+    tally = found.tally
+    return {
+        "draft_len": tally.draft_len,
+        "samples": len(found.texts),
+        "accepted_length": tally.accepted_length,
+        "slot_accepted_length": tally.slot_accepted_length,
+        "per_position": tally.per_position,
+        "drafts": tally.drafts,
+        "tokens": tally.tokens,
+        "ngram_accepted_length": floor.accepted_length,
+        "ngram_order": floor.order,
+        "ngram_per_order": list(floor.per_order),
+        "ngram_training_tokens": floor.training_tokens,
+    }
+
+
+def _show(document: dict[str, Any]) -> None:
+    rows = [
+        (
+            "accepted length",
+            f"{document['accepted_length']:.3f}  chain of {document['draft_len']}, bonus token counted",
+        ),
+        ("slot average", f"{document['slot_accepted_length']:.3f}"),
+        ("by position", "  ".join(f"{share:.3f}" for share in document["per_position"])),
+        ("n-gram floor", floor_text(document)),
+    ]
+    if document["untrained_accepted_length"] is not None:
+        rows.append(("untrained", f"{document['untrained_accepted_length']:.3f}"))
+    rows.append(
+        (
+            "walked",
+            f"{document['samples']:,} {document['split']} samples: {document['drafts']:,} drafts, "
+            f"{document['tokens']:,} tokens",
+        )
+    )
+    output().pairs(rows)
+
+
+def floor_text(document: dict[str, Any]) -> str:
+    """The n-gram floor on one line."""
+    if document["ngram_accepted_length"] is None:
+        return "unknown: no training text"
+    return (
+        f"{document['ngram_accepted_length']:.3f}  order {document['ngram_order']} of 1–4, from "
+        f"{document['ngram_training_tokens']:,} training tokens"
+    )

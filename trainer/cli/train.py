@@ -1,0 +1,87 @@
+"""``hiddenstore train``."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hiddenstore.cli.output import common_options, examples, output
+
+if TYPE_CHECKING:
+    from trainer.loop import TrainReport
+
+_SAID_BY_THE_FIRST = {"another-rank", "interrupted", "loss-not-finite"}
+
+
+@click.command(
+    epilog=examples(
+        "hiddenstore train STORE -o runs/first",
+        "hiddenstore train STORE -o runs/first loss.steps=3 optim.lr=5e-3 train.max_steps=600",
+        "hiddenstore train STORE -o runs/first --resume",
+        "torchrun --nproc-per-node 8 --no-python hiddenstore train STORE -o runs/first",
+    )
+)
+@click.argument("store")
+@click.argument("words", nargs=-1, metavar="[KEY.PATH=VALUE]...")
+@click.option("-o", "--out", "run", required=True, metavar="RUN", help="Folder of the run.")
+@click.option("--drafter", default="eagle3", show_default=True, help="Which drafter.")
+@click.option("-c", "--config", "file", metavar="FILE", help="YAML settings.")
+@click.option("--resume", is_flag=True, help="Continue RUN exactly where its newest checkpoint stands.")
+@common_options
+def train(store: str, words: tuple[str, ...], run: str, drafter: str, file: str | None, resume: bool) -> None:
+    """Train a drafter from a store; the target is not needed."""
+    from hiddenstore.errors import HiddenstoreError
+    from hiddenstore.fs import storage_error
+    from hiddenstore.rank import from_environment
+    from trainer.loop import train as train_run
+    from trainer.threads import use_all_cores
+
+    use_all_cores()
+    is_first = from_environment().is_first
+    if not is_first:
+        output().mode = "silent"
+    try:
+        report = train_run(store, run, drafter=drafter, file=file, words=words, resume=resume)
+    except HiddenstoreError as error:
+        if is_first or error.kind not in _SAID_BY_THE_FIRST:
+            raise
+        raise click.exceptions.Exit(error.exit_code) from error
+    except OSError as error:
+        is_there = Path(run, "run.json").is_file()
+        again = shlex.join(["hiddenstore", "train", store, "-o", run, "--resume"]) if is_there else None
+        raise storage_error(error, error.filename or run, again) from error
+    output().data(_document(report), human=lambda: output().pairs(_rows(report)), quiet=str(report.checkpoint))
+    if report.was_finished:
+        output().note(f"nothing to do: {run} finished at step {report.steps:,}; more steps: train.max_steps=N --resume")
+    output().hint("hiddenstore", "eval", run, store)
+
+
+def _document(report: "TrainReport") -> dict[str, Any]:
+    return {
+        "run": str(report.run),
+        "checkpoint": str(report.checkpoint),
+        "steps": report.steps,
+        "loss": report.loss,
+        "acc": report.acc,
+        "validation": report.validation,
+        "seconds": report.seconds,
+        "trainable_parameters": report.trainable,
+        "vocab_coverage": report.vocab_coverage,
+        "was_finished": report.was_finished,
+    }
+
+
+def _rows(report: "TrainReport") -> list[tuple[str, str]]:
+    from hiddenstore.cli.terminal import percent
+
+    rows = [
+        ("drafter", f"{report.trainable:,} trainable parameters"),
+        ("draft vocabulary", f"covers {percent(report.vocab_coverage)} of the supervised tokens"),
+        ("steps", f"{report.steps:,}" + ("" if report.was_finished else f" in {report.seconds:,.0f} s")),
+        ("loss", f"{report.loss:.4f}"),
+        ("accuracy by depth", " ".join(f"{a:.3f}" for a in report.acc)),
+    ]
+    if report.validation:
+        rows.append(("on validation", " ".join(f"{a:.3f}" for a in report.validation["acc"])))
+    return [*rows, ("checkpoint", str(report.checkpoint))]

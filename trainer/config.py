@@ -1,0 +1,201 @@
+"""Every setting of a training run. What depends on the target is derived from the store and printed.
+
+Precedence: defaults here < derived from the target < file < ``key.path=value``; unknown keys are errors.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from hiddenstore import config as settings
+from hiddenstore.errors import FormatError
+from schemas.layers import default_aux_layers
+
+if TYPE_CHECKING:
+    from hiddenstore.store import Store
+
+FULL_VOCAB_LIMIT = 32768
+"""Targets up to this size are drafted with their whole vocabulary; larger ones with the field's usual 32,000 tokens."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class DataConfig(_Section):
+    """batch_tokens: tokens of one optimizer step over all ranks. pack_tokens: tokens of one forward; a batch of several
+    packs accumulates their gradients."""
+
+    batch_tokens: int = Field(2048, gt=0)
+    pack_tokens: int = Field(2048, gt=0)
+    seed: int = Field(0, ge=0)
+    prefetch_mb: int = Field(512, gt=0)
+
+    @model_validator(mode="after")
+    def _packs_fit(self) -> "DataConfig":
+        if self.pack_tokens > self.batch_tokens:
+            raise ValueError(f"pack_tokens {self.pack_tokens} is more than batch_tokens {self.batch_tokens}")
+        return self
+
+
+class DrafterConfig(_Section):
+    """Shape of the drafter. The dimensions default to those of the target; ``fc_norm`` and ``norm_output`` make
+    EAGLE-3.1. ``vocab_file`` wins over ``vocab_size``."""
+
+    name: str = "eagle3"
+    aux_layers: tuple[int, ...]
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
+    num_kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    rms_norm_eps: float = Field(1e-5, gt=0)
+    rope_theta: float = Field(10000.0, gt=0)
+    max_position: int = Field(4096, gt=0)
+    vocab_size: int = Field(gt=0)
+    vocab_file: str | None = None
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    train_embeddings: bool = False
+    train_head: bool = True
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "DrafterConfig":
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd")
+        return self
+
+
+class LossConfig(_Section):
+    """steps: TTT length. step_weights wins over step_decay^i. reduction: per step, divide by the taught slots
+    (``kept``) or by every token of the batch (``slots``, as SafeAILab and SpecForge do). mask_offset: see
+    `trainer.shift`."""
+
+    steps: int = Field(7, gt=0, le=32)
+    step_decay: float = Field(0.8, gt=0, le=1)
+    step_weights: tuple[float, ...] | None = None
+    reduction: Literal["kept", "slots"] = "kept"
+    mask_offset: int = Field(1, ge=-1, le=1)
+    drop_off_vocab: bool = True
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> "LossConfig":
+        if self.step_weights is not None and len(self.step_weights) != self.steps:
+            raise ValueError(f"step_weights has {len(self.step_weights)} entries for {self.steps} steps")
+        return self
+
+
+class OptimConfig(_Section):
+    """AdamW. The rate rises linearly over ``warmup_ratio`` of the steps, then falls to ``min_lr_ratio`` of it."""
+
+    lr: float = Field(1e-4, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip: float = Field(1.0, gt=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_ratio: float = Field(0.04, ge=0, lt=1)
+    min_lr_ratio: float = Field(0.02, ge=0, le=1)
+
+
+class LoopConfig(_Section):
+    """Length and upkeep of the run. ``max_steps`` wins over ``epochs``. Intervals are in steps, 0 for never."""
+
+    epochs: int = Field(1, gt=0)
+    max_steps: int | None = Field(None, gt=0)
+    seed: int = Field(0, ge=0)
+    validate_every: int = Field(500, ge=0)
+    validation_tokens: int = Field(65536, gt=0)
+    checkpoint_every: int = Field(500, ge=0)
+    keep: int = Field(3, gt=0)
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    tensorboard: bool = False
+
+
+class TrainConfig(_Section):
+    """The resolved settings, saved as ``config.yaml`` beside every run."""
+
+    data: DataConfig
+    drafter: DrafterConfig
+    loss: LossConfig = Field(default_factory=lambda: LossConfig())
+    optim: OptimConfig = Field(default_factory=lambda: OptimConfig())
+    train: LoopConfig = Field(default_factory=lambda: LoopConfig())
+
+
+def load_config(
+    store: "Store", drafter: str = "eagle3", file: str | Path | None = None, words: Sequence[str] = ()
+) -> TrainConfig:
+    """Settings for a run over ``store``.
+
+    Raises:
+        ConfigError: every unknown or invalid setting at once.
+    """
+    return settings.load(TrainConfig, file, words, derived(store, drafter))
+
+
+def derived(store: "Store", drafter: str = "eagle3") -> dict[str, Any]:
+    """Defaults that follow from the target and the longest sample of a store."""
+    target = store.capture.target
+    shape = _target_shape(store)
+    hidden, vocab = target.hidden_size, target.vocab_size
+    longest = max((entry.tokens for _, entry in store.entries), default=1)
+    batch_tokens = max(min(32768, max(2048, 8 * hidden)), longest)
+    heads = int(shape.get("num_attention_heads") or max(1, hidden // 64))
+    rope = shape.get("rope_parameters") or {}
+    if rope and "rope_theta" not in rope:
+        # Families with one table per layer type (Gemma 3): the full-attention one reaches as far as the drafter must.
+        rope = rope.get("full_attention", {})
+    return {
+        "data": {"batch_tokens": batch_tokens, "pack_tokens": max(min(batch_tokens, 8192), longest)},
+        "drafter": {
+            "name": drafter,
+            "aux_layers": _aux_layers(store, drafter),
+            "hidden_size": hidden,
+            "intermediate_size": int(shape.get("intermediate_size") or 4 * hidden),
+            "num_heads": heads,
+            "num_kv_heads": int(shape.get("num_key_value_heads") or heads),
+            "head_dim": int(shape.get("head_dim") or hidden // heads),
+            "rms_norm_eps": float(shape.get("rms_norm_eps") or store.manifest.head.norm_eps),
+            "rope_theta": float(rope.get("rope_theta") or shape.get("rope_theta") or 10000.0),
+            "max_position": int(shape.get("max_position_embeddings") or 4096),
+            "vocab_size": vocab if vocab <= FULL_VOCAB_LIMIT else 32000,
+        },
+        "optim": {"lr": default_lr(hidden)},
+    }
+
+
+def default_lr(hidden_size: int) -> float:
+    """1e-4 at width 4096 (SpecForge, TorchSpec, ModelOpt, speculators), rising as drafters shrink; two digits.
+
+    The exponent is set by a 192-wide drafter, which learns fastest near 5e-3.
+    """
+    return float(f"{min(5e-3, 1e-4 * (4096 / hidden_size) ** 1.28):.1e}")
+
+
+def _aux_layers(store: "Store", drafter: str) -> list[int]:
+    held = list(store.capture.aux_layers)
+    try:
+        wanted = default_aux_layers("eagle3", store.capture.target.num_layers)
+    except ValueError:
+        return held
+    return wanted if drafter == "eagle3" and set(wanted) <= set(held) else held
+
+
+def _target_shape(store: "Store") -> Mapping[str, Any]:
+    """The text part of the target's ``config.json``, or nothing when the store holds none."""
+    if not any(file.path.endswith("config.json") for file in store.manifest.target_files):
+        return {}
+    try:
+        found = json.loads(store.target_file("config.json"))
+    except ValueError as error:
+        raise FormatError(f"target/config.json of {store.path} is no JSON: {error}", kind="target-config") from error
+    inner = found.get("text_config")
+    return inner if isinstance(inner, dict) else found

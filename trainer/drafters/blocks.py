@@ -1,0 +1,198 @@
+"""Blocks that drafters share: norm, rotary embedding, gated MLP, attention projections, key-value cache.
+
+Shapes: T tokens, N query heads, G key heads, E head width, H drafter width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean x² + eps) * weight over the last axis, in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _RmsNorm.apply(x, self.weight, self.eps)
+        return out
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Keeps only x and one scalar per row for the backward; half the passes of the composed form."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x32 = x if x.dtype == torch.float64 else x.float()
+        scale = torch.rsqrt(torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.shape[-1]) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x32 * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        g = grads[0]
+        normed = x.to(g.dtype) * scale
+        grad_weight = (g * normed).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None
+        g = g * weight
+        share = (g * normed).sum(-1, keepdim=True).div_(x.shape[-1])
+        grad_x = g.addcmul_(normed, share, value=-1).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight, None
+
+
+class Rotary:
+    """Half-split rotary tables for positions 0…length-1, made once and indexed.
+
+    cos, sin fp32 [length, E/2]; angle = position * theta^(-2j/E) (Llama layout).
+    """
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        self.head_dim, self.theta = head_dim, theta
+        self._cos = self._sin = torch.zeros(0, head_dim // 2)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, E/2] for integer positions [T]."""
+        longest = int(positions.max()) + 1 if positions.numel() else 0
+        if longest > self._cos.shape[0] or self._cos.device != positions.device:
+            self._grow(max(longest, 2 * self._cos.shape[0]), positions.device)
+        return self._cos[positions][:, None], self._sin[positions][:, None]
+
+    def _grow(self, length: int, device: torch.device) -> None:
+        exponent = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
+        angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] / self.theta**exponent
+        self._cos, self._sin = angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads x [T, N, E] by tables [T, 1, E/2], keeping the dtype of x."""
+    out: Tensor = _Rotate.apply(x, cos, sin)
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    left, right = out.chunk(2, -1)
+    left.copy_(first * cos).sub_(second * sin)
+    right.copy_(second * cos).add_(first * sin)
+    return out
+
+
+class Attention(nn.Module):
+    """The four projections of grouped-query attention, without bias; the attention itself is the drafter's."""
+
+    def __init__(self, width_in: int, width_out: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.q_proj = nn.Linear(width_in, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(width_in, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(width_in, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, width_out, bias=False)
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Joint projection [T, (N+2G)E] as q [T, N, E], k and v [T, G, E]."""
+        sizes = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
+        q, k, v = qkv.split(sizes, -1)
+        return (
+            q.unflatten(-1, (self.heads, self.head_dim)),
+            k.unflatten(-1, (self.kv_heads, self.head_dim)),
+            v.unflatten(-1, (self.kv_heads, self.head_dim)),
+        )
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate x) * up x)."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class KVCache:
+    """Keys and values of one growing sequence, for decoding: [1, G, length, E], storage grown by doubling."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._k: Tensor | None = None
+        self._v: Tensor | None = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add k, v [n, G, E]; returns everything so far as views [1, G, length, E]."""
+        end = self.length + k.shape[0]
+        if self._k is None or self._v is None or end > self._k.shape[2]:
+            self._k, self._v = self._grown(self._k, k, end), self._grown(self._v, v, end)
+        self._k[0, :, self.length : end] = k.transpose(0, 1)
+        self._v[0, :, self.length : end] = v.transpose(0, 1)
+        self.length = end
+        return self._k[:, :, :end], self._v[:, :, :end]
+
+    def crop(self, length: int) -> None:
+        """Forget everything from position ``length`` on."""
+        self.length = min(self.length, length)
+
+    def _grown(self, old: Tensor | None, like: Tensor, end: int) -> Tensor:
+        new = like.new_empty(1, like.shape[1], max(64, 2 * end), like.shape[2])
+        if old is not None:
+            new[:, :, : self.length] = old[:, :, : self.length]
+        return new
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows ``begin…begin+length`` of a source, laid out at ``at`` of a gather."""
+
+    begin: int
+    length: int
+    at: int
+
+
+def gather_pieces(x: Tensor, pieces: Sequence[Piece]) -> Tensor:
+    """Rows of x [T, …] named by consecutive pieces, end to end; a view when there is only one.
+
+    Cheaper than an index: forward and backward are slice copies.
+    """
+    if len(pieces) == 1:
+        return x.narrow(0, pieces[0].begin, pieces[0].length)
+    out: Tensor = _GatherPieces.apply(x, tuple(pieces))
+    return out
+
+
+class _GatherPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
+        ctx.pieces, ctx.shape = pieces, x.shape
+        return torch.cat([x[p.begin : p.begin + p.length] for p in pieces]) if pieces else x[:0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        out = grads[0].new_zeros(ctx.shape)
+        for p in ctx.pieces:
+            out[p.begin : p.begin + p.length] += grads[0][p.at : p.at + p.length]
+        return out, None

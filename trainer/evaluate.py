@@ -1,0 +1,136 @@
+"""Simulated acceptance: a drafter walked over recorded text of a store, beside the n-gram floor.
+
+Where the text is the target's own greedy answer this is what a server would measure with greedy chains of K; on other
+text it is the acceptance of that text.
+
+Shapes: T tokens, K drafted tokens per draft.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hiddenstore.data import PackedBatch, TokenBatches
+from hiddenstore.errors import ConfigError, FormatError
+from hiddenstore.identity import identity_differences
+from hiddenstore.store import Store
+from schemas.capture import TargetIdentity
+from schemas.manifest import Split
+from trainer.acceptance import Tally, walk
+from trainer.chain import hit_prefixes
+from trainer.ngram import NgramFloor, ngram_floor
+
+if TYPE_CHECKING:
+    from trainer.drafters.eagle3 import Eagle3
+    from trainer.vocab import DraftVocab
+
+PACK_TOKENS = 8192
+
+Text = tuple[np.ndarray, np.ndarray]
+"""input_ids [T] and loss_mask [T] of one sample."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What one drafter did on one split; ``texts`` are the samples walked, for floors over the same text."""
+
+    tally: Tally
+    texts: list[Text]
+
+
+def evaluate(
+    drafters: "Sequence[tuple[Eagle3, DraftVocab]]",
+    store: Store,
+    split: Split,
+    draft_len: int,
+    *,
+    device: str = "cpu",
+    on_pack: Callable[[int], None] | None = None,
+) -> list[Evaluation]:
+    """Walk every sample of a split with each drafter, reading the store once. All read the same aux layers.
+
+    Raises:
+        ConfigError: the split is empty or has nothing to draft, or the store lacks a layer.
+    """
+    if draft_len < 1:
+        raise ConfigError(f"a draft needs at least one token, not {draft_len}", kind="draft-len")
+    packs = _packs(store, split, drafters[0][0].config.aux_layers)
+    results = evaluate_packs(drafters, packs, draft_len, device=device, on_pack=on_pack)
+    if not results[0].tally.drafts:
+        raise ConfigError(
+            f"no answer of the {split} split of {store.path} has two supervised tokens: nothing to draft",
+            kind="nothing-drafted",
+        )
+    return results
+
+
+def evaluate_packs(
+    drafters: "Sequence[tuple[Eagle3, DraftVocab]]",
+    packs: Iterable[PackedBatch],
+    draft_len: int,
+    *,
+    device: str = "cpu",
+    on_pack: Callable[[int], None] | None = None,
+) -> list[Evaluation]:
+    """Walk every sample of ``packs`` with each drafter; ``on_pack`` is called with the tokens of each pack."""
+    results = [Evaluation(Tally(draft_len), []) for _ in drafters]
+    for pack in packs:
+        moved = pack.to(device)
+        for (model, vocab), result in zip(drafters, results, strict=True):
+            hits = hit_prefixes(model, vocab, moved, draft_len).cpu().numpy()
+            for rows in _documents(pack):
+                ids, mask = pack.input_ids[rows].cpu().numpy(), pack.loss_mask[rows].cpu().numpy()
+                walk(hits[rows], mask, result.tally)
+                result.texts.append((ids, mask))
+        if on_pack:
+            on_pack(pack.tokens)
+    return results
+
+
+def floor(store: Store, texts: Sequence[Text], draft_len: int) -> NgramFloor:
+    """The n-gram floor over ``texts`` from the training split of ``store``."""
+    return ngram_floor(training_texts(store), texts, draft_len)
+
+
+def training_texts(store: Store) -> Iterator[Text]:
+    """Tokens and mask of every training sample, in the order of the store; states are not read."""
+    for _, entry in store.entries:
+        if entry.split == "train":
+            sample = store.sample(entry.id)
+            yield sample.input_ids, sample.loss_mask
+
+
+def require_same_capture(trained_on: TargetIdentity, store: Store, hint: str | None = None) -> None:
+    """Refuse a store of another target than the drafter's; FormatError ``target-mismatch`` lists what differs."""
+    differences = identity_differences(trained_on, store.capture.target)
+    if differences:
+        raise FormatError(
+            f"{store.path} was captured from {store.capture.target.name}, the drafter was trained on "
+            f"{trained_on.name}:\n" + "\n".join(differences),
+            kind="target-mismatch",
+            hint=hint,
+        )
+
+
+def _packs(store: Store, split: Split, layers: Sequence[int]) -> Iterator[PackedBatch]:
+    lengths = [entry.tokens for _, entry in store.entries if entry.split == split]
+    if not lengths:
+        others = sorted({entry.split for _, entry in store.entries})
+        raise ConfigError(
+            f"{store.path} holds no {split} samples, only: {', '.join(others) or 'none at all'}",
+            kind="split-empty",
+            hint=f"--split {others[0]}" if others else None,
+        )
+    batches = TokenBatches(
+        store, split=split, layers=layers, final=False, batch_tokens=max(PACK_TOKENS, *lengths), epochs=1
+    )
+    for batch in batches:
+        yield from batch.packs
+
+
+def _documents(pack: PackedBatch) -> list[slice]:
+    edges = np.flatnonzero(np.diff(pack.document.cpu().numpy(), prepend=-1, append=-1))
+    return [slice(int(start), int(end)) for start, end in pairwise(edges)]

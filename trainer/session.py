@@ -1,0 +1,221 @@
+"""Everything a step needs, made new or as the newest checkpoint left it, the same on every rank."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hiddenstore.cli.output import output
+from hiddenstore.data import Cursor, TokenBatches
+from hiddenstore.documents import seal, unseal
+from hiddenstore.errors import ConfigError
+from hiddenstore.head import HeadBundle
+from hiddenstore.store import Store
+from schemas.manifest import Snapshot
+from trainer import checkpoint
+from trainer.config import TrainConfig
+from trainer.device import pick_device
+from trainer.drafters import drafter_kind
+from trainer.drafters.eagle3 import Eagle3, Eagle3Objective
+from trainer.group import Group
+from trainer.optim import Optimizer
+from trainer.run_folder import Asked, create, open_new, read_facts, reopen
+from trainer.teacher import Teacher
+from trainer.vocab import DraftVocab, count_store, coverage
+
+
+@dataclass(eq=False)
+class Session:
+    """Everything a step needs. ``store`` is opened at the run's snapshot; ``step`` counts the steps done."""
+
+    asked: Asked
+    store: Store
+    config: TrainConfig
+    group: Group
+    device: torch.device
+    model: Eagle3
+    objective: Eagle3Objective
+    optimizer: Optimizer
+    batches: TokenBatches
+    vocab_coverage: float
+    step: int = 0
+    validation: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        return self.asked.run
+
+    @property
+    def total_steps(self) -> int:
+        return self.optimizer.total_steps
+
+
+def start(asked: Asked, group: Group) -> Session:
+    """Make a new run, or stand where the newest checkpoint of an old one stands.
+
+    Raises:
+        ConfigError, ConflictError, NotFoundError: see `trainer.loop.train`.
+    """
+    store, config = _agreed(asked, group, reopen if asked.resume else open_new)
+    with group.together():
+        device = _device(config, group)
+        head = HeadBundle.load(store, device)
+    vocab, covered = _vocabulary(asked, store, config, head.vocab_size, group)
+    with group.together():
+        kind = drafter_kind(config.drafter.name)
+        model = kind.model().build(config.drafter, head, vocab, config.train.seed).to(device)
+        model.borrow(head)
+        model.train()
+        teacher = Teacher(head, vocab, store.capture.final_norm, config.loss.drop_off_vocab)
+        objective = kind.objective(model, teacher, config)
+        batches = token_batches(store, config, group)
+        total = config.train.max_steps or sum(batches.batches_per_epoch(epoch) for epoch in range(config.train.epochs))
+        optimizer = Optimizer(model, config.optim, total)
+        session = Session(asked, store, config, group, device, model, objective, optimizer, batches, covered)
+        if asked.resume:
+            _restore(session)
+        elif group.is_first:
+            create(asked, store, config, vocab, covered)
+    group.take_from_first(model.state_dict().values())
+    if group.is_first:
+        _warn_of_idle_ranks(session)
+    return session
+
+
+def token_batches(store: Store, config: TrainConfig, group: Group, *, validation: bool = False) -> TokenBatches:
+    """This rank's packs of the global batches, which ``data.batch_tokens`` alone defines."""
+    endless = config.train.max_steps is not None and not validation
+    return TokenBatches(
+        store,
+        split="validation" if validation else "train",
+        layers=config.drafter.aux_layers,
+        batch_tokens=config.data.batch_tokens,
+        pack_tokens=config.data.pack_tokens,
+        seed=config.data.seed,
+        rank=group.rank.rank,
+        world_size=group.rank.world_size,
+        prefetch_bytes=config.data.prefetch_mb * 1_000_000,
+        epochs=None if endless else 1 if validation else config.train.epochs,
+    )
+
+
+def save(session: Session, cursor: Cursor) -> None:
+    """Publish a checkpoint after ``session.step`` steps; the other ranks wait until it is durable."""
+    with session.group.together():
+        if session.group.is_first:
+            _save(session, cursor)
+
+
+def _save(session: Session, cursor: Cursor) -> None:
+    spec = checkpoint.DrafterSpec(
+        config=session.config.drafter.model_dump(mode="json"),
+        target=session.store.capture.target,
+        head=session.store.manifest.head,
+        store=str(Path(session.store.path).resolve()),
+        seed=session.config.train.seed,
+        step=session.step,
+    )
+    state = checkpoint.RunState(step=session.step, cursor=cursor.to_json(), total_steps=session.total_steps, files={})
+    weights: dict[str, Tensor] = {name: tensor.detach() for name, tensor in session.model.state_dict().items()}
+    checkpoint.save(session.path, spec, state, (weights, session.optimizer.tensors() | checkpoint.rng_tensors()))
+    checkpoint.keep_newest(session.path, session.config.train.keep)
+
+
+def _agreed(
+    asked: Asked, group: Group, choose: Callable[[Asked], tuple[Store, TrainConfig]]
+) -> tuple[Store, TrainConfig]:
+    """Rank 0 chooses; the others open the very same list of samples, although the store may be growing meanwhile."""
+    chosen: list[tuple[Store, TrainConfig]] = []
+
+    def message() -> bytes:
+        chosen.append(choose(asked))
+        store, config = chosen[0]
+        snapshot = seal(store.snapshot(f"run-{asked.run.name}")).decode()
+        return json.dumps({"snapshot": snapshot, "config": config.model_dump_json()}).encode()
+
+    if group.is_alone:
+        return choose(asked)
+    said = json.loads(group.from_first(message))
+    with group.together():
+        if not chosen:
+            snapshot = unseal(said["snapshot"].encode(), Snapshot, "the list of samples of rank 0")
+            chosen.append((Store.open(asked.store, snapshot), TrainConfig.model_validate_json(said["config"])))
+    return chosen[0]
+
+
+def _restore(session: Session) -> None:
+    newest = checkpoint.latest(session.path)
+    if newest is None:
+        return
+    found = checkpoint.load(newest)
+    session.model.load_state_dict(found.drafter)
+    session.optimizer.load(found.optimizer)
+    checkpoint.restore_rng(found.optimizer)
+    session.batches.load_state_dict(Cursor.from_json(found.state.cursor).to_json())
+    session.step = found.state.step
+
+
+def _vocabulary(asked: Asked, store: Store, config: TrainConfig, size: int, group: Group) -> tuple[DraftVocab, float]:
+    """Counted once, by rank 0: it reads the tokens of the whole store. ``size`` is the head's vocabulary."""
+
+    def choose() -> tuple[DraftVocab, float]:
+        if asked.resume:
+            return DraftVocab.load(asked.run / checkpoint.VOCAB, size), read_facts(asked.run).vocab_coverage
+        if config.drafter.vocab_file is None and config.drafter.vocab_size >= store.capture.target.vocab_size:
+            return DraftVocab.full(size), 1.0
+        counts = count_store(store, size)
+        if config.drafter.vocab_file is not None:
+            vocab = DraftVocab.load(config.drafter.vocab_file, size)
+        else:
+            vocab = DraftVocab.of_counts(counts, config.drafter.vocab_size)
+        return vocab, coverage(vocab, counts)
+
+    def message() -> bytes:
+        vocab, covered = choose()
+        return json.dumps({"ids": vocab.target_ids.tolist(), "coverage": covered}).encode()
+
+    if group.is_alone:
+        return choose()
+    said = json.loads(group.from_first(message))
+    return DraftVocab.of_ids(torch.tensor(said["ids"], dtype=torch.int64), size), float(said["coverage"])
+
+
+def _device(config: TrainConfig, group: Group) -> torch.device:
+    device = torch.device(pick_device(config.train.device))
+    if device.type != "cuda":
+        return device
+    if device.index is None:
+        count, local = torch.cuda.device_count(), group.rank.local_rank
+        # A launcher that shows each task its own GPU alone numbers it 0.
+        device = torch.device("cuda", 0 if count == 1 else local)
+        if local >= count > 1:
+            raise ConfigError(
+                f"{group.rank} is number {local} on this machine, which has {count} GPUs",
+                kind="device-unavailable",
+                hint=f"torchrun --nproc-per-node {count} …",
+            )
+    torch.cuda.set_device(device)
+    return device
+
+
+def _warn_of_idle_ranks(session: Session) -> None:
+    """Batches of one epoch that have fewer packs than there are ranks leave some without work."""
+    ranks, data = session.group.rank.world_size, session.config.data
+    if ranks == 1:
+        return
+    packs = [len(plan.packs) for plan, _ids in session.batches.plan(0)]
+    idle = sum(max(0, ranks - count) for count in packs) / len(packs)
+    if idle < 0.5:
+        return
+    longest = max(entry.tokens for _, entry in session.store.entries)
+    pack_tokens = max(longest, -(-data.batch_tokens // ranks))
+    advice = f"data.pack_tokens={pack_tokens}"
+    if pack_tokens * (ranks - 1) >= data.batch_tokens:
+        advice += f" data.batch_tokens={pack_tokens * ranks}"
+    output().warn(
+        f"{idle:.1f} of {ranks} ranks have nothing to do in the average step: a batch of {data.batch_tokens:,} tokens "
+        f"makes {sum(packs) / len(packs):.1f} packs of {data.pack_tokens:,}; try {advice}"
+    )

@@ -1,0 +1,156 @@
+"""The draft vocabulary: which of the target's V tokens the drafter can say.
+
+Shapes: V target vocabulary, U draft vocabulary.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
+
+if TYPE_CHECKING:
+    from hiddenstore.store import Store
+
+
+@dataclass(frozen=True, eq=False)
+class DraftVocab:
+    """t2d bool [V]: whether the drafter knows a target token. d2t int64 [U]: target id minus draft id (an offset, as
+    engines store it); target ids ascend."""
+
+    t2d: Tensor
+    d2t: Tensor
+
+    def __post_init__(self) -> None:
+        ids = self.target_ids
+        if self.t2d.ndim != 1 or self.d2t.ndim != 1 or not len(ids):
+            raise ConfigError("a draft vocabulary needs t2d [V] and d2t [U], U > 0", kind="vocab-invalid")
+        if int(ids[0]) < 0 or int(ids[-1]) >= self.target_size or bool((ids[1:] <= ids[:-1]).any()):
+            raise ConfigError(
+                f"d2t must hold offsets that give ascending target ids below {self.target_size}", kind="vocab-invalid"
+            )
+        if int(self.t2d.sum()) != len(ids) or not bool(self.t2d[ids].all()):
+            raise ConfigError("t2d and d2t name different target tokens", kind="vocab-invalid")
+
+    @property
+    def size(self) -> int:
+        return int(self.d2t.shape[0])
+
+    @property
+    def target_size(self) -> int:
+        return int(self.t2d.shape[0])
+
+    @property
+    def is_full(self) -> bool:
+        return self.size == self.target_size
+
+    @property
+    def target_ids(self) -> Tensor:
+        """Target id of each draft id: int64 [U], ascending."""
+        return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
+
+    def draft_ids(self) -> Tensor:
+        """Draft id of each target id, -1 where the drafter does not know it: int64 [V]."""
+        return torch.where(self.t2d, self.t2d.long().cumsum(0) - 1, -1)
+
+    def to(self, device: torch.device | str) -> "DraftVocab":
+        return DraftVocab(self.t2d.to(device), self.d2t.to(device))
+
+    def save_bytes(self) -> bytes:
+        """safetensors bytes with ``t2d`` and ``d2t``."""
+        return bytes(save_tensors({"d2t": self.d2t.cpu().contiguous(), "t2d": self.t2d.cpu().contiguous()}))
+
+    @classmethod
+    def of_ids(cls, ids: Tensor, target_size: int) -> "DraftVocab":
+        """From target ids in any order."""
+        ids = ids.long().sort().values
+        if len(ids) and (int(ids[0]) < 0 or int(ids[-1]) >= target_size):
+            raise ConfigError(
+                f"draft vocabulary names token {int(ids[-1])}, but the target has {target_size}", kind="vocab-invalid"
+            )
+        t2d = torch.zeros(target_size, dtype=torch.bool)
+        t2d[ids] = True
+        return cls(t2d, ids - torch.arange(len(ids)))
+
+    @classmethod
+    def full(cls, target_size: int) -> "DraftVocab":
+        return cls.of_ids(torch.arange(target_size), target_size)
+
+    @classmethod
+    def of_counts(cls, counts: np.ndarray, size: int) -> "DraftVocab":
+        """The ``size`` most frequent tokens of counts int64 [V]; ties go to the lower id."""
+        if not 0 < size <= len(counts):
+            raise ConfigError(
+                f"draft vocabulary of {size} tokens asked for, the target has {len(counts)}", kind="vocab-size"
+            )
+        order = np.argsort(-counts, kind="stable")[:size]
+        return cls.of_ids(torch.from_numpy(np.sort(order)), len(counts))
+
+    @classmethod
+    def load(cls, path: str | Path, target_size: int) -> "DraftVocab":
+        """From ``vocab.safetensors`` or a peer's ``d2t.pt`` (a tensor, or a mapping with ``d2t``) or ``d2t.npy``.
+
+        Raises:
+            NotFoundError: no such file.
+            CorruptionError: the file cannot be read.
+            ConfigError: it does not fit a target of ``target_size`` tokens.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise NotFoundError(f"no draft vocabulary at {path}", kind="vocab-missing")
+        d2t = _read_d2t(path)
+        return cls.of_ids(torch.arange(len(d2t)) + d2t.long(), target_size)
+
+
+def _reason(error: Exception) -> str:
+    # torch advises to load untrusted pickles after its first sentence.
+    return str(error).partition(". ")[0].partition("\n")[0]
+
+
+def _read_d2t(path: Path) -> Tensor:
+    # weights_only refuses everything but tensors; its error type is exported nowhere else.
+    from torch._weights_only_unpickler import UnpicklingError
+
+    try:
+        if path.suffix == ".safetensors":
+            found: object = load_tensors(path.read_bytes())
+        elif path.suffix == ".npy":
+            found = torch.from_numpy(np.load(path, allow_pickle=False))
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, UnpicklingError, RuntimeError, EOFError, ValueError, TypeError) as error:
+        raise CorruptionError(
+            f"{path} cannot be read: {_reason(error)}", kind="vocab-corrupt", path=str(path)
+        ) from error
+    d2t = found.get("d2t") if isinstance(found, dict) else found
+    if not isinstance(d2t, Tensor) or d2t.ndim != 1:
+        raise ConfigError(f"{path} holds no tensor d2t [U]", kind="vocab-invalid")
+    return d2t
+
+
+def count_tokens(samples: Iterable[tuple[np.ndarray, np.ndarray]], vocab_size: int) -> np.ndarray:
+    """How often each token is supervised: int64 [V] over (input_ids [T], loss_mask [T]) pairs."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for input_ids, loss_mask in samples:
+        counts += np.bincount(input_ids[loss_mask.astype(bool)], minlength=vocab_size)
+    return counts
+
+
+def count_store(store: "Store", vocab_size: int, split: str = "train") -> np.ndarray:
+    """Supervised token counts int64 [V] over one split of a store; reads tokens and masks only."""
+    chosen = (store.sample(sample_id) for sample_id in store.sample_ids)
+    return count_tokens(((s.input_ids, s.loss_mask) for s in chosen if s.split == split), vocab_size)
+
+
+def coverage(vocab: DraftVocab, counts: np.ndarray) -> float:
+    """Share of the counted tokens that the draft vocabulary holds."""
+    total = int(counts.sum())
+    return float(counts[vocab.t2d.cpu().numpy()].sum()) / total if total else 1.0
