@@ -1,4 +1,4 @@
-"""An EAGLE-3 drafter in use: over recorded text, every slot at once, and live, one chain at a time.
+"""Drafters that feed on their own output, in use: over recorded text, every slot at once, and live, a chain at a time.
 
 Both read slot t = n-1 (hidden of token n-1, embedding of token n) to propose token n+1, and then feed the drafter its
 own output and its own proposal.
@@ -7,27 +7,41 @@ Shapes: T tokens of a pack, L aux layers, D target width, H drafter width, U dra
 A active slots, K drafted tokens per draft.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hiddenstore.data import PackedBatch
+from trainer.drafters.base import Pick, Seen, most_probable
 from trainer.drafters.blocks import KVCache
-from trainer.drafters.eagle3 import Eagle3
-from trainer.shift import plan_slots
+from trainer.shift import SlotPlan, plan_slots
 from trainer.vocab import DraftVocab
 
 LOGIT_BUDGET = 1 << 24
 """Logits alive at a time, as elements."""
 
 
+class Recurrent(Protocol):
+    """A drafter whose next step reads what the last one returned."""
+
+    def begin(self, seen: Seen) -> Tensor:
+        """What the first step reads for T verified tokens: g [T, H]."""
+
+    def step(self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Decode n slots after those in ``cache``: what the next step reads as g [n, H], and logits [n, U]."""
+
+
 @torch.no_grad()
-def hit_prefixes(model: Eagle3, vocab: DraftVocab, pack: PackedBatch, draft_len: int) -> Tensor:
+def recurrent_hits(
+    unroll: Callable[[SlotPlan, int], Tensor], head: Tensor, vocab: DraftVocab, pack: PackedBatch, draft_len: int
+) -> Tensor:
     """How many proposals drafted after each token of a pack equal the text: int64 [T], indexed by the newest token n.
 
-    Up to its first miss a drafter proposes the text itself, so one unroll fed with the text gives the hit prefix of
-    every slot. Zero where no draft may start (`trainer.acceptance.drafting_positions`). A token off the draft
+    ``unroll(plan, K)`` gives the states after the final norm [K*A, H] of a plan over ``pack``, ``head`` [U, H] their
+    logits. Up to its first miss a drafter proposes the text itself, so one unroll fed with the text gives the hit
+    prefix of every slot. Zero where no draft may start (`trainer.acceptance.drafting_positions`). A token off the draft
     vocabulary is never proposed, so it is a miss.
     """
     hits = torch.zeros_like(pack.input_ids)
@@ -35,7 +49,7 @@ def hit_prefixes(model: Eagle3, vocab: DraftVocab, pack: PackedBatch, draft_len:
     if not len(start):
         return hits
     plan = plan_slots(start, pack.document, 1)
-    states = model.unroll(pack, plan, draft_len).view(draft_len, plan.active.shape[0], -1)
+    states = unroll(plan, draft_len).view(draft_len, plan.active.shape[0], -1)
     target_ids = vocab.target_ids.to(states.device)
     slot, last = plan.slots[:, 0], pack.input_ids.shape[0] - 1
     for depth in range(draft_len):
@@ -44,7 +58,7 @@ def hit_prefixes(model: Eagle3, vocab: DraftVocab, pack: PackedBatch, draft_len:
         wanted = start + 1 + depth
         inside = wanted.clamp(max=last)
         there = (wanted <= last) & (pack.document[inside] == pack.document[start])
-        proposed = target_ids[_most_probable(model, states[depth, slot])]
+        proposed = target_ids[_tokens(head, states[depth, slot])]
         alive = there & (proposed == pack.input_ids[inside])
         start, slot = start[alive], slot[alive]
         hits[start] += 1
@@ -58,21 +72,19 @@ def pack_drafting_positions(pack: PackedBatch) -> Tensor:
     return torch.nonzero(both)[:, 0]
 
 
-def _most_probable(model: Eagle3, states: Tensor) -> Tensor:
-    """Draft ids int64 [N] of states after the final norm [N, H]; logits exist for a few rows at a time."""
-    weight = model.lm_head.weight
+def _tokens(weight: Tensor, states: Tensor) -> Tensor:
+    """Most probable draft ids int64 [N] of states after the final norm [N, H]; few rows of logits exist at a time."""
     rows = max(1, LOGIT_BUDGET // weight.shape[0])
     found = [(states[i : i + rows] @ weight.T).argmax(-1) for i in range(0, states.shape[0], rows)]
     return torch.cat(found)
 
 
 class LiveChain:
-    """The drafter beside a live target; satisfies `trainer.decode.Chain`."""
+    """The drafter beside a live target; a `trainer.drafters.base.Live`."""
 
-    def __init__(self, model: Eagle3, vocab: DraftVocab) -> None:
+    def __init__(self, model: Recurrent, vocab: DraftVocab) -> None:
         self._model = model
-        self._device = model.fc.weight.device
-        self._target_ids = vocab.target_ids.to(self._device)
+        self._target_ids = vocab.target_ids
         self._cache = KVCache()
 
     def reset(self) -> None:
@@ -80,23 +92,16 @@ class LiveChain:
         self._cache = KVCache()
 
     @torch.inference_mode()
-    def propose(self, aux: Tensor, next_ids: Sequence[int], draft_len: int) -> list[int]:
-        """K target ids; the keys and values kept are those of true features only.
-
-        aux bf16 [L, n, D]: states of the n tokens verified since the last call; ``next_ids`` the tokens after them.
-        """
-        kept = self._cache.length + len(next_ids)
-        positions = torch.arange(self._cache.length, kept, device=self._device)
-        g = self._model.start(aux.to(self._device))
-        state, choice = self._step(g, torch.tensor(list(next_ids), device=self._device), positions)
-        proposals = [choice]
-        for depth in range(1, draft_len):
-            state, choice = self._step(state, choice[None], positions[-1:] + depth)
-            proposals.append(choice)
+    def propose(self, seen: Seen, draft_len: int, pick: Pick = most_probable) -> list[int]:
+        """K target ids; the keys and values kept are those of true features only."""
+        device = self._target_ids.device
+        kept = self._cache.length + len(seen.next_ids)
+        positions = torch.arange(self._cache.length, kept, device=device)
+        g, ids, proposals = self._model.begin(seen), torch.tensor(list(seen.next_ids), device=device), []
+        for _ in range(draft_len):
+            g, logits = self._model.step(g, ids, positions, self._cache)
+            ids = self._target_ids[pick(logits[-1:])]
+            proposals.append(ids)
+            g, positions = g[-1:], positions[-1:] + 1
         self._cache.crop(kept)
-        return [int(token) for token in torch.stack(proposals).tolist()]
-
-    def _step(self, g: Tensor, next_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """State [1, H] and proposed target id (scalar tensor) after the last of n rows."""
-        state, logits = self._model.step(g, next_ids, positions, self._cache)
-        return state[-1:], self._target_ids[logits[-1].argmax()]
+        return [int(token) for token in torch.cat(proposals).tolist()]

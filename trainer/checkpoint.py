@@ -22,13 +22,13 @@ from torch import Tensor
 from hiddenstore.documents import seal, sha256_hex, unseal
 from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
 from schemas.base import Document
-from schemas.capture import HeadSpec, TargetIdentity
+from schemas.capture import HeadSpec, NormState, TargetIdentity
 from trainer.config import DrafterConfig
 from trainer.vocab import DraftVocab
 
 if TYPE_CHECKING:
     from hiddenstore.head import HeadBundle
-    from trainer.drafters.eagle3 import Eagle3
+    from trainer.drafters.base import Drafter, DrafterInUse
 
 FOLDER = "checkpoints"
 LATEST = "LATEST"
@@ -50,7 +50,11 @@ class DrafterSpec(Document):
 
     @property
     def drafter(self) -> DrafterConfig:
-        return DrafterConfig.model_validate(self.config)
+        from trainer.drafters import drafter_kind
+
+        kind = drafter_kind(str(self.config.get("name")))
+        config: DrafterConfig = kind.config.model_validate(self.config)
+        return config
 
 
 class RunState(Document):
@@ -75,15 +79,27 @@ class Checkpoint:
 
 @dataclass(frozen=True, eq=False)
 class LoadedDrafter:
-    """A drafter ready to use: model in evaluation mode with its embeddings borrowed from ``head``."""
+    """A drafter ready to use: model in evaluation mode with its frozen tables borrowed from the head bundle."""
 
-    model: "Eagle3"
-    config: DrafterConfig
-    vocab: DraftVocab
-    head: "HeadBundle"
-    aux_layers: tuple[int, ...]
+    use: "DrafterInUse"
     identity: TargetIdentity
     step: int
+
+    @property
+    def model(self) -> "Drafter":
+        return self.use.model
+
+    @property
+    def config(self) -> DrafterConfig:
+        return self.use.config
+
+    @property
+    def vocab(self) -> DraftVocab:
+        return self.use.side.vocab
+
+    @property
+    def head(self) -> "HeadBundle":
+        return self.use.side.head
 
 
 def save(run: Path, spec: DrafterSpec, state: RunState, tensors: tuple[dict[str, Tensor], dict[str, Tensor]]) -> Path:
@@ -167,50 +183,48 @@ def load_drafter(
     device: str | torch.device = "cpu",
     *,
     head: "HeadBundle | None" = None,
+    final_norm: NormState = "pre_norm",
     untrained: bool = False,
 ) -> LoadedDrafter:
     """The drafter of a run (its newest checkpoint) or of one ``step-N`` folder.
 
-    The head bundle comes from the store the run names unless ``head`` is given. ``untrained`` gives the drafter the run
-    started from instead, for comparison.
+    The head bundle comes from the store the run names unless ``head`` is given. ``final_norm`` is the norm state of the
+    final hidden the drafter will be shown. ``untrained`` gives the drafter the run started from instead.
 
     Raises:
         NotFoundError: no checkpoint there.
         CorruptionError: the checkpoint or vocabulary is damaged.
     """
-    from hiddenstore.head import HeadBundle
-    from hiddenstore.store import Store
     from trainer.drafters import drafter_kind
+    from trainer.drafters.base import DrafterInUse, TargetSide
 
     path = _resolve(Path(run_or_checkpoint))
     checkpoint = load(path)
     spec = unseal(_read(path / DRAFTER_JSON), DrafterSpec, str(path / DRAFTER_JSON))
-    config = spec.drafter
-    if head is None:
-        store = Store.open(spec.store)
-        if store.capture.target != spec.target:
-            raise ConfigError(
-                f"{spec.store} now holds states of {store.capture.target.name}, the drafter was trained for another "
-                f"capture of {spec.target.name}",
-                kind="target-mismatch",
-            )
-        head = HeadBundle.load(store)
-    vocab = DraftVocab.load(path.parent.parent / VOCAB, head.vocab_size)
-    model = drafter_kind(config.name).model().build(config, head, vocab, spec.seed)
+    head = head or _own_head(spec)
+    side = TargetSide(head, DraftVocab.load(path.parent.parent / VOCAB, head.vocab_size), final_norm)
+    kind = drafter_kind(str(spec.config.get("name")))
+    model = kind.build(spec.drafter, side, spec.seed)
     if not untrained:
         model.load_state_dict(checkpoint.drafter)
-    head = head.to(device)
+    side = TargetSide(head.to(device), side.vocab.to(device), final_norm)
     model.to(device).eval()
-    model.borrow(head)
-    return LoadedDrafter(
-        model,
-        config,
-        vocab.to(device),
-        head,
-        config.aux_layers,
-        spec.target,
-        0 if untrained else checkpoint.state.step,
-    )
+    model.borrow(side.head)
+    return LoadedDrafter(DrafterInUse(kind, model, side), spec.target, 0 if untrained else checkpoint.state.step)
+
+
+def _own_head(spec: DrafterSpec) -> "HeadBundle":
+    from hiddenstore.head import HeadBundle
+    from hiddenstore.store import Store
+
+    store = Store.open(spec.store)
+    if store.capture.target != spec.target:
+        raise ConfigError(
+            f"{spec.store} now holds states of {store.capture.target.name}, the drafter was trained for another "
+            f"capture of {spec.target.name}",
+            kind="target-mismatch",
+        )
+    return HeadBundle.load(store)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

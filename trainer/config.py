@@ -5,27 +5,30 @@ Precedence: defaults here < derived from the target < file < ``key.path=value``;
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from hiddenstore import config as settings
 from hiddenstore.errors import FormatError
-from schemas.layers import default_aux_layers
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
+    from trainer.drafters.base import TargetFacts
 
 FULL_VOCAB_LIMIT = 32768
 """Targets up to this size are drafted with their whole vocabulary; larger ones with the field's usual 32,000 tokens."""
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A group of settings; unknown keys are errors."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """batch_tokens: tokens of one optimizer step over all ranks. pack_tokens: tokens of one forward; a batch of several
     packs accumulates their gradients."""
 
@@ -41,11 +44,11 @@ class DataConfig(_Section):
         return self
 
 
-class DrafterConfig(_Section):
-    """Shape of the drafter. The dimensions default to those of the target; ``fc_norm`` and ``norm_output`` make
-    EAGLE-3.1. ``vocab_file`` wins over ``vocab_size``."""
+class DrafterConfig(Section):
+    """What every drafter has; each kind adds its own. The dimensions default to those of the target. ``vocab_file``
+    wins over ``vocab_size``."""
 
-    name: str = "eagle3"
+    name: str
     aux_layers: tuple[int, ...]
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
@@ -57,11 +60,6 @@ class DrafterConfig(_Section):
     max_position: int = Field(4096, gt=0)
     vocab_size: int = Field(gt=0)
     vocab_file: str | None = None
-    fc_norm: bool = False
-    norm_output: bool = False
-    norm_before_residual: bool = False
-    train_embeddings: bool = False
-    train_head: bool = True
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "DrafterConfig":
@@ -72,26 +70,11 @@ class DrafterConfig(_Section):
         return self
 
 
-class LossConfig(_Section):
-    """steps: TTT length. step_weights wins over step_decay^i. reduction: per step, divide by the taught slots
-    (``kept``) or by every token of the batch (``slots``, as SafeAILab and SpecForge do). mask_offset: see
-    `trainer.shift`."""
-
-    steps: int = Field(7, gt=0, le=32)
-    step_decay: float = Field(0.8, gt=0, le=1)
-    step_weights: tuple[float, ...] | None = None
-    reduction: Literal["kept", "slots"] = "kept"
-    mask_offset: int = Field(1, ge=-1, le=1)
-    drop_off_vocab: bool = True
-
-    @model_validator(mode="after")
-    def _weights_fit(self) -> "LossConfig":
-        if self.step_weights is not None and len(self.step_weights) != self.steps:
-            raise ValueError(f"step_weights has {len(self.step_weights)} entries for {self.steps} steps")
-        return self
+class LossConfig(Section):
+    """What is taught; each kind of drafter has its own settings."""
 
 
-class OptimConfig(_Section):
+class OptimConfig(Section):
     """AdamW. The rate rises linearly over ``warmup_ratio`` of the steps, then falls to ``min_lr_ratio`` of it."""
 
     lr: float = Field(1e-4, gt=0)
@@ -105,7 +88,7 @@ class OptimConfig(_Section):
     min_lr_ratio: float = Field(0.02, ge=0, le=1)
 
 
-class LoopConfig(_Section):
+class LoopConfig(Section):
     """Length and upkeep of the run. ``max_steps`` wins over ``epochs``. Intervals are in steps, 0 for never."""
 
     epochs: int = Field(1, gt=0)
@@ -120,14 +103,28 @@ class LoopConfig(_Section):
     tensorboard: bool = False
 
 
-class TrainConfig(_Section):
-    """The resolved settings, saved as ``config.yaml`` beside every run."""
+class TrainConfig(Section):
+    """The resolved settings, saved as ``config.yaml`` beside every run; ``config_class`` gives that of a drafter."""
 
     data: DataConfig
     drafter: DrafterConfig
-    loss: LossConfig = Field(default_factory=lambda: LossConfig())
+    loss: LossConfig
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig())
     train: LoopConfig = Field(default_factory=lambda: LoopConfig())
+
+
+@cache
+def config_class(drafter: str) -> type[TrainConfig]:
+    """The settings of a run that trains this kind of drafter.
+
+    Raises:
+        ConfigError: there is no such drafter.
+    """
+    from trainer.drafters import drafter_kind
+
+    kind = drafter_kind(drafter)
+    loss = (kind.loss, Field(default_factory=kind.loss))
+    return create_model("TrainConfig", __base__=TrainConfig, drafter=(kind.config, ...), loss=loss)
 
 
 def load_config(
@@ -138,37 +135,49 @@ def load_config(
     Raises:
         ConfigError: every unknown or invalid setting at once.
     """
-    return settings.load(TrainConfig, file, words, derived(store, drafter))
+    return settings.load(config_class(drafter), file, words, derived(store, drafter))
 
 
 def derived(store: "Store", drafter: str = "eagle3") -> dict[str, Any]:
     """Defaults that follow from the target and the longest sample of a store."""
+    from trainer.drafters import drafter_kind
+    from trainer.drafters.base import TargetFacts
+
     target = store.capture.target
     shape = _target_shape(store)
-    hidden, vocab = target.hidden_size, target.vocab_size
+    facts = TargetFacts(
+        target.hidden_size, target.num_layers, target.vocab_size, shape, tuple(store.capture.aux_layers)
+    )
     longest = max((entry.tokens for _, entry in store.entries), default=1)
-    batch_tokens = max(min(32768, max(2048, 8 * hidden)), longest)
+    batch_tokens = max(min(32768, max(2048, 8 * target.hidden_size)), longest)
+    common = {
+        "data": {"batch_tokens": batch_tokens, "pack_tokens": max(min(batch_tokens, 8192), longest)},
+        "drafter": {"name": drafter, **_dimensions(facts, store.manifest.head.norm_eps)},
+        "loss": {},
+        "optim": {"lr": default_lr(target.hidden_size)},
+    }
+    for section, values in drafter_kind(drafter).derive(facts).items():
+        common.setdefault(section, {}).update(values)
+    return {section: values for section, values in common.items() if values}
+
+
+def _dimensions(facts: "TargetFacts", norm_eps: float) -> dict[str, Any]:
+    hidden, vocab, shape = facts.hidden_size, facts.vocab_size, facts.shape
     heads = int(shape.get("num_attention_heads") or max(1, hidden // 64))
     rope = shape.get("rope_parameters") or {}
     if rope and "rope_theta" not in rope:
         # Families with one table per layer type (Gemma 3): the full-attention one reaches as far as the drafter must.
         rope = rope.get("full_attention", {})
     return {
-        "data": {"batch_tokens": batch_tokens, "pack_tokens": max(min(batch_tokens, 8192), longest)},
-        "drafter": {
-            "name": drafter,
-            "aux_layers": _aux_layers(store, drafter),
-            "hidden_size": hidden,
-            "intermediate_size": int(shape.get("intermediate_size") or 4 * hidden),
-            "num_heads": heads,
-            "num_kv_heads": int(shape.get("num_key_value_heads") or heads),
-            "head_dim": int(shape.get("head_dim") or hidden // heads),
-            "rms_norm_eps": float(shape.get("rms_norm_eps") or store.manifest.head.norm_eps),
-            "rope_theta": float(rope.get("rope_theta") or shape.get("rope_theta") or 10000.0),
-            "max_position": int(shape.get("max_position_embeddings") or 4096),
-            "vocab_size": vocab if vocab <= FULL_VOCAB_LIMIT else 32000,
-        },
-        "optim": {"lr": default_lr(hidden)},
+        "hidden_size": hidden,
+        "intermediate_size": int(shape.get("intermediate_size") or 4 * hidden),
+        "num_heads": heads,
+        "num_kv_heads": int(shape.get("num_key_value_heads") or heads),
+        "head_dim": int(shape.get("head_dim") or hidden // heads),
+        "rms_norm_eps": float(shape.get("rms_norm_eps") or norm_eps),
+        "rope_theta": float(rope.get("rope_theta") or shape.get("rope_theta") or 10000.0),
+        "max_position": int(shape.get("max_position_embeddings") or 4096),
+        "vocab_size": vocab if vocab <= FULL_VOCAB_LIMIT else 32000,
     }
 
 
@@ -178,15 +187,6 @@ def default_lr(hidden_size: int) -> float:
     The exponent is set by a 192-wide drafter, which learns fastest near 5e-3.
     """
     return float(f"{min(5e-3, 1e-4 * (4096 / hidden_size) ** 1.28):.1e}")
-
-
-def _aux_layers(store: "Store", drafter: str) -> list[int]:
-    held = list(store.capture.aux_layers)
-    try:
-        wanted = default_aux_layers("eagle3", store.capture.target.num_layers)
-    except ValueError:
-        return held
-    return wanted if drafter == "eagle3" and set(wanted) <= set(held) else held
 
 
 def _target_shape(store: "Store") -> Mapping[str, Any]:

@@ -11,7 +11,6 @@ Shapes: T new tokens, L aux layers, D target width, K drafted tokens per draft.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,20 +19,8 @@ from hiddenstore.data import PackedBatch
 from hiddenstore.errors import CaptureError, ConfigError
 from hiddenstore.loops import LOOP_SHARE, repeated_share
 from trainer.acceptance import Tally
+from trainer.drafters.base import Live
 from trainer.target import LiveTarget
-
-
-class Chain(Protocol):
-    """A drafter in use on one text; holds its own KV cache."""
-
-    def reset(self) -> None:
-        """Forget the text."""
-
-    def propose(self, aux: Tensor, next_ids: Sequence[int], draft_len: int) -> list[int]:
-        """K token ids that would follow ``next_ids[-1]``.
-
-        aux bf16 [L, T, D] of the T tokens verified since the last call; ``next_ids`` [T] the tokens after each of them.
-        """
 
 
 @dataclass(frozen=True)
@@ -89,7 +76,7 @@ def greedy(target: LiveTarget, prompt: Sequence[int], max_new_tokens: int) -> Ge
 
 
 def speculative(
-    target: LiveTarget, drafter: Chain, prompt: Sequence[int], max_new_tokens: int, tally: Tally
+    target: LiveTarget, drafter: Live, prompt: Sequence[int], max_new_tokens: int, tally: Tally
 ) -> Generation:
     """The same answer with a drafter; adds every draft to ``tally``, whose ``draft_len`` is K."""
     started, stop = time.perf_counter(), target.stop_ids
@@ -97,16 +84,15 @@ def speculative(
     drafter.reset()
     prefill = target.forward(prompt, cache, last_only=True)
     tokens = [_argmax(prefill.logits)[-1]]
-    aux, next_ids = prefill.aux, [*prompt[1:], tokens[0]]
+    seen = prefill.seen([*prompt[1:], tokens[0]])
     while len(tokens) < max_new_tokens and tokens[-1] not in stop:
-        proposals = drafter.propose(aux, next_ids, tally.draft_len)
+        proposals = drafter.propose(seen, tally.draft_len)
         check = target.forward([tokens[-1], *proposals], cache)
         choices = _argmax(check.logits)
         accepted = next((i for i, proposal in enumerate(proposals) if proposal != choices[i]), len(proposals))
         target.drop_last(cache, len(proposals) - accepted)
-        next_ids = [*proposals[:accepted], choices[accepted]]
-        aux = check.aux[:, : accepted + 1]
-        emitted = _until_stop(next_ids, stop)[: max_new_tokens - len(tokens)]
+        seen = check.seen([*proposals[:accepted], choices[accepted]])
+        emitted = _until_stop(seen.next_ids, stop)[: max_new_tokens - len(tokens)]
         tally.add_draft(min(accepted, len(emitted)), len(emitted))
         tokens += emitted
     return Generation(tokens, time.perf_counter() - started)
@@ -114,7 +100,7 @@ def speculative(
 
 def decode(
     target: LiveTarget,
-    drafter: Chain,
+    drafter: Live,
     prompts: Iterable[list[int]],
     *,
     count: int,
@@ -166,15 +152,15 @@ def recorded_packs(target: LiveTarget, decoded: Decoded) -> Iterator[PackedBatch
     """
     for prompt, answer in zip(decoded.prompts, decoded.answers, strict=True):
         ids = torch.tensor([*prompt, *answer])
-        at, aux = torch.arange(len(ids)), target.forward(ids.tolist(), target.new_cache(), last_only=True).aux.cpu()
+        at, run = torch.arange(len(ids)), target.forward(ids.tolist(), target.new_cache(), last_only=True)
         yield PackedBatch(
             input_ids=ids,
             loss_mask=at >= len(prompt),
             positions=at,
             document=torch.zeros_like(at),
-            aux=aux,
-            final=aux.new_zeros(0, aux.shape[-1]),
-            final_rows=at[:0],
+            aux=run.aux.cpu(),
+            final=run.final.cpu(),
+            final_rows=at,
             sample_ids=[""],
         )
 
@@ -217,9 +203,9 @@ def _difference(
     return Difference(number, index, one, other, float((logits[one] - logits[other]).abs()))
 
 
-def _until_stop(tokens: list[int], stop: frozenset[int]) -> list[int]:
+def _until_stop(tokens: Sequence[int], stop: frozenset[int]) -> list[int]:
     end = next((i for i, token in enumerate(tokens) if token in stop), len(tokens) - 1)
-    return tokens[: end + 1]
+    return list(tokens[: end + 1])
 
 
 def _argmax(logits: Tensor) -> list[int]:

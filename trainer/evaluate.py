@@ -20,12 +20,10 @@ from hiddenstore.store import Store
 from schemas.capture import TargetIdentity
 from schemas.manifest import Split
 from trainer.acceptance import Tally, walk
-from trainer.chain import hit_prefixes
 from trainer.ngram import NgramFloor, ngram_floor
 
 if TYPE_CHECKING:
-    from trainer.drafters.eagle3 import Eagle3
-    from trainer.vocab import DraftVocab
+    from trainer.drafters.base import DrafterInUse, Needs
 
 PACK_TOKENS = 8192
 
@@ -42,7 +40,7 @@ class Evaluation:
 
 
 def evaluate(
-    drafters: "Sequence[tuple[Eagle3, DraftVocab]]",
+    drafters: "Sequence[DrafterInUse]",
     store: Store,
     split: Split,
     draft_len: int,
@@ -50,14 +48,14 @@ def evaluate(
     device: str = "cpu",
     on_pack: Callable[[int], None] | None = None,
 ) -> list[Evaluation]:
-    """Walk every sample of a split with each drafter, reading the store once. All read the same aux layers.
+    """Walk every sample of a split with each drafter, reading the store once. All are of one kind.
 
     Raises:
         ConfigError: the split is empty or has nothing to draft, or the store lacks a layer.
     """
     if draft_len < 1:
         raise ConfigError(f"a draft needs at least one token, not {draft_len}", kind="draft-len")
-    packs = _packs(store, split, drafters[0][0].config.aux_layers)
+    packs = _packs(store, split, drafters[0].needs)
     results = evaluate_packs(drafters, packs, draft_len, device=device, on_pack=on_pack)
     if not results[0].tally.drafts:
         raise ConfigError(
@@ -68,7 +66,7 @@ def evaluate(
 
 
 def evaluate_packs(
-    drafters: "Sequence[tuple[Eagle3, DraftVocab]]",
+    drafters: "Sequence[DrafterInUse]",
     packs: Iterable[PackedBatch],
     draft_len: int,
     *,
@@ -79,8 +77,8 @@ def evaluate_packs(
     results = [Evaluation(Tally(draft_len), []) for _ in drafters]
     for pack in packs:
         moved = pack.to(device)
-        for (model, vocab), result in zip(drafters, results, strict=True):
-            hits = hit_prefixes(model, vocab, moved, draft_len).cpu().numpy()
+        for drafter, result in zip(drafters, results, strict=True):
+            hits = drafter.hits(moved, draft_len).cpu().numpy()
             for rows in _documents(pack):
                 ids, mask = pack.input_ids[rows].cpu().numpy(), pack.loss_mask[rows].cpu().numpy()
                 walk(hits[rows], mask, result.tally)
@@ -115,7 +113,7 @@ def require_same_capture(trained_on: TargetIdentity, store: Store, hint: str | N
         )
 
 
-def _packs(store: Store, split: Split, layers: Sequence[int]) -> Iterator[PackedBatch]:
+def _packs(store: Store, split: Split, needs: "Needs") -> Iterator[PackedBatch]:
     lengths = [entry.tokens for _, entry in store.entries if entry.split == split]
     if not lengths:
         others = sorted({entry.split for _, entry in store.entries})
@@ -125,7 +123,12 @@ def _packs(store: Store, split: Split, layers: Sequence[int]) -> Iterator[Packed
             hint=f"--split {others[0]}" if others else None,
         )
     batches = TokenBatches(
-        store, split=split, layers=layers, final=False, batch_tokens=max(PACK_TOKENS, *lengths), epochs=1
+        store,
+        split=split,
+        layers=needs.aux_layers,
+        final=needs.final != "none",
+        batch_tokens=max(PACK_TOKENS, *lengths),
+        epochs=1,
     )
     for batch in batches:
         yield from batch.packs

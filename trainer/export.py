@@ -23,9 +23,8 @@ from hiddenstore.fs import storage_error
 from hiddenstore.head import HeadBundle
 from schemas.capture import TargetIdentity
 from schemas.layers import LayerConvention, from_convention, to_convention
-from trainer.config import DrafterConfig
 from trainer.drafters.blocks import KVCache
-from trainer.drafters.eagle3 import Eagle3
+from trainer.drafters.eagle3 import Eagle3, Eagle3Config
 from trainer.vocab import DraftVocab
 
 CONFIG_FILE = "config.json"
@@ -256,8 +255,8 @@ def _probe(model: Eagle3, checkpoint: Checkpoint) -> Tensor:
     return torch.cat(found)
 
 
-def _drafter_config(config: Mapping[str, Any], layout: EngineFormat, own_embeddings: bool) -> DrafterConfig:
-    return DrafterConfig(
+def _drafter_config(config: Mapping[str, Any], layout: EngineFormat, own_embeddings: bool) -> Eagle3Config:
+    return Eagle3Config(
         aux_layers=tuple(from_convention(config["eagle_aux_hidden_state_layer_ids"], layout.convention)),
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],

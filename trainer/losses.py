@@ -21,10 +21,11 @@ LOGIT_BUDGET_DEVICE = 1 << 26
 
 @dataclass(frozen=True, eq=False)
 class StepLosses:
-    """total: scalar with gradient. sums fp64 [K]: unscaled loss summed over taught slots. hits int64 [K]: slots where
-    the drafter's most probable token is the target's. counts int64 [K]: taught slots."""
+    """total: scalar with gradient; value: the same in fp64. sums fp64 [K]: unscaled loss summed over taught slots. hits
+    int64 [K]: slots where the drafter's most probable token is the target's. counts int64 [K]: taught slots."""
 
     total: Tensor
+    value: Tensor
     sums: Tensor
     hits: Tensor
     counts: Tensor
@@ -61,7 +62,7 @@ def soft_cross_entropy(
     """
     needs = (torch.is_grad_enabled() and states.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
     total, sums, hits = _FusedHead.apply(states, weight, taught, scales, (compute_dtype or states.dtype, needs))
-    return StepLosses(total, sums, hits, (taught.slots >= 0).sum(0))
+    return StepLosses(total, (sums * scales.double()).sum(), sums, hits, (taught.slots >= 0).sum(0))
 
 
 class _FusedHead(torch.autograd.Function):

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from hiddenstore import config as settings
 from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
@@ -14,8 +16,8 @@ from schemas.base import Document
 from schemas.capture import CaptureSpec
 from schemas.manifest import Snapshot
 from trainer import checkpoint
-from trainer.config import TrainConfig, load_config
-from trainer.drafters import check_store
+from trainer.config import TrainConfig, config_class, load_config
+from trainer.drafters import check_store, drafter_kind
 from trainer.run_log import METRICS
 from trainer.vocab import DraftVocab
 
@@ -58,7 +60,8 @@ def open_new(asked: Asked) -> tuple[Store, TrainConfig]:
         )
     store = Store.open(asked.store)
     config = load_config(store, asked.drafter, asked.file, asked.words)
-    check_store(config.drafter.name, config.drafter.aux_layers, store.capture, store.path)
+    needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
+    check_store(config.drafter.name, needs, store.capture, store.path)
     require_files(store)
     return store, config
 
@@ -110,10 +113,17 @@ def reopen(asked: Asked) -> tuple[Store, TrainConfig]:
             hint=f"other settings are another run: hiddenstore train {asked.store} -o {path}-2 …",
         )
     store = _same_store(asked)
-    config = settings.load(TrainConfig, path / CONFIG, asked.words)
+    config = settings.load(config_class(_drafter_name(path)), path / CONFIG, asked.words)
     if asked.words:
         checkpoint.write_atomically(path / CONFIG, settings.dump(config).encode())
     return store, config
+
+
+def _drafter_name(run: Path) -> str:
+    try:
+        return str(yaml.safe_load((run / CONFIG).read_bytes())["drafter"]["name"])
+    except (yaml.YAMLError, KeyError, TypeError, OSError) as error:
+        raise CorruptionError(f"{run / CONFIG} names no drafter: {error}", kind="run-corrupt") from error
 
 
 def _same_store(asked: Asked) -> Store:

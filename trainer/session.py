@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +17,13 @@ from hiddenstore.head import HeadBundle
 from hiddenstore.store import Store
 from schemas.manifest import Snapshot
 from trainer import checkpoint
-from trainer.config import TrainConfig
+from trainer.config import TrainConfig, config_class
 from trainer.device import pick_device
 from trainer.drafters import drafter_kind
-from trainer.drafters.eagle3 import Eagle3, Eagle3Objective
+from trainer.drafters.base import Drafter, Needs, Objective, TargetSide
 from trainer.group import Group
 from trainer.optim import Optimizer
 from trainer.run_folder import Asked, create, open_new, read_facts, reopen
-from trainer.teacher import Teacher
 from trainer.vocab import DraftVocab, count_store, coverage
 
 
@@ -36,8 +36,8 @@ class Session:
     config: TrainConfig
     group: Group
     device: torch.device
-    model: Eagle3
-    objective: Eagle3Objective
+    model: Drafter
+    objective: Objective[Any]
     optimizer: Optimizer
     batches: TokenBatches
     vocab_coverage: float
@@ -66,11 +66,11 @@ def start(asked: Asked, group: Group) -> Session:
     vocab, covered = _vocabulary(asked, store, config, head.vocab_size, group)
     with group.together():
         kind = drafter_kind(config.drafter.name)
-        model = kind.model().build(config.drafter, head, vocab, config.train.seed).to(device)
+        side = TargetSide(head, vocab.to(device), store.capture.final_norm)
+        model = kind.build(config.drafter, side, config.train.seed).to(device)
         model.borrow(head)
         model.train()
-        teacher = Teacher(head, vocab, store.capture.final_norm, config.loss.drop_off_vocab)
-        objective = kind.objective(model, teacher, config)
+        objective = kind.objective(model, side, config.loss)
         batches = token_batches(store, config, group)
         total = config.train.max_steps or sum(batches.batches_per_epoch(epoch) for epoch in range(config.train.epochs))
         optimizer = Optimizer(model, config.optim, total)
@@ -88,10 +88,12 @@ def start(asked: Asked, group: Group) -> Session:
 def token_batches(store: Store, config: TrainConfig, group: Group, *, validation: bool = False) -> TokenBatches:
     """This rank's packs of the global batches, which ``data.batch_tokens`` alone defines."""
     endless = config.train.max_steps is not None and not validation
+    needs: Needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
     return TokenBatches(
         store,
         split="validation" if validation else "train",
-        layers=config.drafter.aux_layers,
+        layers=needs.aux_layers,
+        final=needs.final != "none",
         batch_tokens=config.data.batch_tokens,
         pack_tokens=config.data.pack_tokens,
         seed=config.data.seed,
@@ -142,8 +144,12 @@ def _agreed(
     with group.together():
         if not chosen:
             snapshot = unseal(said["snapshot"].encode(), Snapshot, "the list of samples of rank 0")
-            chosen.append((Store.open(asked.store, snapshot), TrainConfig.model_validate_json(said["config"])))
+            chosen.append((Store.open(asked.store, snapshot), _config(said["config"])))
     return chosen[0]
+
+
+def _config(text: str) -> TrainConfig:
+    return config_class(json.loads(text)["drafter"]["name"]).model_validate_json(text)
 
 
 def _restore(session: Session) -> None:

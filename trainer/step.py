@@ -1,6 +1,6 @@
 """One optimizer step over a global batch, and the sums it reports.
 
-Shapes: K TTT steps.
+Shapes: K depths (TTT steps, block slots or heads).
 """
 
 import math
@@ -13,8 +13,8 @@ import torch
 
 from hiddenstore.data import GlobalBatch
 from hiddenstore.errors import CaptureError
-from trainer.drafters.eagle3 import Work
-from trainer.losses import StepLosses, step_weights
+from trainer.drafters.base import Work
+from trainer.losses import StepLosses
 from trainer.run_log import StepMetrics
 from trainer.session import Session, token_batches
 
@@ -42,9 +42,9 @@ def steps(session: Session) -> Generator[tuple[GlobalBatch, StepMetrics], None, 
 
 def train_step(session: Session, batch: GlobalBatch, works: Sequence[Work], began: float) -> StepMetrics:
     """One update; gradients are divided by the taught slots of the global batch, whoever holds its packs."""
-    group, loss = session.group, session.config.loss
+    group = session.group
     divisors = session.objective.divisors(*works)
-    totals = Totals(loss.steps, session.device)
+    totals = Totals(session.objective.depths, session.device)
     totals.count(works)
     group.sum([divisors, totals.counts, totals.open, totals.tokens])
     with group.together():
@@ -54,11 +54,9 @@ def train_step(session: Session, batch: GlobalBatch, works: Sequence[Work], bega
             if losses.total.requires_grad:
                 losses.total.backward()
             totals.add(losses)
-    group.sum([totals.sums, totals.hits])
+    group.sum([totals.value, totals.sums, totals.hits])
     group.sum_gradients(session.optimizer.named.values())
-    weights = step_weights(loss.steps, loss.step_decay, loss.step_weights)
-    per_step = (totals.sums / divisors.clamp(min=1).double()).cpu()
-    value = float((per_step * weights.double()).sum())
+    value = float(totals.value)
     if not math.isfinite(value):
         raise _not_finite(session, batch, f"loss {value}")
     lr, norm = session.optimizer.step(session.step)
@@ -80,20 +78,22 @@ def train_step(session: Session, batch: GlobalBatch, works: Sequence[Work], bega
 
 
 class Totals:
-    """Sums over packs and ranks, per TTT step: int64 [K], ``sums`` fp64 [K]; ``tokens`` int64."""
+    """Sums over packs and ranks, per depth: int64 [K], ``sums`` fp64 [K]; ``value`` fp64 and ``tokens`` int64."""
 
-    def __init__(self, steps: int, device: torch.device) -> None:
-        self.sums = torch.zeros(steps, dtype=torch.float64, device=device)
-        self.hits, self.counts, self.open = (torch.zeros(steps, dtype=torch.int64, device=device) for _ in range(3))
+    def __init__(self, depths: int, device: torch.device) -> None:
+        self.value = torch.zeros((), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(depths, dtype=torch.float64, device=device)
+        self.hits, self.counts, self.open = (torch.zeros(depths, dtype=torch.int64, device=device) for _ in range(3))
         self.tokens = torch.zeros((), dtype=torch.int64, device=device)
 
     def count(self, works: Sequence[Work]) -> None:
         for work in works:
-            self.counts += work.plan.counts
+            self.counts += work.counts
             self.open += work.open
             self.tokens += work.batch.tokens
 
     def add(self, losses: StepLosses) -> None:
+        self.value += losses.value
         self.sums += losses.sums
         self.hits += losses.hits
 
@@ -108,14 +108,14 @@ class Totals:
 
 @torch.no_grad()
 def validate(session: Session) -> None:
-    """Losses and accuracy per TTT step over ``validation_tokens`` of the validation split, into ``session.validation``.
+    """Losses and accuracy per depth over ``validation_tokens`` of the validation split, into ``session.validation``.
 
     Left as it is when the store has no such split.
     """
     lengths = {entry.id: entry.tokens for _, entry in session.store.entries if entry.split == "validation"}
     if not lengths:
         return
-    totals = Totals(session.config.loss.steps, session.device)
+    totals = Totals(session.objective.depths, session.device)
     seen = 0
     with session.group.together():
         for batch in token_batches(session.store, session.config, session.group, validation=True):

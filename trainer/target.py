@@ -1,4 +1,4 @@
-"""The live target as decoding needs it: one call with a KV cache that returns logits and the drafter's aux states.
+"""The live target as decoding needs it: one call with a KV cache that returns logits and the states a drafter reads.
 
 Only `decode` loads a target; training and `eval` never do.
 
@@ -26,14 +26,21 @@ from hiddenstore.identity import (
     weights_sha256,
 )
 from schemas.capture import HeadSpec, TargetIdentity
+from trainer.drafters.base import Seen
 
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """What one target forward returns: logits fp32 [T or 1, V], aux bf16 [L, T, D] (rounded as a store rounds them)."""
+    """What one target forward returns: logits fp32 [T or 1, V]; aux bf16 [L, T, D] and final bf16 [T, D] before the
+    final norm, rounded as a store rounds them."""
 
     logits: Tensor
     aux: Tensor
+    final: Tensor
+
+    def seen(self, next_ids: Sequence[int]) -> Seen:
+        """What a drafter is shown of the first ``len(next_ids)`` tokens; ``next_ids`` are those after each."""
+        return Seen(self.aux[:, : len(next_ids)], self.final[: len(next_ids)], next_ids)
 
 
 class LiveTarget:
@@ -47,6 +54,7 @@ class LiveTarget:
         self.device = next(model.parameters()).device
         self._aux_layers = tuple(aux_layers)
         self._taken: dict[int, Tensor] = {}
+        self._final = torch.empty(0)
         blocks = _backbone(model).layers
         outside = [layer for layer in self._aux_layers if not -1 <= layer < len(blocks)]
         if outside:
@@ -58,6 +66,7 @@ class LiveTarget:
                 blocks[0].register_forward_pre_hook(self._take_input, with_kwargs=True)
             else:
                 blocks[layer].register_forward_hook(self._take_output(layer))
+        _backbone(model).norm.register_forward_pre_hook(self._take_final)
         model.register_forward_pre_hook(self._count)
 
     @property
@@ -86,10 +95,9 @@ class LiveTarget:
         ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=self.device)
         self._taken.clear()
         output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1 if last_only else 0)
-        aux = (
-            torch.stack([self._taken[layer][0] for layer in self._aux_layers]) if self._aux_layers else ids.new_empty(0)
-        )
-        return Forward(output.logits[0].float(), aux.to(torch.bfloat16))
+        final = self._final[0].to(torch.bfloat16)
+        aux = [self._taken[layer][0].to(torch.bfloat16) for layer in self._aux_layers]
+        return Forward(output.logits[0].float(), torch.stack(aux) if aux else final.new_empty(0, *final.shape), final)
 
     @staticmethod
     def drop_last(cache: DynamicCache, tokens: int) -> None:
@@ -99,6 +107,9 @@ class LiveTarget:
 
     def _count(self, _module: nn.Module, _args: tuple[Any, ...]) -> None:
         self.forwards += 1
+
+    def _take_final(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._final = args[0]
 
     def _take_output(self, layer: int) -> Any:
         def take(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:

@@ -14,8 +14,7 @@ from hiddenstore.interop.speculators import export_speculators  # noqa: E402
 from hiddenstore.records import final_row_positions  # noqa: E402
 from hiddenstore.testing.builders import make_store  # noqa: E402
 from schemas.capture import HeadSpec, TargetIdentity  # noqa: E402
-from trainer.config import DrafterConfig  # noqa: E402
-from trainer.drafters.eagle3 import Eagle3  # noqa: E402
+from trainer.drafters.eagle3 import Eagle3, Eagle3Config  # noqa: E402
 from trainer.export import Checkpoint, export  # noqa: E402
 from trainer.vocab import DraftVocab  # noqa: E402
 
@@ -141,7 +140,7 @@ def test_their_eagle3_takes_a_training_step_on_our_data_and_zero_rows_do_not_rea
 def make_checkpoint(target_hidden=64):
     from hiddenstore.head import HeadBundle
 
-    config = DrafterConfig(
+    config = Eagle3Config(
         aux_layers=(1, 3, 4),
         hidden_size=target_hidden,
         intermediate_size=96,

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, Setting, make_batch, make_setting
-from trainer.config import LossConfig
-from trainer.drafters.eagle3 import Eagle3Objective
 from trainer.teacher import Teacher
+from trainer.ttt import TttLoss, TttObjective
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
@@ -100,9 +99,9 @@ def peer_batch(setting: Setting) -> dict[str, Tensor]:
 
 def our_losses(setting: Setting) -> tuple[Tensor, Tensor]:
     """Per-step KL and the total cross-entropy."""
-    loss = LossConfig(steps=STEPS, step_decay=1.0, mask_offset=0, drop_off_vocab=False)
+    loss = TttLoss(steps=STEPS, step_decay=1.0, mask_offset=0, drop_off_vocab=False)
     teacher = Teacher(setting.head, setting.vocab, drop_off_vocab=False)
-    objective = Eagle3Objective(setting.model, teacher, loss)
+    objective = TttObjective(setting.model, teacher, loss)
     work = objective.plan(setting.batch)
     result = objective.losses(work, objective.divisors(work))
     q = teacher.probabilities(work.teacher.normed).double()

@@ -9,8 +9,7 @@ from torch import Tensor
 from hiddenstore.data import PackedBatch
 from hiddenstore.head import HeadBundle
 from schemas import HeadSpec
-from trainer.config import DrafterConfig
-from trainer.drafters.eagle3 import Eagle3
+from trainer.drafters.eagle3 import Eagle3, Eagle3Config
 from trainer.vocab import DraftVocab
 
 LAYERS, WIDTH, VOCAB = 3, 16, 40
@@ -49,12 +48,12 @@ def make_batch(lengths: list[int], mask: Tensor | None = None, dtype: torch.dtyp
     )
 
 
-def drafter_config(**changes: object) -> DrafterConfig:
+def drafter_config(**changes: object) -> Eagle3Config:
     shape: dict[str, object] = {
         "aux_layers": (1, 2, 4), "hidden_size": WIDTH, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2,
         "head_dim": 8, "vocab_size": VOCAB, **changes,
     }  # fmt: skip
-    return DrafterConfig.model_validate(shape)
+    return Eagle3Config.model_validate(shape)
 
 
 def make_setting(lengths: list[int], known: int = 24, dtype: torch.dtype = torch.float32, **changes: object) -> Setting:

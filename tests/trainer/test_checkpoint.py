@@ -112,7 +112,7 @@ def test_trained_drafter_loads_with_its_vocabulary_and_head(tmp_path: Path) -> N
     store = tiny_store(tmp_path)
     report = train(store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=4"])
     loaded = checkpoint.load_drafter(tmp_path / "run")
-    assert (loaded.step, loaded.vocab.size, loaded.aux_layers) == (4, 40, (1, 3, 4))
+    assert (loaded.step, loaded.vocab.size, loaded.config.aux_layers) == (4, 40, (1, 3, 4))
     assert loaded.identity == store.capture.target
     assert torch.equal(loaded.model.embed(torch.tensor([3])), loaded.head.embed_tokens[[3]].float())
     fresh = checkpoint.load_drafter(report.checkpoint, untrained=True)

@@ -11,10 +11,9 @@ from hiddenstore.errors import CaptureError, ConfigError, FormatError
 from hiddenstore.loops import repeated_share
 from schemas.capture import HeadSpec
 from trainer.acceptance import Tally, hits_of_next_token, walk
-from trainer.chain import LiveChain
-from trainer.config import DrafterConfig
 from trainer.decode import decode, greedy, recorded_packs, speculative
-from trainer.drafters.eagle3 import Eagle3
+from trainer.drafters.base import DrafterInUse, TargetSide
+from trainer.drafters.eagle3 import EAGLE3, Eagle3Config
 from trainer.evaluate import evaluate_packs
 from trainer.target import LiveTarget, bundle_of, identity_of, load_live_target
 from trainer.vocab import DraftVocab
@@ -31,7 +30,9 @@ class Scripted:
     def reset(self):
         self.read = 0
 
-    def propose(self, aux, next_ids, draft_len):
+    def propose(self, seen, draft_len, pick=None):
+        aux, next_ids = seen.aux, seen.next_ids
+        assert seen.final.shape == (len(next_ids), 64)
         assert aux.shape == (len(AUX_LAYERS), len(next_ids), 64)
         assert aux.dtype == torch.bfloat16
         text = [*self.prompt, *self.answer]
@@ -102,7 +103,7 @@ class AlwaysZero:
     def reset(self):
         pass
 
-    def propose(self, aux, next_ids, draft_len):
+    def propose(self, seen, draft_len, pick=None):
         return [0] * draft_len
 
 
@@ -149,7 +150,7 @@ def test_without_forgetting_rejected_tokens_the_output_is_not_the_greedy_one(tar
 
 def eagle3_for(target, answers, seed=0):
     """A random drafter whose vocabulary is what the target says most, so that some drafts are accepted."""
-    config = DrafterConfig(
+    config = Eagle3Config(
         aux_layers=AUX_LAYERS,
         hidden_size=64,
         intermediate_size=96,
@@ -161,17 +162,18 @@ def eagle3_for(target, answers, seed=0):
     counts = torch.bincount(torch.tensor([token for answer in answers for token in answer]), minlength=99)
     vocab = DraftVocab.of_counts(counts.numpy(), 4)
     spec = HeadSpec(norm_flavour="rms", norm_eps=1e-6, tied=False)
-    return Eagle3.build(config, bundle_of(target.model, spec), vocab, seed).eval(), vocab
+    side = TargetSide(bundle_of(target.model, spec), vocab)
+    return DrafterInUse(EAGLE3, EAGLE3.build(config, side, seed).eval(), side)
 
 
 @pytest.mark.parametrize("draft_len", [1, 3, 5])
 def test_an_eagle3_drafter_decodes_the_greedy_text_and_eval_on_that_text_counts_the_same(target, draft_len):
     prompts = [prompt_of(seed) for seed in range(6)]
-    model, vocab = eagle3_for(target, [greedy(target, prompt, 32).tokens for prompt in prompts])
-    live = decode(target, LiveChain(model, vocab), prompts, count=5, draft_len=draft_len, max_new_tokens=32)
+    drafter = eagle3_for(target, [greedy(target, prompt, 32).tokens for prompt in prompts])
+    live = decode(target, drafter.live(), prompts, count=5, draft_len=draft_len, max_new_tokens=32)
     assert live.differences == []
     assert live.target_forwards == live.tally.drafts + len(live.answers)
-    (simulated,) = evaluate_packs([(model, vocab)], recorded_packs(target, live), draft_len)
+    (simulated,) = evaluate_packs([drafter], recorded_packs(target, live), draft_len)
     assert live.tally.tokens > live.tally.drafts
     assert (simulated.tally.drafts, simulated.tally.tokens) == (live.tally.drafts, live.tally.tokens)
     assert simulated.tally.accepted_at == live.tally.accepted_at

@@ -6,22 +6,21 @@ from torch import Tensor
 
 from tests.trainer.conftest import VOCAB, Setting, make_setting
 from tests.trainer.eagle3_plain import PlainEagle3, plain_losses
-from trainer.config import LossConfig
-from trainer.drafters.eagle3 import Eagle3Objective
 from trainer.losses import StepLosses
 from trainer.teacher import Teacher
+from trainer.ttt import TttLoss, TttObjective
 
 
-def ours(setting: Setting, loss: LossConfig) -> tuple[Tensor, StepLosses]:
+def ours(setting: Setting, loss: TttLoss) -> tuple[Tensor, StepLosses]:
     """Per-step mean losses and the result they come from."""
     teacher = Teacher(setting.head, setting.vocab, drop_off_vocab=loss.drop_off_vocab)
-    objective = Eagle3Objective(setting.model, teacher, loss)
+    objective = TttObjective(setting.model, teacher, loss)
     work = objective.plan(setting.batch)
     result = objective.losses(work, objective.divisors(work))
     return result.sums / result.counts, result
 
 
-def plain(setting: Setting, loss: LossConfig) -> tuple[list[Tensor], list[int]]:
+def plain(setting: Setting, loss: TttLoss) -> tuple[list[Tensor], list[int]]:
     weights = dict(setting.model.named_parameters())
     weights.setdefault("embed_tokens.weight", setting.head.embed_tokens)
     config = setting.model.config
@@ -41,7 +40,7 @@ def plain(setting: Setting, loss: LossConfig) -> tuple[list[Tensor], list[int]]:
     )
 
 
-def assert_agree(setting: Setting, loss: LossConfig) -> None:
+def assert_agree(setting: Setting, loss: TttLoss) -> None:
     found, result = ours(setting, loss)
     expected, counts = plain(setting, loss)
     assert result.counts.tolist() == counts
@@ -51,24 +50,24 @@ def assert_agree(setting: Setting, loss: LossConfig) -> None:
 @pytest.mark.parametrize("mask_offset", [-1, 0, 1])
 @pytest.mark.parametrize("drop", [True, False])
 def test_step_losses_agree_with_the_plain_restatement(mask_offset: int, drop: bool) -> None:
-    assert_agree(make_setting([13, 2, 9], known=24), LossConfig(steps=4, mask_offset=mask_offset, drop_off_vocab=drop))
+    assert_agree(make_setting([13, 2, 9], known=24), TttLoss(steps=4, mask_offset=mask_offset, drop_off_vocab=drop))
 
 
 @pytest.mark.parametrize("option", ["fc_norm", "norm_output", "train_embeddings"])
 def test_step_losses_agree_under_each_option(option: str) -> None:
-    assert_agree(make_setting([11, 7], **{option: True}), LossConfig(steps=3))
+    assert_agree(make_setting([11, 7], **{option: True}), TttLoss(steps=3))
 
 
 def test_whole_vocabulary_drops_nothing() -> None:
     setting = make_setting([12], known=VOCAB)
     setting.batch.loss_mask[:] = True
-    assert_agree(setting, LossConfig(steps=3, mask_offset=0))
-    assert ours(setting, LossConfig(steps=3, mask_offset=0))[1].counts.tolist() == [11, 10, 9]
+    assert_agree(setting, TttLoss(steps=3, mask_offset=0))
+    assert ours(setting, TttLoss(steps=3, mask_offset=0))[1].counts.tolist() == [11, 10, 9]
 
 
 def test_gradients_equal_those_of_the_plain_restatement() -> None:
     setting = make_setting([9, 6], known=20, dtype=torch.float64, fc_norm=True, train_embeddings=True)
-    loss = LossConfig(steps=3)
+    loss = TttLoss(steps=3)
     parameters = dict(setting.model.named_parameters())
     result = ours(setting, loss)[1]
     found = torch.autograd.grad(result.total, list(parameters.values()))
@@ -82,7 +81,7 @@ def test_gradients_equal_those_of_the_plain_restatement() -> None:
 
 def test_packing_changes_nothing() -> None:
     setting = make_setting([10, 4, 7])
-    together = ours(setting, LossConfig(steps=4))[1]
+    together = ours(setting, TttLoss(steps=4))[1]
     batch, sums = setting.batch, torch.zeros(4, dtype=torch.float64)
     for index in range(3):
         rows = torch.nonzero(batch.document == index)[:, 0]
@@ -90,7 +89,7 @@ def test_packing_changes_nothing() -> None:
             batch.input_ids[rows], batch.loss_mask[rows], batch.positions[rows], batch.document[rows] * 0,
             batch.aux[:, rows], batch.final[rows], torch.arange(len(rows)), [batch.sample_ids[index]],
         )  # fmt: skip
-        sums += ours(Setting(setting.head, setting.vocab, setting.model, alone), LossConfig(steps=4))[1].sums
+        sums += ours(Setting(setting.head, setting.vocab, setting.model, alone), TttLoss(steps=4))[1].sums
     assert torch.allclose(together.sums, sums, atol=1e-5)
 
 
@@ -99,12 +98,12 @@ def test_idle_slots_may_be_skipped_or_computed() -> None:
     setting.batch.loss_mask[:] = False
     setting.batch.loss_mask[5:9] = True
     setting.batch.loss_mask[40:52] = True
-    assert_agree(setting, LossConfig(steps=4))
+    assert_agree(setting, TttLoss(steps=4))
 
 
 def test_hits_count_the_target_token() -> None:
     setting = make_setting([14], known=VOCAB)
-    loss = LossConfig(steps=1, mask_offset=0)
+    loss = TttLoss(steps=1, mask_offset=0)
     setting.batch.loss_mask[:] = True
     result = ours(setting, loss)[1]
     weights = dict(setting.model.named_parameters()) | {"embed_tokens.weight": setting.head.embed_tokens}
@@ -118,7 +117,7 @@ def test_hits_count_the_target_token() -> None:
 def test_slots_reduction_divides_by_every_token() -> None:
     setting = make_setting([14, 6])
     teacher = Teacher(setting.head, setting.vocab)
-    objective = Eagle3Objective(setting.model, teacher, LossConfig(steps=2, reduction="slots"))
+    objective = TttObjective(setting.model, teacher, TttLoss(steps=2, reduction="slots"))
     assert objective.divisors(objective.plan(setting.batch)).tolist() == [20.0, 20.0]
     both = objective.plan(setting.batch)
     assert objective.divisors(both, both).tolist() == [40.0, 40.0]

@@ -10,9 +10,8 @@ from hiddenstore.head import HeadBundle
 from hiddenstore.testing.builders import make_store
 from schemas.capture import HeadSpec
 from trainer.acceptance import Tally, drafting_positions, walk
-from trainer.chain import LiveChain, hit_prefixes
-from trainer.config import DrafterConfig
-from trainer.drafters.eagle3 import Eagle3
+from trainer.drafters.base import DrafterInUse, Seen, TargetSide
+from trainer.drafters.eagle3 import EAGLE3, Eagle3, Eagle3Config
 from trainer.evaluate import evaluate, floor, require_same_capture
 from trainer.ngram import ngram_floor
 from trainer.vocab import DraftVocab
@@ -21,7 +20,7 @@ WIDTH = 32
 
 
 def make_drafter(vocab_size, draft_ids=None, layers=(1, 3), seed=0, **flags):
-    config = DrafterConfig(
+    config = Eagle3Config(
         aux_layers=layers,
         hidden_size=WIDTH,
         intermediate_size=48,
@@ -46,7 +45,7 @@ def make_drafter(vocab_size, draft_ids=None, layers=(1, 3), seed=0, **flags):
                 parameter.uniform_(0.5, 1.5, generator=generator)
             elif "lm_head" not in name:
                 parameter.mul_(2)
-    return model.eval(), vocab
+    return DrafterInUse(EAGLE3, model.eval(), TargetSide(head, vocab))
 
 
 def make_pack(lengths, vocab_size, layers=2, seed=0):
@@ -71,9 +70,13 @@ def documents(pack):
         yield int(rows[0]), int(rows[-1]) + 1
 
 
-def drafted(model, vocab, ids, aux, n, draft_len):
+def seen(ids, aux, start, end):
+    return Seen(aux[:, start:end], torch.zeros(end - start, WIDTH).bfloat16(), ids[start + 1 : end + 1].tolist())
+
+
+def drafted(drafter, ids, aux, n, draft_len):
     """Proposals after token n of one text, from a chain that has seen nothing before."""
-    return LiveChain(model, vocab).propose(aux[:, :n], ids[1 : n + 1].tolist(), draft_len)
+    return drafter.live().propose(seen(ids, aux, 0, n), draft_len)
 
 
 @pytest.mark.parametrize(
@@ -82,41 +85,41 @@ def drafted(model, vocab, ids, aux, n, draft_len):
 @pytest.mark.parametrize("draft_ids", [None, [0, 2]])
 def test_the_hits_of_every_slot_are_those_of_drafting_from_it_alone(flags, draft_ids):
     vocab_size, draft_len = 3, 4
-    model, vocab = make_drafter(vocab_size, draft_ids, **flags)
+    drafter = make_drafter(vocab_size, draft_ids, **flags)
     pack = make_pack([63, 2, 51, 9], vocab_size)
-    hits = hit_prefixes(model, vocab, pack, draft_len)
-    seen = []
+    hits = drafter.hits(pack, draft_len)
+    found = []
     for start, end in documents(pack):
         ids, mask, aux = pack.input_ids[start:end], pack.loss_mask[start:end], pack.aux[:, start:end]
         allowed = set(drafting_positions(mask.numpy()).tolist())
         for n in range(end - start):
             expected = 0
             if n in allowed:
-                proposals = drafted(model, vocab, ids, aux, n, draft_len)
+                proposals = drafted(drafter, ids, aux, n, draft_len)
                 truth = ids[n + 1 : n + 1 + draft_len].tolist()
                 while expected < len(truth) and proposals[expected] == truth[expected]:
                     expected += 1
             assert int(hits[start + n]) == expected
-            seen.append(expected)
-    assert len(set(seen)) >= 3
+            found.append(expected)
+    assert len(set(found)) >= 3
 
 
 def test_a_live_chain_proposes_the_same_after_many_calls_as_after_one():
     """True features replace the drafter's own guesses: nothing of a rejected draft is left in its cache."""
-    model, vocab = make_drafter(7)
+    drafter = make_drafter(7)
     pack = make_pack([40], 7)
-    ids, aux, chain = pack.input_ids, pack.aux, LiveChain(*make_drafter(7))
+    ids, aux, chain = pack.input_ids, pack.aux, make_drafter(7).live()
     n = 0
     for step in (5, 1, 3, 1, 2, 4, 1, 7):
-        proposals = chain.propose(aux[:, n : n + step], ids[n + 1 : n + step + 1].tolist(), 3)
+        proposals = chain.propose(seen(ids, aux, n, n + step), 3)
         n += step
-        assert proposals == drafted(model, vocab, ids, aux, n, 3)
+        assert proposals == drafted(drafter, ids, aux, n, 3)
 
 
 def test_a_token_off_the_draft_vocabulary_is_a_miss():
-    model, vocab = make_drafter(6, [1, 4])
+    drafter = make_drafter(6, [1, 4])
     pack = make_pack([60], 6)
-    hits = hit_prefixes(model, vocab, pack, 3)
+    hits = drafter.hits(pack, 3)
     for n in torch.nonzero(hits)[:, 0].tolist():
         assert all(int(pack.input_ids[n + 1 + i]) in (1, 4) for i in range(int(hits[n])))
     assert int(hits.sum()) > 0
@@ -124,8 +127,8 @@ def test_a_token_off_the_draft_vocabulary_is_a_miss():
 
 def test_evaluate_walks_every_sample_of_the_split_as_a_plain_loop_would(tmp_path):
     store = make_store(tmp_path, samples=21, codec="bf16")
-    model, vocab = make_drafter(64)
-    (result,) = evaluate([(model, vocab)], store, "train", 3)
+    drafter = make_drafter(64)
+    (result,) = evaluate([drafter], store, "train", 3)
     expected, texts = Tally(3), []
     for sample_id in store.sample_ids:
         record = store[sample_id]
@@ -134,7 +137,7 @@ def test_evaluate_walks_every_sample_of_the_split_as_a_plain_loop_would(tmp_path
         ids, mask = torch.from_numpy(record.sample.input_ids).long(), record.sample.loss_mask
         hits = np.zeros(len(ids), dtype=np.int64)
         for n in drafting_positions(mask):
-            proposals = drafted(model, vocab, ids, record.aux, int(n), 3)
+            proposals = drafted(drafter, ids, record.aux, int(n), 3)
             truth = ids[n + 1 : n + 4].tolist()
             while hits[n] < len(truth) and proposals[hits[n]] == truth[hits[n]]:
                 hits[n] += 1

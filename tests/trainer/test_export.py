@@ -10,8 +10,7 @@ from hiddenstore.errors import ConfigError, ConflictError, CorruptionError
 from hiddenstore.head import HeadBundle
 from schemas.capture import HeadSpec, TargetIdentity
 from trainer import export as exporter
-from trainer.config import DrafterConfig
-from trainer.drafters.eagle3 import Eagle3
+from trainer.drafters.eagle3 import Eagle3, Eagle3Config
 from trainer.export import ENGINES, Checkpoint, export, prove_equal, read_exported
 from trainer.vocab import DraftVocab
 
@@ -19,7 +18,7 @@ V, U, D, N, G, E, F = 50, 20, 32, 2, 1, 16, 48
 
 
 def make_checkpoint(width=D, **flags):
-    config = DrafterConfig(
+    config = Eagle3Config(
         aux_layers=(1, 3, 4),
         hidden_size=width,
         intermediate_size=F,

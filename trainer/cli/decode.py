@@ -47,7 +47,6 @@ def decode(run: str, target: str, prompts: str, count: int, answers: str | None,
     """
     from hiddenstore.progress import Progress
     from trainer import decode as engine
-    from trainer.chain import LiveChain
     from trainer.checkpoint import load_drafter
     from trainer.device import pick_device
     from trainer.prompts import read_prompts
@@ -62,17 +61,16 @@ def decode(run: str, target: str, prompts: str, count: int, answers: str | None,
     with Progress("decode", total=count, unit="prompts") as progress:
         decoded = engine.decode(
             live,
-            LiveChain(drafter.model, drafter.vocab),
+            drafter.use.live(),
             _kept(read_prompts(prompts, live.tokenizer, live.identity, "validation"), asked),
             count=count,
             draft_len=draft_len,
             max_new_tokens=options["max_new_tokens"],
             on_prompt=lambda done: progress.update(len(done.answers), looping=done.looping),
         )
-    drafters = [(drafter.model, drafter.vocab)]
+    drafters = [drafter.use]
     if options["untrained"]:
-        fresh = load_drafter(run, where, head=head, untrained=True)
-        drafters.append((fresh.model, fresh.vocab))
+        drafters.append(load_drafter(run, where, head=head, untrained=True).use)
     tallies, floor = _on_the_same_text(decoded, live, drafters, info, where)
     document = {
         "run": run,

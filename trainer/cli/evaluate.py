@@ -47,13 +47,14 @@ def evaluate(run: str, store: str, split: str, draft_len: int, untrained: bool, 
     engine.require_same_capture(info.spec.target, text, f"hiddenstore eval {run} {info.spec.store}")
     where = pick_device(device)
     head = HeadBundle.load(text)
-    loaded = [load_drafter(run, where, head=head)]
+    final_norm = text.capture.final_norm
+    loaded = [load_drafter(run, where, head=head, final_norm=final_norm)]
     if untrained:
-        loaded.append(load_drafter(run, where, head=head, untrained=True))
+        loaded.append(load_drafter(run, where, head=head, final_norm=final_norm, untrained=True))
     total = sum(entry.tokens for _, entry in text.entries if entry.split == split)
     with Progress("eval", total=total, unit="tokens") as progress:
         found = engine.evaluate(
-            [(one.model, one.vocab) for one in loaded],
+            [one.use for one in loaded],
             text,
             split,  # type: ignore[arg-type]
             draft_len,

@@ -23,12 +23,19 @@ def export(run: str, engine: str, out: str, dtype: str | None) -> None:
 
     RUN is a training run or one of its checkpoints.
     """
+    from hiddenstore.errors import ConfigError
     from hiddenstore.identity import target_word
     from trainer import export as exporter
     from trainer.checkpoint import load_drafter
+    from trainer.drafters.eagle3 import Eagle3
 
     layout = exporter.engine_format(engine)
     loaded = load_drafter(run)
+    if not isinstance(loaded.model, Eagle3):
+        raise ConfigError(
+            f"{engine} export of {loaded.config.name} drafters is not written; there is: eagle3",
+            kind="export-unsupported",
+        )
     checkpoint = exporter.Checkpoint(loaded.model, loaded.vocab, loaded.head, loaded.identity)
     done = exporter.export(checkpoint, engine, Path(out), dtype)
     serve = layout.serve(out, target_word(loaded.identity), 3)

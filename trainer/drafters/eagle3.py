@@ -8,8 +8,8 @@ Shapes: T tokens, L aux layers, D target width, H drafter width, V target vocabu
 A active slots, N query heads, G key heads, E head width.
 """
 
-from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,10 @@ from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
 from hiddenstore.head import HeadBundle
-from trainer.config import DrafterConfig, LossConfig
+from schemas.layers import default_aux_layers
+from trainer.chain import LiveChain, recurrent_hits
+from trainer.config import DrafterConfig
+from trainer.drafters.base import Drafter, DrafterKind, Needs, Seen, TargetFacts, TargetSide
 from trainer.drafters.blocks import (
     Attention,
     GatedMLP,
@@ -28,9 +31,9 @@ from trainer.drafters.blocks import (
     gather_pieces,
     rotate,
 )
-from trainer.losses import StepLosses, Taught, soft_cross_entropy, step_scales, step_weights
-from trainer.shift import Run, SlotPlan, open_steps, plan_slots, teacher_rows
-from trainer.teacher import Teacher, TeacherRows
+from trainer.shift import Run, SlotPlan
+from trainer.teacher import Teacher
+from trainer.ttt import TttLoss, TttObjective
 from trainer.ttt_attention import ttt_attention
 from trainer.vocab import DraftVocab
 
@@ -39,10 +42,21 @@ FC_START = 0.2
 once and only together with a wider MLP on the bundled target; its own share is not measured."""
 
 
+class Eagle3Config(DrafterConfig):
+    """``fc_norm`` and ``norm_output`` make EAGLE-3.1."""
+
+    name: str = "eagle3"
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    train_embeddings: bool = False
+    train_head: bool = True
+
+
 class MidLayer(nn.Module):
     """The decoder layer: attention reads [embedding; hidden], 2H wide; everything after is H wide."""
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(width, eps)
@@ -58,12 +72,13 @@ class MidLayer(nn.Module):
         return out
 
 
-class Eagle3(nn.Module):
+class Eagle3(Drafter):
     """The drafter. Frozen embeddings are borrowed from the head bundle and never saved."""
 
+    config: Eagle3Config
     frozen_embeddings: Tensor | None
 
-    def __init__(self, config: DrafterConfig, target_hidden_size: int, target_vocab_size: int, draft_size: int) -> None:
+    def __init__(self, config: Eagle3Config, target_hidden_size: int, target_vocab_size: int, draft_size: int) -> None:
         super().__init__()
         self.config = config
         aux = len(config.aux_layers)
@@ -82,7 +97,7 @@ class Eagle3(nn.Module):
         self._rotary = Rotary(config.head_dim, config.rope_theta)
 
     @classmethod
-    def build(cls, config: DrafterConfig, head: HeadBundle, vocab: DraftVocab, seed: int = 0) -> Self:
+    def build(cls, config: Eagle3Config, head: HeadBundle, vocab: DraftVocab, seed: int = 0) -> Self:
         """A fresh drafter: head and final norm start as the target's, the rest random from ``seed``.
 
         A drafter of another width than the target starts with a random projection of the target's rows.
@@ -135,10 +150,9 @@ class Eagle3(nn.Module):
             g = g + F.linear(layer, part)
         return g
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Draft logits [A, U] of a layer output before the final norm [A, H]."""
-        out: Tensor = self.lm_head(self.norm(hidden))
-        return out
+    def begin(self, seen: Seen) -> Tensor:
+        """The g [T, H] of verified tokens."""
+        return self.start(seen.aux.to(self.fc.weight.device))
 
     def step(self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Decode n slots after those in ``cache``: returns what the next step reads as g [n, H], and logits [n, U].
@@ -202,12 +216,6 @@ class Eagle3(nn.Module):
         states = torch.cat(outputs)
         return states if self.config.norm_output else self.norm(states)
 
-    def forward_train(self, batch: PackedBatch, head: HeadBundle, vocab: DraftVocab, steps: int) -> StepLosses:
-        """Per-step losses of one pack under default loss settings; the loop uses ``Eagle3Objective``."""
-        objective = Eagle3Objective(self, Teacher(head, vocab), LossConfig(steps=steps))
-        work = objective.plan(batch)
-        return objective.losses(work, objective.divisors(work))
-
     def _residual(self, g: Tensor) -> Tensor:
         return self.midlayer.hidden_norm(g) if self.config.norm_before_residual else g
 
@@ -216,63 +224,38 @@ class Eagle3(nn.Module):
         return torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
 
 
-@dataclass(frozen=True, eq=False)
-class Work:
-    """One pack with its teacher read: ``open`` int64 [K] counts slots the mask admits, before any is dropped."""
-
-    batch: PackedBatch
-    teacher: TeacherRows
-    plan: SlotPlan
-    open: Tensor
-
-
-class Eagle3Objective:
-    """What the loop optimises: soft cross-entropy over the TTT steps, the teacher computed once per pack."""
-
-    def __init__(self, model: Eagle3, teacher: Teacher, loss: LossConfig) -> None:
-        self.model, self.teacher, self.loss = model, teacher, loss
-
-    @torch.no_grad()
-    def plan(self, batch: PackedBatch) -> Work:
-        """Read the teacher and pair its rows with slots; nothing here depends on the drafter."""
-        rows = teacher_rows(batch.loss_mask, batch.document, self.loss.mask_offset)
-        found = self.teacher.read(batch, rows)
-        admitted = open_steps(rows, batch.document, self.loss.steps).sum(0)
-        if not bool(found.kept.all()):
-            rows = rows[found.kept]
-            found = TeacherRows(found.normed[found.kept], found.token[found.kept], found.kept)
-        return Work(batch, found, plan_slots(rows, batch.document, self.loss.steps), admitted)
-
-    def divisors(self, *works: Work) -> Tensor:
-        """What each step's loss is divided by, over these packs: fp32 [K]. Ranks add theirs."""
-        if self.loss.reduction == "slots":
-            slots = sum(work.batch.input_ids.shape[0] for work in works)
-            return torch.full((self.loss.steps,), float(slots), device=self._device)
-        total = torch.zeros(self.loss.steps, device=self._device)
-        for work in works:
-            total += work.plan.counts
-        return total
-
-    def losses(self, work: Work, divisors: Tensor) -> StepLosses:
-        """This pack's share of the loss; over all packs and ranks the shares add up."""
-        weights = step_weights(self.loss.steps, self.loss.step_decay, self.loss.step_weights).to(self._device)
-        states = self.model.unroll(work.batch, work.plan, self.loss.steps)
-        active = work.plan.active.shape[0]
-        step_offset = torch.arange(self.loss.steps, device=states.device) * active
-        slots = torch.where(work.plan.slots >= 0, work.plan.slots + step_offset, -1)
-        normed = work.teacher.normed
-        taught = Taught(
-            slots,
-            self.teacher.draft_token(work.teacher.token),
-            lambda begin, end: self.teacher.probabilities(normed[begin:end]),
-        )
-        dtype = torch.get_autocast_dtype(states.device.type) if torch.is_autocast_enabled(states.device.type) else None
-        return soft_cross_entropy(states, self.model.lm_head.weight, taught, step_scales(weights, divisors), dtype)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.model.lm_head.weight.device
-
-
 def _pieces(runs: tuple[Run, ...], shift: int) -> list[Piece]:
     return [Piece(run.begin + shift, run.length, run.at) for run in runs]
+
+
+class _Eagle3Kind(DrafterKind[Eagle3, Eagle3Config, TttLoss]):
+    name = layers = "eagle3"
+    config, loss = Eagle3Config, TttLoss
+
+    def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
+        """The field's three layers where the store holds them, else all it holds."""
+        try:
+            wanted = default_aux_layers("eagle3", facts.num_layers)
+        except ValueError:
+            wanted = []
+        held = wanted if wanted and set(wanted) <= set(facts.held) else list(facts.held)
+        # Named even where the store has none, so that `check_store` says what is missing.
+        return {"drafter": {"aux_layers": held or wanted}}
+
+    def needs(self, config: Eagle3Config, loss: TttLoss | None) -> Needs:
+        return Needs(config.aux_layers, "none" if loss is None else "supervised")
+
+    def build(self, config: Eagle3Config, side: TargetSide, seed: int) -> Eagle3:
+        return Eagle3.build(config, side.head, side.vocab, seed)
+
+    def objective(self, model: Eagle3, side: TargetSide, loss: TttLoss) -> TttObjective:
+        return TttObjective(model, Teacher(side.head, side.vocab, side.final_norm, loss.drop_off_vocab), loss)
+
+    def hits(self, model: Eagle3, side: TargetSide, pack: PackedBatch, draft_len: int) -> Tensor:
+        return recurrent_hits(partial(model.unroll, pack), model.lm_head.weight, side.vocab, pack, draft_len)
+
+    def live(self, model: Eagle3, side: TargetSide) -> LiveChain:
+        return LiveChain(model, side.vocab)
+
+
+EAGLE3 = _Eagle3Kind()
