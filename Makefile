@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo test check test-parity reliability wheel-smoke bench schemas clean
+.PHONY: install demo test check test-parity reliability wheel-smoke bench bench-storage schemas clean
 
 install: $(VENV)/.installed
 
@@ -56,6 +56,16 @@ bench: install
 	$(BIN)/python benchmarks/storage_codecs.py
 	$(BIN)/python benchmarks/collect_overhead.py
 	$(BIN)/python benchmarks/trainer_memory.py
+
+# Size, read and write beside the formats others use, in an environment of their own; about ten minutes.
+bench-storage: $(VENV)-bench/.installed
+	OMP_NUM_THREADS=1 $(VENV)-bench/bin/python -m benchmarks.storage
+
+$(VENV)-bench/.installed: benchmarks/requirements-storage.txt constraints.txt
+	$(PYTHON) -m venv $(VENV)-bench
+	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
+	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt -r benchmarks/requirements-storage.txt
+	touch $@
 
 clean:
 	rm -rf dist build hiddenstore-demo .pytest_cache .mypy_cache .ruff_cache

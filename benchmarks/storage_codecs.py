@@ -2,11 +2,12 @@
 
     python benchmarks/storage_codecs.py [--tokens 16384] [--width 4096] [--layers 2] [--rounds 5] [--folder DIR]
 
-Columns: stored bytes as a share of bf16; encode = codec arithmetic and statistics; write = chunks, checksums, sha256,
-files and fsync; read = ``SegmentReader.read`` of samples in random order from the page cache, decoded to bf16. GB are
-10^9 bytes of bf16 states (logical). CPU seconds are those of all threads of this process and repeat within about 15 %
-on a shared machine; wall figures do not. The states are synthetic with a fixed seed: lognormal channel scales, massive
-channels, heavy-tailed token norms, correlated tokens, sinks.
+Columns: stored bytes as a share of bf16; codec = ``Codec.encode`` alone and ``Codec.decode`` into memory already there;
+encode = joining the samples, row statistics and codec; write = chunks, checksums, sha256, files and fsync; read =
+``SegmentReader.read`` of samples in random order from the page cache, decoded to bf16. GB are 10^9 bytes of bf16 states
+(logical). CPU seconds are those of all threads of this process and repeat within about 15 % on a shared machine; wall
+figures do not. The states are synthetic with a fixed seed: lognormal channel scales, massive channels, heavy-tailed
+token norms, correlated tokens, sinks.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from hiddenstore.testing.builders import capture_spec
 from schemas import CaptureSpec, CommitRecord, Engine
 
 FOLDER = "segments/u-00000000"
+STAGES = ("codec_encode", "codec_decode", "encode", "write", "read")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -71,12 +74,19 @@ def timed(work: Callable[[], Any]) -> tuple[float, float, Any]:
     return time.perf_counter() - wall, time.process_time() - cpu, result
 
 
-def one_round(root: Path, capture: CaptureSpec, records: Sequence[Record]) -> dict[str, tuple[float, float]]:
-    """(wall, CPU) of encode, write and read of the whole unit; the segment is left at ``root``."""
+def one_round(
+    root: Path, capture: CaptureSpec, records: Sequence[Record], states: torch.Tensor, out: torch.Tensor
+) -> dict[str, tuple[float, float]]:
+    """(wall, CPU) of every stage over the whole unit; the segment is left at ``root``, decoded states in ``out``."""
     shutil.rmtree(root, ignore_errors=True)
-    fs = LocalFilesystem(root)
+    fs, codec = LocalFilesystem(root), CODECS[capture.codecs.aux]
+    wall, cpu, alone = timed(lambda: codec.encode(states))
+    times = {"codec_encode": (wall, cpu)}
+    wall, cpu, _ = timed(partial(codec.decode, alone, out))
+    times["codec_decode"] = (wall, cpu)
+    del alone
     wall, cpu, encoded = timed(lambda: encode_records("u", records, capture))
-    times = {"encode": (wall, cpu)}
+    times["encode"] = (wall, cpu)
     wall, cpu, written = timed(lambda: write_encoded(fs, FOLDER, encoded, capture))
     times["write"] = (wall, cpu)
     reader = SegmentReader(fs, FOLDER, commit(written), capture)
@@ -102,7 +112,7 @@ def commit(written: SegmentWritten) -> CommitRecord:
 def measure(arguments: argparse.Namespace) -> list[dict[str, float | str]]:
     """One row per codec; rounds of the codecs interleave so that load on the machine falls on all of them."""
     states = synthetic_states(arguments.layers, arguments.tokens, arguments.width)
-    records = make_records(states, arguments.sample_tokens)
+    records, out = make_records(states, arguments.sample_tokens), torch.zeros_like(states)
     logical = states.numel() * 2
     rounds: dict[str, list[dict[str, tuple[float, float]]]] = {name: [] for name in CODECS}
     stored: dict[str, int] = {}
@@ -110,14 +120,14 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, float | str]]:
         for _ in range(arguments.rounds + 1):
             for name in CODECS:
                 capture = capture_spec(range(arguments.layers), arguments.width, name, "none")
-                rounds[name].append(one_round(Path(folder) / name, capture, records))
+                rounds[name].append(one_round(Path(folder) / name, capture, records, states, out))
                 files = (path for path in (Path(folder) / name).rglob("*") if path.is_file())
                 stored[name] = sum(path.stat().st_size for path in files)
                 shutil.rmtree(Path(folder) / name)
     rows: list[dict[str, float | str]] = []
     for name, results in rounds.items():
         row: dict[str, float | str] = {"codec": name, "stored_share": stored[name] / logical}
-        for stage in ("encode", "write", "read"):
+        for stage in STAGES:
             # The first round pays for imports, pages and caches.
             walls, cpus = zip(*(result[stage] for result in results[1:]), strict=True)
             row[f"{stage}_wall_gb_per_s"] = logical / 1e9 / statistics.median(walls)
@@ -148,12 +158,12 @@ def machine() -> dict[str, Any]:
 
 
 def print_table(rows: Sequence[dict[str, float | str]]) -> None:
-    print(f"{'codec':<10}{'stored':>8}   {'encode':^22}{'write':^22}{'read + decode':^22}")
-    print(f"{'':<10}{'share':>8}   " + f"{'GB/s wall':>11}{'CPU s/GB':>10} " * 3)
+    heads = ("codec: encode", "codec: decode", "encode", "write", "read + decode")
+    print(f"{'codec':<10}{'stored':>8}   " + "".join(f"{head:^22}" for head in heads))
+    print(f"{'':<10}{'share':>8}   " + f"{'GB/s wall':>11}{'CPU s/GB':>10} " * len(STAGES))
     for row in rows:
         cells = "".join(
-            f"{row[f'{stage}_wall_gb_per_s']:>11.2f}{row[f'{stage}_cpu_s_per_gb']:>10.2f} "
-            for stage in ("encode", "write", "read")
+            f"{row[f'{stage}_wall_gb_per_s']:>11.2f}{row[f'{stage}_cpu_s_per_gb']:>10.2f} " for stage in STAGES
         )
         print(f"{row['codec']:<10}{row['stored_share']:>8.3f}   {cells}")
 

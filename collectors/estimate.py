@@ -10,24 +10,19 @@ from pathlib import Path
 
 from collectors.layers import LayerChoice
 from collectors.target import TargetFolder
-from hiddenstore.codecs import RECIPES, get_recipe
+from hiddenstore.codecs import RECIPES, get_layout, get_recipe, recipe_name
+from hiddenstore.containers import Container, get_container
 from hiddenstore.inputs import unit_tokens
-from schemas.capture import CaptureSpec, Codecs, FinalMode, TargetIdentity
+from schemas.capture import TOPK, CaptureSpec, Codecs, FinalMode, TargetIdentity
 from schemas.prepared import PreparedData
 
-# Bits per state value; q8 holds 8 plus a 16-bit scale per token. ``lossless`` was measured on trained targets.
-BITS = {"bf16": 16.0, "lossless": 11.0, "q8": 8.0}
-TOKEN_SCALE_BITS = {"q8": 16.0}
 # Token ids, mask and row positions of one token.
 BYTES_BESIDE_STATES = 5
-FILES_PER_ARRAY = 2
-SMALL_ARRAYS = 4
-CODEC_ARRAYS = {"q8": 5}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One recipe: bytes in all, segments, and files in them (each array is a file of numbers and one of metadata)."""
+    """One recipe: bytes in all, segments, and files in them."""
 
     recipe: str
     bytes_stored: int
@@ -50,16 +45,28 @@ class Plan:
 
 
 def make_plan(
-    info: PreparedData, folder: TargetFolder, choice: LayerChoice, recipe: str, place: str, rate: float | None
+    info: PreparedData,
+    folder: TargetFolder,
+    choice: LayerChoice,
+    recipe: str,
+    place: str,
+    rate: float | None,
+    container: str = "zarr",
 ) -> Plan:
-    """Estimate every recipe, the largest first.
+    """Estimate every recipe that serves the drafters asked for, the largest first.
 
     Args:
         place: where the store will be, for the free space.
         rate: tokens per second that collect reached before.
     """
-    capture = _capture(folder, choice, get_recipe(recipe))
-    rows = sorted((_estimate(info, capture, name) for name in RECIPES), key=lambda row: -row.bytes_stored)
+    asked = get_recipe(recipe)
+    capture = _capture(folder, choice, asked)
+    listed = {name: get_recipe(name) for name in RECIPES} | {recipe_name(asked): asked}
+    usable = {name: codecs for name, codecs in listed.items() if not (choice.reads_final and codecs.final == TOPK)}
+    rows = sorted(
+        (_estimate(info, capture, *item, get_container(container)) for item in usable.items()),
+        key=lambda row: -row.bytes_stored,
+    )
     hours = None if rate is None else info.tokens / rate / 3600
     return Plan(info, choice, recipe, tuple(rows), raw_bytes(info, capture), free_bytes(place), hours)
 
@@ -97,22 +104,17 @@ def _capture(folder: TargetFolder, choice: LayerChoice, codecs: Codecs) -> Captu
     )
 
 
-def _estimate(info: PreparedData, capture: CaptureSpec, recipe: str) -> Estimate:
-    aux, final = RECIPES[recipe]
+def _estimate(info: PreparedData, capture: CaptureSpec, recipe: str, codecs: Codecs, container: Container) -> Estimate:
+    capture = capture.model_copy(update={"codecs": codecs})
+    aux, final = get_layout(codecs.aux), get_layout(codecs.final)
     layers, width = len(capture.aux_layers), capture.target.hidden_size
     rows = _final_rows(info, capture.final)
-    bits = info.tokens * layers * _row_bits(aux, width) + rows * _row_bits(final, width)
+    bits = info.tokens * layers * aux.row_bits(width) + rows * final.row_bits(width)
     stored = int(bits / 8) + info.tokens * BYTES_BESIDE_STATES
-    limit = unit_tokens(capture.model_copy(update={"codecs": Codecs(aux=aux, final=final)}))
-    segments = max(1, math.ceil(info.tokens / limit))
-    arrays = layers + SMALL_ARRAYS + (CODEC_ARRAYS.get(aux, 0) if layers else 0)
-    arrays += 0 if capture.final == "none" else 1 + CODEC_ARRAYS.get(final, 0)
-    files = segments * (arrays * FILES_PER_ARRAY + 1)
-    return Estimate(recipe, stored, stored / max(1, info.tokens), segments, files)
-
-
-def _row_bits(codec: str, width: int) -> float:
-    return BITS[codec] * width + TOKEN_SCALE_BITS.get(codec, 0.0)
+    segments = max(1, math.ceil(info.tokens / unit_tokens(capture)))
+    extra = container.overhead(capture, info.samples, segments)
+    stored += extra.size_bytes
+    return Estimate(recipe, stored, stored / max(1, info.tokens), segments, extra.files)
 
 
 def _final_rows(info: PreparedData, final: FinalMode) -> int:

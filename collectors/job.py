@@ -17,10 +17,11 @@ import torch
 from collectors.check import MIN_PROFILED_TOKENS, CheckSpec, RejectBudget, check_unit
 from collectors.engines import Captured, CaptureEngine, CaptureRequest, EngineOptions, open_engine
 from collectors.families import verify_parts
-from collectors.layers import choose_layers
+from collectors.layers import LayerChoice, choose_layers
 from collectors.target import LoadedTarget, TargetFolder, load_target, open_target
 from collectors.template import read_template
-from hiddenstore.codecs import get_recipe
+from hiddenstore.codecs import get_recipe, recipe_name
+from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.errors import ConfigError, FormatError, InterruptError
 from hiddenstore.inputs import PreparedInput, RegisteredInput, Unit, unit_tokens
 from hiddenstore.layout import commit_path
@@ -30,8 +31,8 @@ from hiddenstore.records import Record, final_row_positions
 from hiddenstore.store import Store
 from hiddenstore.verify.profile import LayerProfile, make_profile, write_profile
 from hiddenstore.writer import create_store, pending_units, register_input, write_unit
-from schemas.capture import CaptureSpec, FinalMode
-from schemas.manifest import CommitRecord
+from schemas.capture import TOPK, CaptureSpec, FinalMode
+from schemas.manifest import CommitRecord, Container
 from schemas.prepared import PreparedData
 
 PROFILED_TEXT = 512
@@ -53,6 +54,7 @@ class CollectOptions:
     layers: str = "eagle3"
     final: FinalMode | None = None
     recipe: str = "auto"
+    container: Container = "zarr"
     batch_tokens: int = 4096
     dtype: str | None = None
     device: str = "auto"
@@ -80,9 +82,21 @@ class CollectReport:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def resolve_recipe(recipe: str) -> str:
-    """``auto`` is the smallest recipe without measurable loss."""
-    return "safe" if recipe == "auto" else recipe
+def resolve_recipe(recipe: str, choice: LayerChoice) -> str:
+    """The recipe's own name for what was asked; ``auto`` is the smallest one without measurable loss.
+
+    Raises:
+        ConfigError: ``recipe-unknown``, ``codec-unknown``; ``final-topk``: a drafter asked for reads the final hidden,
+            and the recipe keeps the target's top tokens in its place.
+    """
+    codecs = get_recipe("safe" if recipe == "auto" else recipe)
+    if codecs.final == TOPK and choice.reads_final:
+        raise ConfigError(
+            f"recipe {recipe} keeps the target's top tokens instead of the final hidden, which these drafters read",
+            kind="final-topk",
+            hint=f"--recipe {recipe_name(codecs.model_copy(update={'final': 'q8'}))}",
+        )
+    return recipe_name(codecs)
 
 
 def require_data_fits(info: PreparedData, folder: TargetFolder) -> None:
@@ -124,7 +138,7 @@ def collect(
     folder = open_target(options.target, options.revision, template)
     require_data_fits(prepared.info, folder)
     choice = choose_layers(options.layers, options.final, folder.num_layers)
-    codecs = get_recipe(resolve_recipe(options.recipe))
+    recipe = resolve_recipe(options.recipe, choice)
     if rank.is_first:
         note(choice.explained)
     target = load_target(folder, options.dtype, _local_device(options.device, rank))
@@ -135,10 +149,15 @@ def collect(
         aux_layers=choice.aux_layers,
         final=choice.final,
         final_norm=engine.final_norm,
-        codecs=codecs,
+        codecs=get_recipe(recipe),
     )
     store = create_store(
-        options.store, capture, target.head.spec, resolve_recipe(options.recipe), target.target_files()
+        options.store,
+        capture,
+        target.head.spec,
+        recipe,
+        target.target_files(),
+        options.container,
     )
     write_profile(store.fs, profile)
     check = CheckSpec(choice.aux_layers, engine.final_norm, _typical_norms(profile, choice.aux_layers, target))
@@ -224,7 +243,12 @@ class CollectJob:
         rejects = check_unit(unit.samples, captured, rows, self.target.head, self.check)
         self._budget.spend(rejects)
         refused = {reject.id for reject in rejects}
-        records = [record for record in self._records(unit, requests, captured) if record.sample.id not in refused]
+        capture, head = self.store.capture, self.target.head
+        records = [
+            with_top_tokens(record, head, capture)
+            for record in self._records(unit, requests, captured)
+            if record.sample.id not in refused
+        ]
         return write_unit(self.store, unit.name, self._digest, records, rejects, self._described)
 
     def _records(self, unit: Unit, requests: list[CaptureRequest], captured: Captured) -> Iterator[Record]:

@@ -11,15 +11,21 @@ from schemas.layers import DrafterName, default_aux_layers, published_aux_layers
 ALL_DRAFTERS = "all-drafters"
 # EAGLE-1 reads the final hidden of every token; a store for all drafters serves it too.
 _NEEDS_EVERY_FINAL = ("eagle1", ALL_DRAFTERS)
+# These read the final hidden itself: the target's top tokens do not stand in for it.
+_READS_FINAL = ("eagle1", "medusa", ALL_DRAFTERS)
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """aux_layers ascending (-1 = embeddings); final mode; ``explained`` is for people."""
+    """aux_layers ascending (-1 = embeddings); final mode; ``explained`` is for people.
+
+    ``reads_final``: a drafter named needs the final hidden itself, not only what the target predicts from it.
+    """
 
     aux_layers: tuple[int, ...]
     final: FinalMode
     explained: str
+    reads_final: bool = False
 
 
 def choose_layers(layers: str, final: FinalMode | None, num_layers: int) -> LayerChoice:
@@ -52,7 +58,7 @@ def choose_layers(layers: str, final: FinalMode | None, num_layers: int) -> Laye
     chosen = final or implied
     if not aux and chosen == "none":
         raise ConfigError("no aux layer and no final hidden: nothing to capture", kind="layers-invalid")
-    return LayerChoice(tuple(aux), chosen, f"{explained}; final hidden: {chosen}, pre-norm")
+    return LayerChoice(tuple(aux), chosen, f"{explained}; final hidden: {chosen}, pre-norm", layers in _READS_FINAL)
 
 
 def _defaults(name: str, num_layers: int) -> list[int]:

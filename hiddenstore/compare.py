@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from schemas.capture import FINAL
+from schemas.capture import FINAL, NormState
 from schemas.layers import field_name
 
 if TYPE_CHECKING:
     from hiddenstore.head import HeadBundle
-    from hiddenstore.records import Record
+    from hiddenstore.records import Record, TopK
     from hiddenstore.store import Store
 
 DEFAULT_SAMPLES = 200
@@ -27,7 +27,7 @@ class FieldError:
 
     ``relative`` = mean over rows of |b - a| / |a| (euclidean); ``cosine`` = mean over rows. Rows that are non-finite on
     one side only are counted in ``nonfinite_rows`` and left out of the means; bit-identical rows count as equal
-    whatever they hold.
+    whatever they hold. Top tokens have no vectors to measure: of them rows are counted, and the means are None.
     """
 
     field: str
@@ -35,8 +35,16 @@ class FieldError:
     different_rows: int = 0
     nonfinite_rows: int = 0
     max_abs: float = 0.0
+    _measured: int = 0
     _relative: float = 0.0
     _cosine: float = 0.0
+
+    def add_top_tokens(self, a: "TopK", b: "TopK") -> None:
+        """Take in rows of top tokens of both sides, which agree when every id, log-prob and logsumexp does."""
+        pairs = ((a.ids, b.ids), (a.log_probs, b.log_probs), (a.lse[:, None], b.lse[:, None]))
+        same = torch.stack([(x == y).all(dim=-1) for x, y in pairs]).all(dim=0)
+        self.rows += a.rows
+        self.different_rows += a.rows - int(same.sum())
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Take in rows bfloat16 [n, D] of both sides."""
@@ -48,6 +56,7 @@ class FieldError:
         self.rows += a.shape[0]
         self.different_rows += a.shape[0] - equal
         self.nonfinite_rows += int((~finite & ~same).sum())
+        self._measured += int((finite | same).sum())
         self._cosine += equal
         if counted.any():
             x, y = x[counted], y[counted]
@@ -58,7 +67,7 @@ class FieldError:
 
     def document(self) -> dict[str, Any]:
         """The members of one entry of ``fields``."""
-        rows = self.rows - self.nonfinite_rows
+        rows = self._measured
         return {
             "field": self.field,
             "rows": self.rows,
@@ -72,7 +81,7 @@ class FieldError:
 
 @dataclass
 class Agreement:
-    """Rows on which ``argmax lm_head(norm(final))`` names the same token on both sides."""
+    """Rows on which ``argmax lm_head(norm(final))``, or the first top token held, is the same on both sides."""
 
     rows: int = 0
     agreeing: int = 0
@@ -188,23 +197,48 @@ def _compare_numbers(
         result.compared += 1
         for error, x, y in zip(errors, one.aux, other.aux, strict=True):
             error.add(x, y)
-        if with_final:
-            x, y, positions = _common_final(one, other)
-            final_error.add(x, y)
-            if heads is not None:
-                _add_agreement(result.top1, heads, (x, y), one.sample.loss_mask[positions].astype(bool), (a, b))
+        if heads is not None:
+            x, y, supervised = _common_final(one, other)
+            if x.topk is not None and y.topk is not None:
+                final_error.add_top_tokens(x.topk, y.topk)
+            elif x.topk is None and y.topk is None:
+                final_error.add(x.final, y.final)
+            _add_agreement(result.top1, heads, (x, y), supervised, (a, b))
         if advance is not None:
             advance(1)
-    result.fields = [*errors, final_error] if with_final else errors
+    # A hidden on one side and top tokens on the other share their first token only, which ``top1`` compares.
+    alike = a.capture.holds_topk == b.capture.holds_topk
+    result.fields = [*errors, final_error] if with_final and alike else errors
 
 
-def _common_final(one: "Record", other: "Record") -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Final rows both records hold, bfloat16 [n, D] each, and their token positions int [n]."""
+@dataclass(frozen=True, eq=False)
+class _Finals:
+    """What one side holds at n final rows: bfloat16 [n, D], or top tokens [n, k]."""
+
+    final: torch.Tensor
+    topk: "TopK | None"
+
+    @classmethod
+    def of(cls, record: "Record", rows: np.ndarray) -> "_Finals":
+        chosen = torch.from_numpy(rows)
+        if record.topk is None:
+            return cls(record.final[chosen], None)
+        return cls(record.final, record.topk.at(chosen))
+
+    def first_tokens(self, head: "HeadBundle", norm_state: NormState, rows: torch.Tensor) -> torch.Tensor:
+        """The most probable token int64 of some rows (bool [n])."""
+        if self.topk is not None:
+            return self.topk.ids[rows, 0]
+        return head.logits(self.final[rows], norm_state=norm_state).argmax(dim=-1)
+
+
+def _common_final(one: "Record", other: "Record") -> tuple[_Finals, _Finals, np.ndarray]:
+    """What both records hold at the n final rows they share, and which of those are supervised, bool [n]."""
     positions, in_one, in_other = np.intersect1d(one.final_rows, other.final_rows, return_indices=True)
-    return one.final[torch.from_numpy(in_one)], other.final[torch.from_numpy(in_other)], positions
+    return _Finals.of(one, in_one), _Finals.of(other, in_other), one.sample.loss_mask[positions].astype(bool)
 
 
-def _heads(a: "Store", b: "Store") -> "tuple[HeadBundle, HeadBundle] | None":
+def _heads(a: "Store", b: "Store") -> "tuple[HeadBundle, HeadBundle]":
     from hiddenstore.head import HeadBundle
 
     head_a = HeadBundle.load(a)
@@ -215,7 +249,7 @@ def _heads(a: "Store", b: "Store") -> "tuple[HeadBundle, HeadBundle] | None":
 def _add_agreement(
     agreement: Agreement,
     heads: "tuple[HeadBundle, HeadBundle]",
-    finals: tuple[torch.Tensor, torch.Tensor],
+    finals: tuple[_Finals, _Finals],
     supervised: np.ndarray,
     stores: "tuple[Store, Store]",
 ) -> None:
@@ -223,8 +257,8 @@ def _add_agreement(
     if not supervised.any():
         return
     picks = [
-        head.logits(final[rows], norm_state=store.capture.final_norm).argmax(dim=-1)
-        for head, final, store in zip(heads, finals, stores, strict=True)
+        held.first_tokens(head, store.capture.final_norm, rows)
+        for head, held, store in zip(heads, finals, stores, strict=True)
     ]
     agreement.rows += int(rows.sum())
     agreement.agreeing += int((picks[0] == picks[1]).sum())

@@ -93,6 +93,17 @@ def dump(settings: BaseModel) -> str:
     return text
 
 
+def said(key: str, file: str | Path | None = None, dotlist: Sequence[str] = ()) -> list[tuple[str, Any]]:
+    """What the file and the words say of ``key`` or below it, as (origin, value), the winning one last."""
+    wanted = key.split(".")
+    return [
+        (origin, value)
+        for origin, layer in _layers(file, dotlist, [])
+        for path, value in _leaves(layer)
+        if list(path[: len(wanted)]) == wanted
+    ]
+
+
 def known_keys(model: type[BaseModel]) -> list[str]:
     """Every setting as ``key.path``, in the order declared."""
     keys: list[str] = []

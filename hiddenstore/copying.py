@@ -1,8 +1,9 @@
 """Copies between stores: merge, subset, re-encode. The same units and commits as a capture, so a copy resumes.
 
-Without a filter, units keep their names and inputs: where the codecs agree their files are copied byte for byte, else
-they are decoded and encoded again. With a filter the samples chosen form a new input, cut into units as ``collect``
-would. Running the same copy again does only what is missing; a source that has grown adds to the copy.
+Without a filter, units keep their names and inputs: where the codecs agree their codes are copied as they are (in one
+container the files themselves), else they are decoded and encoded again. With a filter the samples chosen form a new
+input, cut into units as ``collect`` would. Running the same copy again does only what is missing; a source that has
+grown adds to the copy.
 """
 
 import hashlib
@@ -15,16 +16,27 @@ from pathlib import Path
 import pyarrow as pa
 
 from hiddenstore import layout
-from hiddenstore.codecs import get_codec, get_recipe
+from hiddenstore.codecs import get_layout, get_recipe, recipe_name
+from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import committed_units, publish_commit
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
+from hiddenstore.head import HeadBundle
 from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest
-from hiddenstore.segment import SegmentReader
+from hiddenstore.segment import open_segment
 from hiddenstore.store import Store
+from hiddenstore.stored_unit import stored_unit
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
 from hiddenstore.where import Test
-from hiddenstore.writer import capture_differences, create_store, register_input, sweep, write_unit
-from schemas.manifest import CommitRecord, Engine, FileEntry, SampleEntry
+from hiddenstore.writer import (
+    capture_differences,
+    create_store,
+    register_input,
+    sweep,
+    write_encoded_unit,
+    write_unit,
+)
+from schemas.capture import TOPK, Codecs
+from schemas.manifest import CommitRecord, Container, Engine, FileEntry, SampleEntry
 from schemas.prepared import PreparedData
 
 BLOCK_BYTES = 8 << 20
@@ -62,7 +74,17 @@ class CopyPlan:
         return sum(self.is_verbatim(unit) for unit in self.units)
 
     def is_verbatim(self, unit: CopyUnit) -> bool:
-        """Whether a unit keeps its bytes: it is whole, and its codecs are those of the destination."""
+        """Whether a unit keeps its files: it keeps its codes, and its container is that of the destination."""
+        container = self.destination.manifest.container
+        return self.keeps_codes(unit) and unit.whole is not None and unit.whole[0].manifest.container == container
+
+    @property
+    def makes_top_tokens(self) -> bool:
+        """Whether final hiddens of a source will become top tokens, which takes the target's LM head."""
+        return self.destination.capture.holds_topk and not all(source.capture.holds_topk for source in self.sources)
+
+    def keeps_codes(self, unit: CopyUnit) -> bool:
+        """Whether nothing of a unit is decoded: it is whole, and its codecs are those of the destination."""
         return unit.whole is not None and unit.whole[0].capture.codecs == self.destination.capture.codecs
 
 
@@ -78,19 +100,24 @@ class CopyReport:
 
 
 def plan_copy(
-    sources: Sequence[Store], location: str | Path, recipe: str | None = None, keep: Test | None = None
+    sources: Sequence[Store],
+    location: str | Path,
+    recipe: str | None = None,
+    keep: Test | None = None,
+    container: Container | None = None,
 ) -> CopyPlan:
     """Create (or open) the destination, register what it will hold, and list the units it lacks.
 
-    ``recipe`` None keeps that of the destination when it exists, else that of the first source.
+    ``recipe`` and ``container`` None keep those of the destination when it exists, else those of the first source.
 
     Raises:
-        ConflictError: ``capture-mismatch``, sources or destination hold another capture (codecs aside).
-        ConfigError: ``copy-onto-itself``; ``recipe-unknown``.
+        ConflictError: ``capture-mismatch``, sources or destination hold another capture (codecs and container aside).
+        ConfigError: ``copy-onto-itself``; ``recipe-unknown``; ``codec-unknown``; ``final-topk``: a source holds top
+            tokens, and the destination is to hold the final hidden.
         CorruptionError: a target file or input of a source is damaged.
     """
     _check_sources(sources, location)
-    destination = _open_destination(sources[0], location, recipe)
+    destination = _open_destination(sources, location, recipe, container)
     _bring_profile(sources, destination)
     if keep is None:
         units, there, unavailable = _whole_units(sources, destination)
@@ -110,11 +137,14 @@ def run_copy(plan: CopyPlan, advance: Callable[[CopyReport], bool] | None = None
     """
     report = CopyReport()
     index = _Index(plan.sources)
+    head = HeadBundle.load(plan.destination) if plan.makes_top_tokens else None
     for unit in plan.units:
         if unit.whole is not None and plan.is_verbatim(unit):
             commit = _copy_verbatim(*unit.whole, plan.destination)
+        elif unit.whole is not None and plan.keeps_codes(unit):
+            commit = _copy_codes(*unit.whole, plan.destination)
         else:
-            commit = _copy_decoded(plan.destination, unit, index)
+            commit = _copy_decoded(plan.destination, unit, index, head)
         report.units += 1
         if commit is None:
             report.lost_races += 1
@@ -204,7 +234,7 @@ def _check_sources(sources: Sequence[Store], location: str | Path) -> None:
         lines = [
             line
             for line in capture_differences(first.manifest, other.manifest)
-            if not line.startswith("capture.codecs.")
+            if not line.startswith(("capture.codecs.", "container:"))
         ]
         if lines:
             listed = "\n".join(f"  {line}" for line in lines)
@@ -215,17 +245,41 @@ def _check_sources(sources: Sequence[Store], location: str | Path) -> None:
             )
 
 
-def _open_destination(first: Store, location: str | Path, recipe: str | None) -> Store:
+def _open_destination(
+    sources: Sequence[Store], location: str | Path, recipe: str | None, container: Container | None
+) -> Store:
+    first = sources[0]
     manifest = first.manifest
+    with suppress(NotFoundError):
+        manifest = Store.open(location, strict=False).manifest
     if recipe is None:
-        with suppress(NotFoundError):
-            manifest = Store.open(location, strict=False).manifest
         recipe, codecs = manifest.recipe, manifest.capture.codecs
     else:
         codecs = get_recipe(recipe)
+        recipe = recipe_name(codecs)
+    _require_finals(sources, codecs)
     capture = first.capture.model_copy(update={"codecs": codecs})
     files = {entry.path: first.target_file(entry.path) for entry in first.manifest.target_files}
-    return create_store(location, capture, first.manifest.head, recipe, files)
+    return create_store(location, capture, first.manifest.head, recipe, files, container or manifest.container)
+
+
+def _require_finals(sources: Sequence[Store], codecs: Codecs) -> None:
+    """Top tokens are made from the final hidden, never the other way."""
+    without = next((source for source in sources if source.capture.holds_topk), None)
+    if without is not None and codecs.final != TOPK:
+        raise ConfigError(
+            f"{without.path} holds the target's top tokens in place of the final hidden, which a copy in "
+            f"{recipe_name(codecs)} needs: it cannot be brought back",
+            kind="final-topk",
+            hint=f"copy with --recipe {recipe_name(codecs.model_copy(update={'final': TOPK}))}, or collect again",
+        )
+    needy = next((source for source in sources if not source.capture.aux_layers), None)
+    if needy is not None and codecs.final == TOPK and not needy.capture.holds_topk:
+        raise ConfigError(
+            f"{needy.path} holds the final hidden alone, and top tokens in its place would leave nothing to train from",
+            kind="final-topk",
+            hint="copy with --recipe safe",
+        )
 
 
 def _bring_profile(sources: Sequence[Store], destination: Store) -> None:
@@ -242,10 +296,14 @@ def _rounding_notes(sources: Sequence[Store], destination: Store, recoding_equal
     if not recoding_equal:
         sources = [source for source in sources if source.capture.codecs != destination.capture.codecs]
     for group in ("aux", "final"):
-        new = get_codec(getattr(destination.capture.codecs, group))
+        new = get_layout(getattr(destination.capture.codecs, group))
         for source in sources:
-            old = get_codec(getattr(source.capture.codecs, group))
-            if not old.exact and not new.exact:
+            old = get_layout(getattr(source.capture.codecs, group))
+            if TOPK in (old.name, new.name):
+                if old.name == new.name:
+                    continue
+                note = f"{group}: {old.name} → {TOPK} keeps the target's top tokens; the hidden cannot be brought back"
+            elif not old.exact and not new.exact:
                 note = f"{group}: {old.name} → {new.name} rounds a second time"
             elif not old.exact:
                 note = f"{group}: {old.name} → {new.name} keeps the error of {old.name}; it does not bring bf16 back"
@@ -379,13 +437,21 @@ def _copy_file(
         )
 
 
-def _copy_decoded(destination: Store, unit: CopyUnit, index: _Index) -> CommitRecord | None:
-    """Decode the samples of a unit and write them as one new unit."""
+def _copy_codes(source: Store, record: CommitRecord, destination: Store) -> CommitRecord | None:
+    """The codes of a unit as they are, in another container."""
+    encoded = stored_unit(source, record) if record.samples else None
+    return write_encoded_unit(destination, record.unit, record.input, encoded, record.rejects, record.engine)
+
+
+def _copy_decoded(destination: Store, unit: CopyUnit, index: _Index, head: HeadBundle | None) -> CommitRecord | None:
+    """Decode the samples of a unit and write them as one new unit; ``head`` makes top tokens of final hiddens."""
     if unit.whole is not None:
         source, record = unit.whole
         # By place, not by id: another unit of the source may hold the same id, captured in another batch.
-        reader = SegmentReader(source.fs, record.segment, record, source.capture) if record.samples else None
+        reader = open_segment(source, record) if record.samples else None
         records = [reader.read(place) for place in range(len(record.samples))] if reader is not None else []
+        records = [with_top_tokens(item, head, destination.capture) for item in records]
         return write_unit(destination, unit.name, unit.input, records, record.rejects, record.engine)
     records = [index.source(sample_id).read(sample_id) for sample_id in unit.samples]
+    records = [with_top_tokens(item, head, destination.capture) for item in records]
     return write_unit(destination, unit.name, unit.input, records, (), index.engine(unit.samples[0]))

@@ -7,7 +7,7 @@ import stat
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 OPEN_FILES = 64
@@ -58,8 +58,8 @@ class Disk(Protocol):
     def read(self, path: str) -> bytes:
         """All bytes of a file."""
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        """Bytes read, fewer than the buffer holds only at the end of the file."""
+    def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
+        """Bytes read into buffers of bytes one after the other, fewer than they hold only at the end of the file."""
 
     def free_bytes(self, path: str) -> int:
         """Bytes an unprivileged user can still write."""
@@ -135,14 +135,18 @@ class PosixDisk:
         with os.fdopen(handle, "rb", buffering=0) as file:
             return file.read()
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        done = 0
+    def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
+        done, left = 0, list(buffers)
         with self._handles.borrow(path) as handle:
-            while done < len(buffer):
-                count = os.preadv(handle, [buffer[done:]], offset + done)
+            while left:
+                count = os.preadv(handle, left, offset + done)
                 if count == 0:
                     break
                 done += count
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if count:
+                    left[0] = left[0][count:]
         return done
 
     def free_bytes(self, path: str) -> int:

@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -64,6 +64,9 @@ class Filesystem(Protocol):
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` exactly; CorruptionError ``file-short`` when the file ends before."""
+
+    def read_scatter(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill at most 1,024 buffers of bytes one after the other; CorruptionError ``file-short`` as above."""
 
     def size(self, path: str) -> int | None:
         """Bytes of a file, None when there is none."""
@@ -138,11 +141,14 @@ class LocalFilesystem:
         return bytes(buffer)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        view = buffer.cast("B") if buffer.ndim != 1 or buffer.format != "B" else buffer
+        self.read_scatter(path, offset, [buffer.cast("B") if buffer.ndim != 1 or buffer.format != "B" else buffer])
+
+    def read_scatter(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        wanted = sum(map(len, buffers))
         with self._translated(path):
-            count = self._disk.read_into(self._full(path), offset, view)
-        if count != len(view):
-            raise self._short(path, offset, len(view), offset + count)
+            count = self._disk.read_into(self._full(path), offset, buffers)
+        if count != wanted:
+            raise self._short(path, offset, wanted, offset + count)
 
     def size(self, path: str) -> int | None:
         with self._translated(path):

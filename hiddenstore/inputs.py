@@ -32,7 +32,7 @@ ROWS_PER_BATCH = 256
 HASH_BLOCK = 1 << 20
 
 # Bits per state value for cutting units only; a codec missing here counts as uncompressed.
-_NOMINAL_BITS = {"bf16": 16.0, "lossless": 16.0, "q8": 8.5, "q4": 4.5}
+_NOMINAL_BITS = {"bf16": 16.0, "lossless": 16.0, "q8": 8.5, "q4": 4.5, "topk": 6.5}
 
 _REGISTERED = pa.schema(
     [("sample_id", pa.string()), ("unit", pa.string()), ("tokens", pa.int32()), ("split", pa.string())]

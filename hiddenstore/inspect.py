@@ -135,7 +135,7 @@ def stats(store: "Store") -> dict[str, Any]:
         "supervised": length_summary([entry.supervised for _, entry in store.entries if entry.supervised]),
         "layers": [
             {"field": field, **_merged([record.stats[field] for record in records if field in record.stats])}
-            for field in store.capture.fields
+            for field in store.capture.state_fields
         ],
         "bytes": _bytes_by_field(store, records),
         "rejects": dict(Counter(reject.reason for record in records for reject in record.rejects).most_common()),

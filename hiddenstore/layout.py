@@ -2,7 +2,7 @@
 
 ```
 store.json · target/ · inputs/<digest>.parquet · snapshots/<name>.json
-commits/<unit>[.rN].json · segments/<unit>-<8 hex>/
+commits/<unit>[.rN].json · segments/<unit>-<8 hex>/ (a Zarr group, or samples.tar and index.json)
 ```
 """
 
@@ -26,6 +26,8 @@ TOP_NAMES = {
 }  # fmt: skip
 """What lies in the folder of a store: its own, and what mkfs leaves on a fresh disk."""
 DATA_JSON = "data.json"
+CONTAINER_NAMES = ("zarr", "webdataset")
+"""What a segment can be, the default first: the names in ``hiddenstore.containers``, known without importing it."""
 
 _UNIT = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,119}"
 _COMMIT = re.compile(rf"({_UNIT})(?:\.r([1-9][0-9]{{0,8}}))?\.json")

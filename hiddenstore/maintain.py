@@ -1,30 +1,20 @@
-"""Care of a store: sweep what no commit names, and drop what cannot be read. Both plan first and act when told to.
-
-Shapes: T tokens of a unit, t of one sample, D target width.
-"""
+"""Care of a store: sweep what no commit names, and drop what cannot be read. Both plan first and act when told to."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from hiddenstore import layout
-from hiddenstore.codecs import Codec, Encoded, get_codec
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
 from hiddenstore.commit import Commit, publish_commit, read_commit, scan_commits
 from hiddenstore.documents import load
 from hiddenstore.errors import ConflictError, HiddenstoreError
 from hiddenstore.fs import Filesystem, open_filesystem
-from hiddenstore.segment import EncodedUnit, SegmentReader, write_encoded
-from hiddenstore.segment_write import row_norms
+from hiddenstore.segment import write_encoded
 from hiddenstore.store import Store, no_store
+from hiddenstore.stored_unit import stored_unit
 from hiddenstore.verify.content import damaged_files, unreadable_samples
 from hiddenstore.verify.structure import leftovers, orphan_segments, superseded_segments
-from schemas.capture import FINAL, CaptureSpec
-from schemas.manifest import CommitRecord, LayerStats, Reject, SampleEntry, Snapshot
+from schemas.manifest import CommitRecord, Reject, Snapshot
 
 GRACE_S = 24 * 3600.0
 QUARANTINE_DIR = "quarantine"
@@ -189,7 +179,9 @@ def _rewrite(store: Store, commit: Commit, dropped: dict[str, str]) -> None:
     changes: dict[str, object] = {"segment": path, "rejects": (*record.rejects, *rejects)}
     changes |= {"files": (), "samples": (), "stats": {}}
     if kept:
-        written = write_encoded(store.fs, path, _encoded_again(store, record, kept), store.capture)
+        written = write_encoded(
+            store.fs, path, stored_unit(store, record, kept), store.capture, store.manifest.container
+        )
         changes |= {"files": written.files, "samples": written.samples, "stats": written.stats}
     repaired = CommitRecord.model_validate({**dict(record), **changes})
     if not publish_commit(store.fs, repaired, parsed.revision + 1):
@@ -198,71 +190,3 @@ def _rewrite(store: Store, commit: Commit, dropped: dict[str, str]) -> None:
             kind="repair-raced",
             hint="run it again",
         )
-
-
-def _encoded_again(store: Store, record: CommitRecord, kept: Sequence[int]) -> EncodedUnit:
-    """The stored codes of some samples as a unit of their own: nothing is decoded, so nothing changes."""
-    capture = store.capture
-    reader = SegmentReader(store.fs, record.segment, record, capture)
-    samples = [reader.sample(index) for index in kept]
-    parts = [reader.read_encoded(index) for index in kept]
-    aux = _joined(get_codec(capture.codecs.aux), [part[0] for part in parts], [s.tokens for s in samples])
-    final = _joined(get_codec(capture.codecs.final), [part[1] for part in parts], [len(part[2]) for part in parts])
-    spans = [np.insert(sample.spans, 0, place, axis=1) for place, sample in enumerate(samples)]
-    return EncodedUnit(
-        unit=record.unit,
-        samples=tuple(_entries([record.samples[index] for index in kept])),
-        input_ids=np.concatenate([sample.input_ids for sample in samples]),
-        loss_mask=np.concatenate([sample.loss_mask for sample in samples]),
-        spans=np.concatenate(spans).astype(np.int32),
-        final_rows=np.concatenate([part[2] for part in parts]),
-        aux=aux,
-        final=final,
-        stats=_stats(capture, aux, final),
-    )
-
-
-def _joined(codec: Codec, parts: Sequence[Encoded], rows: Sequence[int]) -> Encoded:
-    """Parts of one unit end to end; raw rows are renumbered and stay sorted by (layer, row)."""
-    codes = [torch.cat([part.codes[layer] for part in parts]) for layer in range(len(parts[0].codes))]
-    small = dict(parts[0].small)
-    for name, spec in codec.small.items():
-        if name in small and "T" in spec.axes:
-            small[name] = np.concatenate([part.small[name] for part in parts], axis=spec.axes.index("T"))
-    if RAW_INDEX in small:
-        starts = np.cumsum([0, *rows[:-1]])
-        moved = [part.small[RAW_INDEX] + np.array([0, start]) for part, start in zip(parts, starts, strict=True)]
-        index = np.concatenate(moved).astype(np.int32)
-        order = np.lexsort((index[:, 1], index[:, 0]))
-        small[RAW_INDEX] = index[order]
-        small[RAW_ROWS] = np.concatenate([part.small[RAW_ROWS] for part in parts])[order]
-    return Encoded(codes, small)
-
-
-def _entries(samples: Sequence[SampleEntry]) -> list[SampleEntry]:
-    entries, start, final_start = [], 0, 0
-    for sample in samples:
-        entries.append(sample.model_copy(update={"start": start, "final_start": final_start}))
-        start += sample.tokens
-        final_start += sample.final_rows
-    return entries
-
-
-def _stats(capture: CaptureSpec, aux: Encoded, final: Encoded) -> dict[str, LayerStats]:
-    held = [(capture.aux_fields, aux, capture.codecs.aux)]
-    if capture.final != "none":
-        held.append(([FINAL], final, capture.codecs.final))
-    stats = {}
-    for fields, encoded, codec in held:
-        raw = encoded.small[RAW_INDEX][:, 0] if RAW_INDEX in encoded.small else np.zeros(0, dtype=np.int32)
-        for slot, (name, states) in enumerate(zip(fields, get_codec(codec).decode(encoded), strict=True)):
-            rms, peak = row_norms(states)
-            stats[name] = LayerStats(
-                rows=len(states),
-                rms_mean=float(rms.mean()) if len(rms) else 0.0,
-                rms_median=float(np.median(rms)) if len(rms) else 0.0,
-                rms_max=float(rms.max()) if len(rms) else 0.0,
-                abs_max=peak,
-                raw_rows=int((raw == slot).sum()),
-            )
-    return stats

@@ -1,6 +1,6 @@
 """Samples and records: what moves between prepare, collect, the store and the trainer.
 
-Shapes: T tokens of one sample, L aux layers, D target width, R rows of the final hidden.
+Shapes: T tokens of one sample, L aux layers, D target width, R rows of the final hidden, k top tokens of a row.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from schemas.capture import FinalMode
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 
 def sample_id(input_ids: np.ndarray, loss_mask: np.ndarray) -> str:
@@ -47,17 +48,49 @@ class Sample:
 
 
 @dataclass(frozen=True, eq=False)
+class TopK:
+    """The target's distribution after each final row, cut to its k most probable tokens.
+
+    ids int64 [R, k], most probable first; log_probs fp32 [R, k], log softmax over the whole vocabulary (as stored,
+    rounded to float16); lse fp32 [R], logsumexp of all logits: logit of a kept token = log_prob + lse.
+    """
+
+    ids: "Tensor"
+    log_probs: "Tensor"
+    lse: "Tensor"
+
+    @property
+    def rows(self) -> int:
+        return int(self.ids.shape[0])
+
+    @property
+    def k(self) -> int:
+        return int(self.ids.shape[1])
+
+    def at(self, rows: "Tensor") -> "TopK":
+        """Some rows of it, by int64 indices or a bool mask [R]."""
+        return TopK(self.ids[rows], self.log_probs[rows], self.lse[rows])
+
+    def to(self, device: "torch.device | str") -> "TopK":
+        """The same on ``device``; copies from pinned memory overlap with computation."""
+        moved = (tensor.to(device, non_blocking=True) for tensor in (self.ids, self.log_probs, self.lse))
+        return TopK(*moved)
+
+
+@dataclass(frozen=True, eq=False)
 class Record:
     """A sample with its captured states.
 
     aux bfloat16 [L, T, D], layers ascending; final bfloat16 [R, D]; final_rows int32 [R], ascending token positions
-    the final hidden is held at. R = 0 when the store holds no final hidden.
+    the final hidden is held at. R = 0 when the store holds no final hidden. With ``topk`` the target's top tokens
+    stand at ``final_rows`` in place of the hidden, and final is [0, D].
     """
 
     sample: Sample
-    aux: "torch.Tensor"
-    final: "torch.Tensor"
+    aux: "Tensor"
+    final: "Tensor"
     final_rows: np.ndarray
+    topk: TopK | None = None
 
 
 def final_row_positions(loss_mask: np.ndarray, mode: FinalMode) -> np.ndarray:

@@ -124,7 +124,7 @@ def token_text(input_ids: np.ndarray, start: int, end: int, tokenizer: "Tokenize
 
 
 def layer_norms(record: "Record", aux_fields: list[str]) -> list[Norms]:
-    """Norms of every captured field of a record, the final hidden last."""
+    """Norms of every captured field of a record, the final hidden, where it is held, last."""
     named = [*zip(aux_fields, record.aux, strict=True), (FINAL, record.final)]
     return [_norms(field, states) for field, states in named if states.shape[0]]
 

@@ -1,7 +1,6 @@
-"""Writing one unit as an immutable Zarr v3 group: one code array per captured field, small arrays beside them.
+"""Writing one unit: ``encode_records`` does the arithmetic on the states' own device, ``write_encoded`` the files.
 
-Samples lie end to end along the token axis. ``encode_records`` does the arithmetic, on the device the states are on;
-``write_encoded`` the files; ``write_segment`` both. Equal records give equal bytes.
+Samples lie end to end along the token axis. Equal records give equal bytes.
 
 Shapes: L aux layers, T tokens of the unit, t tokens of one sample, R final rows of the unit, r of one sample, D width.
 """
@@ -14,21 +13,16 @@ import torch
 from torch import Tensor
 
 from hiddenstore.codecs import Codec, Encoded, get_codec
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
+from hiddenstore.codecs.base import RAW_INDEX
+from hiddenstore.codecs.topk import pack_rows
+from hiddenstore.containers import EncodedUnit, get_container
 from hiddenstore.fs import Filesystem
 from hiddenstore.records import Record
-from hiddenstore.zarr_write import ArraySpec, write_array, write_group
-from schemas import FINAL, FORMAT_VERSION, CaptureSpec, FileEntry, LayerStats, SampleEntry
+from schemas import FINAL, CaptureSpec, FileEntry, LayerStats, SampleEntry
 
-AUX = "aux"
-INPUT_IDS = "input_ids"
-LOSS_MASK = "loss_mask"
-SPANS = "spans"
-FINAL_ROWS = "final_rows"
+DEFAULT_CONTAINER = "zarr"
 
-_RAW_CHUNK_BYTES = 1 << 14
 _STATS_ELEMENTS = 1 << 18
-_AXES = {"L": "layer", "T": "token", "D": "channel", "N": "raw_row", "2": "layer_and_row"}
 
 
 @dataclass(frozen=True)
@@ -40,30 +34,16 @@ class SegmentWritten:
     stats: dict[str, LayerStats]
 
 
-@dataclass(frozen=True, eq=False)
-class EncodedUnit:
-    """A unit ready to be written.
-
-    input_ids int32 [T]; loss_mask uint8 [T]; spans int32 [n, 4] of (sample, role, start, end), start and end counted in
-    the sample; final_rows int32 [R], token positions counted in the sample.
-    """
-
-    unit: str
-    samples: tuple[SampleEntry, ...]
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    spans: np.ndarray
-    final_rows: np.ndarray
-    aux: Encoded
-    final: Encoded
-    stats: dict[str, LayerStats]
-
-
 def write_segment(
-    fs: Filesystem, path: str, unit: str, records: Sequence[Record], capture: CaptureSpec
+    fs: Filesystem,
+    path: str,
+    unit: str,
+    records: Sequence[Record],
+    capture: CaptureSpec,
+    container: str = DEFAULT_CONTAINER,
 ) -> SegmentWritten:
     """Encode and write one unit under the folder ``path``; files and folders are durable when it returns."""
-    return write_encoded(fs, path, encode_records(unit, records, capture), capture)
+    return write_encoded(fs, path, encode_records(unit, records, capture), capture, container)
 
 
 def encode_records(unit: str, records: Sequence[Record], capture: CaptureSpec) -> EncodedUnit:
@@ -79,7 +59,9 @@ def encode_records(unit: str, records: Sequence[Record], capture: CaptureSpec) -
     layers = ([record.aux[k] for record in records] for k in range(len(capture.aux_layers)))
     aux = _encode(get_codec(capture.codecs.aux), capture.aux_fields, layers, width, stats)
     final = Encoded([])
-    if capture.final != "none":
+    if capture.holds_topk:
+        final = pack_rows([record.topk for record in records if record.topk is not None], capture.topk)
+    elif capture.final != "none":
         rows = [record.final for record in records]
         final = _encode(get_codec(capture.codecs.final), [FINAL], [rows], width, stats)
     return EncodedUnit(
@@ -95,27 +77,11 @@ def encode_records(unit: str, records: Sequence[Record], capture: CaptureSpec) -
     )
 
 
-def write_encoded(fs: Filesystem, path: str, encoded: EncodedUnit, capture: CaptureSpec) -> SegmentWritten:
+def write_encoded(
+    fs: Filesystem, path: str, encoded: EncodedUnit, capture: CaptureSpec, container: str = DEFAULT_CONTAINER
+) -> SegmentWritten:
     """Write an encoded unit under the new folder ``path``; files and folders are durable when it returns."""
-    files = [write_group(fs, path, _group_attributes(encoded.unit, capture))]
-    groups = [(AUX, capture.aux_fields, encoded.aux, get_codec(capture.codecs.aux))]
-    if capture.final != "none":
-        groups.append((FINAL, [FINAL], encoded.final, get_codec(capture.codecs.final)))
-    plain = [
-        (INPUT_IDS, ("token",), encoded.input_ids),
-        (LOSS_MASK, ("token",), encoded.loss_mask),
-        (SPANS, ("span", "sample_role_start_end"), encoded.spans),
-    ]
-    if capture.final != "none":
-        plain.append((FINAL_ROWS, ("final_row",), encoded.final_rows))
-    for name, dimensions, values in plain:
-        files += write_array(fs, path, name, ArraySpec(values.shape, str(values.dtype), dimensions), values)
-    for group, fields, part, codec in groups:
-        for name, codes in zip(fields, part.codes, strict=True):
-            values = codes.cpu().numpy()
-            files += write_array(fs, path, name, _code_spec(codec, values.shape, name), values)
-        for name, values in part.small.items():
-            files += write_array(fs, path, f"{group}_{name}", _small_spec(codec, name, values.shape), values)
+    files = get_container(container).write(fs, path, encoded, capture)
     fs.sync_folder(path)
     return SegmentWritten(tuple(sorted(files, key=lambda file: file.path)), encoded.samples, encoded.stats)
 
@@ -125,10 +91,12 @@ def row_norms(states: Tensor) -> tuple[np.ndarray, float]:
     tokens, width = states.shape
     step = max(1, _STATS_ELEMENTS // max(1, width)) if states.device.type == "cpu" else max(1, tokens)
     norms, peaks = torch.empty(tokens, device=states.device), torch.empty(tokens, device=states.device)
+    scratch = torch.empty((min(step, tokens), width), device=states.device)
     for start in range(0, tokens, step):
-        block = states[start : start + step].float()
-        torch.linalg.vector_norm(block, dim=1, out=norms[start : start + step])
-        torch.amax(block.abs_(), dim=1, out=peaks[start : start + step])
+        rows = slice(start, start + step)
+        block = scratch[: len(states[rows])].copy_(states[rows])
+        torch.linalg.vector_norm(block, dim=1, out=norms[rows])
+        torch.maximum(block.amax(dim=1), block.amin(dim=1).neg_(), out=peaks[rows])
     finite = torch.isfinite(peaks)
     for row in torch.nonzero(finite & ~torch.isfinite(norms)).flatten().tolist():
         # The squares of float32 overflow above 1.8e19; the norm itself does too above 3.4e38.
@@ -174,8 +142,11 @@ def _check_record(record: Record, capture: CaptureSpec) -> None:
         "loss_mask": (sample.loss_mask.shape, (sample.tokens,)),
         "spans": (sample.spans.shape, (len(sample.spans), 3)),
         "aux": (tuple(record.aux.shape), (len(capture.aux_layers), sample.tokens, width)),
-        "final": (tuple(record.final.shape), (rows, width)),
+        "final": (tuple(record.final.shape), (0 if capture.holds_topk else rows, width)),
     }
+    if capture.holds_topk:
+        found_topk = None if record.topk is None else tuple(record.topk.ids.shape)
+        wanted["top tokens"] = (found_topk or (0, 0), (rows, capture.topk))
     for name, (found, expected) in wanted.items():
         if found != expected:
             raise ValueError(f"sample {sample.id}: {name} has shape {list(found)}, expected {list(expected)}")
@@ -217,38 +188,3 @@ def _ends_meet(parts: Sequence[np.ndarray], dtype: str, empty: tuple[int, ...]) 
 
 def _numbered(index: int, spans: np.ndarray) -> np.ndarray:
     return np.concatenate([np.full((len(spans), 1), index, dtype=np.int32), spans], axis=1)
-
-
-def _group_attributes(unit: str, capture: CaptureSpec) -> dict[str, object]:
-    return {
-        "format": FORMAT_VERSION,
-        "unit": unit,
-        "layers": list(capture.aux_layers),
-        "final": capture.final,
-        "final_norm": capture.final_norm,
-        "hs_dtype": capture.state_dtype,
-        "codecs": {"aux": capture.codecs.aux, "final": capture.codecs.final},
-        "formulas": {
-            "aux": get_codec(capture.codecs.aux).formula,
-            "final": get_codec(capture.codecs.final).formula,
-        },
-    }
-
-
-def _code_spec(codec: Codec, shape: tuple[int, ...], name: str) -> ArraySpec:
-    attributes = {"codec": codec.name, "formula": codec.formula}
-    if codec.exact:
-        attributes["hs_dtype"] = "bfloat16"
-    chunk_rows = min(codec.chunk_tokens(shape[1]), max(1, shape[0]))
-    dimensions = ("final_row" if name == FINAL else "token", "channel")
-    return ArraySpec(shape, codec.code_dtype, dimensions, chunk_rows, codec.compressed, attributes)
-
-
-def _small_spec(codec: Codec, name: str, shape: tuple[int, ...]) -> ArraySpec:
-    field = codec.small[name]
-    chunk_rows = None
-    if name == RAW_ROWS:
-        chunk_rows = max(1, min(_RAW_CHUNK_BYTES // (2 * shape[1]), shape[0]))
-    dimensions = tuple(_AXES[axis] for axis in field.axes)
-    attributes = {"hs_dtype": "bfloat16"} if field.bf16 else {}
-    return ArraySpec(shape, field.dtype, dimensions, chunk_rows, False, attributes)

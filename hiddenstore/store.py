@@ -20,6 +20,10 @@ from schemas.capture import CaptureSpec
 from schemas.manifest import CommitRecord, SampleEntry, Snapshot, StoreManifest
 
 if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from hiddenstore.codecs import Encoded
     from hiddenstore.inputs import RegisteredInput
     from hiddenstore.records import Record, Sample
     from hiddenstore.segment import SegmentReader
@@ -151,6 +155,24 @@ class Store:
         record, index = self.locate(sample_id)
         return self._reader(record).read(index, layers, final)
 
+    def read_into(
+        self, sample_id: str, aux: "Tensor", final: "Tensor | None", layers: Sequence[int] | None = None
+    ) -> "Record":
+        """One record decoded into memory of the caller: see ``SegmentReader.read_into``; raises as ``read`` does."""
+        record, index = self.locate(sample_id)
+        return self._reader(record).read_into(index, aux, final, layers)
+
+    def read_encoded(
+        self,
+        sample_id: str,
+        layers: Sequence[int] | None = None,
+        final: bool = True,
+        out: "tuple[Sequence[Tensor], Sequence[Tensor]] | None" = None,
+    ) -> "tuple[Encoded, Encoded, np.ndarray]":
+        """One record's states as they are stored: see ``SegmentReader.read_encoded``; raises as ``read`` does."""
+        record, index = self.locate(sample_id)
+        return self._reader(record).read_encoded(index, layers, final, out)
+
     def sample(self, sample_id: str) -> "Sample":
         """Tokens, mask and spans of one sample, without its states."""
         record, index = self.locate(sample_id)
@@ -212,14 +234,14 @@ class Store:
         return index
 
     def _reader(self, record: CommitRecord) -> "SegmentReader":
-        from hiddenstore.segment import SegmentReader
+        from hiddenstore.segment import open_segment
 
         with self._lock:
             reader = self._readers.get(record.segment)
             if reader is not None:
                 self._readers.move_to_end(record.segment)
                 return reader
-        reader = SegmentReader(self.fs, record.segment, record, self.capture)
+        reader = open_segment(self, record)
         with self._lock:
             reader = self._readers.setdefault(record.segment, reader)
             while len(self._readers) > OPEN_SEGMENTS:

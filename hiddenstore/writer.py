@@ -15,7 +15,7 @@ from hiddenstore.errors import ConflictError, HiddenstoreError, StorageError
 from hiddenstore.fs import Filesystem, open_filesystem
 from hiddenstore.store import Store
 from schemas.capture import CaptureSpec, HeadSpec
-from schemas.manifest import CommitRecord, Engine, FileEntry, Reject, StoreManifest
+from schemas.manifest import CommitRecord, Container, Engine, FileEntry, Reject, StoreManifest
 
 if TYPE_CHECKING:
     from hiddenstore.inputs import PreparedInput, RegisteredInput
@@ -32,6 +32,7 @@ def create_store(
     head: HeadSpec,
     recipe: str,
     target_files: Mapping[str, bytes],
+    container: Container = "zarr",
 ) -> Store:
     """Create a store, or open the one that is there when it holds the same capture.
 
@@ -45,7 +46,7 @@ def create_store(
     entries = tuple(
         FileEntry(path=name, size=len(data), sha256=sha256_hex(data)) for name, data in sorted(target_files.items())
     )
-    wanted = StoreManifest(recipe=recipe, capture=capture, head=head, target_files=entries)
+    wanted = StoreManifest(container=container, recipe=recipe, capture=capture, head=head, target_files=entries)
     if fs.size(layout.STORE_JSON) is None:
         _require_own_folder(fs)
         for entry in entries:
@@ -69,7 +70,7 @@ def _require_own_folder(fs: Filesystem) -> None:
 
 def capture_differences(stored: StoreManifest, asked: StoreManifest) -> list[str]:
     """Every field in which two stores differ, as ``capture.aux_layers: [1, 3] stored, [1, 4] asked``."""
-    keep = {"capture", "head"}
+    keep = {"container", "capture", "head"}
     one = _flat(stored.model_dump(mode="json", include=keep))
     other = _flat(asked.model_dump(mode="json", include=keep))
     return [
@@ -115,7 +116,7 @@ def write_encoded_unit(
     )
     if encoded is not None:
         try:
-            written = write_encoded(fs, path, encoded, store.capture)
+            written = write_encoded(fs, path, encoded, store.capture, store.manifest.container)
         except BaseException:
             sweep(fs, path)
             raise

@@ -13,8 +13,8 @@ from typing import Any
 
 import google_crc32c
 import numpy as np
-from numcodecs import blosc
 
+from hiddenstore import blosc_chunks
 from hiddenstore.documents import canonical
 from hiddenstore.fs import Filesystem, WritableFile
 from schemas import FileEntry
@@ -22,11 +22,14 @@ from schemas import FileEntry
 METADATA = "zarr.json"
 CRC_BYTES = 4
 INDEX_ENTRY_BYTES = 16
-BLOSC_BLOCK_BYTES = 1 << 20
 CHUNK_CRCS = "chunk_crc32c"
+# Plain chunks from this size on start at multiples of ALIGNMENT and are read straight into place: the kernel copies
+# them up to three times faster where source and destination lie alike.
+DIRECT_CHUNK_BYTES = 1 << 16
+ALIGNMENT = 64
 
 _WRITE_BYTES = 1 << 22
-_BLOSC = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle", "typesize": 2, "blocksize": BLOSC_BLOCK_BYTES}
+_BLOSC = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle", "typesize": 2, "blocksize": blosc_chunks.BLOCK_BYTES}
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,11 @@ class ArraySpec:
         """Bytes of one decoded inner chunk."""
         assert self.chunk_rows is not None
         return self.chunk_rows * self.row_bytes
+
+    @property
+    def direct(self) -> bool:
+        """Whether chunks are aligned in the shard and read without a copy."""
+        return not self.compressed and self.chunk_bytes >= DIRECT_CHUNK_BYTES
 
     @property
     def index_bytes(self) -> int:
@@ -173,7 +181,7 @@ def write_array(fs: Filesystem, folder: str, name: str, spec: ArraySpec, values:
 class ShardWriter:
     """One sharded array, appended row by row; ``entries`` is filled when the block ends without an exception.
 
-    Memory: one chunk and the 4 MiB on their way to the file.
+    Memory: one chunk and up to 4 MiB of small ones on their way to the file.
     """
 
     def __init__(self, fs: Filesystem, folder: str, name: str, spec: ArraySpec) -> None:
@@ -222,12 +230,23 @@ class ShardWriter:
 
     def _emit(self, chunk: np.ndarray) -> None:
         data = _encode_chunk(chunk, self._spec)
-        self._index.append((self._offset, len(data) + CRC_BYTES))
-        self._offset += len(data) + CRC_BYTES
         crc = crc32c(data)
         self._crcs.append(crc)
-        self._pending += [data, crc.to_bytes(CRC_BYTES, "little")]
-        self._pending_bytes += len(data) + CRC_BYTES
+        if self._spec.direct:
+            self._put(bytes(-self._offset % ALIGNMENT))
+        self._index.append((self._offset, len(data) + CRC_BYTES))
+        self._put(data)
+        self._put(crc.to_bytes(CRC_BYTES, "little"))
+
+    def _put(self, data: bytes | memoryview) -> None:
+        """Append to the file: large pieces as they are, small ones gathered."""
+        self._offset += len(data)
+        if len(data) >= DIRECT_CHUNK_BYTES and self._file is not None:
+            self._flush()
+            self._file.write(data)
+            return
+        self._pending.append(data)
+        self._pending_bytes += len(data)
         if self._pending_bytes >= _WRITE_BYTES:
             self._flush()
 
@@ -256,8 +275,7 @@ class ShardWriter:
 
 def _encode_chunk(chunk: np.ndarray, spec: ArraySpec) -> bytes | memoryview:
     if spec.compressed:
-        packed: bytes = blosc.compress(chunk, b"zstd", 1, shuffle=blosc.SHUFFLE, blocksize=BLOSC_BLOCK_BYTES)
-        return packed
+        return blosc_chunks.compress(chunk)
     return chunk.reshape(-1).view(np.uint8).data.toreadonly()
 
 

@@ -13,6 +13,8 @@ StateDtype = Literal["bfloat16"]
 NormFlavour = Literal["rms", "rms_plus_one", "layer"]
 
 FINAL = "final"
+TOPK = "topk"
+MOST_TOPK = 64
 
 
 class TargetIdentity(Document):
@@ -50,10 +52,16 @@ class HeadSpec(Document):
 
 
 class Codecs(Document):
-    """Codec name per field group."""
+    """Codec name per field group. ``final: topk`` holds the target's top tokens at each final row, not the hidden."""
 
     aux: str
     final: str
+
+    @model_validator(mode="after")
+    def _only_finals_become_top_tokens(self) -> "Codecs":
+        if self.aux == TOPK:
+            raise ValueError("topk stands for the target's distribution at a final row; aux layers cannot be stored so")
+        return self
 
 
 class CaptureSpec(Document):
@@ -73,8 +81,10 @@ class CaptureSpec(Document):
         outside = [k for k in self.aux_layers if not -1 <= k < self.target.num_layers]
         if outside:
             raise ValueError(f"layers {outside} are outside -1…{self.target.num_layers - 1}")
-        if not self.aux_layers and self.final == "none":
+        if not self.aux_layers and not self.holds_final_hidden:
             raise ValueError("a store needs at least one aux layer or the final hidden")
+        if self.holds_topk and self.target.vocab_size < self.topk:
+            raise ValueError(f"topk keeps {self.topk} tokens of a vocabulary of {self.target.vocab_size}")
         return self
 
     @property
@@ -83,6 +93,31 @@ class CaptureSpec(Document):
         return [field_name(layer) for layer in self.aux_layers]
 
     @property
+    def holds_final_hidden(self) -> bool:
+        """Whether the final hidden itself is held, at the rows ``final`` names."""
+        return self.final != "none" and self.codecs.final != TOPK
+
+    @property
+    def holds_topk(self) -> bool:
+        """Whether the rows ``final`` names hold the target's top tokens in place of the final hidden."""
+        return self.final != "none" and self.codecs.final == TOPK
+
+    @property
+    def topk(self) -> int:
+        """Tokens per final row that the ``topk`` codec keeps at this width."""
+        return topk_of(self.target.hidden_size)
+
+    @property
+    def state_fields(self) -> list[str]:
+        """Array names of the states that can be read back, the final hidden last."""
+        return self.aux_fields + ([FINAL] if self.holds_final_hidden else [])
+
+    @property
     def fields(self) -> list[str]:
-        """Array names of everything captured, the final hidden last."""
+        """Array names of everything captured, what stands at the final rows last."""
         return self.aux_fields + ([FINAL] if self.final != "none" else [])
+
+
+def topk_of(hidden_size: int) -> int:
+    """k of the ``topk`` codec: 64, less where 6 bytes a token would not stay well under the 2 D of the hidden."""
+    return max(1, min(MOST_TOPK, hidden_size // 8))

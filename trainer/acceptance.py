@@ -13,11 +13,23 @@ from dataclasses import dataclass, field
 import numpy as np
 
 
+@dataclass(frozen=True, order=True)
+class DraftShape:
+    """How far a draft looks ahead, and for a tree how many nodes of each level get children."""
+
+    length: int
+    width: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.length}" if self.width == 1 else f"{self.length}x{self.width}"
+
+
 @dataclass
 class Tally:
     """Counts over many answers. ``accepted_at[i]`` = drafts whose first i+1 proposals were all accepted."""
 
     draft_len: int
+    width: int = 1
     drafts: int = 0
     tokens: int = 0
     slots: int = 0
@@ -33,6 +45,11 @@ class Tally:
         self.tokens += emitted
         for depth in range(accepted):
             self.accepted_at[depth] += 1
+
+    @property
+    def shape(self) -> DraftShape:
+        """What was drafted."""
+        return DraftShape(self.draft_len, self.width)
 
     @property
     def accepted_length(self) -> float | None:

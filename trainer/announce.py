@@ -29,9 +29,11 @@ def _lines(session: Session) -> list[str]:
     at = f"continues at step {session.step + 1:,} of {steps:,}" if session.step else plural(steps, "step")
     samples = plural(len(session.batches.sample_ids), "sample")
     size = sum(parameter.numel() for parameter in session.optimizer.named.values())
+    init = session.config.train.init_from
     return [
         f"{session.config.drafter.name}, {amount(size)} trainable parameters: {at} over {samples}, "
         f"{amount(session.batches.tokens)} tokens; {_place(session)}",
+        *([f"weights, draft vocabulary and drafter.* from {init}"] if init is not None else []),
         "from the target, * as you set it:",
     ]
 
@@ -47,11 +49,19 @@ def _place(session: Session) -> str:
 def _cells(session: Session) -> list[tuple[str, str]]:
     resolved = session.config.model_dump(mode="json")
     cells = []
-    for section, values in derived(session.store, session.config.drafter.name).items():
+    for section, values in _derived(session).items():
         for key, value in values.items():
             have = resolved[section][key]
-            cells.append((f"{section}.{key}", _text(have) + ("" if have == value else " *")))
+            cells.append((f"{section}.{key}", _text(have) + ("" if _text(have) == _text(value) else " *")))
     return cells
+
+
+def _derived(session: Session) -> dict[str, dict[str, Any]]:
+    """What would hold had nothing been set; of a warm start, what it started from."""
+    found = derived(session.store, session.config.drafter.name)
+    if session.config.train.init_from is not None:
+        found["drafter"] = session.config.drafter.model_dump(mode="json", include=set(found["drafter"]))
+    return found
 
 
 def _grid(cells: list[tuple[str, str]]) -> Any:
@@ -71,6 +81,9 @@ def _grid(cells: list[tuple[str, str]]) -> Any:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        kind, factor = value.get("rope_type"), value.get("factor")
+        return f"{kind} x{factor:g}" if factor else str(kind)
     if isinstance(value, list):
         return ",".join(str(item) for item in value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -29,8 +29,11 @@ class Recurrent(Protocol):
     def begin(self, seen: Seen) -> Tensor:
         """What the first step reads for T verified tokens: g [T, H]."""
 
-    def step(self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Decode n slots after those in ``cache``: what the next step reads as g [n, H], and logits [n, U]."""
+    def step(
+        self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache, last: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Decode n slots after those in ``cache``: what the next step reads as g [n, H], and logits [n, U], or those of
+        the ``last`` slots only."""
 
 
 @torch.no_grad()
@@ -99,7 +102,7 @@ class LiveChain:
         positions = torch.arange(self._cache.length, kept, device=device)
         g, ids, proposals = self._model.begin(seen), torch.tensor(list(seen.next_ids), device=device), []
         for _ in range(draft_len):
-            g, logits = self._model.step(g, ids, positions, self._cache)
+            g, logits = self._model.step(g, ids, positions, self._cache, last=1)
             ids = self._target_ids[pick(logits[-1:])]
             proposals.append(ids)
             g, positions = g[-1:], positions[-1:] + 1

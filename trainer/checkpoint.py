@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
 from schemas.base import Document
 from schemas.capture import HeadSpec, NormState, TargetIdentity
 from trainer.config import DrafterConfig
+from trainer.spikes import SpikeState
+from trainer.standing import StandingState
 from trainer.vocab import DraftVocab
 
 if TYPE_CHECKING:
@@ -63,7 +66,8 @@ class RunState(Document):
     step: int = Field(ge=0)
     cursor: dict[str, Any]
     total_steps: int
-    best: dict[str, float] = Field(default_factory=dict)
+    spikes: SpikeState = SpikeState()
+    standing: StandingState = StandingState()
     files: dict[str, str]
 
 
@@ -130,11 +134,11 @@ def save(run: Path, spec: DrafterSpec, state: RunState, tensors: tuple[dict[str,
     return final
 
 
-def keep_newest(run: Path, count: int) -> None:
-    """Remove all but the ``count`` newest checkpoints; never the one LATEST names."""
-    named = latest(run)
-    for path in steps(run)[:-count]:
-        if path != named:
+def keep(run: Path, newest: int, named: Sequence[str] = ()) -> None:
+    """Remove all but the ``newest`` checkpoints and those ``named``; never the one LATEST names."""
+    last = latest(run)
+    for path in steps(run)[:-newest]:
+        if path != last and path.name not in named:
             doomed = path.with_name(f"{_TEMPORARY}old-{path.name}")
             path.rename(doomed)
             shutil.rmtree(doomed)
@@ -158,13 +162,37 @@ def latest(run: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def best(run: Path) -> Path:
+    """The checkpoint that validated best, as the newest one records it.
+
+    Raises:
+        NotFoundError: nothing was validated, or ``train.keep_best`` was 0.
+    """
+    newest = latest(run)
+    ranked = read_state(newest).standing.ranked() if newest is not None else []
+    there = [run / FOLDER / name for name in ranked if (run / FOLDER / name).is_dir()]
+    if not there:
+        raise NotFoundError(
+            f"{run} has no best checkpoint: "
+            + ("none was kept (train.keep_best=0)" if ranked else "none of its steps was validated"),
+            kind="checkpoint-missing",
+            hint=f"{newest or run}",
+        )
+    return there[0]
+
+
+def read_state(path: Path) -> RunState:
+    """``state.json`` of a checkpoint folder."""
+    return unseal(_read(path / STATE_JSON), RunState, str(path / STATE_JSON))
+
+
 def load(path: Path) -> Checkpoint:
     """Read one checkpoint and check every digest.
 
     Raises:
         CorruptionError: a file is missing or was changed.
     """
-    state = unseal(_read(path / STATE_JSON), RunState, str(path / STATE_JSON))
+    state = read_state(path)
     parts = {}
     for name, digest in state.files.items():
         data = _read(path / name)
@@ -197,8 +225,9 @@ def load_drafter(
     """
     from trainer.drafters import drafter_kind
     from trainer.drafters.base import DrafterInUse, TargetSide
+    from trainer.warm_start import load_start, started_from
 
-    path = _resolve(Path(run_or_checkpoint))
+    path = resolve(Path(run_or_checkpoint))
     checkpoint = load(path)
     spec = unseal(_read(path / DRAFTER_JSON), DrafterSpec, str(path / DRAFTER_JSON))
     head = head or _own_head(spec)
@@ -207,6 +236,8 @@ def load_drafter(
     model = kind.build(spec.drafter, side, spec.seed)
     if not untrained:
         model.load_state_dict(checkpoint.drafter)
+    elif (began := started_from(path.parent.parent)) is not None:
+        load_start(model, began)
     side = TargetSide(head.to(device), side.vocab.to(device), final_norm)
     model.to(device).eval()
     model.borrow(side.head)
@@ -253,7 +284,8 @@ def restore_rng(tensors: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(tensors["rng.cuda"])
 
 
-def _resolve(path: Path) -> Path:
+def resolve(path: Path) -> Path:
+    """The checkpoint a path means: itself, or the newest of a run."""
     if (path / STATE_JSON).is_file():
         return path
     found = latest(path)

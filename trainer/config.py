@@ -5,14 +5,16 @@ Precedence: defaults here < derived from the target < file < ``key.path=value``;
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import Field, create_model, model_validator
 
 from hiddenstore import config as settings
-from hiddenstore.errors import FormatError
+from hiddenstore.errors import ConfigError, FormatError
+from trainer.rope import RopeScaling, inherited_scaling
+from trainer.section import Section
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -20,12 +22,6 @@ if TYPE_CHECKING:
 
 FULL_VOCAB_LIMIT = 32768
 """Targets up to this size are drafted with their whole vocabulary; larger ones with the field's usual 32,000 tokens."""
-
-
-class Section(BaseModel):
-    """A group of settings; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class DataConfig(Section):
@@ -57,6 +53,7 @@ class DrafterConfig(Section):
     head_dim: int = Field(gt=0)
     rms_norm_eps: float = Field(1e-5, gt=0)
     rope_theta: float = Field(10000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
     max_position: int = Field(4096, gt=0)
     vocab_size: int = Field(gt=0)
     vocab_file: str | None = None
@@ -67,6 +64,10 @@ class DrafterConfig(Section):
             raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd")
+        scaling = self.rope_scaling
+        for factors in (scaling.short_factor, scaling.long_factor) if scaling else ():
+            if factors is not None and len(factors) != self.head_dim // 2:
+                raise ValueError(f"rope_scaling has {len(factors)} factors for heads of {self.head_dim // 2} pairs")
         return self
 
 
@@ -89,7 +90,15 @@ class OptimConfig(Section):
 
 
 class LoopConfig(Section):
-    """Length and upkeep of the run. ``max_steps`` wins over ``epochs``. Intervals are in steps, 0 for never."""
+    """Length and upkeep of the run. ``max_steps`` wins over ``epochs``. Intervals are in steps, 0 for never.
+
+    init_from: a run or checkpoint whose weights to start from. keep, keep_best: how many of the newest and of the best
+    checkpoints stay, by validation ``best_by``. patience: validations without a better one that end the run.
+    spike_factor: a step whose loss exceeds this many running medians changes nothing (`trainer.spikes`).
+
+    parallel: every rank a copy of the drafter, or a shard (`trainer.parallel`). context_parallel: ranks that share each
+    pack. checkpoint_activations: recompute layers in the backward. compile: torch.compile on the drafter's blocks.
+    """
 
     epochs: int = Field(1, gt=0)
     max_steps: int | None = Field(None, gt=0)
@@ -101,6 +110,21 @@ class LoopConfig(Section):
     device: str = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     tensorboard: bool = False
+    init_from: str | None = None
+    keep_best: int = Field(1, ge=0)
+    best_by: Literal["loss", "accepted_length"] = "loss"
+    patience: int | None = Field(None, gt=0)
+    spike_factor: float | None = Field(10.0, gt=1)
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    context_parallel: int = Field(1, gt=0)
+    checkpoint_activations: bool = False
+    compile: bool = False
+
+    @model_validator(mode="after")
+    def _patience_has_validations(self) -> "LoopConfig":
+        if self.patience is not None and not self.validate_every:
+            raise ValueError("patience waits for validations, but validate_every is 0")
+        return self
 
 
 class TrainConfig(Section):
@@ -128,14 +152,39 @@ def config_class(drafter: str) -> type[TrainConfig]:
 
 
 def load_config(
-    store: "Store", drafter: str = "eagle3", file: str | Path | None = None, words: Sequence[str] = ()
+    store: "Store",
+    drafter: str | None = None,
+    file: str | Path | None = None,
+    words: Sequence[str] = (),
+    start: DrafterConfig | None = None,
 ) -> TrainConfig:
-    """Settings for a run over ``store``.
+    """Settings for a run over ``store``. ``start``: those of the drafter to start from, which then are the defaults.
 
     Raises:
-        ConfigError: every unknown or invalid setting at once.
+        ConfigError: every unknown or invalid setting at once, or ``drafter-contradiction``.
     """
-    return settings.load(config_class(drafter), file, words, derived(store, drafter))
+    name = _drafter_name(drafter, file, words, start)
+    defaults = derived(store, name)
+    if start is not None:
+        defaults["drafter"] = start.model_dump(mode="json", exclude={"vocab_file"})
+    if settings.said("drafter.rope_scaling", file, words):
+        # One scaling is not the other with a key changed.
+        defaults["drafter"]["rope_scaling"] = None
+    return settings.load(config_class(name), file, words, defaults)
+
+
+def _drafter_name(flag: str | None, file: str | Path | None, words: Sequence[str], start: DrafterConfig | None) -> str:
+    """What the flag, the file, the words and the drafter to start from agree on; ``eagle3`` when nobody says."""
+    named = [("--drafter", flag)] if flag is not None else []
+    named += [(f"drafter.name ({origin})", str(value)) for origin, value in settings.said("drafter.name", file, words)]
+    named += [("train.init_from", start.name)] if start is not None else []
+    if len({name for _, name in named}) > 1:
+        raise ConfigError(
+            "which drafter? " + ", ".join(f"{origin} says {name}" for origin, name in named),
+            kind="drafter-contradiction",
+            hint=f"leave out all but one, or name {named[-1][1]} everywhere",
+        )
+    return named[0][1] if named else "eagle3"
 
 
 def derived(store: "Store", drafter: str = "eagle3") -> dict[str, Any]:
@@ -146,7 +195,12 @@ def derived(store: "Store", drafter: str = "eagle3") -> dict[str, Any]:
     target = store.capture.target
     shape = _target_shape(store)
     facts = TargetFacts(
-        target.hidden_size, target.num_layers, target.vocab_size, shape, tuple(store.capture.aux_layers)
+        target.hidden_size,
+        target.num_layers,
+        target.vocab_size,
+        shape,
+        tuple(store.capture.aux_layers),
+        partial(_target_file, store),
     )
     longest = max((entry.tokens for _, entry in store.entries), default=1)
     batch_tokens = max(min(32768, max(2048, 8 * target.hidden_size)), longest)
@@ -164,10 +218,8 @@ def derived(store: "Store", drafter: str = "eagle3") -> dict[str, Any]:
 def _dimensions(facts: "TargetFacts", norm_eps: float) -> dict[str, Any]:
     hidden, vocab, shape = facts.hidden_size, facts.vocab_size, facts.shape
     heads = int(shape.get("num_attention_heads") or max(1, hidden // 64))
-    rope = shape.get("rope_parameters") or {}
-    if rope and "rope_theta" not in rope:
-        # Families with one table per layer type (Gemma 3): the full-attention one reaches as far as the drafter must.
-        rope = rope.get("full_attention", {})
+    rope = _rope(shape)
+    window = int(shape.get("max_position_embeddings") or 4096)
     return {
         "hidden_size": hidden,
         "intermediate_size": int(shape.get("intermediate_size") or 4 * hidden),
@@ -175,10 +227,21 @@ def _dimensions(facts: "TargetFacts", norm_eps: float) -> dict[str, Any]:
         "num_kv_heads": int(shape.get("num_key_value_heads") or heads),
         "head_dim": int(shape.get("head_dim") or hidden // heads),
         "rms_norm_eps": float(shape.get("rms_norm_eps") or norm_eps),
-        "rope_theta": float(rope.get("rope_theta") or shape.get("rope_theta") or 10000.0),
-        "max_position": int(shape.get("max_position_embeddings") or 4096),
+        "rope_theta": float(rope.get("rope_theta") or 10000.0),
+        "rope_scaling": inherited_scaling(rope, window),
+        "max_position": window,
         "vocab_size": vocab if vocab <= FULL_VOCAB_LIMIT else 32000,
     }
+
+
+def _rope(shape: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Base and scaling in one mapping, from the new form of a config (``rope_parameters``) or the old one."""
+    rope = shape.get("rope_parameters") or {}
+    if "full_attention" in rope:
+        # Families with one table per layer type (Gemma 3): the full-attention one reaches as far as the drafter must.
+        rope = rope["full_attention"]
+    old = {"rope_theta": shape.get("rope_theta"), **(shape.get("rope_scaling") or {})}
+    return {**old, **rope}
 
 
 def default_lr(hidden_size: int) -> float:
@@ -198,4 +261,29 @@ def _target_shape(store: "Store") -> Mapping[str, Any]:
     except ValueError as error:
         raise FormatError(f"target/config.json of {store.path} is no JSON: {error}", kind="target-config") from error
     inner = found.get("text_config")
-    return inner if isinstance(inner, dict) else found
+    shape: dict[str, Any] = inner if isinstance(inner, dict) else found
+    return {**_class_defaults(shape), **shape}
+
+
+_DERIVED_FROM = (
+    "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_theta",
+    "rope_parameters", "max_position_embeddings",
+)  # fmt: skip
+
+
+def _class_defaults(shape: Mapping[str, Any]) -> dict[str, Any]:
+    """What a published config leaves out because it equals the default of its class, as Gemma 3's heads do."""
+    if "hidden_size" not in shape or "model_type" not in shape:
+        return {}
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(**shape)
+    except (ValueError, KeyError, TypeError):
+        # A type that this transformers does not know, or knows otherwise: what the file says must do.
+        return {}
+    return {key: value for key in _DERIVED_FROM if (value := getattr(config, key, None)) is not None}
+
+
+def _target_file(store: "Store", name: str) -> bytes | None:
+    return store.target_file(name) if any(file.path == name for file in store.manifest.target_files) else None

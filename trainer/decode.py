@@ -1,34 +1,21 @@
-"""Real speculative decoding with the Hugging Face target: greedy, lossless, one prompt at a time, chain of K.
+"""Real speculative decoding with the Hugging Face target over many prompts, beside the plain baseline.
 
-State between drafts: the tokens so far end in x_n, which the target has not read yet; its KV cache holds n tokens and
-the drafter's as many slots. One draft proposes K tokens, one target forward over [x_n, proposals] checks them, and the
-aux states of that same forward are what the drafter reads next, so its guesses about accepted tokens are replaced by
-the truth. Every emitted token is the target's own greedy choice.
-
-Shapes: T new tokens, L aux layers, D target width, K drafted tokens per draft.
+Shapes: K drafted tokens per draft.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import CaptureError, ConfigError
 from hiddenstore.loops import LOOP_SHARE, repeated_share
-from trainer.acceptance import Tally
-from trainer.drafters.base import Live
+from trainer.acceptance import DraftShape, Tally
+from trainer.drafters.base import DrafterInUse
+from trainer.speculate import Generation, Rule, plain, speculative
 from trainer.target import LiveTarget
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One answer (token ids, the stop token included) and the seconds it took, prefill included."""
-
-    tokens: list[int]
-    seconds: float
+from trainer.tree_decoding import speculative_tree
 
 
 @dataclass(frozen=True)
@@ -43,130 +30,132 @@ class Difference:
 
 
 @dataclass
-class Decoded:
-    """Everything measured over one set of prompts; ``chosen`` says which of them were decoded, by place."""
+class Run:
+    """Everything measured with one shape of draft. ``differences`` from the greedy answers; empty when sampling."""
 
     tally: Tally
-    chosen: list[int] = field(default_factory=list)
-    prompts: list[list[int]] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
-    tried: int = 0
-    looping: int = 0
-    too_long: int = 0
     target_forwards: int = 0
     seconds: float = 0.0
-    baseline_seconds: float = 0.0
-    baseline_tokens: int = 0
     differences: list[Difference] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all decoded answers; the first of each comes from its prefill, the rest from drafts."""
+        """Tokens of all answers; the first of each comes from its prefill, the rest from drafts."""
         return sum(len(answer) for answer in self.answers)
 
 
-def greedy(target: LiveTarget, prompt: Sequence[int], max_new_tokens: int) -> Generation:
-    """The plain baseline: one target forward per token, with a KV cache."""
-    started, stop = time.perf_counter(), target.stop_ids
-    cache = target.new_cache()
-    tokens = [_argmax(target.forward(prompt, cache, last_only=True).logits)[-1]]
-    while len(tokens) < max_new_tokens and tokens[-1] not in stop:
-        tokens += _argmax(target.forward(tokens[-1:], cache).logits)
-    return Generation(tokens, time.perf_counter() - started)
+@dataclass
+class Decoded:
+    """Everything measured over one set of prompts, a `Run` a shape of draft; ``chosen``: places of the decoded ones."""
+
+    runs: list[Run]
+    chosen: list[int] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+    tried: int = 0
+    looping: int = 0
+    too_long: int = 0
+    baseline_seconds: float = 0.0
+    baseline_tokens: int = 0
 
 
-def speculative(
-    target: LiveTarget, drafter: Live, prompt: Sequence[int], max_new_tokens: int, tally: Tally
-) -> Generation:
-    """The same answer with a drafter; adds every draft to ``tally``, whose ``draft_len`` is K."""
-    started, stop = time.perf_counter(), target.stop_ids
-    cache = target.new_cache()
-    drafter.reset()
-    prefill = target.forward(prompt, cache, last_only=True)
-    tokens = [_argmax(prefill.logits)[-1]]
-    seen = prefill.seen([*prompt[1:], tokens[0]])
-    while len(tokens) < max_new_tokens and tokens[-1] not in stop:
-        proposals = drafter.propose(seen, tally.draft_len)
-        check = target.forward([tokens[-1], *proposals], cache)
-        choices = _argmax(check.logits)
-        accepted = next((i for i, proposal in enumerate(proposals) if proposal != choices[i]), len(proposals))
-        target.drop_last(cache, len(proposals) - accepted)
-        seen = check.seen([*proposals[:accepted], choices[accepted]])
-        emitted = _until_stop(seen.next_ids, stop)[: max_new_tokens - len(tokens)]
-        tally.add_draft(min(accepted, len(emitted)), len(emitted))
-        tokens += emitted
-    return Generation(tokens, time.perf_counter() - started)
+@dataclass(frozen=True)
+class Limits:
+    """How much is decoded: ``count`` prompts, answers of at most ``max_new_tokens``."""
+
+    count: int
+    max_new_tokens: int
 
 
 def decode(
     target: LiveTarget,
-    drafter: Live,
+    drafter: DrafterInUse,
     prompts: Iterable[list[int]],
+    shapes: Sequence[DraftShape],
+    limits: Limits,
     *,
-    count: int,
-    draft_len: int,
-    max_new_tokens: int,
+    rule: Callable[[int], Rule] | None = None,
     on_prompt: Callable[[Decoded], None] | None = None,
 ) -> Decoded:
-    """Decode until ``count`` prompts are done, reading no further; a prompt whose greedy answer loops is left out and
-    counted.
+    """Decode until ``limits.count`` prompts are done with every shape of draft, reading no further.
+
+    A prompt whose plain answer loops is left out and counted. ``rule`` makes the sampling rule of the n-th prompt;
+    without one decoding is greedy and every answer is compared with the plain one.
 
     Raises:
-        ConfigError: no prompt could be decoded.
+        ConfigError: no prompt could be decoded; a tree was asked for where there is none, or together with a ``rule``.
         CaptureError: nothing was drafted, or the target ran more often than drafts and prefills account for.
     """
-    result = Decoded(Tally(draft_len))
-    limit = target.max_positions
+    result = Decoded([Run(Tally(shape.length, shape.width)) for shape in shapes])
+    generators = [_generator(target, drafter, shape, limits.max_new_tokens) for shape in shapes]
+    room = limits.max_new_tokens + max(shape.length for shape in shapes)
     for place, prompt in enumerate(prompts):
         result.tried += 1
-        if limit is not None and len(prompt) + max_new_tokens + draft_len > limit:
+        if target.max_positions is not None and len(prompt) + room > target.max_positions:
             result.too_long += 1
             continue
-        baseline = greedy(target, prompt, max_new_tokens)
+        baseline = plain(target, prompt, limits.max_new_tokens, rule(place) if rule else None)
         if repeated_share(baseline.tokens) > LOOP_SHARE:
             result.looping += 1
             continue
-        before = target.forwards
-        answer = speculative(target, drafter, prompt, max_new_tokens, result.tally)
-        result.target_forwards += target.forwards - before
-        result.seconds += answer.seconds
         result.baseline_seconds += baseline.seconds
         result.baseline_tokens += len(baseline.tokens)
         result.chosen.append(place)
         result.prompts.append(prompt)
-        result.answers.append(answer.tokens)
-        if answer.tokens != baseline.tokens:
-            result.differences.append(_difference(target, len(result.answers) - 1, prompt, baseline, answer))
+        for run, generate in zip(result.runs, generators, strict=True):
+            before = target.forwards
+            answer = generate(prompt, run.tally, rule(place) if rule else None)
+            run.target_forwards += target.forwards - before
+            run.seconds += answer.seconds
+            run.answers.append(answer.tokens)
+            if rule is None and run.answers[-1] != baseline.tokens:
+                run.differences.append(_difference(target, prompt, baseline, run))
         if on_prompt:
             on_prompt(result)
-        if len(result.answers) == count:
+        if len(result.prompts) == limits.count:
             break
     _require_sense(result)
     return result
 
 
-def recorded_packs(target: LiveTarget, decoded: Decoded) -> Iterator[PackedBatch]:
+def recorded_packs(target: LiveTarget, prompts: Sequence[list[int]], run: Run) -> Iterator[PackedBatch]:
     """Each decoded text as capture would record it, one pack a text: one forward, the answer supervised.
 
     Simulated acceptance over these packs is `eval` on the very text that was decoded.
     """
-    for prompt, answer in zip(decoded.prompts, decoded.answers, strict=True):
+    for prompt, answer in zip(prompts, run.answers, strict=True):
         ids = torch.tensor([*prompt, *answer])
-        at, run = torch.arange(len(ids)), target.forward(ids.tolist(), target.new_cache(), last_only=True)
+        at, found = torch.arange(len(ids)), target.forward(ids.tolist(), target.new_cache(), last_only=True)
         yield PackedBatch(
             input_ids=ids,
             loss_mask=at >= len(prompt),
             positions=at,
             document=torch.zeros_like(at),
-            aux=run.aux.cpu(),
-            final=run.final.cpu(),
+            aux=found.aux.cpu(),
+            final=found.final.cpu(),
             final_rows=at,
             sample_ids=[""],
         )
 
 
+def _generator(
+    target: LiveTarget, drafter: DrafterInUse, shape: DraftShape, max_new_tokens: int
+) -> Callable[[list[int], Tally, Rule | None], Generation]:
+    if shape.width > 1:
+        tree = drafter.tree(shape.width)
+
+        def grown(prompt: list[int], tally: Tally, rule: Rule | None) -> Generation:
+            if rule is not None:
+                raise ConfigError("trees are drafted at temperature 0 only", kind="no-tree", hint="--draft-len 3")
+            return speculative_tree(target, tree, prompt, max_new_tokens, tally)
+
+        return grown
+    live = drafter.live()
+    return lambda prompt, tally, rule: speculative(target, live, prompt, max_new_tokens, tally, rule)
+
+
 def _require_sense(result: Decoded) -> None:
-    prefills = len(result.answers)
+    prefills = len(result.prompts)
     if not prefills:
         raise ConfigError(
             f"none of {result.tried} prompts was decoded: {result.looping} greedy answers loop, "
@@ -174,24 +163,25 @@ def _require_sense(result: Decoded) -> None:
             kind="nothing-decoded",
             hint="give more prompts, or a smaller --max-new-tokens",
         )
-    if not result.tally.drafts:
-        raise CaptureError(
-            f"{prefills} answers were decoded and nothing was drafted: every answer ended with its first token",
-            kind="nothing-drafted",
-        )
-    if result.target_forwards != result.tally.drafts + prefills:
-        raise CaptureError(
-            f"{result.target_forwards} target forwards, expected {result.tally.drafts} drafts + {prefills} prefills",
-            kind="forward-count",
-        )
+    for run in result.runs:
+        if not run.tally.drafts:
+            raise CaptureError(
+                f"{prefills} answers were decoded and nothing was drafted: every answer ended with its first token",
+                kind="nothing-drafted",
+            )
+        if run.target_forwards != run.tally.drafts + prefills:
+            raise CaptureError(
+                f"{run.target_forwards} target forwards, expected {run.tally.drafts} drafts + {prefills} prefills",
+                kind="forward-count",
+            )
 
 
-def _difference(
-    target: LiveTarget, number: int, prompt: Sequence[int], baseline: Generation, answer: Generation
-) -> Difference:
-    """Where and by how little two answers part: a gap at rounding level is a tie, a large one is a defect."""
-    pairs = zip(baseline.tokens, answer.tokens, strict=False)
-    shorter = min(len(baseline.tokens), len(answer.tokens))
+def _difference(target: LiveTarget, prompt: Sequence[int], baseline: Generation, run: Run) -> Difference:
+    """Where and by how little the newest answer parts from the plain one: a gap at rounding level is a tie, a large one
+    is a defect."""
+    answer, number = run.answers[-1], len(run.answers) - 1
+    pairs = zip(baseline.tokens, answer, strict=False)
+    shorter = min(len(baseline.tokens), len(answer))
     index = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
     if index == shorter:
         return Difference(number, index, -1, -1, float("inf"))
@@ -199,15 +189,5 @@ def _difference(
     text = [*prompt, *baseline.tokens[:index]]
     logits = target.forward(text, target.new_cache(), last_only=True).logits[-1]
     target.forwards = before
-    one, other = baseline.tokens[index], answer.tokens[index]
+    one, other = baseline.tokens[index], answer[index]
     return Difference(number, index, one, other, float((logits[one] - logits[other]).abs()))
-
-
-def _until_stop(tokens: Sequence[int], stop: frozenset[int]) -> list[int]:
-    end = next((i for i, token in enumerate(tokens) if token in stop), len(tokens) - 1)
-    return list(tokens[: end + 1])
-
-
-def _argmax(logits: Tensor) -> list[int]:
-    choices: list[int] = logits.argmax(-1).tolist()
-    return choices

@@ -3,7 +3,7 @@
 Where the text is the target's own greedy answer this is what a server would measure with greedy chains of K; on other
 text it is the acceptance of that text.
 
-Shapes: T tokens, K drafted tokens per draft.
+Shapes: T tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,8 +19,9 @@ from hiddenstore.identity import identity_differences
 from hiddenstore.store import Store
 from schemas.capture import TargetIdentity
 from schemas.manifest import Split
-from trainer.acceptance import Tally, walk
+from trainer.acceptance import DraftShape, Tally, walk
 from trainer.ngram import NgramFloor, ngram_floor
+from trainer.tree_decoding import replay
 
 if TYPE_CHECKING:
     from trainer.drafters.base import DrafterInUse, Needs
@@ -33,17 +34,23 @@ Text = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What one drafter did on one split; ``texts`` are the samples walked, for floors over the same text."""
+    """What one drafter did on one split, a tally per shape of draft; ``texts`` are the samples walked, for floors over
+    the same text."""
 
-    tally: Tally
+    tallies: list[Tally]
     texts: list[Text]
+
+    @property
+    def tally(self) -> Tally:
+        """That of the last shape."""
+        return self.tallies[-1]
 
 
 def evaluate(
     drafters: "Sequence[DrafterInUse]",
     store: Store,
     split: Split,
-    draft_len: int,
+    shapes: Sequence[DraftShape],
     *,
     device: str = "cpu",
     on_pack: Callable[[int], None] | None = None,
@@ -53,10 +60,10 @@ def evaluate(
     Raises:
         ConfigError: the split is empty or has nothing to draft, or the store lacks a layer.
     """
-    if draft_len < 1:
-        raise ConfigError(f"a draft needs at least one token, not {draft_len}", kind="draft-len")
+    if min((shape.length for shape in shapes), default=0) < 1:
+        raise ConfigError("a draft needs at least one token", kind="draft-len")
     packs = _packs(store, split, drafters[0].needs)
-    results = evaluate_packs(drafters, packs, draft_len, device=device, on_pack=on_pack)
+    results = evaluate_packs(drafters, packs, shapes, device=device, on_pack=on_pack)
     if not results[0].tally.drafts:
         raise ConfigError(
             f"no answer of the {split} split of {store.path} has two supervised tokens: nothing to draft",
@@ -68,21 +75,26 @@ def evaluate(
 def evaluate_packs(
     drafters: "Sequence[DrafterInUse]",
     packs: Iterable[PackedBatch],
-    draft_len: int,
+    shapes: Sequence[DraftShape],
     *,
     device: str = "cpu",
     on_pack: Callable[[int], None] | None = None,
 ) -> list[Evaluation]:
     """Walk every sample of ``packs`` with each drafter; ``on_pack`` is called with the tokens of each pack."""
-    results = [Evaluation(Tally(draft_len), []) for _ in drafters]
+    results = [Evaluation([Tally(shape.length, shape.width) for shape in shapes], []) for _ in drafters]
+    chain = max((shape.length for shape in shapes if shape.width == 1), default=0)
     for pack in packs:
         moved = pack.to(device)
         for drafter, result in zip(drafters, results, strict=True):
-            hits = drafter.hits(moved, draft_len).cpu().numpy()
+            hits = drafter.hits(moved, chain).cpu().numpy() if chain else None
             for rows in _documents(pack):
-                ids, mask = pack.input_ids[rows].cpu().numpy(), pack.loss_mask[rows].cpu().numpy()
-                walk(hits[rows], mask, result.tally)
-                result.texts.append((ids, mask))
+                mask = pack.loss_mask[rows].cpu().numpy()
+                for tally in result.tallies:
+                    if tally.width > 1:
+                        replay(drafter.tree(tally.width), moved, rows, tally)
+                    elif hits is not None:
+                        walk(np.minimum(hits[rows], tally.draft_len), mask, tally)
+                result.texts.append((pack.input_ids[rows].cpu().numpy(), mask))
         if on_pack:
             on_pack(pack.tokens)
     return results

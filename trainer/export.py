@@ -10,7 +10,7 @@ import json
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from schemas.capture import TargetIdentity
 from schemas.layers import LayerConvention, from_convention, to_convention
 from trainer.drafters.blocks import KVCache
 from trainer.drafters.eagle3 import Eagle3, Eagle3Config
+from trainer.rope import RopeScaling, published_rope
 from trainer.vocab import DraftVocab
 
 CONFIG_FILE = "config.json"
@@ -127,6 +128,28 @@ def export(checkpoint: Checkpoint, engine: str, out: Path, dtype: str | None = N
     )
 
 
+def stretched(checkpoint: Checkpoint, factor: float, original: int) -> Checkpoint:
+    """The same weights under YaRN: positions up to ``factor`` times the ``original`` window, as ModelOpt exports.
+
+    Raises:
+        ConfigError: the drafter was trained with another scaling.
+    """
+    config = checkpoint.model.config
+    if config.rope_scaling is not None:
+        raise ConfigError(
+            f"the drafter was trained with rope_scaling {config.rope_scaling.rope_type}; YaRN is for one without",
+            kind="rope-scaling",
+            hint="train with drafter.rope_scaling=none",
+        )
+    scaling = RopeScaling(rope_type="yarn", factor=factor, original_max_position_embeddings=original)
+    window = max(config.max_position, int(factor * original))
+    config = config.model_copy(update={"rope_scaling": scaling, "max_position": window})
+    model = Eagle3(config, checkpoint.identity.hidden_size, checkpoint.vocab.target_size, checkpoint.vocab.size)
+    model.load_state_dict(checkpoint.model.state_dict())
+    model.borrow(checkpoint.head)
+    return replace(checkpoint, model=model.eval())
+
+
 def engine_tensors(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Tensor]:
     """Named tensors of ``model.safetensors``.
 
@@ -144,13 +167,14 @@ def engine_tensors(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Tens
 
 
 def engine_config(checkpoint: Checkpoint, layout: EngineFormat, dtype: str) -> dict[str, Any]:
-    """``config.json``: a one-layer Llama with EAGLE-3's flags (drafters.md sections 1.2 and 1.3).
+    """``config.json``: a Llama of as many layers with EAGLE-3's flags (drafters.md sections 1.2 and 1.3).
 
     Layer ids are always explicit, because an engine that guesses them drafts from the wrong layers; rope is written in
     the old and the new form, because engines read either.
     """
     drafter, identity = checkpoint.model.config, checkpoint.identity
     ids = to_convention(drafter.aux_layers, layout.convention)
+    scaling = drafter.rope_scaling.written() if drafter.rope_scaling else None
     config: dict[str, Any] = {
         "architectures": [layout.architecture],
         "model_type": "llama",
@@ -159,15 +183,15 @@ def engine_config(checkpoint: Checkpoint, layout: EngineFormat, dtype: str) -> d
         "num_attention_heads": drafter.num_heads,
         "num_key_value_heads": drafter.num_kv_heads,
         "head_dim": drafter.head_dim,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": drafter.num_layers,
         "rms_norm_eps": drafter.rms_norm_eps,
         "hidden_act": "silu",
         "vocab_size": checkpoint.vocab.target_size,
         "draft_vocab_size": checkpoint.vocab.size,
         "max_position_embeddings": drafter.max_position,
         "rope_theta": drafter.rope_theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": drafter.rope_theta},
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": "default", "rope_theta": drafter.rope_theta, **(scaling or {})},
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
@@ -256,15 +280,18 @@ def _probe(model: Eagle3, checkpoint: Checkpoint) -> Tensor:
 
 
 def _drafter_config(config: Mapping[str, Any], layout: EngineFormat, own_embeddings: bool) -> Eagle3Config:
+    theta, scaling = published_rope(config)
     return Eagle3Config(
         aux_layers=tuple(from_convention(config["eagle_aux_hidden_state_layer_ids"], layout.convention)),
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
         num_heads=config["num_attention_heads"],
         num_kv_heads=config["num_key_value_heads"],
         head_dim=config["head_dim"],
         rms_norm_eps=config["rms_norm_eps"],
-        rope_theta=config["rope_theta"],
+        rope_theta=theta,
+        rope_scaling=scaling,
         max_position=config["max_position_embeddings"],
         vocab_size=config["draft_vocab_size"],
         fc_norm=config.get("fc_norm", False),

@@ -5,10 +5,12 @@ messages travel through gloo; gradients through NCCL where they lie on a GPU.
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -18,6 +20,8 @@ from hiddenstore.rank import Rank
 
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for the others: longer than the first one needs to write a large checkpoint."""
+BUCKET_BYTES = 64 << 20
+"""Gradients sent as one message: large enough for the full rate of a link, small enough to overlap the copies."""
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
@@ -41,30 +45,34 @@ class Group:
             return
         tensors = list(tensors)
         flat = torch.cat([tensor.double().flatten() for tensor in tensors])
-        with _contact():
+        with contact():
             distributed.all_reduce(flat)
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Add up gradients over the ranks in place; a rank that saw no pack contributes zero."""
+        """Add up gradients over the ranks in place; a rank that saw no pack contributes zero.
+
+        One message a bucket, the next under way while the last is read back.
+        """
         if self.is_alone:
             return
-        under_way = []
-        with _contact():
-            for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                under_way.append(distributed.all_reduce(parameter.grad, async_op=True))
-            for work in under_way:
-                work.wait()
+        under_way: deque[tuple[list[Tensor], Tensor, Any]] = deque()
+        with contact():
+            for gradients in _buckets(parameters):
+                flat = torch.cat([gradient.flatten() for gradient in gradients])
+                under_way.append((gradients, flat, distributed.all_reduce(flat, async_op=True)))
+                if len(under_way) > 1:
+                    _take_sum(*under_way.popleft())
+            while under_way:
+                _take_sum(*under_way.popleft())
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""
         if self.is_alone:
             return flag
         said = torch.tensor(int(flag))
-        with _contact():
+        with contact():
             distributed.all_reduce(said)
         return bool(said)
 
@@ -93,7 +101,7 @@ class Group:
         if self.is_alone:
             return data
         size = torch.tensor(len(data))
-        with _contact():
+        with contact():
             distributed.broadcast(size, 0)
             buffer = (
                 torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -108,7 +116,7 @@ class Group:
         """Overwrite tensors by those of rank 0."""
         if self.is_alone:
             return
-        with _contact():
+        with contact():
             for tensor in tensors:
                 distributed.broadcast(tensor, 0)
 
@@ -126,7 +134,7 @@ def joined(rank: Rank, environment: Mapping[str, str] | None = None) -> Iterator
         return
     _check_meeting(rank, os.environ if environment is None else environment)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and distributed.is_nccl_available() else "gloo"
-    with _contact():
+    with contact():
         distributed.init_process_group(backend, rank=rank.rank, world_size=rank.world_size, timeout=PATIENCE)
     try:
         yield Group(rank)
@@ -153,8 +161,30 @@ def _check_meeting(rank: Rank, environment: Mapping[str, str]) -> None:
     )
 
 
+def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients in the order of the parameters, as many of one type as fit ``BUCKET_BYTES``."""
+    bucket: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if bucket and (size + parameter.grad.nbytes > BUCKET_BYTES or parameter.grad.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter.grad)
+        size += parameter.grad.nbytes
+    if bucket:
+        yield bucket
+
+
+def _take_sum(gradients: list[Tensor], flat: Tensor, work: Any) -> None:
+    work.wait()
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
 @contextmanager
-def _contact() -> Iterator[None]:
+def contact() -> Iterator[None]:
     """Backends raise RuntimeError and its children for a peer that is gone."""
     try:
         yield

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import OptimConfig
+from trainer.parallel import shard_like, whole
 
 
 class Optimizer:
@@ -26,14 +27,14 @@ class Optimizer:
             fused=True,
         )
 
-    def step(self, step: int) -> tuple[float, float]:
+    def step(self, step: int, *, update: bool = True) -> tuple[float, float]:
         """Update with the gradients at hand for step number ``step`` (from 0); returns rate and norm before clipping.
 
-        A norm that is not finite leaves weights and state untouched.
+        A norm that is not finite leaves weights and state untouched, and so does ``update`` False.
         """
         lr = learning_rate(self.config, step, self.total_steps)
-        norm = float(nn.utils.clip_grad_norm_(self.named.values(), self.config.clip, foreach=True))
-        if math.isfinite(norm):
+        norm = float(whole(nn.utils.clip_grad_norm_(self.named.values(), self.config.clip, foreach=True)))
+        if update and math.isfinite(norm):
             for group in self._adam.param_groups:
                 group["lr"] = lr
             self._adam.step()
@@ -55,7 +56,8 @@ class Optimizer:
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 stored = tensors.get(f"{key}.{name}")
                 if stored is not None:
-                    state[key] = stored.clone().to(parameter.device if key != "step" or parameter.is_cuda else "cpu")
+                    moved = stored.clone().to(parameter.device if key != "step" or parameter.is_cuda else "cpu")
+                    state[key] = moved if key == "step" else shard_like(moved, parameter)
             if state:
                 self._adam.state[parameter] = state
 

@@ -18,8 +18,10 @@ from schemas.manifest import Snapshot
 from trainer import checkpoint
 from trainer.config import TrainConfig, config_class, load_config
 from trainer.drafters import check_store, drafter_kind
+from trainer.recipes import settings_file
 from trainer.run_log import METRICS
 from trainer.vocab import DraftVocab
+from trainer.warm_start import StartFacts, asked_start, check_start, read_start
 
 CONFIG, SNAPSHOT, RUN_JSON = "config.yaml", "snapshot.json", "run.json"
 
@@ -30,7 +32,7 @@ class Asked:
 
     store: str | Path
     run: Path
-    drafter: str = "eagle3"
+    drafter: str | None = None
     file: str | Path | None = None
     words: Sequence[str] = ()
     resume: bool = False
@@ -41,11 +43,15 @@ class Asked:
 
 
 class RunFacts(Document):
-    """``run.json``: where the states came from. ``vocab_coverage``: share of supervised tokens the drafter knows."""
+    """``run.json``: where the states came from. ``vocab_coverage``: share of supervised tokens the drafter knows.
+
+    ``init_from``: the checkpoint whose weights it started from; ``imported_from``: the folder it was read from."""
 
     store: str
     capture: CaptureSpec
     vocab_coverage: float
+    init_from: StartFacts | None = None
+    imported_from: str | None = None
 
 
 def open_new(asked: Asked) -> tuple[Store, TrainConfig]:
@@ -59,17 +65,35 @@ def open_new(asked: Asked) -> tuple[Store, TrainConfig]:
             hint=asked.to_resume,
         )
     store = Store.open(asked.store)
-    config = load_config(store, asked.drafter, asked.file, asked.words)
+    file = None if asked.file is None else settings_file(asked.file)
+    start = asked_start(file, asked.words)
+    config = load_config(store, asked.drafter, file, asked.words, start.spec.drafter if start else None)
+    if start is not None:
+        check_start(start, store, config.drafter)
     needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
     check_store(config.drafter.name, needs, store.capture, store.path)
     require_files(store)
     return store, config
 
 
-def create(asked: Asked, store: Store, config: TrainConfig, vocab: DraftVocab, covered: float) -> None:
+def create(
+    path: Path,
+    store: Store,
+    config: TrainConfig,
+    vocab: DraftVocab,
+    covered: float,
+    *,
+    imported_from: str | None = None,
+) -> None:
     """Write what a run is before its first step; ``run.json`` last, which marks the folder as complete."""
-    path = asked.run
-    facts = RunFacts(store=str(Path(store.path).resolve()), capture=store.capture, vocab_coverage=covered)
+    start = None if config.train.init_from is None else read_start(config.train.init_from).facts
+    facts = RunFacts(
+        store=str(Path(store.path).resolve()),
+        capture=store.capture,
+        vocab_coverage=covered,
+        init_from=start,
+        imported_from=imported_from,
+    )
     files = {
         checkpoint.VOCAB: vocab.save_bytes(),
         CONFIG: settings.dump(config).encode(),
@@ -104,16 +128,24 @@ def reopen(asked: Asked) -> tuple[Store, TrainConfig]:
             kind="run-missing",
             hint=f"hiddenstore train {asked.store} -o {path}",
         )
-    refused = [word for word in asked.words if not word.startswith("train.")]
+    refused = [word for word in asked.words if not word.startswith("train.") or word.startswith("train.init_from")]
     if asked.file is not None or refused:
         given = ", ".join([*([f"-c {asked.file}"] if asked.file is not None else []), *refused])
         raise ConfigError(
-            f"{given}: a resumed run keeps its settings ({path / CONFIG}); only train.* may change",
+            f"{given}: a resumed run keeps its settings ({path / CONFIG}) and where it started from; only train.* may "
+            "change",
             kind="resume-settings",
             hint=f"other settings are another run: hiddenstore train {asked.store} -o {path}-2 …",
         )
+    name = _drafter_name(path)
+    if asked.drafter not in (None, name):
+        raise ConfigError(
+            f"{path} trains {name}, not {asked.drafter}",
+            kind="resume-settings",
+            hint=f"hiddenstore train {asked.store} -o {path}-2 --drafter {asked.drafter}",
+        )
     store = _same_store(asked)
-    config = settings.load(config_class(_drafter_name(path)), path / CONFIG, asked.words)
+    config = settings.load(config_class(name), path / CONFIG, asked.words)
     if asked.words:
         checkpoint.write_atomically(path / CONFIG, settings.dump(config).encode())
     return store, config

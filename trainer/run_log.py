@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,8 @@ METRICS = "metrics.jsonl"
 @dataclass(frozen=True)
 class StepMetrics:
     """One optimizer step. loss: weighted total; losses, acc: per TTT step, acc over every slot the mask admits (a token
-    off the draft vocabulary is a miss); taught: slots the loss was taken over."""
+    off the draft vocabulary is a miss); taught: slots the loss was taken over; skipped: the loss was a spike and the
+    weights stayed."""
 
     step: int
     loss: float
@@ -28,6 +30,7 @@ class StepMetrics:
     tokens: int
     tokens_per_s: float
     data_wait_fraction: float
+    skipped: bool = False
 
 
 class RunLog:
@@ -84,12 +87,22 @@ class RunLog:
             for depth, acc in enumerate(metrics.acc, 1):
                 self._board.add_scalar(f"train/acc@{depth}", acc, metrics.step)
 
-    def validation(self, step: int, found: dict[str, list[float]]) -> None:
-        """Record a validation pass after ``step`` steps: ``losses`` and ``acc`` per TTT step; nothing when empty."""
+    def skip(self, step: int, text: str, samples: Sequence[str]) -> None:
+        """Record that ``step`` changed nothing, and the samples of its batch."""
+        if self._file is None:
+            return
+        self._line({"step": step, "skipped_samples": list(samples)})
+        self._progress.log(text)
+
+    def validation(self, step: int, found: Mapping[str, Any], text: str) -> None:
+        """Record a validation pass after ``step`` steps (`trainer.step.validate`); nothing when empty."""
         if self._file is None or not found:
             return
-        self._line({"step": step, "validation": found})
+        self._line({"step": step, "validation": dict(found)})
+        self._progress.log(text)
         if self._board is not None:
+            if found["accepted_length"] is not None:
+                self._board.add_scalar("validation/accepted_length", found["accepted_length"], step)
             for depth, (loss, hit) in enumerate(zip(found["losses"], found["acc"], strict=True), 1):
                 self._board.add_scalar(f"validation/loss@{depth}", loss, step)
                 self._board.add_scalar(f"validation/acc@{depth}", hit, step)

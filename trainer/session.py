@@ -17,14 +17,20 @@ from hiddenstore.head import HeadBundle
 from hiddenstore.store import Store
 from schemas.manifest import Snapshot
 from trainer import checkpoint
+from trainer.compiled import compile_blocks
 from trainer.config import TrainConfig, config_class
+from trainer.context import Context, meet
 from trainer.device import pick_device
-from trainer.drafters import drafter_kind
-from trainer.drafters.base import Drafter, Needs, Objective, TargetSide
+from trainer.drafters import DRAFTERS, drafter_kind
+from trainer.drafters.base import Drafter, DrafterInUse, Needs, Objective, TargetSide
 from trainer.group import Group
 from trainer.optim import Optimizer
+from trainer.parallel import Parallel, first_has_whole, hold
 from trainer.run_folder import Asked, create, open_new, read_facts, reopen
+from trainer.spikes import SpikeGuard
+from trainer.standing import Standing
 from trainer.vocab import DraftVocab, count_store, coverage
+from trainer.warm_start import load_start, read_start
 
 
 @dataclass(eq=False)
@@ -38,15 +44,25 @@ class Session:
     device: torch.device
     model: Drafter
     objective: Objective[Any]
+    parallel: Parallel
+    context: Context | None
     optimizer: Optimizer
     batches: TokenBatches
     vocab_coverage: float
+    side: TargetSide
+    spikes: SpikeGuard
+    standing: Standing
     step: int = 0
-    validation: dict[str, list[float]] = field(default_factory=dict)
+    validation: dict[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
         return self.asked.run
+
+    @property
+    def in_use(self) -> DrafterInUse:
+        """The drafter as it is now, for proposing."""
+        return DrafterInUse(drafter_kind(self.config.drafter.name), self.model, self.side)
 
     @property
     def total_steps(self) -> int:
@@ -60,6 +76,8 @@ def start(asked: Asked, group: Group) -> Session:
         ConfigError, ConflictError, NotFoundError: see `trainer.loop.train`.
     """
     store, config = _agreed(asked, group, reopen if asked.resume else open_new)
+    _check_context(config)
+    context = meet(config.train.context_parallel, group)
     with group.together():
         device = _device(config, group)
         head = HeadBundle.load(store, device)
@@ -70,16 +88,32 @@ def start(asked: Asked, group: Group) -> Session:
         model = kind.build(config.drafter, side, config.train.seed).to(device)
         model.borrow(head)
         model.train()
+        model.recompute = config.train.checkpoint_activations
+        if config.train.compile:
+            compile_blocks(model)
         objective = kind.objective(model, side, config.loss)
         batches = token_batches(store, config, group)
         total = config.train.max_steps or sum(batches.batches_per_epoch(epoch) for epoch in range(config.train.epochs))
-        optimizer = Optimizer(model, config.optim, total)
-        session = Session(asked, store, config, group, device, model, objective, optimizer, batches, covered)
-        if asked.resume:
-            _restore(session)
-        elif group.is_first:
-            create(asked, store, config, vocab, covered)
+        found = _newest(asked)
+        if found is not None:
+            model.load_state_dict(found.drafter)
+        elif config.train.init_from is not None:
+            load_start(model, read_start(config.train.init_from))
+        if group.is_first and not asked.resume:
+            create(asked.run, store, config, vocab, covered)
     group.take_from_first(model.state_dict().values())
+    parallel = hold(model, config.train.parallel, group, device)
+    optimizer = Optimizer(model, config.optim, total)
+    state = found.state if found is not None else None
+    spikes = SpikeGuard(config.train.spike_factor, state.spikes if state else None)
+    standing = Standing(config.train, state.standing if state else None)
+    session = Session(
+        asked, store, config, group, device, model, objective, parallel, context, optimizer, batches, covered, side,
+        spikes, standing,
+    )  # fmt: skip
+    if found is not None:
+        with group.together():
+            _restore(session, found)
     if group.is_first:
         _warn_of_idle_ranks(session)
     return session
@@ -97,21 +131,35 @@ def token_batches(store: Store, config: TrainConfig, group: Group, *, validation
         batch_tokens=config.data.batch_tokens,
         pack_tokens=config.data.pack_tokens,
         seed=config.data.seed,
-        rank=group.rank.rank,
-        world_size=group.rank.world_size,
+        rank=group.rank.rank // config.train.context_parallel,
+        world_size=group.rank.world_size // config.train.context_parallel,
         prefetch_bytes=config.data.prefetch_mb * 1_000_000,
         epochs=None if endless else 1 if validation else config.train.epochs,
     )
 
 
+def _check_context(config: TrainConfig) -> None:
+    if config.train.context_parallel > 1 and not drafter_kind(config.drafter.name).splits_context:
+        able = [name for name in DRAFTERS if drafter_kind(name).splits_context]
+        raise ConfigError(
+            f"{config.drafter.name} cannot split a sequence over ranks (train.context_parallel="
+            f"{config.train.context_parallel}); these can: {', '.join(able)}",
+            kind="context-parallel",
+            hint="train.context_parallel=1",
+        )
+
+
 def save(session: Session, cursor: Cursor) -> None:
     """Publish a checkpoint after ``session.step`` steps; the other ranks wait until it is durable."""
-    with session.group.together():
-        if session.group.is_first:
-            _save(session, cursor)
+    group = session.group
+    weights = first_has_whole(session.model.state_dict(), group)
+    moments = first_has_whole(session.optimizer.tensors(), group)
+    with group.together():
+        if group.is_first:
+            _save(session, cursor, weights, moments | checkpoint.rng_tensors())
 
 
-def _save(session: Session, cursor: Cursor) -> None:
+def _save(session: Session, cursor: Cursor, weights: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
     spec = checkpoint.DrafterSpec(
         config=session.config.drafter.model_dump(mode="json"),
         target=session.store.capture.target,
@@ -120,10 +168,16 @@ def _save(session: Session, cursor: Cursor) -> None:
         seed=session.config.train.seed,
         step=session.step,
     )
-    state = checkpoint.RunState(step=session.step, cursor=cursor.to_json(), total_steps=session.total_steps, files={})
-    weights: dict[str, Tensor] = {name: tensor.detach() for name, tensor in session.model.state_dict().items()}
-    checkpoint.save(session.path, spec, state, (weights, session.optimizer.tensors() | checkpoint.rng_tensors()))
-    checkpoint.keep_newest(session.path, session.config.train.keep)
+    state = checkpoint.RunState(
+        step=session.step,
+        cursor=cursor.to_json(),
+        total_steps=session.total_steps,
+        spikes=session.spikes.state,
+        standing=session.standing.state,
+        files={},
+    )
+    checkpoint.save(session.path, spec, state, (weights, optimizer))
+    checkpoint.keep(session.path, session.config.train.keep, session.standing.kept)
 
 
 def _agreed(
@@ -152,12 +206,13 @@ def _config(text: str) -> TrainConfig:
     return config_class(json.loads(text)["drafter"]["name"]).model_validate_json(text)
 
 
-def _restore(session: Session) -> None:
-    newest = checkpoint.latest(session.path)
-    if newest is None:
-        return
-    found = checkpoint.load(newest)
-    session.model.load_state_dict(found.drafter)
+def _newest(asked: Asked) -> checkpoint.Checkpoint | None:
+    path = checkpoint.latest(asked.run) if asked.resume else None
+    return None if path is None else checkpoint.load(path)
+
+
+def _restore(session: Session, found: checkpoint.Checkpoint) -> None:
+    """All but the weights, which the model took before it was shared out."""
     session.optimizer.load(found.optimizer)
     checkpoint.restore_rng(found.optimizer)
     session.batches.load_state_dict(Cursor.from_json(found.state.cursor).to_json())
@@ -170,10 +225,13 @@ def _vocabulary(asked: Asked, store: Store, config: TrainConfig, size: int, grou
     def choose() -> tuple[DraftVocab, float]:
         if asked.resume:
             return DraftVocab.load(asked.run / checkpoint.VOCAB, size), read_facts(asked.run).vocab_coverage
-        if config.drafter.vocab_file is None and config.drafter.vocab_size >= store.capture.target.vocab_size:
+        is_counted = config.drafter.vocab_file is not None or config.train.init_from is not None
+        if not is_counted and config.drafter.vocab_size >= store.capture.target.vocab_size:
             return DraftVocab.full(size), 1.0
         counts = count_store(store, size)
-        if config.drafter.vocab_file is not None:
+        if config.train.init_from is not None:
+            vocab = read_start(config.train.init_from).vocab(size)
+        elif config.drafter.vocab_file is not None:
             vocab = DraftVocab.load(config.drafter.vocab_file, size)
         else:
             vocab = DraftVocab.of_counts(counts, config.drafter.vocab_size)
@@ -208,20 +266,17 @@ def _device(config: TrainConfig, group: Group) -> torch.device:
 
 
 def _warn_of_idle_ranks(session: Session) -> None:
-    """Batches of one epoch that have fewer packs than there are ranks leave some without work."""
-    ranks, data = session.group.rank.world_size, session.config.data
+    """Batches of one epoch that have fewer samples than there are ranks leave some without work."""
+    ranks = session.group.rank.world_size // session.config.train.context_parallel
     if ranks == 1:
         return
-    packs = [len(plan.packs) for plan, _ids in session.batches.plan(0)]
-    idle = sum(max(0, ranks - count) for count in packs) / len(packs)
+    samples = [len(ids) for _plan, ids in session.batches.plan(0)]
+    idle = sum(max(0, ranks - count) for count in samples) / len(samples)
     if idle < 0.5:
         return
     longest = max(entry.tokens for _, entry in session.store.entries)
-    pack_tokens = max(longest, -(-data.batch_tokens // ranks))
-    advice = f"data.pack_tokens={pack_tokens}"
-    if pack_tokens * (ranks - 1) >= data.batch_tokens:
-        advice += f" data.batch_tokens={pack_tokens * ranks}"
     output().warn(
-        f"{idle:.1f} of {ranks} ranks have nothing to do in the average step: a batch of {data.batch_tokens:,} tokens "
-        f"makes {sum(packs) / len(packs):.1f} packs of {data.pack_tokens:,}; try {advice}"
+        f"{idle:.1f} of {ranks} ranks have nothing to do in the average step: a batch of "
+        f"{session.config.data.batch_tokens:,} tokens holds {sum(samples) / len(samples):.1f} samples; "
+        f"try data.batch_tokens={longest * ranks}"
     )

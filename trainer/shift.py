@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hiddenstore.data import PackedBatch
+
 JOIN_GAP = 16
 """Idle slots between two active runs that are computed anyway: a longer run beats one more attention call."""
 
@@ -61,6 +63,13 @@ def document_starts(document: Tensor) -> Tensor:
     return torch.where(first, at, 0).cummax(0).values if len(at) else at
 
 
+def document_runs(document: Tensor) -> tuple[Run, ...]:
+    """Every document of a pack int64 [T] as one run of active slots."""
+    starts = document_starts(document).unique().tolist()
+    ends = [*starts[1:], document.shape[0]]
+    return tuple(Run(begin, begin, end, begin) for begin, end in zip(starts, ends, strict=True))
+
+
 def teacher_rows(loss_mask: Tensor, document: Tensor, mask_offset: int) -> Tensor:
     """Rows p whose distribution teaches: int64 [R], ascending.
 
@@ -75,16 +84,29 @@ def teacher_rows(loss_mask: Tensor, document: Tensor, mask_offset: int) -> Tenso
     return torch.nonzero(taught)[:, 0]
 
 
-def open_steps(rows: Tensor, document: Tensor, steps: int) -> Tensor:
-    """Whether row r has a slot inside its document at step i: bool [R, K]."""
-    slot = rows[:, None] - 1 - torch.arange(steps, device=rows.device)
-    return slot >= document_starts(document)[rows][:, None]
+def next_tokens(batch: PackedBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows p that have a next token in their document, and that token: int64 [R] each."""
+    inside = (rows + 1).clamp(max=batch.document.shape[0] - 1)
+    rows = rows[(inside > rows) & (batch.document[inside] == batch.document[rows])]
+    return rows, batch.input_ids[rows + 1]
 
 
-def plan_slots(rows: Tensor, document: Tensor, steps: int, join_gap: int = JOIN_GAP) -> SlotPlan:
-    """Pair teacher rows int64 [R] (ascending) with the slots they teach at each of ``steps`` TTT steps."""
+def open_steps(rows: Tensor, document: Tensor, steps: int, own: Tensor | None = None) -> Tensor:
+    """Whether row r has a slot inside its document at step i, and an ``own`` one (bool [T]) where given: bool [R, K]."""
     slot = rows[:, None] - 1 - torch.arange(steps, device=rows.device)
-    taught = open_steps(rows, document, steps)
+    inside = slot >= document_starts(document)[rows][:, None]
+    return inside if own is None else inside & own[slot.clamp(min=0)]
+
+
+def plan_slots(
+    rows: Tensor, document: Tensor, steps: int, join_gap: int = JOIN_GAP, own: Tensor | None = None
+) -> SlotPlan:
+    """Pair teacher rows int64 [R] (ascending) with the slots they teach at each of ``steps`` TTT steps.
+
+    ``own`` bool [T]: slots that may be taught; all where None.
+    """
+    slot = rows[:, None] - 1 - torch.arange(steps, device=rows.device)
+    taught = open_steps(rows, document, steps, own)
     wanted = torch.zeros(document.shape[0], dtype=torch.bool, device=rows.device)
     wanted[slot[taught]] = True
     runs = _runs(torch.nonzero(wanted)[:, 0], document, join_gap)

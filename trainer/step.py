@@ -5,34 +5,43 @@ Shapes: K depths (TTT steps, block slots or heads).
 
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from hiddenstore.data import GlobalBatch
+from hiddenstore.data import GlobalBatch, PackedBatch
 from hiddenstore.errors import CaptureError
+from trainer.acceptance import DraftShape
+from trainer.context import share_of
 from trainer.drafters.base import Work
+from trainer.evaluate import evaluate_packs
 from trainer.losses import StepLosses
+from trainer.parallel import gathered
 from trainer.run_log import StepMetrics
 from trainer.session import Session, token_batches
+from trainer.spikes import MOST_IN_A_ROW
+
+VALIDATION_DRAFT_LEN = 3
+"""As `hiddenstore eval` drafts unless told, so that the two numbers can be compared."""
 
 
 def steps(session: Session) -> Generator[tuple[GlobalBatch, StepMetrics], None, None]:
     """Train batch after batch, from where the session stands to its last step; ``session.step`` counts along.
 
     Raises:
-        CaptureError: the loss or the gradient is not finite; names the samples. The weights stay those of the step
-            before.
+        CaptureError: the loss or the gradient is not finite, or the loss stays a spike; names the samples. The weights
+            stay those of the step before.
         HiddenstoreError: ``another-rank``, where it was another rank that failed.
     """
     batches = iter(session.batches)
     while session.step < session.total_steps:
         began = time.perf_counter()
+        session.model.moment = (session.config.train.seed, session.step)
         with session.group.together():
             batch = next(batches, None)
-            works = [] if batch is None else _works(session, batch)
+            works = [] if batch is None else _works(session, _here(session, batch))
         if batch is None:
             return
         metrics = train_step(session, batch, works, began)
@@ -47,6 +56,7 @@ def train_step(session: Session, batch: GlobalBatch, works: Sequence[Work], bega
     totals = Totals(session.objective.depths, session.device)
     totals.count(works)
     group.sum([divisors, totals.counts, totals.open, totals.tokens])
+    session.parallel.gather()
     with group.together():
         for work in works:
             with autocast(session):
@@ -55,13 +65,16 @@ def train_step(session: Session, batch: GlobalBatch, works: Sequence[Work], bega
                 losses.total.backward()
             totals.add(losses)
     group.sum([totals.value, totals.sums, totals.hits])
-    group.sum_gradients(session.optimizer.named.values())
+    session.parallel.sum_gradients()
     value = float(totals.value)
     if not math.isfinite(value):
         raise _not_finite(session, batch, f"loss {value}")
-    lr, norm = session.optimizer.step(session.step)
+    taken = session.spikes.takes(value)
+    lr, norm = session.optimizer.step(session.step, update=taken)
     if not math.isfinite(norm):
         raise _not_finite(session, batch, f"gradient norm {norm}")
+    if session.spikes.goes_on:
+        raise _stays_high(session, batch, value)
     seconds = time.perf_counter() - began
     return StepMetrics(
         step=session.step + 1,
@@ -74,6 +87,7 @@ def train_step(session: Session, batch: GlobalBatch, works: Sequence[Work], bega
         tokens=int(totals.tokens),
         tokens_per_s=int(totals.tokens) / seconds,
         data_wait_fraction=min(1.0, batch.wait_s / seconds),
+        skipped=not taken,
     )
 
 
@@ -108,28 +122,50 @@ class Totals:
 
 @torch.no_grad()
 def validate(session: Session) -> None:
-    """Losses and accuracy per depth over ``validation_tokens`` of the validation split, into ``session.validation``.
+    """Walk ``validation_tokens`` of the validation split and keep in ``session.validation`` what was found.
 
+    losses, acc: per depth; loss: mean of the losses; accepted_length, per_position: of greedy chains of
+    ``VALIDATION_DRAFT_LEN`` over the same text, as `trainer.evaluate` counts them, None where nothing could be drafted.
     Left as it is when the store has no such split.
     """
     lengths = {entry.id: entry.tokens for _, entry in session.store.entries if entry.split == "validation"}
     if not lengths:
         return
     totals = Totals(session.objective.depths, session.device)
-    seen = 0
-    with session.group.together():
+
+    def packs() -> Iterator[PackedBatch]:
+        seen = 0
         for batch in token_batches(session.store, session.config, session.group, validation=True):
-            works = _works(session, batch)
+            whole = _here(session, batch)
+            works = _works(session, whole)
             totals.count(works)
             divisors = session.objective.divisors(*works)
             for work in works:
                 with autocast(session):
                     totals.add(session.objective.losses(work, divisors))
+            if session.context is None or session.context.index == 0:
+                yield from whole
             seen += sum(lengths[sample] for sample in batch.all_sample_ids)
             if seen >= session.config.train.validation_tokens:
                 break
-    session.group.sum([totals.sums, totals.hits, totals.counts, totals.open])
-    session.validation = {"losses": totals.mean_losses(), "acc": totals.accuracy()}
+
+    use = session.in_use
+    draft_len = min(VALIDATION_DRAFT_LEN, use.kind.longest_draft(use.config) or VALIDATION_DRAFT_LEN)
+    session.model.eval()
+    with gathered(session.parallel), session.group.together():
+        tally = evaluate_packs([use], packs(), [DraftShape(draft_len)], device=str(session.device))[0].tally
+    session.model.train()
+    walked = torch.tensor([tally.drafts, tally.tokens, *tally.accepted_at])
+    session.group.sum([totals.sums, totals.hits, totals.counts, totals.open, walked])
+    drafts, tokens, *accepted_at = walked.tolist()
+    losses = totals.mean_losses()
+    session.validation = {
+        "losses": losses,
+        "acc": totals.accuracy(),
+        "loss": sum(losses) / len(losses),
+        "accepted_length": tokens / drafts if drafts else None,
+        "per_position": [count / drafts for count in accepted_at] if drafts else None,
+    }
 
 
 def autocast(session: Session) -> AbstractContextManager[Any]:
@@ -140,15 +176,36 @@ def autocast(session: Session) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _works(session: Session, batch: GlobalBatch) -> list[Work]:
-    return [session.objective.plan(pack.to(session.device)) for pack in batch.packs]
+def _here(session: Session, batch: GlobalBatch) -> list[PackedBatch]:
+    return [pack.to(session.device) for pack in batch.packs]
+
+
+def _works(session: Session, packs: Sequence[PackedBatch]) -> list[Work]:
+    if session.context is not None:
+        # The deepest slot is taught `depths` rows on, by a row whose mask may lie one further.
+        packs = [share_of(pack, session.context, session.objective.depths + 2) for pack in packs]
+    return [session.objective.plan(pack) for pack in packs]
 
 
 def _not_finite(session: Session, batch: GlobalBatch, what: str) -> CaptureError:
-    named = ", ".join(batch.all_sample_ids[:8])
-    more = f" and {len(batch.all_sample_ids) - 8} more" if len(batch.all_sample_ids) > 8 else ""
     return CaptureError(
-        f"step {session.step + 1}: {what} over samples {named}{more}; the weights are those of step {session.step}",
+        f"step {session.step + 1}: {what} over samples {some_of(batch.all_sample_ids)}; the weights are those of step "
+        f"{session.step}",
         kind="loss-not-finite",
         hint=f"hiddenstore verify {session.store.path} --meaning",
     )
+
+
+def _stays_high(session: Session, batch: GlobalBatch, value: float) -> CaptureError:
+    factor, median = session.config.train.spike_factor, session.spikes.median
+    return CaptureError(
+        f"step {session.step + 1}: loss {value:.3f} is the last of {MOST_IN_A_ROW + 1} in a row above {factor:g} times "
+        f"the median of {median:.3f}; samples {some_of(batch.all_sample_ids)}; none of them changed the weights",
+        kind="loss-stays-high",
+        hint=f"hiddenstore verify {session.store.path} --meaning, or {session.asked.to_resume} train.spike_factor=none",
+    )
+
+
+def some_of(ids: Sequence[str], most: int = 8) -> str:
+    """The first of a list of sample ids, and how many more there are."""
+    return ", ".join(ids[:most]) + (f" and {len(ids) - most} more" if len(ids) > most else "")

@@ -8,7 +8,7 @@ Shapes: T new tokens of one forward, L aux layers, D target width, V target voca
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from hiddenstore.identity import (
 )
 from schemas.capture import HeadSpec, TargetIdentity
 from trainer.drafters.base import Seen
+
+if TYPE_CHECKING:
+    from trainer.tree import DraftTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,18 +95,57 @@ class LiveTarget:
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], cache: DynamicCache, last_only: bool = False) -> Forward:
         """Run new tokens [T] on top of ``cache``; ``last_only`` computes the logits of the last one alone."""
-        ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=self.device)
-        self._taken.clear()
-        output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1 if last_only else 0)
-        final = self._final[0].to(torch.bfloat16)
-        aux = [self._taken[layer][0].to(torch.bfloat16) for layer in self._aux_layers]
-        return Forward(output.logits[0].float(), torch.stack(aux) if aux else final.new_empty(0, *final.shape), final)
+        return self._forward(token_ids, cache, logits_to_keep=1 if last_only else 0)
+
+    @torch.inference_mode()
+    def forward_tree(self, root: int, tree: "DraftTree", cache: DynamicCache) -> Forward:
+        """Run ``root`` and below it every node of ``tree`` at once; a node sees the text and its own ancestors.
+
+        Raises:
+            ConfigError: the target has sliding-window layers, for which one mask does not do.
+        """
+        if self._slides:
+            raise ConfigError("a target with sliding-window layers checks no trees: leave --tree out", kind="no-tree")
+        held, nodes = cache.get_seq_length(), len(tree.tokens)
+        seen = torch.ones(nodes + 1, held + nodes + 1, dtype=torch.bool)
+        seen[0, held + 1 :] = False
+        seen[1:, held + 1 :] = tree.visible()
+        mask = torch.zeros(seen.shape, dtype=self.model.dtype).masked_fill_(~seen, torch.finfo(self.model.dtype).min)
+        positions = torch.tensor([0, *tree.depths()]) + held
+        return self._forward(
+            [root, *tree.tokens],
+            cache,
+            attention_mask=mask[None, None].to(self.device),
+            position_ids=positions[None].to(self.device),
+        )
+
+    @staticmethod
+    def keep_rows(cache: DynamicCache, new: int, path: Sequence[int]) -> None:
+        """Of the newest ``new`` rows keep those of ``path``, ascending, and forget the others."""
+        held = cache.get_seq_length() - new
+        for layer in cache.layers:
+            rows = torch.tensor([*range(held), *(held + row for row in path)], device=layer.keys.device)
+            layer.keys, layer.values = layer.keys.index_select(-2, rows), layer.values.index_select(-2, rows)
 
     @staticmethod
     def drop_last(cache: DynamicCache, tokens: int) -> None:
         """Forget the newest ``tokens``; ``crop`` of transformers 5 takes the count as a negative number."""
         if tokens:
             cache.crop(-tokens)
+
+    @property
+    def _slides(self) -> bool:
+        text = _text_config(self.model.config)
+        kinds = getattr(text, "layer_types", None) or []
+        return any("sliding" in kind or "chunked" in kind for kind in kinds)
+
+    def _forward(self, token_ids: Sequence[int], cache: DynamicCache, **how: Any) -> Forward:
+        ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=self.device)
+        self._taken.clear()
+        output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **how)
+        final = self._final[0].to(torch.bfloat16)
+        aux = [self._taken[layer][0].to(torch.bfloat16) for layer in self._aux_layers]
+        return Forward(output.logits[0].float(), torch.stack(aux) if aux else final.new_empty(0, *final.shape), final)
 
     def _count(self, _module: nn.Module, _args: tuple[Any, ...]) -> None:
         self.forwards += 1

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer import ttt_attention_gpu as gpu
 from trainer.shift import Run
 
 ROW_BLOCK = 1024
+LEAF = 160
+"""Rows of a causal attention call on CPU; torch's kernel skips nothing below 512."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -41,39 +44,47 @@ def ttt_attention(
 class _TttAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runs: tuple[Run, ...], q: Tensor, k0: Tensor, v0: Tensor, *later: Tensor) -> Tensor:
-        grouped = q.view(q.shape[0], k0.shape[1], -1, q.shape[2])
+        grouped = q.view(q.shape[0], k0.shape[1], q.shape[1] // k0.shape[1], q.shape[2])
         out = torch.empty_like(grouped)
         lse = torch.empty(grouped.shape[:3], dtype=_score_dtype(q), device=q.device)
-        for run in runs:
-            _attend_run(run, grouped, k0, v0, out, lse)
+        if runs and gpu.fits(q):
+            flash_out, flash_lse = gpu.attend_runs(runs, q, k0, v0)
+            out, lse = flash_out.view_as(grouped), flash_lse.reshape(lse.shape)
+        else:
+            for run in runs:
+                _attend_run(run, grouped, k0, v0, out, lse)
+        share = None
         if later:
             scores = _own_scores(grouped, later[0::2])
             joint = torch.logsumexp(torch.cat([lse[..., None], scores], -1), -1)
-            merged = out * (lse - joint).exp()[..., None].to(out.dtype)
-            share = (scores - joint[..., None]).exp().to(out.dtype)
+            out = out.mul_((lse - joint).exp()[..., None].to(out.dtype))
+            share = scores.sub_(joint[..., None]).exp_().to(out.dtype)
             for j, value in enumerate(later[1::2]):
-                merged.addcmul_(share[..., j, None], value[:, :, None])
-            out, lse = merged, joint
+                out.addcmul_(share[..., j, None], value[:, :, None])
+            lse = joint
         ctx.runs = runs
-        ctx.save_for_backward(q, k0, v0, out, lse, *later)
+        ctx.save_for_backward(q, k0, v0, out, lse, share, *later)
         return out.view_as(q)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k0, v0, out, lse, *later = ctx.saved_tensors
-        grouped = q.view(q.shape[0], k0.shape[1], -1, q.shape[2])
+        q, k0, v0, out, lse, share, *later = ctx.saved_tensors
+        grouped = q.view(q.shape[0], k0.shape[1], q.shape[1] // k0.shape[1], q.shape[2])
         do = grads[0].contiguous().view_as(grouped)
-        dq, dk0, dv0 = torch.empty_like(grouped), torch.zeros_like(k0), torch.zeros_like(v0)
-        for run in ctx.runs:
-            _attend_run_backward(run, (grouped, k0, v0, out, lse, do), (dq, dk0, dv0))
+        dq, dk0, dv0 = torch.zeros_like(grouped), torch.zeros_like(k0), torch.zeros_like(v0)
+        if ctx.runs and gpu.fits(q):
+            saved = (q, k0, v0, out.view_as(q), lse.flatten(1))
+            flash_dq, dk0, dv0 = gpu.attend_runs_backward(ctx.runs, do.view_as(q), saved)
+            dq = flash_dq.view_as(grouped)
+        else:
+            for run in ctx.runs:
+                _attend_run_backward(run, (grouped, k0, v0, out, lse, do), (dq, dk0, dv0))
         if not later:
             return None, dq.view_as(q), dk0, dv0
-        keys, values = later[0::2], later[1::2]
         scale = q.shape[-1] ** -0.5
-        share = (_own_scores(grouped, keys) - lse[..., None]).exp().to(q.dtype)
         delta = (do * out).sum(-1)
         own: list[Tensor] = []
-        for j, (key, value) in enumerate(zip(keys, values, strict=True)):
+        for j, (key, value) in enumerate(zip(later[0::2], later[1::2], strict=True)):
             p = share[..., j]
             ds = (p * ((do * value[:, :, None]).sum(-1) - delta) * scale)[..., None]
             dq.addcmul_(ds, key[:, :, None])
@@ -91,38 +102,56 @@ def _own_scores(q: Tensor, keys: Sequence[Tensor]) -> Tensor:
     return torch.stack([(q * key[:, :, None]).sum(-1) for key in keys], -1).to(_score_dtype(q)) * scale
 
 
-def _attend_run(run: Run, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor) -> None:
-    at = slice(run.at, run.at + run.length)
-    queries = _heads_first(q[at])
-    square, square_lse = _attend(queries, k0[run.begin : run.end], v0[run.begin : run.end], True)
+def _spans(run: Run, leaf: int) -> list[tuple[slice, slice, bool]]:
+    """What a run attends to, as rectangles of rows and keys of the pack, and triangles (True) before the rectangles.
+
+    The square of a run is halved down to ``leaf`` rows, because an attention call computes what its mask hides.
+    """
+
+    def halve(begin: int, end: int) -> list[tuple[slice, slice, bool]]:
+        if end - begin <= leaf:
+            return [(slice(begin, end), slice(begin, end), True)]
+        middle = (begin + end) // 2
+        lower = (slice(middle, end), slice(begin, middle), False)
+        return [*halve(begin, middle), *halve(middle, end), lower]
+
+    spans = halve(run.begin, run.end)
     if run.begin > run.document:
-        prefix, prefix_lse = _attend(queries, k0[run.document : run.begin], v0[run.document : run.begin], False)
-        joint = torch.logaddexp(square_lse, prefix_lse)
-        square = square * (square_lse - joint).exp()[..., None].to(square.dtype)
-        square += prefix * (prefix_lse - joint).exp()[..., None].to(square.dtype)
-        square_lse = joint
-    out[at] = square.permute(2, 0, 1, 3)
-    lse[at] = square_lse.permute(2, 0, 1)
+        spans.append((slice(run.begin, run.end), slice(run.document, run.begin), False))
+    return spans
+
+
+def _leaf(run: Run, q: Tensor) -> int:
+    return LEAF if q.device.type == "cpu" else run.length
+
+
+def _attend_run(run: Run, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor) -> None:
+    shift = run.at - run.begin
+    for rows, keys, causal in _spans(run, _leaf(run, q)):
+        at = slice(rows.start + shift, rows.stop + shift)
+        found, found_lse = _attend(_heads_first(q[at]), k0[keys], v0[keys], causal)
+        found, found_lse = found.permute(2, 0, 1, 3), found_lse.permute(2, 0, 1)
+        if causal:
+            out[at], lse[at] = found, found_lse
+        else:
+            joint = torch.logaddexp(lse[at], found_lse)
+            out[at] *= (lse[at] - joint).exp()[..., None].to(out.dtype)
+            out[at].addcmul_(found, (found_lse - joint).exp()[..., None].to(out.dtype))
+            lse[at] = joint
 
 
 def _attend_run_backward(run: Run, saved: tuple[Tensor, ...], grads: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k0, v0, out, lse, do = saved
     dq, dk0, dv0 = grads
-    at = slice(run.at, run.at + run.length)
-    queries, outs, dos = _heads_first(q[at]), _heads_first(out[at]), _heads_first(do[at])
-    logs = lse[at].permute(1, 2, 0)
-    spans = [(run.begin, run.end, True)]
-    if run.begin > run.document:
-        spans.append((run.document, run.begin, False))
-    for index, (begin, end, causal) in enumerate(spans):
-        keys, values = k0[begin:end], v0[begin:end]
-        part_q, part_k, part_v = _attend_backward(dos, queries, keys, values, outs, logs, causal)
-        if index == 0:
-            dq[at] = part_q.permute(2, 0, 1, 3)
-        else:
-            dq[at] += part_q.permute(2, 0, 1, 3)
-        dk0[begin:end] += part_k.transpose(0, 1)
-        dv0[begin:end] += part_v.transpose(0, 1)
+    shift = run.at - run.begin
+    for rows, keys, causal in _spans(run, _leaf(run, q)):
+        at = slice(rows.start + shift, rows.stop + shift)
+        queries, outs, dos = _heads_first(q[at]), _heads_first(out[at]), _heads_first(do[at])
+        logs = lse[at].permute(1, 2, 0)
+        part_q, part_k, part_v = _attend_backward(dos, queries, k0[keys], v0[keys], outs, logs, causal)
+        dq[at] += part_q.permute(2, 0, 1, 3)
+        dk0[keys] += part_k.transpose(0, 1)
+        dv0[keys] += part_v.transpose(0, 1)
 
 
 def _heads_first(x: Tensor) -> Tensor:

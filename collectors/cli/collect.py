@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hiddenstore.cli.output import common_options, examples, output
+from hiddenstore.layout import CONTAINER_NAMES
 
 if TYPE_CHECKING:
     from collectors.job import CollectReport
@@ -30,13 +31,24 @@ if TYPE_CHECKING:
     help="eagle3, dflash, eagle1, medusa, all-drafters, or numbers such as 1,15,28 (-1 = embeddings).",
 )
 @click.option("--final", type=click.Choice(["supervised", "all", "none"]), help="Rows of the final hidden to keep.")
-@click.option("--recipe", default="auto", show_default=True, help="auto, safe, lossless or raw.")
-@click.option("--container", type=click.Choice(["zarr"]), default="zarr", show_default=True, help="Segment container.")
+@click.option(
+    "--recipe",
+    default="auto",
+    show_default=True,
+    help="auto, safe, compact, tiny, lossless or raw; or per field: aux=q4,final=q8.",
+)
+@click.option(
+    "--container",
+    type=click.Choice(CONTAINER_NAMES),
+    default=CONTAINER_NAMES[0],
+    show_default=True,
+    help="What a segment is: a Zarr group, or a tar that stock webdataset iterates.",
+)
 @click.option("--batch-tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens per forward.")
 @click.option("--dtype", help="bf16, fp16 or fp32; default: the checkpoint's own.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 …")
 @common_options
-def collect(store: str, container: str, **asked: Any) -> None:
+def collect(store: str, **asked: Any) -> None:
     """Capture the target's hidden states over prepared DATA into a store.
 
     Resumable: what is committed stays, the same command does the rest, under any number of workers (torchrun, SLURM).

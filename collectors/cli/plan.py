@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hiddenstore.cli.output import common_options, examples, output
+from hiddenstore.layout import CONTAINER_NAMES
 
 if TYPE_CHECKING:
     from collectors.estimate import Plan
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 @click.option("--template", type=click.Path(), help="The chat template file that prepare was given.")
 @click.option("--layers", default="eagle3", show_default=True, help="As for collect.")
 @click.option("--final", type=click.Choice(["supervised", "all", "none"]), help="As for collect.")
-@click.option("--recipe", default="auto", show_default=True, help="The recipe to mark.")
+@click.option("--recipe", default="auto", show_default=True, help="The recipe to mark, as for collect.")
+@click.option("--container", type=click.Choice(CONTAINER_NAMES), default=CONTAINER_NAMES[0], help="As for collect.")
 @click.option("-o", "--out", default=".", type=click.Path(), help="Where the store will be: its free space is shown.")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Tokens/s that collect reached; gives hours.")
 @common_options
@@ -40,7 +42,9 @@ def plan(data: str, target: str, template: str | None, **asked: Any) -> None:
     folder = open_target(target, asked["revision"], None if template is None else read_template(template))
     require_data_fits(info, folder)
     choice = choose_layers(asked["layers"], asked["final"], folder.num_layers)
-    found = make_plan(info, folder, choice, resolve_recipe(asked["recipe"]), asked["out"], asked["rate"])
+    found = make_plan(
+        info, folder, choice, resolve_recipe(asked["recipe"], choice), asked["out"], asked["rate"], asked["container"]
+    )
     document = {
         "samples": info.samples,
         "tokens": info.tokens,
@@ -48,6 +52,7 @@ def plan(data: str, target: str, template: str | None, **asked: Any) -> None:
         "layers": list(choice.aux_layers),
         "final": choice.final,
         "recipe": found.recipe,
+        "container": asked["container"],
         "bytes_raw": found.bytes_raw,
         "bytes_free": found.bytes_free,
         "hours": found.hours,
@@ -55,8 +60,9 @@ def plan(data: str, target: str, template: str | None, **asked: Any) -> None:
     }
     out.data(document, human=lambda: _show(found))
     store = "STORE" if asked["out"] == "." else asked["out"]
-    same = {"template": template, "revision": asked["revision"], "layers": asked["layers"], "final": asked["final"]}
-    words = [word for name, value in same.items() if value not in (None, "eagle3") for word in (f"--{name}", value)]
+    same = {"template": template, **{name: asked[name] for name in ("revision", "layers", "final", "container")}}
+    usual = (None, "eagle3", "zarr")
+    words = [word for name, value in same.items() if value not in usual for word in (f"--{name}", value)]
     out.hint("hiddenstore", "collect", data, "-o", store, "--target", target, "--recipe", found.recipe, *words)
 
 

@@ -10,9 +10,11 @@ import click
 
 from hiddenstore.cli.output import common_options, examples, output
 from hiddenstore.cli.stores import open_store
+from hiddenstore.layout import CONTAINER_NAMES
 
 if TYPE_CHECKING:
     from hiddenstore.copying import CopyPlan, CopyReport
+    from schemas.manifest import Container
 
 FOUND_EXIT = 3
 _UNREADABLE = ("file-", "commit-", "document-", "segment-", "chunk-", "array-", "shard-", "input-")
@@ -80,24 +82,32 @@ def _bytes_to_read(store: str) -> int | None:
 @click.argument("sources", nargs=-1, required=True, metavar="SRC...")
 @click.argument("destination", metavar="DST")
 @click.option(
-    "--recipe", metavar="NAME", help="Encode as raw, lossless or safe; default: as DST, else as the first SRC."
+    "--recipe",
+    metavar="NAME",
+    help="safe, compact, tiny, lossless or raw; or per field: aux=q4,final=q8. Default: as DST, else as the first SRC.",
 )
+@click.option("--container", type=click.Choice(CONTAINER_NAMES), help="Default: as DST, else as the first SRC.")
 @click.option("--where", multiple=True, metavar="TEST", help="Only samples with tokens>4096, supervised>0, …")
 @click.option("--split", type=click.Choice(["train", "validation"]), help="Only samples of this split.")
 @common_options
 def copy(
-    sources: tuple[str, ...], destination: str, recipe: str | None, where: tuple[str, ...], split: str | None
+    sources: tuple[str, ...],
+    destination: str,
+    recipe: str | None,
+    container: "Container | None",
+    where: tuple[str, ...],
+    split: str | None,
 ) -> None:
-    """Merge, subset or re-encode: bring the samples of every SRC store into the store DST.
+    """Merge, subset, re-encode or repack: bring the samples of every SRC store into the store DST.
 
-    Equal codecs and no filter: bytes are copied as they are. The same command again continues where it stopped.
+    Equal codecs and no filter: codes are copied as they are. The same command again continues where it stopped.
     """
     from hiddenstore.cli.care_views import copy_view
     from hiddenstore.copying import plan_copy
     from hiddenstore.where import parse_where
 
     keep = parse_where(where, split) if where or split else None
-    plan = plan_copy([open_store(source) for source in sources], destination, recipe, keep)
+    plan = plan_copy([open_store(source) for source in sources], destination, recipe, keep, container)
     out = output()
     for note in plan.notes:
         out.warn(note)
@@ -111,8 +121,10 @@ def copy(
         "sources": [source.path for source in plan.sources],
         "destination": plan.destination.path,
         "recipe": plan.destination.manifest.recipe,
+        "container": plan.destination.manifest.container,
         "units": report.units - report.lost_races,
         "units_verbatim": plan.verbatim,
+        "units_decoded": sum(not plan.keeps_codes(unit) for unit in plan.units),
         "units_there_already": plan.there_already,
         "units_unavailable": plan.unavailable,
         "duplicates": duplicates,

@@ -79,7 +79,9 @@ def _print_finding(items: Sequence[Mapping[str, Any]], mark: str, style: str) ->
 
 def copy_view(document: Mapping[str, Any]) -> None:
     """What was brought over, and how."""
-    how = "byte for byte" if document["units_verbatim"] == document["units"] else "decoded and encoded again"
+    how = "decoded and encoded again" if document["units_decoded"] else f"codes as they are, as {document['container']}"
+    if document["units_verbatim"] == document["units"]:
+        how = "byte for byte"
     out = output()
     if document["units"]:
         text = f"{plural(document['samples'], 'sample')} in {plural(document['units'], 'unit')}, {how}, "

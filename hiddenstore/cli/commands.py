@@ -37,6 +37,7 @@ _KNOWN: tuple[tuple[str, str, str, str], ...] = (
     ("gc", "Care", "Sweep what no commit names; prints a plan first.", "hiddenstore.cli.care:gc"),
     ("vocab", "Train", "The draft vocabulary, from supervised tokens.", ""),
     ("train", "Train", "Train a drafter from a store.", ""),
+    ("import-drafter", "Train", "A published drafter as a run to start from.", ""),
     ("eval", "Train", "Accepted length on recorded text.", ""),
     ("decode", "Train", "Accepted length in real speculative decoding.", ""),
     ("export", "Train", "A drafter as an engine loads it.", ""),

@@ -9,6 +9,7 @@ from rich.text import Text
 from hiddenstore.cli.output import output
 from hiddenstore.cli.table import Column
 from hiddenstore.cli.terminal import amount, bar, clean, count, number, percent, plural, size, spark
+from schemas.capture import TOPK
 
 _ROLE_STYLES = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
 _TRAINED = "bold green"
@@ -147,10 +148,12 @@ def heading(title: str, more: str) -> None:
 
 
 def captured_line(document: Mapping[str, Any]) -> str:
-    """``layers 1, 15, 28 + final (pre-norm, supervised rows)``."""
+    """``layers 1, 15, 28 + final (pre-norm, supervised rows)``, or what stands in for the final hidden."""
     layers = ", ".join("embeddings" if k == -1 else str(k) for k in document["layers"])
     rows = {"supervised": "rows around supervised spans", "all": "every token"}.get(document["final"], "")
     final = f"final ({document['final_norm'].replace('_', '-')}, {rows})" if document["final"] != "none" else "no final"
+    if document["final"] != "none" and document["codecs"]["final"] == TOPK:
+        final = f"the target's top tokens in place of the final hidden ({rows})"
     return f"{'layers ' + layers if layers else 'no aux layers'} + {final}"
 
 

@@ -1,6 +1,7 @@
 """What a codec is: bf16 states of one unit to plain arrays and back. Codecs know nothing of files.
 
-Shapes: L layers, T tokens of the unit, n tokens of a part of it, D target width, N rows kept raw.
+Shapes: L layers, T tokens of the unit, n tokens of a part of it, D target width, C columns of a code array, N rows kept
+raw.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ class SmallField:
 class Encoded:
     """States of some layers and rows in encoded form.
 
-    codes: per layer a tensor [T, D] of the codec's ``code_dtype``, on the device it was made on; small: numpy arrays
+    codes: per layer a tensor [T, C] of the codec's ``code_dtype``, on the device it was made on; small: numpy arrays
     stacked over layers, named and shaped by the codec's ``small``.
     """
 
@@ -41,16 +42,26 @@ class Encoded:
     small: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-class Codec(Protocol):
-    """A way to write bf16 states. ``encode`` sees one unit whole; ``decode`` any rows of it."""
+@dataclass(frozen=True)
+class RowPart:
+    """A run of values inside each row of a code array whose rows are bytes: name, little-endian numpy dtype, count."""
+
+    name: str
+    dtype: str
+    count: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the part."""
+        return np.dtype(self.dtype).itemsize * self.count
+
+
+class CodeLayout(Protocol):
+    """What the arrays of a codec look like."""
 
     @property
     def name(self) -> str:
         """What recipes and ``store.json`` call it."""
-
-    @property
-    def bits(self) -> float:
-        """Bits a value takes, about, at large width."""
 
     @property
     def exact(self) -> bool:
@@ -75,6 +86,19 @@ class Codec(Protocol):
     def chunk_tokens(self, width: int) -> int:
         """Tokens per chunk of the code arrays at target width ``width``."""
 
+    def code_columns(self, width: int) -> int:
+        """C: columns of the code arrays at target width ``width``."""
+
+    def row_parts(self, width: int) -> tuple[RowPart, ...]:
+        """What lies in a row of a code array, left to right; empty where a row is C values of ``code_dtype``."""
+
+    def row_bits(self, width: int) -> float:
+        """Bits one row takes, about, its place in the arrays along T included."""
+
+
+class Codec(CodeLayout, Protocol):
+    """A way to write bf16 states. ``encode`` sees one unit whole; ``decode`` any rows of it."""
+
     def encode(self, states: Tensor | Iterable[Tensor]) -> Encoded:
         """bfloat16 [L, T, D] of one unit, or its layers [T, D] one after the other, on any device."""
 
@@ -82,7 +106,7 @@ class Codec(Protocol):
         """bfloat16 [L, n, D] on the device of the codes, written into ``out`` when given."""
 
     def decode_rows(self, codes: Tensor, small: Mapping[str, np.ndarray], layer: int, start: int, out: Tensor) -> None:
-        """Codes [m, D], which are rows start … start+m of a part, into ``out`` bf16 [m, D]; raw rows are left alone.
+        """Codes [m, C], which are rows start … start+m of a part, into ``out`` bf16 [m, D]; raw rows are left alone.
 
         ``small`` is the part's, ``layer`` counts its layers.
         """
@@ -118,14 +142,16 @@ def bits_to_numpy(states: Tensor) -> np.ndarray:
     return states.detach().contiguous().view(torch.uint16).cpu().numpy()
 
 
-def bits_to_tensor(bits: np.ndarray, device: torch.device) -> Tensor:
-    """uint16 bits as bfloat16 on a device."""
+def bits_to_tensor(bits: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """uint16 bits, or a tensor of them, as bfloat16 on a device."""
+    if isinstance(bits, Tensor):
+        return bits.view(torch.bfloat16).to(device)
     return torch.from_numpy(np.ascontiguousarray(bits)).view(torch.bfloat16).to(device)
 
 
-def output(part: Encoded, out: Tensor | None) -> Tensor:
-    """``out`` after a check of its shape and type, or a new bfloat16 [L, n, D]."""
-    shape = (len(part.codes), *part.codes[0].shape) if part.codes else (0, 0, 0)
+def output(part: Encoded, out: Tensor | None, width: int) -> Tensor:
+    """``out`` after a check of its shape and type, or a new bfloat16 [L, n, D]; ``width`` is D."""
+    shape = (len(part.codes), part.codes[0].shape[0], width) if part.codes else (0, 0, 0)
     if out is None:
         device = part.codes[0].device if part.codes else torch.device("cpu")
         return torch.empty(shape, dtype=torch.bfloat16, device=device)

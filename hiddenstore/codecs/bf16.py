@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiddenstore.codecs.base import FIXED_CHUNK_TOKENS, Encoded, SmallField, output
+from hiddenstore.codecs.base import FIXED_CHUNK_TOKENS, Encoded, RowPart, SmallField, output
 
 _LONGEST_CHUNK = 512
 
@@ -16,7 +16,8 @@ _LONGEST_CHUNK = 512
 class VerbatimCodec:
     """Codes are the bf16 bits as uint16; decoding is bit-exact, NaN payloads included.
 
-    ``chunk_bytes`` is the size of a chunk before compression, None for ``FIXED_CHUNK_TOKENS`` tokens.
+    ``bits`` a value takes, about; ``chunk_bytes`` is the size of a chunk before compression, None for
+    ``FIXED_CHUNK_TOKENS`` tokens.
     """
 
     name: str
@@ -34,11 +35,20 @@ class VerbatimCodec:
         # A chunk is decompressed whole for any row of it: at small widths a quarter of the bytes keeps samples cheap.
         return max(1, min(self.chunk_bytes // (2 * width), max(_LONGEST_CHUNK, self.chunk_bytes // (8 * width))))
 
+    def code_columns(self, width: int) -> int:
+        return width
+
+    def row_parts(self, width: int) -> tuple[RowPart, ...]:
+        return ()
+
+    def row_bits(self, width: int) -> float:
+        return self.bits * width
+
     def encode(self, states: Tensor | Iterable[Tensor]) -> Encoded:
         return Encoded([layer.detach().contiguous().view(torch.uint16) for layer in states])
 
     def decode(self, part: Encoded, out: Tensor | None = None) -> Tensor:
-        out = output(part, out)
+        out = output(part, out, part.codes[0].shape[1] if part.codes else 0)
         for layer, codes in enumerate(part.codes):
             out[layer].copy_(codes.view(torch.bfloat16))
         return out

@@ -8,4 +8,4 @@ from hiddenstore.codecs.bf16 import VerbatimCodec
 
 LOSSLESS_CHUNK_BYTES = 1 << 20
 
-LOSSLESS = VerbatimCodec(name="lossless", bits=11.1, compressed=True, chunk_bytes=LOSSLESS_CHUNK_BYTES)
+LOSSLESS = VerbatimCodec(name="lossless", bits=11.0, compressed=True, chunk_bytes=LOSSLESS_CHUNK_BYTES)

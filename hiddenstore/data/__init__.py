@@ -3,12 +3,13 @@
 from hiddenstore.data.batches import PREFETCH_BYTES, Cursor, GlobalBatch, TokenBatches
 from hiddenstore.data.order import Order, permutation
 from hiddenstore.data.pack import BatchPlan, first_fit, global_batches
-from hiddenstore.data.read import PackedBatch
+from hiddenstore.data.packed import EncodedPack, PackedBatch
 
 __all__ = [
     "PREFETCH_BYTES",
     "BatchPlan",
     "Cursor",
+    "EncodedPack",
     "GlobalBatch",
     "Order",
     "PackedBatch",

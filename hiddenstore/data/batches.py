@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torch import cuda
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from hiddenstore.data.fill import Decoded, SampleSlot, StillEncoded
 from hiddenstore.data.order import Order
 from hiddenstore.data.pack import BatchPlan, global_batches
-from hiddenstore.data.read import Job, PackedBatch, Prefetch, SampleSlot, Shape
+from hiddenstore.data.packed import PackedBatch
+from hiddenstore.data.read import Job, Prefetch
 from hiddenstore.errors import ConfigError, ConflictError
 from hiddenstore.identity import target_word
-from hiddenstore.records import Record
 from schemas.manifest import Split
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class GlobalBatch:
     """One step of a run as one rank sees it.
 
     packs: this rank's, possibly none; cursor: the place after this batch; samples and all_sample_ids: those of every
-    rank together, in the global order; wait_s: seconds the consumer waited for this batch.
+    rank together, in the global order; wait_s: seconds the consumer waited for this batch, the
+    start of its copies to the device included.
     """
 
     packs: list[PackedBatch]
@@ -72,11 +74,12 @@ class TokenBatches(IterableDataset[GlobalBatch]):
     Every ``iter()`` starts at the cursor given at construction or to ``load_state_dict``. ``state_dict()`` is the place
     after the batch handed out last. ``epochs`` ends the iteration once that many epochs are complete; None never ends.
     ``pack_tokens`` defaults to ``batch_tokens`` (one pack a batch): under several ranks ask for smaller packs.
+    Packs come on ``device``; to any but the CPU their stored bytes move from pinned memory and are decoded there.
 
     Example:
-        for batch in TokenBatches(hiddenstore.open("store"), batch_tokens=16384):
+        for batch in TokenBatches(hiddenstore.open("store"), batch_tokens=16384, device="cuda"):
             for pack in batch.packs:
-                loss = model(pack.to("cuda"))
+                loss = model(pack)
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         cursor: Cursor | None = None,
         prefetch_bytes: int = PREFETCH_BYTES,
         threads: int = 4,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.store = store
@@ -104,7 +108,7 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         self.batch_tokens = batch_tokens
         self.pack_tokens = batch_tokens if pack_tokens is None else pack_tokens
         self.rank, self.world_size, self.epochs = rank, world_size, epochs
-        self.prefetch_bytes, self.threads = prefetch_bytes, threads
+        self.prefetch_bytes, self.threads, self.device = prefetch_bytes, threads, torch.device(device)
         self.wait_s = 0.0
         self._slots = _slots_of(store, split, self.final)
         self._check()
@@ -168,16 +172,18 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                 "TokenBatches reads ahead in threads; a DataLoader over it must have num_workers=0", kind="workers"
             )
         self._reached = self._start
-        shape = Shape(len(self.layers), self.store.capture.target.hidden_size, pinned=cuda.is_available())
-        ahead = Prefetch[_Note](self._read, shape, self.prefetch_bytes, self.threads).run(self._jobs())
+        filler = (Decoded if self.device.type == "cpu" else StillEncoded)(self.store, self.layers, self.final)
+        pinned = torch.cuda.is_available()
+        ahead = Prefetch[_Note](filler, self.prefetch_bytes, self.threads, pinned).run(self._jobs())
         try:
             while True:
                 asked = time.perf_counter()
                 found = next(ahead, None)
                 if found is None:
                     return
+                note, packs = found[0], [pack.to(self.device) for pack in found[1]]
+                del found
                 wait_s = time.perf_counter() - asked
-                note, packs = found
                 self.wait_s += wait_s
                 self._reached = note.cursor
                 yield GlobalBatch(packs, note.cursor, len(note.ids), note.ids, wait_s)
@@ -202,9 +208,6 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         if consumed == len(self._slots):
             return replace(cursor, epoch=cursor.epoch + 1, samples=0)
         return replace(cursor, samples=consumed)
-
-    def _read(self, sample_id: str) -> Record:
-        return self.store.read(sample_id, layers=self.layers, final=self.final)
 
     def _lengths(self) -> "np.ndarray":
         import numpy as np

@@ -1,6 +1,7 @@
 """Which samples share a global batch, and which share a pack.
 
-Both are functions of the lengths in reading order alone, so they are the same under every world size.
+A global batch is a function of the lengths in reading order alone, the same under every world size. Its split into
+packs balances the ranks there are: the loss of a batch is a sum over its samples, so packs change nothing but rounding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,15 +12,23 @@ import numpy as np
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One global batch. ``start`` and ``stop`` are positions in the order; a pack lists such positions, ascending."""
+    """One global batch: positions ``start…stop`` of the order, ``lengths`` the tokens at each of them."""
 
     start: int
     stop: int
-    packs: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+    pack_tokens: int
+
+    @property
+    def packs(self) -> tuple[tuple[int, ...], ...]:
+        """The packs of one process that has the batch to itself; a pack lists positions, ascending."""
+        return self.packs_of(0, 1)
 
     def packs_of(self, rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
-        """Packs rank, rank + world_size, …: possibly none."""
-        return self.packs[rank::world_size]
+        """Packs of one rank: possibly none, where there are fewer samples than ranks."""
+        mine = balanced(self.lengths, world_size)[rank]
+        packs = first_fit([self.lengths[i] for i in mine], self.pack_tokens)
+        return tuple(tuple(self.start + mine[i] for i in pack) for pack in packs)
 
 
 def global_batches(
@@ -31,8 +40,8 @@ def global_batches(
 ) -> Iterator[BatchPlan]:
     """Global batches from position ``start`` of ``order`` on.
 
-    A batch takes consecutive samples while their sum is at most ``batch_tokens``; inside it, packs are filled first-fit
-    up to ``pack_tokens``. Starting at any batch's ``stop`` continues exactly as if never interrupted.
+    A batch takes consecutive samples while their sum is at most ``batch_tokens``; inside it, each rank fills packs
+    first-fit up to ``pack_tokens``. Starting at any batch's ``stop`` continues exactly as if never interrupted.
 
     lengths int64 [N] tokens per sample; order int64 [N] indices into ``lengths``.
 
@@ -48,10 +57,22 @@ def global_batches(
     while start < len(ordered):
         before = int(ends[start - 1]) if start else 0
         stop = int(np.searchsorted(ends, before + batch_tokens, side="right"))
-        yield BatchPlan(
-            start, stop, tuple(tuple(start + i for i in pack) for pack in first_fit(ordered[start:stop], pack_tokens))
-        )
+        yield BatchPlan(start, stop, tuple(ordered[start:stop].tolist()), pack_tokens)
         start = stop
+
+
+def balanced(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indices into ``lengths`` per rank, ascending: the longest first, each to the rank with the fewest tokens so far.
+
+    No rank exceeds the mean by more than the longest item, and none is idle while another has two.
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = min(range(ranks), key=tokens.__getitem__)
+        shares[rank].append(index)
+        tokens[rank] += lengths[index]
+    return [sorted(share) for share in shares]
 
 
 def first_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:

@@ -215,8 +215,11 @@ def _require_final(store: Store, missing_final: MissingFinal) -> None:
             f"{store.path} holds post-norm final hiddens; speculators norms them itself and needs them pre-norm",
             kind="final-norm",
         )
-    if capture.final == "none" or (capture.final == "supervised" and missing_final == "refuse"):
-        held = "no final hidden" if capture.final == "none" else "the final hidden only around supervised tokens"
+    absent = not capture.holds_final_hidden
+    if absent or (capture.final == "supervised" and missing_final == "refuse"):
+        held = "the final hidden only around supervised tokens"
+        if absent:
+            held = "no final hidden" + (", only the target's top tokens in its place" if capture.holds_topk else "")
         layers, target = ",".join(str(layer) for layer in capture.aux_layers), target_word(capture.target)
         raise FormatError(
             f"{store.path} holds {held}; speculators reads it at every token",

@@ -13,14 +13,17 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from hiddenstore import layout
+from hiddenstore.codecs import CODECS, get_recipe, recipe_name
+from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.documents import seal, sha256_hex
 from hiddenstore.fs import Filesystem
+from hiddenstore.head import HeadBundle
 from hiddenstore.inputs import PreparedInput, Unit, input_digest
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.store import Store
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.capture import CaptureSpec, Codecs, FinalMode, HeadSpec, TargetIdentity
-from schemas.manifest import Engine, FileEntry
+from schemas.manifest import Container, Engine, FileEntry
 from schemas.prepared import ROLES, PreparedData
 
 VOCAB = 64
@@ -29,7 +32,6 @@ UNIT_TOKENS = 64
 ROWS_PER_PART = 4
 ENGINE = Engine(name="random", version="1")
 HEAD = HeadSpec(norm_flavour="rms", norm_eps=1e-5, tied=False)
-RECIPE_OF = {"bf16": "raw", "lossless": "lossless", "q8": "safe"}
 
 _SPANS = pa.list_(pa.struct([("role", pa.int32()), ("start", pa.int32()), ("end", pa.int32())]))
 DATA_SCHEMA = pa.schema(
@@ -47,7 +49,7 @@ DATA_SCHEMA = pa.schema(
 def capture_spec(
     layers: Sequence[int] = (1, 3), width: int = 32, codec: str = "q8", final: FinalMode = "supervised"
 ) -> CaptureSpec:
-    """A capture of an imaginary 8-layer Llama with 64 tokens."""
+    """A capture of an imaginary 8-layer Llama with 64 tokens; ``codec`` of every field, or a recipe."""
     target = TargetIdentity(
         name="random",
         model_type="llama",
@@ -65,7 +67,7 @@ def capture_spec(
         aux_layers=tuple(layers),
         final=final,
         final_norm="pre_norm",
-        codecs=Codecs(aux=codec, final=codec),
+        codecs=Codecs(aux=codec, final=codec) if codec in CODECS else get_recipe(codec),
     )
 
 
@@ -98,6 +100,7 @@ def make_samples(count: int, seed: int = 0) -> list[Sample]:
 def random_records(samples: Sequence[Sample], capture: CaptureSpec, seed: int = 0) -> list[Record]:
     """Random states from the seed and the sample's tokens only, with unequal channels and a loud first row."""
     width, layers = capture.target.hidden_size, len(capture.aux_layers)
+    head = HeadBundle.from_bytes(target_files(width, seed)[layout.HEAD_NAME], HEAD) if capture.holds_topk else None
     records = []
     for sample in samples:
         generator = torch.Generator().manual_seed(int(sample.id[:12], 16) + seed)
@@ -106,7 +109,8 @@ def random_records(samples: Sequence[Sample], capture: CaptureSpec, seed: int = 
         aux[:, 0] *= 50
         rows = final_row_positions(sample.loss_mask, capture.final)
         final = torch.randn(len(rows), width, generator=generator) * channels
-        records.append(Record(sample, aux.bfloat16(), final.bfloat16(), rows))
+        record = Record(sample, aux.bfloat16(), final.bfloat16(), rows)
+        records.append(with_top_tokens(record, head, capture))
     return records
 
 
@@ -133,6 +137,7 @@ def make_store(
     width: int = 32,
     codec: str = "q8",
     final: FinalMode = "supervised",
+    container: Container = "zarr",
     seed: int = 0,
 ) -> Store:
     """A finished store of random states at ``location/store`` from the DATA folder ``location/data``.
@@ -142,7 +147,7 @@ def make_store(
     """
     capture = capture_spec(layers, width, codec, final)
     place = location / "store" if isinstance(location, Path) else location
-    store = create_store(place, capture, HEAD, RECIPE_OF[codec], target_files(width, seed))
+    store = create_store(place, capture, HEAD, recipe_name(capture.codecs), target_files(width, seed), container)
     if isinstance(location, Path):
         prepared: PreparedInput = _SmallUnits.open(make_data(location / "data", samples=samples, seed=seed))
     else:

@@ -15,7 +15,7 @@ True
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
@@ -188,10 +188,13 @@ class FaultDisk:
     def read(self, path: str) -> bytes:
         return bytes(self._file(path).data)
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        part = memoryview(self._file(path).data)[offset : offset + len(buffer)]
-        buffer[: len(part)] = part
-        return len(part)
+    def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
+        data, done = memoryview(self._file(path).data), 0
+        for buffer in buffers:
+            part = data[offset + done : offset + done + len(buffer)]
+            buffer[: len(part)] = part
+            done += len(part)
+        return done
 
     def free_bytes(self, path: str) -> int:
         return 1 << 40 if self.capacity is None else max(0, self.capacity - self.used())

@@ -66,6 +66,9 @@ def sample_digest(store: Store, sample_id: str) -> str:
         digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
     for states in (record.aux, record.final):
         digest.update(f"{tuple(states.shape)}".encode() + states.view(torch.uint16).numpy().tobytes())
+    if record.topk is not None:
+        for tensor in (record.topk.ids, record.topk.log_probs, record.topk.lse):
+            digest.update(f"{tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
     return digest.hexdigest()
 
 

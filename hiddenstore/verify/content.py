@@ -8,7 +8,7 @@ from hiddenstore import layout
 from hiddenstore.commit import latest_names, read_commit
 from hiddenstore.errors import CorruptionError, HiddenstoreError, NotFoundError
 from hiddenstore.fs import Filesystem
-from hiddenstore.segment import SegmentReader
+from hiddenstore.segment import open_segment
 from hiddenstore.store import Store
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
 from hiddenstore.verify.report import Advance, Finding, Report
@@ -43,7 +43,7 @@ def bytes_of(store: Store) -> int:
 
 def unreadable_samples(store: Store, record: CommitRecord) -> dict[str, HiddenstoreError]:
     """Samples of a unit that cannot be read, each with the reason; every chunk of the others passed its crc32c."""
-    reader = SegmentReader(store.fs, record.segment, record, store.capture)
+    reader = open_segment(store, record)
     bad: dict[str, HiddenstoreError] = {}
     for index, sample in enumerate(record.samples):
         try:

@@ -59,7 +59,10 @@ def check_meaning(store: Store, report: Report, share: float, advance: Advance) 
     _retokenised(tokenizer, kept, report)
     _judge_pairs(survey, report)
     _judge_predictions(survey, report)
-    unseen = [name for name in store.capture.fields if name not in survey.profiled]
+    if store.capture.holds_topk:
+        detail = "top tokens stand in place of the final hidden: its layer and norm state cannot be checked"
+        report.notes.append(Finding("final-undecided", FINAL, (), detail))
+    unseen = [name for name in store.capture.state_fields if name not in survey.profiled]
     if survey.profile is not None and unseen:
         detail = f"the profile has no row of {', '.join(unseen)}: whether it is the right layer was not decided"
         report.notes.append(Finding("layers-undecided", PROFILE_PATH, (), detail))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hiddenstore.head import HeadBundle
+from hiddenstore.records import TopK
 from schemas.capture import NormState
 from schemas.prepared import ROLES
 
@@ -18,6 +19,9 @@ ASSISTANT = ROLES.index("assistant")
 OFFSETS = (0, 1, 2)
 LOGIT_ROWS = 256
 ZERO_SHARE = 0.02
+
+# Log-probs are rounded to float16, so what they leave of 1 is known to about this much.
+_LEAST_REST = 1e-4
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,7 @@ class Held:
 def predict(head: HeadBundle, held: Held, norm_state: NormState) -> Prediction | None:
     """Run the head over up to ``LOGIT_ROWS`` final hiddens of one sample; None if there are too few."""
     final, rows, input_ids = held.states, held.places, held.input_ids
-    usable = np.flatnonzero(rows + OFFSETS[-1] < len(input_ids))
-    known = (input_ids >= 0) & (input_ids < head.vocab_size)
-    usable = usable[np.all([known[rows[usable] + offset] for offset in OFFSETS], axis=0)]
+    usable = _followed(rows, input_ids, head.vocab_size)
     usable = usable[np.isfinite(final[torch.from_numpy(usable)].float().sum(-1).numpy())]
     if len(usable) < 2:
         return None
@@ -100,6 +102,37 @@ def predict(head: HeadBundle, held: Held, norm_state: NormState) -> Prediction |
     following = tokens[1]
     hits = float((logp.argmax(-1) == following).float().mean())
     return Prediction((nll[0], nll[1], nll[2]), hits, matching(logp[:, following].numpy()), following.numpy())
+
+
+def predict_from_top_tokens(topk: TopK, rows: np.ndarray, input_ids: np.ndarray, vocab: int) -> Prediction | None:
+    """The same from top tokens [R, k] at token positions ``rows`` [R]; None if there are too few.
+
+    The probability that the top tokens leave over counts as spread evenly over the rest of the vocabulary.
+    """
+    usable = thinned(_followed(rows, input_ids, vocab), LOGIT_ROWS)
+    if len(usable) < 2:
+        return None
+    kept = topk.at(torch.from_numpy(usable))
+    rest = (1 - kept.log_probs.exp().sum(-1)).clamp(min=_LEAST_REST).div(max(1, vocab - kept.k)).log()
+
+    def logp(tokens: Tensor) -> Tensor:
+        """[n, m] of m tokens after each of n rows."""
+        is_kept = kept.ids[:, :, None] == tokens
+        return torch.where(is_kept.any(1), (is_kept * kept.log_probs[:, :, None]).sum(1), rest[:, None])
+
+    tokens = [torch.from_numpy(input_ids[rows[usable] + offset].astype(np.int64)) for offset in OFFSETS]
+    pairs = [logp(ids) for ids in tokens]
+    nll = tuple(float(-scores.diagonal().mean()) for scores in pairs)
+    hits = float((kept.ids[:, 0] == tokens[1]).float().mean())
+    return Prediction((nll[0], nll[1], nll[2]), hits, matching(pairs[1].numpy()), tokens[1].numpy())
+
+
+def _followed(rows: np.ndarray, input_ids: np.ndarray, vocab: int) -> np.ndarray:
+    """Indices of the rows whose own and next two tokens exist and are known."""
+    usable = np.flatnonzero(rows + OFFSETS[-1] < len(input_ids))
+    known = (input_ids >= 0) & (input_ids < vocab)
+    followed: np.ndarray = usable[np.all([known[rows[usable] + offset] for offset in OFFSETS], axis=0)]
+    return followed
 
 
 def unigram_nats(tokens: np.ndarray) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hiddenstore.head import HeadBundle
-from hiddenstore.records import Record, Sample, final_row_positions, sample_id
+from hiddenstore.records import Record, Sample, TopK, final_row_positions, sample_id
 from hiddenstore.store import Store
 from hiddenstore.verify.pairing import TokenPairing
 from hiddenstore.verify.probes import (
@@ -24,6 +24,7 @@ from hiddenstore.verify.probes import (
     mask_fault,
     non_finite_rows,
     predict,
+    predict_from_top_tokens,
     repeated_rows,
     unit_scale_error,
     zero_rows,
@@ -61,7 +62,7 @@ class Survey:
         self.capture = store.capture
         self.samples = 0
         self.profiled: set[str] = set()
-        self.pairing = {name: TokenPairing(self.capture.target.hidden_size) for name in self.capture.fields}
+        self.pairing = {name: TokenPairing(self.capture.target.hidden_size) for name in self.capture.state_fields}
         self.predictions: dict[str, Prediction] = {}
         self._openings: dict[str, np.ndarray] = {}
         self._found: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
@@ -83,8 +84,10 @@ class Survey:
             self._layer(record, field)
             # Behind equal first tokens the rows of all samples are equal: they tell no sample from another.
             self.pairing[field.name].add(sample.id, _own(sample, field.states, field.places, lead))
-        if self.capture.final != "none":
+        if self.capture.holds_final_hidden:
             self._final(record, lead)
+        elif record.topk is not None:
+            self._top_tokens(record, record.topk, lead)
 
     def say(self, kind: str, sample: str, field: str, detail: str) -> None:
         """Note one sample under a kind, in a field of its segment."""
@@ -118,14 +121,18 @@ class Survey:
     def _fields(self, record: Record) -> list[_Field]:
         capture, every = self.capture, np.arange(record.sample.tokens)
         held = [_Field(field_name(k), k, record.aux[i], every) for i, k in enumerate(capture.aux_layers)]
-        if capture.final != "none":
+        if capture.holds_final_hidden:
             declared = NORMED if capture.final_norm == "post_norm" else capture.target.num_layers - 1
             held.append(_Field(FINAL, declared, record.final, record.final_rows))
         return held
 
+    @property
+    def _vocab(self) -> int:
+        return max(self.capture.target.vocab_size, self.head.vocab_size if self.head else 0)
+
     def _tokens(self, record: Record) -> None:
         sample = record.sample
-        vocab = max(self.capture.target.vocab_size, self.head.vocab_size if self.head else 0)
+        vocab = self._vocab
         outside = np.flatnonzero((sample.input_ids < 0) | (sample.input_ids >= vocab))
         if len(outside):
             token = int(sample.input_ids[outside[0]])
@@ -193,6 +200,20 @@ class Survey:
         else:
             self.say("layer-shift", sample, name, f"it holds {found} {apart}")
 
+    def _top_tokens(self, record: Record, topk: TopK, lead: int) -> None:
+        """Top tokens know the next token as the hidden does; norm state and layer cannot be told from them."""
+        sample = record.sample
+        vocab = self._vocab
+        fault = _top_token_fault(topk, vocab)
+        if fault is not None:
+            self.say(fault[0], sample.id, FINAL, fault[1])
+            return
+        own = record.final_rows >= lead
+        held = topk.at(torch.from_numpy(own))
+        found = predict_from_top_tokens(held, record.final_rows[own], sample.input_ids, vocab)
+        if found is not None:
+            self.predictions[sample.id] = found
+
     def _final(self, record: Record, lead: int) -> None:
         if self.head is None or len(record.final_rows) < 2:
             return
@@ -210,6 +231,18 @@ class Survey:
         found = predict(self.head, held, self.capture.final_norm)
         if found is not None:
             self.predictions[sample.id] = found
+
+
+def _top_token_fault(topk: TopK, vocab: int) -> tuple[str, str] | None:
+    """What no distribution's top tokens can be: a kind and what is wrong, or None."""
+    bad = ~(torch.isfinite(topk.lse) & (topk.log_probs.exp().sum(-1) < 1.01))
+    if bad.any():
+        return "non-finite", f"{int(bad.sum())} of {topk.rows} rows hold no log-probabilities"
+    if bool(((topk.ids < 0) | (topk.ids >= vocab)).any()):
+        return "token-range", f"top tokens are outside the target's {vocab:,}"
+    if bool((topk.log_probs.diff(dim=-1) > 0).any()):
+        return "top-tokens", "top tokens are not in order of their probability"
+    return None
 
 
 def _own(sample: Sample, states: Tensor, places: np.ndarray, lead: int) -> Held:

@@ -82,16 +82,19 @@ def test_data_prepared_with_another_template_is_collected_with_that_template(
     assert Store.open(store).capture.target.chat_template_sha256 == chat_template_sha256(own)
 
 
+@pytest.mark.parametrize("container", ["zarr", "webdataset"])
 def test_plan_estimates_what_collect_then_writes(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str, container: str
 ) -> None:
     data = str(data_for_tiny(tmp_path / "many", samples=300))
-    plan = call_json(capsys, "plan", data, "--target", target, "--rate", "1000")
+    plan = call_json(capsys, "plan", data, "--target", target, "--rate", "1000", "--container", container)
     assert plan["hours"] == pytest.approx(plan["tokens"] / 3.6e6)
-    for recipe in ("raw", "safe"):
+    for recipe in ("raw", "compact", "tiny"):
         row = next(row for row in plan["recipes"] if row["recipe"] == recipe)
         store = tmp_path / recipe
-        done = call_json(capsys, "collect", data, "-o", str(store), "--target", target, "--recipe", recipe)
+        asked = ("collect", data, "-o", str(store), "--target", target, "--recipe", recipe, "--container", container)
+        done = call_json(capsys, *asked)
+        assert Store.open(store).manifest.container == container
         assert row["segments"] == done["units"]
         assert row["bytes_stored"] == pytest.approx(done["bytes_stored"], rel=0.08)
         files = sum(path.is_file() for path in (store / "segments").rglob("*"))

@@ -17,6 +17,7 @@ from hiddenstore.errors import CaptureError, ConfigError, ConflictError, FormatE
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.rank import Drain, Rank
 from hiddenstore.store import Store
+from hiddenstore.testing.invariants import contents
 from tests.collectors.prepared import data_for_tiny, segment_bytes
 from tests.collectors.tiny import LAYERS, save_target
 
@@ -60,6 +61,29 @@ def test_the_store_holds_what_a_direct_forward_computes(options: CollectOptions,
         assert np.array_equal(record.sample.input_ids, sample.input_ids)
 
 
+def test_recipe_tiny_stores_what_the_target_predicts_at_each_final_row(options: CollectOptions, target: Path) -> None:
+    run(options)
+    run(replace(options, store=options.data.parent / "tiny", recipe="tiny"))
+    raw, tiny, loaded = Store.open(options.store), Store.open(options.data.parent / "tiny"), load_target(str(target))
+    assert (tiny.manifest.recipe, tiny.capture.holds_topk) == ("tiny", True)
+    for sample_id in raw.sample_ids:
+        one, other = raw[sample_id], tiny[sample_id]
+        assert other.topk is not None
+        assert other.final.shape[0] == 0
+        logits = loaded.head.logits(one.final)
+        assert torch.equal(other.topk.ids[:, 0], logits.argmax(-1))
+        torch.testing.assert_close(other.topk.lse, logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
+        assert np.array_equal(one.final_rows, other.final_rows)
+
+
+@pytest.mark.parametrize("layers", ["eagle1", "medusa"])
+def test_drafters_that_read_the_final_hidden_refuse_top_tokens(options: CollectOptions, layers: str) -> None:
+    with pytest.raises(ConfigError, match="top tokens instead of the final hidden") as error:
+        run(replace(options, layers=layers, recipe="tiny"))
+    assert (error.value.kind, error.value.hint) == ("final-topk", "--recipe compact")
+    assert not Path(options.store).exists()
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_an_interrupted_run_resumes_to_the_same_bytes_under_any_world_size(
     options: CollectOptions, tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch
@@ -100,6 +124,16 @@ def test_final_all_and_none_hold_every_and_no_row(options: CollectOptions, final
         record = store[sample_id]
         expected = record.sample.tokens if rows == "every" else 0
         assert record.final.shape[0] == len(record.final_rows) == expected
+
+
+def test_tars_hold_what_zarr_holds(options: CollectOptions, tmp_path: Path) -> None:
+    run(options)
+    tars = replace(options, store=tmp_path / "tars", container="webdataset")
+    run(tars)
+    assert run(tars).units == 0
+    assert contents(Store.open(tars.store)) == contents(Store.open(options.store))
+    with pytest.raises(ConflictError, match="container: webdataset stored, zarr asked"):
+        run(replace(tars, container="zarr"))
 
 
 def test_two_inputs_can_be_collected_into_one_store(options: CollectOptions, tmp_path: Path) -> None:

@@ -35,7 +35,10 @@ class MemoryStore:
         self.records: dict[str, Record] = {}
         self.samples: list[SampleEntry] = []
         self.capture = SimpleNamespace(
-            aux_layers=LAYERS, final="supervised", target=SimpleNamespace(hidden_size=WIDTH, name="tiny", revision=None)
+            aux_layers=LAYERS,
+            final="supervised",
+            holds_topk=False,
+            target=SimpleNamespace(hidden_size=WIDTH, name="tiny", revision=None),
         )
         self.broken: set[str] = set()
         self.reading = self.most_reading = 0
@@ -66,7 +69,7 @@ class MemoryStore:
     def entries(self) -> list[tuple[None, SampleEntry]]:
         return [(None, entry) for entry in self.samples]
 
-    def read(self, sample_id: str, layers: Sequence[int], final: bool = True) -> Record:
+    def read_into(self, sample_id: str, aux: torch.Tensor, final: torch.Tensor | None, layers: Sequence[int]) -> Record:
         with self._lock:
             self.reading += 1
             self.most_reading = max(self.most_reading, self.reading)
@@ -74,10 +77,13 @@ class MemoryStore:
             if sample_id in self.broken:
                 raise CorruptionError(f"sample {sample_id} is damaged", kind="chunk-corrupt", samples=(sample_id,))
             record = self.records[sample_id]
-            aux = record.aux[[LAYERS.index(layer) for layer in layers]]
-            if final:
-                return Record(record.sample, aux, record.final, record.final_rows)
-            return Record(record.sample, aux, record.final[:0], record.final_rows[:0])
+            held = record.aux[[LAYERS.index(layer) for layer in layers]]
+            rows = record.final_rows if final is not None else record.final_rows[:0]
+            last = record.final[: len(rows)]
+            for found, place in ((held, aux), (last, final)):
+                if place is not None and found.shape == place.shape:
+                    place.copy_(found)
+            return Record(record.sample, held, last, rows)
         finally:
             with self._lock:
                 self.reading -= 1

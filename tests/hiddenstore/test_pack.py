@@ -54,8 +54,21 @@ def test_starting_at_any_batch_continues_as_if_never_interrupted(lengths: list[i
 
 @settings(max_examples=60, deadline=None)
 @given(lengths_lists, st.sampled_from([1, 2, 3, 4, 8]))
-def test_ranks_together_hold_the_packs_of_one_rank(lengths: list[int], world_size: int) -> None:
+def test_ranks_together_hold_the_samples_of_one_rank_in_balanced_shares(lengths: list[int], world_size: int) -> None:
     for batch in global_batches(lengths, np.arange(len(lengths)), 200, 60):
         split = [batch.packs_of(rank, world_size) for rank in range(world_size)]
-        together = [split[p % world_size][p // world_size] for p in range(len(batch.packs))]
-        assert together == list(batch.packs)
+        shares = [[p for pack in packs for p in pack] for packs in split]
+        assert sorted(p for share in shares for p in share) == list(range(batch.start, batch.stop))
+        assert all(sum(lengths[p] for p in pack) <= 60 for packs in split for pack in packs)
+        loads = [sum(lengths[p] for p in share) for share in shares]
+        assert max(loads) - min(loads) <= max(batch.lengths)
+        assert min(map(len, shares)) > 0 or max(map(len, shares)) <= 1
+
+
+def test_a_batch_that_first_fit_would_cut_into_three_packs_gives_two_ranks_one_each() -> None:
+    lengths = [30, 30, 30, 40, 40, 30]
+    (batch,) = global_batches(lengths, np.arange(6), batch_tokens=200, pack_tokens=100)
+    assert len(batch.packs) == 3
+    split = [batch.packs_of(rank, 2) for rank in range(2)]
+    assert [len(packs) for packs in split] == [1, 1]
+    assert [sum(lengths[p] for p in packs[0]) for packs in split] == [100, 100]

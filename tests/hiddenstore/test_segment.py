@@ -124,7 +124,7 @@ def test_a_sample_is_read_without_the_bytes_of_the_others(tmp_path: Path) -> Non
     assert sum(size for path, size in reads if "layer_1/" in path and size > 700) == 64 * 256 + 4
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", [*sorted(CODECS), "tiny"])
 def test_a_redone_unit_has_the_same_bytes(tmp_path: Path, codec: str) -> None:
     capture = capture_spec(codec=codec)
     records = random_records(make_samples(6), capture)
@@ -140,7 +140,7 @@ def test_a_redone_unit_has_the_same_bytes(tmp_path: Path, codec: str) -> None:
     assert on_disk == {file.path for file in first.files}
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", [*sorted(CODECS), "tiny"])
 @pytest.mark.parametrize("samples", [0, 1, 5])
 def test_stock_readers_open_every_array_bit_exactly(tmp_path: Path, codec: str, samples: int) -> None:
     capture = capture_spec((1, 3), 32, codec)

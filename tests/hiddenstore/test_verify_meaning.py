@@ -20,9 +20,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hiddenstore.codecs import CODECS, get_recipe, recipe_name
+from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.head import HeadBundle
 from hiddenstore.identity import tokenizer_sha256, weights_sha256
-from hiddenstore.records import Record, Sample, final_row_positions, sample_id
+from hiddenstore.records import Record, Sample, TopK, final_row_positions, sample_id
 from hiddenstore.store import Store
 from hiddenstore.verify import Report, verify
 from hiddenstore.verify.profile import LayerProfile, make_profile, write_profile
@@ -35,7 +37,6 @@ N, D, VOCAB, B, T = 6, 64, 96, 20, 72
 AUX = (1, 2, 4)
 HEAD = HeadSpec(norm_flavour="rms", norm_eps=1e-6, tied=False)
 UNIT_SAMPLES = 5
-RECIPES = {"bf16": "raw", "lossless": "lossless", "q8": "safe"}
 
 
 @dataclass(frozen=True)
@@ -175,10 +176,11 @@ def store_of(
         aux_layers=AUX,
         final=final,
         final_norm=norm_state,
-        codecs=Codecs(aux=codec, final=codec),
+        codecs=Codecs(aux=codec, final=codec) if codec in CODECS else get_recipe(codec),
     )
+    records = [with_top_tokens(record, head, capture) for record in records]
     held = {"head.safetensors": head.save_bytes(), **(target.files if files is None else files)}
-    store = create_store(folder, capture, HEAD, RECIPES[codec], held)
+    store = create_store(folder, capture, HEAD, recipe_name(capture.codecs), held)
     if profile is not None:
         write_profile(store.fs, profile)
     for index in range(0, len(records), UNIT_SAMPLES):
@@ -195,7 +197,7 @@ def kinds(report: Report) -> set[str]:
     return {finding.kind for finding in report.findings}
 
 
-@pytest.mark.parametrize("codec", ["bf16", "lossless", "q8"])
+@pytest.mark.parametrize("codec", ["bf16", "lossless", "q8", "q4"])
 @pytest.mark.parametrize("norm_state", ["pre_norm", "post_norm"])
 def test_a_healthy_store_gives_no_finding(tmp_path: Path, target: Target, codec: str, norm_state: NormState) -> None:
     records = healthy(target, norm_state=norm_state)
@@ -214,6 +216,53 @@ def test_a_healthy_store_with_another_final_mode_gives_no_finding(
 ) -> None:
     store = store_of(tmp_path, target, healthy(target, final=final), final=final, profile=profile_of(target))
     assert looked(store).findings == []
+
+
+@pytest.mark.parametrize("norm_state", ["pre_norm", "post_norm"])
+def test_a_healthy_store_of_top_tokens_gives_no_finding_and_says_what_it_cannot_check(
+    tmp_path: Path, target: Target, norm_state: NormState
+) -> None:
+    records = healthy(target, norm_state=norm_state)
+    whole = looked(store_of(tmp_path / "raw", target, records, codec="bf16", norm_state=norm_state))
+    store = store_of(tmp_path / "k", target, records, codec="tiny", norm_state=norm_state, profile=profile_of(target))
+    report = looked(store)
+    assert report.findings == []
+    assert [note.kind for note in report.notes] == ["final-undecided"]
+    assert report.measures["next_token_top1"] == whole.measures["next_token_top1"]
+    assert abs(report.measures["next_token_nats"] - whole.measures["next_token_nats"]) < 0.4
+
+
+def test_top_tokens_of_other_samples_are_named_other_sample(tmp_path: Path, target: Target) -> None:
+    records = healthy(target)
+    others = [torch.cat([records[at + 5].final] * 2) for at in range(3)]
+    swapped = [replace(r, final=f[: len(r.final)]) for r, f in zip(records, others, strict=False)]
+    report = looked(store_of(tmp_path, target, [*swapped, *records[3:]], codec="tiny", profile=profile_of(target)))
+    assert kinds(report) == {"other-sample"}
+    assert set(report.affected) == {record.sample.id for record in records[:3]}
+
+
+def test_top_tokens_one_row_late_are_named_row_shift(tmp_path: Path, target: Target) -> None:
+    records = [replace(record, final=record.final.roll(1, dims=0)) for record in healthy(target)]
+    assert kinds(looked(store_of(tmp_path, target, records, codec="tiny", profile=profile_of(target)))) == {"row-shift"}
+
+
+@pytest.mark.parametrize("what", ["order", "vocabulary", "nan"])
+def test_top_tokens_that_no_distribution_has_are_named(tmp_path: Path, target: Target, what: str) -> None:
+    store = store_of(tmp_path / "well", target, healthy(target), codec="tiny", profile=profile_of(target))
+    records = [store[sample_id] for sample_id in store.sample_ids]
+    topk = records[4].topk
+    assert topk is not None
+    ids, log_probs = topk.ids.clone(), topk.log_probs.clone()
+    if what == "order":
+        log_probs[2] = log_probs[2].flip(0)
+    elif what == "vocabulary":
+        ids[2, 1] = VOCAB
+    else:
+        log_probs[2, 1] = float("nan")
+    records[4] = replace(records[4], topk=TopK(ids, log_probs, topk.lse))
+    report = looked(store_of(tmp_path / "sick", target, records, codec="tiny", profile=profile_of(target)))
+    assert kinds(report) == {{"order": "top-tokens", "vocabulary": "token-range", "nan": "non-finite"}[what]}
+    assert set(report.affected) == {records[4].sample.id}
 
 
 def test_without_a_profile_meaning_says_what_it_cannot_see(tmp_path: Path, target: Target) -> None:

@@ -1,9 +1,9 @@
 """EAGLE-3 of the installed speculators 0.9 and ours: equal weights and tensors give equal losses and gradients.
 
-speculators reports KL (cross-entropy less the teacher's entropy: the same gradient), gates on mask[p] (our offset 0)
-and drops no slot. Over packed samples it slides whole packs, so its slots may reach into the next sample; there the
-mask of that sample's prompt excludes them, as long as the prompt is longer than the TTT length. Needs the environment
-of `make test-parity` (tests/parity/requirements.txt).
+speculators gates on mask[p] (our offset 0), drops no slot and scales the teacher up to one on the draft vocabulary. Over
+packed samples it slides whole packs, so its slots may reach into the next sample; there the mask of that sample's prompt
+excludes them, as long as the prompt is longer than the TTT length. Needs the environment of `make test-parity`
+(tests/parity/requirements.txt).
 """
 
 from types import ModuleType
@@ -41,7 +41,7 @@ def peer_model(core: ModuleType, setting: Setting, attention: str) -> Any:
 
     ours = setting.model.config
     layer = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=ours.intermediate_size, num_hidden_layers=1,
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=ours.intermediate_size, num_hidden_layers=ours.num_layers,
         num_attention_heads=ours.num_heads, num_key_value_heads=ours.num_kv_heads, head_dim=ours.head_dim,
         rms_norm_eps=ours.rms_norm_eps, max_position_embeddings=256, pad_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta},
@@ -97,17 +97,15 @@ def peer_batch(setting: Setting) -> dict[str, Tensor]:
     }
 
 
-def our_losses(setting: Setting) -> tuple[Tensor, Tensor]:
-    """Per-step KL and the total cross-entropy."""
-    loss = TttLoss(steps=STEPS, step_decay=1.0, mask_offset=0, drop_off_vocab=False)
-    teacher = Teacher(setting.head, setting.vocab, drop_off_vocab=False)
-    objective = TttObjective(setting.model, teacher, loss)
+def our_losses(setting: Setting, kind: str) -> tuple[Tensor, Tensor]:
+    """Per-step means and the total."""
+    loss = TttLoss(
+        steps=STEPS, kind=kind, step_decay=1.0, mask_offset=0, drop_off_vocab=False, overlap_mass="draft"
+    )
+    objective = TttObjective(setting.model, Teacher(setting.head, setting.vocab, drop_off_vocab=False), loss)
     work = objective.plan(setting.batch)
     result = objective.losses(work, objective.divisors(work))
-    q = teacher.probabilities(work.teacher.normed).double()
-    entropy = -(q * q.log()).sum(-1)
-    entropies = torch.stack([entropy[work.plan.slots[:, i] >= 0].sum() for i in range(STEPS)])
-    return (result.sums - entropies) / result.counts, result.total
+    return result.sums / result.counts, result.total
 
 
 def packed_setting(lengths: list[int], known: int, **options: object) -> Setting:
@@ -124,23 +122,41 @@ def packed_setting(lengths: list[int], known: int, **options: object) -> Setting
 def test_losses_and_gradients_are_equal(
     core: ModuleType, attention: str, option: str | None, lengths: list[int], known: int
 ) -> None:
+    assert_equal(core, packed_setting(lengths, known, **({option: True} if option else {})), attention)
+
+
+@pytest.mark.parametrize("option", [None, "norm_output", "norm_before_residual"])
+@pytest.mark.parametrize("layers", [2, 3])
+def test_several_layers_are_equal(core: ModuleType, layers: int, option: str | None) -> None:
+    options: dict[str, object] = {"num_layers": layers, "intermediate_size": 40, **({option: True} if option else {})}
+    assert_equal(core, packed_setting([23, 12, 30], 17, **options), "eager")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "known"),
+    [("tv", "tv", 17), ("lk_alpha", "nla", 17), ("lk_lambda", "lk_hybrid", 17), ("target_ce", "ce", VOCAB)],
+)
+def test_its_other_losses_are_equal(core: ModuleType, ours: str, theirs: str, known: int) -> None:
+    assert_equal(core, packed_setting([23, 30], known), "eager", ours, theirs)
+
+
+def assert_equal(core: ModuleType, setting: Setting, attention: str, ours: str = "kl", theirs: str = "kl_div") -> None:
     from speculators.losses import resolve_loss_config
 
-    setting = packed_setting(lengths, known, **({option: True} if option else {}))
     model = peer_model(core, setting, attention)
     _, total, metrics = model(
         **peer_batch(setting),
         ttt_steps=STEPS,
         ttt_step_loss_decay=1.0,
-        loss_config=resolve_loss_config("kl_div", "eager"),
+        loss_config=resolve_loss_config(theirs, "eager"),
     )
-    theirs = torch.stack([metrics[f"loss_{i}_sum"].double() for i in range(STEPS)])
-    losses, objective = our_losses(setting)
-    assert torch.allclose(losses, theirs, atol=1e-5, rtol=1e-5)
+    expected = torch.stack([metrics[f"loss_{i}_sum"].double() for i in range(STEPS)])
+    losses, objective = our_losses(setting, ours)
+    assert torch.allclose(losses, expected, atol=1e-5, rtol=1e-5)
     total.backward()
     objective.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     for name, parameter in setting.model.named_parameters():
-        expected = gradients[peer_name(name)]
+        reference = gradients[peer_name(name)]
         assert parameter.grad is not None
-        assert torch.allclose(parameter.grad, expected, atol=2e-5 * float(expected.abs().max())), name
+        assert torch.allclose(parameter.grad, reference, atol=2e-5 * float(reference.abs().max())), name

@@ -17,18 +17,21 @@ from hiddenstore.testing.builders import make_store
 from hiddenstore.testing.faults import FaultFilesystem
 from hiddenstore.testing.invariants import contents, sample_digest
 from hiddenstore.verify import verify
+from schemas.manifest import Container
 
 STORE_BYTES = 64 << 10
+# Tar headers are no business of the reader, so each of their bytes asks for a whole verify.
+EXHAUSTIVE = [pytest.mark.slow, pytest.mark.timeout(1800)]
 READ_ERRORS = (CorruptionError, FormatError)
 
 
 class Sweep:
     """A small store in memory that is damaged, looked at and healed again and again."""
 
-    def __init__(self, codec: str, step: int) -> None:
+    def __init__(self, codec: str, step: int, container: Container = "zarr") -> None:
         self.step = step
         self.fs = FaultFilesystem()
-        self.store = make_store(self.fs, samples=2, layers=(1, 3), width=32, codec=codec)
+        self.store = make_store(self.fs, samples=2, layers=(1, 3), width=32, codec=codec, container=container)
         self.store.save_snapshot("whole")
         self.expected = contents(self.store)
         self.inputs = {digest: registered.table for digest, registered in self.store.inputs().items()}
@@ -105,8 +108,13 @@ def named(error: HiddenstoreError, path: str) -> bool:
         pytest.param(("bf16", 1), id="bf16"),
         pytest.param(("q8", 7), id="q8-every-7th"),
         pytest.param(("lossless", 7), id="lossless-every-7th"),
+        pytest.param(("q8", 61, "webdataset"), id="q8-webdataset-every-61st"),
+        pytest.param(("q8", 1, "webdataset"), id="q8-webdataset", marks=EXHAUSTIVE),
+        pytest.param(("lossless", 1, "webdataset"), id="lossless-webdataset", marks=EXHAUSTIVE),
         pytest.param(("q8", 1), id="q8", marks=pytest.mark.slow),
         pytest.param(("lossless", 1), id="lossless", marks=pytest.mark.slow),
+        pytest.param(("q4", 7), id="q4-every-7th", marks=pytest.mark.slow),
+        pytest.param(("tiny", 7), id="tiny-every-7th", marks=pytest.mark.slow),
     ],
 )
 def sweep(request: pytest.FixtureRequest) -> Sweep:

@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+KeysValues = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
 
 def normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (x / torch.sqrt((x * x).mean() + eps))
@@ -33,7 +35,8 @@ class PlainEagle3:
             aux = [normalised(a, self.w[f"fc_norm.{k}.weight"], self.eps) for k, a in enumerate(aux)]
         return self.w["fc.weight"] @ torch.cat(aux)
 
-    def projections(self, g: Tensor, token: int, position: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def projections(self, g: Tensor, token: int, position: int) -> KeysValues:
+        """Layer 0: [embedding; hidden]."""
         w = self.w
         x = torch.cat(
             [
@@ -41,37 +44,50 @@ class PlainEagle3:
                 normalised(g, w["midlayer.hidden_norm.weight"], self.eps),
             ]
         )
-        q = (w["midlayer.self_attn.q_proj.weight"] @ x).chunk(self.heads)
-        k = (w["midlayer.self_attn.k_proj.weight"] @ x).chunk(self.kv_heads)
-        v = (w["midlayer.self_attn.v_proj.weight"] @ x).chunk(self.kv_heads)
+        return self.turned_projections("midlayer", x, position)
+
+    def turned_projections(self, name: str, x: Tensor, position: int) -> KeysValues:
+        w = self.w
+        q = (w[f"{name}.self_attn.q_proj.weight"] @ x).chunk(self.heads)
+        k = (w[f"{name}.self_attn.k_proj.weight"] @ x).chunk(self.kv_heads)
+        v = (w[f"{name}.self_attn.v_proj.weight"] @ x).chunk(self.kv_heads)
         return [turned(h, position, self.theta) for h in q], [turned(h, position, self.theta) for h in k], list(v)
 
-    def layer(self, g: Tensor, queries: list[Tensor], seen: list[tuple[list[Tensor], list[Tensor]]]) -> Tensor:
+    def layer(self, name: str, g: Tensor, queries: list[Tensor], seen: list[tuple[list[Tensor], list[Tensor]]]) -> Tensor:
         w, per_key = self.w, self.heads // self.kv_heads
         mixed = []
         for n, query in enumerate(queries):
             scores = torch.stack([query @ keys[n // per_key] for keys, _ in seen]) / math.sqrt(query.numel())
             share = scores.softmax(0)
             mixed.append(sum(s * values[n // per_key] for s, (_, values) in zip(share, seen, strict=True)))
-        h = g + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(mixed)
-        m = normalised(h, w["midlayer.post_attention_layernorm.weight"], self.eps)
-        gate, up = w["midlayer.mlp.gate_proj.weight"] @ m, w["midlayer.mlp.up_proj.weight"] @ m
-        return h + w["midlayer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+        h = g + w[f"{name}.self_attn.o_proj.weight"] @ torch.cat(mixed)
+        m = normalised(h, w[f"{name}.post_attention_layernorm.weight"], self.eps)
+        gate, up = w[f"{name}.mlp.gate_proj.weight"] @ m, w[f"{name}.mlp.up_proj.weight"] @ m
+        return h + w[f"{name}.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
 
     def log_probabilities(self, tokens: list[int], aux: Tensor, steps: int) -> list[list[Tensor]]:
         """For one document: [step][slot] over the draft vocabulary; aux [L, T, D]. Slots past the text end early."""
         count = len(tokens)
         g = [self.first(list(aux[:, t])) for t in range(count)]
-        prefix: list[tuple[list[Tensor], list[Tensor]]] = []
-        own: list[list[tuple[list[Tensor], list[Tensor]]]] = [[] for _ in range(count)]
+        names = ["midlayer", *sorted({".".join(n.split(".")[:2]) for n in self.w if n.startswith("layers.")})]
+        prefix: dict[str, list[tuple[list[Tensor], list[Tensor]]]] = {name: [] for name in names}
+        own: dict[tuple[str, int], list[tuple[list[Tensor], list[Tensor]]]] = {
+            (name, t): [] for name in names for t in range(count)
+        }
         result = []
         for i in range(steps):
             row = []
             upcoming = list(g)
             for t in range(count - 1 - i):
-                q, k, v = self.projections(g[t], tokens[t + 1 + i], t + i)
-                (prefix if i == 0 else own[t]).append((k, v))
-                hidden = self.layer(g[t], q, prefix[: t + 1] + own[t])
+                hidden = g[t]
+                for name in names:
+                    if name == "midlayer":
+                        q, k, v = self.projections(hidden, tokens[t + 1 + i], t + i)
+                    else:
+                        x = normalised(hidden, self.w[f"{name}.input_layernorm.weight"], self.eps)
+                        q, k, v = self.turned_projections(name, x, t + i)
+                    (prefix[name] if i == 0 else own[name, t]).append((k, v))
+                    hidden = self.layer(name, hidden, q, prefix[name][: t + 1] + own[name, t])
                 out = normalised(hidden, self.w["norm.weight"], self.eps)
                 row.append((self.w["lm_head.weight"] @ out).log_softmax(0))
                 upcoming[t] = out if self.norm_output else hidden

@@ -16,7 +16,7 @@ from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, memory_input
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.capture import CaptureSpec, Codecs, HeadSpec, TargetIdentity
-from trainer.decode import greedy
+from trainer.speculate import plain
 from trainer.target import LiveTarget, bundle_of, identity_of
 
 LAYERS = (0, 1, 2)
@@ -53,7 +53,7 @@ def made(tmp_path_factory):
     for number in range(24):
         dice = random.Random(number)
         prompt = [dice.randrange(5, 99) for _ in range(8)]
-        answer = greedy(target, prompt, NEW_TOKENS).tokens
+        answer = plain(target, prompt, NEW_TOKENS).tokens
         records.append(record_of(target, final, prompt, answer, "validation" if number % 3 == 2 else "train"))
     capture = CaptureSpec(
         target=target.identity,

@@ -50,7 +50,7 @@ def test_checkpoint_reads_back_and_latest_names_it(tmp_path: Path) -> None:
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (2, 9, 10, 11):
         save(tmp_path, step)
-        checkpoint.keep_newest(tmp_path, 2)
+        checkpoint.keep(tmp_path, 2)
     assert [p.name for p in checkpoint.steps(tmp_path)] == ["step-10", "step-11"]
 
 

@@ -10,11 +10,12 @@ from tiny_target import make_model, make_tokenizer, save_target
 from hiddenstore.errors import CaptureError, ConfigError, FormatError
 from hiddenstore.loops import repeated_share
 from schemas.capture import HeadSpec
-from trainer.acceptance import Tally, hits_of_next_token, walk
-from trainer.decode import decode, greedy, recorded_packs, speculative
+from tests.trainer.live import assert_live_equals_eval
+from trainer.acceptance import DraftShape, Tally, hits_of_next_token, walk
+from trainer.decode import Limits, decode
 from trainer.drafters.base import DrafterInUse, TargetSide
 from trainer.drafters.eagle3 import EAGLE3, Eagle3Config
-from trainer.evaluate import evaluate_packs
+from trainer.speculate import plain, speculative
 from trainer.target import LiveTarget, bundle_of, identity_of, load_live_target
 from trainer.vocab import DraftVocab
 
@@ -62,7 +63,7 @@ def test_speculative_output_is_the_greedy_output_for_good_and_bad_drafters(targe
     for seed in range(4):
         prompt, dice = prompt_of(seed), random.Random(seed)
         misses = {i for i in range(80) if dice.random() < miss_share}
-        baseline = greedy(target, prompt, 40)
+        baseline = plain(target, prompt, 40)
         tally, before = Tally(draft_len), target.forwards
         answer = speculative(target, Scripted(prompt, baseline.tokens, misses.__contains__), prompt, 40, tally)
         assert answer.tokens == baseline.tokens
@@ -73,7 +74,7 @@ def test_speculative_output_is_the_greedy_output_for_good_and_bad_drafters(targe
 @pytest.mark.parametrize("miss_every", [1, 2, 3, 100])
 def test_live_counts_equal_the_walk_over_the_recorded_answer(target, miss_every):
     prompt = prompt_of(9)
-    answer = greedy(target, prompt, 50).tokens
+    answer = plain(target, prompt, 50).tokens
     live, walked = Tally(3), Tally(3)
     speculative(target, Scripted(prompt, answer, lambda i: i % miss_every == 0), prompt, 50, live)
     correct = torch.tensor([True] * len(prompt) + [False] * len(answer))
@@ -86,17 +87,27 @@ def test_live_counts_equal_the_walk_over_the_recorded_answer(target, miss_every)
 
 def test_decoding_stops_at_the_stop_token_inside_an_accepted_draft(target):
     prompt = prompt_of(3)
-    free = greedy(target, prompt, 30).tokens
+    free = plain(target, prompt, 30).tokens
     stop = free[10]
     target.model.config.eos_token_id, kept = stop, target.model.config.eos_token_id
     try:
-        baseline = greedy(target, prompt, 30).tokens
+        baseline = plain(target, prompt, 30).tokens
         assert baseline == free[: free.index(stop) + 1]
         tally = Tally(7)
         assert speculative(target, Scripted(prompt, free), prompt, 30, tally).tokens == baseline
         assert tally.tokens == len(baseline) - 1
     finally:
         target.model.config.eos_token_id = kept
+
+
+class Drafting:
+    """A drafter in use that is its own ``live()``."""
+
+    def __init__(self, chain):
+        self.chain = chain
+
+    def live(self):
+        return self.chain
 
 
 class AlwaysZero:
@@ -107,17 +118,17 @@ class AlwaysZero:
         return [0] * draft_len
 
 
-def run(target, prompts, **options):
-    settings = {"count": 4, "draft_len": 3, "max_new_tokens": 24} | options
-    return decode(target, AlwaysZero(), prompts, **settings)
+def run(target, prompts, count=4, max_new_tokens=24):
+    return decode(target, Drafting(AlwaysZero()), prompts, [DraftShape(3)], Limits(count, max_new_tokens))
 
 
 def test_forwards_equal_drafts_and_prefills_and_every_answer_is_greedy(target):
     result = run(target, [prompt_of(seed) for seed in range(12)])
-    assert len(result.answers) == 4
-    assert result.target_forwards == result.tally.drafts + 4
-    assert result.differences == []
-    assert result.tokens == result.tally.tokens + 4
+    (only,) = result.runs
+    assert len(only.answers) == 4
+    assert only.target_forwards == only.tally.drafts + 4
+    assert only.differences == []
+    assert only.tokens == only.tally.tokens + 4
 
 
 def test_looping_answers_are_left_out_and_counted(target, monkeypatch):
@@ -131,7 +142,7 @@ def test_looping_answers_are_left_out_and_counted(target, monkeypatch):
 def test_a_prompt_that_does_not_fit_the_target_is_counted(target):
     result = run(target, [prompt_of(0, 240), *[prompt_of(seed) for seed in range(1, 9)]], count=2)
     assert result.too_long == 1
-    assert len(result.answers) == 2
+    assert len(result.prompts) == 2
 
 
 def test_a_decode_that_drafts_nothing_fails(target):
@@ -143,7 +154,7 @@ def test_a_decode_that_drafts_nothing_fails(target):
 def test_without_forgetting_rejected_tokens_the_output_is_not_the_greedy_one(target, monkeypatch):
     """Negative control: the comparison with greedy sees a cache that is not cropped."""
     prompt = prompt_of(2)
-    baseline = greedy(target, prompt, 30).tokens
+    baseline = plain(target, prompt, 30).tokens
     monkeypatch.setattr(LiveTarget, "drop_last", staticmethod(lambda cache, tokens: None))
     assert speculative(target, AlwaysZero(), prompt, 30, Tally(3)).tokens != baseline
 
@@ -166,17 +177,13 @@ def eagle3_for(target, answers, seed=0):
     return DrafterInUse(EAGLE3, EAGLE3.build(config, side, seed).eval(), side)
 
 
-@pytest.mark.parametrize("draft_len", [1, 3, 5])
-def test_an_eagle3_drafter_decodes_the_greedy_text_and_eval_on_that_text_counts_the_same(target, draft_len):
+@pytest.mark.parametrize(
+    "shapes", [[DraftShape(1)], [DraftShape(3), DraftShape(5)], [DraftShape(1, 2), DraftShape(4, 3)]]
+)
+def test_an_eagle3_drafter_decodes_the_greedy_text_and_eval_on_that_text_counts_the_same(target, shapes):
     prompts = [prompt_of(seed) for seed in range(6)]
-    drafter = eagle3_for(target, [greedy(target, prompt, 32).tokens for prompt in prompts])
-    live = decode(target, drafter.live(), prompts, count=5, draft_len=draft_len, max_new_tokens=32)
-    assert live.differences == []
-    assert live.target_forwards == live.tally.drafts + len(live.answers)
-    (simulated,) = evaluate_packs([drafter], recorded_packs(target, live), draft_len)
-    assert live.tally.tokens > live.tally.drafts
-    assert (simulated.tally.drafts, simulated.tally.tokens) == (live.tally.drafts, live.tally.tokens)
-    assert simulated.tally.accepted_at == live.tally.accepted_at
+    drafter = eagle3_for(target, [plain(target, prompt, 32).tokens for prompt in prompts])
+    assert_live_equals_eval(target, drafter, prompts, shapes, Limits(5, 32))
 
 
 @pytest.mark.parametrize(

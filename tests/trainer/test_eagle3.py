@@ -1,11 +1,14 @@
 """The trainer's EAGLE-3 against the plain restatement, in values and gradients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from tests.trainer.conftest import VOCAB, Setting, make_setting
+from tests.trainer.conftest import VOCAB, WIDTH, Setting, make_setting
 from tests.trainer.eagle3_plain import PlainEagle3, plain_losses
+from trainer.drafters.blocks import KVCache
 from trainer.losses import StepLosses
 from trainer.teacher import Teacher
 from trainer.ttt import TttLoss, TttObjective
@@ -58,6 +61,17 @@ def test_step_losses_agree_under_each_option(option: str) -> None:
     assert_agree(make_setting([11, 7], **{option: True}), TttLoss(steps=3))
 
 
+@pytest.mark.parametrize("options", [{}, {"norm_output": True, "fc_norm": True}])
+def test_step_losses_agree_with_several_layers(options: dict[str, bool]) -> None:
+    setting = make_setting([17, 3, 12], num_layers=3, **options)
+    setting.batch.loss_mask[:12] = False
+    assert_agree(setting, TttLoss(steps=4))
+
+
+def test_gradients_agree_with_several_layers_and_another_inner_width() -> None:
+    assert_gradients_agree(make_setting([9, 6], known=20, dtype=torch.float64, num_layers=2, intermediate_size=40))
+
+
 def test_whole_vocabulary_drops_nothing() -> None:
     setting = make_setting([12], known=VOCAB)
     setting.batch.loss_mask[:] = True
@@ -66,7 +80,10 @@ def test_whole_vocabulary_drops_nothing() -> None:
 
 
 def test_gradients_equal_those_of_the_plain_restatement() -> None:
-    setting = make_setting([9, 6], known=20, dtype=torch.float64, fc_norm=True, train_embeddings=True)
+    assert_gradients_agree(make_setting([9, 6], known=20, dtype=torch.float64, fc_norm=True, train_embeddings=True))
+
+
+def assert_gradients_agree(setting: Setting) -> None:
     loss = TttLoss(steps=3)
     parameters = dict(setting.model.named_parameters())
     result = ours(setting, loss)[1]
@@ -123,11 +140,9 @@ def test_slots_reduction_divides_by_every_token() -> None:
     assert objective.divisors(both, both).tolist() == [40.0, 40.0]
 
 
-@pytest.mark.parametrize("norm_output", [False, True])
-def test_decoding_slot_by_slot_repeats_the_unroll(norm_output: bool) -> None:
-    from trainer.drafters.blocks import KVCache
-
-    setting = make_setting([12], known=VOCAB, norm_output=norm_output)
+@pytest.mark.parametrize(("norm_output", "num_layers"), [(False, 1), (True, 1), (False, 2)])
+def test_decoding_slot_by_slot_repeats_the_unroll(norm_output: bool, num_layers: int) -> None:
+    setting = make_setting([12], known=VOCAB, norm_output=norm_output, num_layers=num_layers)
     model, batch = setting.model, setting.batch
     batch.loss_mask[:] = True
     weights = dict(model.named_parameters()) | {"embed_tokens.weight": setting.head.embed_tokens}
@@ -149,6 +164,83 @@ def test_decoding_slot_by_slot_repeats_the_unroll(norm_output: bool) -> None:
             assert cache.length == t + 1
 
 
+def test_a_step_asked_for_its_last_slots_makes_their_logits_alone() -> None:
+    setting = make_setting([12], known=VOCAB)
+    g, ids = setting.model.start(setting.batch.aux)[:5], setting.batch.input_ids[1:6]
+    with torch.no_grad():
+        hidden, logits = setting.model.step(g, ids, torch.arange(5), KVCache())
+        again, last = setting.model.step(g, ids, torch.arange(5), KVCache(), last=2)
+    assert torch.equal(hidden, again)
+    assert torch.allclose(last, logits[3:], atol=1e-6)
+
+
+def test_hard_labels_of_the_text_need_no_final_hidden_and_stop_at_the_end_of_a_sample() -> None:
+    setting = make_setting([9, 7], known=30)
+    batch, known = setting.batch, setting.vocab.target_ids.tolist()
+    loss = TttLoss(steps=2, kind="text_ce", mask_offset=0)
+    setting.batch = replace(batch, final=batch.final[:0], final_rows=batch.final_rows[:0])
+    found, result = ours(setting, loss)
+    weights = dict(setting.model.named_parameters()) | {"embed_tokens.weight": setting.head.embed_tokens}
+    sums: list[list[float]] = [[], []]
+    for index in range(2):
+        rows = torch.nonzero(batch.document == index)[:, 0]
+        tokens, mask = batch.input_ids[rows].tolist(), batch.loss_mask[rows].tolist()
+        predicted = PlainEagle3(weights, heads=4, kv_heads=2).log_probabilities(tokens, batch.aux[:, rows], 2)
+        for i, row in enumerate(predicted):
+            for t, log_p in enumerate(row):
+                p = t + 1 + i
+                if mask[p] and p + 1 < len(tokens) and tokens[p + 1] in known:
+                    sums[i].append(-float(log_p[known.index(tokens[p + 1])].detach()))
+    assert result.counts.tolist() == [len(s) for s in sums]
+    assert torch.allclose(found, torch.tensor([sum(s) / len(s) for s in sums], dtype=torch.float64), atol=1e-5)
+
+
+def test_hard_labels_of_the_target_are_its_most_probable_tokens() -> None:
+    setting = make_setting([15], known=20)
+    loss = TttLoss(steps=1, kind="target_ce", drop_off_vocab=False)
+    found, result = ours(setting, loss)
+    objective = TttObjective(setting.model, Teacher(setting.head, setting.vocab, drop_off_vocab=False), loss)
+    work = objective.plan(setting.batch)
+    states = setting.model.unroll(setting.batch, work.plan, 1)[work.plan.slots[:, 0]]
+    best = setting.head.logits(setting.batch.final).argmax(-1)[work.plan.rows]
+    labels = setting.vocab.draft_ids()[best]
+    assert bool((labels >= 0).all())
+    expected = torch.nn.functional.cross_entropy(states @ setting.model.lm_head.weight.T, labels)
+    assert torch.allclose(found.float(), expected.detach(), atol=1e-5)
+    assert result.counts.tolist() == [len(labels)]
+
+
+@pytest.mark.parametrize("kind", ["kl", "tv", "lk_alpha", "lk_lambda"])
+@pytest.mark.parametrize("overlap_mass", ["whole", "draft"])
+def test_overlap_losses_take_the_mass_they_are_told_to(kind: str, overlap_mass: str) -> None:
+    setting = make_setting([13, 6], known=18)
+    loss = TttLoss.model_validate({"steps": 2, "kind": kind, "overlap_mass": overlap_mass})
+    found, result = ours(setting, loss)
+    objective = TttObjective(setting.model, Teacher(setting.head, setting.vocab), loss)
+    work = objective.plan(setting.batch)
+    states = setting.model.unroll(setting.batch, work.plan, 2).view(2, -1, WIDTH)
+    whole = setting.head.logits(setting.batch.final)[work.plan.rows].softmax(-1)[:, setting.vocab.target_ids]
+    q = whole / whole.sum(-1, keepdim=True)
+    for i in range(2):
+        there = work.plan.slots[:, i] >= 0
+        log_p = (states[i, work.plan.slots[there, i]] @ setting.model.lm_head.weight.T).log_softmax(-1)
+        divergence = (q[there] * (q[there].log() - log_p)).sum(-1)
+        alpha = torch.minimum(whole[there] if overlap_mass == "whole" else q[there], log_p.exp()).sum(-1)
+        share = torch.exp(-3 * alpha)
+        expected = {
+            "kl": divergence,
+            "tv": 1 - alpha,
+            "lk_alpha": -alpha.log(),
+            "lk_lambda": share * divergence + (1 - share) * (1 - alpha),
+        }[kind]
+        assert torch.allclose(found[i].float(), expected.mean().detach(), atol=1e-5)
+
+
+def test_an_unknown_loss_is_refused_and_the_known_ones_named() -> None:
+    with pytest.raises(ValueError, match="lk_alpha"):
+        TttLoss(kind="kll")
+
+
 def test_checkpoint_names_are_those_engines_load() -> None:
     names = set(make_setting([4]).model.state_dict())
     assert names == {
@@ -157,6 +249,14 @@ def test_checkpoint_names_are_those_engines_load() -> None:
         "midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight", "midlayer.self_attn.o_proj.weight",
         "midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight", "midlayer.mlp.down_proj.weight",
     }  # fmt: skip
+    more = set(make_setting([4], num_layers=3).model.state_dict()) - names
+    assert {n for n in more if n.startswith("layers.2.")} == {
+        "layers.2.input_layernorm.weight", "layers.2.post_attention_layernorm.weight",
+        "layers.2.self_attn.q_proj.weight", "layers.2.self_attn.k_proj.weight", "layers.2.self_attn.v_proj.weight",
+        "layers.2.self_attn.o_proj.weight", "layers.2.mlp.gate_proj.weight", "layers.2.mlp.up_proj.weight",
+        "layers.2.mlp.down_proj.weight",
+    }  # fmt: skip
+    assert len(more) == 18
     assert {n for n in make_setting([4], fc_norm=True).model.state_dict() if n.startswith("fc_norm")} == {
         "fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"
     }  # fmt: skip

@@ -9,7 +9,7 @@ from hiddenstore.errors import ConfigError, FormatError
 from hiddenstore.head import HeadBundle
 from hiddenstore.testing.builders import make_store
 from schemas.capture import HeadSpec
-from trainer.acceptance import Tally, drafting_positions, walk
+from trainer.acceptance import DraftShape, Tally, drafting_positions, walk
 from trainer.drafters.base import DrafterInUse, Seen, TargetSide
 from trainer.drafters.eagle3 import EAGLE3, Eagle3, Eagle3Config
 from trainer.evaluate import evaluate, floor, require_same_capture
@@ -128,7 +128,7 @@ def test_a_token_off_the_draft_vocabulary_is_a_miss():
 def test_evaluate_walks_every_sample_of_the_split_as_a_plain_loop_would(tmp_path):
     store = make_store(tmp_path, samples=21, codec="bf16")
     drafter = make_drafter(64)
-    (result,) = evaluate([drafter], store, "train", 3)
+    (result,) = evaluate([drafter], store, "train", [DraftShape(3)])
     expected, texts = Tally(3), []
     for sample_id in store.sample_ids:
         record = store[sample_id]
@@ -151,7 +151,7 @@ def test_evaluate_walks_every_sample_of_the_split_as_a_plain_loop_would(tmp_path
 
 def test_two_drafters_are_walked_over_the_same_text(tmp_path):
     store = make_store(tmp_path, samples=6)
-    first, second = evaluate([make_drafter(64), make_drafter(64, seed=1)], store, "train", 2)
+    first, second = evaluate([make_drafter(64), make_drafter(64, seed=1)], store, "train", [DraftShape(2)])
     assert [a[0].tolist() for a in first.texts] == [b[0].tolist() for b in second.texts]
     assert first.tally.slots == second.tally.slots
 
@@ -159,10 +159,10 @@ def test_two_drafters_are_walked_over_the_same_text(tmp_path):
 def test_an_empty_split_and_a_draft_of_nothing_are_refused(tmp_path):
     store = make_store(tmp_path, samples=3)
     with pytest.raises(ConfigError) as caught:
-        evaluate([make_drafter(64)], store, "validation", 3)
+        evaluate([make_drafter(64)], store, "validation", [DraftShape(3)])
     assert caught.value.kind == "split-empty"
     with pytest.raises(ConfigError):
-        evaluate([make_drafter(64)], store, "train", 0)
+        evaluate([make_drafter(64)], store, "train", [DraftShape(0)])
 
 
 def test_a_store_of_another_target_is_refused(tmp_path):

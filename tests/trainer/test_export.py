@@ -10,8 +10,9 @@ from hiddenstore.errors import ConfigError, ConflictError, CorruptionError
 from hiddenstore.head import HeadBundle
 from schemas.capture import HeadSpec, TargetIdentity
 from trainer import export as exporter
+from trainer.drafters.blocks import Rotary
 from trainer.drafters.eagle3 import Eagle3, Eagle3Config
-from trainer.export import ENGINES, Checkpoint, export, prove_equal, read_exported
+from trainer.export import ENGINES, Checkpoint, export, prove_equal, read_exported, stretched
 from trainer.vocab import DraftVocab
 
 V, U, D, N, G, E, F = 50, 20, 32, 2, 1, 16, 48
@@ -116,6 +117,7 @@ def test_the_config_says_everything_an_engine_would_otherwise_guess(tmp_path):
         {"norm_before_residual": True},
         {"train_embeddings": True},
         {"width": 24},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     ],
 )
 def test_an_exported_drafter_of_any_kind_reads_back_as_itself(tmp_path, dtype, options):
@@ -187,3 +189,39 @@ def test_an_unknown_engine_and_an_existing_folder_are_refused(tmp_path):
     (tmp_path / "out" / "mine").write_text("x")
     with pytest.raises(ConflictError):
         export(make_checkpoint(), "vllm", tmp_path / "out")
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def test_a_rope_scaling_is_written_in_the_old_and_the_new_form_and_read_by_transformers(tmp_path):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    checkpoint = make_checkpoint(rope_scaling=LLAMA3)
+    export(checkpoint, "vllm", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rope_scaling"] == LLAMA3
+    assert config["rope_parameters"] == {**LLAMA3, "rope_theta": 5000.0}
+    model, _ = read_exported(tmp_path / "out", ENGINES["vllm"], checkpoint.head)
+    assert model.config.rope_scaling == checkpoint.model.config.rope_scaling
+    positions = torch.arange(300)
+    cos, _sin = Rotary.of(model.config).at(positions)
+    for form in ({"rope_scaling": LLAMA3, "rope_theta": 5000.0}, {"rope_parameters": config["rope_parameters"]}):
+        theirs = LlamaConfig(hidden_size=D, num_attention_heads=N, head_dim=E, max_position_embeddings=777, **form)
+        expected, _ = LlamaRotaryEmbedding(theirs)(torch.zeros(1), positions[None])
+        torch.testing.assert_close(cos[:, 0], expected[0, :, : E // 2], rtol=0, atol=5e-5)
+
+
+def test_yarn_can_be_put_on_at_export_and_only_once(tmp_path):
+    checkpoint = stretched(make_checkpoint(), 32.0, 2048)
+    export(checkpoint, "vllm", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
+    assert config["rope_scaling"] == yarn
+    assert config["max_position_embeddings"] == 65536
+    with pytest.raises(ConfigError, match="trained with rope_scaling yarn"):
+        stretched(checkpoint, 2.0, 2048)

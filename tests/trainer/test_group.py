@@ -98,13 +98,13 @@ def test_two_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
 
 def test_a_rank_without_a_pack_contributes_zero_and_the_first_says_so(tmp_path: Path) -> None:
     store = tiny_store(tmp_path).path
-    words = [*WORDS, "data.pack_tokens=160"]
+    words = [*WORDS, "data.batch_tokens=40", "data.pack_tokens=40"]
     train(store, tmp_path / "one", words=words)
     codes, _out, err = ended(start_two(store, "-o", str(tmp_path / "two"), "-q", *words))
     assert codes == [0, 0], err
     assert_same_training(tmp_path / "one", tmp_path / "two")
-    assert "1.0 of 2 ranks have nothing to do in the average step" in err[0]
-    assert "try data.pack_tokens=80" in err[0]
+    assert "0.9 of 2 ranks have nothing to do in the average step" in err[0]
+    assert "try data.batch_tokens=78" in err[0]
     assert err[1] == ""
 
 

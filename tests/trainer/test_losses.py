@@ -1,41 +1,73 @@
-"""The fused head and loss against log_softmax and autograd."""
+"""The fused head and losses against log_softmax and autograd, for every loss of the table."""
+
+import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from trainer import losses as module
-from trainer.losses import Taught, soft_cross_entropy, step_scales, step_weights
+from trainer.loss_kinds import LOSSES
+from trainer.losses import Taught, soft_cross_entropy, step_scales, step_weights, taught_losses
 
 R, K, S, H, U = 11, 3, 20, 6, 9
 
+Problem = tuple[Tensor, Tensor, Taught, Tensor, Tensor]
 
-def problem() -> tuple[torch.Tensor, torch.Tensor, Taught, torch.Tensor, torch.Tensor]:
+
+def problem(mass: Tensor | None = None) -> Problem:
     states = torch.randn(S, H, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(U, H, dtype=torch.float64, requires_grad=True)
-    slots = torch.stack([torch.randperm(S)[:R] for _ in range(K)], 1)
     # A state is taught once.
     slots = torch.arange(R * K).view(R, K).where(torch.arange(R * K).view(R, K) < S, -1)
     teacher = torch.randn(R, U).softmax(-1)
     target = torch.where(torch.arange(R) % 4 == 0, -1, teacher.argmax(-1))
-    taught = Taught(slots, target, lambda begin, end: teacher[begin:end])
+    taught = Taught(slots, target, lambda begin, end: teacher[begin:end], mass)
     return states, weight, taught, teacher, torch.tensor([0.5, 0.2, 0.1])
 
 
-@pytest.mark.parametrize("budget", [1, 70, 1 << 20])
-def test_fused_loss_and_gradients_equal_autograd(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOGIT_BUDGET", budget)
-    states, weight, taught, teacher, scales = problem()
-    found = soft_cross_entropy(states, weight, taught, scales)
-    sums, hits = torch.zeros(K, dtype=torch.float64), [0] * K
+def kl(q: Tensor, log_p: Tensor) -> Tensor:
+    return (q * (q.log() - log_p)).sum()
+
+
+def overlap(q: Tensor, log_p: Tensor) -> Tensor:
+    return torch.minimum(q, log_p.exp()).sum()
+
+
+def blended(q: Tensor, log_p: Tensor, mass: Tensor) -> Tensor:
+    alpha = overlap(mass * q, log_p)
+    share = math.exp(-3 * float(alpha.detach()))
+    return share * kl(q, log_p) + (1 - share) * (1 - alpha)
+
+
+PLAIN: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "soft_ce": lambda q, log_p, mass: -(q * log_p).sum(),
+    "kl": lambda q, log_p, mass: kl(q, log_p),
+    "target_ce": lambda q, log_p, mass: -(q * log_p).sum(),
+    "text_ce": lambda q, log_p, mass: -(q * log_p).sum(),
+    "tv": lambda q, log_p, mass: 0.5 * (log_p.exp() - mass * q).abs().sum() + 0.5 * (1 - mass),
+    "lk_alpha": lambda q, log_p, mass: -overlap(mass * q, log_p).log(),
+    "lk_lambda": lambda q, log_p, mass: blended(q, log_p, mass),
+}
+
+
+def assert_equals_autograd(given: Problem, name: str, scales: Tensor) -> None:
+    states, weight, taught, teacher, _ = given
+    found = taught_losses(states, weight, taught, scales, LOSSES[name])
+    sums, hits, total = torch.zeros(K, dtype=torch.float64), [0] * K, torch.zeros((), dtype=torch.float64)
     for r in range(R):
         for i in range(K):
             if taught.slots[r, i] >= 0:
                 z = weight @ states[taught.slots[r, i]]
-                sums[i] = sums[i] - (teacher[r] * F.log_softmax(z, -1)).sum()
-                hits[i] += int(int(z.argmax()) == int(taught.target[r]))
-    total = (sums * scales).sum()
-    assert torch.allclose(found.sums, sums.detach(), atol=1e-5)
+                mass = torch.ones(()) if taught.mass is None else taught.mass[r]
+                loss = PLAIN[name](teacher[r].double(), F.log_softmax(z, -1), mass.double())
+                sums[i] += loss.detach()
+                total = total + loss * (scales[i] if scales.ndim == 1 else scales[r, i]).double()
+                hits[i] += int(int(z.argmax()) == int(taught.target[r]))  # type: ignore[index]
+    assert torch.allclose(found.sums, sums, atol=1e-5)
+    assert math.isclose(float(found.value), float(total.detach()), abs_tol=1e-5)
     assert found.hits.tolist() == hits
     assert found.counts.tolist() == (taught.slots >= 0).sum(0).tolist()
     for a, b in zip(
@@ -46,10 +78,72 @@ def test_fused_loss_and_gradients_equal_autograd(budget: int, monkeypatch: pytes
         assert torch.allclose(a, b, atol=2e-6)
 
 
+def test_the_table_and_the_restatement_name_the_same_losses() -> None:
+    assert set(PLAIN) == set(LOSSES)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize(("budget", "widest"), [(1, 1), (1, 4 * K), (70, 8), (1 << 20, 8)])
+def test_losses_and_gradients_equal_autograd_however_rows_and_vocabulary_are_cut(
+    name: str, budget: int, widest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOGIT_BUDGET", budget)
+    monkeypatch.setattr(module, "WIDEST_BLOCK", widest)
+    monkeypatch.setattr(module, "FEWEST_STATES", 1)
+    given = problem()
+    assert_equals_autograd(given, name, given[-1])
+
+
+@pytest.mark.parametrize("name", ["soft_ce", "lk_lambda"])
+def test_a_scale_per_slot_weighs_each_slot(name: str) -> None:
+    assert_equals_autograd(problem(), name, torch.rand(R, K))
+
+
+@pytest.mark.parametrize("name", [name for name, kind in LOSSES.items() if kind.overlap])
+@pytest.mark.parametrize("widest", [2 * K, 1 << 10])
+def test_the_overlap_takes_the_target_s_mass_on_the_draft_vocabulary(
+    name: str, widest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOGIT_BUDGET", 1)
+    monkeypatch.setattr(module, "WIDEST_BLOCK", widest)
+    given = problem(mass=torch.rand(R) * 0.5 + 0.4)
+    assert_equals_autograd(given, name, given[-1])
+
+
+def test_blending_by_step_takes_the_mean_overlap_of_the_step() -> None:
+    states, weight, taught, teacher, scales = problem()
+    found = taught_losses(states, weight, taught, scales, LOSSES["lk_lambda"], by_step=True)
+    total = torch.zeros((), dtype=torch.float64)
+    for i in range(K):
+        rows = torch.nonzero(taught.slots[:, i] >= 0)[:, 0]
+        log_p = F.log_softmax(states[taught.slots[rows, i]] @ weight.T, -1)
+        q = teacher[rows].double()
+        alpha = torch.stack([overlap(a, b) for a, b in zip(q, log_p, strict=True)])
+        share = torch.exp(-3 * alpha.mean().detach())
+        each = torch.stack([kl(a, b) for a, b in zip(q, log_p, strict=True)])
+        total = total + scales[i].double() * (share * each + (1 - share) * (1 - alpha)).sum()
+    assert math.isclose(float(found.value), float(total.detach()), abs_tol=1e-6)
+    expected = torch.autograd.grad(total, [states, weight])
+    for a, b in zip(torch.autograd.grad(found.total, [states, weight]), expected, strict=True):
+        assert torch.allclose(a, b, atol=2e-6)
+
+
+def test_blocks_stay_within_the_budget_at_a_large_vocabulary() -> None:
+    steps, width, vocab = 7, 8, 1 << 18
+    slots = torch.arange(64 * steps).view(64, steps)
+    taught = Taught(slots, None, lambda begin, end: torch.full((1, vocab), 1 / vocab).expand(end - begin, -1))
+    states, weight = torch.randn(64 * steps, width), torch.randn(vocab, width)
+    how = module._How(LOSSES["kl"], torch.float32, True, True, None)
+    pass_ = module._Pass(states, weight, taught, torch.ones(steps), how)
+    assert pass_.rows * steps >= module.FEWEST_STATES - steps
+    assert pass_.part < vocab
+    assert pass_.rows * steps * pass_.part <= module.WIDEST_BLOCK * module.LOGIT_BUDGET
+
+
 def test_frozen_head_gets_no_gradient() -> None:
     states, weight, taught, _, scales = problem()
     weight = weight.detach()
-    soft_cross_entropy(states, weight, taught, scales).total.backward()
+    soft_cross_entropy(states, weight, taught, scales).total.backward()  # type: ignore[no-untyped-call]
     assert states.grad is not None
     assert weight.grad is None
 

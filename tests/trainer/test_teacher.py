@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hiddenstore.data import PackedBatch
 from hiddenstore.errors import FormatError
+from hiddenstore.head import HeadBundle
+from hiddenstore.records import TopK
 from tests.trainer.conftest import VOCAB, make_batch, make_head
 from trainer import teacher as module
 from trainer.teacher import Teacher
@@ -47,6 +50,58 @@ def test_soft_cap_and_bias_reach_the_teacher() -> None:
     logits = head.logits(batch.final)
     assert torch.equal(found.token, logits.argmax(-1))
     assert torch.allclose(teacher.probabilities(found.normed), logits[:, vocab.target_ids].softmax(-1), atol=1e-6)
+
+
+def top_tokens(batch: PackedBatch, head: HeadBundle, k: int) -> PackedBatch:
+    """The pack as a store of top tokens gives it."""
+    logits = head.logits(batch.final)
+    log_probs, ids = logits.log_softmax(-1).topk(k)
+    topk = TopK(ids, log_probs, logits.logsumexp(-1))
+    return replace(batch, final=batch.final[:0], topk=topk)
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_all_top_tokens_teach_what_the_final_hidden_does(drop: bool) -> None:
+    head, batch = make_head(), make_batch([12, 9])
+    vocab = DraftVocab.of_ids(torch.randperm(VOCAB)[:15], VOCAB)
+    teacher, rows = Teacher(head, vocab, drop_off_vocab=drop), torch.arange(1, 20)
+    hidden = teacher.read(batch, rows, mass=True)
+    tokens = teacher.read(top_tokens(batch, head, VOCAB), rows)
+    assert hidden.token is not None
+    assert tokens.token is not None
+    assert torch.equal(tokens.token, hidden.token)
+    assert torch.equal(tokens.kept, hidden.kept)
+    assert torch.allclose(teacher.distribution(tokens), teacher.distribution(hidden), atol=1e-6)
+    assert hidden.mass is not None
+    assert tokens.mass is not None
+    assert torch.allclose(tokens.mass, hidden.mass, atol=1e-6)
+    every = head.logits(batch.final[rows]).softmax(-1)
+    assert torch.allclose(hidden.mass, every[:, vocab.target_ids].sum(-1), atol=1e-6)
+
+
+def test_few_top_tokens_are_scaled_up_to_one_over_those_the_drafter_knows() -> None:
+    head, batch = make_head(), make_batch([12])
+    vocab = DraftVocab.of_ids(torch.randperm(VOCAB)[:15], VOCAB)
+    teacher = Teacher(head, vocab, drop_off_vocab=False)
+    found = teacher.read(top_tokens(batch, head, 6), torch.arange(12))
+    every = head.logits(batch.final).softmax(-1)
+    for row in range(12):
+        known = [int(t) for t in every[row].topk(6).indices if int(t) in vocab.target_ids]
+        assert bool(found.kept[row]) == bool(known)
+        if known:
+            expected = torch.zeros(VOCAB)
+            expected[known] = every[row, known] / every[row, known].sum()
+            one = teacher.distribution(found.pick(torch.tensor([row])))
+            assert torch.allclose(one[0], expected[vocab.target_ids], atol=1e-6)
+
+
+def test_the_pass_over_the_vocabulary_is_spared_where_nothing_can_be_dropped() -> None:
+    head, batch = make_head(), make_batch([8])
+    teacher = Teacher(head, DraftVocab.full(VOCAB))
+    found = teacher.read(batch, torch.arange(8), token=False)
+    assert found.token is None
+    assert bool(found.kept.all())
+    assert torch.equal(teacher.distribution(found).argmax(-1), head.logits(batch.final).argmax(-1))
 
 
 def test_missing_final_row_is_refused_and_names_the_sample() -> None:

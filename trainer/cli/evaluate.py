@@ -1,19 +1,24 @@
 """``hiddenstore eval``: simulated acceptance over recorded text."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hiddenstore.cli.output import common_options, examples, output
+from trainer.cli.draft_len import draft_len_option
 
 if TYPE_CHECKING:
+    from trainer.acceptance import DraftShape
     from trainer.evaluate import Evaluation
     from trainer.ngram import NgramFloor
 
 
 @click.command(
     "eval",
-    epilog=examples("hiddenstore eval run store", "hiddenstore eval run store --draft-len 7 --untrained --json"),
+    epilog=examples(
+        "hiddenstore eval run store", "hiddenstore eval run store --draft-len 1,3,7,5x4 --untrained --json"
+    ),
 )
 @click.argument("run")
 @click.argument("store")
@@ -24,11 +29,14 @@ if TYPE_CHECKING:
     help="Samples to walk.",
     show_default=True,
 )
-@click.option("--draft-len", type=click.IntRange(min=1), default=3, show_default=True, help="Tokens drafted at a time.")
+@draft_len_option
+@click.option("--best", is_flag=True, help="The checkpoint of RUN that validated best, not its newest.")
 @click.option("--untrained", is_flag=True, help="Also walk with the drafter as it was before training.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
 @common_options
-def evaluate(run: str, store: str, split: str, draft_len: int, untrained: bool, device: str) -> None:
+def evaluate(
+    run: str, store: str, split: str, shapes: "tuple[DraftShape, ...]", best: bool, untrained: bool, device: str
+) -> None:
     """How many tokens a target forward would yield, simulated over recorded text.
 
     RUN is a training run or one of its checkpoints. The text is walked as a server drafts it: each draft starts where
@@ -39,10 +47,13 @@ def evaluate(run: str, store: str, split: str, draft_len: int, untrained: bool, 
     from hiddenstore.progress import Progress
     from hiddenstore.store import Store
     from trainer import evaluate as engine
+    from trainer.checkpoint import best as best_checkpoint
     from trainer.checkpoint import load_drafter
     from trainer.device import pick_device
     from trainer.runs import describe, training_store
 
+    if best:
+        run = str(best_checkpoint(Path(run)))
     info, text = describe(run), Store.open(store)
     engine.require_same_capture(info.spec.target, text, f"hiddenstore eval {run} {info.spec.store}")
     where = pick_device(device)
@@ -57,14 +68,14 @@ def evaluate(run: str, store: str, split: str, draft_len: int, untrained: bool, 
             [one.use for one in loaded],
             text,
             split,  # type: ignore[arg-type]
-            draft_len,
+            shapes,
             device=where,
             on_pack=progress.advance,
         )
     trained_on = training_store(info)
     if trained_on is None:
         output().warn(f"{info.spec.store} is gone: the n-gram floor is made from the training split of {store}")
-    floor = engine.floor(trained_on or text, found[0].texts, draft_len)
+    floor = engine.floor(trained_on or text, found[0].texts, shapes[-1].length)
     document = {
         "run": run,
         "step": loaded[0].step,
@@ -81,6 +92,7 @@ def _document(found: "Evaluation", floor: "NgramFloor") -> dict[str, Any]:
     tally = found.tally
     return {
         "draft_len": tally.draft_len,
+        "tree_width": tally.width,
         "samples": len(found.texts),
         "accepted_length": tally.accepted_length,
         "slot_accepted_length": tally.slot_accepted_length,
@@ -91,6 +103,17 @@ def _document(found: "Evaluation", floor: "NgramFloor") -> dict[str, Any]:
         "ngram_order": floor.order,
         "ngram_per_order": list(floor.per_order),
         "ngram_training_tokens": floor.training_tokens,
+        "sweep": [
+            {
+                "draft_len": one.draft_len,
+                "tree_width": one.width,
+                "accepted_length": one.accepted_length,
+                "slot_accepted_length": one.slot_accepted_length,
+                "per_position": one.per_position,
+                "drafts": one.drafts,
+            }
+            for one in found.tallies
+        ],
     }
 
 
@@ -98,9 +121,9 @@ def _show(document: dict[str, Any]) -> None:
     rows = [
         (
             "accepted length",
-            f"{document['accepted_length']:.3f}  chain of {document['draft_len']}, bonus token counted",
+            f"{document['accepted_length']:.3f}  drafts of {shape_text(document)}, bonus token counted",
         ),
-        ("slot average", f"{document['slot_accepted_length']:.3f}"),
+        ("slot average", _number(document["slot_accepted_length"])),
         ("by position", "  ".join(f"{share:.3f}" for share in document["per_position"])),
         ("n-gram floor", floor_text(document)),
     ]
@@ -114,6 +137,24 @@ def _show(document: dict[str, Any]) -> None:
         )
     )
     output().pairs(rows)
+    if len(document["sweep"]) > 1:
+        output().table(
+            ["draft of", "accepted length", "slot average", "drafts"],
+            [
+                (shape_text(row), f"{row['accepted_length']:.3f}", _number(row["slot_accepted_length"]), row["drafts"])
+                for row in document["sweep"]
+            ],
+        )
+
+
+def shape_text(row: dict[str, Any]) -> str:
+    """``3``, or ``5x4`` for a tree."""
+    width = row["tree_width"]
+    return f"{row['draft_len']}x{width}" if width > 1 else str(row["draft_len"])
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
 
 
 def floor_text(document: dict[str, Any]) -> str:

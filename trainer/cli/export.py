@@ -17,8 +17,14 @@ from hiddenstore.cli.output import common_options, examples, output
 @click.option("--engine", required=True, help="Which engine will load it: vllm.")
 @click.option("-o", "--out", required=True, help="Folder to write.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Default: the target's own.")
+@click.option(
+    "--yarn",
+    type=(click.FloatRange(min=1), click.IntRange(min=1)),
+    metavar="FACTOR WINDOW",
+    help="Stretch rope FACTOR times beyond the WINDOW it was trained on: 32 2048 as ModelOpt does.",
+)
 @common_options
-def export(run: str, engine: str, out: str, dtype: str | None) -> None:
+def export(run: str, engine: str, out: str, dtype: str | None, yarn: tuple[float, int] | None) -> None:
     """Write config.json and model.safetensors for an engine, and prove that they read back as the same drafter.
 
     RUN is a training run or one of its checkpoints.
@@ -37,6 +43,8 @@ def export(run: str, engine: str, out: str, dtype: str | None) -> None:
             kind="export-unsupported",
         )
     checkpoint = exporter.Checkpoint(loaded.model, loaded.vocab, loaded.head, loaded.identity)
+    if yarn is not None:
+        checkpoint = exporter.stretched(checkpoint, *yarn)
     done = exporter.export(checkpoint, engine, Path(out), dtype)
     serve = layout.serve(out, target_word(loaded.identity), 3)
     document = {

@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hiddenstore.cli.output import common_options, examples, output
+from trainer.drafters import DRAFTERS
+from trainer.recipes import recipe_names
 
 if TYPE_CHECKING:
     from trainer.loop import TrainReport
 
-_SAID_BY_THE_FIRST = {"another-rank", "interrupted", "loss-not-finite"}
+_SAID_BY_THE_FIRST = {"another-rank", "interrupted", "loss-not-finite", "loss-stays-high"}
 
 
 @click.command(
     epilog=examples(
         "hiddenstore train STORE -o runs/first",
         "hiddenstore train STORE -o runs/first loss.steps=3 optim.lr=5e-3 train.max_steps=600",
+        "hiddenstore train STORE -o runs/second -c eagle3.1 train.init_from=runs/first",
         "hiddenstore train STORE -o runs/first --resume",
         "torchrun --nproc-per-node 8 --no-python hiddenstore train STORE -o runs/first",
     )
@@ -25,11 +28,13 @@ _SAID_BY_THE_FIRST = {"another-rank", "interrupted", "loss-not-finite"}
 @click.argument("store")
 @click.argument("words", nargs=-1, metavar="[KEY.PATH=VALUE]...")
 @click.option("-o", "--out", "run", required=True, metavar="RUN", help="Folder of the run.")
-@click.option("--drafter", default="eagle3", show_default=True, help="Which drafter.")
-@click.option("-c", "--config", "file", metavar="FILE", help="YAML settings.")
+@click.option("--drafter", metavar="NAME", help=f"{', '.join(DRAFTERS)}; eagle3 where nothing else names one.")
+@click.option(
+    "-c", "--config", "file", metavar="FILE", help=f"YAML settings, or a recipe by name: {', '.join(recipe_names())}."
+)
 @click.option("--resume", is_flag=True, help="Continue RUN exactly where its newest checkpoint stands.")
 @common_options
-def train(store: str, words: tuple[str, ...], run: str, drafter: str, file: str | None, resume: bool) -> None:
+def train(store: str, words: tuple[str, ...], run: str, drafter: str | None, file: str | None, resume: bool) -> None:
     """Train a drafter from a store; the target is not needed."""
     from hiddenstore.errors import HiddenstoreError
     from hiddenstore.fs import storage_error
@@ -52,7 +57,9 @@ def train(store: str, words: tuple[str, ...], run: str, drafter: str, file: str 
         again = shlex.join(["hiddenstore", "train", store, "-o", run, "--resume"]) if is_there else None
         raise storage_error(error, error.filename or run, again) from error
     output().data(_document(report), human=lambda: output().pairs(_rows(report)), quiet=str(report.checkpoint))
-    if report.was_finished:
+    if report.stopped_early:
+        output().note("stopped early: no better validation within train.patience; train.patience=N --resume goes on")
+    elif report.was_finished:
         output().note(f"nothing to do: {run} finished at step {report.steps:,}; more steps: train.max_steps=N --resume")
     output().hint("hiddenstore", "eval", run, store)
 
@@ -65,6 +72,9 @@ def _document(report: "TrainReport") -> dict[str, Any]:
         "loss": report.loss,
         "acc": report.acc,
         "validation": report.validation,
+        "best_checkpoint": str(report.best) if report.best else None,
+        "skipped_steps": report.skipped_steps,
+        "stopped_early": report.stopped_early,
         "seconds": report.seconds,
         "trainable_parameters": report.trainable,
         "vocab_coverage": report.vocab_coverage,
@@ -84,4 +94,11 @@ def _rows(report: "TrainReport") -> list[tuple[str, str]]:
     ]
     if report.validation:
         rows.append(("on validation", " ".join(f"{a:.3f}" for a in report.validation["acc"])))
-    return [*rows, ("checkpoint", str(report.checkpoint))]
+    if report.validation.get("accepted_length") is not None:
+        rows.append(("accepted length", f"{report.validation['accepted_length']:.3f} on validation, chains of 3"))
+    if report.skipped_steps:
+        rows.append(("skipped", f"{report.skipped_steps:,} steps whose loss was a spike: see metrics.jsonl"))
+    rows.append(("checkpoint", str(report.checkpoint)))
+    if report.best is not None and report.best != report.checkpoint:
+        rows.append(("best checkpoint", str(report.best)))
+    return rows

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from trainer.drafters.base import DrafterKind, Needs
 
 DRAFTERS: dict[str, str] = {
+    "eagle1": "trainer.drafters.eagle1:EAGLE1",
     "eagle3": "trainer.drafters.eagle3:EAGLE3",
+    "dflash": "trainer.drafters.dflash:DFLASH",
+    "medusa": "trainer.drafters.medusa:MEDUSA",
 }
 
 
@@ -49,6 +52,9 @@ def check_store(name: str, needs: "Needs", capture: "CaptureSpec", where: str) -
     elif needs.final == "all" and capture.final != "all":
         lacks.append(f"the final hidden at every token (held: {capture.final} rows)")
         final = "all"
+    if needs.hidden and capture.holds_topk:
+        lacks.append("the final hidden itself (held: the target's top tokens)")
+        final = needs.final
     if lacks:
         layers = ",".join(str(layer) for layer in needs.aux_layers) if missing else drafter_kind(name).layers
         words = f" --final {final}" if final else ""

@@ -7,17 +7,21 @@ U draft vocabulary, n rows of logits.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hiddenstore.data import PackedBatch
+from hiddenstore.errors import ConfigError
 from hiddenstore.head import HeadBundle
 from schemas.capture import NormState
 from trainer.config import DrafterConfig, LossConfig
 from trainer.losses import StepLosses
 from trainer.vocab import DraftVocab
+
+if TYPE_CHECKING:
+    from trainer.tree import LiveTree
 
 FinalRows = Literal["none", "supervised", "all"]
 
@@ -46,9 +50,16 @@ class TargetSide:
 
 
 class Drafter(nn.Module):
-    """A drafter's weights. ``state_dict`` is what a checkpoint holds; what it borrows from the target is not in it."""
+    """A drafter's weights. ``state_dict`` is what a checkpoint holds; what it borrows from the target is not in it.
+
+    ``moment``: seed and number of the step in progress. Whatever a step draws at random is a function of these and the
+    sample ids, hence the same after a resume and under any number of ranks. ``recompute``: layers are made again in the
+    backward (`trainer.recompute`).
+    """
 
     config: DrafterConfig
+    moment: tuple[int, int] = (0, 0)
+    recompute: bool = False
 
     def borrow(self, head: HeadBundle) -> None:
         """Read frozen tables of the target from this bundle; called again whenever the drafter moves."""
@@ -125,13 +136,14 @@ class Live(Protocol):
 @dataclass(frozen=True)
 class TargetFacts:
     """What defaults follow from: ``shape`` is the text part of the target's ``config.json``, ``held`` the aux layers of
-    the store."""
+    the store; ``file`` gives the bytes of a file of its ``target/``, None where it holds none."""
 
     hidden_size: int
     num_layers: int
     vocab_size: int
     shape: Mapping[str, Any]
     held: tuple[int, ...]
+    file: Callable[[str], bytes | None] = lambda name: None
 
 
 M = TypeVar("M", bound=Drafter)
@@ -140,10 +152,12 @@ S = TypeVar("S", bound=LossConfig)
 
 
 class DrafterKind(ABC, Generic[M, C, S]):
-    """One kind of drafter. ``layers``: the ``--layers`` word that captures what it reads."""
+    """One kind of drafter. ``layers``: the ``--layers`` word that captures what it reads. ``splits_context``: its
+    objective takes a rank's share of a pack (`trainer.context`)."""
 
     name: str
     layers: str
+    splits_context: bool = False
     config: type[C]
     loss: type[S]
 
@@ -170,9 +184,21 @@ class DrafterKind(ABC, Generic[M, C, S]):
         Zero where no draft may start (`trainer.acceptance.drafting_positions`).
         """
 
+    def longest_draft(self, config: C) -> int | None:
+        """Most tokens of one draft; None for any number."""
+        return None
+
     @abstractmethod
     def live(self, model: M, side: TargetSide) -> Live:
         """The drafter beside a live target."""
+
+    def tree(self, model: M, side: TargetSide, width: int) -> "LiveTree":
+        """The drafter beside a live target, drafting trees.
+
+        Raises:
+            ConfigError: this kind drafts no trees.
+        """
+        raise ConfigError(f"{self.name} drafts no trees: leave --tree out", kind="no-tree")
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,3 +225,7 @@ class DrafterInUse:
     def live(self) -> Live:
         """See `DrafterKind.live`."""
         return self.kind.live(self.model, self.side)
+
+    def tree(self, width: int) -> "LiveTree":
+        """See `DrafterKind.tree`."""
+        return self.kind.tree(self.model, self.side, width)

@@ -5,11 +5,14 @@ Shapes: T tokens, N query heads, G key heads, E head width, H drafter width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from trainer.config import DrafterConfig
+from trainer.rope import RopeScaling, frequencies
 
 
 class RMSNorm(nn.Module):
@@ -52,12 +55,20 @@ class _RmsNorm(torch.autograd.Function):
 class Rotary:
     """Half-split rotary tables for positions 0…length-1, made once and indexed.
 
-    cos, sin fp32 [length, E/2]; angle = position * theta^(-2j/E) (Llama layout).
+    cos, sin fp32 [length, E/2]; angle = position * theta^(-2j/E) (Llama layout), stretched where the settings say so
+    (`trainer.rope`).
     """
 
-    def __init__(self, head_dim: int, theta: float) -> None:
-        self.head_dim, self.theta = head_dim, theta
+    def __init__(
+        self, head_dim: int, theta: float, scaling: RopeScaling | None = None, max_position: int = 4096
+    ) -> None:
+        self._frequencies, self._factor = frequencies(head_dim, theta, scaling, max_position)
         self._cos = self._sin = torch.zeros(0, head_dim // 2)
+
+    @classmethod
+    def of(cls, config: DrafterConfig) -> Self:
+        """The tables a drafter's settings ask for."""
+        return cls(config.head_dim, config.rope_theta, config.rope_scaling, config.max_position)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, E/2] for integer positions [T]."""
@@ -67,9 +78,9 @@ class Rotary:
         return self._cos[positions][:, None], self._sin[positions][:, None]
 
     def _grow(self, length: int, device: torch.device) -> None:
-        exponent = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
-        angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] / self.theta**exponent
-        self._cos, self._sin = angle.cos(), angle.sin()
+        places = torch.arange(length, device=device, dtype=torch.float32)[:, None]
+        angle = places * self._frequencies.to(device)
+        self._cos, self._sin = angle.cos() * self._factor, angle.sin() * self._factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -110,6 +121,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width_in, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, width_out, bias=False)
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, N, E], k and v [T, G, E] of inputs [T, width_in]."""
+        each = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in each)
+        return q, k, v
+
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Joint projection [T, (N+2G)E] as q [T, N, E], k and v [T, G, E]."""
         sizes = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
@@ -135,33 +152,75 @@ class GatedMLP(nn.Module):
         return out
 
 
+class DecoderLayer(nn.Module):
+    """A Llama layer; the attention between its projections and ``finish`` is the drafter's. It reads ``width_in`` columns
+    where the drafter joins something to its input."""
+
+    def __init__(self, config: DrafterConfig, width_in: int | None = None) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(width, eps)
+        self.self_attn = Attention(width_in or width, width, config.num_heads, config.num_kv_heads, config.head_dim)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = GatedMLP(width, config.intermediate_size)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Layer output [A, H] from its residual [A, H] and attended values [A, N, E]."""
+        hidden = residual + self.self_attn.o_proj(attended.flatten(1))
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
 class KVCache:
-    """Keys and values of one growing sequence, for decoding: [1, G, length, E], storage grown by doubling."""
+    """Keys and values of one growing sequence, for decoding: [1, G, length, E] a layer, storage grown by doubling.
+
+    ``visible`` bool [n, length + n]: what the next n rows may read, themselves included; None where they are a chain.
+    """
 
     def __init__(self) -> None:
-        self.length = 0
-        self._k: Tensor | None = None
-        self._v: Tensor | None = None
+        self.visible: Tensor | None = None
+        self._k: dict[int, Tensor] = {}
+        self._v: dict[int, Tensor] = {}
+        self._lengths: dict[int, int] = {}
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def length(self) -> int:
+        """Positions held by layer 0, which a forward appends to first."""
+        return self._lengths.get(0, 0)
+
+    def append(self, k: Tensor, v: Tensor, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Add k, v [n, G, E]; returns everything so far as views [1, G, length, E]."""
-        end = self.length + k.shape[0]
-        if self._k is None or self._v is None or end > self._k.shape[2]:
-            self._k, self._v = self._grown(self._k, k, end), self._grown(self._v, v, end)
-        self._k[0, :, self.length : end] = k.transpose(0, 1)
-        self._v[0, :, self.length : end] = v.transpose(0, 1)
-        self.length = end
-        return self._k[:, :, :end], self._v[:, :, :end]
+        begin = self._lengths.get(layer, 0)
+        end = begin + k.shape[0]
+        if layer not in self._k or end > self._k[layer].shape[2]:
+            self._k[layer] = _grown(self._k.get(layer), k, begin, end)
+            self._v[layer] = _grown(self._v.get(layer), v, begin, end)
+        self._k[layer][0, :, begin:end] = k.transpose(0, 1)
+        self._v[layer][0, :, begin:end] = v.transpose(0, 1)
+        self._lengths[layer] = end
+        return self._k[layer][:, :, :end], self._v[layer][:, :, :end]
 
     def crop(self, length: int) -> None:
-        """Forget everything from position ``length`` on."""
-        self.length = min(self.length, length)
+        """Forget everything from position ``length`` on, in every layer."""
+        self._lengths = {layer: min(held, length) for layer, held in self._lengths.items()}
 
-    def _grown(self, old: Tensor | None, like: Tensor, end: int) -> Tensor:
-        new = like.new_empty(1, like.shape[1], max(64, 2 * end), like.shape[2])
-        if old is not None:
-            new[:, :, : self.length] = old[:, :, : self.length]
-        return new
+
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int = 0) -> Tensor:
+    """Add k, v [n, G, E] to the cache and attend to what its rows may read with q [n, N, E]: [n, N, E]."""
+    keys, values = cache.append(k, v, layer)
+    n, held = q.shape[0], keys.shape[2]
+    mask = cache.visible
+    if mask is None and n > 1:
+        mask = torch.ones(n, held, dtype=torch.bool, device=q.device).tril(held - n)
+    attended = F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, attn_mask=mask, enable_gqa=True)
+    return attended[0].transpose(0, 1)
+
+
+def _grown(old: Tensor | None, like: Tensor, held: int, end: int) -> Tensor:
+    new = like.new_empty(1, like.shape[1], max(64, 2 * end), like.shape[2])
+    if old is not None:
+        new[:, :, :held] = old[:, :, :held]
+    return new
 
 
 @dataclass(frozen=True)

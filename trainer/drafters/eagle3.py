@@ -1,4 +1,4 @@
-"""EAGLE-3 and 3.1: one decoder layer over fused aux states, unrolled over its own output (training-time test).
+"""EAGLE-3 and 3.1: decoder layers over fused aux states, unrolled over their own output (training-time test).
 
 g = fc([a; b; c]); layer input [input_layernorm(emb(x_{t+1})); hidden_norm(g)]; residual g; the layer's output is fed
 back as the next step's g before the final norm, or after it with ``norm_output``. Weight names are those engines load.
@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,19 +23,19 @@ from trainer.chain import LiveChain, recurrent_hits
 from trainer.config import DrafterConfig
 from trainer.drafters.base import Drafter, DrafterKind, Needs, Seen, TargetFacts, TargetSide
 from trainer.drafters.blocks import (
-    Attention,
-    GatedMLP,
+    DecoderLayer,
     KVCache,
-    Piece,
     RMSNorm,
     Rotary,
-    gather_pieces,
+    attend_cached,
     rotate,
 )
-from trainer.shift import Run, SlotPlan
+from trainer.drafters.eagle3_unroll import unrolled
+from trainer.loss_kinds import LOSSES
+from trainer.shift import SlotPlan
 from trainer.teacher import Teacher
+from trainer.tree import LiveTree
 from trainer.ttt import TttLoss, TttObjective
-from trainer.ttt_attention import ttt_attention
 from trainer.vocab import DraftVocab
 
 FC_START = 0.2
@@ -43,33 +44,23 @@ once and only together with a wider MLP on the bundled target; its own share is 
 
 
 class Eagle3Config(DrafterConfig):
-    """``fc_norm`` and ``norm_output`` make EAGLE-3.1."""
+    """``fc_norm`` and ``norm_output`` make EAGLE-3.1. Layers after the first are plain Llama layers."""
 
     name: str = "eagle3"
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
+    num_layers: int = Field(1, gt=0)
     train_embeddings: bool = False
     train_head: bool = True
 
 
-class MidLayer(nn.Module):
-    """The decoder layer: attention reads [embedding; hidden], 2H wide; everything after is H wide."""
+class MidLayer(DecoderLayer):
+    """Layer 0: attention reads [embedding; hidden], 2H wide; everything after is H wide."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(width, eps)
-        self.hidden_norm = RMSNorm(width, eps)
-        self.self_attn = Attention(2 * width, width, config.num_heads, config.num_kv_heads, config.head_dim)
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = GatedMLP(width, config.intermediate_size)
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Layer output [A, H] from its residual [A, H] and attended values [A, N, E]."""
-        hidden = residual + self.self_attn.o_proj(attended.flatten(1))
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
+        super().__init__(config, width_in=2 * config.hidden_size)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Eagle3(Drafter):
@@ -87,6 +78,7 @@ class Eagle3(Drafter):
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(target_hidden_size, config.rms_norm_eps) for _ in range(aux))
         self.midlayer = MidLayer(config)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(1, config.num_layers)})
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, draft_size, bias=False)
         self.lm_head.weight.requires_grad_(config.train_head)
@@ -94,7 +86,7 @@ class Eagle3(Drafter):
         if config.train_embeddings or width != target_hidden_size:
             self.embed_tokens = nn.Embedding(target_vocab_size, width)
             self.embed_tokens.weight.requires_grad_(config.train_embeddings)
-        self._rotary = Rotary(config.head_dim, config.rope_theta)
+        self.rotary = Rotary.of(config)
 
     @classmethod
     def build(cls, config: Eagle3Config, head: HeadBundle, vocab: DraftVocab, seed: int = 0) -> Self:
@@ -154,82 +146,36 @@ class Eagle3(Drafter):
         """The g [T, H] of verified tokens."""
         return self.start(seen.aux.to(self.fc.weight.device))
 
-    def step(self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def step(
+        self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache, last: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Decode n slots after those in ``cache``: returns what the next step reads as g [n, H], and logits [n, U].
 
         g [n, H]: ``start`` of verified rows, or what ``step`` returned for the slot before. next_ids int64 [n]: the
-        token after each row. positions int64 [n] of the rows.
+        token after each row. positions int64 [n] of the rows. ``last``: make the logits of so many last slots only.
         """
-        layer = self.midlayer
-        x = torch.cat([layer.input_layernorm(self.embed(next_ids)), layer.hidden_norm(g)], -1)
-        q, k, v = layer.self_attn.split(F.linear(x, self._joint_projection()))
-        cos, sin = self._rotary.at(positions)
-        before = cache.length
-        keys, values = cache.append(rotate(k, cos, sin), v)
-        n = q.shape[0]
-        mask = None
-        if n > 1:
-            mask = torch.ones(n, before + n, dtype=torch.bool, device=q.device).tril(before)
-        attended = F.scaled_dot_product_attention(
-            rotate(q, cos, sin).transpose(0, 1)[None], keys, values, attn_mask=mask, enable_gqa=True
-        )[0].transpose(0, 1)
-        hidden = layer.finish(self._residual(g), attended)
+        normed = self.midlayer.hidden_norm(g)
+        x = torch.cat([self.midlayer.input_layernorm(self.embed(next_ids)), normed], -1)
+        hidden = normed if self.config.norm_before_residual else g
+        cos, sin = self.rotary.at(positions)
+        for index, layer in enumerate(self.decoder_layers()):
+            q, k, v = layer.self_attn.project(layer.input_layernorm(hidden) if index else x)
+            hidden = layer.finish(hidden, attend_cached(rotate(q, cos, sin), rotate(k, cos, sin), v, cache, index))
         normed = self.norm(hidden)
-        return (normed if self.config.norm_output else hidden), self.lm_head(normed)
+        return (normed if self.config.norm_output else hidden), self.lm_head(normed if last is None else normed[-last:])
 
     def unroll(self, batch: PackedBatch, plan: SlotPlan, steps: int) -> Tensor:
         """States after the final norm at every TTT step, step by step: [K*A, H]."""
-        layer, width = self.midlayer, self.config.hidden_size
-        qkv = self._joint_projection()
-        queries = self.config.num_heads * self.config.head_dim
-        ids = F.pad(batch.input_ids, (0, steps + 1))
-        # The embedding half of the projection depends on the token alone, so one product serves every step.
-        from_tokens = F.linear(layer.input_layernorm(self.embed(ids)), qkv[:, :width])
-        g = self.start(batch.aux)
-        hidden_in = layer.hidden_norm(g)
-        tokens = batch.input_ids.shape[0]
-        kv = F.linear(hidden_in, qkv[queries:, width:]) + from_tokens[1 : tokens + 1, queries:]
-        k0, v0 = kv.unflatten(-1, (-1, self.config.head_dim)).chunk(2, 1)
-        cos, sin = self._rotary.at(batch.positions)
-        k0 = rotate(k0, cos, sin)
-        here = _pieces(plan.runs, 0)
-        hidden, hidden_in = gather_pieces(g, here), gather_pieces(hidden_in, here)
-        positions = batch.positions[plan.active]
-        later: list[tuple[Tensor, Tensor]] = []
-        outputs = []
-        for i in range(steps):
-            tokens_in = gather_pieces(from_tokens, _pieces(plan.runs, 1 + i))
-            cos, sin = self._rotary.at(positions + i)
-            if i == 0:
-                q = F.linear(hidden_in, qkv[:queries, width:]) + tokens_in[:, :queries]
-                q = q.unflatten(-1, (-1, self.config.head_dim))
-            else:
-                hidden_in = layer.hidden_norm(hidden)
-                q, k, v = layer.self_attn.split(F.linear(hidden_in, qkv[:, width:]) + tokens_in)
-                later.append((rotate(k, cos, sin), v))
-            attended = ttt_attention(rotate(q, cos, sin), k0, v0, later, plan.runs)
-            residual = hidden_in if self.config.norm_before_residual else hidden
-            hidden = layer.finish(residual, attended)
-            if self.config.norm_output:
-                hidden = self.norm(hidden)
-            outputs.append(hidden)
-        states = torch.cat(outputs)
-        return states if self.config.norm_output else self.norm(states)
+        return unrolled(self, batch, plan, steps)
 
-    def _residual(self, g: Tensor) -> Tensor:
-        return self.midlayer.hidden_norm(g) if self.config.norm_before_residual else g
-
-    def _joint_projection(self) -> Tensor:
-        attention = self.midlayer.self_attn
-        return torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-
-
-def _pieces(runs: tuple[Run, ...], shift: int) -> list[Piece]:
-    return [Piece(run.begin + shift, run.length, run.at) for run in runs]
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """Layer 0 first."""
+        return [self.midlayer, *(layer for layer in self.layers.values() if isinstance(layer, DecoderLayer))]
 
 
 class _Eagle3Kind(DrafterKind[Eagle3, Eagle3Config, TttLoss]):
     name = layers = "eagle3"
+    splits_context = True
     config, loss = Eagle3Config, TttLoss
 
     def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
@@ -243,7 +189,8 @@ class _Eagle3Kind(DrafterKind[Eagle3, Eagle3Config, TttLoss]):
         return {"drafter": {"aux_layers": held or wanted}}
 
     def needs(self, config: Eagle3Config, loss: TttLoss | None) -> Needs:
-        return Needs(config.aux_layers, "none" if loss is None else "supervised")
+        reads_final = loss is not None and LOSSES[loss.kind].teacher != "text"
+        return Needs(config.aux_layers, "supervised" if reads_final else "none")
 
     def build(self, config: Eagle3Config, side: TargetSide, seed: int) -> Eagle3:
         return Eagle3.build(config, side.head, side.vocab, seed)
@@ -256,6 +203,9 @@ class _Eagle3Kind(DrafterKind[Eagle3, Eagle3Config, TttLoss]):
 
     def live(self, model: Eagle3, side: TargetSide) -> LiveChain:
         return LiveChain(model, side.vocab)
+
+    def tree(self, model: Eagle3, side: TargetSide, width: int) -> LiveTree:
+        return LiveTree(model, side.vocab, width)
 
 
 EAGLE3 = _Eagle3Kind()

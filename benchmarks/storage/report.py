@@ -1,0 +1,230 @@
+"""The results of a run as a dated Markdown page and its JSON, with the bars of the plan and whether they were met."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.storage.run import Found
+
+FP8 = "fp8 per token"
+PT = "pt bf16 per sample"
+
+
+def cpu(found: Sequence[Found], kind: str, measure: str = "sequential", folder: str | None = None) -> float | None:
+    """Median CPU seconds a logical GB of one row."""
+    for one in found:
+        if one.row.kind == kind and (folder is None or one.row.folder == folder) and measure in one.cpu:
+            return statistics.median(one.cpu[measure])
+    return None
+
+
+def bars(result: dict[str, Any], groups: dict[str, list[Found]]) -> list[tuple[str, str, str, str]]:
+    """(claim, found, wanted, met) of every line of the plan that this run can judge."""
+    lines: list[tuple[str, str, str, str]] = []
+
+    def cheaper(claim: str, other: float | None, ours: float | None, wanted: float) -> None:
+        if other is None or ours is None:
+            lines.append((claim, "not measured", f">= {wanted:g}x", "–"))
+        else:
+            lines.append((claim, f"{other / ours:.2f}x", f">= {wanted:g}x", "yes" if other / ours >= wanted else "no"))
+
+    def within(claim: str, other: float | None, ours: float | None, wanted: float) -> None:
+        if other is None or ours is None:
+            lines.append((claim, "not measured", f"<= {wanted:g}x", "–"))
+        else:
+            lines.append((claim, f"{ours / other:.2f}x", f"<= {wanted:g}x", "yes" if ours / other <= wanted else "no"))
+
+    sizes, pt = {row["recipe"]: row for row in result["sizes"]}, result["peer_sizes"][PT]
+    for recipe, final, wanted in (
+        ("lossless", "all", 1.4),
+        ("lossless", "supervised", 1.55),
+        ("safe", "supervised", 2.2),
+        ("compact", "supervised", 3.5),
+        ("tiny", "supervised", 4.6),
+    ):
+        if recipe in sizes:
+            cheaper(
+                f"stored size, {recipe}, final {final}, against .pt bf16", pt, sizes[recipe][f"final_{final}"], wanted
+            )
+    read, loaders, lossless, write = (groups.get(name, []) for name in ("read", "loaders", "lossless", "write"))
+    for order in ("sequential", "random"):
+        load = cpu(read, "TorchFiles", order)
+        cheaper(f"{order} bf16 without checksum, against torch.load", load, cpu(read, "OursUnchecked", order), 2)
+        within(
+            f"{order} bf16 without checksum, against preadv",
+            cpu(read, "Preadv", order),
+            cpu(read, "OursUnchecked", order),
+            1.2,
+        )
+        cheaper(f"{order} bf16, every chunk checked, against torch.load", load, cpu(read, "Ours", order), 1.5)
+        cheaper(f"{order} q8 to packed bytes, checked, against torch.load", load, cpu(read, "SafePacked", order), 3)
+        cheaper(
+            f"{order} compact to packed bytes, checked, against torch.load", load, cpu(read, "CompactPacked", order), 5
+        )
+        within(f"{order} q8 dequantised on the CPU, against torch.load", load, cpu(read, "SafeDecoded", order), 1.5)
+    for kind, name in (("Mds", "MDS"), ("LitData", "LitData"), ("Lance", "Lance")):
+        cheaper(
+            f"random bf16, every chunk checked, against {name}",
+            cpu(loaders, kind, "random"),
+            cpu(loaders, "Ours", "random"),
+            1,
+        )
+    ours = cpu(lossless, "OursLossless")
+    for kind, name, wanted in (
+        ("StockZarr", "zarr-python", 2),
+        ("MdsZstd", "MDS zstd", 4),
+        ("LitDataZstd", "LitData zstd", 4),
+    ):
+        cheaper(f"lossless read, against {name}", cpu(lossless, kind), ours, wanted)
+    if one := next((one for one in lossless if one.row.kind == "OursLossless" and one.stored_bytes), None):
+        ratio = one.stored_bytes / result["logical_bytes"]
+        lines.append(("lossless stored share of bf16", f"{ratio:.3f}", "<= 0.70", "yes" if ratio <= 0.70 else "no"))
+    for kind, name in (("RawSegment", "files alone"), ("Ours", "encode to commit")):
+        within(
+            f"write bf16 ({name}), against safetensors",
+            cpu(write, "Safetensors", "write"),
+            cpu(write, kind, "write"),
+            1.5,
+        )
+        cheaper(
+            f"write bf16 ({name}), against zarr-python",
+            cpu(write, "ZarrSharded", "write"),
+            cpu(write, kind, "write"),
+            2,
+        )
+    cheaper("write q8, against zarr-python bf16", cpu(write, "ZarrSharded", "write"), cpu(write, "Safe", "write"), 2)
+    layer = cpu(read, "Ours", "layer")
+    cheaper("one layer of four, against reading all", cpu(read, "Ours", "random"), layer, 3.5)
+    first = result["first_batch"].get("wall")
+    if first is not None:
+        samples = result["first_batch"]["samples"]
+        lines.append(
+            (
+                f"first batch after start, {samples:,} samples, D=64",
+                f"{first:.2f} s",
+                "< 1 s",
+                "yes" if first < 1 else "no",
+            )
+        )
+    growth = result["memory"].get("growth_bytes")
+    if growth is not None:
+        over = (growth - result["memory"]["budget"]) / 1e6
+        lines.append(
+            (
+                "peak memory of the reader over its budget",
+                f"{over:+.0f} MB",
+                "<= 100 MB",
+                "yes" if over <= 100 else "no",
+            )
+        )
+    return lines
+
+
+def page(result: dict[str, Any], groups: dict[str, list[Found]]) -> str:
+    """The Markdown page."""
+    facts, gb = result["machine"], result["logical_bytes"] / 1e9
+    text = [
+        f"# Storage: size, read and write, {result['date']}",
+        "",
+        f"`make bench-storage`, {gb:.2f} GB of bf16 states (D={result['width']}, 3 aux layers and the final hidden, "
+        f"{result['samples']} samples), {result['rounds']} rounds, each format in a process of its own, rounds turn by "
+        "turn. Figures are medians of **CPU seconds of all threads per logical GB** (10^9 bytes of the bf16 states, "
+        "whatever is stored), smallest and largest in brackets. Every read ends in the same page-aligned memory, as a "
+        "pack is filled, and comes from the page cache; three samples of each format are read before and compared with "
+        "what was written.",
+        "",
+        f"{facts['cpu']}, {facts['cores']} cores, Linux {facts['kernel']}, load average at the end "
+        f"{facts['load_average'][0]:.1f}: {result['note']}",
+        "",
+        "## Bars",
+        "",
+        "| claim | found | wanted | met |",
+        "|---|---|---|---|",
+        *(f"| {' | '.join(line)} |" for line in bars(result, groups)),
+        "",
+        "## Stored bytes a token",
+        "",
+        f"bf16 of 3 + 1 vectors is {4 * 2 * result['width']:,} bytes. "
+        + ", ".join(f"{name}: {value:,.0f}" for name, value in result["peer_sizes"].items())
+        + ". Codec alone: the final hidden of every token. Dropped rows: what leaving out unsupervised "
+        "final rows saves on top (60 % of the tokens are supervised).",
+        "",
+        "| recipe | every final row | x smaller than .pt | supervised rows | x smaller than .pt | dropped rows save |",
+        "|---|---|---|---|---|---|",
+    ]
+    pt = result["peer_sizes"][PT]
+    for row in result["sizes"]:
+        whole, some = row["final_all"], row["final_supervised"]
+        sizes = f"{whole:,.0f} | {pt / whole:.2f} | {some:,.0f} | {pt / some:.2f}"
+        text.append(f"| {row['recipe']} | {sizes} | {1 - some / whole:.1%} |")
+    titles = {
+        "read": "Reading bf16, and packed bytes",
+        "loaders": "Loaders",
+        "lossless": "Lossless",
+        "write": "Writing (a quarter of the data, states in memory)",
+    }
+    for name, found in groups.items():
+        measures = list(dict.fromkeys(measure for one in found for measure in one.row.measures))
+        text += ["", f"## {titles[name]}", ""]
+        text.append(f"| format | stored share | {' | '.join(measures)} |")
+        text.append(f"|---|---|{'---|' * len(measures)}")
+        for one in found:
+            share = f"{one.stored_bytes / result['logical_bytes']:.3f}" if one.stored_bytes and name != "write" else ""
+            cells = [_cell(one, measure) for measure in measures]
+            text.append(f"| {one.row.label} | {share} | {' | '.join(cells)} |")
+    text += ["", "## The data", "", result["data"], "", *_statistics(result)]
+    return "\n".join(text) + "\n"
+
+
+def write(result: dict[str, Any], groups: dict[str, list[Found]], folder: Path) -> Path:
+    """``storage-DATE.md`` and ``.json``; the path of the page."""
+    folder.mkdir(exist_ok=True)
+    rows = {
+        name: [
+            {
+                "format": one.row.label,
+                "cpu_s_per_gb": one.cpu,
+                "wall_s_per_gb": one.wall,
+                "stored_bytes": one.stored_bytes,
+                "failed": one.failed,
+            }
+            for one in found
+        ]
+        for name, found in groups.items()
+    }
+    document = {**result, "bars": bars(result, groups), "rows": rows}
+    path = folder / f"storage-{result['date']}.md"
+    path.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    path.write_text(page(result, groups), encoding="utf-8")
+    return path
+
+
+def _cell(one: Found, measure: str) -> str:
+    if one.failed:
+        return f"did not run: {one.failed[:80]}"
+    values = one.cpu.get(measure)
+    if not values:
+        return "–"
+    return f"{statistics.median(values):.3f} [{min(values):.3f}–{max(values):.3f}]"
+
+
+def _statistics(result: dict[str, Any]) -> list[str]:
+    sources = {"synthetic": result["statistics"]} | {
+        f"{store['target']} ({store['store']})": store["layers"] for store in result["genuine"]
+    }
+    names = list(next(iter(result["statistics"].values())))
+    lines = [f"| states | layer | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    for source, layers in sources.items():
+        for layer, values in layers.items():
+            cells = [f"{values[name]:.4g}" for name in names]
+            lines.append(f"| {source} | {layer} | {' | '.join(cells)} |")
+    for store in result["genuine"]:
+        lines += [
+            "",
+            f"{store['store']}: {store['target']}, recipe {store['recipe']}: {store['bytes_per_token']:,.0f} bytes a "
+            f"token, bf16 of all its vectors {store['bf16_bytes_per_token']:,} "
+            f"({store['bf16_bytes_per_token'] / store['bytes_per_token']:.2f}x).",
+        ]
+    return lines

@@ -1,0 +1,52 @@
+"""Memory of packs is used again, and never while somebody still looks at it."""
+
+import gc
+
+import torch
+
+from hiddenstore.data.buffers import PAGE_BYTES, Buffers, carve, room_bytes
+
+
+def test_memory_comes_back_once_the_last_tensor_over_it_is_gone() -> None:
+    buffers = Buffers(1 << 20)
+    lent = buffers.take(1000)
+    address, view = lent.data_ptr(), lent[100:200].view(torch.bfloat16).reshape(2, 25)
+    assert address % PAGE_BYTES == 0
+    del lent
+    gc.collect()
+    view.fill_(3.0)
+    other = buffers.take(1000)
+    other.fill_(0)
+    assert other.data_ptr() != address
+    assert (view == 3.0).all()
+    del view
+    gc.collect()
+    assert buffers.take(900).data_ptr() == address
+
+
+def test_memory_that_does_not_fit_the_limit_is_let_go() -> None:
+    buffers = Buffers(10 * PAGE_BYTES)
+    small = [buffers.take(PAGE_BYTES) for _ in range(3)]
+    addresses = {tensor.data_ptr() for tensor in small}
+    del small
+    large = buffers.take(9 * PAGE_BYTES)
+    assert large.shape == (9 * PAGE_BYTES,)
+    assert buffers._total <= 10 * PAGE_BYTES
+    assert buffers._free == []
+    assert len(addresses) == 3
+
+
+def test_carved_tensors_lie_apart_and_hold_what_they_were_given() -> None:
+    members = {
+        "bits": ((3, 5), torch.bfloat16),
+        "nothing": ((0, 7), torch.int64),
+        "flags": ((9,), torch.bool),
+        "ids": ((2, 2), torch.int64),
+    }
+    tensors = carve(Buffers(1 << 20).take(room_bytes(members)), members)
+    assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == members
+    assert all(t.data_ptr() % 64 == 0 for t in tensors.values() if t.numel())
+    for number, tensor in enumerate(tensors.values()):
+        tensor.fill_(number)
+    assert [bool((t == n).all()) for n, t in enumerate(tensors.values()) if n != 2] == [True, True, True]
+    assert bool(tensors["flags"].all())

@@ -1,0 +1,178 @@
+"""DFlash of the installed speculators 0.9 and SpecForge 0.2 and ours: equal weights, tensors and anchors give equal
+losses and gradients.
+
+Both draw their anchors at random, so ours are put in their place. speculators teaches the target's most probable token
+or its distribution and divides by the taught slots; over packed samples its labels run into the next sample, so blocks
+end inside theirs here. SpecForge teaches the text, divides by the sum of the weights, and D-PACE by the sequences.
+Needs the environment of `make test-parity`.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trainer.conftest import LAYERS, VOCAB, WIDTH
+from tests.trainer.test_dflash import BLOCK, MASK_ID, Case, make_case, our_loss
+from trainer.anchors import candidate_anchors
+from trainer.block_objective import BlockLoss
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+
+GAMMA = 4.0
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def qwen3(case: Case, attention: str, **more: Any) -> Any:
+    from transformers import Qwen3Config
+
+    ours = case.model.config
+    shape = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=ours.intermediate_size,
+        num_hidden_layers=ours.num_layers, num_attention_heads=ours.num_heads, num_key_value_heads=ours.num_kv_heads,
+        head_dim=ours.head_dim, rms_norm_eps=ours.rms_norm_eps, max_position_embeddings=256, pad_token_id=None,
+        tie_word_embeddings=False, layer_types=["full_attention"] * ours.num_layers,
+        rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta}, **more,
+    )  # fmt: skip
+    shape._attn_implementation = attention
+    return shape
+
+
+def assert_equal(found: Tensor, case: Case, theirs: Any, loss: Tensor | None) -> None:
+    """Losses to 1e-5 and every gradient to 1e-4 of its largest entry."""
+    if loss is not None:
+        assert float(found.detach()) == pytest.approx(float(loss.detach()), rel=1e-5)
+    found.backward()  # type: ignore[no-untyped-call]
+    gradients = dict(theirs.named_parameters())
+    for name, parameter in case.model.named_parameters():
+        expected = gradients[name].grad
+        assert parameter.grad is not None
+        assert expected is not None, name
+        assert float((parameter.grad - expected).abs().max()) <= 1e-4 * float(expected.abs().max()), name
+
+
+@pytest.fixture(scope="module", name="core")
+def _core() -> ModuleType:
+    return pytest.importorskip("speculators.models.dflash.core")
+
+
+def speculators_model(core: ModuleType, case: Case, attention: str) -> Any:
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.models.dflash import DFlashSpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    config = DFlashSpeculatorConfig(
+        transformer_layer_config=qwen3(case, attention),
+        draft_vocab_size=case.side.vocab.size,
+        block_size=BLOCK,
+        aux_hidden_state_layer_ids=[layer + 1 for layer in case.model.config.aux_layers],
+        mask_token_id=MASK_ID,
+        sample_from_anchor=False,
+        speculators_config=SpeculatorsConfig(
+            algorithm="dflash",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=BLOCK - 1)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=None, architectures=[]),
+        ),
+    )
+    model = core.DFlashDraftModel(config)
+    vocab, head = case.side.vocab, case.side.head
+    if not vocab.is_full:
+        model.load_vocab_mappings(vocab.t2d, vocab.d2t)
+    rows = head.output_weight[vocab.target_ids]
+    weights = case.model.state_dict() | {
+        "embed_tokens.weight": head.embed_tokens,
+        "verifier_norm.weight": head.norm_weight,
+        "verifier_lm_head.weight": rows,
+        "lm_head.weight": rows,
+    }
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"t2d", "d2t"}
+    return model
+
+
+SPECULATORS = {
+    "ce": ({"labels": "target", "gamma": GAMMA, "reduction": "kept"}, "fixed-exp-decay"),
+    "kl_div": ({"labels": "target", "distil": 1.0, "gamma": GAMMA, "reduction": "kept"}, "fixed-exp-decay"),
+    "ce with d-pace": ({"labels": "target", "weighting": "dpace"}, "dpace"),
+}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("term", SPECULATORS)
+@pytest.mark.parametrize(("lengths", "known"), [([40], VOCAB), ([23, 12, 30], VOCAB), ([23, 12, 30], 25)])
+def test_speculators_losses_and_gradients_are_equal(
+    core: ModuleType, monkeypatch: pytest.MonkeyPatch, attention: str, term: str, lengths: list[int], known: int
+) -> None:
+    from speculators.losses import resolve_loss_config
+
+    case = make_case(lengths, known=known, dtype=torch.float32)
+    # They drop no slot whose token is off the draft vocabulary; there are none here.
+    token = case.side.head.logits(case.batch.final).argmax(-1)
+    case.batch.loss_mask[1:] &= case.side.vocab.t2d[token[:-1]]
+    anchors = candidate_anchors(case.batch, BLOCK, "whole")[::2]
+    monkeypatch.setattr(
+        core, "select_anchors", lambda mask, count, block: (anchors, torch.ones(count, dtype=torch.bool))
+    )
+    settings, weighting = SPECULATORS[term]
+    theirs, batch = speculators_model(core, case, attention), case.batch
+    _, loss, _ = theirs(
+        hidden_states=batch.aux.transpose(0, 1).reshape(1, batch.tokens, LAYERS * WIDTH),
+        input_ids=batch.input_ids[None],
+        loss_mask=batch.loss_mask[None],
+        verifier_last_hidden_states=batch.final[None],
+        document_ids=batch.document[None],
+        position_ids=batch.positions[None],
+        loss_config=resolve_loss_config(term.split(maxsplit=1)[0], "eager"),
+        gamma=GAMMA,
+        max_anchors=len(anchors),
+        per_position_loss_weight=weighting,
+    )
+    loss.backward()
+    ours = our_loss(case, BlockLoss.model_validate(settings), anchors.tolist())
+    # KL is the cross-entropy less the teacher's entropy: another value, the same gradient.
+    assert_equal(ours.total, case, theirs, None if term == "kl_div" else loss)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["dflash", "dpace"])
+def test_specforge_losses_and_gradients_are_equal(monkeypatch: pytest.MonkeyPatch, attention: str, kind: str) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    draft = pytest.importorskip("specforge.modeling.draft.dflash")
+    family = pytest.importorskip("specforge.algorithms.common.dflash_family_model")
+    case = make_case([26, 26], dtype=torch.float32)
+    anchors = candidate_anchors(case.batch, BLOCK, "next")
+    anchors = torch.cat([rows[:7] for rows in (anchors[anchors < 26], anchors[anchors >= 26])])
+    model = draft.DFlashDraftModel(
+        qwen3(
+            case,
+            attention,
+            block_size=BLOCK,
+            num_target_layers=6,
+            dflash_config={"mask_token_id": MASK_ID, "target_layer_ids": list(case.model.config.aux_layers)},
+        )
+    )
+    model.load_state_dict(case.model.state_dict())
+    embed, head = torch.nn.Embedding(VOCAB, WIDTH), torch.nn.Linear(WIDTH, VOCAB, bias=False)
+    embed.weight.data, head.weight.data = case.side.head.embed_tokens, case.side.head.output_weight
+    peer = family.OnlineDFlashModel(
+        model, head, embed, MASK_ID, block_size=BLOCK, attention_backend=attention, loss_decay_gamma=GAMMA,
+        loss_type=kind,
+    )  # fmt: skip
+    placed = (anchors.view(2, -1) - torch.tensor([[0], [26]]), torch.ones(2, 7, dtype=torch.bool))
+    monkeypatch.setattr(peer, "_sample_anchor_positions", lambda *_: placed)
+    batch = case.batch
+    states = batch.aux.transpose(0, 1).reshape(2, 26, LAYERS * WIDTH)
+    loss, _, _ = peer(batch.input_ids.view(2, 26), states, batch.loss_mask.view(2, 26).float())
+    loss.backward()
+    settings = {"gamma": GAMMA} if kind == "dflash" else {"weighting": "dpace"}
+    result = our_loss(case, BlockLoss.model_validate(settings), anchors.tolist())
+    ours = result.total if kind == "dflash" else result.total * result.counts.sum() / 2
+    assert_equal(ours, case, model, loss)

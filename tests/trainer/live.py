@@ -1,0 +1,24 @@
+"""One check for every drafter: live decoding is greedy, and `eval` on the decoded text counts the same."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.acceptance import DraftShape
+from trainer.decode import Decoded, Limits, decode, recorded_packs
+from trainer.drafters.base import DrafterInUse
+from trainer.evaluate import evaluate_packs
+
+
+def assert_live_equals_eval(
+    target: Any, drafter: DrafterInUse, prompts: list[list[int]], shapes: Sequence[DraftShape], limits: Limits
+) -> Decoded:
+    live = decode(target, drafter, prompts, shapes, limits)
+    assert live.prompts
+    for run in live.runs:
+        assert run.differences == []
+        assert run.target_forwards == run.tally.drafts + len(live.prompts)
+        (simulated,) = evaluate_packs([drafter], recorded_packs(target, live.prompts, run), [run.tally.shape])
+        assert run.tally.tokens > run.tally.drafts
+        assert (simulated.tally.drafts, simulated.tally.tokens) == (run.tally.drafts, run.tally.tokens)
+        assert simulated.tally.accepted_at == run.tally.accepted_at
+    return live

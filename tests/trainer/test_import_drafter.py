@@ -1,0 +1,285 @@
+"""Published EAGLE-3 and DFlash checkpoints become runs that every command takes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hiddenstore.cli import main
+from hiddenstore.errors import ConfigError, HiddenstoreError
+from hiddenstore.head import HeadBundle
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import NUM_LAYERS, VOCAB, make_store
+from schemas.layers import default_aux_layers
+from trainer.acceptance import DraftShape
+from trainer.checkpoint import load_drafter
+from trainer.cli.import_drafter import import_drafter as command
+from trainer.evaluate import evaluate
+from trainer.export import Checkpoint, export
+from trainer.import_drafter import import_drafter
+from trainer.loop import train
+
+D, F, N, G, E, U = 32, 48, 2, 1, 16, 40
+EAGLE3 = tuple(default_aux_layers("eagle3", NUM_LAYERS))
+DFLASH = tuple(default_aux_layers("dflash", NUM_LAYERS, 3))
+SMALL = ["data.batch_tokens=160", "data.pack_tokens=80", "train.max_steps=2", "train.validate_every=0"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    held = sorted({*EAGLE3, *DFLASH})
+    return make_store(tmp_path_factory.mktemp("store"), samples=15, layers=held)
+
+
+def randoms(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: torch.randn(shape, generator=generator) * 0.2 + (1.0 if "norm" in name else 0.0)
+        for name, shape in shapes.items()
+    }
+
+
+def layer(prefix: str, width_in: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.self_attn.q_proj.weight": (N * E, width_in),
+        f"{prefix}.self_attn.k_proj.weight": (G * E, width_in),
+        f"{prefix}.self_attn.v_proj.weight": (G * E, width_in),
+        f"{prefix}.self_attn.o_proj.weight": (D, N * E),
+        f"{prefix}.mlp.gate_proj.weight": (F, D),
+        f"{prefix}.mlp.up_proj.weight": (F, D),
+        f"{prefix}.mlp.down_proj.weight": (D, F),
+        f"{prefix}.input_layernorm.weight": (D,),
+        f"{prefix}.post_attention_layernorm.weight": (D,),
+    }
+
+
+def eagle3_tensors(prefix: str = "midlayer", ids: Tensor | None = None) -> dict[str, Tensor]:
+    """As SafeAILab and SpecForge (``midlayer``) or speculators and ModelOpt (``layers.0``) name them."""
+    ids = torch.arange(0, U) + 7 if ids is None else ids
+    shapes = {
+        "fc.weight": (D, 3 * D),
+        **layer(prefix, 2 * D),
+        f"{prefix}.hidden_norm.weight": (D,),
+        "norm.weight": (D,),
+        "lm_head.weight": (U, D),
+    }
+    return {**randoms(shapes), "d2t": ids - torch.arange(U), "t2d": torch.isin(torch.arange(VOCAB), ids)}
+
+
+def eagle3_config(**changes: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": D, "intermediate_size": F,
+        "num_attention_heads": N, "num_key_value_heads": G, "head_dim": E, "num_hidden_layers": 1, "rms_norm_eps": 1e-6,
+        "vocab_size": VOCAB, "draft_vocab_size": U, "max_position_embeddings": 2048, "rope_theta": 500000.0, **changes,
+    }  # fmt: skip
+
+
+def dflash_tensors() -> dict[str, Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (D, 3 * D), "hidden_norm.weight": (D,), "norm.weight": (D,)}
+    for index in range(2):
+        shapes |= layer(f"layers.{index}", D)
+        shapes |= {f"layers.{index}.self_attn.{name}_norm.weight": (E,) for name in "qk"}
+    return randoms(shapes)
+
+
+def dflash_config(**changes: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 8, "num_target_layers": NUM_LAYERS,
+        "dflash_config": {"mask_token_id": 5, "target_layer_ids": list(DFLASH)}, "hidden_size": D,
+        "intermediate_size": F, "num_attention_heads": N, "num_key_value_heads": G, "head_dim": E,
+        "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "rms_norm_eps": 1e-6, "vocab_size": VOCAB,
+        "max_position_embeddings": 2048, "rope_theta": 1000000.0, **changes,
+    }  # fmt: skip
+
+
+def write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_our_own_export_comes_back_as_the_same_drafter(store: Store, tmp_path: Path) -> None:
+    train(store.path, tmp_path / "run", words=[*SMALL, f"drafter.vocab_size={U}"])
+    before = load_drafter(tmp_path / "run")
+    export(Checkpoint(before.model, before.vocab, before.head, before.identity), "vllm", tmp_path / "out", "float32")  # type: ignore[arg-type]
+    done = import_drafter(tmp_path / "out", tmp_path / "back", store.path)
+    after = load_drafter(tmp_path / "back")
+    assert (done.aux_layers, after.step) == (EAGLE3, 0)
+    assert after.config == before.config.model_copy(update={"vocab_size": U})
+    assert torch.equal(after.vocab.d2t, before.vocab.d2t)
+    theirs = after.model.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in before.model.state_dict().items())
+
+
+@pytest.mark.parametrize("prefix", ["midlayer", "layers.0", "model.layers.0"])
+def test_eagle_3_under_either_name_gives_the_same_drafter(prefix: str, store: Store, tmp_path: Path) -> None:
+    tensors = eagle3_tensors(prefix)
+    write(tmp_path / "published", tensors, eagle3_config())
+    import_drafter(tmp_path / "published", tmp_path / "run", store.path)
+    loaded = load_drafter(tmp_path / "run")
+    expected = {name: tensor for name, tensor in eagle3_tensors().items() if name not in ("d2t", "t2d")}
+    assert loaded.model.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.model.state_dict().items())
+    assert loaded.vocab.target_ids.tolist() == list(range(7, 7 + U))
+    assert (loaded.config.rope_theta, loaded.config.rms_norm_eps, loaded.config.max_position) == (5e5, 1e-6, 2048)
+
+
+def test_speculators_layout_is_read_with_its_nested_config_and_its_own_layer_ids(store: Store, tmp_path: Path) -> None:
+    inner = eagle3_config()
+    config = {
+        "architectures": ["Eagle3Speculator"], "speculators_config": {"algorithm": "eagle3"}, "draft_vocab_size": U,
+        "transformer_layer_config": {key: inner[key] for key in inner if key != "architectures"},
+        "eagle_aux_hidden_state_layer_ids": [3, 4, 6], "norm_before_residual": True,
+    }  # fmt: skip
+    write(tmp_path / "published", eagle3_tensors("layers.0"), config)
+    folder = make_store(tmp_path, samples=6, layers=(2, 3, 5)).path
+    done = import_drafter(tmp_path / "published", tmp_path / "run", folder)
+    assert done.aux_layers == (2, 3, 5)
+    assert load_drafter(tmp_path / "run").config.norm_before_residual is True  # type: ignore[attr-defined]
+
+
+def test_rows_of_a_vocabulary_out_of_order_keep_their_tokens(store: Store, tmp_path: Path) -> None:
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:U]
+    tensors = eagle3_tensors(ids=ids)
+    write(tmp_path / "published", tensors, eagle3_config())
+    import_drafter(tmp_path / "published", tmp_path / "run", store.path)
+    loaded = load_drafter(tmp_path / "run")
+    rows = dict(zip(loaded.vocab.target_ids.tolist(), loaded.model.state_dict()["lm_head.weight"], strict=True))
+    assert all(torch.equal(rows[int(token)], row) for token, row in zip(ids, tensors["lm_head.weight"], strict=True))
+
+
+def test_embeddings_and_a_head_that_are_the_target_s_are_shared_with_it(store: Store, tmp_path: Path) -> None:
+    head = HeadBundle.load(store)
+    tensors = {name: t for name, t in eagle3_tensors().items() if name not in ("d2t", "t2d", "lm_head.weight")}
+    write(
+        tmp_path / "published", {**tensors, "embed_tokens.weight": head.embed_tokens.half().bfloat16()}, eagle3_config()
+    )
+    import_drafter(tmp_path / "published", tmp_path / "run", store.path)
+    loaded = load_drafter(tmp_path / "run")
+    assert loaded.vocab.is_full
+    assert "embed_tokens.weight" not in loaded.model.state_dict()
+    assert torch.equal(loaded.model.state_dict()["lm_head.weight"], head.output_weight.float())
+
+
+def test_dflash_is_evaluated_and_started_from(store: Store, tmp_path: Path) -> None:
+    tensors = dflash_tensors()
+    write(tmp_path / "published", tensors, dflash_config())
+    done = import_drafter(tmp_path / "published", tmp_path / "run", store.path)
+    assert (done.drafter, done.aux_layers, done.vocab_coverage) == ("dflash", DFLASH, 1.0)
+    loaded = load_drafter(tmp_path / "run")
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in loaded.model.state_dict().items())
+    assert (loaded.config.block_size, loaded.config.mask_token_id) == (8, 5)  # type: ignore[attr-defined]
+    assert evaluate([loaded.use], store, "validation", [DraftShape(3)])[0].tally.drafts > 0
+    assert train(store.path, tmp_path / "next", words=[*SMALL, f"train.init_from={tmp_path / 'run'}"]).steps == 2
+
+
+AMBIGUOUS = {"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}
+
+
+@pytest.mark.parametrize(
+    ("ids", "layers"),
+    [
+        ({}, EAGLE3),
+        ({"eagle_aux_hidden_state_layer_ids": list(EAGLE3)}, EAGLE3),
+        ({"eagle_aux_hidden_state_layer_ids": [k + 1 for k in EAGLE3]}, EAGLE3),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [k + 1 for k in EAGLE3]}}, EAGLE3),
+        ({**AMBIGUOUS, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}}, (1, 2, 5)),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 5, 8]}, (1, 4, 7)),
+    ],
+)
+def test_layer_ids_that_can_mean_only_one_thing_are_taken(
+    ids: dict[str, Any], layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    write(tmp_path / "published", eagle3_tensors(), eagle3_config(**ids))
+    store = make_store(tmp_path, samples=6, layers=layers)
+    assert import_drafter(tmp_path / "published", tmp_path / "run", store.path).aux_layers == layers
+
+
+def test_ambiguous_layer_ids_are_asked_for(tmp_path: Path) -> None:
+    write(tmp_path / "published", eagle3_tensors(), eagle3_config(**AMBIGUOUS))
+    store = make_store(tmp_path, samples=6, layers=(1, 2, 3, 5, 6))
+    with pytest.raises(ConfigError, match=r"\[1, 2, 5\] in vLLM's convention, \[2, 3, 6\] in that of SGLang") as caught:
+        import_drafter(tmp_path / "published", tmp_path / "run", store.path)
+    assert caught.value.hint == "--layer-convention vllm, or --layer-convention output"
+    assert import_drafter(tmp_path / "published", tmp_path / "a", store.path, "vllm").aux_layers == (1, 2, 5)
+    assert import_drafter(tmp_path / "published", tmp_path / "b", store.path, "output").aux_layers == (2, 3, 6)
+
+
+def broken(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, config = eagle3_tensors(), eagle3_config()
+    if name == "bias":
+        tensors["midlayer.self_attn.q_proj.bias"] = torch.zeros(N * E)
+    elif name == "shape":
+        tensors["fc.weight"] = torch.zeros(D, 2 * D)
+    elif name == "missing":
+        del tensors["norm.weight"]
+    elif name == "rope":
+        config["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
+    elif name == "incomplete":
+        del config["rms_norm_eps"]
+    elif name == "other":
+        tensors, config = {"layers.0.linear.weight": torch.zeros(2)}, {**config, "architectures": ["MedusaModel"]}
+    elif name == "causal":
+        tensors, config = dflash_tensors(), dflash_config(layer_types=["sliding_attention", "full_attention"])
+    return tensors, config
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("bias", "q_proj.bias: not a tensor of this drafter"),
+        ("shape", r"fc\.weight: \[32, 96\] expected, \[32, 64\] found"),
+        ("missing", r"norm\.weight: missing"),
+        ("rope", "rope_type"),
+        ("incomplete", "lack 'rms_norm_eps'"),
+        ("other", "neither an EAGLE-3 nor a DFlash checkpoint: architectures is MedusaModel"),
+        ("causal", "sliding_attention"),
+    ],
+)
+def test_what_is_no_drafter_of_ours_is_refused_and_leaves_no_run(
+    name: str, said: str, store: Store, tmp_path: Path
+) -> None:
+    write(tmp_path / "published", *broken(name))
+    with pytest.raises(HiddenstoreError, match=said):
+        import_drafter(tmp_path / "published", tmp_path / "run", store.path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_pickle_is_refused_with_the_command_that_converts_it(store: Store, tmp_path: Path) -> None:
+    import shlex
+    import subprocess
+
+    folder = write(tmp_path / "published", eagle3_tensors(), eagle3_config())
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"holds pytorch_model\.bin, a pickle") as caught:
+        import_drafter(folder, tmp_path / "run", store.path)
+    python, *rest = shlex.split(str(caught.value.hint))
+    import sys
+
+    assert python == "python"
+    subprocess.run([sys.executable, *rest], check=True)
+    assert import_drafter(folder, tmp_path / "run", store.path).drafter == "eagle3"
+
+
+def test_the_command_answers_and_its_run_is_evaluated_and_exported(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "published", eagle3_tensors(), eagle3_config())
+    run = str(tmp_path / "run")
+    done = CliRunner().invoke(command, [str(tmp_path / "published"), "-o", run, "--store", store.path, "--json"])
+    assert done.exit_code == 0
+    document = json.loads(done.output)
+    assert (document["schema"], document["aux_layers"]) == ("hiddenstore.import-drafter/1", list(EAGLE3))
+    for words in (["eval", run, store.path], ["export", run, "--engine", "vllm", "-o", str(tmp_path / "out")]):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--json"])
+        assert ended.value.code == 0
+    assert train(store.path, run, resume=True, words=["train.max_steps=1"]).steps == 1
+    capsys.readouterr()

@@ -1,0 +1,202 @@
+"""The loss-spike guard, the best checkpoints, and the run that waits no longer."""
+
+import json
+import math
+import shutil
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hiddenstore.data import TokenBatches
+from hiddenstore.errors import CaptureError, ConfigError, NotFoundError
+from hiddenstore.head import HeadBundle
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import make_store
+from tests.trainer.runs import WORDS, tiny_store
+from trainer import checkpoint
+from trainer import loop as loop_module
+from trainer.acceptance import DraftShape
+from trainer.checkpoint import load_drafter
+from trainer.config import LoopConfig
+from trainer.evaluate import evaluate
+from trainer.loop import train
+from trainer.spikes import ENOUGH, MOST_IN_A_ROW, WINDOW, SpikeGuard
+from trainer.standing import Standing, StandingState
+
+GUARDED = [*WORDS, "train.max_steps=30", "train.validate_every=0", "train.checkpoint_every=10", "train.keep=9"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return tiny_store(tmp_path_factory.mktemp("store"))
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
+    """States of these batches (from 0) become huge and wrong, as a corrupted store's would."""
+    real = TokenBatches.__iter__
+    order: dict[tuple[int, int], int] = {}
+
+    def poisoned(self: TokenBatches):  # type: ignore[no-untyped-def]
+        for batch in real(self):
+            place = (batch.cursor.epoch, batch.cursor.samples)
+            if order.setdefault(place, len(order)) in bad:
+                packs = [replace(p, final=p.final * -40, aux=p.aux.flip(-1) * 1e4) for p in batch.packs]
+                batch = replace(batch, packs=packs)
+            yield batch
+
+    monkeypatch.setattr(TokenBatches, "__iter__", poisoned)
+
+
+def test_a_loss_is_judged_by_the_median_of_the_last_ones_that_were_taken() -> None:
+    guard, taken = SpikeGuard(4.0), []
+    generator = torch.Generator().manual_seed(0)
+    for step in range(300):
+        loss = 1.0 + float(torch.rand(1, generator=generator))
+        loss = 50.0 if step % 17 == 5 else loss
+        expected = len(taken) < ENOUGH or loss <= 4 * statistics.median(taken[-WINDOW:])
+        assert guard.takes(loss) is expected
+        if expected:
+            taken.append(loss)
+        guard = SpikeGuard(4.0, type(guard.state).model_validate_json(guard.state.model_dump_json()))
+    assert guard.skipped == 300 - len(taken) > 10
+
+
+def test_a_spike_changes_no_weight_and_its_samples_are_written_down(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, {24})
+    words = [*GUARDED, "train.checkpoint_every=1", "train.keep=99", "train.spike_factor=2"]
+    report = train(store.path, tmp_path / "run", words=words)
+    assert report.skipped_steps == 1
+    found = lines(tmp_path / "run")
+    (record,) = [line for line in found if "skipped_samples" in line]
+    steps = {line["step"]: line for line in found if "loss" in line}
+    assert record["step"] == 25
+    assert set(record["skipped_samples"]) <= set(store.sample_ids)
+    assert [step for step, line in steps.items() if line["skipped"]] == [25]
+    before, after, later = (
+        checkpoint.load(tmp_path / f"run/checkpoints/step-{step}").drafter for step in (24, 25, 26)
+    )
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert any(not torch.equal(tensor, later[name]) for name, tensor in before.items())
+
+
+def test_a_resumed_run_judges_as_the_uninterrupted_one(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, {22, 27})
+    train(store.path, tmp_path / "straight", words=[*GUARDED, "train.spike_factor=2"])
+    train(store.path, tmp_path / "run", words=[*GUARDED, "train.spike_factor=2"])
+    shutil.rmtree(tmp_path / "run/checkpoints/step-30")
+    again = train(store.path, tmp_path / "run", resume=True)
+    assert again.skipped_steps == 2
+    ends = [checkpoint.load(tmp_path / name / "checkpoints/step-30") for name in ("straight", "run")]
+    assert ends[0].state.spikes == ends[1].state.spikes
+    assert all(torch.equal(tensor, ends[1].drafter[name]) for name, tensor in ends[0].drafter.items())
+
+
+def test_a_loss_that_stays_high_ends_the_run_and_names_the_samples(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, set(range(22, 40)))
+    with pytest.raises(CaptureError, match=f"the last of {MOST_IN_A_ROW + 1} in a row above 2 times") as caught:
+        train(store.path, tmp_path / "run", words=[*GUARDED, "train.spike_factor=2"])
+    assert caught.value.kind == "loss-stays-high"
+    assert any(sample in str(caught.value) for sample in store.sample_ids)
+    assert str(caught.value.hint).endswith("--resume train.spike_factor=none")
+    assert train(store.path, tmp_path / "run", resume=True, words=["train.spike_factor=none"]).steps == 30
+
+
+def test_validation_gives_the_accepted_length_that_eval_gives(store: Store, tmp_path: Path) -> None:
+    report = train(store.path, tmp_path / "run", words=WORDS)
+    loaded = load_drafter(tmp_path / "run", head=HeadBundle.load(store), final_norm=store.capture.final_norm)
+    found = evaluate([loaded.use], store, "validation", [DraftShape(3)])[0].tally
+    assert report.validation["accepted_length"] == found.accepted_length
+    assert report.validation["per_position"] == pytest.approx(found.per_position)
+    assert report.validation["loss"] == pytest.approx(statistics.mean(report.validation["losses"]))
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, values: list[float], name: str = "loss") -> None:
+    """Validations that find these values in turn."""
+    left = iter(values)
+    real = loop_module.validate
+
+    def validate(session: Any) -> None:
+        real(session)
+        session.validation[name] = next(left)
+
+    monkeypatch.setattr(loop_module, "validate", validate)
+
+
+EACH = [*WORDS, "train.validate_every=1", "train.checkpoint_every=0", "train.keep=1"]
+
+
+def names(run: Path) -> list[str]:
+    return [path.name for path in checkpoint.steps(run)]
+
+
+def test_the_best_checkpoints_stay_beside_the_newest(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, [5, 3, 4, 2, 6, 2, 7, 8, 9, 9, 9, 9])
+    report = train(store.path, tmp_path / "run", words=[*EACH, "train.keep_best=2"])
+    assert names(tmp_path / "run") == ["step-4", "step-6", "step-12"]
+    assert report.best == checkpoint.best(tmp_path / "run") == tmp_path / "run/checkpoints/step-4"
+    state = checkpoint.read_state(tmp_path / "run/checkpoints/step-12").standing
+    assert (state.best, state.since) == ({"step-4": 2.0, "step-6": 2.0}, 8)
+
+
+def test_a_run_without_best_says_so(store: Store, tmp_path: Path) -> None:
+    train(store.path, tmp_path / "none", words=[*EACH, "train.max_steps=2", "train.keep_best=0"])
+    assert names(tmp_path / "none") == ["step-2"]
+    train(store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=2", "train.validate_every=0"])
+    with pytest.raises(NotFoundError, match="none of its steps was validated"):
+        checkpoint.best(tmp_path / "run")
+
+
+def test_accepted_length_is_better_the_larger_it_is(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, [1.0, 1.5, 1.2, 1.1], "accepted_length")
+    words = [*EACH, "train.max_steps=4", "train.best_by=accepted_length"]
+    report = train(store.path, tmp_path / "run", words=words)
+    assert report.best == tmp_path / "run/checkpoints/step-2"
+
+
+def test_a_run_ends_when_patience_does_and_goes_on_when_it_is_raised(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, [5, 3, 4, 4, 9, 9, 9, 9])
+    report = train(store.path, tmp_path / "run", words=[*EACH, "train.patience=2"])
+    assert (report.steps, report.stopped_early) == (4, True)
+    assert report.best == tmp_path / "run/checkpoints/step-2"
+    again = train(store.path, tmp_path / "run", resume=True)
+    assert (again.steps, again.stopped_early, again.was_finished) == (4, True, True)
+    more = train(store.path, tmp_path / "run", resume=True, words=["train.patience=4"])
+    assert (more.steps, more.stopped_early) == (6, True)
+
+
+def test_patience_without_validations_is_refused(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="validate_every is 0"):
+        train(store.path, tmp_path / "run", words=[*WORDS, "train.patience=1", "train.validate_every=0"])
+    (tmp_path / "four").mkdir()
+    trained_only = make_store(tmp_path / "four", samples=4, layers=(1, 3, 4))
+    with pytest.raises(ConfigError, match="holds no validation samples"):
+        train(trained_only.path, tmp_path / "run", words=[*WORDS, "train.patience=1"])
+
+
+def test_another_measure_starts_the_ranking_anew_and_no_value_is_no_judgement() -> None:
+    old = StandingState(by="loss", best={"step-3": 1.0}, since=2)
+    standing = Standing(LoopConfig(best_by="accepted_length"), old)
+    assert standing.state == StandingState(by="accepted_length")
+    assert standing.add(4, {"accepted_length": None, "loss": 0.1}) is False
+    assert standing.add(5, {"accepted_length": 1.5, "loss": math.inf}) is True
+    assert standing.kept == ["step-5"]

@@ -1,0 +1,41 @@
+"""``--draft-len 3``, ``--draft-len 1,2,4,8`` or ``--draft-len 5,5x4``, for `eval` and `decode`."""
+
+import re
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from trainer.acceptance import DraftShape
+
+
+class DraftShapes(click.ParamType):
+    """Comma-separated draft lengths, ascending and distinct; ``5x4`` is a tree of 5 levels, 4 nodes of each growing."""
+
+    name = "n[xw][,…]"
+
+    def convert(
+        self, value: "str | tuple[DraftShape, ...]", param: click.Parameter | None, ctx: click.Context | None
+    ) -> "tuple[DraftShape, ...]":
+        """The shapes."""
+        from trainer.acceptance import DraftShape
+
+        if isinstance(value, tuple):
+            return value
+        parts = [re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", part.strip()) for part in value.split(",")]
+        found = [DraftShape(int(part[1]), int(part[2] or 1)) for part in parts if part]
+        if len(found) < len(parts):
+            self.fail(f"{value!r} should be draft lengths such as 3, 1,2,4,8 or, for a tree, 5x4", param, ctx)
+        if found != sorted(set(found)):
+            self.fail(f"{value!r}: draft lengths should be ascending and distinct", param, ctx)
+        return tuple(found)
+
+
+draft_len_option = click.option(
+    "--draft-len",
+    "shapes",
+    type=DraftShapes(),
+    default="3",
+    show_default=True,
+    help="Tokens drafted at a time; several make a table, 5x4 drafts a tree.",
+)
