@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +114,17 @@ def compare(folder: Path, args: argparse.Namespace, chance: random.Random) -> di
     """Run everything; the findings."""
     store, steps = make_store(folder, samples=60, layers=(1, 3, 4)).path, args.steps
     seeds = [folder / f"seed-{seed}" for seed in range(SEEDS)]
-    for seed, run in enumerate(seeds):
-        straight(store, run, steps, seed)
     killed, moved = folder / "killed", folder / "moved"
     kills = sorted(chance.sample(range(1, steps), args.kills))
     moves = sorted(chance.sample(range(1, steps), args.moves))
-    codes = interrupted(store, killed, steps, kills, lambda part: (1, signal.SIGKILL))
-    interrupted(store, moved, steps, moves, lambda part: (1 + part % 2, signal.SIGTERM))
+    with ThreadPoolExecutor(SEEDS + 2) as side_by_side:
+        alone = [side_by_side.submit(straight, store, path, steps, seed) for seed, path in enumerate(seeds)]
+        codes = side_by_side.submit(interrupted, store, killed, steps, kills, lambda part: (1, signal.SIGKILL))
+        switching = side_by_side.submit(
+            interrupted, store, moved, steps, moves, lambda part: (1 + part % 2, signal.SIGTERM)
+        )
+    for done in (*alone, switching):
+        done.result()
     one, two = metrics(seeds[0]), metrics(moved)
     first = zip(one[:COMPARED_STEPS], two[:COMPARED_STEPS], strict=True)
     ends = [tail(run) for run in seeds]
@@ -127,7 +132,7 @@ def compare(folder: Path, args: argparse.Namespace, chance: random.Random) -> di
     return {
         "steps": steps,
         "kills_at": kills,
-        "killed_processes": codes.count(-signal.SIGKILL),
+        "killed_processes": codes.result().count(-signal.SIGKILL),
         "killed_metrics_equal": metrics(killed) == one,
         "killed_weights_equal": weights(killed, steps) == weights(seeds[0], steps),
         "moves_at": moves,

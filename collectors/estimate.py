@@ -108,7 +108,7 @@ def _estimate(info: PreparedData, capture: CaptureSpec, recipe: str, codecs: Cod
     capture = capture.model_copy(update={"codecs": codecs})
     aux, final = get_layout(codecs.aux), get_layout(codecs.final)
     layers, width = len(capture.aux_layers), capture.target.hidden_size
-    rows = _final_rows(info, capture.final)
+    rows = final_rows(info, capture.final)
     bits = info.tokens * layers * aux.row_bits(width) + rows * final.row_bits(width)
     stored = int(bits / 8) + info.tokens * BYTES_BESIDE_STATES
     segments = max(1, math.ceil(info.tokens / unit_tokens(capture)))
@@ -117,7 +117,7 @@ def _estimate(info: PreparedData, capture: CaptureSpec, recipe: str, codecs: Cod
     return Estimate(recipe, stored, stored / max(1, info.tokens), segments, extra.files)
 
 
-def _final_rows(info: PreparedData, final: FinalMode) -> int:
+def final_rows(info: PreparedData, final: FinalMode) -> int:
     """Rows of the final hidden; ``supervised`` holds one row more on either side of each answer."""
     if final == "none":
         return 0

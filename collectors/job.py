@@ -6,7 +6,7 @@ follows from the unit's index in the input alone, so a restart under another wor
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +14,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from collectors.calibrate import calibrate
 from collectors.check import MIN_PROFILED_TOKENS, CheckSpec, RejectBudget, check_unit
 from collectors.engines import Captured, CaptureEngine, CaptureRequest, EngineOptions, open_engine
 from collectors.families import verify_parts
 from collectors.layers import LayerChoice, choose_layers
 from collectors.target import LoadedTarget, TargetFolder, load_target, open_target
 from collectors.template import read_template
-from hiddenstore.codecs import get_recipe, recipe_name
+from collectors.unit_records import records_of, requests_of
+from hiddenstore.advise.document import write_advice
+from hiddenstore.advise.view import smaller_line, table_lines, verdict
+from hiddenstore.calibration import take_slice, write_slice
+from hiddenstore.codecs import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
-from hiddenstore.errors import ConfigError, FormatError, InterruptError
+from hiddenstore.errors import ConfigError, ConflictError, FormatError, InterruptError, NotFoundError
 from hiddenstore.inputs import PreparedInput, RegisteredInput, Unit, unit_tokens
+from hiddenstore.inspect import raw_bytes_per_token
 from hiddenstore.layout import commit_path
 from hiddenstore.progress import Progress
 from hiddenstore.rank import Drain, Rank
@@ -31,11 +37,13 @@ from hiddenstore.records import Record, final_row_positions
 from hiddenstore.store import Store
 from hiddenstore.verify.profile import LayerProfile, make_profile, write_profile
 from hiddenstore.writer import create_store, pending_units, register_input, write_unit
-from schemas.capture import TOPK, CaptureSpec, FinalMode
+from schemas.advice import Advice
+from schemas.capture import TOPK, CaptureSpec, Codecs, FinalMode
 from schemas.manifest import CommitRecord, Container
 from schemas.prepared import PreparedData
 
 PROFILED_TEXT = 512
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class CollectOptions:
     engine: str = "hf"
     layers: str = "eagle3"
     final: FinalMode | None = None
-    recipe: str = "auto"
+    recipe: str = DEFAULT_RECIPE
     container: Container = "zarr"
     batch_tokens: int = 4096
     dtype: str | None = None
@@ -83,13 +91,13 @@ class CollectReport:
 
 
 def resolve_recipe(recipe: str, choice: LayerChoice) -> str:
-    """The recipe's own name for what was asked; ``auto`` is the smallest one without measurable loss.
+    """The recipe's own name for what was asked; ``auto``, while nothing is measured, counts as the default.
 
     Raises:
         ConfigError: ``recipe-unknown``, ``codec-unknown``; ``final-topk``: a drafter asked for reads the final hidden,
             and the recipe keeps the target's top tokens in its place.
     """
-    codecs = get_recipe("safe" if recipe == "auto" else recipe)
+    codecs = get_recipe(DEFAULT_RECIPE if recipe == AUTO else recipe)
     if codecs.final == TOPK and choice.reads_final:
         raise ConfigError(
             f"recipe {recipe} keeps the target's top tokens instead of the final hidden, which these drafters read",
@@ -151,17 +159,51 @@ def collect(
         final_norm=engine.final_norm,
         codecs=get_recipe(recipe),
     )
-    store = create_store(
-        options.store,
-        capture,
-        target.head.spec,
-        recipe,
-        target.target_files(),
-        options.container,
-    )
-    write_profile(store.fs, profile)
     check = CheckSpec(choice.aux_layers, engine.final_norm, _typical_norms(profile, choice.aux_layers, target))
+    if options.recipe != AUTO:
+        store = _create(options, target, capture)
+    elif (settled := _stored_codecs(options.store)) is not None:
+        store = _create(options, target, capture.model_copy(update={"codecs": settled}))
+    else:
+        found = calibrate(prepared, target, engine, check, capture, options.container, lambda: drain.requested)
+        if rank.is_first:
+            _say(found.advice, raw_bytes_per_token(capture), note)
+        chosen = capture.model_copy(update={"codecs": get_recipe(found.advice.chosen)})
+        store = _create_first(options, target, chosen)
+        write_slice(store.fs, found.taken, capture)
+        write_advice(store.fs, found.advice)
+    write_profile(store.fs, profile)
     return CollectJob(store, prepared, target, engine, check, choice.final, rank, drain).run()
+
+
+def _create(options: CollectOptions, target: LoadedTarget, capture: CaptureSpec) -> Store:
+    recipe, files = recipe_name(capture.codecs), target.target_files()
+    return create_store(options.store, capture, target.head.spec, recipe, files, options.container)
+
+
+def _create_first(options: CollectOptions, target: LoadedTarget, capture: CaptureSpec) -> Store:
+    """As ``_create``; where another rank on another device came to another recipe first, that one holds."""
+    try:
+        return _create(options, target, capture)
+    except ConflictError:
+        settled = _stored_codecs(options.store)
+        if settled in (None, capture.codecs):
+            raise
+        return _create(options, target, capture.model_copy(update={"codecs": settled}))
+
+
+def _stored_codecs(location: str | Path) -> Codecs | None:
+    """The codecs of the store that is there, None where there is none."""
+    try:
+        return Store.open(location, strict=False).capture.codecs
+    except NotFoundError:
+        return None
+
+
+def _say(advice: Advice, bytes_raw: int, note: Callable[[str], None]) -> None:
+    for line in (*table_lines(advice, bytes_raw), verdict(advice), smaller_line(advice)):
+        if line is not None:
+            note(line)
 
 
 @dataclass
@@ -197,9 +239,7 @@ class CollectJob:
             behind: Future[CommitRecord | None] | None = None
             try:
                 for unit in self._units(mine):
-                    requests = [
-                        CaptureRequest(sample.input_ids, self._rows(sample.loss_mask)) for sample in unit.samples
-                    ]
+                    requests = requests_of(unit.samples, self.final)
                     captured = self._forward(requests)
                     self._settle(behind, progress)
                     behind = worker.submit(self._commit, unit, requests, captured)
@@ -245,28 +285,20 @@ class CollectJob:
         refused = {reject.id for reject in rejects}
         capture, head = self.store.capture, self.target.head
         records = [
-            with_top_tokens(record, head, capture)
-            for record in self._records(unit, requests, captured)
+            record
+            for record in records_of(unit.samples, requests, captured, self.final)
             if record.sample.id not in refused
         ]
+        if unit.index == 0:
+            self._keep_slice(records)
+        records = [with_top_tokens(record, head, capture) for record in records]
         return write_unit(self.store, unit.name, self._digest, records, rejects, self._described)
 
-    def _records(self, unit: Unit, requests: list[CaptureRequest], captured: Captured) -> Iterator[Record]:
-        start = final_start = 0
-        for sample, request in zip(unit.samples, requests, strict=True):
-            end, final_end = start + sample.tokens, final_start + len(request.final_rows)
-            if self.final == "none":
-                final, rows = captured.final[:0], np.zeros(0, dtype=np.int32)
-            else:
-                final, rows = captured.final[final_start:final_end], request.final_rows
-            yield Record(sample, captured.aux[:, start:end], final, rows)
-            start, final_start = end, final_end
-
-    def _rows(self, loss_mask: np.ndarray) -> np.ndarray:
-        if self.final == "none":
-            # Not stored; the top-1 check still needs a final row of each sample.
-            return np.array([len(loss_mask) - 1], dtype=np.int32)
-        return final_row_positions(loss_mask, self.final)
+    def _keep_slice(self, records: Sequence[Record]) -> None:
+        """The first unit is where the slice comes from, whoever captures it and however often; once kept it stays."""
+        taken = take_slice(records, self.store.capture)
+        if taken is not None:
+            write_slice(self.store.fs, taken, self.store.capture)
 
     def _my_units(self) -> tuple[frozenset[str], int]:
         """Names of this rank's pending units, and their tokens."""

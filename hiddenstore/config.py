@@ -17,6 +17,9 @@ from hiddenstore.errors import ConfigError, NotFoundError
 
 M = TypeVar("M", bound=BaseModel)
 
+AUTO = "auto"
+"""Written for a setting that ``defaults`` supplies, it means that default."""
+
 _ABSENT = object()
 
 
@@ -58,6 +61,8 @@ def load(
 ) -> M:
     """The settings of ``model``: its own defaults, then ``defaults``, the YAML ``file``, and ``key.path=value`` words.
 
+    ``auto`` keeps what ``defaults`` says of a setting.
+
     Raises:
         ConfigError: kind ``config-unknown-key`` when a key is unknown, else ``config-invalid``; the message lists every
             problem, one a line, with where it was written. ``config-unreadable``: the file is no YAML mapping.
@@ -68,6 +73,10 @@ def load(
     origins: dict[str, str] = {}
     for origin, layer in _layers(file, dotlist, problems):
         for path, value in _leaves(layer):
+            default = _at(defaults or {}, path)
+            if value == AUTO and default is not _ABSENT:
+                _put(values, path, default)
+                continue
             origins[".".join(path)] = origin
             _put(values, path, value)
     unknown = list(_unknown_keys(model, values, ()))
@@ -194,6 +203,12 @@ def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
             inner = values[key] = {}
         values = inner
     values[path[-1]] = value
+
+
+def _at(values: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        values = values.get(key, _ABSENT) if isinstance(values, Mapping) else _ABSENT
+    return values
 
 
 def _remove(values: dict[str, Any], path: tuple[str, ...]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from hiddenstore import layout
+from hiddenstore.calibration import copy_slice
 from hiddenstore.codecs import get_layout, get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import committed_units, publish_commit
@@ -118,7 +119,7 @@ def plan_copy(
     """
     _check_sources(sources, location)
     destination = _open_destination(sources, location, recipe, container)
-    _bring_profile(sources, destination)
+    _bring_calibration(sources, destination)
     if keep is None:
         units, there, unavailable = _whole_units(sources, destination)
     else:
@@ -282,12 +283,12 @@ def _require_finals(sources: Sequence[Store], codecs: Codecs) -> None:
         )
 
 
-def _bring_profile(sources: Sequence[Store], destination: Store) -> None:
-    """The layer profile that ``verify --meaning`` holds states against; one target has one."""
-    for source in sources:
-        if read_profile(source.fs) is not None:
-            destination.fs.put_if_absent(PROFILE_PATH, source.fs.read(PROFILE_PATH))
-            return
+def _bring_calibration(sources: Sequence[Store], destination: Store) -> None:
+    """The first layer profile, which ``verify --meaning`` holds states against, and the first raw slice."""
+    profiled = next((source for source in sources if read_profile(source.fs) is not None), None)
+    if profiled is not None:
+        destination.fs.put_if_absent(PROFILE_PATH, profiled.fs.read(PROFILE_PATH))
+    next((source for source in sources if copy_slice(source.fs, destination.fs)), None)
 
 
 def _rounding_notes(sources: Sequence[Store], destination: Store, recoding_equal: bool) -> list[str]:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore import layout
-from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.advise.document import read_advice
+from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError
 from hiddenstore.where import Test, parse_where
 from schemas.capture import CaptureSpec
 from schemas.manifest import CommitRecord, LayerStats, SampleEntry
@@ -58,7 +59,23 @@ def info(store: "Store") -> dict[str, Any]:
         "engines": engines,
         "rejects": sum(rejects.values()),
         "rejects_by_reason": dict(rejects.most_common()),
+        "advice": _advice(store),
     }
+
+
+def _advice(store: "Store") -> dict[str, Any] | None:
+    """The latest advice without what only a measuring person wants; None where ``advise`` never ran."""
+    try:
+        advice = read_advice(store.fs)
+    except HiddenstoreError:
+        return None  # verify names it; the rest of the store is as good as before
+    if advice is None:
+        return None
+    rows = [
+        row.model_dump(include={"recipe", "bytes_per_token", "kl", "overlap", "channel_error", "chosen"})
+        for row in advice.rows
+    ]
+    return {"chosen": advice.chosen, "rows": rows, "paired": [row.model_dump(mode="json") for row in advice.paired]}
 
 
 def raw_bytes_per_token(capture: CaptureSpec) -> int:

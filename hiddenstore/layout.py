@@ -2,6 +2,7 @@
 
 ```
 store.json · target/ · inputs/<digest>.parquet · snapshots/<name>.json
+calibration/profile.json, slice.json, slice-<16 hex>.safetensors · advice/<n>.json
 commits/<unit>[.rN].json · segments/<unit>-<8 hex>/ (a Zarr group, or samples.tar and index.json)
 ```
 """
@@ -21,8 +22,10 @@ COMMITS_DIR = "commits"
 SEGMENTS_DIR = "segments"
 SNAPSHOTS_DIR = "snapshots"
 CALIBRATION_DIR = "calibration"
+ADVICE_DIR = "advice"
 TOP_NAMES = {
-    STORE_JSON, TARGET_DIR, INPUTS_DIR, COMMITS_DIR, SEGMENTS_DIR, SNAPSHOTS_DIR, CALIBRATION_DIR, "lost+found"
+    STORE_JSON, TARGET_DIR, INPUTS_DIR, COMMITS_DIR, SEGMENTS_DIR, SNAPSHOTS_DIR, CALIBRATION_DIR, ADVICE_DIR,
+    "lost+found",
 }  # fmt: skip
 """What lies in the folder of a store: its own, and what mkfs leaves on a fresh disk."""
 DATA_JSON = "data.json"
@@ -33,6 +36,8 @@ _UNIT = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,119}"
 _COMMIT = re.compile(rf"({_UNIT})(?:\.r([1-9][0-9]{{0,8}}))?\.json")
 _SEGMENT = re.compile(rf"({_UNIT})-([0-9a-f]{{8}})")
 _INPUT = re.compile(r"([0-9a-f]{64})\.parquet")
+_SLICE = re.compile(r"slice-[0-9a-f]{16}\.safetensors")
+_ADVICE = re.compile(r"([1-9][0-9]{0,5})\.json")
 _SNAPSHOT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
@@ -78,6 +83,20 @@ def snapshot_path(name: str) -> str:
     return f"{SNAPSHOTS_DIR}/{name}.json"
 
 
+def slice_path(sha256: str) -> str:
+    """Path of the states of a calibration slice, by the digest of the file."""
+    name = f"slice-{sha256[:16]}.safetensors"
+    _require(_SLICE.fullmatch(name), name, "slice name")
+    return f"{CALIBRATION_DIR}/{name}"
+
+
+def advice_path(number: int) -> str:
+    """Path of an advice document; numbers start at 1."""
+    name = f"{number}.json"
+    _require(_ADVICE.fullmatch(name), name, "advice name")
+    return f"{ADVICE_DIR}/{name}"
+
+
 def part_name(index: int) -> str:
     """Name of a parquet part of prepared DATA."""
     return f"part-{index:05d}.parquet"
@@ -99,6 +118,17 @@ def parse_input(name: str) -> str | None:
     """The digest of a name under ``inputs/``; None for anything that is not a registered input."""
     match = _INPUT.fullmatch(name)
     return match[1] if match else None
+
+
+def is_slice(name: str) -> bool:
+    """Whether a name under ``calibration/`` is that of a slice's states."""
+    return _SLICE.fullmatch(name) is not None
+
+
+def parse_advice(name: str) -> int | None:
+    """The number of a name under ``advice/``; None for anything that is not an advice document."""
+    match = _ADVICE.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def _require(ok: object, value: str, what: str) -> None:

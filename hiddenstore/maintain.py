@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hiddenstore import layout
+from hiddenstore.calibration import unnamed_slices
 from hiddenstore.commit import Commit, publish_commit, read_commit, scan_commits
 from hiddenstore.documents import load
 from hiddenstore.errors import ConflictError, HiddenstoreError
@@ -80,6 +81,7 @@ def gc(location: "str | Path | Filesystem", dry_run: bool = True, older_than_s: 
     pinned = _pinned_segments(fs)
     found = [(path, "orphan") for path in orphan_segments(fs, [commit.record for commit in scan_commits(fs).commits])]
     found += [(path, "superseded") for path in superseded_segments(fs) if path not in pinned]
+    found += [(path, "orphan") for path in unnamed_slices(fs)]
     found += [(path, "temporary") for path in leftovers(fs)]
     plan = GcPlan()
     for path, reason in found:

@@ -7,6 +7,7 @@ the fill value. An array of no elements has metadata only.
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,7 +50,7 @@ class ArraySpec:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def file_path(self) -> str:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from schemas.advice import Advice, CalibrationSlice
 from schemas.base import Document
 from schemas.manifest import CommitRecord, Snapshot, StoreManifest
 from schemas.prepared import PreparedData
@@ -13,6 +14,8 @@ DOCUMENTS: dict[str, type[Document]] = {
     "commit": CommitRecord,
     "snapshot": Snapshot,
     "data": PreparedData,
+    "slice": CalibrationSlice,
+    "advice": Advice,
 }
 
 

@@ -86,4 +86,6 @@ def _text(value: Any) -> str:
         return f"{kind} x{factor:g}" if factor else str(kind)
     if isinstance(value, list):
         return ",".join(str(item) for item in value)
+    if value is None:
+        return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -94,7 +94,7 @@ def _train(session: Session, drain: Drain, began: float) -> TrainReport:
             stop = session.group.any(drain.requested)
             at_end = session.step == total
             is_best = False
-            if config.validate_every and (at_end or (session.step % config.validate_every == 0 and not stop)):
+            if config.validate_every and (at_end or session.step % config.validate_every == 0):
                 validate(session)
                 is_best = session.standing.add(session.step, session.validation)
                 log.validation(session.step, session.validation, _validation_text(session, is_best))

@@ -1,8 +1,8 @@
 """How the ranks of a run hold one drafter: every rank a whole copy (ddp), or a shard of each parameter (fsdp).
 
 The drafter is one FSDP2 unit. A drafter is a few layers, and its objective reads weights and calls methods that no
-module hook sees; so the unit is gathered once before the packs of a step, which then run as they do alone, and gradients
-are reduce-scattered once after them. At rest a rank holds its share of weights, gradients and moments.
+module hook sees; so the unit is gathered once before the packs of a step, which then run as they do alone, and
+gradients are reduce-scattered once after them. At rest a rank holds its share of weights, gradients and moments.
 """
 
 from collections.abc import Iterator

@@ -152,7 +152,7 @@ def _eagle3_layers(config: Mapping[str, Any], target: _Target) -> tuple[int, ...
         return tuple(default_aux_layers("eagle3", target.num_layers))
     if target.convention is not None:
         return tuple(from_convention(ids, target.convention))
-    is_vllm_beside_sglang = bool(nested) and list(ids) == [index + 1 for index in nested]
+    is_vllm_beside_sglang = bool(nested) and list(ids) == [index + 1 for index in nested or ()]
     if is_vllm_beside_sglang or "speculators_config" in config or "speculators_version" in config:
         return tuple(from_convention(ids, "vllm"))
     readings: dict[str, list[int]] = {name: from_convention(ids, name) for name in ("vllm", "output")}

@@ -70,6 +70,8 @@ def open_new(asked: Asked) -> tuple[Store, TrainConfig]:
     config = load_config(store, asked.drafter, file, asked.words, start.spec.drafter if start else None)
     if start is not None:
         check_start(start, store, config.drafter)
+        # The very checkpoint: a resume must not start from what that run has become since.
+        config = config.model_copy(update={"train": config.train.model_copy(update={"init_from": start.facts.path})})
     needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
     check_store(config.drafter.name, needs, store.capture, store.path)
     require_files(store)

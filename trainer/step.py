@@ -155,7 +155,7 @@ def validate(session: Session) -> None:
     with gathered(session.parallel), session.group.together():
         tally = evaluate_packs([use], packs(), [DraftShape(draft_len)], device=str(session.device))[0].tally
     session.model.train()
-    walked = torch.tensor([tally.drafts, tally.tokens, *tally.accepted_at])
+    walked = torch.tensor([tally.drafts, tally.tokens, *tally.accepted_at], device=session.device)
     session.group.sum([totals.sums, totals.hits, totals.counts, totals.open, walked])
     drafts, tokens, *accepted_at = walked.tolist()
     losses = totals.mean_losses()

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 @click.option("--final", type=click.Choice(["supervised", "all", "none"]), help="Rows of the final hidden to keep.")
 @click.option(
     "--recipe",
-    default="auto",
+    default="safe",
     show_default=True,
-    help="auto, safe, compact, tiny, lossless or raw; or per field: aux=q4,final=q8.",
+    help="safe, compact, tiny, lossless or raw; per field: aux=q4,final=q8; auto: measure first, as advise does.",
 )
 @click.option(
     "--container",

@@ -31,6 +31,7 @@ _KNOWN: tuple[tuple[str, str, str, str], ...] = (
     ("show", "Look", "One sample: its text, what is trained on, norms per layer.", "hiddenstore.cli.look:show"),
     ("stats", "Look", "Lengths, splits and norms per layer over the whole store.", "hiddenstore.cli.look:stats"),
     ("diff", "Look", "How two stores differ: capture, samples, numbers.", "hiddenstore.cli.look:diff"),
+    ("advise", "Look", "Which recipe the states can take, measured on them.", "hiddenstore.cli.advise:advise"),
     ("verify", "Care", "Every byte there, intact, and meaning what it says.", "hiddenstore.cli.care:verify"),
     ("copy", "Care", "Merge, subset or re-encode stores; resumable.", "hiddenstore.cli.care:copy"),
     ("repair", "Care", "Drop what is damaged, keep the rest; prints a plan first.", "hiddenstore.cli.care:repair"),

@@ -31,6 +31,7 @@ def info_view(document: Mapping[str, Any]) -> None:
             ("length", _length_line(document["lengths"])),
             ("size", _size_line(document)),
             ("units", _units_line(document)),
+            *([("advice", _advice_line(document["advice"]))] if document["advice"] else []),
         ]
     )
 
@@ -199,6 +200,25 @@ def _size_line(document: Mapping[str, Any]) -> str:
         return "0 B"
     per_token = f"{size(stored / document['tokens'])} per token" if document["tokens"] else ""
     return f"{size(stored)}   from {size(raw)} as bf16 ({raw / stored:.2f}×)   {per_token}"
+
+
+def _advice_line(advice: Mapping[str, Any]) -> str:
+    """Per recipe the bytes of a token and what it costs, the chosen one first."""
+    rows = sorted(advice["rows"], key=lambda row: not row["chosen"])
+    lines = []
+    for row in rows:
+        if row["recipe"] not in ("safe", "compact", "tiny") and not row["chosen"]:
+            continue
+        kl = "" if row["kl"] is None else f", KL {row['kl']:.1e}"
+        error = "" if row["channel_error"] is None else f", channel error {percent(row['channel_error'])}"
+        mark = " (chosen)" if row["chosen"] else ""
+        lines.append(f"{row['recipe']}{mark}  {row['bytes_per_token']:,.0f} B/token{kl}{error}")
+    for row in advice["paired"]:
+        lines.append(
+            f"{row['recipe']} trained: {100 * row['difference']:+.2f} ± {100 * row['standard_error']:.2f} points of "
+            "acceptance"
+        )
+    return "\n".join(lines)
 
 
 def _units_line(document: Mapping[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """Global batches over a store: a plain ``IterableDataset`` that restarts exactly anywhere, under any world size."""
 
 import json
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from hiddenstore.store import Store
 
 PREFETCH_BYTES = 1 << 30
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class TokenBatches(IterableDataset[GlobalBatch]):
 
     Every ``iter()`` starts at the cursor given at construction or to ``load_state_dict``. ``state_dict()`` is the place
     after the batch handed out last. ``epochs`` ends the iteration once that many epochs are complete; None never ends.
-    ``pack_tokens`` defaults to ``batch_tokens`` (one pack a batch): under several ranks ask for smaller packs.
+    ``pack_tokens`` defaults to ``batch_tokens`` (one pack a batch on each rank).
     Packs come on ``device``; to any but the CPU their stored bytes move from pinned memory and are decoded there.
 
     Example:
@@ -112,8 +109,6 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         self.wait_s = 0.0
         self._slots = _slots_of(store, split, self.final)
         self._check()
-        if world_size > 1 and pack_tokens is None:
-            _log.warning("one pack a batch leaves %d of %d ranks idle: set pack_tokens", world_size - 1, world_size)
         self._order = Order([slot.id for slot in self._slots])
         self._start = cursor or Cursor(seed, 0, 0, self._order.digest)
         self._reached = self._start

@@ -1,6 +1,7 @@
 """Memory of packs, used again: fresh pages cost as much CPU as reading the bytes that go into them."""
 
 import itertools
+import math
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -73,7 +74,7 @@ def carve(flat: Tensor, members: Members) -> dict[str, Tensor]:
 
 
 def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return math.prod(shape) * dtype.itemsize
 
 
 def _spread(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -3,8 +3,11 @@
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from hiddenstore import layout
+from hiddenstore.advise.document import advice_numbers, read_advice
+from hiddenstore.calibration import slice_document
 from hiddenstore.commit import latest_names, read_commit
 from hiddenstore.errors import CorruptionError, HiddenstoreError, NotFoundError
 from hiddenstore.fs import Filesystem
@@ -24,7 +27,7 @@ def check_content(store: Store, report: Report, advance: Advance, threads: int =
     Files whose size is wrong were found by the structure check and are not read again.
     """
     fs = store.fs
-    report.findings += _documents(fs)
+    report.findings += [*_documents(fs), *_slice(fs)]
     for file in store.manifest.target_files:
         report.findings += _file(fs, layout.TARGET_DIR, file, advance)
         report.bytes_checked += file.size
@@ -101,7 +104,7 @@ def _blocks(fs: Filesystem, path: str, size: int) -> Iterator[bytes]:
 
 
 def _documents(fs: Filesystem) -> Iterator[Finding]:
-    """Documents nobody reads every day: replaced commit records and the calibration profile."""
+    """What nobody reads every day: replaced commit records, the calibration, advice."""
     for name in sorted(set(fs.list(layout.COMMITS_DIR)) - set(latest_names(fs))):
         if layout.parse_commit(name) is not None:
             try:
@@ -112,3 +115,21 @@ def _documents(fs: Filesystem) -> Iterator[Finding]:
         read_profile(fs)
     except HiddenstoreError as error:
         yield Finding.of(error, PROFILE_PATH)
+    for number in advice_numbers(fs):
+        try:
+            read_advice(fs, number)
+        except HiddenstoreError as error:
+            yield Finding.of(error, layout.advice_path(number))
+
+
+def _slice(fs: Filesystem) -> list[Finding]:
+    """A slice whose file has its size, but other bytes; the structure check finds the rest."""
+    with suppress(HiddenstoreError):
+        document = slice_document(fs)
+        if document is not None:
+            path = layout.slice_path(document.file_sha256)
+            folder, name = path.split("/")
+            return _file(
+                fs, folder, FileEntry(path=name, size=document.size, sha256=document.file_sha256), lambda _: None
+            )
+    return []

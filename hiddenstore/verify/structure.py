@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from hiddenstore import layout
+from hiddenstore.calibration import SLICE_PATH, slice_document, unnamed_slices
 from hiddenstore.cli.terminal import plural
 from hiddenstore.commit import Commit, committed_units, read_commit, read_snapshot, scan_commits
 from hiddenstore.documents import load
@@ -40,6 +41,7 @@ def check_structure(fs: Filesystem, report: Report) -> Store | None:
     report.files = sum(len(record.files) for record in records)
     report.findings += _inputs(fs, scan.commits)
     report.findings += _snapshots(fs)
+    report.findings += _calibration(fs)
     found, notes = _duplicates(records)
     report.findings += found
     report.notes += notes + list(_orphans(fs, records)) + list(_leftovers(fs))
@@ -141,6 +143,14 @@ def _snapshots(fs: Filesystem) -> Iterator[Finding]:
             yield Finding.of(error, path)
 
 
+def _calibration(fs: Filesystem) -> list[Finding]:
+    try:
+        document = slice_document(fs)
+    except HiddenstoreError as error:
+        return [Finding.of(error, SLICE_PATH)]
+    return [] if document is None else _size(fs, layout.slice_path(document.file_sha256), document.size, ())
+
+
 def _duplicates(records: Iterable[CommitRecord]) -> tuple[list[Finding], list[Finding]]:
     """Twice in one input is an error; the same conversation in two inputs is read once and noted."""
     homes: dict[str, list[CommitRecord]] = defaultdict(list)
@@ -158,6 +168,8 @@ def _duplicates(records: Iterable[CommitRecord]) -> tuple[list[Finding], list[Fi
 
 
 def _orphans(fs: Filesystem, records: Iterable[CommitRecord]) -> Iterator[Finding]:
+    for path in unnamed_slices(fs):
+        yield Finding("orphan", path, (), "calibration/slice.json does not name it: left by a writer that was stopped")
     for path in orphan_segments(fs, records):
         yield Finding("orphan", path, (), "no commit names it: left by a writer that was stopped")
     for path, record in superseded_segments(fs).items():
@@ -204,6 +216,7 @@ def leftovers(fs: Filesystem) -> Iterator[str]:
         layout.TARGET_DIR,
         layout.SNAPSHOTS_DIR,
         layout.CALIBRATION_DIR,
+        layout.ADVICE_DIR,
     )
     for folder in folders:
         for name in fs.list(folder):

@@ -156,3 +156,11 @@ def test_dumped_settings_read_back_equal(settings: Settings) -> None:
         file = Path(folder) / "c.yaml"
         file.write_text(text, encoding="utf-8")
         assert config.load(Settings, file) == settings
+
+
+def test_auto_keeps_the_derived_default_and_undoes_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("train:\n  lr: 3.0\n")
+    assert config.load(Settings, file, ["train.lr=auto"], {"train": {"lr": 0.5}}).train.lr == 0.5
+    with pytest.raises(ConfigError):
+        config.load(Settings, file, ["train.lr=auto"])

@@ -1,8 +1,8 @@
 """EAGLE-3 of the installed speculators 0.9 and ours: equal weights and tensors give equal losses and gradients.
 
-speculators gates on mask[p] (our offset 0), drops no slot and scales the teacher up to one on the draft vocabulary. Over
-packed samples it slides whole packs, so its slots may reach into the next sample; there the mask of that sample's prompt
-excludes them, as long as the prompt is longer than the TTT length. Needs the environment of `make test-parity`
+speculators gates on mask[p] (our offset 0), drops no slot and scales the teacher up to one on the draft vocabulary. It
+slides whole packs, so its slots may reach into the next sample; there the mask of that sample's prompt excludes them,
+as long as the prompt is longer than the TTT length. Needs the environment of `make test-parity`
 (tests/parity/requirements.txt).
 """
 
@@ -41,9 +41,10 @@ def peer_model(core: ModuleType, setting: Setting, attention: str) -> Any:
 
     ours = setting.model.config
     layer = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=ours.intermediate_size, num_hidden_layers=ours.num_layers,
-        num_attention_heads=ours.num_heads, num_key_value_heads=ours.num_kv_heads, head_dim=ours.head_dim,
-        rms_norm_eps=ours.rms_norm_eps, max_position_embeddings=256, pad_token_id=None,
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=ours.intermediate_size,
+        num_hidden_layers=ours.num_layers, num_attention_heads=ours.num_heads,
+        num_key_value_heads=ours.num_kv_heads, head_dim=ours.head_dim, rms_norm_eps=ours.rms_norm_eps,
+        max_position_embeddings=256, pad_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta},
     )  # fmt: skip
     layer._attn_implementation = attention
@@ -99,9 +100,7 @@ def peer_batch(setting: Setting) -> dict[str, Tensor]:
 
 def our_losses(setting: Setting, kind: str) -> tuple[Tensor, Tensor]:
     """Per-step means and the total."""
-    loss = TttLoss(
-        steps=STEPS, kind=kind, step_decay=1.0, mask_offset=0, drop_off_vocab=False, overlap_mass="draft"
-    )
+    loss = TttLoss(steps=STEPS, kind=kind, step_decay=1.0, mask_offset=0, drop_off_vocab=False, overlap_mass="draft")
     objective = TttObjective(setting.model, Teacher(setting.head, setting.vocab, drop_off_vocab=False), loss)
     work = objective.plan(setting.batch)
     result = objective.losses(work, objective.divisors(work))

@@ -53,7 +53,9 @@ class PlainEagle3:
         v = (w[f"{name}.self_attn.v_proj.weight"] @ x).chunk(self.kv_heads)
         return [turned(h, position, self.theta) for h in q], [turned(h, position, self.theta) for h in k], list(v)
 
-    def layer(self, name: str, g: Tensor, queries: list[Tensor], seen: list[tuple[list[Tensor], list[Tensor]]]) -> Tensor:
+    def layer(
+        self, name: str, g: Tensor, queries: list[Tensor], seen: list[tuple[list[Tensor], list[Tensor]]]
+    ) -> Tensor:
         w, per_key = self.w, self.heads // self.kv_heads
         mixed = []
         for n, query in enumerate(queries):

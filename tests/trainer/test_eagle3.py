@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hiddenstore.records import TopK
 from tests.trainer.conftest import VOCAB, WIDTH, Setting, make_setting
 from tests.trainer.eagle3_plain import PlainEagle3, plain_losses
 from trainer.drafters.blocks import KVCache
@@ -215,7 +216,7 @@ def test_hard_labels_of_the_target_are_its_most_probable_tokens() -> None:
 def test_overlap_losses_take_the_mass_they_are_told_to(kind: str, overlap_mass: str) -> None:
     setting = make_setting([13, 6], known=18)
     loss = TttLoss.model_validate({"steps": 2, "kind": kind, "overlap_mass": overlap_mass})
-    found, result = ours(setting, loss)
+    found, _ = ours(setting, loss)
     objective = TttObjective(setting.model, Teacher(setting.head, setting.vocab), loss)
     work = objective.plan(setting.batch)
     states = setting.model.unroll(setting.batch, work.plan, 2).view(2, -1, WIDTH)
@@ -234,6 +235,22 @@ def test_overlap_losses_take_the_mass_they_are_told_to(kind: str, overlap_mass: 
             "lk_lambda": share * divergence + (1 - share) * (1 - alpha),
         }[kind]
         assert torch.allclose(found[i].float(), expected.mean().detach(), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["soft_ce", "lk_lambda"])
+def test_a_pack_of_all_top_tokens_teaches_as_the_final_hidden_does(kind: str) -> None:
+    setting = make_setting([14, 5], known=18)
+    loss = TttLoss(steps=3, kind=kind)
+    from_hidden = ours(setting, loss)[1]
+    logits = setting.head.logits(setting.batch.final)
+    log_probs, ids = logits.log_softmax(-1).topk(VOCAB)
+    setting.batch = replace(
+        setting.batch, final=setting.batch.final[:0], topk=TopK(ids, log_probs, logits.logsumexp(-1))
+    )
+    from_tokens = ours(setting, loss)[1]
+    assert torch.equal(from_tokens.counts, from_hidden.counts)
+    assert torch.equal(from_tokens.hits, from_hidden.hits)
+    assert torch.allclose(from_tokens.sums, from_hidden.sums, atol=1e-4)
 
 
 def test_an_unknown_loss_is_refused_and_the_known_ones_named() -> None:

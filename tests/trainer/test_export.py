@@ -115,6 +115,7 @@ def test_the_config_says_everything_an_engine_would_otherwise_guess(tmp_path):
         {},
         {"fc_norm": True, "norm_output": True},
         {"norm_before_residual": True},
+        {"num_layers": 2},
         {"train_embeddings": True},
         {"width": 24},
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},

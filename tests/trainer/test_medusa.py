@@ -17,7 +17,7 @@ from hiddenstore.testing.builders import capture_spec, make_store
 from schemas.capture import Codecs, HeadSpec
 from tests.trainer.conftest import VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.live import assert_live_equals_eval
-from trainer.acceptance import drafting_positions
+from trainer.acceptance import DraftShape, drafting_positions
 from trainer.checkpoint import load_drafter
 from trainer.decode import Limits
 from trainer.drafters import check_store, drafter_kind
@@ -291,7 +291,7 @@ def test_it_decodes_the_greedy_text_and_eval_on_that_text_counts_the_same(target
             parameter.copy_(torch.randn_like(parameter) * 0.3)
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(2, 12, (9,), generator=generator).tolist() for _ in range(12)]
-    assert_live_equals_eval(target, DrafterInUse(MEDUSA, model, side), prompts, (draft_len,), Limits(3, 24))
+    assert_live_equals_eval(target, DrafterInUse(MEDUSA, model, side), prompts, [DraftShape(draft_len)], Limits(3, 24))
 
 
 @pytest.fixture(scope="module")
@@ -305,5 +305,5 @@ def test_a_store_of_supervised_rows_alone_trains_it_and_eval_walks_it(store: Sto
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     loaded = load_drafter(tmp_path / "run")
     assert len(loaded.vocab.target_ids) == 40
-    (result,) = evaluate([loaded.use], store, "validation", (5,))
+    (result,) = evaluate([loaded.use], store, "validation", [DraftShape(5)])
     assert result.tally.drafts > 0

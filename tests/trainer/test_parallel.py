@@ -30,6 +30,7 @@ WAYS = {
     "context": ["train.context_parallel=2"],
     "context-of-shards": ["train.context_parallel=2", "train.parallel=fsdp"],
 }
+DEEP = [*SETTINGS, "drafter.num_layers=2", "train.max_steps=4", "train.validate_every=0"]
 RESUMED = ["one-to-fsdp", "fsdp-to-one"]
 
 
@@ -58,11 +59,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     start, end = f"train.max_steps={CUT}", f"train.max_steps={STEPS}"
     train(made.store.path, folder / "one", words=SETTINGS)
     train(made.store.path, folder / "one-to-fsdp", words=[*SETTINGS, start])
+    train(made.store.path, folder / "deep-one", words=DEEP)
     on_two_ranks(
         [
             *(made.job(name, [*SETTINGS, *words]) for name, words in WAYS.items()),
             made.job("one-to-fsdp", [end, "train.parallel=fsdp"], resume=True),
             made.job("fsdp-to-one", [*SETTINGS, start, "train.parallel=fsdp"]),
+            made.job("deep", [*DEEP, "train.context_parallel=2", "train.checkpoint_activations=true"]),
         ]
     )
     train(made.store.path, folder / "fsdp-to-one", words=[end], resume=True)
@@ -78,6 +81,10 @@ def test_two_ranks_train_what_one_process_trains(runs: Runs, way: str) -> None:
     assert found.state.cursor == expected.state.cursor
     for name, weight in expected.drafter.items():
         torch.testing.assert_close(found.drafter[name], weight, rtol=1e-4, atol=1e-4)
+
+
+def test_every_layer_of_a_deep_drafter_sees_the_whole_sequence(runs: Runs) -> None:
+    assert runs.records("deep", "loss") == pytest.approx(runs.records("deep-one", "loss"), rel=1e-5)
 
 
 @pytest.mark.parametrize("way", [*WAYS, *RESUMED])

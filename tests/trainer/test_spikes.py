@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hiddenstore.cli import main
 from hiddenstore.data import TokenBatches
 from hiddenstore.errors import CaptureError, ConfigError, NotFoundError
 from hiddenstore.head import HeadBundle
@@ -82,9 +83,7 @@ def test_a_spike_changes_no_weight_and_its_samples_are_written_down(
     assert record["step"] == 25
     assert set(record["skipped_samples"]) <= set(store.sample_ids)
     assert [step for step, line in steps.items() if line["skipped"]] == [25]
-    before, after, later = (
-        checkpoint.load(tmp_path / f"run/checkpoints/step-{step}").drafter for step in (24, 25, 26)
-    )
+    before, after, later = (checkpoint.load(tmp_path / f"run/checkpoints/step-{step}").drafter for step in (24, 25, 26))
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert any(not torch.equal(tensor, later[name]) for name, tensor in before.items())
 
@@ -152,6 +151,20 @@ def test_the_best_checkpoints_stay_beside_the_newest(
     assert report.best == checkpoint.best(tmp_path / "run") == tmp_path / "run/checkpoints/step-4"
     state = checkpoint.read_state(tmp_path / "run/checkpoints/step-12").standing
     assert (state.best, state.since) == ({"step-4": 2.0, "step-6": 2.0}, 8)
+
+
+def test_eval_takes_the_best_checkpoint_when_asked(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted(monkeypatch, [5, 3, 4])
+    train(store.path, tmp_path / "run", words=[*EACH, "train.max_steps=3"])
+    walked = []
+    for words in (["--best"], []):
+        with pytest.raises(SystemExit) as ended:
+            main(["eval", str(tmp_path / "run"), store.path, *words, "--json"])
+        assert ended.value.code == 0
+        walked.append(json.loads(capsys.readouterr().out)["step"])
+    assert walked == [2, 3]
 
 
 def test_a_run_without_best_says_so(store: Store, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The path of a GPU, with its kernel replaced by plain softmax on the CPU, and the kernel itself as far as shapes go."""
+"""The path of a GPU with its kernel replaced by plain softmax on the CPU, and the kernel as far as shapes go."""
 
 import pytest
 import torch

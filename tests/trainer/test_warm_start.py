@@ -65,7 +65,7 @@ def test_untrained_means_the_start(store: Store, first: Path, tmp_path: Path) ->
     assert facts.init_from is not None
     changed = facts.model_copy(update={"init_from": facts.init_from.model_copy(update={"sha256": "0" * 64})})
     (tmp_path / "run/run.json").write_bytes(seal(changed))
-    with pytest.raises(ConflictError, match="is not what .* was started from any more"):
+    with pytest.raises(ConflictError, match=r"is not what .* was started from any more"):
         load_drafter(tmp_path / "run", untrained=True)
     (tmp_path / "run/run.json").write_text(text)
 

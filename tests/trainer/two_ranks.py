@@ -34,10 +34,11 @@ def on_two_ranks(jobs: list[Job]) -> None:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=90)[1] for process in processes]
+        said = [process.communicate(timeout=500)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
+            process.wait()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
 
 
@@ -54,7 +55,7 @@ def main() -> None:
     """The body of one rank."""
     from trainer.loop import train
 
-    faulthandler.dump_traceback_later(200)
+    faulthandler.dump_traceback_later(450)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     for job, port in zip(json.loads(sys.argv[1]), sys.argv[2].split(), strict=True):
         os.environ["MASTER_PORT"] = port

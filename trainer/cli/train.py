@@ -61,7 +61,8 @@ def train(store: str, words: tuple[str, ...], run: str, drafter: str | None, fil
         output().note("stopped early: no better validation within train.patience; train.patience=N --resume goes on")
     elif report.was_finished:
         output().note(f"nothing to do: {run} finished at step {report.steps:,}; more steps: train.max_steps=N --resume")
-    output().hint("hiddenstore", "eval", run, store)
+    is_best = report.best in (None, report.checkpoint)
+    output().hint("hiddenstore", "eval", run, store, *([] if is_best else ["--best"]))
 
 
 def _document(report: "TrainReport") -> dict[str, Any]:

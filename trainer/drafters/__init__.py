@@ -54,7 +54,7 @@ def check_store(name: str, needs: "Needs", capture: "CaptureSpec", where: str) -
         final = "all"
     if needs.hidden and capture.holds_topk:
         lacks.append("the final hidden itself (held: the target's top tokens)")
-        final = needs.final
+        final = "all" if needs.final == "all" else "supervised"
     if lacks:
         layers = ",".join(str(layer) for layer in needs.aux_layers) if missing else drafter_kind(name).layers
         words = f" --final {final}" if final else ""

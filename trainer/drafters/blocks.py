@@ -153,8 +153,8 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama layer; the attention between its projections and ``finish`` is the drafter's. It reads ``width_in`` columns
-    where the drafter joins something to its input."""
+    """A Llama layer; the attention between its projections and ``finish`` is the drafter's. ``width_in``: columns it
+    reads, where the drafter joins something to its input."""
 
     def __init__(self, config: DrafterConfig, width_in: int | None = None) -> None:
         super().__init__()

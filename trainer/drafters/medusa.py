@@ -153,12 +153,13 @@ class MedusaObjective:
     def plan(self, batch: PackedBatch) -> MedusaWork:
         """Find the rows that teach and what each head is taught there."""
         rows = _taught_rows(batch)
-        labels, ahead = _ahead(batch, rows, self.depths)
-        labels = torch.where(ahead, self.teacher.draft_token(labels), -1)
+        ahead, there = _following(batch, rows + 1, self.depths)
+        there &= batch.loss_mask[ahead]
+        labels = torch.where(there, self.teacher.draft_token(batch.input_ids[ahead]), -1)
         final = final_index(batch, rows)
-        at = rows[:, None] + 1 + torch.arange(self.depths, device=rows.device)
-        teacher = torch.searchsorted(batch.final_rows, torch.where(labels >= 0, at, rows[:, None]))
-        return MedusaWork(batch, self.side.normed(batch.final[final]), labels, teacher, ahead.sum(0))
+        before = torch.where(labels >= 0, ahead - 1, rows[:, None])
+        teacher = torch.searchsorted(batch.final_rows, before)
+        return MedusaWork(batch, self.side.normed(batch.final[final]), labels, teacher, there.sum(0))
 
     def divisors(self, *works: MedusaWork) -> Tensor:
         """Taught slots of each head over these packs: fp32 [K]. Ranks add theirs."""
@@ -237,12 +238,11 @@ def _taught_rows(batch: PackedBatch) -> Tensor:
     return torch.nonzero(batch.loss_mask[1:] & (batch.document[1:] == batch.document[:-1]))[:, 0]
 
 
-def _ahead(batch: PackedBatch, rows: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """The tokens t+2 … t+1+K of each row int64 [R, K], and whether each is supervised text of the same document."""
-    at = rows[:, None] + 2 + torch.arange(heads, device=rows.device)
-    inside = at.clamp(max=max(batch.tokens - 1, 0))
-    there = (at < batch.tokens) & batch.loss_mask[inside] & (batch.document[inside] == batch.document[rows][:, None])
-    return batch.input_ids[inside], there
+def _following(pack: PackedBatch, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` rows after each of ``rows`` int64 [N, count], and whether each is of the same document."""
+    at = rows[:, None] + 1 + torch.arange(count, device=rows.device)
+    inside = at.clamp(max=max(pack.tokens - 1, 0))
+    return inside, (at < pack.tokens) & (pack.document[inside] == pack.document[rows][:, None])
 
 
 def _summed(parts: Sequence[StepLosses]) -> StepLosses:
@@ -279,7 +279,8 @@ class _MedusaKind(DrafterKind[Medusa, MedusaConfig, MedusaLoss]):
         start = pack_drafting_positions(pack)
         at = final_index(pack, start - 1)
         target_ids, rows = side.vocab.target_ids, max(1, LOGIT_BUDGET // side.vocab.size)
-        text, there = _following(pack, start, draft_len)
+        ahead, there = _following(pack, start, draft_len)
+        text = pack.input_ids[ahead]
         for index in range(min(draft_len, model.config.medusa_heads)):
             states = model.states(side.normed(pack.final[at]), index)
             found = [_logits(part, model.head_weight(index)).argmax(-1) for part in states.split(rows)]
@@ -291,14 +292,6 @@ class _MedusaKind(DrafterKind[Medusa, MedusaConfig, MedusaLoss]):
 
     def live(self, model: Medusa, side: TargetSide) -> LiveMedusa:
         return LiveMedusa(model, side)
-
-
-def _following(pack: PackedBatch, start: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` tokens after each of ``start`` int64 [N, count], and whether each is of the same document."""
-    at = start[:, None] + 1 + torch.arange(count, device=start.device)
-    inside = at.clamp(max=max(pack.tokens - 1, 0))
-    there = (at < pack.tokens) & (pack.document[inside] == pack.document[start][:, None])
-    return pack.input_ids[inside], there
 
 
 def _require_fit(config: MedusaConfig, side: TargetSide) -> None:
