@@ -4,7 +4,7 @@ STORE holds what ``hiddenstore collect --layers all-drafters`` makes of answers 
 validation split. Every run takes the same steps of the same batches, learning rates and all else are the defaults that
 ``hiddenstore train`` derives. Training and judging go through the command line. A finished run is not repeated, so the
 same command goes on after a stop. Usage: python benchmarks/drafter_quality.py STORE --runs DIR [--seeds 3]
-[--steps 300] [--target NAME] [--trees STORE] [--only ROW …] [--rates]
+[--steps 300] [--target NAME] [--trees TEXT] [--only ROW …] [--rates]
 """
 
 import argparse
@@ -109,18 +109,18 @@ class Bench:
         found = {"row": row.name, "seed": seed, "words": words, "train_cpu_s": round(cpu_s, 1), **_settings(run)}
         chains = [min(length, row.longest) for length in CHAINS]
         judged = self.command.answer("eval", str(run), self.store, "--draft-len", ",".join(map(str, chains)))
-        found["chains"] = {str(one["draft_len"]): _judgement(one) for one in judged["sweep"]}
+        found["chains"] = {str(one["draft_len"]): judgement(one) for one in judged["sweep"]}
         file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         return found
 
     def measure_tree(self, row: Row, seed: int, text: str) -> Found:
-        """A tree and a chain as deep, on the validation split of the store ``text``; a finished one is read back."""
+        """A tree and a chain as deep, on the training split of the store ``text``; a finished one is read back."""
         run = self.runs / f"{row.folder}-seed{seed}"
         file = run / f"tree-{RESULT}"
         if not file.exists():
             shapes = f"{TREE[0]},{TREE[0]}x{TREE[1]}"
-            judged = self.command.answer("eval", str(run), text, "--draft-len", shapes)
-            chain, tree = map(_judgement, judged["sweep"])
+            judged = self.command.answer("eval", str(run), text, "--split", "train", "--draft-len", shapes)
+            chain, tree = map(judgement, judged["sweep"])
             found = {"row": row.name, "seed": seed, "samples": judged["samples"], "tree": tree, "chain": chain}
             file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         return dict(json.loads(file.read_text(encoding="utf-8")))
@@ -171,7 +171,8 @@ def _settings(run: Path) -> Found:
     }
 
 
-def _judgement(one: Found) -> Found:
+def judgement(one: Found) -> Found:
+    """What is kept of one shape of draft in what ``hiddenstore eval`` answers."""
     return {name: one[name] for name in ("accepted_length", "slot_accepted_length", "per_position", "drafts")}
 
 
@@ -261,12 +262,12 @@ def report(bench: Bench, target: str, results: Sequence[Found], trees: Sequence[
 
 
 def main() -> None:
-    """Seed by seed, so that a stop leaves every drafter equally far; then the learning rates; then the report."""
+    """Seed by seed, so that a stop leaves every drafter equally far, with the learning rates after the first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store")
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--target", default="bundled", help="its name in the report")
-    parser.add_argument("--trees", metavar="STORE", help="also trees, on the validation split of a smaller store")
+    parser.add_argument("--trees", metavar="TEXT", help="also trees, slow to walk, on a small store of other answers")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], default=[row.name for row in ROWS])
@@ -275,12 +276,13 @@ def main() -> None:
     args.runs.mkdir(parents=True, exist_ok=True)
     bench = Bench(args.store, args.runs, args.steps, Command())
     rows = [row for row in ROWS if row.name in args.only]
-    results = [bench.measure(row, seed) for seed in range(args.seeds) for row in rows]
-    wooded = [row for row in rows if row.has_trees and args.trees]
-    trees = [bench.measure_tree(row, seed, args.trees) for seed in range(args.seeds) for row in wooded]
+    results = [bench.measure(row, 0) for row in rows]
     swept = [row for row in rows if row.name in SWEPT] if args.rates else []
     derived = {one["row"]: one["lr"] for one in results}
     rates = [bench.measure(row, 0, factor * derived[row.name]) for row in swept for factor in RATE_FACTORS]
+    results += [bench.measure(row, seed) for seed in range(1, args.seeds) for row in rows]
+    wooded = [row for row in rows if row.has_trees and args.trees]
+    trees = [bench.measure_tree(row, seed, args.trees) for seed in range(args.seeds) for row in wooded]
     report(bench, args.target, results, trees, rates)
 
 

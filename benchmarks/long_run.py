@@ -1,8 +1,9 @@
 """A long run killed at random, and one moved between one and two processes, against the run nobody touched.
 
 Killed: SIGKILL at random progress, then ``--resume``, until done; every metric and the last weights must be equal bit
-for bit. Moved: SIGTERM at random progress, then on with the other world size; the tokens and taught slots of every step
-must be equal, the losses of the first 50 fp32 steps within 1e-4, and the end within the spread of the seeds.
+for bit. Moved: begun by two processes, SIGTERM at random progress, then on with the other world size; the tokens and
+taught slots of every step must be equal, the losses of the first 50 fp32 steps within 1e-4, and the end within the
+spread of the seeds.
 Usage: python benchmarks/long_run.py [--steps 2000] [--kills 8] [--moves 4] [--seed 0]
 """
 
@@ -121,7 +122,7 @@ def compare(folder: Path, args: argparse.Namespace, chance: random.Random) -> di
         alone = [side_by_side.submit(straight, store, path, steps, seed) for seed, path in enumerate(seeds)]
         codes = side_by_side.submit(interrupted, store, killed, steps, kills, lambda part: (1, signal.SIGKILL))
         switching = side_by_side.submit(
-            interrupted, store, moved, steps, moves, lambda part: (1 + part % 2, signal.SIGTERM)
+            interrupted, store, moved, steps, moves, lambda part: (2 - part % 2, signal.SIGTERM)
         )
     for done in (*alone, switching):
         done.result()
@@ -166,7 +167,9 @@ def main() -> None:
         "seconds": round(time.monotonic() - began, 1),
         **found,
     }
-    (RESULTS / f"long_run_{today}.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (RESULTS / f"long_run_{args.steps}_{today}.json").write_text(
+        json.dumps(document, indent=2) + "\n", encoding="utf-8"
+    )
     holds = all(found[key] for key in found if key.endswith(("_equal", "_spread")))
     if not (holds and found["moved_first_steps_difference"] < TOLERANCE):
         raise SystemExit(1)

@@ -59,8 +59,7 @@ def paired_lines(rows: Sequence[PairedRow]) -> list[str]:
     """What training on each recipe cost in acceptance, in percentage points."""
     return [
         f"{row.recipe}: {100 * row.difference:+.2f} ± {100 * row.standard_error:.2f} points of acceptance "
-        f"(original {100 * sum(row.original_acceptance) / len(row.seeds):.1f} %, {len(row.seeds)} seeds × "
-        f"{row.steps} steps)"
+        f"(original {100 * sum(row.original_acceptance) / len(row.seeds):.1f} %, {len(row.seeds)} × {row.steps} steps)"
         for row in rows
     ]
 

@@ -83,8 +83,9 @@ def _show(advice: "Advice", bytes_raw: float) -> None:
     for line in table_lines(advice, bytes_raw):
         out.print(line)
     out.print(
-        f"measured on {advice.tokens:,} tokens, {advice.final_rows:,} of them with a final hidden; raw: kept rows"
+        f"measured on {advice.tokens:,} tokens, {advice.final_rows:,} of them with a final hidden; channel: error"
     )
+    out.print("of the worst layer with its channels counted alike; raw rows: kept bit for bit")
     for line in paired_lines(advice.paired):
         out.print(line)
     out.print(verdict(advice))

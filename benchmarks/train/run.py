@@ -1,0 +1,187 @@
+"""One interleaved run of a case: each engine in a process and an environment of its own, step by step in turns."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.train.case import Case
+
+ROOT = Path(__file__).parents[2]
+PEERS_PYTHON = ROOT / ".venv-parity" / "bin" / "python"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table and the class behind it; ours run in this environment, peers in theirs."""
+
+    label: str
+    kind: str
+
+    @property
+    def is_ours(self) -> bool:
+        return self.kind.startswith("Ours")
+
+
+OURS = Row("hiddenstore, reading a bf16 store", "Ours")
+EAGLE3 = (
+    OURS,
+    Row("hiddenstore, reading a q8 store", "OursQ8"),
+    Row("hiddenstore, batch held in memory", "OursHeld"),
+    Row("SpecForge 0.2, sdpa", "SpecForge"),
+    Row("speculators 0.9, sdpa", "Speculators"),
+    Row("speculators 0.9, eager", "SpeculatorsEager"),
+    Row("ModelOpt 0.47, sdpa", "ModelOpt"),
+)
+DFLASH = (
+    OURS,
+    Row("hiddenstore, batch held in memory", "OursHeld"),
+    Row("SpecForge 0.2, sdpa", "SpecForgeDFlash"),
+    Row("SpecForge 0.2, eager", "SpecForgeDFlashEager"),
+    Row("speculators 0.9, eager", "SpeculatorsDFlash"),
+    Row("speculators 0.9, sdpa", "SpeculatorsDFlashSdpa"),
+)
+
+
+class Process:
+    """A worker; ``ask`` waits for its answer."""
+
+    def __init__(self, row: Row, folder: Path, errors: Path) -> None:
+        self._errors = errors.open("a", encoding="utf-8")
+        self._process = subprocess.Popen(
+            [sys.executable if row.is_ours else PEERS_PYTHON, "-m", "benchmarks.train.worker", row.kind, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+        )
+
+    def ask(self, op: str, **options: Any) -> dict[str, Any]:
+        """What the worker answers, ``failed`` where it could not."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({"op": op, **options}) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else {"failed": "the worker died"}
+
+    def close(self) -> None:
+        """End the worker."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._errors.close()
+
+
+@dataclass
+class Found:
+    """What one row measured: CPU and wall seconds of each step, the peer's losses beside ours at its settings, or why
+    it did not run."""
+
+    row: Row
+    cpu: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    our_losses: list[float] = field(default_factory=list)
+    failed: str | None = None
+
+    @property
+    def difference(self) -> float | None:
+        """Largest relative difference between the peer's losses and ours."""
+        pairs = list(zip(self.losses, self.our_losses, strict=True))
+        return max(abs(theirs - ours) / abs(ours) for theirs, ours in pairs) if pairs else None
+
+
+class Bench:
+    """Cases under ``root``; ``rows`` of each drafter can be fewer in tests."""
+
+    def __init__(self, root: Path, rows: dict[str, Sequence[Row]] | None = None) -> None:
+        self.root = root
+        self.rows = rows or {"eagle3": EAGLE3, "dflash": DFLASH}
+
+    def prepare(self, case: Case, name: str) -> Path:
+        """Write a case's tensors and the weights all engines start from."""
+        folder = self.root / name
+        case.save(folder)
+        worker = self._process(OURS, folder)
+        _need(worker.ask("open"))
+        _need(worker.ask("save_weights"))
+        worker.close()
+        return folder
+
+    def speed(self, case: Case, name: str, rounds: int, warm: int = 3) -> list[Found]:
+        """Compare every peer's losses with ours, then take turns, one step each."""
+        folder = self.prepare(case, name)
+        found = [Found(row) for row in self.rows[case.drafter]]
+        workers = [self._process(one.row, folder) for one in found]
+        for one, worker in zip(found, workers, strict=True):
+            opened = worker.ask("open")
+            one.failed = opened.get("failed")
+            if one.failed is None and not one.row.is_ours:
+                self._compare(case, one, worker, workers[0], opened["equal"])
+        for one, worker in zip(found, workers, strict=True):
+            if one.failed is None:
+                one.failed = worker.ask("steps", count=warm).get("failed")
+        for _ in range(rounds):
+            for one, worker in zip(found, workers, strict=True):
+                if one.failed is None:
+                    answer = worker.ask("steps", count=1)
+                    one.failed = answer.get("failed")
+                    if one.failed is None:
+                        one.cpu.append(answer["cpu"])
+                        one.wall.append(answer["wall"])
+        for worker in workers:
+            worker.close()
+        return found
+
+    def memory(self, case: Case, name: str, count: int = 2) -> dict[str, Any]:
+        """Growth of the peak over the imported process, each engine alone; ours reads ahead two packs."""
+        folder, found = self.prepare(case, name), {}
+        pack_mb = max(1, round((len(case.aux_layers) + 1) * case.tokens * case.width * 2 / 1e6))
+        for row in self.rows[case.drafter]:
+            worker = self._process(row, folder)
+            options = {"prefetch_mb": 2 * pack_mb} if row.is_ours else {}
+            opened = worker.ask("open", **options)
+            found[row.label] = opened if "failed" in opened else worker.ask("memory", count=count)
+            worker.close()
+        return found
+
+    def products_share(self, name: str, count: int = 4) -> dict[str, float]:
+        """See `Ours.products_share`."""
+        worker = self._process(OURS, self.root / name)
+        _need(worker.ask("open"))
+        shares: dict[str, float] = _need(worker.ask("products_share", count=count))["shares"]
+        worker.close()
+        return shares
+
+    def _compare(self, case: Case, one: Found, worker: Process, ours: Process, equal: dict[str, Any]) -> None:
+        options: dict[str, Any] = {}
+        if case.drafter == "dflash":
+            step = max(1, (case.tokens - case.first_supervised - 2 * case.block) // case.anchors)
+            options["anchors"] = [case.first_supervised + i * step for i in range(case.anchors)]
+        else:
+            equal = equal | {"steps": case.steps}
+        theirs = worker.ask("losses", **options)
+        mine = ours.ask("losses", settings=equal, **options)
+        one.failed = theirs.get("failed") or mine.get("failed")
+        if one.failed is None:
+            one.losses, one.our_losses = theirs["losses"], mine["losses"]
+
+    def _process(self, row: Row, folder: Path) -> Process:
+        return Process(row, folder, self.root / "errors.log")
+
+
+def _need(answer: dict[str, Any]) -> dict[str, Any]:
+    if "failed" in answer:
+        raise RuntimeError(answer["failed"])
+    return answer

@@ -1,0 +1,161 @@
+"""The slice a capture keeps, and ``--recipe auto``, on a tiny saved target."""
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from collectors import job
+from collectors.cli.collect import collect as command
+from collectors.engines.hf import HfEngine
+from collectors.job import CollectOptions, collect
+from hiddenstore.advise.document import read_advice
+from hiddenstore.advise.run import Limits, advise_store
+from hiddenstore.calibration import read_slice, write_slice
+from hiddenstore.codecs import DEFAULT_RECIPE
+from hiddenstore.errors import InterruptError
+from hiddenstore.rank import Drain, Rank
+from hiddenstore.store import Store
+from hiddenstore.verify import verify
+from tests.collectors.prepared import data_for_tiny
+from tests.collectors.tiny import save_target
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 80)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def options(tmp_path: Path, target: Path) -> CollectOptions:
+    data = data_for_tiny(tmp_path / "data")
+    return CollectOptions(data, tmp_path / "store", str(target), layers="0,2")
+
+
+def run(options: CollectOptions, rank: Rank | None = None, drain: Drain | None = None) -> list[str]:
+    said: list[str] = []
+    collect(options, rank, drain, note=said.append)
+    return said
+
+
+def calibration_bytes(store: str | Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((Path(store) / "calibration").iterdir())}
+
+
+def test_the_slice_holds_the_first_unit_before_any_codec(options: CollectOptions, tmp_path: Path) -> None:
+    run(options)
+    run(replace(options, store=tmp_path / "raw", recipe="raw"))
+    store, raw = Store.open(options.store), Store.open(tmp_path / "raw")
+    taken = read_slice(store.fs, store.capture)
+    assert taken is not None
+    first = store.commits()[0].samples
+    assert [sample.id for sample in taken.samples] == [sample.id for sample in first]
+    records = [raw.read(sample.id) for sample in first]
+    assert torch.equal(taken.aux.view(torch.int16), torch.cat([r.aux for r in records], 1).view(torch.int16))
+    assert torch.equal(taken.final.view(torch.int16), torch.cat([r.final for r in records]).view(torch.int16))
+    assert verify(store.path, "bytes").ok
+    assert advise_store(store, Limits()).chosen
+
+
+def test_top_tokens_in_the_store_leave_the_final_hidden_in_the_slice(options: CollectOptions) -> None:
+    run(replace(options, recipe="tiny"))
+    store = Store.open(options.store)
+    taken = read_slice(store.fs, store.capture)
+    assert taken is not None
+    assert len(taken.final) == sum(sample.final_rows for sample in store.commits()[0].samples) > 0
+    assert all(row.kl is not None for row in advise_store(store, Limits()).rows)
+
+
+@pytest.mark.parametrize("recipe", ["safe", "auto"])
+def test_the_slice_is_the_same_after_any_interruption_and_under_any_world_size(
+    options: CollectOptions, tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = replace(options, recipe=recipe)
+    straight = replace(options, store=tmp_path / "straight")
+    run(straight)
+    drain = Drain()
+    write = job.write_unit
+    monkeypatch.setattr(job, "write_unit", lambda *words: (drain.request(), write(*words))[1])
+    with pytest.raises(InterruptError):
+        run(options, Rank(1, 3), drain)
+    monkeypatch.setattr(job, "write_unit", write)
+    for rank in (2, 0, 1):
+        run(options, Rank(rank, 3))
+    assert Store.open(options.store).sample_ids == Store.open(straight.store).sample_ids
+    assert calibration_bytes(options.store) == calibration_bytes(straight.store)
+
+
+def test_the_default_is_safe_and_measures_nothing_first(options: CollectOptions) -> None:
+    recipe = next(parameter for parameter in command.params if parameter.name == "recipe")
+    assert recipe.default == options.recipe == DEFAULT_RECIPE == "safe"
+    assert not any("KL" in line for line in run(options))
+    assert read_advice(Store.open(options.store).fs) is None
+
+
+def test_auto_creates_the_store_with_the_recipe_its_table_names(
+    options: CollectOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards: list[bool] = []
+    forward = HfEngine._forward
+    monkeypatch.setattr(
+        HfEngine, "_forward", lambda self, ids: (forwards.append(Path(options.store).exists()), forward(self, ids))[1]
+    )
+    said = run(replace(options, recipe="auto"))
+    assert forwards[0] is False
+    store = Store.open(options.store)
+    advice = read_advice(store.fs)
+    assert advice is not None
+    assert store.manifest.recipe == advice.chosen == "safe"
+    assert any(line.startswith("→ safe") for line in said)
+    taken = read_slice(store.fs, store.capture)
+    assert taken is not None
+    assert taken.tokens == sum(record.tokens for record in store.commits())
+    assert verify(store.path, "bytes").ok
+
+
+def test_auto_keeps_the_recipe_of_the_store_it_resumes(options: CollectOptions) -> None:
+    run(replace(options, recipe="compact"))
+    commits = Path(options.store) / "commits"
+    for record in sorted(commits.iterdir())[1:]:
+        record.unlink()
+    said = run(replace(options, recipe="auto"))
+    store = Store.open(options.store)
+    assert store.manifest.recipe == "compact"
+    assert len(store) == 12
+    assert not any("KL" in line for line in said)
+
+
+def test_a_rank_that_would_have_chosen_otherwise_takes_what_another_rank_settled(
+    options: CollectOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled = replace(options, store=tmp_path / "settled", recipe="lossless")
+    run(settled)
+    measure = job.calibrate
+
+    def slower(*words: object) -> object:
+        found = measure(*words)  # type: ignore[arg-type]
+        shutil.copytree(settled.store, options.store)
+        return found
+
+    monkeypatch.setattr(job, "calibrate", slower)
+    run(replace(options, recipe="auto"), Rank(1, 2))
+    assert Store.open(options.store).manifest.recipe == "lossless"
+
+
+def test_a_slice_that_is_there_is_not_written_again(options: CollectOptions, tmp_path: Path) -> None:
+    run(options)
+    store = Store.open(options.store)
+    taken = read_slice(store.fs, store.capture)
+    assert taken is not None
+    before = os.stat(Path(options.store) / "calibration" / "slice.json").st_ino
+    run(replace(options, data=data_for_tiny(tmp_path / "more", samples=5, seed=9)))
+    assert not write_slice(store.fs, taken, store.capture)
+    assert os.stat(Path(options.store) / "calibration" / "slice.json").st_ino == before

@@ -1,0 +1,90 @@
+"""speculators' default EAGLE-3 without its norm before fc, as the quality benchmark brings it back, drafts the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.quality_against_speculators import as_ours
+from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, make_setting
+from trainer.published import read_published
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+
+STEPS = 3
+
+
+def their_default(norm_before_residual: bool = True) -> Any:
+    """Their model with the flags their trainer sets by default and random weights, norms far from one."""
+    core = pytest.importorskip("speculators.models.eagle3.core")
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import LlamaConfig
+
+    layer = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=256, pad_token_id=None,
+    )  # fmt: skip
+    layer._attn_implementation = "eager"
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=VOCAB,
+        norm_before_residual=norm_before_residual,
+        norm_before_fc=True,
+        norm_output=True,
+        eagle_aux_hidden_state_layer_ids=[2, 4, 5],
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=STEPS)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=None, architectures=[]),
+        ),
+    )
+    torch.manual_seed(0)
+    model = core.Eagle3DraftModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1))
+    return model
+
+
+@pytest.mark.parametrize("scale", [0.1, 30.0])
+def test_the_folded_checkpoint_drafts_what_theirs_drafts(tmp_path: Path, scale: float) -> None:
+    setting = make_setting([24])
+    model = their_default()
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(setting.head.embed_tokens)
+    model.save_pretrained(tmp_path / "theirs")
+    as_ours(tmp_path / "theirs", tmp_path / "ours")
+    published = read_published(tmp_path / "ours", setting.head, num_layers=8)
+    assert published.config.aux_layers == (1, 3, 4)
+    ours = setting.model.build(published.config, setting.head, published.vocab)
+    ours.load_state_dict(published.weights)
+    aux, ids = torch.randn(LAYERS, 24, WIDTH) * scale, torch.randint(VOCAB, (24,))
+    theirs = their_logits(model, aux, ids)
+    from trainer.drafters.blocks import KVCache
+
+    g, positions, cache = ours.start(aux)[:-1], torch.arange(23), KVCache(1)
+    _, logits = ours.step(g, ids[1:], positions, cache)
+    assert torch.allclose(logits, theirs, atol=1e-4 * float(theirs.abs().max()))
+
+
+def their_logits(model: Any, aux: Tensor, ids: Tensor) -> Tensor:
+    """Of their first step: [T - 1, V]."""
+    seen: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, read, out: seen.append(out[0]))
+    states = aux.permute(1, 0, 2).flatten(1)[None, :-1]
+    model(
+        hidden_states=states, input_ids=ids[None, 1:], document_ids=torch.zeros(1, len(ids) - 1, dtype=torch.long),
+        position_ids=torch.arange(1, len(ids))[None], ttt_steps=1,
+    )  # fmt: skip
+    return seen[0]
+
+
+def test_a_norm_before_fc_that_matters_is_refused(tmp_path: Path) -> None:
+    their_default(norm_before_residual=False).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(SystemExit, match="norm before fc"):
+        as_ours(tmp_path / "theirs", tmp_path / "ours")

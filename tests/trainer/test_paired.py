@@ -1,0 +1,87 @@
+"""Paired training: the difference and its error, what it is measured on, and what it refuses."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from hiddenstore.cli import main
+from hiddenstore.copying import plan_copy, run_copy
+from hiddenstore.errors import ConfigError
+from hiddenstore.rank import Rank
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import make_store
+from tests.trainer.runs import WORDS
+from trainer.group import Group
+from trainer.paired import acceptance, measure_paired, paired_difference
+from trainer.run_folder import Asked
+from trainer.session import start, token_batches
+from trainer.shift import teacher_rows
+
+SHORT = [word for word in WORDS if not word.startswith(("train.", "drafter.vocab"))] + ["train.max_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return make_store(tmp_path_factory.mktemp("raw"), samples=20, layers=(1, 3, 4), codec="raw")
+
+
+def test_the_error_is_that_of_the_mean_of_the_differences() -> None:
+    difference, error = paired_difference((0.51, 0.60, 0.42), (0.50, 0.61, 0.45))
+    assert difference == pytest.approx(-0.01)
+    assert error == pytest.approx(math.sqrt((0.02**2 + 0.0**2 + 0.02**2) / 2) / math.sqrt(3))
+
+
+def test_equal_states_differ_by_nothing_and_rounded_ones_by_little(raw: Store) -> None:
+    seen: list[int] = []
+    rows = measure_paired(raw, ("lossless", "compact"), (0, 1), SHORT, lambda total, doing: seen.append(total))
+    assert [row.recipe for row in rows] == ["lossless", "compact"]
+    assert (rows[0].difference, rows[0].standard_error) == (0.0, 0.0)
+    assert rows[0].acceptance == rows[0].original_acceptance
+    assert 0 < abs(rows[1].difference) < 0.05
+    assert rows[1].standard_error > 0
+    assert len(seen) == set(seen).pop() == 2 * 2 * 3
+
+
+def test_acceptance_is_the_overlap_of_drafter_and_target_at_the_first_drafted_token(raw: Store, tmp_path: Path) -> None:
+    session = start(Asked(raw.path, tmp_path / "run", "eagle3", None, SHORT), Group(Rank()))
+    overlaps = []
+    session.model.eval()
+    with torch.no_grad():
+        for batch in token_batches(raw, session.config, session.group, validation=True):
+            for pack in batch.packs:
+                rows = teacher_rows(pack.loss_mask, pack.document, session.config.loss.mask_offset)
+                work = session.objective.plan(pack)
+                states = session.model.unroll(pack, work.plan, 1)
+                q = session.model.lm_head(states).double().softmax(-1)
+                held = pack.final[torch.searchsorted(pack.final_rows, rows)]
+                p = session.side.head.logits(held, "pre_norm").double().softmax(-1)
+                slots = work.plan.slots[:, 0]
+                taught = slots >= 0
+                overlaps += torch.minimum(p[taught], q[slots[taught]]).sum(-1).tolist()
+    assert acceptance(session, raw) == pytest.approx(sum(overlaps) / len(overlaps), abs=1e-5)
+
+
+def test_a_store_without_original_states_or_held_out_text_is_refused(raw: Store, tmp_path: Path) -> None:
+    rounded = make_store(tmp_path / "q8", samples=10, layers=(1, 3, 4))
+    with pytest.raises(ConfigError, match=r"aux layers and final rows of .* are rounded already") as caught:
+        measure_paired(rounded, ("compact",), (0, 1), SHORT, lambda *_: None)
+    assert caught.value.kind == "states-rounded"
+    run_copy(plan_copy([raw], tmp_path / "train", None, lambda _record, entry: entry.split == "train"))
+    with pytest.raises(ConfigError, match="holds no validation samples") as caught:
+        measure_paired(Store.open(tmp_path / "train"), ("compact",), (0, 1), SHORT, lambda *_: None)
+    assert caught.value.kind == "validation-missing"
+
+
+def test_advise_finds_paired_training_and_keeps_its_rows(raw: Store) -> None:
+    words = ("--paired", "--recipe", "compact", "--seeds", "2", "--json")
+    result = CliRunner().invoke(main, ["advise", raw.path, *words, *SHORT], prog_name="hiddenstore")
+    assert result.exit_code == 0, result.stderr
+    (row,) = json.loads(result.stdout)["paired"]
+    assert (row["recipe"], row["steps"], row["seeds"]) == ("compact", 2, [0, 1])
+    assert len(row["acceptance"]) == len(row["original_acceptance"]) == 2
+    shown = CliRunner().invoke(main, ["info", raw.path], prog_name="hiddenstore").stdout
+    assert "points of acceptance" in " ".join(shown.split())
