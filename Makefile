@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo test check test-parity reliability wheel-smoke bench bench-storage schemas clean
+.PHONY: install demo test check test-parity reliability wheel-smoke bench bench-storage bench-train schemas clean
 
 install: $(VENV)/.installed
 
@@ -65,6 +65,14 @@ $(VENV)-bench/.installed: benchmarks/requirements-storage.txt constraints.txt
 	$(PYTHON) -m venv $(VENV)-bench
 	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
 	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt -r benchmarks/requirements-storage.txt
+	touch $@
+
+# A training step beside the peers' own, its growth and memory; about ten minutes. Peers live where test-parity has them.
+bench-train: install $(VENV)-parity/.bench-train
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.train
+
+$(VENV)-parity/.bench-train: benchmarks/requirements-train.txt $(VENV)-parity/.installed
+	$(VENV)-parity/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/requirements-train.txt
 	touch $@
 
 clean:

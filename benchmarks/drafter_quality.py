@@ -1,10 +1,12 @@
 """Every drafter from one store with an equal budget: accepted length of chains of 3 and 7 over several seeds.
 
-STORE holds what ``hiddenstore collect --layers all-drafters`` makes of answers that the target itself wrote, with a
-validation split. Every run takes the same steps of the same batches, learning rates and all else are the defaults that
+STORE holds what ``hiddenstore collect --layers all-drafters`` makes of answers that the target itself wrote at
+temperature 0.8, with a validation split (``prepare --val 6%``); ``answers.jsonl`` of ``hiddenstore demo`` are such
+answers. Every run takes the same steps of the same batches; learning rates and all else are the defaults that
 ``hiddenstore train`` derives. Training and judging go through the command line. A finished run is not repeated, so the
-same command goes on after a stop. Usage: python benchmarks/drafter_quality.py STORE --runs DIR [--seeds 3]
-[--steps 300] [--target NAME] [--trees TEXT] [--only ROW …] [--rates]
+same command goes on after a stop. TEXT for trees is a small store of other answers (``prepare --val 0``).
+Usage: python -m benchmarks.drafter_quality STORE --runs DIR [--seeds 3] [--steps 300] [--target NAME] [--trees TEXT]
+[--only ROW …] [--rates]
 """
 
 import argparse

@@ -158,9 +158,16 @@ def report(name: str, steps: int, ours: Sequence[Found], theirs: Sequence[Found]
         *table(ours, theirs),
     ]
     print("\n".join(lines))
-    machine = {"cpu": platform.machine(), "cores": os.cpu_count()}
-    document = {"benchmark": "quality_against_speculators", "date": today, "target": name, "machine": machine}
-    document |= {"steps": steps, "batch_tokens": BATCH_TOKENS, "ours": ours, "theirs": theirs}
+    document = {
+        "benchmark": "quality_against_speculators",
+        "date": today,
+        "target": name,
+        "machine": {"cpu": platform.machine(), "cores": os.cpu_count()},
+        "steps": steps,
+        "batch_tokens": BATCH_TOKENS,
+        "ours": ours,
+        "theirs": theirs,
+    }
     file = RESULTS / f"quality_against_speculators-{name}-{today}.json"
     file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     file.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")

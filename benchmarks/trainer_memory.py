@@ -23,7 +23,7 @@ CHILD = """
 import json, resource, sys
 import torch
 torch.set_num_threads(1)
-from trainer import loop
+from trainer.run import loop
 from trainer.drafters import eagle3
 import torch._dynamo  # what the first optimizer step would import
 def resident():

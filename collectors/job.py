@@ -29,8 +29,8 @@ from hiddenstore.codecs import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.errors import ConfigError, ConflictError, FormatError, InterruptError, NotFoundError
 from hiddenstore.inputs import PreparedInput, RegisteredInput, Unit, unit_tokens
-from hiddenstore.inspect import raw_bytes_per_token
 from hiddenstore.layout import commit_path
+from hiddenstore.look.inspect import raw_bytes_per_token
 from hiddenstore.progress import Progress
 from hiddenstore.rank import Drain, Rank
 from hiddenstore.records import Record, final_row_positions

@@ -7,7 +7,8 @@ import stat
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 OPEN_FILES = 64
@@ -136,17 +137,13 @@ class PosixDisk:
             return file.read()
 
     def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
-        done, left = 0, list(buffers)
-        with self._handles.borrow(path) as handle:
-            while left:
-                count = os.preadv(handle, left, offset + done)
-                if count == 0:
-                    break
-                done += count
-                while left and count >= len(left[0]):
-                    count -= len(left.pop(0))
-                if count:
-                    left[0] = left[0][count:]
+        entry = self._handles.borrow(path)
+        try:
+            done = os.preadv(entry.handle, buffers, offset)
+            if done != sum(map(len, buffers)):
+                done += _read_on(entry.handle, offset + done, buffers, done)
+        finally:
+            self._handles.give_back(entry)
         return done
 
     def free_bytes(self, path: str) -> int:
@@ -156,34 +153,54 @@ class PosixDisk:
         return found.f_bavail * found.f_frsize
 
 
+@dataclass(eq=False, slots=True)
+class _ReadHandle:
+    handle: int
+    users: int = 0
+
+
 class _ReadHandles:
     """Open read descriptors, least recently used closed first, never one that a thread is reading from."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._open: OrderedDict[str, list[int]] = OrderedDict()
+        self._open: OrderedDict[str, _ReadHandle] = OrderedDict()
         weakref.finalize(self, _close_all, self._open)
 
-    @contextlib.contextmanager
-    def borrow(self, path: str) -> Iterator[int]:
+    def borrow(self, path: str) -> _ReadHandle:
         with self._lock:
             entry = self._open.get(path)
             if entry is None:
-                entry = self._open[path] = [_open_regular(path), 0]
+                entry = self._open[path] = _ReadHandle(_open_regular(path))
             self._open.move_to_end(path)
-            entry[1] += 1
-        try:
-            yield entry[0]
-        finally:
-            with self._lock:
-                entry[1] -= 1
-                self._evict()
+            entry.users += 1
+        return entry
 
-    def _evict(self) -> None:
-        surplus = len(self._open) - self._limit
-        for path in [path for path, (_, users) in self._open.items() if users == 0][: max(0, surplus)]:
-            os.close(self._open.pop(path)[0])
+    def give_back(self, entry: _ReadHandle) -> None:
+        with self._lock:
+            entry.users -= 1
+            surplus = len(self._open) - self._limit
+            if surplus > 0:
+                unused = [path for path, entry in self._open.items() if entry.users == 0]
+                for path in unused[:surplus]:
+                    os.close(self._open.pop(path).handle)
+
+
+def _read_on(handle: int, offset: int, buffers: Sequence[memoryview], filled: int) -> int:
+    """Bytes read from ``offset`` on into what is left of buffers whose first ``filled`` bytes are there."""
+    done, left = 0, list(buffers)
+    count = filled
+    while True:
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if not left:
+            return done
+        left[0] = left[0][count:]
+        count = os.preadv(handle, left, offset + done)
+        if count == 0:
+            return done
+        done += count
 
 
 def _open_regular(path: str) -> int:
@@ -195,8 +212,8 @@ def _open_regular(path: str) -> int:
     return handle
 
 
-def _close_all(entries: dict[str, list[int]]) -> None:
-    for descriptor, _ in entries.values():
+def _close_all(entries: dict[str, _ReadHandle]) -> None:
+    for entry in entries.values():
         with contextlib.suppress(OSError):
-            os.close(descriptor)
+            os.close(entry.handle)
     entries.clear()

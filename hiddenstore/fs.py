@@ -144,9 +144,13 @@ class LocalFilesystem:
         self.read_scatter(path, offset, [buffer.cast("B") if buffer.ndim != 1 or buffer.format != "B" else buffer])
 
     def read_scatter(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        wanted = sum(map(len, buffers))
-        with self._translated(path):
-            count = self._disk.read_into(self._full(path), offset, buffers)
+        wanted, full = sum(map(len, buffers)), self._full(path)
+        try:
+            count = self._disk.read_into(full, offset, buffers)
+        except HiddenstoreError:
+            raise
+        except OSError as error:
+            raise self._storage_error(error, path, None) from error
         if count != wanted:
             raise self._short(path, offset, wanted, offset + count)
 

@@ -67,6 +67,11 @@ class SegmentReader:
                 split=entry.split,
             )
 
+    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ``index``-th sample's tokens int32 [t] and mask uint8 [t] alone."""
+        with self._named(self.record.samples[index]):
+            return self._unit.plain(INPUT_IDS, index), self._unit.plain(LOSS_MASK, index)
+
     def read(self, index: int, layers: Sequence[int] | None = None, final: bool = True) -> Record:
         """One sample with its states decoded: aux bf16 [L, t, D] in the order of ``layers`` (default: all held).
 

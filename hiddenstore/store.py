@@ -173,6 +173,11 @@ class Store:
         record, index = self.locate(sample_id)
         return self._reader(record).read_encoded(index, layers, final, out)
 
+    def reader_of(self, sample_id: str) -> "tuple[SegmentReader, int]":
+        """The open unit that holds a sample and the sample's index in it; NotFoundError ``sample-missing``."""
+        record, index = self.locate(sample_id)
+        return self._reader(record), index
+
     def sample(self, sample_id: str) -> "Sample":
         """Tokens, mask and spans of one sample, without its states."""
         record, index = self.locate(sample_id)

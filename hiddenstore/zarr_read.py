@@ -5,12 +5,8 @@ checksums, decompression and copies. Whatever disagrees with its checksum or wit
 names the file.
 """
 
-import json
 import shlex
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator
 
 import google_crc32c
 import numpy as np
@@ -19,53 +15,17 @@ from hiddenstore import blosc_chunks
 from hiddenstore.documents import sha256_hex
 from hiddenstore.errors import CorruptionError, FormatError
 from hiddenstore.fs import Filesystem
-from hiddenstore.zarr_write import ALIGNMENT, CHUNK_CRCS, CRC_BYTES, ArraySpec, crc32c
+from hiddenstore.scratch import Scratch
+from hiddenstore.zarr_spec import ALIGNMENT, CHUNK_CRCS, CRC_BYTES, ArraySpec, crc32c
 
 MAX_CHUNK_BYTES = 1 << 28
 CHECK_CHUNKS = True
 """Off, this process reads chunks without their checksums: for benchmarks that measure what checking costs."""
 
-# A request for chunks that are copied stays in cache; one straight into place need not.
-_READ_BYTES = 1 << 21
-_DIRECT_BYTES = 1 << 23
-
-
-def parse_metadata(data: bytes, where: str) -> ArraySpec:
-    """The spec an array's ``zarr.json`` describes.
-
-    Raises:
-        FormatError: ``array-invalid`` for anything but the arrays of format 1.
-    """
-    try:
-        document = json.loads(data)
-        spec = _spec(document)
-        same = spec.metadata() == document
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{where} is not the metadata of an array: {error!r}", kind="array-invalid") from error
-    if not same:
-        raise FormatError(f"{where} describes an array that format 1 does not have", kind="array-invalid")
-    return spec
-
-
-def _spec(document: dict[str, Any]) -> ArraySpec:
-    codecs = document["codecs"]
-    sharded = codecs[0]["name"] == "sharding_indexed"
-    configuration = codecs[0]["configuration"] if sharded else {}
-    chain = configuration["codecs"] if sharded else codecs
-    shape = tuple(document["shape"])
-    if not all(type(length) is int and length >= 0 for length in shape):
-        raise ValueError(f"shape {shape}")
-    chunk_rows = configuration["chunk_shape"][0] if sharded else None
-    if sharded and not (type(chunk_rows) is int and chunk_rows > 0 and len(shape) == 2):
-        raise ValueError(f"chunk of {chunk_rows} rows of {shape}")
-    return ArraySpec(
-        shape=shape,
-        dtype=str(np.dtype(document["data_type"])),
-        dimensions=tuple(document["dimension_names"]),
-        chunk_rows=chunk_rows,
-        compressed=len(chain) == 3,
-        attributes=document["attributes"],
-    )
+# What a request brought is still in cache when it is checked and copied; smaller ones cost more calls.
+_REQUEST_BYTES = 1 << 21
+# Room for the checksum of a chunk and the gap behind it.
+_TAIL_BYTES = 2 * ALIGNMENT
 
 
 def read_small(fs: Filesystem, folder: str, spec: ArraySpec, sha256: str | None = None) -> np.ndarray:
@@ -76,11 +36,12 @@ def read_small(fs: Filesystem, folder: str, spec: ArraySpec, sha256: str | None 
         return np.zeros(spec.shape, dtype=spec.dtype)
     expected = spec.size * little.itemsize + CRC_BYTES
     _check_size(fs, path, expected)
-    data = fs.read_range(path, 0, expected)
-    _check_crc(fs, path, memoryview(data)[:-CRC_BYTES], data[-CRC_BYTES:], "its only chunk", kind="array-corrupt")
-    if sha256 is not None and sha256_hex(data) != sha256:
+    data = np.empty(expected, dtype=np.uint8)
+    fs.read_into(path, 0, data.data)
+    _check_crc(fs, path, data, "its only chunk", kind="array-corrupt")
+    if sha256 is not None and sha256_hex(data.data) != sha256:
         raise _corrupt(fs, path, "array-corrupt", "its sha256 is not the one the commit record names")
-    array = np.frombuffer(data, dtype=little, count=spec.size).reshape(spec.shape)
+    array = data[:-CRC_BYTES].view(little).reshape(spec.shape)
     return array.astype(spec.dtype, copy=False)
 
 
@@ -99,6 +60,7 @@ class ShardReader:
         self._file_size = file_size
         self._dtype = np.dtype(spec.dtype).newbyteorder("<")
         self._rows = spec.chunk_rows or 1
+        self._row_bytes, self._chunk_bytes, self._direct = spec.row_bytes, spec.chunk_bytes, spec.direct
         self._bounds: list[tuple[int, int]] | None = None
         self._crcs: list[int] = spec.attributes.get(CHUNK_CRCS, [])
         if len(self._crcs) != spec.chunks or not all(type(crc) is int and 0 <= crc < 1 << 32 for crc in self._crcs):
@@ -111,23 +73,24 @@ class ShardReader:
             raise IndexError(f"rows {start}…{stop} of {self.spec.shape[0]}")
         if start == stop:
             return
-        most = _DIRECT_BYTES if self.spec.direct else _READ_BYTES
         chunk, last = start // rows, -(-stop // rows)
+        flat = out.reshape(-1).view(np.uint8) if self._direct else out
         while chunk < last:
-            end = chunk + 1
-            while end < last and bounds[end][1] - bounds[chunk][0] <= most:
-                end += 1
-            if self.spec.direct:
-                self._read_direct(chunk, end, start, stop, out)
+            if self._direct:
+                end = min(last, chunk + max(1, _REQUEST_BYTES // self._chunk_bytes))
+                self._read_direct(chunk, end, start, flat)
             else:
+                end = chunk + 1
+                while end < last and bounds[end][1] - bounds[chunk][0] <= _REQUEST_BYTES:
+                    end += 1
                 self._read_copied(chunk, end, start, stop, out)
             chunk = end
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
         """Rows [start, stop) piece by piece: (offset from ``start``, rows [n, width] valid until the next piece)."""
-        rows, row_bytes = self._rows, self.spec.row_bytes
-        step = max(1, _READ_BYTES // max(1, self.spec.chunk_bytes)) * rows
-        with _scratch(min(step + rows, stop - start) * row_bytes) as buffer:
+        rows, row_bytes = self._rows, self._row_bytes
+        step = max(1, _REQUEST_BYTES // max(1, self._chunk_bytes)) * rows
+        with Scratch(min(step + rows, stop - start) * row_bytes) as buffer:
             low = start
             while low < stop:
                 high = min(stop, (low // rows) * rows + step)
@@ -136,44 +99,54 @@ class ShardReader:
                 yield low - start, piece
                 low = high
 
-    def _read_direct(self, chunk: int, end: int, start: int, stop: int, out: np.ndarray) -> None:
-        """Chunks [chunk, end) in one request, their rows of [start, stop) straight into place; then verify them."""
-        bounds, size, row_bytes = self._index(), self.spec.chunk_bytes, self.spec.row_bytes
-        target = out.reshape(-1).view(np.uint8)
-        before = max(0, start - chunk * self._rows) * row_bytes
-        behind = max(0, end * self._rows - stop) * row_bytes
-        place = max(0, chunk * self._rows - start) * row_bytes
-        with _scratch(before + behind + (end - chunk) * 2 * ALIGNMENT, bounds[chunk][0]) as spare:
-            bodies, tails = [], []
-            for index in range(chunk, end):
-                head = before if index == chunk else 0
-                rest = behind if index == end - 1 else 0
-                wanted = size - head - rest
-                parts = (spare[:head], target[place : place + wanted], spare[before : before + rest])
-                bodies.append([part for part in parts if part.size])
-                place += wanted
-                gap = (bounds[index + 1][0] if index + 1 < end else bounds[index][1]) - bounds[index][0] - size
-                tails.append(spare[before + behind + (index - chunk) * 2 * ALIGNMENT :][:gap])
-            pieces = [part.data for body, tail in zip(bodies, tails, strict=True) for part in (*body, tail)]
+    def _read_direct(self, chunk: int, end: int, start: int, out: np.ndarray) -> None:
+        """Chunks [chunk, end) in one request, what ``out`` uint8 wants of them straight into place; then verify them.
+
+        ``out`` holds the rows from ``start`` on. What the first and the last chunk have outside of it goes to memory of
+        this thread, and so do the checksums.
+        """
+        bounds, size = self._index(), self._chunk_bytes
+        place = chunk * size - start * self._row_bytes
+        past = place + (end - chunk) * size
+        before, tail = max(0, -place), max(0, -place) + max(0, past - out.size)
+        with Scratch(tail + (end - chunk) * _TAIL_BYTES, bounds[chunk][0]) as spare:
+            room, at = spare.data, tail
+            bodies: list[np.ndarray] = []
+            pieces: list[memoryview] = []
+            for first, index in zip(range(place, past, size), range(chunk, end), strict=True):
+                body = out[max(0, first) : first + size]
+                bodies.append(body)
+                behind = bounds[index + 1][0] - bounds[index][0] - size if index + 1 < end else CRC_BYTES
+                pieces += (body.data, room[at : at + behind])
+                at += _TAIL_BYTES
+            if before:
+                pieces.insert(0, room[:before])
+            if tail > before:
+                pieces.insert(-1, room[before:tail])
             self._fs.read_scatter(self._path, bounds[chunk][0], pieces)
-            for index, (body, tail) in enumerate(zip(bodies, tails, strict=True), start=chunk):
-                self._verify(index, body, tail[:CRC_BYTES])
+            if CHECK_CHUNKS:
+                found = list(map(google_crc32c.value, bodies))
+                if before:
+                    found[0] = google_crc32c.extend(crc32c(spare[:before]), bodies[0])
+                if tail > before:
+                    found[-1] = google_crc32c.extend(found[-1], spare[before:tail])
+                self._verify(chunk, found, spare[tail:].reshape(-1, _TAIL_BYTES)[:, :CRC_BYTES])
 
     def _read_copied(self, chunk: int, end: int, start: int, stop: int, out: np.ndarray) -> None:
         """Chunks [chunk, end) through memory of this thread: small ones and compressed ones."""
         bounds = self._index()
         first = bounds[chunk][0]
-        with _scratch(bounds[end - 1][1] - first, first) as buffer:
+        with Scratch(bounds[end - 1][1] - first, first) as buffer:
             self._fs.read_into(self._path, first, buffer.data)
-            for index in range(chunk, end):
-                stored = buffer[bounds[index][0] - first : bounds[index][1] - first]
-                self._verify(index, [stored[:-CRC_BYTES]], stored[-CRC_BYTES:])
-            if self.spec.compressed:
-                for index in range(chunk, end):
-                    stored = buffer[bounds[index][0] - first : bounds[index][1] - first - CRC_BYTES]
-                    self._place_compressed(index, stored, start, stop, out)
-            else:
+            stored = [buffer[low - first : high - first] for low, high in bounds[chunk:end]]
+            if CHECK_CHUNKS:
+                found = [crc32c(one[:-CRC_BYTES]) for one in stored]
+                self._verify(chunk, found, np.stack([one[-CRC_BYTES:] for one in stored]))
+            if not self.spec.compressed:
                 self._place_plain(chunk, buffer.reshape(end - chunk, -1), start, stop, out)
+                return
+            for index, one in enumerate(stored, start=chunk):
+                self._place_compressed(index, one[:-CRC_BYTES], start, stop, out)
 
     def _place_plain(self, chunk: int, stored: np.ndarray, start: int, stop: int, out: np.ndarray) -> None:
         """Put the rows of [start, stop) of chunks uint8 [n, bytes] from number ``chunk`` on into place."""
@@ -199,24 +172,26 @@ class ShardReader:
         if high - low == rows:
             self._decompress(index, body, target.reshape(-1).view(np.uint8))
             return
-        with _scratch(self.spec.chunk_bytes) as buffer:
+        with Scratch(self._chunk_bytes) as buffer:
             self._decompress(index, body, buffer)
             np.copyto(target, buffer.view(self._dtype).reshape(rows, -1)[low - first : high - first])
 
-    def _verify(self, index: int, body: Sequence[np.ndarray], behind: np.ndarray) -> None:
-        """Check chunk ``index``, given in parts, against its crc32c behind it and in the metadata."""
-        if not CHECK_CHUNKS:
+    def _verify(self, chunk: int, found: list[int], behind: np.ndarray) -> None:
+        """The crc32c of chunks from number ``chunk`` on must be those in the metadata and those behind them.
+
+        behind: uint8 [chunks, 4].
+        """
+        stored = np.ascontiguousarray(behind).view("<u4").ravel().tolist()
+        named = self._crcs[chunk : chunk + len(found)]
+        if found == stored == named:
             return
-        found = crc32c(body[0])
-        for part in body[1:]:
-            found = int(google_crc32c.extend(found, part))
-        crc = int.from_bytes(behind.tobytes(), "little")
-        if found != crc or found != self._crcs[index]:
-            reason = (
-                f"chunk {index} has crc32c {found:08x}, expected {crc:08x} by the shard "
-                f"and {self._crcs[index]:08x} by zarr.json"
-            )
-            raise _corrupt(self._fs, self._path, "chunk-corrupt", reason)
+        for index, crcs in enumerate(zip(found, stored, named, strict=True), start=chunk):
+            if len(set(crcs)) > 1:
+                reason = (
+                    f"chunk {index} has crc32c {crcs[0]:08x}, expected {crcs[1]:08x} by the shard "
+                    f"and {crcs[2]:08x} by zarr.json"
+                )
+                raise _corrupt(self._fs, self._path, "chunk-corrupt", reason)
 
     def _decompress(self, index: int, body: np.ndarray, target: np.ndarray) -> None:
         try:
@@ -241,16 +216,10 @@ class ShardReader:
         if found != expected or found < spec.index_bytes:
             reason = f"expected {max(expected, spec.index_bytes)} bytes, found {found}"
             raise _corrupt(self._fs, self._path, "file-size", reason)
-        data = self._fs.read_range(self._path, found - spec.index_bytes, spec.index_bytes)
-        _check_crc(
-            self._fs,
-            self._path,
-            memoryview(data)[:-CRC_BYTES],
-            data[-CRC_BYTES:],
-            "the shard index",
-            kind="shard-index",
-        )
-        pairs = np.frombuffer(data, dtype="<u8", count=spec.chunks * 2).reshape(spec.chunks, 2)
+        data = np.empty(spec.index_bytes, dtype=np.uint8)
+        self._fs.read_into(self._path, found - spec.index_bytes, data.data)
+        _check_crc(self._fs, self._path, data, "the shard index", kind="shard-index")
+        pairs = data[:-CRC_BYTES].view("<u8").reshape(spec.chunks, 2)
         bounds: list[tuple[int, int]] = [(offset, offset + length) for offset, length in pairs.tolist()]
         if not self._lie_in_order(bounds, found - spec.index_bytes):
             raise _corrupt(self._fs, self._path, "shard-index", "its chunks do not lie end to end")
@@ -269,33 +238,6 @@ class ShardReader:
         )
 
 
-class _Pool(threading.local):
-    def __init__(self) -> None:
-        self.free: list[np.ndarray] = []
-
-
-_POOL = _Pool()
-
-
-@contextmanager
-def _scratch(size: int, offset: int = 0) -> Iterator[np.ndarray]:
-    """uint8 [size] of reused memory of this thread; fresh pages would cost as much as the copy.
-
-    It lies in memory as byte ``offset`` lies in its file, modulo ``ALIGNMENT``: a copy by the kernel to a place a few
-    bytes ahead of that is up to five times slower.
-    """
-    free = _POOL.free
-    buffer = free.pop() if free else np.empty(0, dtype=np.uint8)
-    if buffer.size < size + 2 * ALIGNMENT:
-        buffer = np.empty(size + 2 * ALIGNMENT, dtype=np.uint8)
-    first = (offset - buffer.ctypes.data) % ALIGNMENT
-    try:
-        yield buffer[first : first + size]
-    finally:
-        if buffer.size <= 4 * _READ_BYTES and len(free) < 4:
-            free.append(buffer)
-
-
 def _check_size(fs: Filesystem, path: str, expected: int) -> None:
     found = fs.size(path)
     if found is None:
@@ -304,8 +246,9 @@ def _check_size(fs: Filesystem, path: str, expected: int) -> None:
         raise _corrupt(fs, path, "file-size", f"expected {expected} bytes, found {found}")
 
 
-def _check_crc(fs: Filesystem, path: str, body: memoryview, stored: bytes, what: str, kind: str) -> None:
-    expected, found = int.from_bytes(stored, "little"), crc32c(body)
+def _check_crc(fs: Filesystem, path: str, data: np.ndarray, what: str, kind: str) -> None:
+    """Bytes uint8 [n] whose last four are the crc32c of the others."""
+    expected, found = int.from_bytes(data[-CRC_BYTES:].tobytes(), "little"), crc32c(data[:-CRC_BYTES])
     if expected != found:
         reason = f"{what} has crc32c {found:08x}, expected {expected:08x}"
         raise _corrupt(fs, path, kind, reason)

@@ -13,7 +13,7 @@ from pydantic import Field, create_model, model_validator
 
 from hiddenstore import config as settings
 from hiddenstore.errors import ConfigError, FormatError
-from trainer.rope import RopeScaling, inherited_scaling
+from trainer.drafters.rope import RopeScaling, inherited_scaling
 from trainer.section import Section
 
 if TYPE_CHECKING:
@@ -94,9 +94,9 @@ class LoopConfig(Section):
 
     init_from: a run or checkpoint whose weights to start from. keep, keep_best: how many of the newest and of the best
     checkpoints stay, by validation ``best_by``. patience: validations without a better one that end the run.
-    spike_factor: a step whose loss exceeds this many running medians changes nothing (`trainer.spikes`).
+    spike_factor: a step whose loss exceeds this many running medians changes nothing (`run.spikes`).
 
-    parallel: every rank a copy of the drafter, or a shard (`trainer.parallel`). context_parallel: ranks that share each
+    parallel: every rank a copy of the drafter, or a shard (`scale.parallel`). context_parallel: ranks that share a
     pack. checkpoint_activations: recompute layers in the backward. compile: torch.compile on the drafter's blocks.
     """
 

@@ -25,7 +25,7 @@ from schemas.capture import TargetIdentity
 from schemas.layers import LayerConvention, from_convention, to_convention
 from trainer.drafters.blocks import KVCache
 from trainer.drafters.eagle3 import Eagle3, Eagle3Config
-from trainer.rope import RopeScaling, published_rope
+from trainer.drafters.rope import RopeScaling, published_rope
 from trainer.vocab import DraftVocab
 
 CONFIG_FILE = "config.json"

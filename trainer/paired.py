@@ -24,10 +24,10 @@ from schemas.advice import PairedRow
 from schemas.manifest import CommitRecord, SampleEntry
 from trainer.config import load_config
 from trainer.drafters import drafter_kind
-from trainer.group import Group
-from trainer.run_folder import Asked
-from trainer.session import Session, start, token_batches
-from trainer.step import steps
+from trainer.run.run_folder import Asked
+from trainer.run.session import Session, start, token_batches
+from trainer.run.step import steps
+from trainer.scale.group import Group
 
 DRAFTER = "eagle3"
 DEFAULTS = {"train.max_steps": "200", "loss.steps": "3"}

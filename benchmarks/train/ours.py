@@ -4,8 +4,8 @@ Shapes: L aux layers, T tokens, D width.
 """
 
 import itertools
-import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from hiddenstore.testing import builders
 from hiddenstore.writer import create_store, write_unit
 from schemas.capture import HeadSpec
 from trainer.drafters import drafter_kind
-from trainer.group import Group
-from trainer.run_folder import Asked
-from trainer.session import Session, start
-from trainer.step import steps
+from trainer.run.run_folder import Asked
+from trainer.run.session import Session, start
+from trainer.run.step import steps
+from trainer.scale.group import Group
 from trainer.vocab import DraftVocab
 
 HEAD = HeadSpec(norm_flavour="rms", norm_eps=NORM_EPS, tied=False)
@@ -38,9 +38,7 @@ def make_store(case: Case, tensors: Tensors, folder: Path, recipe: str) -> Store
     spans = np.array([[2, case.first_supervised, case.tokens]], np.int32)
     sample = Sample(sample_id(ids, mask), ids, mask, spans, "train", "synthetic:0")
     capture = builders.capture_spec(case.aux_layers, case.width, recipe)
-    capture = capture.model_copy(
-        update={"target": capture.target.model_copy(update={"vocab_size": case.vocab})}
-    )
+    capture = capture.model_copy(update={"target": capture.target.model_copy(update={"vocab_size": case.vocab})})
     head = {"embed_tokens": tensors.embed_tokens, "lm_head": tensors.lm_head, "norm_weight": tensors.norm_weight}
     files = {"head.safetensors": save_tensors(head), "config.json": b'{"model_type":"llama"}\n'}
     store = create_store(folder, capture, HEAD, recipe, files)
@@ -87,15 +85,17 @@ def words(case: Case, vocab_file: Path, prefetch_mb: int) -> list[str]:
 
 
 class Ours:
-    """``hiddenstore train`` up to its log and checkpoints: batches of the store, plan, backward, clip, AdamW."""
+    """``hiddenstore train`` up to its log and checkpoints: batches of the store, plan, backward, clip, AdamW.
+
+    ``root``: a new folder for the store and the run.
+    """
 
     recipe = "raw"
     held = False
 
-    def __init__(self, case: Case, tensors: Tensors, prefetch_mb: int = 512) -> None:
+    def __init__(self, case: Case, tensors: Tensors, root: Path, prefetch_mb: int = 512) -> None:
         self.case, self.tensors = case, tensors
-        self._folder = tempfile.TemporaryDirectory()
-        root = Path(self._folder.name)
+        root.mkdir(parents=True)
         vocab = root / "vocab.safetensors"
         vocab.write_bytes(DraftVocab.of_ids(tensors.target_ids, case.vocab).save_bytes())
         make_store(case, tensors, root / "store", self.recipe)
@@ -118,6 +118,8 @@ class Ours:
         loss = kind.loss.model_validate(settings)
         objective = kind.objective(self.session.model, self.session.side, loss)
         pack = next(iter(self.session.batches)).packs[0]
+        # What is compared may read other final rows than what is trained.
+        pack = replace(pack, final=self.tensors.final, final_rows=torch.arange(self.case.tokens))
         work = objective.plan(pack) if anchors is None else objective.plan_at(pack, torch.tensor(anchors))
         divisors = objective.divisors(work)
         with torch.no_grad():

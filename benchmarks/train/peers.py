@@ -6,7 +6,7 @@ torch formula the peer itself keeps beside them; torch.compile is off, which was
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class Peer:
     """Forward, backward, clip and AdamW (torch's fused kernel) of one engine. ``equal``: our settings under which the
     two losses are one function."""
 
-    equal: dict[str, Any]
+    equal: ClassVar[dict[str, Any]]
     model: nn.Module
 
     def __init__(self, case: Case, tensors: Tensors) -> None:
@@ -64,7 +64,7 @@ class SpecForge(Peer):
     """SpecForge's ``OnlineEagle3Model``. The teacher is its compact one where the draft vocabulary is smaller, else the
     whole logits, made in the step."""
 
-    equal = {"kind": "soft_ce", "mask_offset": -1, "reduction": "slots"}
+    equal: ClassVar[dict[str, Any]] = {"kind": "soft_ce", "mask_offset": -1, "reduction": "slots"}
 
     def build(self) -> None:
         import specforge.algorithms.eagle3.model as core
@@ -117,7 +117,7 @@ class SpecForge(Peer):
 class Speculators(Peer):
     """speculators' ``Eagle3DraftModel``, its LM head trained as the others' are."""
 
-    equal = {"kind": "kl", "mask_offset": 0, "drop_off_vocab": False, "overlap_mass": "draft"}
+    equal: ClassVar[dict[str, Any]] = {"kind": "kl", "mask_offset": 0, "drop_off_vocab": False, "overlap_mass": "draft"}
     attention = "sdpa"
 
     def build(self) -> None:
@@ -175,7 +175,7 @@ class ModelOpt(Peer):
     """ModelOpt's offline EAGLE conversion of a Llama without layers. It normalises the hidden twice, which the unit
     norms of a fresh drafter hide."""
 
-    equal = {"kind": "soft_ce", "mask_offset": 0, "drop_off_vocab": False}
+    equal: ClassVar[dict[str, Any]] = {"kind": "soft_ce", "mask_offset": 0, "drop_off_vocab": False}
 
     def build(self) -> None:
         import modelopt.torch.speculative as speculative
@@ -243,7 +243,7 @@ class ModelOpt(Peer):
 class SpecForgeDFlash(Peer):
     """SpecForge's ``OnlineDFlashModel``: hard labels of the text."""
 
-    equal = {"gamma": 4.0}
+    equal: ClassVar[dict[str, Any]] = {"gamma": 4.0}
     attention = "sdpa"
 
     def build(self) -> None:
@@ -288,13 +288,12 @@ class SpeculatorsDFlash(Peer):
     """speculators' ``DFlashDraftModel``: hard labels are the target's most probable tokens, so that its step has the
     target's head over the block rows besides."""
 
-    equal = {"labels": "target", "gamma": 4.0, "reduction": "kept"}
+    equal: ClassVar[dict[str, Any]] = {"labels": "target", "gamma": 4.0, "reduction": "kept"}
     attention = "eager"
 
     def build(self) -> None:
         from speculators.losses import resolve_loss_config
-        from speculators.models.dflash import DFlashSpeculatorConfig
-        from speculators.models.dflash import core
+        from speculators.models.dflash import DFlashSpeculatorConfig, core
 
         case, tensors = self.case, self.tensors
         config = DFlashSpeculatorConfig(

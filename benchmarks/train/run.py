@@ -5,7 +5,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,14 @@ from typing import Any
 from benchmarks.train.case import Case
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    # Without it the peers' modules do not import where there is no GPU.
+    "TRITON_INTERPRET": "1",
+}
 PEERS_PYTHON = ROOT / ".venv-parity" / "bin" / "python"
 
 
@@ -51,16 +60,16 @@ DFLASH = (
 class Process:
     """A worker; ``ask`` waits for its answer."""
 
-    def __init__(self, row: Row, folder: Path, errors: Path) -> None:
+    def __init__(self, row: Row, errors: Path) -> None:
         self._errors = errors.open("a", encoding="utf-8")
         self._process = subprocess.Popen(
-            [sys.executable if row.is_ours else PEERS_PYTHON, "-m", "benchmarks.train.worker", row.kind, str(folder)],
+            [sys.executable if row.is_ours else PEERS_PYTHON, "-m", "benchmarks.train.worker", row.kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+            env=os.environ | ENVIRONMENT,
         )
 
     def ask(self, op: str, **options: Any) -> dict[str, Any]:
@@ -113,56 +122,67 @@ class Bench:
         """Write a case's tensors and the weights all engines start from."""
         folder = self.root / name
         case.save(folder)
-        worker = self._process(OURS, folder)
-        _need(worker.ask("open"))
-        _need(worker.ask("save_weights"))
-        worker.close()
+        with self.process(OURS) as worker:
+            need(worker.ask("open", folder=str(folder)))
+            need(worker.ask("save_weights"))
         return folder
 
-    def speed(self, case: Case, name: str, rounds: int, warm: int = 3) -> list[Found]:
-        """Compare every peer's losses with ours, then take turns, one step each."""
-        folder = self.prepare(case, name)
-        found = [Found(row) for row in self.rows[case.drafter]]
-        workers = [self._process(one.row, folder) for one in found]
-        for one, worker in zip(found, workers, strict=True):
-            opened = worker.ask("open")
-            one.failed = opened.get("failed")
-            if one.failed is None and not one.row.is_ours:
-                self._compare(case, one, worker, workers[0], opened["equal"])
-        for one, worker in zip(found, workers, strict=True):
-            if one.failed is None:
-                one.failed = worker.ask("steps", count=warm).get("failed")
-        for _ in range(rounds):
-            for one, worker in zip(found, workers, strict=True):
-                if one.failed is None:
-                    answer = worker.ask("steps", count=1)
-                    one.failed = answer.get("failed")
-                    if one.failed is None:
-                        one.cpu.append(answer["cpu"])
-                        one.wall.append(answer["wall"])
-        for worker in workers:
-            worker.close()
+    def speed(self, cases: dict[str, Case], rounds: int, warm: int = 2) -> dict[str, list[Found]]:
+        """Of each case: compare every peer's losses with ours, then take turns, one step each."""
+        rows, found = self.rows[next(iter(cases.values())).drafter], {}
+        folders = {name: self.prepare(case, name) for name, case in cases.items()}
+        with contextlib.ExitStack() as stack:
+            workers = [stack.enter_context(self.process(row)) for row in rows]
+            for name, case in cases.items():
+                found[name] = [Found(row) for row in rows]
+                self._open(case, folders[name], found[name], workers)
+                self._take_turns(found[name], workers, rounds, warm)
         return found
 
     def memory(self, case: Case, name: str, count: int = 2) -> dict[str, Any]:
         """Growth of the peak over the imported process, each engine alone; ours reads ahead two packs."""
         folder, found = self.prepare(case, name), {}
-        pack_mb = max(1, round((len(case.aux_layers) + 1) * case.tokens * case.width * 2 / 1e6))
         for row in self.rows[case.drafter]:
-            worker = self._process(row, folder)
-            options = {"prefetch_mb": 2 * pack_mb} if row.is_ours else {}
-            opened = worker.ask("open", **options)
-            found[row.label] = opened if "failed" in opened else worker.ask("memory", count=count)
-            worker.close()
+            with self.process(row) as worker:
+                options = {"prefetch_mb": two_packs_mb(case)} if row.is_ours else {}
+                opened = worker.ask("open", folder=str(folder), **options)
+                found[row.label] = opened if "failed" in opened else worker.ask("memory", count=count)
         return found
 
     def products_share(self, name: str, count: int = 4) -> dict[str, float]:
         """See `Ours.products_share`."""
-        worker = self._process(OURS, self.root / name)
-        _need(worker.ask("open"))
-        shares: dict[str, float] = _need(worker.ask("products_share", count=count))["shares"]
-        worker.close()
+        with self.process(OURS) as worker:
+            need(worker.ask("open", folder=str(self.root / name)))
+            shares: dict[str, float] = need(worker.ask("products_share", count=count))["shares"]
         return shares
+
+    @contextlib.contextmanager
+    def process(self, row: Row) -> Iterator[Process]:
+        """A worker that ends with the block."""
+        worker = Process(row, self.root / "errors.log")
+        try:
+            yield worker
+        finally:
+            worker.close()
+
+    def _open(self, case: Case, folder: Path, found: Sequence[Found], workers: Sequence[Process]) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            opened = list(pool.map(lambda worker: worker.ask("open", folder=str(folder)), workers))
+        for one, worker, answer in zip(found, workers, opened, strict=True):
+            one.failed = answer.get("failed")
+            if one.failed is None and not one.row.is_ours:
+                self._compare(case, one, worker, workers[0], answer["equal"])
+
+    @staticmethod
+    def _take_turns(found: Sequence[Found], workers: Sequence[Process], rounds: int, warm: int) -> None:
+        for turn in range(rounds + 1):
+            for one, worker in zip(found, workers, strict=True):
+                if one.failed is None:
+                    answer = worker.ask("steps", count=1 if turn else warm)
+                    one.failed = answer.get("failed")
+                    if one.failed is None and turn:
+                        one.cpu.append(answer["cpu"])
+                        one.wall.append(answer["wall"])
 
     def _compare(self, case: Case, one: Found, worker: Process, ours: Process, equal: dict[str, Any]) -> None:
         options: dict[str, Any] = {}
@@ -177,11 +197,14 @@ class Bench:
         if one.failed is None:
             one.losses, one.our_losses = theirs["losses"], mine["losses"]
 
-    def _process(self, row: Row, folder: Path) -> Process:
-        return Process(row, folder, self.root / "errors.log")
+
+def two_packs_mb(case: Case) -> int:
+    """Room for two packs of the case."""
+    return max(1, round(2 * (len(case.aux_layers) + 1) * case.tokens * case.width * 2 / 1e6))
 
 
-def _need(answer: dict[str, Any]) -> dict[str, Any]:
+def need(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer without which there is nothing to measure."""
     if "failed" in answer:
         raise RuntimeError(answer["failed"])
     return answer

@@ -4,13 +4,11 @@ CPU seconds are those of all threads since the answer before, so that reading ah
 """
 
 import json
-import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
-
-os.environ.update(TRITON_INTERPRET="1", TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 import torch
 
@@ -22,10 +20,12 @@ OURS = ("Ours", "OursHeld", "OursQ8")
 class Worker:
     """``request["op"]`` names a method; its answer goes back as it is."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, folder
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._imports()
         self._resident = resident("VmRSS")
+        self.engine: Any = None
+        self.folder = Path()
 
     def _imports(self) -> None:
         """All that a first step would import, so that memory growth is the training's."""
@@ -47,10 +47,13 @@ class Worker:
                 import transformers.models.llama.modeling_llama  # noqa: F401
         self._kind: Any = getattr(engines, self.name)
 
-    def open(self, **options: Any) -> dict[str, Any]:
-        """Build the engine on the case of the folder."""
+    def open(self, folder: str, **options: Any) -> dict[str, Any]:
+        """Build the engine on the case of a folder."""
+        self.folder, self.engine = Path(folder), None
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
         torch.manual_seed(0)
+        if self.name in OURS:
+            options["root"] = Path(tempfile.mkdtemp(dir=self.folder)) / self.name
         self.engine = self._kind(*Case.load(self.folder), **options)
         self._cpu = time.process_time()
         return {"equal": getattr(self._kind, "equal", None)}
@@ -89,14 +92,14 @@ def resident(field: str) -> int:
 
 def main() -> None:
     """Answer until stdin ends."""
-    name, folder = sys.argv[1:]
+    name = sys.argv[1]
     torch.set_num_threads(1)
     answers, sys.stdout = sys.stdout, sys.stderr
     worker: Worker | None = None
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            worker = worker or Worker(name, Path(folder))
+            worker = worker or Worker(name)
             answer = getattr(worker, request.pop("op"))(**request)
         except Exception as error:  # noqa: BLE001 - a peer's failure is a row of the results, whatever it is
             answer = {"failed": f"{type(error).__name__}: {error}"[:300]}

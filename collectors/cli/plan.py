@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--template", type=click.Path(), help="The chat template file that prepare was given.")
 @click.option("--layers", default="eagle3", show_default=True, help="As for collect.")
 @click.option("--final", type=click.Choice(["supervised", "all", "none"]), help="As for collect.")
-@click.option("--recipe", default="auto", show_default=True, help="The recipe to mark, as for collect.")
+@click.option("--recipe", default="safe", show_default=True, help="The recipe to mark, as for collect.")
 @click.option("--container", type=click.Choice(CONTAINER_NAMES), default=CONTAINER_NAMES[0], help="As for collect.")
 @click.option("-o", "--out", default=".", type=click.Path(), help="Where the store will be: its free space is shown.")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Tokens/s that collect reached; gives hours.")

@@ -57,7 +57,7 @@ def advise(
     """
     from hiddenstore.advise.document import write_advice
     from hiddenstore.advise.run import Limits, advise_store, trials
-    from hiddenstore.inspect import raw_bytes_per_token
+    from hiddenstore.look.inspect import raw_bytes_per_token
     from hiddenstore.progress import Progress
 
     if not paired and (settings or recipes):

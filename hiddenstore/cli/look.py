@@ -13,9 +13,9 @@ DIFFERENT_EXIT = 3
 @common_options
 def info(store: str) -> None:
     """What STORE holds, on one screen. Reads metadata only."""
-    from hiddenstore import inspect
     from hiddenstore.cli.look_views import info_view
     from hiddenstore.identity import target_word
+    from hiddenstore.look import inspect
 
     opened = open_store(store, strict=False)
     document = inspect.info(opened)
@@ -38,8 +38,8 @@ def info(store: str) -> None:
 @common_options
 def ls(store: str, limit: int, where: tuple[str, ...]) -> None:
     """The samples of STORE: length, what is trained on, split and unit. -q prints ids only."""
-    from hiddenstore import inspect
     from hiddenstore.cli.look_views import ls_view
+    from hiddenstore.look import inspect
     from hiddenstore.where import parse_where
 
     opened = open_store(store)
@@ -63,8 +63,8 @@ def show(store: str, sample: str, tokens: int, whole: bool) -> None:
     SAMPLE is an index counted from 0, an id, or the start of an id.
     """
     from hiddenstore.cli.look_views import show_view
-    from hiddenstore.inspect import find_sample
-    from hiddenstore.sample_view import view
+    from hiddenstore.look.inspect import find_sample
+    from hiddenstore.look.sample_view import view
 
     opened = open_store(store)
     document = view(opened, find_sample(opened, sample))
@@ -81,8 +81,8 @@ def show(store: str, sample: str, tokens: int, whole: bool) -> None:
 @common_options
 def stats(store: str) -> None:
     """Lengths, splits, bytes and norms per layer over all of STORE. Reads metadata only."""
-    from hiddenstore import inspect
     from hiddenstore.cli.look_views import stats_view
+    from hiddenstore.look import inspect
 
     document = inspect.stats(open_store(store))
     output().data(document, human=lambda: stats_view(document))
@@ -100,7 +100,7 @@ def diff(a: str, b: str, samples: int) -> None:
     Exits 3 when anything differs. Numbers are B minus A.
     """
     from hiddenstore.cli.look_views import diff_view
-    from hiddenstore.compare import compare
+    from hiddenstore.look.compare import compare
     from hiddenstore.progress import Progress
 
     stores = open_store(a), open_store(b)

@@ -115,17 +115,22 @@ class Codec(CodeLayout, Protocol):
 def select_small(
     fields: Mapping[str, SmallField], small: Mapping[str, np.ndarray], layers: Sequence[int], rows: range
 ) -> dict[str, np.ndarray]:
-    """The small arrays of some layers and rows; N axes are left out, they are picked by ``raw_places``."""
+    """The small arrays of some layers and rows, not to be written to: what is asked for whole is not copied.
+
+    N axes are left out, they are picked by ``raw_places``.
+    """
     part = {}
     for name, spec in fields.items():
         if "N" in spec.axes:
             continue
         array = small[name]
-        if "L" in spec.axes:
-            array = np.take(array, list(layers), axis=spec.axes.index("L"))
         if "T" in spec.axes:
             axis = spec.axes.index("T")
             array = array[(slice(None),) * axis + (slice(rows.start, rows.stop),)]
+        if "L" in spec.axes:
+            axis = spec.axes.index("L")
+            if list(layers) != list(range(array.shape[axis])):
+                array = np.take(array, list(layers), axis=axis)
         part[name] = array
     return part
 

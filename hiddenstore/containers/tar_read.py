@@ -12,7 +12,7 @@ from hiddenstore.containers.base import CHUNK_CORRUPT, SegmentFiles
 from hiddenstore.containers.tar_write import BLOCK_BYTES, HEADER_BYTES, INDEX, TAR, UNIT_PREFIX
 from hiddenstore.documents import sha256_hex
 from hiddenstore.fs import Filesystem
-from hiddenstore.zarr_write import crc32c
+from hiddenstore.zarr_spec import crc32c
 from schemas import CommitRecord
 
 # A gap is read and dropped rather than jumped: a call costs more than this many bytes.

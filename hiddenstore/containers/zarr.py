@@ -8,14 +8,16 @@ Shapes: L layers asked for, T tokens of the unit, t rows of one sample, D width,
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hiddenstore.codecs import CodeLayout, Encoded
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, raw_places, select_small
+from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, select_small
 from hiddenstore.containers.base import (
+    AUX,
     FINAL_ROWS,
     INPUT_IDS,
     LOSS_MASK,
@@ -31,8 +33,9 @@ from hiddenstore.containers.base import (
 )
 from hiddenstore.documents import sha256_hex
 from hiddenstore.fs import Filesystem
-from hiddenstore.zarr_read import ShardReader, parse_metadata, read_small
-from hiddenstore.zarr_write import METADATA, ArraySpec, write_array, write_group
+from hiddenstore.zarr_read import ShardReader, read_small
+from hiddenstore.zarr_spec import METADATA, ArraySpec, parse_metadata
+from hiddenstore.zarr_write import write_array, write_group
 from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry
 
 _PLAIN_ARRAYS = 4
@@ -82,9 +85,11 @@ class ZarrUnit:
     def __init__(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> None:
         self._fs, self._path, self._record = fs, path, record
         self._width = capture.target.hidden_size
+        self._tokens, self._final_rows = record.tokens, record.final_rows
         self._files = SegmentFiles(fs, path, record)
         self._arrays: dict[str, np.ndarray] = {}
         self._shards: dict[str, ShardReader] = {}
+        self._shared: dict[str, _Shared] = {}
 
     def plain(self, name: str, index: int) -> np.ndarray:
         entry = self._record.samples[index]
@@ -92,9 +97,9 @@ class ZarrUnit:
             spans = self._small(SPANS, "int32", (None, 4))
             return spans[spans[:, 0] == index, 1:].copy()
         if name == FINAL_ROWS:
-            held = self._small(FINAL_ROWS, "int32", (self._record.final_rows,))
+            held = self._small(FINAL_ROWS, "int32", (self._final_rows,))
             return held[entry.final_start : entry.final_start + entry.final_rows].copy()
-        whole = self._small(name, "uint8" if name == LOSS_MASK else "int32", (self._record.tokens,))
+        whole = self._small(name, "uint8" if name == LOSS_MASK else "int32", (self._tokens,))
         return whole[entry.start : entry.start + entry.tokens].copy()
 
     def encoded(self, group: Group, index: int, layers: Sequence[int], out: Sequence[Tensor] | None = None) -> Encoded:
@@ -118,37 +123,55 @@ class ZarrUnit:
             for start, block in self._codes(group, layer).blocks(rows.start, rows.stop):
                 target = out[place, start : start + len(block)]
                 group.states.decode_rows(torch.from_numpy(block), small, place, start, target)
-        where = torch.from_numpy(small[RAW_INDEX].astype(np.int64))
-        out[where[:, 0], where[:, 1]] = torch.from_numpy(small[RAW_ROWS]).view(torch.bfloat16)
+        if len(small[RAW_INDEX]):
+            where = torch.from_numpy(small[RAW_INDEX].astype(np.int64))
+            out[where[:, 0], where[:, 1]] = torch.from_numpy(small[RAW_ROWS]).view(torch.bfloat16)
 
     def _part(self, group: Group, layers: Sequence[int], rows: range) -> dict[str, np.ndarray]:
         """The small arrays of some layers and rows, raw rows renumbered to count inside the part."""
-        fields = group.codec.small
-        sizes = {"L": len(group.fields), "T": group.rows_in(self._record), "D": self._width}
-        whole = {
-            name: self._small(f"{group.name}_{name}", spec.dtype, spec.shape(sizes))
-            for name, spec in fields.items()
-            if "N" not in spec.axes
-        }
-        part = select_small(fields, whole, layers, rows)
-        raw_index = self._small(f"{group.name}_{RAW_INDEX}", "int32", (None, 2))
-        shard = self._shard(f"{group.name}_{RAW_ROWS}", "uint16", (len(raw_index), self._width), False)
-        places = [raw_places(raw_index, layer, rows) for layer in layers]
-        index = np.empty((sum(map(len, places)), 2), dtype=np.int32)
-        raw = np.empty((len(index), self._width), dtype=np.uint16)
+        shared = self._shared_arrays(group)
+        part = select_small(group.codec.small, shared.arrays, layers, rows)
+        held = self._rows_in(group)
+        borders = [layer * held + row for layer in layers for row in (rows.start, rows.stop)]
+        places = np.searchsorted(shared.raw_places, borders).reshape(-1, 2).tolist()
+        count = sum(stop - start for start, stop in places)
+        index = np.empty((count, 2), dtype=np.int32)
+        raw = np.empty((count, self._width), dtype=np.uint16)
         first = 0
-        for position, place in enumerate(places):
-            last = first + len(place)
-            shard.read_rows(place.start, place.stop, raw[first:last])
+        for position, (layer, (start, stop)) in enumerate(zip(layers, places, strict=True)):
+            if start == stop:
+                continue
+            last = first + stop - start
+            shared.raw_rows.read_rows(start, stop, raw[first:last])
             index[first:last, 0] = position
-            index[first:last, 1] = raw_index[place.start : place.stop, 1] - rows.start
+            index[first:last, 1] = shared.raw_places[start:stop] - (layer * held + rows.start)
             first = last
-        if len(index) and not (index[:, 1].min() >= 0 and index[:, 1].max() < len(rows)):
-            raise self._files.misfit(f"{group.name}_{RAW_INDEX}", "its rows are not ascending")
         return {**part, RAW_INDEX: index, RAW_ROWS: raw}
 
+    def _shared_arrays(self, group: Group) -> "_Shared":
+        """What all samples of the unit share of a group's small arrays; read once."""
+        if group.name not in self._shared:
+            fields, held = group.codec.small, self._rows_in(group)
+            sizes = {"L": len(group.fields), "T": held, "D": self._width}
+            arrays = {
+                name: self._small(f"{group.name}_{name}", spec.dtype, spec.shape(sizes))
+                for name, spec in fields.items()
+                if "N" not in spec.axes
+            }
+            index = self._small(f"{group.name}_{RAW_INDEX}", "int32", (None, 2)).astype(np.int64)
+            places = index[:, 0] * held + index[:, 1]
+            inside = ((index >= 0) & (index < [len(group.fields), held])).all()
+            if not inside or (np.diff(places) <= 0).any():
+                raise self._files.misfit(f"{group.name}_{RAW_INDEX}", "its rows are not ascending")
+            raw_rows = self._shard(f"{group.name}_{RAW_ROWS}", "uint16", (len(index), self._width), False)
+            self._shared[group.name] = _Shared(arrays, places, raw_rows)
+        return self._shared[group.name]
+
+    def _rows_in(self, group: Group) -> int:
+        return self._tokens if group.name == AUX else self._final_rows
+
     def _codes(self, group: Group, layer: int) -> ShardReader:
-        shape = (group.rows_in(self._record), group.codec.code_columns(self._width))
+        shape = (self._rows_in(group), group.codec.code_columns(self._width))
         return self._shard(group.fields[layer], group.codec.code_dtype, shape, group.codec.compressed)
 
     def _shard(self, name: str, dtype: str, shape: tuple[int, ...], compressed: bool) -> ShardReader:
@@ -182,6 +205,15 @@ class ZarrUnit:
         if spec.dtype != dtype or not fits:
             raise self._files.misfit(name, f"expected {dtype} {list(shape)}, found {spec.dtype} {list(spec.shape)}")
         return spec
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Whole small arrays of a group by name; raw row i is row ``raw_places[i]`` % rows of layer // rows, ascending."""
+
+    arrays: dict[str, np.ndarray]
+    raw_places: np.ndarray
+    raw_rows: ShardReader
 
 
 def _code_spec(codec: CodeLayout, shape: tuple[int, ...], name: str, width: int) -> ArraySpec:

@@ -1,6 +1,5 @@
 """Memory of packs, used again: fresh pages cost as much CPU as reading the bytes that go into them."""
 
-import itertools
 import math
 import weakref
 from collections import deque
@@ -60,25 +59,25 @@ class Buffers:
 
 def room_bytes(members: Members) -> int:
     """Bytes that ``carve`` needs."""
-    return sum(_spread(shape, dtype) for shape, dtype in members.values())
+    return sum(_lines(_size(shape, dtype)) for shape, dtype in members.values())
 
 
 def carve(flat: Tensor, members: Members) -> dict[str, Tensor]:
     """Tensors of the given shapes over one flat uint8 tensor, each at a multiple of 64 bytes."""
-    sizes = [_spread(shape, dtype) for shape, dtype in members.values()]
-    starts = itertools.accumulate(sizes, initial=0)
-    return {
-        name: flat[start : start + _size(shape, dtype)].view(dtype).reshape(shape)
-        for (name, (shape, dtype)), start in zip(members.items(), starts, strict=False)
-    }
+    tensors, start = {}, 0
+    for name, (shape, dtype) in members.items():
+        size = _size(shape, dtype)
+        tensors[name] = flat[start : start + size].view(dtype).view(shape)
+        start += _lines(size)
+    return tensors
 
 
 def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _spread(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-_size(shape, dtype) // _LINE_BYTES) * _LINE_BYTES
+def _lines(size: int) -> int:
+    return -(-size // _LINE_BYTES) * _LINE_BYTES
 
 
 def _pages(size: int) -> np.ndarray:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from hiddenstore import inspect
-from hiddenstore.compare import FieldError, compare, schema_differences, spread
 from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.look import inspect
+from hiddenstore.look.compare import FieldError, compare, schema_differences, spread
+from hiddenstore.look.sample_view import PROFILE_BINS, layer_norms, load_tokenizer, pieces, view
 from hiddenstore.records import Sample
-from hiddenstore.sample_view import PROFILE_BINS, layer_norms, load_tokenizer, pieces, view
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
     ENGINE,

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiddenstore.codecs.topk import TOPK_CODEC, pack_rows, top_tokens, unpack_rows, with_top_tokens
-from hiddenstore.compare import FieldError, compare
 from hiddenstore.copying import plan_copy, run_copy
 from hiddenstore.data import TokenBatches
 from hiddenstore.errors import ConfigError, FormatError
 from hiddenstore.head import HeadBundle
 from hiddenstore.interop.speculators import export_speculators
+from hiddenstore.look.compare import FieldError, compare
 from hiddenstore.maintain import repair
 from hiddenstore.records import TopK
 from hiddenstore.segment import encode_records

@@ -11,8 +11,9 @@ import zarr
 from hiddenstore import zarr_read
 from hiddenstore.errors import CorruptionError
 from hiddenstore.fs import LocalFilesystem
-from hiddenstore.zarr_read import ShardReader, parse_metadata
-from hiddenstore.zarr_write import ALIGNMENT, CHUNK_CRCS, ArraySpec, ShardWriter, crc32c, write_array
+from hiddenstore.zarr_read import ShardReader
+from hiddenstore.zarr_spec import ALIGNMENT, CHUNK_CRCS, ArraySpec, crc32c, parse_metadata
+from hiddenstore.zarr_write import ShardWriter, write_array
 
 ROWS, WIDTH, CHUNK_ROWS = 75, 2056, 16
 PATH = "g/x/c/0/0"
@@ -57,7 +58,7 @@ def test_every_chunk_starts_at_a_multiple_of_the_alignment_and_stock_readers_agr
 def test_any_rows_come_back_whatever_the_size_of_a_request(
     fs: LocalFilesystem, values: np.ndarray, monkeypatch: pytest.MonkeyPatch, request_bytes: int
 ) -> None:
-    monkeypatch.setattr(zarr_read, "_DIRECT_BYTES", request_bytes)
+    monkeypatch.setattr(zarr_read, "_REQUEST_BYTES", request_bytes)
     for start, stop in [(0, ROWS), (0, 1), (15, 17), (16, 32), (20, 30), (31, 75), (74, 75), (64, 75), (5, 5)]:
         assert np.array_equal(read(fs, start, stop), values[start:stop])
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from hiddenstore.errors import CorruptionError, FormatError
 from hiddenstore.fs import LocalFilesystem
-from hiddenstore.zarr_read import ShardReader, parse_metadata, read_small
-from hiddenstore.zarr_write import ArraySpec, ShardWriter, crc32c, write_array, write_group
+from hiddenstore.zarr_read import ShardReader, read_small
+from hiddenstore.zarr_spec import ArraySpec, crc32c, parse_metadata
+from hiddenstore.zarr_write import ShardWriter, write_array, write_group
 
 
 def random_values(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:

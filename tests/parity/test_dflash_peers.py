@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH
 from tests.trainer.test_dflash import BLOCK, MASK_ID, Case, make_case, our_loss
-from trainer.anchors import candidate_anchors
-from trainer.block_objective import BlockLoss
+from trainer.objectives.anchors import candidate_anchors
+from trainer.objectives.block_objective import BlockLoss
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from benchmarks.quality_against_speculators import as_ours
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, make_setting
-from trainer.published import read_published
+from trainer.drafters.blocks import KVCache
+from trainer.run.published import read_published
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
@@ -65,10 +66,7 @@ def test_the_folded_checkpoint_drafts_what_theirs_drafts(tmp_path: Path, scale: 
     ours.load_state_dict(published.weights)
     aux, ids = torch.randn(LAYERS, 24, WIDTH) * scale, torch.randint(VOCAB, (24,))
     theirs = their_logits(model, aux, ids)
-    from trainer.drafters.blocks import KVCache
-
-    g, positions, cache = ours.start(aux)[:-1], torch.arange(23), KVCache(1)
-    _, logits = ours.step(g, ids[1:], positions, cache)
+    _, logits = ours.step(ours.start(aux)[:-1], ids[1:], torch.arange(23), KVCache())
     assert torch.allclose(logits, theirs, atol=1e-4 * float(theirs.abs().max()))
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, Setting, make_batch, make_setting
-from trainer.losses import StepLosses
-from trainer.teacher import Teacher
-from trainer.ttt import TttLoss, TttObjective, TttWork
+from trainer.objectives.losses import StepLosses
+from trainer.objectives.teacher import Teacher
+from trainer.objectives.ttt import TttLoss, TttObjective, TttWork
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 

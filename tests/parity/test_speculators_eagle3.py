@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, Setting, make_batch, make_setting
-from trainer.teacher import Teacher
-from trainer.ttt import TttLoss, TttObjective
+from trainer.objectives.teacher import Teacher
+from trainer.objectives.ttt import TttLoss, TttObjective
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.acceptance import DraftShape
-from trainer.decode import Decoded, Limits, decode, recorded_packs
 from trainer.drafters.base import DrafterInUse
-from trainer.evaluate import evaluate_packs
+from trainer.drafting.acceptance import DraftShape
+from trainer.drafting.decode import Decoded, Limits, decode, recorded_packs
+from trainer.drafting.evaluate import evaluate_packs
 
 
 def assert_live_equals_eval(

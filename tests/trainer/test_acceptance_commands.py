@@ -16,8 +16,8 @@ from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, memory_input
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.capture import CaptureSpec, Codecs, HeadSpec, TargetIdentity
-from trainer.speculate import plain
-from trainer.target import LiveTarget, bundle_of, identity_of
+from trainer.drafting.speculate import plain
+from trainer.drafting.target import LiveTarget, bundle_of, identity_of
 
 LAYERS = (0, 1, 2)
 NEW_TOKENS = 32

@@ -9,9 +9,9 @@ from hiddenstore.errors import CorruptionError, NotFoundError
 from schemas import HeadSpec
 from tests.trainer.conftest import drafter_config
 from tests.trainer.runs import WORDS, tiny_store
-from trainer import checkpoint
-from trainer.checkpoint import DrafterSpec, RunState
-from trainer.loop import train
+from trainer.run import checkpoint
+from trainer.run.checkpoint import DrafterSpec, RunState
+from trainer.run.loop import train
 
 TENSORS = ({"fc.weight": torch.arange(6.0).view(2, 3)}, {"exp_avg.fc.weight": torch.ones(2, 3)})
 
@@ -86,7 +86,7 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_old_or_the_new(
 
         return call
 
-    monkeypatch.setattr("trainer.checkpoint.os.fsync", dying(checkpoint.os.fsync))
+    monkeypatch.setattr("trainer.run.checkpoint.os.fsync", dying(checkpoint.os.fsync))
     monkeypatch.setattr(Path, "rename", dying(Path.rename))
     monkeypatch.setattr(Path, "replace", dying(Path.replace))
     save(tmp_path / "count", 2)

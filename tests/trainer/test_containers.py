@@ -8,7 +8,7 @@ import pytest
 from hiddenstore.copying import plan_copy, run_copy
 from hiddenstore.testing.builders import make_store
 from tests.trainer.runs import WORDS
-from trainer.loop import train
+from trainer.run.loop import train
 
 
 def numbers(run: Path) -> list[tuple[float, float]]:

@@ -11,12 +11,12 @@ from hiddenstore.errors import CaptureError, ConfigError, FormatError
 from hiddenstore.loops import repeated_share
 from schemas.capture import HeadSpec
 from tests.trainer.live import assert_live_equals_eval
-from trainer.acceptance import DraftShape, Tally, hits_of_next_token, walk
-from trainer.decode import Limits, decode
 from trainer.drafters.base import DrafterInUse, TargetSide
 from trainer.drafters.eagle3 import EAGLE3, Eagle3Config
-from trainer.speculate import plain, speculative
-from trainer.target import LiveTarget, bundle_of, identity_of, load_live_target
+from trainer.drafting.acceptance import DraftShape, Tally, hits_of_next_token, walk
+from trainer.drafting.decode import Limits, decode
+from trainer.drafting.speculate import plain, speculative
+from trainer.drafting.target import LiveTarget, bundle_of, identity_of, load_live_target
 from trainer.vocab import DraftVocab
 
 AUX_LAYERS = (0, 1, 2)
@@ -132,7 +132,7 @@ def test_forwards_equal_drafts_and_prefills_and_every_answer_is_greedy(target):
 
 
 def test_looping_answers_are_left_out_and_counted(target, monkeypatch):
-    monkeypatch.setattr("trainer.decode.LOOP_SHARE", -1.0)
+    monkeypatch.setattr("trainer.drafting.decode.LOOP_SHARE", -1.0)
     with pytest.raises(ConfigError) as caught:
         run(target, [prompt_of(0), prompt_of(1)])
     assert caught.value.kind == "nothing-decoded"

@@ -11,13 +11,13 @@ from hiddenstore.errors import ConfigError
 from hiddenstore.head import HeadBundle
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.dflash_plain import dense_mask, plain_loss, plain_states
-from trainer import block_attention as attention
-from trainer import block_drafting
-from trainer.anchors import candidate_anchors, draw_anchors, plan_blocks
-from trainer.block_objective import BlockLoss
+from trainer.attention import block_attention as attention
 from trainer.drafters.base import DrafterInUse, Seen, TargetFacts, TargetSide
 from trainer.drafters.dflash import DFLASH, DFlash, DFlashConfig
-from trainer.losses import StepLosses
+from trainer.drafting import block_drafting
+from trainer.objectives.anchors import candidate_anchors, draw_anchors, plan_blocks
+from trainer.objectives.block_objective import BlockLoss
+from trainer.objectives.losses import StepLosses
 from trainer.vocab import DraftVocab
 
 BLOCK, MASK_ID = 4, 3

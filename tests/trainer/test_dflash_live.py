@@ -17,15 +17,15 @@ from schemas import HeadSpec
 from tests.trainer.live import assert_live_equals_eval
 from tests.trainer.runs import WORDS, tiny_store
 from tests.trainer.tiny_target import make_model, make_tokenizer
-from trainer import step as step_module
-from trainer.acceptance import DraftShape
-from trainer.decode import Limits
 from trainer.drafters.base import DrafterInUse, TargetSide
 from trainer.drafters.dflash import DFLASH, DFlashConfig
-from trainer.loop import train
-from trainer.mask_token import mask_token
-from trainer.speculate import plain
-from trainer.target import LiveTarget, bundle_of, identity_of
+from trainer.drafters.mask_token import mask_token
+from trainer.drafting.acceptance import DraftShape
+from trainer.drafting.decode import Limits
+from trainer.drafting.speculate import plain
+from trainer.drafting.target import LiveTarget, bundle_of, identity_of
+from trainer.run import step as step_module
+from trainer.run.loop import train
 from trainer.vocab import DraftVocab
 
 SETTINGS = [

@@ -19,18 +19,18 @@ from schemas.capture import HeadSpec
 from tests.trainer.conftest import VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.eagle1_plain import PlainEagle1, plain_losses
 from tests.trainer.live import assert_live_equals_eval
-from trainer import step as step_module
-from trainer.acceptance import DraftShape, drafting_positions
-from trainer.checkpoint import load_drafter
-from trainer.decode import Limits
 from trainer.drafters.base import DrafterInUse, Seen, TargetSide
 from trainer.drafters.blocks import KVCache
 from trainer.drafters.eagle1 import EAGLE1, Eagle1, Eagle1Config
-from trainer.evaluate import evaluate
-from trainer.loop import train
-from trainer.losses import StepLosses
-from trainer.regression import RegressionLoss, RegressionObjective
-from trainer.target import LiveTarget, bundle_of, identity_of
+from trainer.drafting.acceptance import DraftShape, drafting_positions
+from trainer.drafting.decode import Limits
+from trainer.drafting.evaluate import evaluate
+from trainer.drafting.target import LiveTarget, bundle_of, identity_of
+from trainer.objectives.losses import StepLosses
+from trainer.objectives.regression import RegressionLoss, RegressionObjective
+from trainer.run import step as step_module
+from trainer.run.checkpoint import load_drafter
+from trainer.run.loop import train
 from trainer.vocab import DraftVocab
 
 WORDS = [

@@ -10,9 +10,9 @@ from hiddenstore.records import TopK
 from tests.trainer.conftest import VOCAB, WIDTH, Setting, make_setting
 from tests.trainer.eagle3_plain import PlainEagle3, plain_losses
 from trainer.drafters.blocks import KVCache
-from trainer.losses import StepLosses
-from trainer.teacher import Teacher
-from trainer.ttt import TttLoss, TttObjective
+from trainer.objectives.losses import StepLosses
+from trainer.objectives.teacher import Teacher
+from trainer.objectives.ttt import TttLoss, TttObjective
 
 
 def ours(setting: Setting, loss: TttLoss) -> tuple[Tensor, StepLosses]:

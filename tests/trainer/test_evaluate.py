@@ -9,11 +9,11 @@ from hiddenstore.errors import ConfigError, FormatError
 from hiddenstore.head import HeadBundle
 from hiddenstore.testing.builders import make_store
 from schemas.capture import HeadSpec
-from trainer.acceptance import DraftShape, Tally, drafting_positions, walk
 from trainer.drafters.base import DrafterInUse, Seen, TargetSide
 from trainer.drafters.eagle3 import EAGLE3, Eagle3, Eagle3Config
-from trainer.evaluate import evaluate, floor, require_same_capture
-from trainer.ngram import ngram_floor
+from trainer.drafting.acceptance import DraftShape, Tally, drafting_positions, walk
+from trainer.drafting.evaluate import evaluate, floor, require_same_capture
+from trainer.drafting.ngram import ngram_floor
 from trainer.vocab import DraftVocab
 
 WIDTH = 32

@@ -15,10 +15,10 @@ import torch
 from hiddenstore.errors import ConfigError
 from hiddenstore.rank import Rank
 from tests.trainer.runs import WORDS, tiny_store
-from trainer import checkpoint
-from trainer.group import joined
-from trainer.loop import train
-from trainer.threads import usable_cores
+from trainer.run import checkpoint
+from trainer.run.loop import train
+from trainer.scale.group import joined
+from trainer.scale.threads import usable_cores
 
 COMMAND = "from hiddenstore.cli import main; main()"
 FAILING = """
@@ -130,7 +130,7 @@ def test_a_signal_to_one_rank_stops_both_and_one_process_resumes_exactly(tmp_pat
 def train_until(store: str, run: Path, words: list[str], step: int) -> int:
     """Train or resume in this process and ask it to stop after ``step``; the steps done."""
     from hiddenstore.errors import InterruptError
-    from trainer.run_log import RunLog, StepMetrics
+    from trainer.run.run_log import RunLog, StepMetrics
 
     real = RunLog.step
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer import hard_loss
-from trainer.hard_loss import Adapt, Blend, hard_cross_entropy
+from trainer.objectives import hard_loss
+from trainer.objectives.hard_loss import Adapt, Blend, hard_cross_entropy
 
 STATES, WIDTH, VOCAB, DEPTHS = 60, 8, 31, 4
 

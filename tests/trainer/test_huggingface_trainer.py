@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.trainer.runs import tiny_store
-from trainer.loop import train
+from trainer.run.loop import train
 
 PAGE = Path(__file__).parents[2] / "docs/huggingface-trainer.md"
 WORDS = [

@@ -16,13 +16,13 @@ from hiddenstore.head import HeadBundle
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import NUM_LAYERS, VOCAB, make_store
 from schemas.layers import default_aux_layers
-from trainer.acceptance import DraftShape
-from trainer.checkpoint import load_drafter
 from trainer.cli.import_drafter import import_drafter as command
-from trainer.evaluate import evaluate
+from trainer.drafting.acceptance import DraftShape
+from trainer.drafting.evaluate import evaluate
 from trainer.export import Checkpoint, export
-from trainer.import_drafter import import_drafter
-from trainer.loop import train
+from trainer.run.checkpoint import load_drafter
+from trainer.run.import_drafter import import_drafter
+from trainer.run.loop import train
 
 D, F, N, G, E, U = 32, 48, 2, 1, 16, 40
 EAGLE3 = tuple(default_aux_layers("eagle3", NUM_LAYERS))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer import losses as module
-from trainer.loss_kinds import LOSSES
-from trainer.losses import Taught, soft_cross_entropy, step_scales, step_weights, taught_losses
+from trainer.objectives import losses as module
+from trainer.objectives.loss_kinds import LOSSES
+from trainer.objectives.losses import Taught, soft_cross_entropy, step_scales, step_weights, taught_losses
 
 R, K, S, H, U = 11, 3, 20, 6, 9
 

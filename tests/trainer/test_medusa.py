@@ -17,16 +17,16 @@ from hiddenstore.testing.builders import capture_spec, make_store
 from schemas.capture import Codecs, HeadSpec
 from tests.trainer.conftest import VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.live import assert_live_equals_eval
-from trainer.acceptance import DraftShape, drafting_positions
-from trainer.checkpoint import load_drafter
-from trainer.decode import Limits
 from trainer.drafters import check_store, drafter_kind
 from trainer.drafters.base import DrafterInUse, Seen, TargetSide
 from trainer.drafters.medusa import MEDUSA, Medusa, MedusaConfig, MedusaLoss, MedusaObjective
-from trainer.evaluate import evaluate
-from trainer.loop import train
-from trainer.losses import StepLosses
-from trainer.target import LiveTarget, bundle_of, identity_of
+from trainer.drafting.acceptance import DraftShape, drafting_positions
+from trainer.drafting.decode import Limits
+from trainer.drafting.evaluate import evaluate
+from trainer.drafting.target import LiveTarget, bundle_of, identity_of
+from trainer.objectives.losses import StepLosses
+from trainer.run.checkpoint import load_drafter
+from trainer.run.loop import train
 from trainer.vocab import DraftVocab
 
 WORDS = [

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.acceptance import Tally, drafting_positions, hits_of_next_token, walk
-from trainer.ngram import NgramTables, ngram_floor
+from trainer.drafting.acceptance import Tally, drafting_positions, hits_of_next_token, walk
+from trainer.drafting.ngram import NgramTables, ngram_floor
 
 ORDERS = range(1, 5)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainer.config import OptimConfig
-from trainer.optim import Optimizer, learning_rate
+from trainer.run.optim import Optimizer, learning_rate
 
 
 @pytest.mark.parametrize(("schedule", "middle"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)])

@@ -15,11 +15,11 @@ from hiddenstore.rank import Rank
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.trainer.runs import WORDS
-from trainer.group import Group
+from trainer.objectives.shift import teacher_rows
 from trainer.paired import acceptance, measure_paired, paired_difference
-from trainer.run_folder import Asked
-from trainer.session import start, token_batches
-from trainer.shift import teacher_rows
+from trainer.run.run_folder import Asked
+from trainer.run.session import start, token_batches
+from trainer.scale.group import Group
 
 SHORT = [word for word in WORDS if not word.startswith(("train.", "drafter.vocab"))] + ["train.max_steps=2"]
 

@@ -13,11 +13,11 @@ from hiddenstore.rank import Rank
 from hiddenstore.store import Store
 from tests.trainer.runs import WORDS, tiny_store
 from tests.trainer.two_ranks import Job, on_two_ranks
-from trainer import checkpoint
-from trainer.context import meet
-from trainer.group import Group
-from trainer.loop import train
-from trainer.parallel import Copies, hold
+from trainer.run import checkpoint
+from trainer.run.loop import train
+from trainer.scale.context import meet
+from trainer.scale.group import Group
+from trainer.scale.parallel import Copies, hold
 
 STEPS, CUT = 12, 5
 SETTINGS = [

@@ -8,7 +8,7 @@ from tiny_target import make_tokenizer
 from hiddenstore.errors import ConfigError, FormatError, NotFoundError
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.testing.builders import capture_spec, make_data, make_store
-from trainer.prompts import read_prompts
+from trainer.drafting.prompts import read_prompts
 
 IDENTITY = capture_spec().target
 

@@ -14,8 +14,8 @@ from schemas.layers import default_aux_layers
 from trainer.cli.train import train as train_command
 from trainer.config import load_config
 from trainer.drafters import DRAFTERS
-from trainer.loop import train
 from trainer.recipes import recipe_names, settings_file
+from trainer.run.loop import train
 
 SMALL = ["data.batch_tokens=80", "data.pack_tokens=80", "train.max_steps=2", "train.validate_every=2"]
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from tests.trainer.conftest import Setting, make_setting
 from tests.trainer.runs import WORDS, tiny_store
-from trainer.compiled import compile_blocks
-from trainer.loop import train
-from trainer.teacher import Teacher
-from trainer.ttt import TttLoss, TttObjective
+from trainer.objectives.teacher import Teacher
+from trainer.objectives.ttt import TttLoss, TttObjective
+from trainer.run.loop import train
+from trainer.scale.compiled import compile_blocks
 
 
 def loss_and_gradients(setting: Setting) -> tuple[Tensor, list[Tensor]]:

@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from trainer.drafters.blocks import Rotary
-from trainer.rope import RopeScaling, inherited_scaling
+from trainer.drafters.rope import RopeScaling, inherited_scaling
 
 SCALINGS = {
     "none": None,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.shift import document_starts, open_steps, plan_slots, teacher_rows
+from trainer.objectives.shift import document_starts, open_steps, plan_slots, teacher_rows
 
 
 def document_of(lengths: list[int]) -> torch.Tensor:

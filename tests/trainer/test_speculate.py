@@ -9,10 +9,10 @@ from tiny_target import make_model, make_tokenizer
 from torch import Tensor
 
 from hiddenstore.errors import ConfigError
-from trainer.acceptance import Tally
 from trainer.drafters.base import Pick, Seen
-from trainer.speculate import Sampling, plain, speculative
-from trainer.target import LiveTarget, identity_of
+from trainer.drafting.acceptance import Tally
+from trainer.drafting.speculate import Sampling, plain, speculative
+from trainer.drafting.target import LiveTarget, identity_of
 
 VOCAB = 5
 

@@ -18,15 +18,15 @@ from hiddenstore.head import HeadBundle
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.trainer.runs import WORDS, tiny_store
-from trainer import checkpoint
-from trainer import loop as loop_module
-from trainer.acceptance import DraftShape
-from trainer.checkpoint import load_drafter
 from trainer.config import LoopConfig
-from trainer.evaluate import evaluate
-from trainer.loop import train
-from trainer.spikes import ENOUGH, MOST_IN_A_ROW, WINDOW, SpikeGuard
-from trainer.standing import Standing, StandingState
+from trainer.drafting.acceptance import DraftShape
+from trainer.drafting.evaluate import evaluate
+from trainer.run import checkpoint
+from trainer.run import loop as loop_module
+from trainer.run.checkpoint import load_drafter
+from trainer.run.loop import train
+from trainer.run.spikes import ENOUGH, MOST_IN_A_ROW, WINDOW, SpikeGuard
+from trainer.run.standing import Standing, StandingState
 
 GUARDED = [*WORDS, "train.max_steps=30", "train.validate_every=0", "train.checkpoint_every=10", "train.keep=9"]
 

@@ -10,8 +10,8 @@ from hiddenstore.errors import FormatError
 from hiddenstore.head import HeadBundle
 from hiddenstore.records import TopK
 from tests.trainer.conftest import VOCAB, make_batch, make_head
-from trainer import teacher as module
-from trainer.teacher import Teacher
+from trainer.objectives import teacher as module
+from trainer.objectives.teacher import Teacher
 from trainer.vocab import DraftVocab
 
 

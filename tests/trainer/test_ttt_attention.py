@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer import ttt_attention as module
-from trainer.shift import Run, plan_slots
-from trainer.ttt_attention import dense_attend, dense_attend_backward, ttt_attention
+from trainer.attention import ttt_attention as module
+from trainer.attention.ttt_attention import dense_attend, dense_attend_backward, ttt_attention
+from trainer.objectives.shift import Run, plan_slots
 
 N, G, E = 4, 2, 8
 

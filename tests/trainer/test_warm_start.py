@@ -11,9 +11,9 @@ from hiddenstore.errors import ConfigError, ConflictError, NotFoundError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.trainer.runs import WORDS, tiny_store
-from trainer import checkpoint
-from trainer.checkpoint import load_drafter
-from trainer.loop import train
+from trainer.run import checkpoint
+from trainer.run.checkpoint import load_drafter
+from trainer.run.loop import train
 
 SHAPE = [word for word in WORDS if word.startswith(("drafter.", "data.", "loss."))]
 REST = ["data.batch_tokens=160", "data.pack_tokens=80", "loss.steps=3", "train.validate_every=0"]
@@ -59,7 +59,7 @@ def test_untrained_means_the_start(store: Store, first: Path, tmp_path: Path) ->
         assert torch.equal(tensor, began.model.state_dict()[name]), name
     text = (tmp_path / "run/run.json").read_text()
     from hiddenstore.documents import seal
-    from trainer.run_folder import read_facts
+    from trainer.run.run_folder import read_facts
 
     facts = read_facts(tmp_path / "run")
     assert facts.init_from is not None

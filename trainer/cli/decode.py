@@ -11,10 +11,10 @@ from hiddenstore.cli.output import common_options, examples, output
 from trainer.cli.draft_len import draft_len_option
 
 if TYPE_CHECKING:
-    from trainer.decode import Decoded, Run
-    from trainer.evaluate import Evaluation
-    from trainer.ngram import NgramFloor
-    from trainer.prompts import Prompt
+    from trainer.drafting.decode import Decoded, Run
+    from trainer.drafting.evaluate import Evaluation
+    from trainer.drafting.ngram import NgramFloor
+    from trainer.drafting.prompts import Prompt
 
 # Logit gaps up to here are ties of the arithmetic; a larger one means that the output is not the target's.
 TIE_GAP = {"float32": 1e-3}
@@ -48,13 +48,13 @@ def decode(run: str, target: str, prompts: str, count: int, answers: str | None,
     decoded one token at a time, for comparison.
     """
     from hiddenstore.progress import Progress
-    from trainer import decode as engine
-    from trainer.checkpoint import load_drafter
-    from trainer.device import pick_device
-    from trainer.prompts import read_prompts
-    from trainer.runs import describe
-    from trainer.speculate import Sampling
-    from trainer.target import bundle_of, load_live_target
+    from trainer.drafting import decode as engine
+    from trainer.drafting.prompts import read_prompts
+    from trainer.drafting.speculate import Sampling
+    from trainer.drafting.target import bundle_of, load_live_target
+    from trainer.run.checkpoint import load_drafter
+    from trainer.run.runs import describe
+    from trainer.scale.device import pick_device
 
     info, where, temperature = describe(run), pick_device(options["device"]), options["temperature"]
     live = load_live_target(target, info.spec.drafter.aux_layers, info.spec.target, where, options["dtype"])
@@ -103,9 +103,9 @@ def _on_the_same_text(
     decoded: "Decoded", live: Any, drafters: list[Any], info: Any, where: str
 ) -> "tuple[list[Evaluation], NgramFloor | None]":
     """Simulated acceptance of each drafter and the n-gram floor, over the answers of the longest draft."""
-    from trainer.decode import recorded_packs
-    from trainer.evaluate import evaluate_packs, floor
-    from trainer.runs import training_store
+    from trainer.drafting.decode import recorded_packs
+    from trainer.drafting.evaluate import evaluate_packs, floor
+    from trainer.run.runs import training_store
 
     shapes = [run.tally.shape for run in decoded.runs]
     packs = recorded_packs(live, decoded.prompts, decoded.runs[-1])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from trainer.acceptance import DraftShape
+    from trainer.drafting.acceptance import DraftShape
 
 
 class DraftShapes(click.ParamType):
@@ -18,7 +18,7 @@ class DraftShapes(click.ParamType):
         self, value: "str | tuple[DraftShape, ...]", param: click.Parameter | None, ctx: click.Context | None
     ) -> "tuple[DraftShape, ...]":
         """The shapes."""
-        from trainer.acceptance import DraftShape
+        from trainer.drafting.acceptance import DraftShape
 
         if isinstance(value, tuple):
             return value

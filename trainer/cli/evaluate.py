@@ -9,9 +9,9 @@ from hiddenstore.cli.output import common_options, examples, output
 from trainer.cli.draft_len import draft_len_option
 
 if TYPE_CHECKING:
-    from trainer.acceptance import DraftShape
-    from trainer.evaluate import Evaluation
-    from trainer.ngram import NgramFloor
+    from trainer.drafting.acceptance import DraftShape
+    from trainer.drafting.evaluate import Evaluation
+    from trainer.drafting.ngram import NgramFloor
 
 
 @click.command(
@@ -46,11 +46,11 @@ def evaluate(
     from hiddenstore.identity import target_word
     from hiddenstore.progress import Progress
     from hiddenstore.store import Store
-    from trainer import evaluate as engine
-    from trainer.checkpoint import best as best_checkpoint
-    from trainer.checkpoint import load_drafter
-    from trainer.device import pick_device
-    from trainer.runs import describe, training_store
+    from trainer.drafting import evaluate as engine
+    from trainer.run.checkpoint import best as best_checkpoint
+    from trainer.run.checkpoint import load_drafter
+    from trainer.run.runs import describe, training_store
+    from trainer.scale.device import pick_device
 
     if best:
         run = str(best_checkpoint(Path(run)))

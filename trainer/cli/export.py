@@ -32,8 +32,8 @@ def export(run: str, engine: str, out: str, dtype: str | None, yarn: tuple[float
     from hiddenstore.errors import ConfigError
     from hiddenstore.identity import target_word
     from trainer import export as exporter
-    from trainer.checkpoint import load_drafter
     from trainer.drafters.eagle3 import Eagle3
+    from trainer.run.checkpoint import load_drafter
 
     layout = exporter.engine_format(engine)
     loaded = load_drafter(run)

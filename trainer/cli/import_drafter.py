@@ -28,7 +28,7 @@ def import_drafter(folder: str, run: str, store: str, layer_convention: str | No
     DIR holds config.json and safetensors files. Nothing in it is executed.
     """
     from hiddenstore.cli.terminal import percent
-    from trainer.import_drafter import import_drafter as bring_in
+    from trainer.run.import_drafter import import_drafter as bring_in
 
     done = bring_in(folder, run, store, layer_convention)  # type: ignore[arg-type]
     document = {

@@ -11,7 +11,7 @@ from trainer.drafters import DRAFTERS
 from trainer.recipes import recipe_names
 
 if TYPE_CHECKING:
-    from trainer.loop import TrainReport
+    from trainer.run.loop import TrainReport
 
 _SAID_BY_THE_FIRST = {"another-rank", "interrupted", "loss-not-finite", "loss-stays-high"}
 
@@ -39,8 +39,8 @@ def train(store: str, words: tuple[str, ...], run: str, drafter: str | None, fil
     from hiddenstore.errors import HiddenstoreError
     from hiddenstore.fs import storage_error
     from hiddenstore.rank import from_environment
-    from trainer.loop import train as train_run
-    from trainer.threads import use_all_cores
+    from trainer.run.loop import train as train_run
+    from trainer.scale.threads import use_all_cores
 
     use_all_cores()
     is_first = from_environment().is_first

@@ -23,7 +23,7 @@ def vocab(store: str, size: int, out: str | None, existing: str | None) -> None:
     from hiddenstore.cli.terminal import percent
     from hiddenstore.errors import ConflictError
     from hiddenstore.store import Store
-    from trainer.checkpoint import write_atomically
+    from trainer.run.checkpoint import write_atomically
     from trainer.vocab import DraftVocab, count_store, coverage
 
     opened = Store.open(store)

@@ -17,11 +17,11 @@ from hiddenstore.errors import ConfigError
 from hiddenstore.head import HeadBundle
 from schemas.capture import NormState
 from trainer.config import DrafterConfig, LossConfig
-from trainer.losses import StepLosses
+from trainer.objectives.losses import StepLosses
 from trainer.vocab import DraftVocab
 
 if TYPE_CHECKING:
-    from trainer.tree import LiveTree
+    from trainer.drafting.tree import LiveTree
 
 FinalRows = Literal["none", "supervised", "all"]
 
@@ -54,7 +54,7 @@ class Drafter(nn.Module):
 
     ``moment``: seed and number of the step in progress. Whatever a step draws at random is a function of these and the
     sample ids, hence the same after a resume and under any number of ranks. ``recompute``: layers are made again in the
-    backward (`trainer.recompute`).
+    backward (`trainer.scale.recompute`).
     """
 
     config: DrafterConfig
@@ -153,7 +153,7 @@ S = TypeVar("S", bound=LossConfig)
 
 class DrafterKind(ABC, Generic[M, C, S]):
     """One kind of drafter. ``layers``: the ``--layers`` word that captures what it reads. ``splits_context``: its
-    objective takes a rank's share of a pack (`trainer.context`)."""
+    objective takes a rank's share of a pack (`trainer.scale.context`)."""
 
     name: str
     layers: str
@@ -181,7 +181,7 @@ class DrafterKind(ABC, Generic[M, C, S]):
     def hits(self, model: M, side: TargetSide, pack: PackedBatch, draft_len: int) -> Tensor:
         """How many proposals drafted after each token of a pack equal the text: int64 [T], by the newest token.
 
-        Zero where no draft may start (`trainer.acceptance.drafting_positions`).
+        Zero where no draft may start (`trainer.drafting.acceptance.drafting_positions`).
         """
 
     def longest_draft(self, config: C) -> int | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.config import DrafterConfig
-from trainer.rope import RopeScaling, frequencies
+from trainer.drafters.rope import RopeScaling, frequencies
 
 
 class RMSNorm(nn.Module):
@@ -56,7 +56,7 @@ class Rotary:
     """Half-split rotary tables for positions 0…length-1, made once and indexed.
 
     cos, sin fp32 [length, E/2]; angle = position * theta^(-2j/E) (Llama layout), stretched where the settings say so
-    (`trainer.rope`).
+    (`trainer.drafters.rope`).
     """
 
     def __init__(

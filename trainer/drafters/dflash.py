@@ -20,16 +20,16 @@ from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError
 from hiddenstore.head import HeadBundle
 from schemas.layers import default_aux_layers
-from trainer.anchors import BlockPlan, Blocks
-from trainer.block_attention import Sight, block_attention
-from trainer.block_drafting import KeyValues, LiveBlocks, block_hits
-from trainer.block_objective import BlockLoss, BlockObjective
+from trainer.attention.block_attention import Sight, block_attention
 from trainer.config import DrafterConfig
 from trainer.drafters.base import Drafter, DrafterKind, Needs, TargetFacts, TargetSide
 from trainer.drafters.blocks import Attention, GatedMLP, Piece, RMSNorm, Rotary, gather_pieces, rotate
-from trainer.mask_token import mask_token
-from trainer.recompute import recomputed
-from trainer.teacher import FP32_HEAD_BYTES, Teacher
+from trainer.drafters.mask_token import mask_token
+from trainer.drafting.block_drafting import KeyValues, LiveBlocks, block_hits
+from trainer.objectives.anchors import BlockPlan, Blocks
+from trainer.objectives.block_objective import BlockLoss, BlockObjective
+from trainer.objectives.teacher import FP32_HEAD_BYTES, Teacher
+from trainer.scale.recompute import recomputed
 from trainer.vocab import DraftVocab
 
 PUBLISHED_LAYERS = 5

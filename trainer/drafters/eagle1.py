@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError
 from hiddenstore.head import HeadBundle
-from trainer.chain import LiveChain, recurrent_hits
+from trainer.attention.ttt_attention import ttt_attention
 from trainer.config import DrafterConfig
 from trainer.drafters.base import Drafter, DrafterKind, Needs, Seen, TargetFacts, TargetSide
 from trainer.drafters.blocks import (
@@ -33,12 +33,12 @@ from trainer.drafters.blocks import (
     gather_pieces,
     rotate,
 )
-from trainer.frozen_head import FrozenHead
-from trainer.recompute import recomputed
-from trainer.regression import RegressionLoss, RegressionObjective, require_every_final
-from trainer.shift import Run, SlotPlan, document_starts
-from trainer.tree import LiveTree
-from trainer.ttt_attention import ttt_attention
+from trainer.drafters.frozen_head import FrozenHead
+from trainer.drafting.chain import LiveChain, recurrent_hits
+from trainer.drafting.tree import LiveTree
+from trainer.objectives.regression import RegressionLoss, RegressionObjective, require_every_final
+from trainer.objectives.shift import Run, SlotPlan, document_starts
+from trainer.scale.recompute import recomputed
 
 
 class Eagle1Config(DrafterConfig):

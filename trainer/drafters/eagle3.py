@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from hiddenstore.data import PackedBatch
 from hiddenstore.head import HeadBundle
 from schemas.layers import default_aux_layers
-from trainer.chain import LiveChain, recurrent_hits
 from trainer.config import DrafterConfig
 from trainer.drafters.base import Drafter, DrafterKind, Needs, Seen, TargetFacts, TargetSide
 from trainer.drafters.blocks import (
@@ -31,11 +30,12 @@ from trainer.drafters.blocks import (
     rotate,
 )
 from trainer.drafters.eagle3_unroll import unrolled
-from trainer.loss_kinds import LOSSES
-from trainer.shift import SlotPlan
-from trainer.teacher import Teacher
-from trainer.tree import LiveTree
-from trainer.ttt import TttLoss, TttObjective
+from trainer.drafting.chain import LiveChain, recurrent_hits
+from trainer.drafting.tree import LiveTree
+from trainer.objectives.loss_kinds import LOSSES
+from trainer.objectives.shift import SlotPlan
+from trainer.objectives.teacher import Teacher
+from trainer.objectives.ttt import TttLoss, TttObjective
 from trainer.vocab import DraftVocab
 
 FC_START = 0.2

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
-from trainer.context import whole_prefix
+from trainer.attention.ttt_attention import ttt_attention
 from trainer.drafters.blocks import DecoderLayer, Piece, gather_pieces, rotate
-from trainer.recompute import recomputed
-from trainer.shift import Run, SlotPlan, document_runs
-from trainer.ttt_attention import ttt_attention
+from trainer.objectives.shift import Run, SlotPlan, document_runs
+from trainer.scale.context import whole_prefix
+from trainer.scale.recompute import recomputed
 
 if TYPE_CHECKING:
     from trainer.drafters.eagle3 import Eagle3

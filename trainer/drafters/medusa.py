@@ -20,13 +20,13 @@ from torch.nn import functional as F
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError, FormatError
 from hiddenstore.head import HeadBundle
-from trainer.chain import LOGIT_BUDGET, pack_drafting_positions
 from trainer.config import DrafterConfig, LossConfig
 from trainer.drafters.base import Drafter, DrafterKind, Needs, Pick, Seen, TargetFacts, TargetSide, most_probable
-from trainer.frozen_head import FrozenHead
-from trainer.hard_loss import Blend, hard_cross_entropy
-from trainer.losses import StepLosses, step_scales, step_weights
-from trainer.teacher import Teacher
+from trainer.drafters.frozen_head import FrozenHead
+from trainer.drafting.chain import LOGIT_BUDGET, pack_drafting_positions
+from trainer.objectives.hard_loss import Blend, hard_cross_entropy
+from trainer.objectives.losses import StepLosses, step_scales, step_weights
+from trainer.objectives.teacher import Teacher
 from trainer.vocab import DraftVocab
 
 

@@ -1,0 +1,1 @@
+"""Attention that no library has: of training-time test, and of blocks."""

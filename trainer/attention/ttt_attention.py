@@ -1,0 +1,228 @@
+"""Attention of EAGLE-3's training-time test: the causal prefix of step 0 plus the slot's own later steps.
+
+At step i the slot t attends to the step-0 keys s <= t of its document and to its own keys of steps 1…i, under one
+softmax. The prefix is a block-causal attention over each run of active slots; the own keys are i more scores per slot.
+Both are merged through their log-sum-exp, so neither a T x iT mask nor repeated keys exist, and memory is linear in T.
+
+The backward is exact: with L the joint log-sum-exp, o the joint output and delta = do·o, every key j obeys
+p = exp(s_j - L), dv_j += p do, ds_j = p (do·v_j - delta). A flash backward given the joint L and o does just that.
+
+Shapes: A active slots, T tokens, N query heads, G key heads, E head width, K steps so far.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.attention import ttt_attention_gpu as gpu
+from trainer.objectives.shift import Run
+
+ROW_BLOCK = 1024
+LEAF = 160
+"""Rows of a causal attention call on CPU; torch's kernel skips nothing below 512."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def ttt_attention(
+    q: Tensor, k0: Tensor, v0: Tensor, later: Sequence[tuple[Tensor, Tensor]], runs: Sequence[Run]
+) -> Tensor:
+    """Attended values [A, N, E].
+
+    q [A, N, E]: this step's queries at the active slots. k0, v0 [T, G, E]: step 0, every token. ``later``: key and
+    value [A, G, E] of steps 1…i at the active slots. ``runs`` tell where the active slots lie in the pack.
+    Scores are divided by sqrt(E).
+    """
+    flat = [tensor for pair in later for tensor in pair]
+    out: Tensor = _TttAttention.apply(tuple(runs), q, k0, v0, *flat)
+    return out
+
+
+class _TttAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, runs: tuple[Run, ...], q: Tensor, k0: Tensor, v0: Tensor, *later: Tensor) -> Tensor:
+        grouped = q.view(q.shape[0], k0.shape[1], q.shape[1] // k0.shape[1], q.shape[2])
+        out = torch.empty_like(grouped)
+        lse = torch.empty(grouped.shape[:3], dtype=_score_dtype(q), device=q.device)
+        if runs and gpu.fits(q):
+            flash_out, flash_lse = gpu.attend_runs(runs, q, k0, v0)
+            out, lse = flash_out.view_as(grouped), flash_lse.reshape(lse.shape)
+        else:
+            for run in runs:
+                _attend_run(run, grouped, k0, v0, out, lse)
+        share = None
+        if later:
+            scores = _own_scores(grouped, later[0::2])
+            joint = torch.logsumexp(torch.cat([lse[..., None], scores], -1), -1)
+            out = out.mul_((lse - joint).exp()[..., None].to(out.dtype))
+            share = scores.sub_(joint[..., None]).exp_().to(out.dtype)
+            for j, value in enumerate(later[1::2]):
+                out.addcmul_(share[..., j, None], value[:, :, None])
+            lse = joint
+        ctx.runs = runs
+        ctx.save_for_backward(q, k0, v0, out, lse, share, *later)
+        return out.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k0, v0, out, lse, share, *later = ctx.saved_tensors
+        grouped = q.view(q.shape[0], k0.shape[1], q.shape[1] // k0.shape[1], q.shape[2])
+        do = grads[0].contiguous().view_as(grouped)
+        dq, dk0, dv0 = torch.zeros_like(grouped), torch.zeros_like(k0), torch.zeros_like(v0)
+        if ctx.runs and gpu.fits(q):
+            saved = (q, k0, v0, out.view_as(q), lse.flatten(1))
+            flash_dq, dk0, dv0 = gpu.attend_runs_backward(ctx.runs, do.view_as(q), saved)
+            dq = flash_dq.view_as(grouped)
+        else:
+            for run in ctx.runs:
+                _attend_run_backward(run, (grouped, k0, v0, out, lse, do), (dq, dk0, dv0))
+        if not later:
+            return None, dq.view_as(q), dk0, dv0
+        scale = q.shape[-1] ** -0.5
+        delta = (do * out).sum(-1)
+        own: list[Tensor] = []
+        for j, (key, value) in enumerate(zip(later[0::2], later[1::2], strict=True)):
+            p = share[..., j]
+            ds = (p * ((do * value[:, :, None]).sum(-1) - delta) * scale)[..., None]
+            dq.addcmul_(ds, key[:, :, None])
+            own += [(ds * grouped).sum(2), (p[..., None] * do).sum(2)]
+        return None, dq.view_as(q), dk0, dv0, *own
+
+
+def _score_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _own_scores(q: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """Scores of every slot with its own keys of the later steps: [A, G, N/G, K]."""
+    scale = q.shape[-1] ** -0.5
+    return torch.stack([(q * key[:, :, None]).sum(-1) for key in keys], -1).to(_score_dtype(q)) * scale
+
+
+def _spans(run: Run, leaf: int) -> list[tuple[slice, slice, bool]]:
+    """What a run attends to, as rectangles of rows and keys of the pack, and triangles (True) before the rectangles.
+
+    The square of a run is halved down to ``leaf`` rows, because an attention call computes what its mask hides.
+    """
+
+    def halve(begin: int, end: int) -> list[tuple[slice, slice, bool]]:
+        if end - begin <= leaf:
+            return [(slice(begin, end), slice(begin, end), True)]
+        middle = (begin + end) // 2
+        lower = (slice(middle, end), slice(begin, middle), False)
+        return [*halve(begin, middle), *halve(middle, end), lower]
+
+    spans = halve(run.begin, run.end)
+    if run.begin > run.document:
+        spans.append((slice(run.begin, run.end), slice(run.document, run.begin), False))
+    return spans
+
+
+def _leaf(run: Run, q: Tensor) -> int:
+    return LEAF if q.device.type == "cpu" else run.length
+
+
+def _attend_run(run: Run, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor) -> None:
+    shift = run.at - run.begin
+    for rows, keys, causal in _spans(run, _leaf(run, q)):
+        at = slice(rows.start + shift, rows.stop + shift)
+        found, found_lse = _attend(_heads_first(q[at]), k0[keys], v0[keys], causal)
+        found, found_lse = found.permute(2, 0, 1, 3), found_lse.permute(2, 0, 1)
+        if causal:
+            out[at], lse[at] = found, found_lse
+        else:
+            joint = torch.logaddexp(lse[at], found_lse)
+            out[at] *= (lse[at] - joint).exp()[..., None].to(out.dtype)
+            out[at].addcmul_(found, (found_lse - joint).exp()[..., None].to(out.dtype))
+            lse[at] = joint
+
+
+def _attend_run_backward(run: Run, saved: tuple[Tensor, ...], grads: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k0, v0, out, lse, do = saved
+    dq, dk0, dv0 = grads
+    shift = run.at - run.begin
+    for rows, keys, causal in _spans(run, _leaf(run, q)):
+        at = slice(rows.start + shift, rows.stop + shift)
+        queries, outs, dos = _heads_first(q[at]), _heads_first(out[at]), _heads_first(do[at])
+        logs = lse[at].permute(1, 2, 0)
+        part_q, part_k, part_v = _attend_backward(dos, queries, k0[keys], v0[keys], outs, logs, causal)
+        dq[at] += part_q.permute(2, 0, 1, 3)
+        dk0[keys] += part_k.transpose(0, 1)
+        dv0[keys] += part_v.transpose(0, 1)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[A, G, N/G, E] as a view [G, N/G, A, E]."""
+    return x.permute(1, 2, 0, 3)
+
+
+def _shared(x: Tensor, group: int) -> Tensor:
+    """Keys [S, G, E] as a view [G, N/G, S, E] that repeats nothing in memory."""
+    return x.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output [G, N/G, A, E] and log-sum-exp [G, N/G, A] of queries [G, N/G, A, E] over keys [S, G, E]."""
+    if q.device.type == "cpu":
+        group = q.shape[1]
+        out, lse = _flash(q, _shared(k, group), _shared(v, group), 0.0, causal)
+        return out, lse
+    return dense_attend(q, k, v, causal)
+
+
+def _attend_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries [G, N/G, A, E], keys and values [G, S, E], given the joint output and log-sum-exp."""
+    if q.device.type == "cpu":
+        group = q.shape[1]
+        dq, dk, dv = _flash_backward(do, q, _shared(k, group), _shared(v, group), out, lse, 0.0, causal)
+        return dq, dk.sum(1), dv.sum(1)
+    return dense_attend_backward(do, q, k, v, out, lse, causal)
+
+
+def dense_attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """``_attend`` written with matrix products, in blocks of query rows, on any device."""
+    outs, logs = [], []
+    for start in range(0, q.shape[2], ROW_BLOCK):
+        scores = _dense_scores(q, k, start, causal)
+        lse = torch.logsumexp(scores, -1)
+        seen = scores.shape[-1]
+        outs.append((scores - lse[..., None]).exp().to(q.dtype) @ _shared(v[:seen], q.shape[1]))
+        logs.append(lse)
+    return torch.cat(outs, 2), torch.cat(logs, 2)
+
+
+def dense_attend_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``_attend_backward`` written with matrix products, in blocks of query rows, on any device."""
+    group, scale = q.shape[1], q.shape[-1] ** -0.5
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros_like(x.transpose(0, 1), dtype=lse.dtype) for x in (k, v))
+    delta = (do * out).to(lse.dtype).sum(-1)
+    for start in range(0, q.shape[2], ROW_BLOCK):
+        rows = slice(start, start + ROW_BLOCK)
+        p = (_dense_scores(q, k, start, causal) - lse[:, :, rows, None]).exp()
+        seen = p.shape[-1]
+        dp = (do[:, :, rows] @ _shared(v[:seen], group).transpose(-1, -2)).to(lse.dtype)
+        ds = (p * (dp - delta[:, :, rows, None]) * scale).to(q.dtype)
+        dq[:, :, rows] = ds @ _shared(k[:seen], group)
+        dk[:, :seen] += (ds.transpose(-1, -2) @ q[:, :, rows]).sum(1)
+        dv[:, :seen] += (p.to(q.dtype).transpose(-1, -2) @ do[:, :, rows]).sum(1)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _dense_scores(q: Tensor, k: Tensor, start: int, causal: bool) -> Tensor:
+    """Scaled scores of query rows ``start…`` with the keys any of them sees: [G, N/G, rows, seen]."""
+    rows = q[:, :, start : start + ROW_BLOCK]
+    seen = min(start + rows.shape[2], k.shape[0]) if causal else k.shape[0]
+    keys = _shared(k[:seen], q.shape[1])
+    scores = (rows @ keys.transpose(-1, -2)).to(_score_dtype(q)) * q.shape[-1] ** -0.5
+    if causal:
+        at = torch.arange(start, start + rows.shape[2], device=q.device)
+        scores.masked_fill_(torch.arange(seen, device=q.device) > at[:, None], float("-inf"))
+    return scores

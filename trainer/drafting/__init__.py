@@ -1,0 +1,1 @@
+"""Drafters in use: simulated over recorded text and live beside the target."""

@@ -1,0 +1,330 @@
+"""Checkpoints: safetensors and JSON, published by one rename, so that a kill leaves the old state or the new one.
+
+RUN/checkpoints/step-N/ holds ``drafter.safetensors`` (engine weight names), ``drafter.json``, ``optimizer.safetensors``
+(moments, RNG) and ``state.json`` (step, cursor, digests). LATEST names the newest; the folder is written under a
+temporary name, fsynced and renamed, then LATEST is replaced, then old ones go.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import Field
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from hiddenstore.documents import seal, sha256_hex, unseal
+from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
+from schemas.base import Document
+from schemas.capture import HeadSpec, NormState, TargetIdentity
+from trainer.config import DrafterConfig
+from trainer.run.spikes import SpikeState
+from trainer.run.standing import StandingState
+from trainer.vocab import DraftVocab
+
+if TYPE_CHECKING:
+    from hiddenstore.head import HeadBundle
+    from trainer.drafters.base import Drafter, DrafterInUse
+
+FOLDER = "checkpoints"
+LATEST = "LATEST"
+DRAFTER, OPTIMIZER = "drafter.safetensors", "optimizer.safetensors"
+DRAFTER_JSON, STATE_JSON = "drafter.json", "state.json"
+VOCAB = "vocab.safetensors"
+_TEMPORARY = ".tmp-"
+
+
+class DrafterSpec(Document):
+    """``drafter.json``: everything needed to use the drafter. ``store`` is where its head bundle was read from."""
+
+    config: dict[str, Any]
+    target: TargetIdentity
+    head: HeadSpec
+    store: str
+    seed: int
+    step: int = Field(ge=0)
+
+    @property
+    def drafter(self) -> DrafterConfig:
+        from trainer.drafters import drafter_kind
+
+        kind = drafter_kind(str(self.config.get("name")))
+        config: DrafterConfig = kind.config.model_validate(self.config)
+        return config
+
+
+class RunState(Document):
+    """``state.json``: where the run stood after ``step`` steps. ``files`` gives the sha256 of its neighbours."""
+
+    step: int = Field(ge=0)
+    cursor: dict[str, Any]
+    total_steps: int
+    spikes: SpikeState = SpikeState()
+    standing: StandingState = StandingState()
+    files: dict[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A checkpoint read back and checked."""
+
+    path: Path
+    state: RunState
+    drafter: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedDrafter:
+    """A drafter ready to use: model in evaluation mode with its frozen tables borrowed from the head bundle."""
+
+    use: "DrafterInUse"
+    identity: TargetIdentity
+    step: int
+
+    @property
+    def model(self) -> "Drafter":
+        return self.use.model
+
+    @property
+    def config(self) -> DrafterConfig:
+        return self.use.config
+
+    @property
+    def vocab(self) -> DraftVocab:
+        return self.use.side.vocab
+
+    @property
+    def head(self) -> "HeadBundle":
+        return self.use.side.head
+
+
+def save(run: Path, spec: DrafterSpec, state: RunState, tensors: tuple[dict[str, Tensor], dict[str, Tensor]]) -> Path:
+    """Publish checkpoint ``step-N``; ``tensors`` are drafter weights and optimizer state. ``state.files`` is filled in.
+
+    Saving a step that is there already replaces nothing.
+    """
+    folder = run / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep(run)
+    final = folder / f"step-{state.step}"
+    if not final.exists():
+        temporary = folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
+        temporary.mkdir()
+        drafter, optimizer = (save_tensors({k: v.contiguous().cpu() for k, v in part.items()}) for part in tensors)
+        files = {DRAFTER: drafter, OPTIMIZER: optimizer, DRAFTER_JSON: seal(spec)}
+        state = state.model_copy(update={"files": {name: sha256_hex(data) for name, data in files.items()}})
+        try:
+            for name, data in {**files, STATE_JSON: seal(state)}.items():
+                _write(temporary / name, data)
+            _sync_folder(temporary)
+            temporary.rename(final)
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _sync_folder(folder)
+    write_atomically(folder / LATEST, f"{final.name}\n".encode())
+    return final
+
+
+def keep(run: Path, newest: int, named: Sequence[str] = ()) -> None:
+    """Remove all but the ``newest`` checkpoints and those ``named``; never the one LATEST names."""
+    last = latest(run)
+    for path in steps(run)[:-newest]:
+        if path != last and path.name not in named:
+            doomed = path.with_name(f"{_TEMPORARY}old-{path.name}")
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def sweep(run: Path) -> None:
+    """Remove what a killed save left behind."""
+    for path in (run / FOLDER).glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def steps(run: Path) -> list[Path]:
+    """Complete checkpoints, by step."""
+    found = [(int(m[1]), p) for p in (run / FOLDER).glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name))]
+    return [path for _, path in sorted(found)]
+
+
+def latest(run: Path) -> Path | None:
+    """The newest checkpoint: the one LATEST names, or a newer one that was renamed just before a kill."""
+    found = steps(run)
+    return found[-1] if found else None
+
+
+def best(run: Path) -> Path:
+    """The checkpoint that validated best, as the newest one records it.
+
+    Raises:
+        NotFoundError: nothing was validated, or ``train.keep_best`` was 0.
+    """
+    newest = latest(run)
+    ranked = read_state(newest).standing.ranked() if newest is not None else []
+    there = [run / FOLDER / name for name in ranked if (run / FOLDER / name).is_dir()]
+    if not there:
+        raise NotFoundError(
+            f"{run} has no best checkpoint: "
+            + ("none was kept (train.keep_best=0)" if ranked else "none of its steps was validated"),
+            kind="checkpoint-missing",
+            hint=f"{newest or run}",
+        )
+    return there[0]
+
+
+def read_state(path: Path) -> RunState:
+    """``state.json`` of a checkpoint folder."""
+    return unseal(_read(path / STATE_JSON), RunState, str(path / STATE_JSON))
+
+
+def load(path: Path) -> Checkpoint:
+    """Read one checkpoint and check every digest.
+
+    Raises:
+        CorruptionError: a file is missing or was changed.
+    """
+    state = read_state(path)
+    parts = {}
+    for name, digest in state.files.items():
+        data = _read(path / name)
+        if sha256_hex(data) != digest:
+            raise CorruptionError(
+                f"{path / name}: sha256 {sha256_hex(data)[:12]}…, {STATE_JSON} expects {digest[:12]}…",
+                kind="checkpoint-corrupt",
+                path=str(path / name),
+            )
+        parts[name] = data
+    return Checkpoint(path, state, load_tensors(parts[DRAFTER]), load_tensors(parts[OPTIMIZER]))
+
+
+def load_drafter(
+    run_or_checkpoint: str | Path,
+    device: str | torch.device = "cpu",
+    *,
+    head: "HeadBundle | None" = None,
+    final_norm: NormState = "pre_norm",
+    untrained: bool = False,
+) -> LoadedDrafter:
+    """The drafter of a run (its newest checkpoint) or of one ``step-N`` folder.
+
+    The head bundle comes from the store the run names unless ``head`` is given. ``final_norm`` is the norm state of the
+    final hidden the drafter will be shown. ``untrained`` gives the drafter the run started from instead.
+
+    Raises:
+        NotFoundError: no checkpoint there.
+        CorruptionError: the checkpoint or vocabulary is damaged.
+    """
+    from trainer.drafters import drafter_kind
+    from trainer.drafters.base import DrafterInUse, TargetSide
+    from trainer.run.warm_start import load_start, started_from
+
+    path = resolve(Path(run_or_checkpoint))
+    checkpoint = load(path)
+    spec = unseal(_read(path / DRAFTER_JSON), DrafterSpec, str(path / DRAFTER_JSON))
+    head = head or _own_head(spec)
+    side = TargetSide(head, DraftVocab.load(path.parent.parent / VOCAB, head.vocab_size), final_norm)
+    kind = drafter_kind(str(spec.config.get("name")))
+    model = kind.build(spec.drafter, side, spec.seed)
+    if not untrained:
+        model.load_state_dict(checkpoint.drafter)
+    elif (began := started_from(path.parent.parent)) is not None:
+        load_start(model, began)
+    side = TargetSide(head.to(device), side.vocab.to(device), final_norm)
+    model.to(device).eval()
+    model.borrow(side.head)
+    return LoadedDrafter(DrafterInUse(kind, model, side), spec.target, 0 if untrained else checkpoint.state.step)
+
+
+def _own_head(spec: DrafterSpec) -> "HeadBundle":
+    from hiddenstore.head import HeadBundle
+    from hiddenstore.store import Store
+
+    store = Store.open(spec.store)
+    if store.capture.target != spec.target:
+        raise ConfigError(
+            f"{spec.store} now holds states of {store.capture.target.name}, the drafter was trained for another "
+            f"capture of {spec.target.name}",
+            kind="target-mismatch",
+        )
+    return HeadBundle.load(store)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a small file: temporary name, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(f"{_TEMPORARY}{path.name}-{os.getpid()}")
+    try:
+        _write(temporary, data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def rng_tensors() -> dict[str, Tensor]:
+    """State of torch's generators, to be stored beside the optimizer."""
+    found = {"rng.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        found["rng.cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def restore_rng(tensors: dict[str, Tensor]) -> None:
+    """The inverse of ``rng_tensors``."""
+    torch.set_rng_state(tensors["rng.cpu"])
+    if "rng.cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["rng.cuda"])
+
+
+def resolve(path: Path) -> Path:
+    """The checkpoint a path means: itself, or the newest of a run."""
+    if (path / STATE_JSON).is_file():
+        return path
+    found = latest(path)
+    if found is None:
+        raise NotFoundError(
+            f"{path} is no run with a checkpoint: {path / FOLDER} holds none",
+            kind="checkpoint-missing",
+            hint=f"hiddenstore train STORE -o {path}",
+        )
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise CorruptionError(
+            f"checkpoint {path.parent} lacks {path.name}", kind="checkpoint-corrupt", path=str(path)
+        ) from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a run folder."""
+    found = json.loads(path.read_bytes())
+    if not isinstance(found, dict):
+        raise CorruptionError(f"{path} holds no JSON object", kind="run-corrupt", path=str(path))
+    return found
