@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-OPEN_FILES = 64
+OPEN_FILES = 128
 
 
 class Disk(Protocol):
@@ -180,11 +180,11 @@ class _ReadHandles:
     def give_back(self, entry: _ReadHandle) -> None:
         with self._lock:
             entry.users -= 1
-            surplus = len(self._open) - self._limit
-            if surplus > 0:
-                unused = [path for path, entry in self._open.items() if entry.users == 0]
-                for path in unused[:surplus]:
-                    os.close(self._open.pop(path).handle)
+            while len(self._open) > self._limit:
+                unused = next((path for path, entry in self._open.items() if entry.users == 0), None)
+                if unused is None:
+                    return
+                os.close(self._open.pop(unused).handle)
 
 
 def _read_on(handle: int, offset: int, buffers: Sequence[memoryview], filled: int) -> int:

@@ -63,7 +63,8 @@ class ShardReader:
         self._row_bytes, self._chunk_bytes, self._direct = spec.row_bytes, spec.chunk_bytes, spec.direct
         self._bounds: list[tuple[int, int]] | None = None
         self._crcs: list[int] = spec.attributes.get(CHUNK_CRCS, [])
-        if len(self._crcs) != spec.chunks or not all(type(crc) is int and 0 <= crc < 1 << 32 for crc in self._crcs):
+        ints = len(self._crcs) == spec.chunks and set(map(type, self._crcs)) <= {int}
+        if not ints or not (min(self._crcs, default=0) >= 0 and max(self._crcs, default=0) < 1 << 32):
             raise FormatError(f"{folder} does not name the checksum of every chunk", kind="array-invalid")
 
     def read_rows(self, start: int, stop: int, out: np.ndarray) -> None:
@@ -220,22 +221,26 @@ class ShardReader:
         self._fs.read_into(self._path, found - spec.index_bytes, data.data)
         _check_crc(self._fs, self._path, data, "the shard index", kind="shard-index")
         pairs = data[:-CRC_BYTES].view("<u8").reshape(spec.chunks, 2)
-        bounds: list[tuple[int, int]] = [(offset, offset + length) for offset, length in pairs.tolist()]
-        if not self._lie_in_order(bounds, found - spec.index_bytes):
+        if not self._lie_in_order(pairs, found - spec.index_bytes):
             raise _corrupt(self._fs, self._path, "shard-index", "its chunks do not lie end to end")
+        bounds: list[tuple[int, int]] = [(offset, offset + length) for offset, length in pairs.tolist()]
         return bounds
 
-    def _lie_in_order(self, bounds: list[tuple[int, int]], stop: int) -> bool:
-        """Whether the chunks fill the bytes up to ``stop``, aligned ones with less than ``ALIGNMENT`` between them."""
+    def _lie_in_order(self, pairs: np.ndarray, stop: int) -> bool:
+        """Whether chunks, offset and length uint64 [n, 2], fill the bytes up to ``stop``.
+
+        Before aligned ones there are less than ``ALIGNMENT`` unused bytes, before others none.
+        """
         spec = self.spec
         largest = spec.chunk_bytes + CRC_BYTES + (blosc_chunks.HEADER_BYTES if spec.compressed else 0)
         smallest = CRC_BYTES + blosc_chunks.HEADER_BYTES if spec.compressed else largest
         loosest = ALIGNMENT if spec.direct else 1
-        ends = [0, *(high for _, high in bounds)]
-        return ends[-1] == stop and all(
-            smallest <= high - low <= largest and 0 <= low - end < loosest
-            for end, (low, high) in zip(ends, bounds, strict=False)
-        )
+        if int(pairs.max()) > stop:
+            return False
+        offsets, lengths = pairs.astype(np.int64).T
+        gaps = offsets - np.concatenate([[0], (offsets + lengths)[:-1]])
+        fitting = (lengths >= smallest) & (lengths <= largest) & (gaps >= 0) & (gaps < loosest)
+        return bool(fitting.all()) and int(offsets[-1] + lengths[-1]) == stop
 
 
 def _check_size(fs: Filesystem, path: str, expected: int) -> None:
