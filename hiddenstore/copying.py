@@ -6,11 +6,9 @@ input, cut into units as ``collect`` would. Running the same copy again does onl
 grown adds to the copy.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,40 +16,24 @@ import pyarrow as pa
 from hiddenstore import layout
 from hiddenstore.calibration import copy_slice
 from hiddenstore.codecs import get_layout, get_recipe, recipe_name
-from hiddenstore.codecs.topk import with_top_tokens
-from hiddenstore.commit import committed_units, publish_commit
-from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
+from hiddenstore.commit import committed_units
+from hiddenstore.copy_unit import CopyUnit, SampleIndex, copy_codes, copy_decoded, copy_verbatim
+from hiddenstore.errors import ConfigError, ConflictError, NotFoundError
 from hiddenstore.head import HeadBundle
 from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest
-from hiddenstore.segment import open_segment
 from hiddenstore.store import Store
-from hiddenstore.stored_unit import stored_unit
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
 from hiddenstore.where import Test
 from hiddenstore.writer import (
     capture_differences,
     create_store,
     register_input,
-    sweep,
-    write_encoded_unit,
-    write_unit,
 )
 from schemas.capture import TOPK, Codecs
-from schemas.manifest import CommitRecord, Container, Engine, FileEntry, SampleEntry
+from schemas.manifest import Container, SampleEntry
 from schemas.prepared import PreparedData
 
-BLOCK_BYTES = 8 << 20
 _ROWS_PER_BATCH = 1024
-
-
-@dataclass(frozen=True)
-class CopyUnit:
-    """One unit to bring over: ``whole`` from one store with its record there, or gathered by sample id."""
-
-    name: str
-    input: str
-    samples: tuple[str, ...]
-    whole: tuple[Store, CommitRecord] | None = None
 
 
 @dataclass
@@ -137,15 +119,15 @@ def run_copy(plan: CopyPlan, advance: Callable[[CopyReport], bool] | None = None
         CorruptionError: bytes of a source disagree with their digest; what is committed stays.
     """
     report = CopyReport()
-    index = _Index(plan.sources)
+    index = SampleIndex(plan.sources)
     head = HeadBundle.load(plan.destination) if plan.makes_top_tokens else None
     for unit in plan.units:
         if unit.whole is not None and plan.is_verbatim(unit):
-            commit = _copy_verbatim(*unit.whole, plan.destination)
+            commit = copy_verbatim(*unit.whole, plan.destination)
         elif unit.whole is not None and plan.keeps_codes(unit):
-            commit = _copy_codes(*unit.whole, plan.destination)
+            commit = copy_codes(*unit.whole, plan.destination)
         else:
-            commit = _copy_decoded(plan.destination, unit, index, head)
+            commit = copy_decoded(plan.destination, unit, index, head)
         report.units += 1
         if commit is None:
             report.lost_races += 1
@@ -156,31 +138,6 @@ def run_copy(plan: CopyPlan, advance: Callable[[CopyReport], bool] | None = None
         if advance is not None and not advance(report):
             break
     return report
-
-
-class _Index:
-    """Where each sample id lies: the first source that holds it."""
-
-    def __init__(self, sources: Sequence[Store]) -> None:
-        self._sources = sources
-
-    @cached_property
-    def _places(self) -> dict[str, Store]:
-        places: dict[str, Store] = {}
-        for source in self._sources:
-            for sample_id in source.sample_ids:
-                places.setdefault(sample_id, source)
-        return places
-
-    def __contains__(self, sample_id: str) -> bool:
-        return sample_id in self._places
-
-    def source(self, sample_id: str) -> Store:
-        return self._places[sample_id]
-
-    def engine(self, sample_id: str) -> Engine:
-        record, _ = self._places[sample_id].locate(sample_id)
-        return record.engine
 
 
 class _Selection(PreparedInput):
@@ -352,7 +309,7 @@ def _bring_input(registered: RegisteredInput, destination: Store, digest: str) -
 
 
 def _chosen_units(sources: Sequence[Store], destination: Store, keep: Test) -> tuple[list[CopyUnit], int, int]:
-    index = _Index(sources)
+    index = SampleIndex(sources)
     waiting, unavailable = _missing_units(destination, index)
     covered = {sample_id for unit in waiting for sample_id in unit.samples}.union(destination.sample_ids)
     groups: dict[str, list[SampleEntry]] = {}
@@ -377,7 +334,7 @@ def _chosen_units(sources: Sequence[Store], destination: Store, keep: Test) -> t
     return waiting, there, unavailable
 
 
-def _missing_units(destination: Store, index: _Index) -> tuple[list[CopyUnit], int]:
+def _missing_units(destination: Store, index: SampleIndex) -> tuple[list[CopyUnit], int]:
     """Units of the destination's inputs without a commit: those the sources can fill, and how many they cannot."""
     done = committed_units(destination.fs)
     found: list[CopyUnit] = []
@@ -391,68 +348,3 @@ def _missing_units(destination: Store, index: _Index) -> tuple[list[CopyUnit], i
             else:
                 unavailable += 1
     return found, unavailable
-
-
-def _copy_verbatim(source: Store, record: CommitRecord, destination: Store) -> CommitRecord | None:
-    """The files of a segment byte for byte, then its record under a new attempt name."""
-    segment = layout.segment_path(record.unit, layout.new_attempt())
-    copied = record.model_copy(update={"segment": segment})
-    try:
-        for file in record.files:
-            _copy_file(source, f"{record.segment}/{file.path}", destination, f"{segment}/{file.path}", file, record)
-        if record.files:
-            destination.fs.sync_folder(segment)
-    except BaseException:
-        sweep(destination.fs, segment)
-        raise
-    if publish_commit(destination.fs, copied):
-        return copied
-    sweep(destination.fs, segment)
-    return None
-
-
-def _copy_file(
-    source: Store, path: str, destination: Store, new_path: str, entry: FileEntry, record: CommitRecord
-) -> None:
-    found = source.fs.size(path)
-    digest = hashlib.sha256()
-    if found == entry.size:
-        writer = destination.fs.create(new_path)
-        try:
-            for start in range(0, entry.size, BLOCK_BYTES):
-                block = source.fs.read_range(path, start, min(BLOCK_BYTES, entry.size - start))
-                digest.update(block)
-                writer.write(block)
-            writer.close()
-        except BaseException:
-            writer.abort()
-            raise
-    if found != entry.size or digest.hexdigest() != entry.sha256:
-        reason = f"{entry.size:,} bytes expected, {found or 0:,} found" if found != entry.size else "its sha256 differs"
-        raise CorruptionError(
-            f"{source.path}/{path} is damaged: {reason}; {len(record.samples)} samples cannot be copied",
-            kind="file-corrupt",
-            path=path,
-            samples=tuple(sample.id for sample in record.samples),
-            hint=f"hiddenstore verify {source.path} --full",
-        )
-
-
-def _copy_codes(source: Store, record: CommitRecord, destination: Store) -> CommitRecord | None:
-    """The codes of a unit as they are, in another container."""
-    encoded = stored_unit(source, record) if record.samples else None
-    return write_encoded_unit(destination, record.unit, record.input, encoded, record.rejects, record.engine)
-
-
-def _copy_decoded(destination: Store, unit: CopyUnit, index: _Index, head: HeadBundle | None) -> CommitRecord | None:
-    """Decode the samples of a unit and write them as one new unit; ``head`` makes top tokens of final hiddens."""
-    if unit.whole is not None:
-        source, record = unit.whole
-        # By place, not by id: another unit of the source may hold the same id, captured in another batch.
-        reader = open_segment(source, record) if record.samples else None
-        records = [reader.read(place) for place in range(len(record.samples))] if reader is not None else []
-        records = [with_top_tokens(item, head, destination.capture) for item in records]
-        return write_unit(destination, unit.name, unit.input, records, record.rejects, record.engine)
-    records = [index.source(sample_id).read(sample_id) for sample_id in unit.samples]
-    records = [with_top_tokens(item, head, destination.capture) for item in records]
-    return write_unit(destination, unit.name, unit.input, records, (), index.engine(unit.samples[0]))

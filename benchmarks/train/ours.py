@@ -116,7 +116,7 @@ class Ours:
         """Loss of every depth under these settings, before any update; DFlash's as one number."""
         kind = drafter_kind(self.case.drafter)
         loss = kind.loss.model_validate(settings)
-        objective = kind.objective(self.session.model, self.session.side, loss)
+        objective: Any = kind.objective(self.session.model, self.session.side, loss)
         pack = next(iter(self.session.batches)).packs[0]
         # What is compared may read other final rows than what is trained.
         pack = replace(pack, final=self.tensors.final, final_rows=torch.arange(self.case.tokens))

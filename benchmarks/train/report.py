@@ -53,7 +53,7 @@ def bars(
     lines = []
     for name, found in speed.items():
         ours, best = median(found[0]), best_peer(found)
-        claim = f"CPU seconds, {TITLES[name].split(',')[0]} {name}, reading a store, against "
+        claim = f"CPU seconds, {TITLES[name]}; against "
         if ours is None or best is None:
             lines.append((claim + "the best peer", "not measured", f">= {WANTED[name]}x", "–"))
             continue
@@ -62,7 +62,9 @@ def bars(
         lines.append((claim + best.row.label, f"{ratio:.2f}x", f">= {WANTED[name]}x", met))
     if shares:
         share = shares["products"]
-        lines.append(("matrix products of our step, full", f"{share:.0%}", ">= 80%", "yes" if share >= 0.8 else "no"))
+        lines.append(
+            ("share of our step in matrix products, U = V", f"{share:.0%}", ">= 80%", "yes" if share >= 0.8 else "no")
+        )
     for name, rows in memory.items():
         label, least = least_memory(rows)
         mine = rows[OURS.label].get("growth_bytes")

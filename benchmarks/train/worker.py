@@ -34,7 +34,10 @@ class Worker:
         if self.name in OURS:
             from benchmarks.train import ours as engines
         else:
-            from benchmarks.train import peers as engines  # type: ignore[no-redef]
+            if "DFlash" in self.name:
+                from benchmarks.train import peers_dflash as engines  # type: ignore[no-redef]
+            else:
+                from benchmarks.train import peers as engines  # type: ignore[no-redef]
 
             if self.name.startswith("SpecForge"):
                 import specforge.algorithms.common.dflash_family_model

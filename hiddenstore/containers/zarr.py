@@ -7,6 +7,7 @@ names, so that even a file in another's place is seen. Reads touch only the rows
 Shapes: L layers asked for, T tokens of the unit, t rows of one sample, D width, N raw rows.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,6 +91,8 @@ class ZarrUnit:
         self._arrays: dict[str, np.ndarray] = {}
         self._shards: dict[str, ShardReader] = {}
         self._shared: dict[str, _Shared] = {}
+        # Threads that meet at an unopened array would all open it.
+        self._opening = threading.Lock()
 
     def plain(self, name: str, index: int) -> np.ndarray:
         entry = self._record.samples[index]
@@ -176,21 +179,31 @@ class ZarrUnit:
 
     def _shard(self, name: str, dtype: str, shape: tuple[int, ...], compressed: bool) -> ShardReader:
         if name not in self._shards:
-            spec = self._spec(name, dtype, shape)
-            if spec.chunk_rows is None or spec.compressed != compressed:
-                raise self._files.misfit(name, "it is not chunked and compressed as its codec says")
-            size = self._files.entry(f"{name}/{spec.file_path}").size if spec.size else None
-            self._shards[name] = ShardReader(self._fs, f"{self._path}/{name}", spec, size)
+            with self._opening:
+                if name not in self._shards:
+                    self._shards[name] = self._open_shard(name, dtype, shape, compressed)
         return self._shards[name]
+
+    def _open_shard(self, name: str, dtype: str, shape: tuple[int, ...], compressed: bool) -> ShardReader:
+        spec = self._spec(name, dtype, shape)
+        if spec.chunk_rows is None or spec.compressed != compressed:
+            raise self._files.misfit(name, "it is not chunked and compressed as its codec says")
+        size = self._files.entry(f"{name}/{spec.file_path}").size if spec.size else None
+        return ShardReader(self._fs, f"{self._path}/{name}", spec, size)
 
     def _small(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> np.ndarray:
         if name not in self._arrays:
-            spec = self._spec(name, dtype, shape)
-            if spec.chunk_rows is not None or spec.compressed:
-                raise self._files.misfit(name, "it is not a single plain chunk")
-            sha256 = self._files.entry(f"{name}/{spec.file_path}").sha256 if spec.size else None
-            self._arrays[name] = read_small(self._fs, f"{self._path}/{name}", spec, sha256)
+            with self._opening:
+                if name not in self._arrays:
+                    self._arrays[name] = self._read_small(name, dtype, shape)
         return self._arrays[name]
+
+    def _read_small(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> np.ndarray:
+        spec = self._spec(name, dtype, shape)
+        if spec.chunk_rows is not None or spec.compressed:
+            raise self._files.misfit(name, "it is not a single plain chunk")
+        sha256 = self._files.entry(f"{name}/{spec.file_path}").sha256 if spec.size else None
+        return read_small(self._fs, f"{self._path}/{name}", spec, sha256)
 
     def _spec(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> ArraySpec:
         path = f"{name}/{METADATA}"

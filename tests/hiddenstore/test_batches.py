@@ -130,7 +130,7 @@ def test_a_pack_holds_its_samples_end_to_end() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
-def test_every_world_size_reads_the_same_global_order_and_the_same_packs(world_size: int) -> None:
+def test_every_world_size_reads_the_same_global_order_and_every_sample_once(world_size: int) -> None:
     store = MemoryStore(LENGTHS)
     alone = list(batches_of(store, epochs=2))
     ranks = [list(batches_of(store, epochs=2, rank=rank, world_size=world_size)) for rank in range(world_size)]
@@ -138,9 +138,18 @@ def test_every_world_size_reads_the_same_global_order_and_the_same_packs(world_s
     for step, whole in enumerate(alone):
         mine = [rank[step] for rank in ranks]
         assert all((b.all_sample_ids, b.cursor) == (whole.all_sample_ids, whole.cursor) for b in mine)
-        together = [mine[p % world_size].packs[p // world_size] for p in range(len(whole.packs))]
-        assert sum(len(b.packs) for b in mine) == len(whole.packs)
-        assert all(same_pack(a, b) for a, b in zip(together, whole.packs, strict=True))
+        parts = [part for b in mine for pack in b.packs for part in samples_of(pack)]
+        assert sorted(sample for sample, _ in parts) == sorted(whole.all_sample_ids)
+        expected = dict(part for pack in whole.packs for part in samples_of(pack))
+        assert all(torch.equal(rows, expected[sample]) for sample, rows in parts)
+        loads = [sum(pack.tokens for pack in b.packs) for b in mine]
+        assert max(loads) - min(loads) <= max(LENGTHS)
+
+
+def samples_of(pack: PackedBatch) -> list[tuple[str, torch.Tensor]]:
+    """Each sample with its tokens, mask and states in one tensor."""
+    rows = torch.cat([pack.input_ids[:, None].float(), pack.loss_mask[:, None].float(), *pack.aux.float()], 1)
+    return [(sample, rows[pack.document == index]) for index, sample in enumerate(pack.sample_ids)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])

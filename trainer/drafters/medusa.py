@@ -27,6 +27,7 @@ from trainer.drafting.chain import LOGIT_BUDGET, pack_drafting_positions
 from trainer.objectives.hard_loss import Blend, hard_cross_entropy
 from trainer.objectives.losses import StepLosses, step_scales, step_weights
 from trainer.objectives.teacher import Teacher
+from trainer.scale.recompute import recomputed
 from trainer.vocab import DraftVocab
 
 
@@ -106,7 +107,7 @@ class Medusa(Drafter):
 
     def states(self, features: Tensor, index: int) -> Tensor:
         """What the LM head of head ``index`` reads of features [R, D], as wide as ``head_weight``."""
-        states: Tensor = self.blocks[index](features.to(self.dtype))
+        states: Tensor = recomputed(self.recompute, self.blocks[index], features.to(self.dtype))
         return states if self._original is None else self._original.widened(states)
 
     def head_weight(self, index: int) -> Tensor:
