@@ -214,6 +214,16 @@ def test_gradients_agree_in_fp32() -> None:
         assert float((a - b).abs().max()) <= 1e-5 * float(b.abs().max())
 
 
+def test_products_in_bf16_change_the_loss_by_rounding_only() -> None:
+    case = make_case([19, 11], dtype=torch.float32)
+    anchors, loss = [2, 7, 21, 25], BlockLoss()
+    exact = our_loss(case, loss, anchors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = our_loss(case, loss, anchors)
+    rounded.total.backward()
+    torch.testing.assert_close(rounded.total.float(), exact.total, rtol=2e-2, atol=0)
+
+
 def test_recomputed_layers_give_the_same_gradients() -> None:
     case, found = make_case(LENGTHS), []
     for case.model.recompute in (False, True):

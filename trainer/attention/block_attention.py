@@ -70,6 +70,9 @@ def block_attention(q: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor
 
     q [N*S, Q, E]; ``context`` keys and values [C, G, E]; ``own`` keys and values of every slot [N*B, G, E].
     """
+    # Under autocast the head norms leave queries and keys in fp32 beside values in half precision.
+    q, *rest = (x.to(own[1].dtype) for x in (q, *context, *own))
+    context, own = (rest[0], rest[1]), (rest[2], rest[3])
     if q.device.type == "cpu":
         out: Tensor = _BlockAttention.apply(q, *context, *own, sight)
         return out
