@@ -76,8 +76,10 @@ class LossConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW. The rate rises linearly over ``warmup_ratio`` of the steps, then falls to ``min_lr_ratio`` of it."""
+    """The rate rises linearly over ``warmup_ratio`` of the steps, then falls to ``min_lr_ratio`` of it. kind: ``muon``
+    updates matrices by Muon and the rest, embeddings and LM head included, by AdamW, both at ``lr``."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(1e-4, gt=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)

@@ -21,7 +21,10 @@ def test_rate_rises_linearly_then_follows_the_schedule(schedule: str, middle: fl
         assert rates[-1] == pytest.approx(0.1, abs=0.02)
 
 
-def test_state_saved_and_loaded_continues_bit_for_bit() -> None:
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_state_saved_and_loaded_continues_bit_for_bit(kind: str) -> None:
+    config = OptimConfig.model_validate({"kind": kind})
+
     def train(model: nn.Linear, optimizer: Optimizer, steps: range) -> None:
         for step in steps:
             x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
@@ -32,16 +35,35 @@ def test_state_saved_and_loaded_continues_bit_for_bit() -> None:
     straight = nn.Linear(4, 3)
     torch.manual_seed(0)
     first = nn.Linear(4, 3)
-    train(straight, Optimizer(straight, OptimConfig(), 10), range(10))
-    optimizer = Optimizer(first, OptimConfig(), 10)
+    train(straight, Optimizer(straight, config, 10), range(10))
+    optimizer = Optimizer(first, config, 10)
     train(first, optimizer, range(4))
     second = nn.Linear(4, 3)
     second.load_state_dict(first.state_dict())
-    resumed = Optimizer(second, OptimConfig(), 10)
+    resumed = Optimizer(second, config, 10)
     resumed.load(optimizer.tensors())
     train(second, resumed, range(4, 10))
     assert torch.equal(second.weight, straight.weight)
     assert torch.equal(second.bias, straight.bias)
+
+
+def test_muon_moves_a_matrix_along_the_orthogonal_part_of_its_gradient_and_a_table_as_adamw() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"mlp": nn.Linear(6, 4, bias=False), "lm_head": nn.Linear(6, 4, bias=False)})
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    config = OptimConfig.model_validate({"kind": "muon", "lr": 0.01, "schedule": "constant", "warmup_ratio": 0.0})
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    u, _, v = torch.linalg.svd(model["mlp"].weight.grad, full_matrices=False)
+    sign = model["lm_head"].weight.grad.sign()
+    Optimizer(model, config, 10).step(0)
+    moved = {name: (parameter.detach() - before[name]) for name, parameter in model.named_parameters()}
+    found, orthogonal = moved["mlp.weight"], u @ v
+    alike = float((-found * orthogonal).sum() / found.norm() / orthogonal.norm())
+    assert alike > 0.97
+    # Newton-Schulz in five steps leaves singular values between about 0.7 and 1.2.
+    assert float(found.square().mean().sqrt()) == pytest.approx(0.2 * 0.01, rel=0.3)
+    torch.testing.assert_close(moved["lm_head.weight"], -0.01 * sign, rtol=1e-3, atol=1e-6)
 
 
 def test_a_norm_that_is_not_finite_changes_nothing() -> None:

@@ -1,31 +1,58 @@
-"""AdamW with a warm-up and a decay that are functions of the step alone, so that a resume needs no scheduler state."""
+"""AdamW or Muon, with a warm-up and a decay that are functions of the step alone: a resume needs no scheduler state.
+
+Muon (Jordan 2024; torch's own) takes the orthogonal part of the momentum of each matrix as its update, scaled to the
+size of an AdamW update (Moonlight, arXiv 2502.16982), so that one rate serves both. speculators 0.9 trains this way.
+"""
 
 import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from hiddenstore.errors import ConfigError
 from trainer.config import OptimConfig
 from trainer.scale.parallel import shard_like, whole
 
+TABLES = ("embed_tokens", "lm_head")
+"""Matrices whose rows are tokens: AdamW's, as Muon's author has it."""
+
 
 class Optimizer:
-    """AdamW (torch's fused kernel) over the trainable parameters of a model, with clipping by the global norm.
+    """The trainable parameters of a model under AdamW (torch's fused kernel) or Muon, clipped by the global norm.
 
     Master weights are the parameters themselves, in fp32.
+
+    Raises:
+        ConfigError: Muon over shards; it needs whole matrices.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, total_steps: int) -> None:
         self.config, self.total_steps = config, total_steps
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._adam = torch.optim.AdamW(
-            self.named.values(),
+        matrices = {name for name, p in self.named.items() if config.kind == "muon" and _is_matrix(name, p)}
+        if any(isinstance(self.named[name], DTensor) for name in matrices):
+            raise ConfigError(
+                "optim.kind=muon needs whole matrices, train.parallel=fsdp shards them",
+                kind="muon-sharded",
+                hint="train.parallel=ddp, or optim.kind=adamw",
+            )
+        adam = torch.optim.AdamW(
+            [p for name, p in self.named.items() if name not in matrices],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             weight_decay=config.weight_decay,
             fused=True,
         )
+        self._parts: list[torch.optim.Optimizer] = [adam]
+        if matrices:
+            chosen = [self.named[name] for name in self.named if name in matrices]
+            decay = config.weight_decay
+            self._parts.append(
+                torch.optim.Muon(chosen, lr=config.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+            )
+        self._part_of = {name: self._parts[name in matrices] for name in self.named}
 
     def step(self, step: int, *, update: bool = True) -> tuple[float, float]:
         """Update with the gradients at hand for step number ``step`` (from 0); returns rate and norm before clipping.
@@ -35,17 +62,20 @@ class Optimizer:
         lr = learning_rate(self.config, step, self.total_steps)
         norm = float(whole(nn.utils.clip_grad_norm_(self.named.values(), self.config.clip, foreach=True)))
         if update and math.isfinite(norm):
-            for group in self._adam.param_groups:
-                group["lr"] = lr
-            self._adam.step()
-        self._adam.zero_grad(set_to_none=True)
+            for part in self._parts:
+                for group in part.param_groups:
+                    group["lr"] = lr
+                part.step()
+        for part in self._parts:
+            part.zero_grad(set_to_none=True)
         return lr, norm
 
     def tensors(self) -> dict[str, Tensor]:
-        """State as named tensors: ``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``, ``step.<parameter>``."""
+        """State as named tensors: ``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``, ``step.<parameter>``, or
+        ``momentum_buffer.<parameter>``."""
         found = {}
         for name, parameter in self.named.items():
-            for key, value in self._adam.state.get(parameter, {}).items():
+            for key, value in self._part_of[name].state.get(parameter, {}).items():
                 found[f"{key}.{name}"] = value.detach()
         return found
 
@@ -53,13 +83,17 @@ class Optimizer:
         """The inverse of ``tensors``."""
         for name, parameter in self.named.items():
             state = {}
-            for key in ("step", "exp_avg", "exp_avg_sq"):
+            for key in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer"):
                 stored = tensors.get(f"{key}.{name}")
                 if stored is not None:
                     moved = stored.clone().to(parameter.device if key != "step" or parameter.is_cuda else "cpu")
                     state[key] = moved if key == "step" else shard_like(moved, parameter)
             if state:
-                self._adam.state[parameter] = state
+                self._part_of[name].state[parameter] = state
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim == 2 and min(parameter.shape) > 1 and not any(table in name for table in TABLES)
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
