@@ -291,6 +291,9 @@ class _MedusaKind(DrafterKind[Medusa, MedusaConfig, MedusaLoss]):
             hits[start] += 1
         return hits
 
+    def longest_draft(self, config: MedusaConfig) -> int:
+        return config.medusa_heads
+
     def live(self, model: Medusa, side: TargetSide) -> LiveMedusa:
         return LiveMedusa(model, side)
 
