@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo test check test-parity reliability wheel-smoke bench bench-storage bench-train schemas clean
+.PHONY: install demo test check test-parity test-engines test-transformers-457 reliability wheel-smoke bench bench-storage bench-train schemas tree clean
 
 install: $(VENV)/.installed
 
@@ -45,6 +45,34 @@ $(VENV)-parity/.installed: tests/parity/requirements.txt tests/parity/requiremen
 	$(VENV)-parity/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/parity/requirements-no-deps.txt
 	touch $@
 
+# A real vLLM on CPU runs what export wrote; RESULTS=benchmarks/results also writes what it accepted. Without its own
+# OpenMP, loaded first, it is ten times slower; a core binding of its own would hold both workers on one core.
+test-engines: $(VENV)-engines/.installed
+	LD_PRELOAD=$(CURDIR)/$(VENV)-engines/lib/libiomp5.so OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
+		VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_NO_USAGE_STATS=1 \
+		$(VENV)-engines/bin/python -m pytest -q -m engines -n 2 --dist loadfile tests/engines $(if $(RESULTS),--results $(RESULTS))
+
+# torchvision and its like come built for CUDA and break every import of transformers beside a torch for CPU.
+$(VENV)-engines/.installed: tests/engines/requirements.txt tests/engines/requirements-no-deps.txt constraints.txt
+	$(PYTHON) -m venv $(VENV)-engines
+	$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
+	$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check -r tests/engines/requirements.txt
+	$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt -r tests/engines/requirements-no-deps.txt
+	$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(VENV)-engines/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	touch $@
+
+# The collectors on the transformers that TensorRT-LLM 1.2 pins; every other package is the first environment's.
+test-transformers-457: $(VENV)-transformers457/.installed
+	OMP_NUM_THREADS=1 $(VENV)-transformers457/bin/python -m pytest -q -n 2 --dist loadfile tests/collectors
+
+$(VENV)-transformers457/.installed: $(VENV)/.installed
+	$(PYTHON) -m venv $(VENV)-transformers457
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+		> "$$($(VENV)-transformers457/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
+	$(VENV)-transformers457/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts transformers==4.57.3 datasets==4.8.5
+	touch $@
+
 # A wheel, alone in an empty environment, used from another folder.
 wheel-smoke: install
 	sh tests/wheel_smoke.sh $(PYTHON) $(BIN)
@@ -52,12 +80,16 @@ wheel-smoke: install
 schemas: install
 	$(BIN)/python -m schemas.generate
 
+# docs/tree.md, from the first sentence of every module.
+tree: install
+	$(BIN)/python -m tests.tree
+
 bench: install
 	$(BIN)/python benchmarks/storage_codecs.py
 	$(BIN)/python benchmarks/collect_overhead.py
 	$(BIN)/python benchmarks/trainer_memory.py
 
-# Size, read and write beside the formats others use, in an environment of their own; about ten minutes.
+# Size, read and write beside the formats others use, in an environment of their own; about twenty minutes.
 bench-storage: $(VENV)-bench/.installed
 	OMP_NUM_THREADS=1 $(VENV)-bench/bin/python -m benchmarks.storage
 

@@ -1,1 +1,1 @@
-"""collectors."""
+"""Target → records: conversations, tokens, engines, checks, jobs; what peers have dumped."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from collectors.check import CheckSpec, check_unit
 from collectors.engines import CaptureEngine
 from collectors.estimate import final_rows
-from collectors.target import LoadedTarget
+from collectors.target import EngineTarget
 from collectors.unit_records import records_of, requests_of
 from hiddenstore.advise.run import Extent, advise, trials
 from hiddenstore.calibration import Slice, slice_tokens, take_slice
@@ -29,7 +29,7 @@ class Calibrated:
 
 def calibrate(
     prepared: PreparedInput,
-    target: LoadedTarget,
+    target: EngineTarget,
     engine: CaptureEngine,
     check: CheckSpec,
     capture: CaptureSpec,
@@ -59,8 +59,7 @@ def calibrate(
         )
     extent = Extent(prepared.info.samples, prepared.info.tokens, final_rows(prepared.info, capture.final))
     with Progress("advise", total=trials(capture), unit="recipes") as progress:
-        head = target.head.to(target.device)
-        advice = advise(taken, capture, head, extent, container=container, advance=progress.advance)
+        advice = advise(taken, capture, target.head, extent, container=container, advance=progress.advance)
     return Calibrated(taken, advice)
 
 

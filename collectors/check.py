@@ -62,9 +62,9 @@ def check_unit(
         final_rows: positions of the final rows of each sample.
 
     Raises:
-        CaptureError: ``engine-tokens``: the engine ran other tokens than it was given.
+        CaptureError: as ``require_whole``.
     """
-    _require_echo(samples, captured)
+    require_whole(samples, captured, final_rows, spec)
     norms = UnitNorms.of(captured)
     disagreeing = _disagreeing_rows(captured, head, spec.final_norm)
     rejects = []
@@ -117,13 +117,31 @@ def _row_norms(states: Tensor) -> np.ndarray:
     return norms
 
 
-def _require_echo(samples: Sequence[Sample], captured: Captured) -> None:
+def require_whole(
+    samples: Sequence[Sample], captured: Captured, final_rows: Sequence[np.ndarray], spec: CheckSpec
+) -> None:
+    """Refuse a unit whose states cannot belong to its samples.
+
+    Raises:
+        CaptureError: ``engine-tokens``: the engine ran other tokens than it was given; ``engine-shape``: it returned
+            states of another number of layers or positions.
+    """
     sent = np.concatenate([sample.input_ids for sample in samples]) if samples else np.zeros(0, dtype=np.int32)
     if not np.array_equal(sent, captured.token_ids):
         raise CaptureError(
             f"the engine ran {len(captured.token_ids)} tokens that are not the {len(sent)} it was given",
             kind="engine-tokens",
         )
+    rows = sum(len(row) for row in final_rows)
+    for name, found, expected in (
+        ("aux", tuple(captured.aux.shape[:2]), (len(spec.aux_layers), len(sent))),
+        ("final", tuple(captured.final.shape[:1]), (rows,)),
+    ):
+        if found != expected:
+            raise CaptureError(
+                f"the engine returned {name} states of {list(found)} layers and positions, expected {list(expected)}",
+                kind="engine-shape",
+            )
 
 
 def _sick_norms(

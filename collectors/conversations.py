@@ -38,7 +38,8 @@ ROLE_OF = {
 """What sources call the four roles; anything else is refused."""
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-KEPT_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+KEPT_TEXTS = ("name", "tool_call_id", *REASONING)
 _SHOWN = 80
 
 
@@ -82,6 +83,16 @@ def parse_row(row: Row) -> Conversation | Problem:
     except _UnusableError as error:
         return Problem(row.place, error.reason, error.detail)
     return Conversation(row.place, messages, tools)
+
+
+def decoded_row(row: Row) -> dict[str, Any] | Problem:
+    """The object a row holds, before anything in it is looked at, or why it holds none."""
+    if isinstance(row.payload, Problem):
+        return row.payload
+    try:
+        return _decoded(row.payload)
+    except _UnusableError as error:
+        return Problem(row.place, error.reason, error.detail)
 
 
 def _decoded(payload: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Rows of a ``datasets`` id or of a folder saved by ``datasets``: ``name[config]:split[slice]``."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,28 @@ def open_dataset(text: str) -> Source:
             kind="dataset-spec-invalid",
             hint="hiddenstore prepare 'name[config]:train[:1000]' -o DATA --target T",
         )
-    table = _load(name, match["config"], match["split"])
+    return open_table(name, match["config"], match["split"])
+
+
+def open_table(
+    name: str,
+    config: str | None,
+    split: str | None,
+    columns: Callable[[Sequence[str], str], list[str]] = wanted_columns,
+    label: str | None = None,
+) -> Source:
+    """One split of a dataset id or folder; ``columns(names, where)`` says which of its columns to read.
+
+    ``label`` stands for the name in places. Raises as ``open_dataset``.
+    """
+    table = _load(name, config, split)
+    where = f"{name}{f'[{config}]' if config else ''}:{split or table.split}"
     if len(table) == 0:
-        raise ConfigError(f"{text} is empty", kind="input-empty")
-    columns = wanted_columns(table.column_names, text)
-    label = f"{Path(name).name if Path(name).exists() else name}:{table.split}"
-    return Source(label, len(table), partial(_rows, table.select_columns(columns), label), len(table))
+        raise ConfigError(f"{where} is empty", kind="input-empty")
+    wanted = columns(table.column_names, where)
+    label = label or (Path(name).name if Path(name).exists() else name)
+    label = f"{label}:{table.split}" if config is None else f"{label}[{config}]:{table.split}"
+    return Source(label, len(table), partial(_rows, table.select_columns(wanted), label), len(table))
 
 
 def _rows(table: Any, label: str) -> Iterator[Row]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hiddenstore.errors import CaptureError, ConfigError
 from hiddenstore.head import HeadBundle
@@ -100,7 +101,7 @@ def find_parts(model: nn.Module, config: Any) -> Parts:
     blocks = _module(backbone, family.blocks, model_type)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) != config.num_hidden_layers:
         raise _unsupported(model_type, f"{family.blocks} is no list of {config.num_hidden_layers} decoder blocks")
-    tied = lm_head.weight.data_ptr() == embeddings.weight.data_ptr()
+    tied = lm_head.weight is embeddings.weight or _shares_memory(lm_head.weight, embeddings.weight)
     cap = getattr(config, family.softcap, None)
     spec = HeadSpec(
         norm_flavour=family.norm,
@@ -119,6 +120,18 @@ def find_parts(model: nn.Module, config: Any) -> Parts:
         _optional_weight(lm_head, "bias"),
     )
     return Parts(backbone, list(blocks), norm, head)
+
+
+def head_names(model_type: str) -> dict[str, str]:
+    """What a checkpoint calls each tensor of the head bundle, by the bundle's field names."""
+    family = FAMILIES.get(model_type, LLAMA_LIKE)
+    return {
+        "embed_tokens": f"{family.backbone}.{family.embeddings}.weight",
+        "lm_head": f"{family.lm_head}.weight",
+        "norm_weight": f"{family.backbone}.{family.final_norm}.weight",
+        "norm_bias": f"{family.backbone}.{family.final_norm}.bias",
+        "lm_head_bias": f"{family.lm_head}.bias",
+    }
 
 
 def first_tensor(output: Any) -> Tensor:
@@ -151,22 +164,7 @@ def verify_parts(model: nn.Module, parts: Parts, token_ids: Tensor, model_type: 
         ConfigError: ``family-unsupported``: the architecture computes something else than the family's row says.
     """
     last, dtype = len(parts.blocks) - 1, parts.head.norm_weight.dtype
-    inputs: dict[int, Tensor] = {}
-    outputs: dict[int, Tensor] = {}
-    handles = [
-        parts.final_norm.register_forward_pre_hook(_keep_input(inputs, last + 1), with_kwargs=True),
-        parts.final_norm.register_forward_hook(_keep_output(outputs, last + 1)),
-    ]
-    for layer, block in enumerate(parts.blocks):
-        handles.append(block.register_forward_pre_hook(_keep_input(inputs, layer), with_kwargs=True))
-        handles.append(block.register_forward_hook(_keep_output(outputs, layer)))
-    try:
-        logits = model(input_ids=token_ids, use_cache=False).logits.float()
-    finally:
-        for handle in handles:
-            handle.remove()
-    if len(inputs) != last + 2 or len(outputs) != last + 2:
-        raise _unsupported(model_type, "a decoder block or the final norm did not run")
+    inputs, outputs, answer = _watch(parts, lambda: model(input_ids=token_ids, use_cache=False), model_type)
     _require_finite([inputs[0], *(outputs[layer] for layer in range(last + 1))], model_type)
     if not _close(inputs[0], parts.head.embed(token_ids), dtype):
         raise _unsupported(model_type, "block 0 does not read the (scaled) token embeddings")
@@ -174,21 +172,59 @@ def verify_parts(model: nn.Module, parts: Parts, token_ids: Tensor, model_type: 
         if not torch.equal(outputs[layer - 1], inputs[layer]):
             reader = "the final norm" if layer > last else f"block {layer}"
             raise _unsupported(model_type, f"{reader} does not read the output of block {layer - 1}")
-    if not _close(parts.head.logits(inputs[last + 1]), logits, dtype):
+    if not _close(parts.head.logits(inputs[last + 1]), answer.logits.to(token_ids.device), dtype):
         raise _unsupported(model_type, "logits of the head bundle differ from the model's own")
-    return Probe(torch.stack([inputs[layer][0] for layer in range(last + 2)]), outputs[last + 1][0])
+    return _probe(inputs, outputs)
 
 
-def _keep_input(inputs: dict[int, Tensor], layer: int) -> Callable[..., None]:
+@torch.no_grad()
+def probe_states(parts: Parts, token_ids: Tensor, model_type: str) -> Probe:
+    """Every layer of one sample from a plain forward of its own: no padding, no batch, no LM head.
+
+    Args:
+        token_ids: int64 [1, T].
+    """
+    run = _watch(parts, lambda: parts.backbone(input_ids=token_ids, use_cache=False), model_type)
+    return _probe(run[0], run[1])
+
+
+def _probe(inputs: dict[int, Tensor], outputs: dict[int, Tensor]) -> Probe:
+    return Probe(torch.stack([inputs[layer][0] for layer in sorted(inputs)]), outputs[len(inputs) - 1][0])
+
+
+def _watch(
+    parts: Parts, forward: Callable[[], Any], model_type: str
+) -> tuple[dict[int, Tensor], dict[int, Tensor], Any]:
+    """What every block and the final norm read and wrote in one forward [1, T, D], and what the forward returned."""
+    last = len(parts.blocks) - 1
+    # Blocks may lie on several devices; what they hold is compared on one.
+    home = parts.head.norm_weight.device
+    inputs: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+    handles: list[RemovableHandle] = []
+    for index, module in enumerate([*parts.blocks, parts.final_norm]):
+        handles.append(module.register_forward_pre_hook(_keep_input(inputs, index, home), with_kwargs=True))
+        handles.append(module.register_forward_hook(_keep_output(outputs, index, home)))
+    try:
+        answer = forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(inputs) != last + 2 or len(outputs) != last + 2:
+        raise _unsupported(model_type, "a decoder block or the final norm did not run")
+    return inputs, outputs, answer
+
+
+def _keep_input(inputs: dict[int, Tensor], index: int, home: torch.device) -> Callable[..., None]:
     def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs[layer] = first_tensor(args if args else kwargs["hidden_states"])
+        inputs[index] = first_tensor(args if args else kwargs["hidden_states"]).to(home)
 
     return keep
 
 
-def _keep_output(outputs: dict[int, Tensor], layer: int) -> Callable[..., None]:
+def _keep_output(outputs: dict[int, Tensor], index: int, home: torch.device) -> Callable[..., None]:
     def keep(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        outputs[layer] = first_tensor(output)
+        outputs[index] = first_tensor(output).to(home)
 
     return keep
 
@@ -232,6 +268,11 @@ def _weight(module: nn.Module, name: str) -> Tensor:
 
 def _optional_weight(module: nn.Module, name: str) -> Tensor | None:
     return _weight(module, name) if isinstance(getattr(module, name, None), Tensor) else None
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    # Tensors on the meta device all begin at address 0.
+    return one.device.type != "meta" and one.data_ptr() == other.data_ptr()
 
 
 def _unsupported(model_type: str, detail: str) -> ConfigError:

@@ -21,11 +21,15 @@ COMPACT_BELOW = 0.75
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy; at most ``max_new_tokens`` per answer."""
+    """temperature 0 is greedy; at most ``max_new_tokens`` per answer.
+
+    ``top_p`` below 1 draws from the fewest tokens that hold this share of the probability.
+    """
 
     temperature: float
     max_new_tokens: int
     seed: int = 0
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,8 @@ class _Batch:
             return logits.argmax(-1)
         # argmax(p / Exp(1)) is a draw from p (the exponential race): one pass, no cumulative sum.
         race = torch.softmax(logits / self._sampling.temperature, dim=-1)
+        if self._sampling.top_p < 1:
+            race = nucleus(race, self._sampling.top_p)
         return race.div_(torch.empty_like(race).exponential_(generator=self._generator)).argmax(-1)
 
     def _record(self, tokens: Tensor) -> list[int]:
@@ -144,11 +150,9 @@ def _seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def repeated_share(token_ids: Sequence[int], order: int = 4) -> float:
-    """Share of the 4-grams that occurred before in the same answer; 0 for answers shorter than one 4-gram.
-
-    >>> repeated_share([1, 2, 3, 4, 1, 2, 3, 4, 1])
-    0.3333333333333333
-    """
-    grams = [tuple(token_ids[i : i + order]) for i in range(len(token_ids) - order + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+def nucleus(chances: Tensor, top_p: float) -> Tensor:
+    """Chances [..., V], 0 outside the smallest set of tokens that holds ``top_p`` of them; not renormalised."""
+    ordered, order = chances.sort(dim=-1, descending=True)
+    # A token stays while those before it hold less than the share; the first one always does.
+    outside = ordered.cumsum(-1) - ordered >= top_p
+    return chances.masked_fill(outside.gather(-1, order.argsort(-1)), 0.0)

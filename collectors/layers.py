@@ -58,7 +58,7 @@ def choose_layers(layers: str, final: FinalMode | None, num_layers: int) -> Laye
     chosen = final or implied
     if not aux and chosen == "none":
         raise ConfigError("no aux layer and no final hidden: nothing to capture", kind="layers-invalid")
-    return LayerChoice(tuple(aux), chosen, f"{explained}; final hidden: {chosen}, pre-norm", layers in _READS_FINAL)
+    return LayerChoice(tuple(aux), chosen, f"{explained}; final hidden: {chosen}", layers in _READS_FINAL)
 
 
 def _defaults(name: str, num_layers: int) -> list[int]:

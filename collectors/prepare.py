@@ -5,19 +5,21 @@ that finds exact duplicates, nothing else.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from collectors.mix import Mix, MixedSource, open_inputs
 from collectors.prepare_batches import Recipe, SampleBatch, batches_of, ordered_batches
 from collectors.prepare_parts import PartWriter, RejectsWriter, new_folder, refuse_existing, write_document
-from collectors.rows import Problem, Row, Source
-from collectors.sources import open_sources
+from collectors.prepare_tally import Tally
+from collectors.presets.opening import find_preset
+from collectors.rows import Row, Source
 from collectors.target import TargetFolder, open_target
 from collectors.template import NOT_STABLE, ChatTemplate, read_template
 from hiddenstore.cli.terminal import plural
@@ -28,73 +30,30 @@ from hiddenstore.inputs import input_digest
 from hiddenstore.layout import DATA_JSON
 from hiddenstore.progress import Progress
 from schemas.manifest import FileEntry
-from schemas.prepared import LossOn, Overlong, PreparedData, RejectCount
-
-EXAMPLES_PER_REASON = 3
+from schemas.prepared import LossOn, Overlong, PreparedData
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
     """How to prepare. ``max_tokens`` None is the target's context; ``workers`` None is every core, when worth it.
 
-    ``validation`` is the share of samples in the validation split, in [0, 1); ``template`` a file that stands in for
-    the target's own chat template.
+    ``validation`` is the share of samples in the validation split, in [0, 1]; ``template`` a file that stands in for
+    the target's own chat template; ``think_loss`` False leaves the thoughts of answers unsupervised; ``preset_root``
+    holds local copies of presets.
     """
 
     loss_on: LossOn = "assistant"
+    think_loss: bool = True
     max_tokens: int | None = None
     overlong: Overlong = "cut"
     validation: float = 0.01
     template: str | None = None
     workers: int | None = None
-
-
-@dataclass
-class _Tally:
-    rows: int = 0
-    samples: int = 0
-    validation: int = 0
-    tokens: int = 0
-    supervised: int = 0
-    longest: int = 0
-    cut: int = 0
-    duplicates: int = 0
-    rejects: dict[str, list[int]] = field(default_factory=dict)
-    examples: dict[str, list[str]] = field(default_factory=dict)
-    seen: set[bytes] = field(default_factory=set)
-
-    def reject(self, problem: Problem) -> None:
-        self.rejects.setdefault(problem.reason, [0])[0] += 1
-        examples = self.examples.setdefault(problem.reason, [])
-        if len(examples) < EXAMPLES_PER_REASON:
-            examples.append(f"{problem.place}: {problem.detail}")
-
-    def new_ones(self, batch: SampleBatch) -> np.ndarray:
-        """bool [n]: the samples of a batch not seen before; they are counted, the others are duplicates."""
-        fresh = np.zeros(batch.samples.num_rows, dtype=bool)
-        for row, name in enumerate(batch.samples.column("sample_id").to_pylist()):
-            key = bytes.fromhex(name)
-            fresh[row] = key not in self.seen
-            self.seen.add(key)
-        self.samples += int(fresh.sum())
-        self.duplicates += int((~fresh).sum())
-        self.validation += int(batch.validation[fresh].sum())
-        self.tokens += int(batch.tokens[fresh].sum())
-        self.supervised += int(batch.supervised[fresh].sum())
-        self.longest = max(self.longest, int(batch.tokens[fresh].max(initial=0)))
-        self.cut += int(batch.cut[fresh].sum())
-        return fresh
-
-    def counts(self) -> tuple[RejectCount, ...]:
-        ordered = sorted(self.rejects, key=lambda reason: (-self.rejects[reason][0], reason))
-        return tuple(
-            RejectCount(reason=reason, rows=self.rejects[reason][0], examples=tuple(self.examples[reason]))
-            for reason in ordered
-        )
+    preset_root: str | None = None
 
 
 def prepare(
-    inputs: list[str],
+    inputs: Sequence[str] | Mix,
     out: str | Path,
     target: str,
     options: PrepareOptions | None = None,
@@ -104,7 +63,8 @@ def prepare(
     """Write ``out`` from every conversation of ``inputs``; all of it or nothing.
 
     Args:
-        inputs: files, folders and ``datasets`` ids (``name[config]:split[slice]``), read in this order.
+        inputs: files, folders, presets (``preset:NAME``) and ``datasets`` ids (``name[config]:split[slice]``), read
+            in this order; or a mix of them.
         target: folder or hub id whose tokenizer and chat template are used; its weights are not read.
         stopping: asked between batches; a True ends the run with InterruptError and leaves nothing.
 
@@ -118,18 +78,20 @@ def prepare(
     out = Path(out)
     refuse_existing(out)
     _check_options(options)
-    sources = open_sources(inputs)
-    if not sources:
-        raise ConfigError("no input given", kind="input-missing", hint="hiddenstore prepare INPUT… -o DATA --target T")
+    sources = open_inputs(inputs, options.preset_root)
+    _refuse_prompts(sources, options.loss_on)
     folder = open_target(target)
     given = read_template(options.template) if options.template is not None else None
-    template = ChatTemplate(folder.tokenizer, options.loss_on, given)
+    template = ChatTemplate(folder.tokenizer, options.loss_on, given, options.think_loss)
     template.check()
     recipe = Recipe(template, _max_tokens(folder, options.max_tokens), options.overlong, options.validation)
     with new_folder(out) as fs:
-        tally = _Tally()
-        files = _write(fs, sources, recipe, tally, _Run(folder, options.workers, stopping))
+        tally = Tally()
+        run = _Run(folder, options.workers, stopping)
+        files = _write(fs, [mixed.source for mixed in sources], recipe, tally, run)
         document = _document(fs, folder, recipe, tally, files)
+        seed = inputs.seed if isinstance(inputs, Mix) else None
+        document = document.model_copy(update={"sources": tally.sources(sources), "mix_seed": seed})
         write_document(fs, DATA_JSON, seal(document))
     return document
 
@@ -142,14 +104,23 @@ class _Run:
 
 
 def _check_options(options: PrepareOptions) -> None:
-    if not 0 <= options.validation < 1:
-        raise ConfigError(
-            f"the validation share must be at least 0 and below 1, not {options.validation:g}", kind="option-invalid"
-        )
+    if not 0 <= options.validation <= 1:
+        raise ConfigError(f"the validation share must lie in 0…1, not {options.validation:g}", kind="option-invalid")
     if options.max_tokens is not None and options.max_tokens < 2:
         raise ConfigError(f"max tokens must be at least 2, not {options.max_tokens}", kind="option-invalid")
     if options.workers is not None and options.workers < 1:
         raise ConfigError(f"there must be at least 1 worker, not {options.workers}", kind="option-invalid")
+
+
+def _refuse_prompts(sources: Sequence[MixedSource], loss_on: LossOn) -> None:
+    for mixed in sources:
+        preset = mixed.entry.preset
+        if preset is not None and loss_on != "all" and find_preset(preset).shape.is_prompt:
+            raise ConfigError(
+                f"preset {preset} holds questions without answers: there is nothing to learn from yet",
+                kind="preset-prompts-only",
+                hint=f"hiddenstore prepare preset:{preset} --mode generate -o prompts.jsonl, then regenerate it",
+            )
 
 
 def _max_tokens(folder: TargetFolder, asked: int | None) -> int | None:
@@ -166,13 +137,13 @@ def _max_tokens(folder: TargetFolder, asked: int | None) -> int | None:
 
 
 def _write(
-    fs: LocalFilesystem, sources: list[Source], recipe: Recipe, tally: _Tally, run: _Run
+    fs: LocalFilesystem, sources: list[Source], recipe: Recipe, tally: Tally, run: _Run
 ) -> tuple[FileEntry, ...]:
     parts, rejects = PartWriter(fs), RejectsWriter(fs)
     counts = [source.count for source in sources if source.count is not None]
     by_rows = len(counts) == len(sources)
     total = sum(counts) if by_rows else sum(source.size for source in sources)
-    batches = ordered_batches(recipe, batches_of(_rows(sources)), run.workers, run.stopping)
+    batches = ordered_batches(recipe, batches_of(_rows(sources, tally.read)), run.workers, run.stopping)
     try:
         with Progress("prepare", total, "rows" if by_rows else "bytes") as progress:
             for batch in batches:
@@ -192,7 +163,7 @@ def _write(
         raise
 
 
-def _take(batch: SampleBatch, recipe: Recipe, tally: _Tally, parts: PartWriter, rejects: RejectsWriter) -> None:
+def _take(batch: SampleBatch, recipe: Recipe, tally: Tally, parts: PartWriter, rejects: RejectsWriter) -> None:
     tally.rows += batch.rows
     for problem in batch.problems:
         if problem.reason == NOT_STABLE:
@@ -204,13 +175,13 @@ def _take(batch: SampleBatch, recipe: Recipe, tally: _Tally, parts: PartWriter, 
     parts.write(samples, int(batch.tokens[fresh].sum()))
 
 
-def _rows(sources: list[Source]) -> Iterator[Row]:
+def _rows(sources: list[Source], read: Counter[str]) -> Iterator[Row]:
     for source in sources:
-        is_empty = True
+        before = read[source.label]
         for row in source.rows():
-            is_empty = False
+            read[source.label] += 1
             yield row
-        if is_empty:
+        if read[source.label] == before:
             raise ConfigError(f"{source.label} holds no row", kind="input-empty")
 
 
@@ -224,7 +195,7 @@ def _check_ids(batch: SampleBatch, folder: TargetFolder) -> None:
         )
 
 
-def _nothing_usable(tally: _Tally) -> ConfigError:
+def _nothing_usable(tally: Tally) -> ConfigError:
     reasons = [f"{count.reason}: {plural(count.rows, 'row')}, first {count.examples[0]}" for count in tally.counts()]
     return ConfigError(
         "\n".join([f"none of {plural(tally.rows, 'row')} can be used; nothing was written", *reasons]),
@@ -233,7 +204,7 @@ def _nothing_usable(tally: _Tally) -> ConfigError:
 
 
 def _document(
-    fs: LocalFilesystem, folder: TargetFolder, recipe: Recipe, tally: _Tally, files: tuple[FileEntry, ...]
+    fs: LocalFilesystem, folder: TargetFolder, recipe: Recipe, tally: Tally, files: tuple[FileEntry, ...]
 ) -> PreparedData:
     tokenizer_sha256, chat_template_sha256 = recipe.template.digests
     return PreparedData(
@@ -243,6 +214,7 @@ def _document(
         chat_template_sha256=chat_template_sha256,
         vocab_size=int(folder.config.vocab_size),
         loss_on=recipe.template.loss_on,
+        think_loss=recipe.template.think_loss,
         mask_from=recipe.template.mask_from,
         max_tokens=recipe.max_tokens,
         overlong=recipe.overlong,
@@ -255,6 +227,7 @@ def _document(
         longest=tally.longest,
         cut=tally.cut,
         duplicates=tally.duplicates,
+        reasoning_lost=tally.reasoning_lost,
         rejects=tally.counts(),
         files=files,
     )

@@ -56,8 +56,9 @@ class Recipe:
 class SampleBatch:
     """What one batch of rows became.
 
-    samples has the columns of ``SCHEMA`` and n rows; tokens and supervised int64 [n]; cut and validation bool [n];
-    ``size`` is the bytes of the rows in their source, ``highest_id`` the largest token id, -1 when n = 0.
+    samples has the columns of ``SCHEMA`` and n rows; tokens and supervised int64 [n]; cut, validation and
+    reasoning_lost bool [n]; ``size`` is the bytes of the rows in their source, ``highest_id`` the largest token id,
+    -1 when n = 0.
     """
 
     samples: pa.RecordBatch
@@ -69,6 +70,7 @@ class SampleBatch:
     rows: int
     size: int
     highest_id: int
+    reasoning_lost: np.ndarray
 
 
 def batches_of(rows: Iterable[Row]) -> Iterator[list[Row]]:
@@ -109,6 +111,7 @@ def make_batch(recipe: Recipe, rows: Sequence[Row]) -> SampleBatch:
         rows=len(rows),
         size=sum(row.size for row in rows),
         highest_id=max((int(sample.input_ids.max()) for sample in samples), default=-1),
+        reasoning_lost=np.array([sample.is_reasoning_lost for sample in samples], dtype=bool),
     )
 
 
@@ -243,7 +246,7 @@ def _fitted(sample: Tokenised, recipe: Recipe) -> Tokenised | Problem:
         return Problem(sample.place, "nothing-supervised-after-cut", detail)
     spans = sample.spans[sample.spans[:, 1] < limit]
     spans = np.concatenate([spans[:, :2], np.minimum(spans[:, 2:], limit)], axis=1)
-    return Tokenised(sample.place, sample.input_ids[:limit], mask, spans)
+    return Tokenised(sample.place, sample.input_ids[:limit], mask, spans, sample.is_reasoning_lost)
 
 
 def _record_batch(samples: Sequence[Tokenised], names: list[str], validation: np.ndarray) -> pa.RecordBatch:

@@ -6,7 +6,7 @@ one row (at most ``MAX_ROW_BYTES``) or one small parquet batch.
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,30 +18,45 @@ _LINES = (".jsonl", ".ndjson")
 _SUFFIXES = (*_LINES, ".json", ".parquet")
 _SPACE = b" \t\r\n"
 
+PRESET = "preset:"
+"""What an input that names a preset begins with."""
 
-def open_sources(inputs: Sequence[str]) -> list[Source]:
-    """The sources behind paths, folders and ``datasets`` ids, folders in sorted order.
+Columns = Callable[[Sequence[str], str], list[str]]
+"""Names of a table and where it is → the columns to read."""
+
+
+def open_sources(inputs: Sequence[str], preset_root: str | Path | None = None) -> list[Source]:
+    """The sources behind paths, folders, presets and ``datasets`` ids, folders in sorted order; see ``open_each``."""
+    return [source for sources in open_each(inputs, preset_root) for source in sources]
+
+
+def open_each(inputs: Sequence[str], preset_root: str | Path | None = None) -> list[list[Source]]:
+    """The sources of every input in a list of its own; labels tell all files of all inputs apart.
 
     Raises:
-        NotFoundError: ``input-missing``.
+        NotFoundError: ``input-missing``, ``preset-unknown`` or ``preset-missing``.
         ConfigError: ``input-empty``, ``input-unreadable``, ``input-no-messages`` or ``input-no-files``.
     """
-    found: list[Source | Path] = []
+    found: list[list[Source | Path]] = []
     roots: dict[Path, Path] = {}
     for text in inputs:
         path = Path(text)
-        if path.is_dir() and not _is_saved_dataset(path):
+        if text.startswith(PRESET):
+            from collectors.presets.opening import open_preset
+
+            found.append([*open_preset(text, preset_root)])
+        elif path.is_dir() and not _is_saved_dataset(path):
             files = _files_below(path)
             roots.update(dict.fromkeys(files, path))
-            found += files
+            found.append([*files])
         elif path.is_file():
-            found.append(path)
+            found.append([path])
         else:
             from collectors.dataset_sources import open_dataset
 
-            found.append(open_dataset(text))
-    labels = _labels([item for item in found if isinstance(item, Path)], roots)
-    return [item if isinstance(item, Source) else _open_file(item, labels[item]) for item in found]
+            found.append([open_dataset(text)])
+    labels = _labels([item for items in found for item in items if isinstance(item, Path)], roots)
+    return [[item if isinstance(item, Source) else open_file(item, labels[item]) for item in items] for items in found]
 
 
 def _is_saved_dataset(folder: Path) -> bool:
@@ -79,7 +94,8 @@ def _labels(paths: list[Path], roots: dict[Path, Path]) -> dict[Path, str]:
             depth[path] += 1
 
 
-def _open_file(path: Path, label: str) -> Source:
+def open_file(path: Path, label: str, columns: Columns = wanted_columns) -> Source:
+    """The source behind one JSON lines, JSON or parquet file; ``columns`` says which of a table to read."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -89,7 +105,7 @@ def _open_file(path: Path, label: str) -> Source:
     if size == 0:
         raise ConfigError(f"{path} is empty", kind="input-empty")
     if magic == b"PAR1":
-        return _open_parquet(path, label)
+        return _open_parquet(path, label, columns)
     name = path.name.removesuffix(".gz")
     if not name.endswith((*_LINES, ".json")) and _first_byte(path) not in (b"{", b"["):
         raise ConfigError(
@@ -136,7 +152,7 @@ def _array_rows(path: Path, label: str) -> Iterator[Row]:
             yield Row(f"{label}:{line}", value, stream.taken(scanner.consumed))
 
 
-def _open_parquet(path: Path, label: str) -> Source:
+def _open_parquet(path: Path, label: str, wanted: Columns) -> Source:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -147,7 +163,7 @@ def _open_parquet(path: Path, label: str) -> Source:
         unreadable(path, error)
     if rows == 0:
         raise ConfigError(f"{path} is empty", kind="input-empty")
-    columns = wanted_columns(names, str(path))
+    columns = wanted(names, str(path))
     return Source(label, path.stat().st_size, partial(_parquet_rows, path, label, columns), rows)
 
 

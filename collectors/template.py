@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from collectors.conversations import Conversation, Message
+from collectors.conversations import REASONING, Conversation, Message
 from collectors.rows import Problem
+from collectors.thoughts import thought_ranges
 from collectors.turns import (
     EncodedPlaces,
     Prefixes,
@@ -40,12 +41,16 @@ _DETAIL = 200
 
 @dataclass(frozen=True, eq=False)
 class Tokenised:
-    """input_ids int32 [T]; loss_mask uint8 [T]; spans int32 [n, 3] of (role, start, end), ascending and disjoint."""
+    """input_ids int32 [T]; loss_mask uint8 [T]; spans int32 [n, 3] of (role, start, end), ascending and disjoint.
+
+    ``is_reasoning_lost``: the last answer has reasoning in a member of its own, and the template wrote none of it.
+    """
 
     place: str
     input_ids: np.ndarray
     loss_mask: np.ndarray
     spans: np.ndarray
+    is_reasoning_lost: bool = False
 
 
 def tokenizer_digests(target: Any, template: str | None = None) -> tuple[str, str]:
@@ -84,9 +89,12 @@ def read_template(file: str | Path) -> str:
 class ChatTemplate:
     """Renders and tokenises conversations and says what of them is supervised. Sent whole to worker processes."""
 
-    def __init__(self, tokenizer: Any, loss_on: LossOn = "assistant", template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, loss_on: LossOn = "assistant", template: str | None = None, think_loss: bool = True
+    ) -> None:
         self.tokenizer = tokenizer
         self.loss_on = loss_on
+        self.think_loss = think_loss
         self._given = template
         if template is None and not tokenizer.chat_template:
             raise ConfigError(
@@ -271,10 +279,14 @@ class ChatTemplate:
         mask = np.zeros(len(ids), dtype=np.uint8)
         for start, end in [(0, len(text))] if self.loss_on == "all" else supervised:
             mask[slice(*places.span(start, end))] = 1
+        if not self.think_loss:
+            for start, end in thought_ranges(text, list(answers.values()) if self.loss_on == "all" else supervised):
+                mask[slice(*places.span(start, end))] = 0
         if not mask.any():
             return Problem(conversation.place, NOTHING_SUPERVISED, "no token of it is supervised")
-        turns = find_turns(prefixes, answers)
-        return Tokenised(conversation.place, np.asarray(ids, dtype=np.int32), mask, token_spans(turns, places))
+        spans = token_spans(find_turns(prefixes, answers), places)
+        is_lost = _is_reasoning_lost(conversation, text)
+        return Tokenised(conversation.place, np.asarray(ids, dtype=np.int32), mask, spans, is_lost)
 
     def _answers(
         self, prefixes: Prefixes, asked: list[int], generated: list[Range]
@@ -310,6 +322,13 @@ class ChatTemplate:
             return answers, generated
         last = answers.get(asked[-1]) if asked else None
         return answers, [pair for pair in generated if last and last[0] <= pair[0] < last[1]] or generated[-1:]
+
+
+def _is_reasoning_lost(conversation: Conversation, text: str) -> bool:
+    """Earlier reasoning is left out by design of most templates; that of the last answer is what the target wrote."""
+    last = next((message for message in reversed(conversation.messages) if message["role"] == "assistant"), {})
+    thoughts = [str(last[name]).strip() for name in REASONING if last.get(name)]
+    return any(thoughts) and not any(thought and thought in text for thought in thoughts)
 
 
 def _probe(answers: Sequence[str]) -> Conversation:

@@ -5,7 +5,6 @@ string and ``no`` as False; a ``float`` field gets 0.0001 and a ``str`` field ge
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
@@ -13,7 +12,9 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.config_keys import first_hint, inner_model, named_models, unknown_keys, unknown_message
+from hiddenstore.config_yaml import first_line, parse, read_yaml
+from hiddenstore.errors import ConfigError
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -21,36 +22,6 @@ AUTO = "auto"
 """Written for a setting that ``defaults`` supplies, it means that default."""
 
 _ABSENT = object()
-
-
-class _WordsLoader(yaml.BaseLoader):
-    """YAML whose scalars stay the text that was written; ``null``, ``~`` and nothing become None. Refuses a key twice.
-
-    Anchors are refused: a small file could otherwise unfold into a huge one.
-    """
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.YAMLError(f"line {mark.line + 1}: aliases (*name) are not supported")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _value in node.value:
-            if key.value in seen:
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {key.value!r} is set twice")
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def _null_or_text(loader: _WordsLoader, node: yaml.ScalarNode) -> str | None:
-    if node.style is None and node.value in ("", "~", "null", "Null", "NULL"):
-        return None
-    return str(node.value)
-
-
-_WordsLoader.add_constructor("tag:yaml.org,2002:str", _null_or_text)
 
 
 def load(
@@ -79,10 +50,10 @@ def load(
                 continue
             origins[".".join(path)] = origin
             _put(values, path, value)
-    unknown = list(_unknown_keys(model, values, ()))
-    hint = _first_hint(model, next(_leaves_below(values, unknown[0]))) if unknown else None
+    unknown = list(unknown_keys(model, values))
+    hint = first_hint(model, next(_leaves_below(values, unknown[0]))) if unknown else None
     for path in unknown:
-        problems += [_unknown_message(model, leaf, origins) for leaf in _leaves_below(values, path)]
+        problems += [unknown_message(model, leaf, origins) for leaf in _leaves_below(values, path)]
         _remove(values, path)
     try:
         settings = model.model_validate(_typed(model, values))
@@ -113,20 +84,11 @@ def said(key: str, file: str | Path | None = None, dotlist: Sequence[str] = ()) 
     ]
 
 
-def known_keys(model: type[BaseModel]) -> list[str]:
-    """Every setting as ``key.path``, in the order declared."""
-    keys: list[str] = []
-    for name, info in model.model_fields.items():
-        inner = _inner_model(info.annotation)
-        keys += [f"{name}.{key}" for key in known_keys(inner)] if inner else [name]
-    return keys
-
-
 def _layers(
     file: str | Path | None, dotlist: Sequence[str], problems: list[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     if file is not None:
-        yield str(file), _read_yaml(Path(file))
+        yield str(file), read_yaml(Path(file))
     for word in dotlist:
         key, equals, text = word.partition("=")
         path = tuple(key.split("."))
@@ -134,46 +96,13 @@ def _layers(
             problems.append(f"{word!r} should be key.path=value")
             continue
         try:
-            value = _parsed(text)
+            value = parse(text)
         except yaml.YAMLError as error:
-            problems.append(f"{word!r} is no YAML value: {_first_line(error)}")
+            problems.append(f"{word!r} is no YAML value: {first_line(error)}")
             continue
         layer: dict[str, Any] = {}
         _put(layer, path, value)
         yield "command line", layer
-
-
-def _parsed(text: str) -> Any:
-    """One YAML document as text, None, lists and mappings; nothing else can come out of it."""
-    loader = _WordsLoader(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise NotFoundError(f"the settings file {path} does not exist", kind="config-missing") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error.reason}", kind="config-unreadable") from error
-    try:
-        found = _parsed(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} is no YAML: {_first_line(error)}", kind="config-unreadable") from error
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise ConfigError(
-            f"{path} should hold key: value lines, found {type(found).__name__}", kind="config-unreadable"
-        )
-    return found
-
-
-def _first_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def _leaves(layer: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -221,34 +150,16 @@ def _copied(value: Any) -> Any:
     return {key: _copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
-def _inner_model(annotation: Any) -> type[BaseModel] | None:
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
-def _unknown_keys(
-    model: type[BaseModel], values: Mapping[str, Any], path: tuple[str, ...]
-) -> Iterator[tuple[str, ...]]:
-    for key, value in values.items():
-        info = model.model_fields.get(key)
-        if info is None:
-            yield (*path, key)
-            continue
-        inner = _inner_model(info.annotation)
-        if inner is not None and isinstance(value, dict):
-            yield from _unknown_keys(inner, value, (*path, key))
-
-
 def _typed(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
     """Text where the annotation wants a list or None, turned into it; pydantic's lax mode does the scalars."""
     typed: dict[str, Any] = {}
     for key, value in values.items():
         annotation = model.model_fields[key].annotation
-        inner = _inner_model(annotation)
+        inner, named = inner_model(annotation), named_models(annotation)
         if inner is not None and isinstance(value, Mapping):
             typed[key] = _typed(inner, value)
+        elif named is not None and isinstance(value, Mapping):
+            typed[key] = {n: _typed(named, item) if isinstance(item, Mapping) else item for n, item in value.items()}
         elif isinstance(value, Mapping):
             typed[key] = {name: _from_text(_value_type(annotation), item) for name, item in value.items()}
         elif isinstance(value, str):
@@ -277,40 +188,6 @@ def _value_type(annotation: Any) -> Any:
     """The annotation of a mapping's values: ``Any`` of ``dict[str, Any]``."""
     arguments = get_args(annotation)
     return arguments[1] if get_origin(annotation) in (dict, Mapping) and len(arguments) == 2 else str
-
-
-def _unknown_message(model: type[BaseModel], path: tuple[str, ...], origins: Mapping[str, str]) -> str:
-    key = ".".join(path)
-    close = _close_key(model, key)
-    question = f"; did you mean {close}?" if close else _what_there_is(model, path)
-    where = origins.get(key, "defaults")
-    return f"unknown setting {key!r} ({where}){question}"
-
-
-def _what_there_is(model: type[BaseModel], path: tuple[str, ...]) -> str:
-    """The settings of the section that was named, else the sections."""
-    if path[0] not in model.model_fields:
-        return f"; there are {', '.join(model.model_fields)}"
-    inside = [key for key in known_keys(model) if key.startswith(f"{path[0]}.")]
-    return f"; there are {', '.join(inside)}" if inside else ""
-
-
-def _close_key(model: type[BaseModel], key: str) -> str | None:
-    """The setting that was meant: one of the same last name in whatever section, else one spelled much the same."""
-    keys = known_keys(model)
-    last = key.rpartition(".")[2]
-    same_name = [known for known in keys if known.rpartition(".")[2] == last]
-    alike = [known for known in keys if SequenceMatcher(None, last, known.rpartition(".")[2]).ratio() >= 0.6]
-    close = get_close_matches(key, same_name, n=1, cutoff=0.0) or get_close_matches(key, alike, n=1, cutoff=0.6)
-    if not close:
-        names = {known.rpartition(".")[2]: known for known in reversed(keys)}
-        close = [names[name] for name in get_close_matches(last, names, n=1, cutoff=0.75)]
-    return close[0] if close else None
-
-
-def _first_hint(model: type[BaseModel], path: tuple[str, ...]) -> str | None:
-    close = _close_key(model, ".".join(path))
-    return f"{close}=…" if close else None
 
 
 def _invalid_message(item: Any, origins: Mapping[str, str]) -> str:

@@ -26,6 +26,9 @@ class Disk(Protocol):
     def write(self, handle: int, data: memoryview) -> None:
         """Append all of ``data``."""
 
+    def write_all(self, handle: int, pieces: Sequence[memoryview]) -> None:
+        """Append at most 1,024 pieces of bytes in one call."""
+
     def sync_file(self, handle: int) -> None:
         """fsync."""
 
@@ -86,6 +89,11 @@ class PosixDisk:
         done = 0
         while done < len(data):
             done += os.write(handle, data[done:])
+
+    def write_all(self, handle: int, pieces: Sequence[memoryview]) -> None:
+        done = os.writev(handle, pieces)
+        if done != sum(map(len, pieces)):
+            self.write(handle, memoryview(b"".join(pieces))[done:])
 
     def sync_file(self, handle: int) -> None:
         os.fsync(handle)

@@ -37,6 +37,9 @@ class WritableFile(Protocol):
     def write(self, data: bytes | memoryview) -> None:
         """Append ``data``; StorageError when the disk refuses."""
 
+    def write_all(self, pieces: Sequence[memoryview]) -> None:
+        """Append at most 1,024 pieces of bytes in one call."""
+
     def close(self) -> None:
         """Make the bytes durable and close."""
 
@@ -284,6 +287,11 @@ class _NewFile:
         view = view.cast("B") if view.ndim != 1 or view.format != "B" else view
         with self._fs._translated(self._path, needed=len(view)):
             self._fs._disk.write(self._handle, view)
+
+    def write_all(self, pieces: Sequence[memoryview]) -> None:
+        assert self._handle is not None, "write after close"
+        with self._fs._translated(self._path, needed=sum(map(len, pieces))):
+            self._fs._disk.write_all(self._handle, pieces)
 
     def close(self) -> None:
         if self._handle is None:

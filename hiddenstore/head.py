@@ -128,16 +128,24 @@ class HeadBundle:
     def logits(self, h: Tensor, norm_state: NormState = "pre_norm", token_ids: Tensor | None = None) -> Tensor:
         """Target logits fp32 [..., V] of final hiddens [..., D]; [..., U] when ``token_ids`` [U] restricts them.
 
-        ``norm_state`` says what ``h`` is: a ``pre_norm`` hidden passes the final norm first.
+        ``norm_state`` says what ``h`` is: a ``pre_norm`` hidden passes the final norm first. Gradients
+        reach ``h``; the head is frozen.
         """
         weight, bias = self._output(token_ids)
         rows = h.reshape(-1, h.shape[-1])
         out = torch.empty(rows.shape[0], weight.shape[0], dtype=torch.float32, device=h.device)
         for start in range(0, rows.shape[0], ROW_CHUNK):
             x = rows[start : start + ROW_CHUNK]
-            x = self.norm(x) if norm_state == "pre_norm" else x
-            out[start : start + ROW_CHUNK] = self._project(x, weight, bias)
-        return out.reshape(*h.shape[:-1], weight.shape[0])
+            x = (self.norm(x) if norm_state == "pre_norm" else x).float()
+            # Converting a slice at a time keeps a 150,000-token bf16 head from doubling in memory.
+            for v in range(0, weight.shape[0], VOCAB_CHUNK):
+                part = weight[v : v + VOCAB_CHUNK].detach().float().T
+                into = out[start : start + ROW_CHUNK, v : v + VOCAB_CHUNK]
+                if x.requires_grad:
+                    into.copy_(x @ part)
+                else:
+                    torch.mm(x, part, out=into)
+        return self._finished(out, bias).reshape(*h.shape[:-1], weight.shape[0])
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., D] in the target's dtype, scaled as the family scales them (cast before scaling)."""
@@ -145,17 +153,14 @@ class HeadBundle:
         scale = self.spec.embed_scale
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype, device=rows.device)
 
-    def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        x = x.float()
-        # Converting a slice at a time keeps a 150,000-token bf16 head from doubling in memory.
-        parts = [x @ weight[v : v + VOCAB_CHUNK].float().T for v in range(0, weight.shape[0], VOCAB_CHUNK)]
-        logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    def _finished(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+        """Bias, scale and softcap, in place."""
         if bias is not None:
-            logits = logits + bias.float()
+            logits.add_(bias.detach().float())
         if self.spec.logit_scale != 1.0:
-            logits = logits * self.spec.logit_scale
+            logits.mul_(self.spec.logit_scale)
         cap = self.spec.final_logit_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _output(self, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if token_ids is None:

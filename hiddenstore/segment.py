@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hiddenstore.codecs import Encoded
+from hiddenstore.codecs.base import fresh
 from hiddenstore.codecs.topk import unpack_rows
 from hiddenstore.containers import EncodedUnit, Group, aux_group, final_group, get_container
 from hiddenstore.containers.base import CHUNK_CORRUPT, FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS
@@ -82,8 +83,8 @@ class SegmentReader:
         width = self.capture.target.hidden_size
         held = len(self.capture.aux_layers) if layers is None else len(layers)
         rows = entry.final_rows if final and self.capture.holds_final_hidden else 0
-        aux = torch.empty((held, entry.tokens, width), dtype=torch.bfloat16)
-        last = torch.empty((rows, width), dtype=torch.bfloat16)
+        aux = fresh((held, entry.tokens, width), torch.bfloat16)
+        last = fresh((rows, width), torch.bfloat16)
         return self.read_into(index, aux, last if final else None, layers)
 
     def read_into(self, index: int, aux: Tensor, final: Tensor | None, layers: Sequence[int] | None = None) -> Record:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiddenstore.codecs import Codec, Encoded, get_codec
-from hiddenstore.codecs.base import RAW_INDEX
+from hiddenstore.codecs import Codec, get_codec
+from hiddenstore.codecs.base import RAW_INDEX, EncodedLayers
 from hiddenstore.codecs.topk import pack_rows
 from hiddenstore.containers import EncodedUnit, get_container
 from hiddenstore.fs import Filesystem
@@ -23,6 +23,8 @@ from schemas import FINAL, CaptureSpec, FileEntry, LayerStats, SampleEntry
 DEFAULT_CONTAINER = "zarr"
 
 _STATS_ELEMENTS = 1 << 18
+# Smaller samples cost more in calls than in being joined.
+_JOINED_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,10 @@ def write_segment(
 
 
 def encode_records(unit: str, records: Sequence[Record], capture: CaptureSpec) -> EncodedUnit:
-    """Stack the records of one unit and run the store's codecs over them, layer by layer.
+    """Run the store's codecs over the records of one unit, layer by layer.
+
+    The codes of ``bf16`` and ``lossless`` may be views of the records: their memory must not change before they are
+    written.
 
     Raises:
         ValueError: a record's shapes or types are not those of the capture.
@@ -58,9 +63,10 @@ def encode_records(unit: str, records: Sequence[Record], capture: CaptureSpec) -
     width = capture.target.hidden_size
     layers = ([record.aux[k] for record in records] for k in range(len(capture.aux_layers)))
     aux = _encode(get_codec(capture.codecs.aux), capture.aux_fields, layers, width, stats)
-    final = Encoded([])
+    final = EncodedLayers([])
     if capture.holds_topk:
-        final = pack_rows([record.topk for record in records if record.topk is not None], capture.topk)
+        packed = pack_rows([record.topk for record in records if record.topk is not None], capture.topk)
+        final = EncodedLayers([[codes] for codes in packed.codes])
     elif capture.final != "none":
         rows = [record.final for record in records]
         final = _encode(get_codec(capture.codecs.final), [FINAL], [rows], width, stats)
@@ -88,6 +94,8 @@ def write_encoded(
 
 def row_norms(states: Tensor) -> tuple[np.ndarray, float]:
     """Root mean square of each finite row of bfloat16 [T, D], float64, and the largest |value| in those rows."""
+    if not len(states):
+        return np.zeros(0), 0.0
     tokens, width = states.shape
     step = max(1, _STATS_ELEMENTS // max(1, width)) if states.device.type == "cpu" else max(1, tokens)
     norms, peaks = torch.empty(tokens, device=states.device), torch.empty(tokens, device=states.device)
@@ -107,20 +115,18 @@ def row_norms(states: Tensor) -> tuple[np.ndarray, float]:
 
 def _encode(
     codec: Codec, fields: Sequence[str], layers: Iterable[Sequence[Tensor]], width: int, stats: dict[str, LayerStats]
-) -> Encoded:
-    """Encode layers given as the parts of their samples, one layer in memory at a time, and measure them."""
+) -> EncodedLayers:
+    """Encode layers given as the parts of their samples, and measure them."""
     measured: list[tuple[int, np.ndarray, float]] = []
 
-    def watched() -> Iterator[Tensor]:
-        reused: Tensor | None = None
-        for parts in layers:
-            layer = _joined(parts, width, reused)
-            # The codes of a verbatim codec are the layer's own memory; the others are done with it.
-            reused = layer if codec.small else None
-            measured.append((layer.shape[0], *row_norms(layer)))
-            yield layer
+    def watched() -> Iterator[Sequence[Tensor]]:
+        for samples in layers:
+            parts = _parts(samples, width)
+            norms, peaks = zip(*map(row_norms, parts), strict=True)
+            measured.append((sum(map(len, parts)), np.concatenate(norms), max(peaks)))
+            yield parts
 
-    encoded = codec.encode(watched())
+    encoded = codec.encode_layers(watched())
     raw = encoded.small[RAW_INDEX][:, 0] if RAW_INDEX in encoded.small else np.zeros(0, dtype=np.int32)
     for index, (name, (rows, rms, peak)) in enumerate(zip(fields, measured, strict=True)):
         held = len(rms) > 0
@@ -175,11 +181,12 @@ def _sample_entries(records: Sequence[Record]) -> Iterator[SampleEntry]:
         final_start += len(record.final_rows)
 
 
-def _joined(parts: Sequence[Tensor], width: int, out: Tensor | None) -> Tensor:
-    """[T, D] of parts [t, D]; fresh memory of this size costs as much as the copy, so ``out`` is reused."""
-    if not parts:
-        return torch.empty((0, width), dtype=torch.bfloat16)
-    return torch.cat(list(parts), out=out)
+def _parts(samples: Sequence[Tensor], width: int) -> Sequence[Tensor]:
+    """[t, D] of each sample, joined where that costs less than a call for each: on a GPU, or when they are small."""
+    if not samples:
+        return [torch.empty((0, width), dtype=torch.bfloat16)]
+    small = sum(part.numel() for part in samples) < _JOINED_ELEMENTS * len(samples)
+    return [torch.cat(list(samples))] if small or samples[0].is_cuda else samples
 
 
 def _ends_meet(parts: Sequence[np.ndarray], dtype: str, empty: tuple[int, ...]) -> np.ndarray:

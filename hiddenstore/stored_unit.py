@@ -6,10 +6,9 @@ Shapes: T tokens of a unit, t of one sample, D target width.
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from hiddenstore.codecs import CodeLayout, Encoded, get_codec, get_layout
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
+from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, EncodedLayers
 from hiddenstore.segment import EncodedUnit, open_segment
 from hiddenstore.segment_write import row_norms
 from hiddenstore.store import Store
@@ -44,9 +43,9 @@ def stored_unit(store: Store, record: CommitRecord, kept: Sequence[int] | None =
     )
 
 
-def _joined(codec: CodeLayout, parts: Sequence[Encoded], rows: Sequence[int]) -> Encoded:
+def _joined(codec: CodeLayout, parts: Sequence[Encoded], rows: Sequence[int]) -> EncodedLayers:
     """Parts of one unit end to end; raw rows are renumbered and stay sorted by (layer, row)."""
-    codes = [torch.cat([part.codes[layer] for part in parts]) for layer in range(len(parts[0].codes))]
+    codes = [[part.codes[layer] for part in parts] for layer in range(len(parts[0].codes))]
     small = dict(parts[0].small)
     for name, spec in codec.small.items():
         if name in small and "T" in spec.axes:
@@ -58,7 +57,7 @@ def _joined(codec: CodeLayout, parts: Sequence[Encoded], rows: Sequence[int]) ->
         order = np.lexsort((index[:, 1], index[:, 0]))
         small[RAW_INDEX] = index[order]
         small[RAW_ROWS] = np.concatenate([part.small[RAW_ROWS] for part in parts])[order]
-    return Encoded(codes, small)
+    return EncodedLayers(codes, small)
 
 
 def _entries(samples: Sequence[SampleEntry]) -> list[SampleEntry]:
@@ -70,14 +69,14 @@ def _entries(samples: Sequence[SampleEntry]) -> list[SampleEntry]:
     return entries
 
 
-def _stats(capture: CaptureSpec, aux: Encoded, final: Encoded) -> dict[str, LayerStats]:
+def _stats(capture: CaptureSpec, aux: EncodedLayers, final: EncodedLayers) -> dict[str, LayerStats]:
     held = [(capture.aux_fields, aux, capture.codecs.aux)]
     if capture.holds_final_hidden:
         held.append(([FINAL], final, capture.codecs.final))
     stats = {}
     for fields, encoded, codec in held:
         raw = encoded.small[RAW_INDEX][:, 0] if RAW_INDEX in encoded.small else np.zeros(0, dtype=np.int32)
-        for slot, (name, states) in enumerate(zip(fields, get_codec(codec).decode(encoded), strict=True)):
+        for slot, (name, states) in enumerate(zip(fields, get_codec(codec).decode(encoded.joined()), strict=True)):
             rms, peak = row_norms(states)
             stats[name] = LayerStats(
                 rows=len(states),

@@ -7,6 +7,7 @@ names the file.
 
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 
 import google_crc32c
 import numpy as np
@@ -24,6 +25,8 @@ CHECK_CHUNKS = True
 
 # What a request brought is still in cache when it is checked and copied; smaller ones cost more calls.
 _REQUEST_BYTES = 1 << 21
+# Without a check nothing is looked at again; a call takes at most 1,024 pieces, two a chunk of 64 KiB or more.
+_UNCHECKED_BYTES = 1 << 24
 # Room for the checksum of a chunk and the gap behind it.
 _TAIL_BYTES = 2 * ALIGNMENT
 
@@ -75,16 +78,16 @@ class ShardReader:
         if start == stop:
             return
         chunk, last = start // rows, -(-stop // rows)
-        flat = out.reshape(-1).view(np.uint8) if self._direct else out
+        if self._direct:
+            flat, step = out.reshape(-1).view(np.uint8), self._request_chunks()
+            for first in range(chunk, last, step):
+                self._read_direct(first, min(last, first + step), start, flat)
+            return
         while chunk < last:
-            if self._direct:
-                end = min(last, chunk + max(1, _REQUEST_BYTES // self._chunk_bytes))
-                self._read_direct(chunk, end, start, flat)
-            else:
-                end = chunk + 1
-                while end < last and bounds[end][1] - bounds[chunk][0] <= _REQUEST_BYTES:
-                    end += 1
-                self._read_copied(chunk, end, start, stop, out)
+            end = chunk + 1
+            while end < last and bounds[end][1] - bounds[chunk][0] <= _REQUEST_BYTES:
+                end += 1
+            self._read_copied(chunk, end, start, stop, out)
             chunk = end
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -100,6 +103,9 @@ class ShardReader:
                 yield low - start, piece
                 low = high
 
+    def _request_chunks(self) -> int:
+        return max(1, (_REQUEST_BYTES if CHECK_CHUNKS else _UNCHECKED_BYTES) // self._chunk_bytes)
+
     def _read_direct(self, chunk: int, end: int, start: int, out: np.ndarray) -> None:
         """Chunks [chunk, end) in one request, what ``out`` uint8 wants of them straight into place; then verify them.
 
@@ -111,14 +117,13 @@ class ShardReader:
         past = place + (end - chunk) * size
         before, tail = max(0, -place), max(0, -place) + max(0, past - out.size)
         with Scratch(tail + (end - chunk) * _TAIL_BYTES, bounds[chunk][0]) as spare:
-            room, at = spare.data, tail
-            bodies: list[np.ndarray] = []
+            room, at, whole = spare.data, tail, out.data
+            cuts = [slice(max(0, first), first + size) for first in range(place, past, size)]
+            starts = [start for start, _ in bounds[chunk:end]]
+            behind = [after - before - size for before, after in pairwise(starts)]
             pieces: list[memoryview] = []
-            for first, index in zip(range(place, past, size), range(chunk, end), strict=True):
-                body = out[max(0, first) : first + size]
-                bodies.append(body)
-                behind = bounds[index + 1][0] - bounds[index][0] - size if index + 1 < end else CRC_BYTES
-                pieces += (body.data, room[at : at + behind])
+            for cut, gap in zip(cuts, [*behind, CRC_BYTES], strict=True):
+                pieces += (whole[cut], room[at : at + gap])
                 at += _TAIL_BYTES
             if before:
                 pieces.insert(0, room[:before])
@@ -126,9 +131,9 @@ class ShardReader:
                 pieces.insert(-1, room[before:tail])
             self._fs.read_scatter(self._path, bounds[chunk][0], pieces)
             if CHECK_CHUNKS:
-                found = list(map(google_crc32c.value, bodies))
+                found = [google_crc32c.value(out[cut]) for cut in cuts]
                 if before:
-                    found[0] = google_crc32c.extend(crc32c(spare[:before]), bodies[0])
+                    found[0] = google_crc32c.extend(crc32c(spare[:before]), out[cuts[0]])
                 if tail > before:
                     found[-1] = google_crc32c.extend(found[-1], spare[before:tail])
                 self._verify(chunk, found, spare[tail:].reshape(-1, _TAIL_BYTES)[:, :CRC_BYTES])

@@ -14,7 +14,7 @@ from schemas.manifest import (
     SnapshotEntry,
     StoreManifest,
 )
-from schemas.prepared import ROLES, PreparedData, RejectCount
+from schemas.prepared import ROLES, PreparedData, RejectCount, SourceCount
 
 __all__ = [
     "FINAL",
@@ -34,6 +34,7 @@ __all__ = [
     "SampleEntry",
     "Snapshot",
     "SnapshotEntry",
+    "SourceCount",
     "StoreManifest",
     "TargetIdentity",
     "default_aux_layers",

@@ -31,11 +31,15 @@ class StoreManifest(Document):
 
 
 class Engine(Document):
-    """What ran the target for one unit: engine name, its version, and the versions of what it stands on."""
+    """What ran the target for one unit: engine name, its version, the versions of what it stands on, its settings.
+
+    ``settings`` are those that decide what the states are, such as the attention kernel or tensor parallelism.
+    """
 
     name: str
     version: str
     versions: dict[str, str] = Field(default_factory=dict)
+    settings: dict[str, str] = Field(default_factory=dict)
 
 
 class SampleEntry(Document):

@@ -23,8 +23,24 @@ class RejectCount(Document):
     examples: tuple[str, ...]
 
 
+class SourceCount(Document):
+    """What one source gave: ``rows`` read of ``available`` (None: never counted), as ``cap`` or ``weight`` chose."""
+
+    source: str
+    rows: int
+    samples: int
+    tokens: int
+    available: int | None = None
+    cap: int | None = None
+    weight: float | None = None
+
+
 class PreparedData(Document):
-    """``data.json``. ``digest`` = sha256 over (sample id, split) in file order: the name of this input in a store."""
+    """``data.json``. ``digest`` = sha256 over (sample id, split) in file order: the name of this input in a store.
+
+    ``think_loss`` False: thoughts are not supervised. ``reasoning_lost`` counts samples whose last answer has reasoning
+    that the chat template left out. ``mix_seed`` chose the rows where a mix took a part of a source.
+    """
 
     format: int = FORMAT_VERSION
     digest: str
@@ -33,6 +49,7 @@ class PreparedData(Document):
     chat_template_sha256: str
     vocab_size: int
     loss_on: LossOn
+    think_loss: bool = True
     mask_from: MaskFrom
     max_tokens: int | None
     overlong: Overlong
@@ -45,5 +62,8 @@ class PreparedData(Document):
     longest: int
     cut: int
     duplicates: int
+    reasoning_lost: int = 0
+    sources: tuple[SourceCount, ...] = ()
+    mix_seed: int | None = None
     rejects: tuple[RejectCount, ...] = ()
     files: tuple[FileEntry, ...] = Field(default_factory=tuple)

@@ -1,5 +1,6 @@
 """Shared by every test: quiet libraries, one thread, no network."""
 
+import contextlib
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -10,6 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+# The environments of peers and engines hold no hypothesis.
+with contextlib.suppress(ModuleNotFoundError):
+    from hypothesis import settings
+
+    # A deadline is a clock, and the machine may be busy.
+    settings.register_profile("no-clock", deadline=None)
+    settings.load_profile("no-clock")
 
 if TYPE_CHECKING:
     from tests.tiny_world import World

@@ -15,6 +15,8 @@ MAY_IMPORT = {
 }
 HEAVY = {"torch", "zarr", "transformers", "datasets", "webdataset", "matplotlib", "pyarrow", "numcodecs"}
 FORBIDDEN_CALLS = {"eval", "exec"}
+# SpecForge and ModelOpt read torch's own files and nothing else.
+WRITES_TORCH_FILES = "hiddenstore/interop/torch_file.py"
 FORBIDDEN_ATTRIBUTES = {("torch", "save"), ("yaml", "load"), ("yaml", "unsafe_load"), ("tarfile", "extractall")}
 SOURCES = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
 COMMANDS = [path for path in SOURCES if path.parent.name == "cli"]
@@ -65,7 +67,8 @@ def test_no_source_file_calls_what_can_run_code_or_swallow_errors(path: Path) ->
                 assert node.func.id not in FORBIDDEN_CALLS, f"{name_of(path)}:{node.lineno}"
             if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
                 found = (node.func.value.id, node.func.attr)
-                assert found not in FORBIDDEN_ATTRIBUTES, f"{name_of(path)}:{node.lineno}"
+                excused = found == ("torch", "save") and name_of(path) == WRITES_TORCH_FILES
+                assert excused or found not in FORBIDDEN_ATTRIBUTES, f"{name_of(path)}:{node.lineno}"
                 if found == ("torch", "load"):
                     safe = {keyword.arg for keyword in node.keywords}
                     assert "weights_only" in safe, f"{name_of(path)}:{node.lineno} torch.load without weights_only"

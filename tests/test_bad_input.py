@@ -171,7 +171,7 @@ CASES = [
         "output-exists",
         ("data",),
     ),
-    Case("share of 100 %", prepare(None, "--val", "100%"), USAGE, "usage", ("100%",), "hiddenstore prepare --help"),
+    Case("share of 101 %", prepare(None, "--val", "101%"), USAGE, "usage", ("101%",), "hiddenstore prepare --help"),
     Case(
         "max tokens beyond the target",
         prepare(None, "--max-tokens", "9999"),

@@ -1,1 +1,1 @@
-"""trainer."""
+"""Records → drafter: objectives, training, evaluation, export and serving."""

@@ -77,7 +77,7 @@ class LossConfig(Section):
 
 class OptimConfig(Section):
     """The rate rises linearly over ``warmup_ratio`` of the steps, then falls to ``min_lr_ratio`` of it. kind: ``muon``
-    updates matrices by Muon and the rest, embeddings and LM head included, by AdamW, both at ``lr``."""
+    updates matrices by Muon at twice ``lr`` and the rest, embeddings and LM head included, by AdamW at ``lr``."""
 
     kind: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(1e-4, gt=0)

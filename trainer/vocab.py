@@ -154,3 +154,18 @@ def coverage(vocab: DraftVocab, counts: np.ndarray) -> float:
     """Share of the counted tokens that the draft vocabulary holds."""
     total = int(counts.sum())
     return float(counts[vocab.t2d.cpu().numpy()].sum()) / total if total else 1.0
+
+
+def coverage_curve(counts: np.ndarray, sizes: Iterable[int]) -> list[tuple[int, float]]:
+    """(size, coverage) of the vocabularies that ``of_counts`` gives for counts int64 [V]: distinct sizes, ascending."""
+    ordered = np.sort(counts)[::-1].cumsum()
+    total = int(ordered[-1]) if len(ordered) else 0
+    chosen = sorted({min(size, len(counts)) for size in sizes if size > 0})
+    return [(size, float(ordered[size - 1]) / total if total else 1.0) for size in chosen]
+
+
+def curve_sizes(target_size: int, distinct: int) -> list[int]:
+    """Sizes worth looking at for a target of V tokens: powers of two and what engines' drafters use, up to the size
+    that covers everything."""
+    sizes = {1 << power for power in range(6, target_size.bit_length())} | {32000, distinct}
+    return sorted(size for size in sizes if size <= min(target_size, max(distinct, 1)))

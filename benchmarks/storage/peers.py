@@ -4,6 +4,7 @@ A sample is uint16 [L, t, D], the bits of bf16 states; every read ends in memory
 Peers are imported where they are used: a worker process imports one of them.
 """
 
+import hashlib
 import importlib.machinery
 import os
 import shutil
@@ -103,6 +104,49 @@ class Safetensors(Format):
         from safetensors.torch import load_file
 
         np.copyto(out, load_file(self.folder / f"{index}.safetensors")["h"].view(torch.uint16).numpy())
+
+
+class SafetensorsSealed(Safetensors):
+    """The same files made durable and hashed: what a commit record asks for, and a file by itself does not."""
+
+    def write(self, samples: Samples) -> None:
+        super().write(samples)
+        for path in sorted(self.folder.glob("*.safetensors")):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                hashlib.file_digest(file, "sha256")
+
+
+class Sha256(Format):
+    """No file: the sha256 of the bytes alone, a part of every segment that is written."""
+
+    def write(self, samples: Samples) -> None:
+        for sample in samples():
+            hashlib.sha256(sample)
+
+
+class Crc32c(Format):
+    """No file: the crc32c of the bytes alone, 512 KiB at a time as a chunk has them."""
+
+    def write(self, samples: Samples) -> None:
+        import google_crc32c
+
+        for sample in samples():
+            flat = sample.reshape(-1).view(np.uint8)
+            for start in range(0, flat.size, 1 << 19):
+                google_crc32c.value(flat[start : start + (1 << 19)])
+
+
+class PlainFile(Format):
+    """One file of the bytes alone, 4 MiB a call, made durable."""
+
+    def write(self, samples: Samples) -> None:
+        with (self.folder / "plain").open("wb", buffering=0) as file:
+            for sample in samples():
+                view = sample.reshape(-1).view(np.uint8).data
+                for start in range(0, len(view), 1 << 22):
+                    file.write(view[start : start + (1 << 22)])
+            os.fsync(file.fileno())
 
 
 class Mds(Format):

@@ -60,6 +60,7 @@ def words(case: Case, vocab_file: Path, prefetch_mb: int) -> list[str]:
         "drafter.intermediate_size": case.wider,
         "drafter.max_position": 65536,
         "drafter.vocab_size": case.draft,
+        "optim.kind": "adamw",
         "optim.lr": LR,
         "optim.beta1": BETAS[0],
         "optim.beta2": BETAS[1],

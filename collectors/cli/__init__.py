@@ -1,1 +1,1 @@
-"""collectors/cli."""
+"""The commands of the collectors, each imported when it runs."""

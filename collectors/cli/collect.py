@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     epilog=examples(
         "hiddenstore collect DATA -o STORE --target ./target",
         "hiddenstore collect DATA -o STORE --target Qwen/Qwen3-8B --layers all-drafters --recipe lossless",
+        "hiddenstore collect DATA -o STORE --target Qwen/Qwen3-32B --engine vllm --tensor-parallel 4 --check hf",
+        "hiddenstore collect DATA -o STORE --target Qwen/Qwen3-8B --engine vllm --server http://127.0.0.1:8000",
+        "hiddenstore collect DATA -o STORE --target Qwen/Qwen3-8B --launcher ray:8",
         "torchrun --nproc-per-node 8 -m hiddenstore.cli collect DATA -o STORE --target Qwen/Qwen3-8B",
     )
 )
@@ -23,7 +26,14 @@ if TYPE_CHECKING:
 @click.option("--target", required=True, help="A local folder or a hub id.")
 @click.option("--revision", help="Commit, tag or branch of a hub id.")
 @click.option("--template", type=click.Path(), help="The chat template file that prepare was given.")
-@click.option("--engine", default="hf", show_default=True, help="What runs the target: hf.")
+@click.option("--engine", default="hf", show_default=True, help="What runs the target: hf, vllm or trtllm.")
+@click.option(
+    "--check",
+    default="auto",
+    show_default=True,
+    help="Recompute samples with Hugging Face and refuse states that differ: hf, hf=N samples a unit, none; auto: hf "
+    "for another engine, if the weights take at most half of the free memory.",
+)
 @click.option(
     "--layers",
     default="eagle3",
@@ -46,23 +56,43 @@ if TYPE_CHECKING:
 )
 @click.option("--batch-tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens per forward.")
 @click.option("--dtype", help="bf16, fp16 or fp32; default: the checkpoint's own.")
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 …")
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 … for Hugging Face.")
+@click.option("--device-map", help="Engine hf: auto spreads the blocks over every GPU (accelerate).")
+@click.option("--attention", help="Engine hf: sdpa, eager or flash_attention_2; default: transformers' own choice.")
+@click.option(
+    "--tensor-parallel", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs per engine: vllm, trtllm."
+)
+@click.option("--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="A setting of the engine's own.")
+@click.option("--server", metavar="URL", help="Engine vllm: a server that runs already.")
+@click.option("--scratch", type=click.Path(), help="RAM-backed folder for states in passing; default: /dev/shm.")
+@click.option(
+    "--launcher",
+    default="local",
+    show_default=True,
+    help="What starts the workers: local (this process, or torchrun's and SLURM's), ray, or ray:N for N workers.",
+)
+@click.option("--trust-remote-code", is_flag=True, help="Run the repository's own Python; needs --revision COMMIT.")
 @common_options
-def collect(store: str, **asked: Any) -> None:
+def collect(
+    store: str, engine_args: tuple[str, ...], device_map: str | None, attention: str | None, launcher: str, **asked: Any
+) -> None:
     """Capture the target's hidden states over prepared DATA into a store.
 
-    Resumable: what is committed stays, the same command does the rest, under any number of workers (torchrun, SLURM).
+    Resumable: what is committed stays, the same command does the rest, under any number of workers (torchrun, SLURM,
+    Ray).
     Ctrl-C or SIGTERM drops the open unit and exits 75.
     """
-    from collectors.job import CollectOptions
-    from collectors.job import collect as run
+    from collectors.job_open import CollectOptions, read_engine_args
+    from collectors.launch import launch
     from hiddenstore.cli.terminal import plural
-    from hiddenstore.rank import drain_on_signal, from_environment
+    from hiddenstore.rank import drain_on_signal
 
     out = output()
-    options = CollectOptions(store=store, **asked)
+    extra = read_engine_args(engine_args)
+    extra |= {name: value for name, value in (("device_map", device_map), ("attention", attention)) if value}
+    options = CollectOptions(store=store, extra=extra, **asked)
     with drain_on_signal() as drain:
-        report = run(options, from_environment(), drain, out.note)
+        report = launch(launcher, options, drain, out.note)
     out.data(_document(report), human=lambda: out.pairs(_lines(report)))
     if report.pending_units:
         out.note(
@@ -72,13 +102,16 @@ def collect(store: str, **asked: Any) -> None:
 
 
 def _document(report: "CollectReport") -> dict[str, object]:
-    return {
+    from collectors.launch.report import documents
+
+    document: dict[str, object] = {
         "store": report.store,
         "input": report.input,
         "units": report.units,
         "samples": report.samples,
         "tokens": report.tokens,
         "bytes_stored": report.bytes_stored,
+        "samples_compared": report.compared_samples,
         "rejects": dict(report.rejects),
         "units_before": report.resumed_units,
         "units_pending": report.pending_units,
@@ -87,9 +120,14 @@ def _document(report: "CollectReport") -> dict[str, object]:
         "wait_s": round(report.wait_s, 3),
         "tokens_per_s": round(report.tokens_per_s, 1),
     }
+    if report.workers:
+        document["workers"] = documents(report.workers)
+        document["workers_lost"] = sum(worker.losses for worker in report.workers)
+    return document
 
 
 def _lines(report: "CollectReport") -> list[tuple[str, str]]:
+    from collectors.launch.report import lines as worker_lines
     from hiddenstore.cli.terminal import size
 
     rejects = ", ".join(f"{count} {reason}" for reason, count in sorted(report.rejects.items())) or "none"
@@ -103,7 +141,11 @@ def _lines(report: "CollectReport") -> list[tuple[str, str]]:
         ("written", f"{size(report.bytes_stored)}{per_token}"),
         ("rejects", rejects),
     ]
-    if report.seconds:
+    if report.compared_samples:
+        lines.append(("compared", f"{report.compared_samples} samples equal Hugging Face's"))
+    if report.workers:
+        lines += worker_lines(report.workers)
+    elif report.seconds:
         forward, wait = 100 * report.forward_s / report.seconds, 100 * report.wait_s / report.seconds
         lines.append(("time", f"{report.seconds:.1f} s: target {forward:.0f} %, waiting for writes {wait:.0f} %"))
     return lines

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def plan(data: str, target: str, template: str | None, **asked: Any) -> None:
     """How many bytes, files and hours a collect needs, before anything is written."""
     from collectors.estimate import make_plan
-    from collectors.job import require_data_fits, resolve_recipe
+    from collectors.job_open import require_data_fits, resolve_recipe
     from collectors.layers import choose_layers
     from collectors.target import open_target
     from collectors.template import read_template

@@ -1,5 +1,6 @@
 """``hiddenstore regenerate``."""
 
+import re
 from typing import Any
 
 import click
@@ -7,38 +8,71 @@ import click
 from hiddenstore.cli.output import common_options, examples, output
 
 
+class Shard(click.ParamType):
+    """``2/4``: the second of four."""
+
+    name = "i/n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", str(value))
+        if not match or int(match[1]) > int(match[2]):
+            self.fail(f"{value!r} is not a shard such as 1/4 … 4/4", param, ctx)
+        return int(match[1]), int(match[2])
+
+
 @click.command(
     epilog=examples(
-        "hiddenstore regenerate chats.jsonl -o answers.jsonl --target ./target",
+        "hiddenstore regenerate chats.jsonl -o answers.jsonl --server http://localhost:8000 --temperature 0.8",
+        "hiddenstore regenerate prompts.jsonl -o answers.jsonl --server https://host/v1 --model M --api-key-env KEY",
+        "hiddenstore regenerate preset:ultrachat -o answers.jsonl --server http://node2:8000 --shard 2/4",
         "hiddenstore regenerate chats.jsonl -o greedy.jsonl --target ./target --temperature 0 --max-samples 100",
     )
 )
 @click.argument("inputs", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, type=click.Path(), help="The JSONL file to write.")
-@click.option("--target", required=True, help="A local folder or a hub id.")
-@click.option("--revision", help="Commit, tag or branch of a hub id.")
+@click.option("--target", help="A local folder or a hub id: it answers in this process.")
+@click.option("--server", metavar="URL", help="An OpenAI-compatible server that answers, such as vLLM.")
+@click.option("--model", metavar="M", help="The model to ask the server for; default: the only one it serves.")
+@click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the server's key.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=32, show_default=True, help="Requests at a time.")
+@click.option("--shard", type=Shard(), default="1/1", help="Only every n-th conversation, for a server per node.")
+@click.option("--system", metavar="TEXT", help="System message for conversations without one.")
 @click.option("--template", type=click.Path(), help="A chat template file instead of the target's own.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0 is greedy.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Per answer.")
 @click.option("--max-samples", type=click.IntRange(min=1), help="Only the first N conversations.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=128, show_default=True, help="Answers at a time.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes (tiny targets).")
 @click.option("--seed", default=0, show_default=True, help="Equal seeds give equal answers.")
-@click.option("--dtype", help="bf16, fp16 or fp32; default: the checkpoint's own.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 …")
+@click.option(
+    "--set",
+    "more",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="top_p, batch_size, dtype, revision; retries, timeout_s, max_failures, extra.NAME of requests.",
+)
 @common_options
-def regenerate(**asked: Any) -> None:
+@click.pass_context
+def regenerate(ctx: click.Context, more: tuple[str, ...], **asked: Any) -> None:
     """Let the target write the answers of conversations itself, turn by turn.
 
-    A drafter has to predict the target, not the people or models who wrote the data. Answers with more than 30 %
-    repeated 4-grams are dropped with their conversation, and the share is shown.
+    A drafter has to predict the target, not the people or models who wrote the data. Conversations without answers get
+    one after every user turn. Answers with more than 30 % repeated 4-grams are dropped with their conversation, and the
+    share is shown. Answers are kept as they come: after a kill the same command goes on.
     """
     from collectors.regenerate import RegenerateOptions
     from collectors.regenerate import regenerate as run
-    from hiddenstore.cli.terminal import percent
+    from collectors.regenerating.options import MoreSettings
+    from hiddenstore.config import load
+    from hiddenstore.rank import drain_on_signal
 
+    _refuse_misfits(ctx, asked)
+    settings = load(MoreSettings, dotlist=more).model_dump()
     out = output()
-    report = run(RegenerateOptions(**asked), out.note)
+    with drain_on_signal() as drain:
+        report = run(RegenerateOptions(**asked, **settings), out.note, lambda: drain.requested)
     document = {
         "out": report.out,
         "read": report.read,
@@ -46,16 +80,54 @@ def regenerate(**asked: Any) -> None:
         "answers": report.answers,
         "tokens": report.tokens,
         "cut": report.cut,
+        "short": report.short,
+        "resumed": report.resumed,
         "dropped": dict(report.dropped),
+        "examples": report.examples,
+        "waiting_for_shards": report.waiting,
         "looping_share": report.looping_share,
         "seconds": round(report.seconds, 3),
         "tokens_per_s": round(report.tokens_per_s, 1),
     }
+    out.data(document, human=lambda: _show(document, asked["shard"]))
+    if report.waiting:
+        shard = f"{report.waiting[0]}/{asked['shard'][1]}"
+        out.hint("hiddenstore", "regenerate", *asked["inputs"], "-o", report.out, "--shard", shard, "…")
+    else:
+        out.hint("hiddenstore", "prepare", report.out, "-o", "DATA", "--target", asked["target"] or "T")
+
+
+def _refuse_misfits(ctx: click.Context, asked: dict[str, Any]) -> None:
+    """Options of the other way to answer would be ignored in silence."""
+    if (asked["target"] is None) == (asked["server"] is None):
+        raise click.UsageError("Give either '--target T' (answers in this process) or '--server URL'.")
+    server_only, target_only = ("model", "api_key_env", "concurrency"), ("template", "workers", "device")
+    chosen, other = ("--server", target_only) if asked["server"] is not None else ("--target", server_only)
+    for name in other:
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')} has no meaning with {chosen}")
+
+
+def _show(document: dict[str, Any], shard: tuple[int, int]) -> None:
+    from hiddenstore.cli.table import Column
+    from hiddenstore.cli.terminal import percent
+
+    out = output()
+    looping = document["dropped"].get("looping", 0)
+    waiting = document["waiting_for_shards"]
+    written = f"{document['written']:,} of {document['read']:,} conversations to {document['out']}"
+    if waiting:
+        others = ", ".join(f"{number}/{shard[1]}" for number in waiting)
+        written = f"shard {shard[0]}/{shard[1]} is done; {document['out']} waits for {others}"
     lines = [
-        ("written", f"{report.written:,} of {report.read:,} conversations to {report.out}"),
-        ("tokens", f"{report.tokens:,} at {report.tokens_per_s:,.0f} tokens/s"),
-        ("looping", f"{report.dropped['looping']:,} answers dropped ({percent(report.looping_share)})"),
-        ("cut", f"{report.cut:,} answers reached --max-new-tokens"),
+        ("written", written),
+        ("tokens", f"{document['tokens']:,} at {document['tokens_per_s']:,.0f} tokens/s"),
+        ("looping", f"{looping:,} answers dropped ({percent(document['looping_share'])})"),
+        ("cut", f"{document['cut']:,} answers reached --max-new-tokens"),
+        *([("resumed", f"{document['resumed']:,} answers were there already")] if document["resumed"] else []),
+        *([("short", f"{document['short']:,} end where other tools were called")] if document["short"] else []),
     ]
-    out.data(document, human=lambda: out.pairs(lines))
-    out.hint("hiddenstore", "prepare", report.out, "-o", "DATA", "--target", asked["target"])
+    out.pairs(lines)
+    if document["dropped"]:
+        rows = [(reason, f"{count:,}", document["examples"][reason]) for reason, count in document["dropped"].items()]
+        out.table(["dropped because", ">conversations", Column("first", wide=True)], rows)

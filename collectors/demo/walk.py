@@ -4,19 +4,16 @@ import hashlib
 import json
 import os
 import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import click
-
 from collectors.demo import TARGET_DIR
 from collectors.demo.corpus import conversations
-from hiddenstore.cli.output import output, swapped_output
-from hiddenstore.errors import CaptureError, ConflictError
+from hiddenstore.cli.inner import do, do_on_ranks
+from hiddenstore.cli.output import output
+from hiddenstore.errors import ConflictError
 
 TRAINING_QUESTIONS = 3000
 HELD_OUT_QUESTIONS = 90
@@ -65,29 +62,29 @@ class Walk:
         answers, data, store, run = (self._at(name) for name in ("answers.jsonl", "data", "store", "run"))
         self._say("1  the target answers questions about the standard library, at temperature 0.8")
         sampling = ("--temperature", "0.8", "--max-new-tokens", str(ANSWER_TOKENS), "--workers", "2")
-        self._do("regenerate", asked, "-o", answers, "--target", target, *sampling)
+        do("regenerate", asked, "-o", answers, "--target", target, *sampling)
         self._say("2  conversations become tokens, a loss mask and turn spans")
-        self._do("prepare", answers, "-o", data, "--target", target, "--val", "2%")
+        do("prepare", answers, "-o", data, "--target", target, "--val", "2%")
         self._say("3  one forward pass captures three layers and the final hidden")
-        self._do("collect", data, "-o", store, "--target", target, "--engine", "hf", "--layers", "eagle3")
+        do("collect", data, "-o", store, "--target", target, "--engine", "hf", "--layers", "eagle3")
         self._say("4  the store is checked: every byte, and what the numbers mean")
-        self._do("verify", store, "--full", "--meaning")
+        do("verify", store, "--full", "--meaning")
         self._say("5  an EAGLE-3.1 drafter trains from disk; the target is not loaded")
         self._train(store, "--drafter", "eagle3", *TRAIN_SETTINGS, f"train.seed={self.seed}", "-o", run)
         self._say("6  real speculative decoding of held-out questions, beside plain greedy decoding")
         greedy = self._at("greedy-answers.jsonl")
         chain = ("--draft-len", str(CHAIN))
         count = ("-n", str(PROMPTS), "--max-new-tokens", str(ANSWER_TOKENS))
-        live = self._do("decode", run, "--target", target, "--prompts", held_out, *chain, *count, "--answers", greedy)
+        live = do("decode", run, "--target", target, "--prompts", held_out, *chain, *count, "--answers", greedy)
         self._say("7  the same greedy text captured and walked: accepted length without running the target")
         recorded, judged = self._at("greedy-data"), self._at("greedy-store")
-        self._do("prepare", greedy, "-o", recorded, "--target", target, "--val", "0")
-        self._do("collect", recorded, "-o", judged, "--target", target, "--engine", "hf", "--layers", "eagle3")
-        simulated = self._do("eval", run, judged, "--split", "train", *chain, "--untrained")
+        do("prepare", greedy, "-o", recorded, "--target", target, "--val", "0")
+        do("collect", recorded, "-o", judged, "--target", target, "--engine", "hf", "--layers", "eagle3")
+        simulated = do("eval", run, judged, "--split", "train", *chain, "--untrained")
         self._say("8  the drafter as an engine loads it")
         drafter = self._at("drafter-vllm")
-        self._do("export", run, "--engine", "vllm", "-o", drafter)
-        info = self._do("info", store, quiet=True)
+        do("export", run, "--engine", "vllm", "-o", drafter)
+        info = do("info", store, quiet=True)
         paths = {"store": store, "run": run, "greedy_store": judged, "drafter": drafter}
         return _document(info, simulated, live, paths, time.monotonic() - self.started)
 
@@ -142,39 +139,11 @@ class Walk:
 
     def _train(self, *arguments: str) -> None:
         """A rank on each of two cores: in a drafter this small a second thread finds nothing to do."""
-        out = output()
         ranks = min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
         if ranks == 1:
-            self._do("train", *arguments)
-            return
-        out.note(f"$ torchrun --nproc-per-node {ranks} --no-python hiddenstore {shlex.join(['train', *arguments])}")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        command = [*launcher, "--standalone", "-m", "hiddenstore.cli", "train", *arguments]
-        shown = None if out.is_human else subprocess.DEVNULL
-        done = subprocess.run(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=shown, stderr=shown, check=False
-        )
-        if done.returncode:
-            raise CaptureError(
-                f"training stopped with exit code {done.returncode}",
-                kind="demo-training",
-                hint=shlex.join(["hiddenstore", "train", *arguments]),
-            )
-
-    def _do(self, name: str, *arguments: str, quiet: bool = False) -> Mapping[str, Any]:
-        """Run one command of the installed command line; what it answers as a document."""
-        out = output()
-        if not quiet:
-            out.note(f"$ hiddenstore {shlex.join([name, *arguments])}")
-        context = click.get_current_context()
-        group = context.find_root().command
-        assert isinstance(group, click.Group)
-        command = group.get_command(context, name)
-        assert command is not None, f"command {name} is not installed"
-        mode = "human" if out.is_human and not quiet else "silent"
-        with swapped_output(mode) as inner, command.make_context(name, list(arguments), parent=context) as child:
-            command.invoke(child)
-        return inner.document
+            do("train", *arguments)
+        else:
+            do_on_ranks(ranks, "train", arguments)
 
 
 def _document(

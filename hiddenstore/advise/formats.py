@@ -37,13 +37,13 @@ Form = Callable[[Tensor], Trial]
 """One layer bfloat16 [T, D], as a unit of its own, put through a form."""
 
 
-def through_codec(name: str) -> Form:
-    """The form that codec ``name`` gives a layer."""
+def through_codec(name: str, most_rows: int | None = None) -> Form:
+    """The form that codec ``name`` gives a layer; a compressed chunk has at most ``most_rows``, where that is given."""
     codec = CODECS[name]
 
     def run(layer: Tensor) -> Trial:
         encoded = codec.encode([layer])
-        row_bytes, unit_bytes = _weigh(codec, encoded, layer)
+        row_bytes, unit_bytes = _weigh(codec, encoded, layer, most_rows or len(layer))
         raw = len(encoded.small[RAW_INDEX]) if RAW_INDEX in encoded.small else 0
         clipped = clipped_values(layer, encoded, _REACH[name]) if name in _REACH else 0
         return Trial(codec.decode(encoded)[0], row_bytes, unit_bytes, raw, clipped)
@@ -82,10 +82,10 @@ def clipped_values(layer: Tensor, encoded: Encoded, reach: float) -> int:
     return int((y > reach * (1 + 2**-20) * token_scale[:, None])[coded].sum())
 
 
-def _weigh(codec: Codec, encoded: Encoded, layer: Tensor) -> tuple[float, float]:
+def _weigh(codec: Codec, encoded: Encoded, layer: Tensor, most_rows: int) -> tuple[float, float]:
     """Bytes a row takes in a Zarr segment, chunk checksums and index included, and bytes that a unit takes once."""
     rows, width = layer.shape
-    chunk = min(codec.chunk_tokens(width), rows)
+    chunk = min(codec.chunk_tokens(width), rows, most_rows)
     codes = encoded.codes[0].cpu().numpy()
     if codec.compressed:
         stored = sum(len(blosc_chunks.compress(codes[start : start + chunk])) for start in range(0, rows, chunk))

@@ -204,7 +204,8 @@ class _Bench:
     def _try_aux(self, form: str) -> _Tried:
         if form not in self._aux:
             layers = {name: self.taken.aux[i].to(self.device) for i, name in enumerate(self.capture.aux_fields)}
-            tried = {name: (layer, _form(form)(layer)) for name, layer in layers.items()}
+            tested = self._form(form, self.extent.tokens)
+            tried = {name: (layer, tested(layer)) for name, layer in layers.items()}
             self._aux[form] = self._sum(form, tried, share=1.0)
         return self._aux[form]
 
@@ -226,7 +227,7 @@ class _Bench:
             packed = pack_rows([top_tokens(self.head, final, norm, self.capture.topk)], self.capture.topk)
             stored = unpack_rows(packed).to(self.device)
             return _Tried(top_token_bytes(final) * share, change=truncation_change(self.head, final, stored, norm))
-        trial = _form(form)(final)
+        trial = self._form(form, self.extent.final_rows)(final)
         change = _UNCHANGED if exact else distribution_change(self.head, final, trial.decoded, norm)
         return replace(self._sum(form, {FINAL: (final, trial)}, share), change=change)
 
@@ -241,6 +242,13 @@ class _Bench:
             clipped=sum(trial.clipped for trial in trials),
             errors={name: channel_error(layer, trial.decoded) for name, (layer, trial) in tried.items()},
         )
+
+    def _form(self, name: str, rows: int) -> Form:
+        """A form as the container stores it; ``rows`` the capture has of the field."""
+        if name == FP8:
+            return fp8_per_token
+        apart = self.container.samples_apart and self.extent.samples > 0
+        return through_codec(name, max(1, round(rows / self.extent.samples)) if apart else None)
 
     @cached_property
     def _finite_final(self) -> Tensor:
@@ -262,7 +270,3 @@ class _Bench:
         segments = -(-tokens // unit_tokens(capture))
         added = self.container.overhead(capture, self.extent.samples, segments).size_bytes / tokens
         return _TOKEN_AND_MASK_BYTES + positions + added
-
-
-def _form(name: str) -> Form:
-    return fp8_per_token if name == FP8 else through_codec(name)

@@ -22,10 +22,12 @@ class CommandSpec:
 # name, section, summary. Those without a module here come from an entry point, so that nothing points upward.
 _KNOWN: tuple[tuple[str, str, str, str], ...] = (
     ("demo", "Make", "The whole path on CPU with a tiny bundled target.", ""),
+    ("run", "Make", "Conversations → served drafter from one recipe file; resumable.", "hiddenstore.cli.run:run"),
     ("prepare", "Make", "Conversations → tokens, loss mask and turn spans.", ""),
     ("regenerate", "Make", "Let the target rewrite the answers itself.", ""),
     ("plan", "Make", "Bytes, files and hours, before anything is written.", ""),
     ("collect", "Make", "Capture the target's hidden states into a store; resumable.", ""),
+    ("import", "Make", "Another project's dump of hidden states into a store; resumable.", ""),
     ("info", "Look", "What a store holds, on one screen.", "hiddenstore.cli.look:info"),
     ("ls", "Look", "The samples of a store.", "hiddenstore.cli.look:ls"),
     ("show", "Look", "One sample: its text, what is trained on, norms per layer.", "hiddenstore.cli.look:show"),
@@ -42,6 +44,7 @@ _KNOWN: tuple[tuple[str, str, str, str], ...] = (
     ("eval", "Train", "Accepted length on recorded text.", ""),
     ("decode", "Train", "Accepted length in real speculative decoding.", ""),
     ("export", "Train", "A drafter as an engine loads it.", ""),
+    ("serve", "Train", "A drafter in an engine: the exact command and file, or run it.", ""),
     ("export-data", "Train", "A store's samples as another trainer reads them.", ""),
     ("doctor", "System", "This machine: versions, engines, disk speed.", "hiddenstore.cli.doctor:doctor"),
 )

@@ -8,7 +8,7 @@ import click
 from hiddenstore.cli.output import common_options, examples, output
 
 if TYPE_CHECKING:
-    from hiddenstore.machine import Check
+    from hiddenstore.doctor.check import Check
 
 _MARKS = {"ok": ("✓", "green"), "absent": ("·", "dim"), "warning": ("!", "yellow"), "problem": ("✗", "red")}
 _PROBLEM_EXIT = 5
@@ -18,11 +18,11 @@ _PROBLEM_EXIT = 5
 @click.argument("folder", default=".", type=click.Path(path_type=Path))
 @common_options
 def doctor(folder: Path) -> None:
-    """This machine: versions, engines, and how fast FOLDER (where a store would go) writes, syncs and reads.
+    """This machine: versions, GPUs, engines, and how fast FOLDER (where a store would go) writes, syncs and reads.
 
     Writes and removes a 32 MB trial file in FOLDER. Exits 5 when something would not work.
     """
-    from hiddenstore.machine import examine
+    from hiddenstore.doctor import examine
 
     checks = examine(folder)
     problems = [check for check in checks if check.status == "problem"]

@@ -332,6 +332,8 @@ def _diff_fields(document: Mapping[str, Any]) -> None:
     for row in document["fields"]:
         if row["nonfinite_rows"]:
             out.print(f"  {row['field']}: {plural(row['nonfinite_rows'], 'row')} not finite on one side")
+    if document["final_normed"]:
+        out.print("  final: compared after the final norm, which one side holds it before and the other after")
     if document["top1_agreement"] is not None:
         agreement = percent(document["top1_agreement"])
         out.print(

@@ -12,8 +12,9 @@ Shapes: L layers, T tokens of the unit, m rows of a block, D width, C columns of
 rows.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -24,10 +25,12 @@ from hiddenstore.codecs.base import (
     RAW_INDEX,
     RAW_ROWS,
     Encoded,
+    EncodedLayers,
     RowPart,
     SmallField,
     bits_to_numpy,
     bits_to_tensor,
+    fresh,
     output,
 )
 
@@ -73,20 +76,23 @@ class AffineCodec:
         return 8.0 * self.code_columns(width) + 16.0
 
     def encode(self, states: Tensor | Iterable[Tensor]) -> Encoded:
+        return self.encode_layers([layer] for layer in states).joined()
+
+    def encode_layers(self, layers: Iterable[Sequence[Tensor]]) -> EncodedLayers:
         """Elementwise work in float32 blocks that stay in cache; statistics from at most 256 evenly spaced tokens."""
         codes, scales, channel_scales, offsets, places, rows = [], [], [], [], [], []
-        for index, layer in enumerate(states):
-            scale, offset = channel_statistics(layer)
-            layer_codes, token_scale, where = self._quantise(layer, scale, offset)
-            codes.append(layer_codes)
+        for index, parts in enumerate(layers):
+            scale, offset = channel_statistics(*parts)
+            layer_codes, token_scale, where = self._quantise(parts, scale, offset)
+            codes.append([layer_codes])
             scales.append(bits_to_numpy(token_scale.bfloat16()))
             channel_scales.append(bits_to_numpy(scale.bfloat16()))
             offsets.append(bits_to_numpy(offset.bfloat16()))
-            rows.append(bits_to_numpy(layer[where]))
+            rows.append(bits_to_numpy(_rows_at(parts, where)))
             place = where.cpu().numpy().astype(np.int32)
             places.append(np.stack([np.full_like(place, index), place], axis=1))
         if not codes:
-            return Encoded([])
+            return EncodedLayers([])
         small = {
             "token_scale": np.stack(scales),
             "channel_scale": np.stack(channel_scales),
@@ -94,7 +100,7 @@ class AffineCodec:
             RAW_INDEX: np.concatenate(places),
             RAW_ROWS: np.concatenate(rows),
         }
-        return Encoded(codes, small)
+        return EncodedLayers(codes, small)
 
     def decode(self, part: Encoded, out: Tensor | None = None) -> Tensor:
         out = output(part, out, part.small["channel_scale"].shape[1] if part.codes else 0)
@@ -123,22 +129,22 @@ class AffineCodec:
             else:
                 out[rows].copy_(torch.addcmul(offset, values, scale, out=values))
 
-    def _quantise(self, layer: Tensor, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _quantise(self, parts: Sequence[Tensor], scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [T, C], token scales float32 [T] exact in bf16, raw rows int64 [N] (their codes and scales are 0)."""
-        (tokens, width), device = layer.shape, layer.device
-        dtype = getattr(torch, self.code_dtype)
-        codes = torch.empty((tokens, self.code_columns(width)), dtype=dtype, device=device)
+        tokens, width, device = sum(map(len, parts)), len(scale), scale.device
+        codes = fresh((tokens, self.code_columns(width)), getattr(torch, self.code_dtype), device)
         peak, token_scale = torch.empty(tokens, device=device), torch.empty(tokens, device=device)
         step = _block_rows(device, width)
         inverse = scale.reciprocal()
         # Columns that only fill up a group stay zero: in place, 0 times any scale is 0 again.
         scratch = torch.zeros((min(step, tokens), self.columns(width)), device=device)
-        for start in range(0, tokens, step):
-            rows = slice(start, start + step)
-            block = layer[rows]
+        start = 0
+        for block in (block for part in parts if len(part) for block in part.split(step)):
+            rows = slice(start, start + len(block))
             y = scratch[: len(block)]
             y[:, :width].copy_(block).sub_(offset).mul_(inverse)
             self.codes_of(y, codes[rows], token_scale[rows], peak[rows])
+            start = rows.stop
         where = torch.nonzero(_raw_rows(peak, scale)).flatten()
         codes[where] = 0
         token_scale[where] = 0.0
@@ -160,29 +166,31 @@ class AffineCodec:
         raise NotImplementedError
 
 
-def channel_statistics(layer: Tensor) -> tuple[Tensor, Tensor]:
+def channel_statistics(*parts: Tensor) -> tuple[Tensor, Tensor]:
     """Scale c and offset mu of each channel from bfloat16 [T, D]: float32 [D] each, exact in bf16.
+
+    The rows may come in parts [t, D] that lie end to end, at least one.
 
     mu = median, c = 1.4826 * median |(h - mu) / t| with t = the token's own median |h - mu|, so that neither an outlier
     token nor a token of large norm moves them. Taken over S = min(T, 256) evenly spaced tokens without the non-finite
     ones, t over at most 512 evenly spaced channels. A channel whose median deviation is 0 takes its root mean square, a
     constant one the median channel's scale.
     """
-    tokens, width = layer.shape
-    sampled = layer[_spread(tokens, SAMPLED_TOKENS, layer.device)].float()
+    tokens, width, device = sum(map(len, parts)), parts[0].shape[1], parts[0].device
+    sampled = _rows_at(parts, _spread(tokens, SAMPLED_TOKENS, device)).float()
     sampled = sampled[(sampled.abs() < _LARGEST_DEVIATION).all(dim=1)].T.contiguous()
     if sampled.shape[1] == 0:
-        return torch.ones(width, device=layer.device), torch.zeros(width, device=layer.device)
+        return torch.ones(width, device=device), torch.zeros(width, device=device)
     offset = lower_median(sampled)
     size = sampled.sub_(offset[:, None]).abs_()
-    seen = size[_spread(width, SAMPLED_CHANNELS, layer.device)].T.contiguous()
+    seen = size[_spread(width, SAMPLED_CHANNELS, device)].T.contiguous()
     token_size = lower_median(seen)
     token_size = torch.where(token_size > 0, token_size, seen.mean(dim=1))
     relative = size.div_(torch.where(token_size > 0, token_size, 1.0))
     scale = lower_median(relative) * _SIGMA_PER_MAD
     scale = torch.where(scale > 0, scale, relative.square().mean(dim=1).sqrt()).clamp_(max=_CEILING)
     live = scale[scale > 0]
-    typical = live.median() if live.numel() else torch.ones((), device=layer.device)
+    typical = live.median() if live.numel() else torch.ones((), device=device)
     scale = torch.where(scale > 0, scale, typical).clamp_(min=_FLOOR)
     return scale.bfloat16().float(), offset
 
@@ -205,6 +213,20 @@ def _spread(count: int, most: int, device: torch.device) -> Tensor:
     """Indices of min(count, most) evenly spaced of ``count`` places."""
     taken = min(count, most)
     return (torch.arange(taken, device=device) * count) // max(taken, 1)
+
+
+def _rows_at(parts: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Rows int64 [n], ascending, of parts [t, D] that lie end to end."""
+    if len(parts) == 1:
+        return parts[0][rows]
+    starts = list(accumulate(map(len, parts), initial=0))
+    cuts = torch.searchsorted(rows, torch.tensor(starts, device=rows.device)).tolist()
+    picked = [
+        part[rows[low:high] - start]
+        for part, start, low, high in zip(parts, starts, cuts, cuts[1:], strict=False)
+        if low < high
+    ]
+    return torch.cat(picked) if picked else parts[0][:0]
 
 
 def _raw_rows(peak: Tensor, scale: Tensor) -> Tensor:

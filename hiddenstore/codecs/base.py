@@ -4,6 +4,7 @@ Shapes: L layers, T tokens of the unit, n tokens of a part of it, D target width
 raw.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 FIXED_CHUNK_TOKENS = 64
+# From here on numpy asks the system for huge pages, and torch does not: faults of small ones cost four times a copy.
+_HUGE_BYTES = 1 << 22
+_LINE_BYTES = 64
 RAW_INDEX = "raw_index"
 RAW_ROWS = "raw_rows"
 
@@ -40,6 +44,21 @@ class Encoded:
 
     codes: list[Tensor]
     small: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedLayers:
+    """Layers of a whole unit in encoded form, on their way to a container.
+
+    codes: per layer tensors [t, C] whose rows lie end to end; small: as in ``Encoded``.
+    """
+
+    codes: list[list[Tensor]]
+    small: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def joined(self) -> Encoded:
+        """The same with each layer in one tensor."""
+        return Encoded([parts[0] if len(parts) == 1 else torch.cat(parts) for parts in self.codes], self.small)
 
 
 @dataclass(frozen=True)
@@ -102,6 +121,9 @@ class Codec(CodeLayout, Protocol):
     def encode(self, states: Tensor | Iterable[Tensor]) -> Encoded:
         """bfloat16 [L, T, D] of one unit, or its layers [T, D] one after the other, on any device."""
 
+    def encode_layers(self, layers: Iterable[Sequence[Tensor]]) -> EncodedLayers:
+        """Layers one after the other, each as bfloat16 parts [t, D] end to end: the same codes, which may be views."""
+
     def decode(self, part: Encoded, out: Tensor | None = None) -> Tensor:
         """bfloat16 [L, n, D] on the device of the codes, written into ``out`` when given."""
 
@@ -154,12 +176,22 @@ def bits_to_tensor(bits: np.ndarray | Tensor, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(bits)).view(torch.bfloat16).to(device)
 
 
+def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """A tensor of new memory, in huge pages where it is large and the system has them."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < _HUGE_BYTES or torch.device(device).type != "cpu":
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    memory = np.empty(size + _LINE_BYTES, dtype=np.uint8)
+    first = -memory.ctypes.data % _LINE_BYTES
+    return torch.from_numpy(memory[first : first + size]).view(dtype).view(tuple(shape))
+
+
 def output(part: Encoded, out: Tensor | None, width: int) -> Tensor:
     """``out`` after a check of its shape and type, or a new bfloat16 [L, n, D]; ``width`` is D."""
     shape = (len(part.codes), part.codes[0].shape[0], width) if part.codes else (0, 0, 0)
     if out is None:
         device = part.codes[0].device if part.codes else torch.device("cpu")
-        return torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return fresh(shape, torch.bfloat16, device)
     if tuple(out.shape) != shape or out.dtype != torch.bfloat16:
         raise ValueError(f"out must be bfloat16 {list(shape)}, found {out.dtype} {list(out.shape)}")
     return out

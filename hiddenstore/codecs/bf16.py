@@ -1,13 +1,13 @@
 """``bf16``: the states as they are, and the base of every codec that stores them verbatim."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hiddenstore.codecs.base import FIXED_CHUNK_TOKENS, Encoded, RowPart, SmallField, output
+from hiddenstore.codecs.base import FIXED_CHUNK_TOKENS, Encoded, EncodedLayers, RowPart, SmallField, output
 
 _LONGEST_CHUNK = 512
 
@@ -45,7 +45,11 @@ class VerbatimCodec:
         return self.bits * width
 
     def encode(self, states: Tensor | Iterable[Tensor]) -> Encoded:
-        return Encoded([layer.detach().contiguous().view(torch.uint16) for layer in states])
+        return self.encode_layers([layer] for layer in states).joined()
+
+    def encode_layers(self, layers: Iterable[Sequence[Tensor]]) -> EncodedLayers:
+        """The codes are the memory of the states where it is contiguous."""
+        return EncodedLayers([[part.detach().contiguous().view(torch.uint16) for part in parts] for parts in layers])
 
     def decode(self, part: Encoded, out: Tensor | None = None) -> Tensor:
         out = output(part, out, part.codes[0].shape[1] if part.codes else 0)

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from hiddenstore.codecs import Codec, CodeLayout, Encoded, get_codec, get_layout
+from hiddenstore.codecs.base import EncodedLayers
 from hiddenstore.errors import CorruptionError, FormatError
 from hiddenstore.fs import Filesystem
 from schemas import FINAL, FORMAT_VERSION, CaptureSpec, CommitRecord, FileEntry, LayerStats, SampleEntry
@@ -41,11 +42,11 @@ class EncodedUnit:
     loss_mask: np.ndarray
     spans: np.ndarray
     final_rows: np.ndarray
-    aux: Encoded
-    final: Encoded
+    aux: EncodedLayers
+    final: EncodedLayers
     stats: dict[str, LayerStats]
 
-    def encoded(self, group: "Group") -> Encoded:
+    def encoded(self, group: "Group") -> EncodedLayers:
         """The states of a group."""
         return self.aux if group.name == AUX else self.final
 
@@ -121,6 +122,10 @@ class Container(Protocol):
     @property
     def name(self) -> str:
         """What ``store.json`` and ``--container`` call it."""
+
+    @property
+    def samples_apart(self) -> bool:
+        """Whether every sample has its own bytes, so that no compressed chunk spans two."""
 
     def write(self, fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec) -> list[FileEntry]:
         """Write a unit as new files under the folder ``path``; each is durable, their names not yet."""

@@ -6,11 +6,14 @@ Shapes: T rows of a group in the unit, t of one sample, L layers of the group, C
 """
 
 import tarfile
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import google_crc32c
 import numpy as np
+from torch import Tensor
 
 from hiddenstore import blosc_chunks
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, raw_places, select_small
@@ -40,8 +43,6 @@ BLOCK_BYTES = 512
 MAX_MEMBER_BYTES = (1 << 33) - 1
 """The largest size that a ustar header can state."""
 
-_WRITE_BYTES = 1 << 22
-_DIRECT_BYTES = 1 << 16
 _END = bytes(2 * BLOCK_BYTES)
 
 Pieces = list[bytes | np.ndarray]
@@ -81,7 +82,7 @@ def write_tar(fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec
         for name, pieces in _unit_members(unit, capture):
             tar.add_unit(name, pieces)
         groups = [group for group in (aux_group(capture), final_group(capture)) if unit.encoded(group).codes]
-        codes = {group.name: [layer.cpu().numpy() for layer in unit.encoded(group).codes] for group in groups}
+        codes = {group.name: [_Rows(layer) for layer in unit.encoded(group).codes] for group in groups}
         for number, entry in enumerate(unit.samples):
             for name, pieces in _sample_members(unit, capture, groups, codes, number, entry):
                 tar.add(entry.id, name, pieces)
@@ -105,7 +106,7 @@ def _sample_members(
     unit: EncodedUnit,
     capture: CaptureSpec,
     groups: list[Group],
-    codes: dict[str, list[np.ndarray]],
+    codes: "dict[str, list[_Rows]]",
     number: int,
     entry: SampleEntry,
 ) -> Iterator[tuple[str, Pieces]]:
@@ -122,10 +123,13 @@ def _sample_members(
             yield small_name(group, name), _npy(part[name])
     for group in groups:
         rows = group.rows_of(entry)
+        width = capture.target.hidden_size
+        shape, dtype = (len(rows), group.codec.code_columns(width)), group.codec.code_dtype
         for place, layer in enumerate(codes[group.name]):
-            values = layer[rows.start : rows.stop]
-            step = group.codec.chunk_tokens(capture.target.hidden_size)
-            yield code_name(group, place), _squeezed(values, step) if group.codec.compressed else _npy(values)
+            parts = layer.cut(rows.start, rows.stop)
+            squeezed = group.codec.compressed
+            pieces = _squeezed(parts, group.codec.chunk_tokens(width)) if squeezed else _npy_of(dtype, shape, parts)
+            yield code_name(group, place), pieces
 
 
 def _small_of_sample(small: dict[str, np.ndarray], group: Group, rows: range) -> dict[str, np.ndarray]:
@@ -139,15 +143,42 @@ def _small_of_sample(small: dict[str, np.ndarray], group: Group, rows: range) ->
     return part
 
 
+class _Rows:
+    """Parts [t, C] of one layer whose rows lie end to end."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self._parts = [part.cpu().numpy() for part in parts if len(part)]
+        self._starts = list(accumulate(map(len, self._parts), initial=0))
+
+    def cut(self, start: int, stop: int) -> list[np.ndarray]:
+        """Rows [start, stop) as views."""
+        found = []
+        place = bisect_right(self._starts, start) - 1
+        while start < stop:
+            first, last = self._starts[place], min(self._starts[place + 1], stop)
+            found.append(self._parts[place][start - first : last - first])
+            start, place = last, place + 1
+        return found
+
+
 def _npy(values: np.ndarray) -> Pieces:
-    little = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False)
-    return [npy_header(str(values.dtype), values.shape), little.reshape(-1).view(np.uint8)]
+    return _npy_of(str(values.dtype), values.shape, [values])
 
 
-def _squeezed(values: np.ndarray, step: int) -> Pieces:
-    """Rows [t, C] in blosc buffers of ``step`` rows end to end."""
-    little = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False)
-    return [blosc_chunks.compress(little[start : start + step]) for start in range(0, len(values), step)]
+def _npy_of(dtype: str, shape: tuple[int, ...], parts: Sequence[np.ndarray]) -> Pieces:
+    return [npy_header(dtype, shape), *(_little(part).reshape(-1).view(np.uint8) for part in parts)]
+
+
+def _squeezed(parts: Sequence[np.ndarray], step: int) -> Pieces:
+    """Rows in blosc buffers of ``step`` rows end to end."""
+    if not parts:
+        return []
+    little = _little(parts[0] if len(parts) == 1 else np.concatenate(parts))
+    return [blosc_chunks.compress(little[start : start + step]) for start in range(0, len(little), step)]
+
+
+def _little(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
 
 
 @dataclass
@@ -164,8 +195,7 @@ class _Tar:
         self._file = HashedFile(fs, path, TAR)
         self._unit: dict[str, list[int]] = {}
         self._columns: dict[str, _Column] = {}
-        self._pending: list[bytes | memoryview] = []
-        self._pending_bytes = self._offset = 0
+        self._offset = 0
 
     def add_unit(self, name: str, pieces: Pieces) -> None:
         self._unit[name] = list(self._member(f"{UNIT_PREFIX}{name}", pieces))
@@ -181,40 +211,21 @@ class _Tar:
         return {"unit": self._unit, "fields": {name: vars(column) for name, column in self._columns.items()}}
 
     def close(self) -> FileEntry:
-        self._put(_END)
-        self._flush()
+        self._file.write(_END)
         return self._file.close()
 
     def abort(self) -> None:
         self._file.abort()
 
     def _member(self, name: str, pieces: Pieces) -> tuple[int, int, int]:
-        size = sum(len(piece) for piece in pieces)
-        self._put(_tar_header(name, size))
-        offset, crc = self._offset, 0
+        size, crc = sum(len(piece) for piece in pieces), 0
         for piece in pieces:
             crc = google_crc32c.extend(crc, piece)
-            self._put(piece if isinstance(piece, bytes) else piece.data)
-        self._put(bytes(-size % BLOCK_BYTES))
+        head, padding = _tar_header(name, size), bytes(-size % BLOCK_BYTES)
+        offset = self._offset + len(head)
+        self._offset = offset + size + len(padding)
+        self._file.write(head, *(piece if isinstance(piece, bytes) else piece.data for piece in pieces), padding)
         return offset, size, crc
-
-    def _put(self, data: bytes | memoryview) -> None:
-        """Append to the file: large pieces as they are, small ones gathered."""
-        self._offset += len(data)
-        if len(data) >= _DIRECT_BYTES:
-            self._flush()
-            self._file.write(data)
-            return
-        self._pending.append(data)
-        self._pending_bytes += len(data)
-        if self._pending_bytes >= _WRITE_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._pending:
-            self._file.write(b"".join(self._pending))
-            self._pending.clear()
-            self._pending_bytes = 0
 
 
 def _tar_header(name: str, size: int) -> bytes:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hiddenstore import blosc_chunks
 from hiddenstore.codecs import Encoded
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, raw_places, select_small
+from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, fresh, raw_places, select_small
 from hiddenstore.containers.base import (
     CHUNK_CORRUPT,
     FINAL_ROWS,
@@ -57,6 +57,7 @@ class WebDatasetContainer:
     """Samples of a unit as members of a tar."""
 
     name = "webdataset"
+    samples_apart = True
 
     def write(self, fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec) -> list[FileEntry]:
         return write_tar(fs, path, unit, capture)
@@ -92,7 +93,7 @@ class TarUnit:
             return Encoded([])
         rows, codec = len(group.rows_of(self._record.samples[index])), group.codec
         shape, dtype = (rows, codec.code_columns(self._width)), codec.code_dtype
-        codes = [torch.empty(shape, dtype=getattr(torch, dtype)) for _ in layers] if out is None else list(out)
+        codes = [fresh(shape, getattr(torch, dtype)) for _ in layers] if out is None else list(out)
         targets = [_memory(layer) for layer in codes]
         names = [code_name(group, layer) for layer in layers]
         wanted: list[tuple[str, np.ndarray | None]] = list(zip(names, targets, strict=True))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hiddenstore.codecs import CodeLayout, Encoded
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, select_small
+from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, fresh, select_small
 from hiddenstore.containers.base import (
     AUX,
     FINAL_ROWS,
@@ -36,7 +36,7 @@ from hiddenstore.documents import sha256_hex
 from hiddenstore.fs import Filesystem
 from hiddenstore.zarr_read import ShardReader, read_small
 from hiddenstore.zarr_spec import METADATA, ArraySpec, parse_metadata
-from hiddenstore.zarr_write import write_array, write_group
+from hiddenstore.zarr_write import write_array, write_group, write_parts
 from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry
 
 _PLAIN_ARRAYS = 4
@@ -48,6 +48,7 @@ class ZarrContainer:
     """Arrays of a unit as files of a Zarr v3 group."""
 
     name = "zarr"
+    samples_apart = False
 
     def write(self, fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec) -> list[FileEntry]:
         files, width = [write_group(fs, path, unit_attributes(unit.unit, capture))], capture.target.hidden_size
@@ -63,8 +64,9 @@ class ZarrContainer:
         for group in (aux_group(capture), final_group(capture)):
             part = unit.encoded(group)
             for name, codes in zip(group.fields, part.codes, strict=True):
-                values = codes.cpu().numpy()
-                files += write_array(fs, path, name, _code_spec(group.codec, values.shape, name, width), values)
+                shape = (sum(map(len, codes)), group.codec.code_columns(width))
+                spec = _code_spec(group.codec, shape, name, width)
+                files += write_parts(fs, path, name, spec, (rows.cpu().numpy() for rows in codes))
             for name, values in part.small.items():
                 spec = _small_spec(group.codec, name, values.shape)
                 files += write_array(fs, path, f"{group.name}_{name}", spec, values)
@@ -108,7 +110,7 @@ class ZarrUnit:
     def encoded(self, group: Group, index: int, layers: Sequence[int], out: Sequence[Tensor] | None = None) -> Encoded:
         rows, columns = group.rows_of(self._record.samples[index]), group.codec.code_columns(self._width)
         dtype = getattr(torch, group.codec.code_dtype)
-        codes = [torch.empty((len(rows), columns), dtype=dtype) for _ in layers] if out is None else list(out)
+        codes = [fresh((len(rows), columns), dtype) for _ in layers] if out is None else list(out)
         for target, layer in zip(codes, layers, strict=True):
             self._codes(group, layer).read_rows(rows.start, rows.stop, target.numpy())
         return Encoded(codes, self._part(group, layers, rows) if group.codec.small and layers else {})
@@ -118,8 +120,8 @@ class ZarrUnit:
         if not rows or not layers:
             return
         if not group.codec.small:
-            for target, layer in zip(out, layers, strict=True):
-                self._codes(group, layer).read_rows(rows.start, rows.stop, target.view(torch.uint16).numpy())
+            for target, layer in zip(out.view(torch.uint16).numpy(), layers, strict=True):
+                self._codes(group, layer).read_rows(rows.start, rows.stop, target)
             return
         small = self._part(group, layers, rows)
         for place, layer in enumerate(layers):

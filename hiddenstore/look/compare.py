@@ -93,7 +93,7 @@ class Agreement:
 
 @dataclass
 class Comparison:
-    """What ``diff`` found."""
+    """What ``diff`` found. ``final_normed``: one side's final hidden was normed, as the other side holds it."""
 
     schema: list[dict[str, Any]]
     only_a: list[str]
@@ -104,6 +104,7 @@ class Comparison:
     compared: int = 0
     fields: list[FieldError] = field(default_factory=list)
     top1: Agreement = field(default_factory=Agreement)
+    final_normed: bool = False
     not_compared: str | None = None
 
     @property
@@ -125,6 +126,7 @@ class Comparison:
             "compared_samples": self.compared,
             "not_compared": self.not_compared,
             "fields": [error.document() for error in self.fields],
+            "final_normed": self.final_normed,
             "top1_rows": self.top1.rows,
             "top1_agreement": self.top1.share,
         }
@@ -190,6 +192,7 @@ def _compare_numbers(
     errors = [FieldError(field_name(layer)) for layer in layers]
     final_error = FieldError(FINAL)
     heads = _heads(a, b) if with_final else None
+    result.final_normed = with_final and a.capture.final_norm != b.capture.final_norm
     for sample_id in spread(result.both, max_samples):
         one = a.read(sample_id, layers=layers, final=with_final)
         other = b.read(sample_id, layers=layers, final=with_final)
@@ -202,7 +205,7 @@ def _compare_numbers(
             if x.topk is not None and y.topk is not None:
                 final_error.add_top_tokens(x.topk, y.topk)
             elif x.topk is None and y.topk is None:
-                final_error.add(x.final, y.final)
+                final_error.add(*_same_norm_state(heads, (x, y), (a, b)))
             _add_agreement(result.top1, heads, (x, y), supervised, (a, b))
         if advance is not None:
             advance(1)
@@ -236,6 +239,17 @@ def _common_final(one: "Record", other: "Record") -> tuple[_Finals, _Finals, np.
     """What both records hold at the n final rows they share, and which of those are supervised, bool [n]."""
     positions, in_one, in_other = np.intersect1d(one.final_rows, other.final_rows, return_indices=True)
     return _Finals.of(one, in_one), _Finals.of(other, in_other), one.sample.loss_mask[positions].astype(bool)
+
+
+def _same_norm_state(
+    heads: "tuple[HeadBundle, HeadBundle]", finals: tuple[_Finals, _Finals], stores: "tuple[Store, Store]"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Final hiddens bfloat16 [n, D] of both sides: as held, or both after the norm where only one side holds it so."""
+    x, y = finals[0].final, finals[1].final
+    norms = [store.capture.final_norm for store in stores]
+    if norms[0] == norms[1]:
+        return x, y
+    return (heads[0].norm(x).bfloat16(), y) if norms[0] == "pre_norm" else (x, heads[1].norm(y).bfloat16())
 
 
 def _heads(a: "Store", b: "Store") -> "tuple[HeadBundle, HeadBundle]":

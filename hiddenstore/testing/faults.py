@@ -134,6 +134,9 @@ class FaultDisk:
                 raise _error(errno.ENOSPC)
             file.data.extend(data)
 
+    def write_all(self, handle: int, pieces: Sequence[memoryview]) -> None:
+        self.write(handle, memoryview(b"".join(pieces)))
+
     def sync_file(self, handle: int) -> None:
         with _Operation(self, "sync_file"):
             file = self._open[handle]

@@ -189,8 +189,15 @@ def test_a_sample_keeps_its_split_whatever_else_is_prepared(tmp_path: Path, targ
     assert set(splits[0].values()) == {"train", "validation"}
 
 
+def test_everything_can_be_held_out(tmp_path: Path, target: str) -> None:
+    source = write_rows(tmp_path / "a.jsonl", rows(20))
+    info = prepare([source], tmp_path / "data", target, options(validation=1.0))
+    assert info.validation_samples == info.samples == 20
+    assert {sample.split for sample in PreparedInput.open(tmp_path / "data").samples()} == {"validation"}
+
+
 @settings(max_examples=50, deadline=None)
-@given(st.binary(min_size=16, max_size=16), st.floats(0, 0.999), st.floats(0, 0.999))
+@given(st.binary(min_size=16, max_size=16), st.floats(0, 1), st.floats(0, 1))
 def test_a_larger_validation_share_only_adds_samples(name: bytes, one: float, other: float) -> None:
     low, high = sorted((one, other))
     assert not is_validation(name.hex(), low) or is_validation(name.hex(), high)
@@ -252,7 +259,7 @@ def test_bad_input_is_an_error_and_nothing_is_written(tmp_path: Path, target: st
     elif case == "no-template-file":
         more = {"template": str(tmp_path / "none.jinja")}
     elif case == "share":
-        more = {"validation": 1.0}
+        more = {"validation": 1.5}
     elif case == "foreign-tokenizer":
         target = tiny_target(tmp_path / "small", vocab_size=100)
     elif case == "thoughts":

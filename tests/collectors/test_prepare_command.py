@@ -57,7 +57,9 @@ def test_an_empty_validation_split_is_said(tmp_path: Path, target: str, capsys: 
     assert "none of the 2 samples fell into the validation split" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "share"), [("1%", 0.01), ("0.25", 0.25), ("0", 0.0), (".5", 0.5), ("12.5 %", 0.125)])
+@pytest.mark.parametrize(
+    ("text", "share"), [("1%", 0.01), ("0.25", 0.25), ("0", 0.0), (".5", 0.5), ("12.5 %", 0.125), ("100%", 1.0)]
+)
 def test_val_takes_percent_or_fraction(tmp_path: Path, target: str, capsys: Capture, text: str, share: float) -> None:
     source = write_rows(tmp_path / "a.jsonl", rows(2))
     assert run(source, "-o", tmp_path / "data", "--target", target, "--val", text, "--json") == 0
@@ -68,7 +70,7 @@ def test_val_takes_percent_or_fraction(tmp_path: Path, target: str, capsys: Capt
     ("arguments", "code", "said"),
     [
         (["none.jsonl"], 2, "input-missing"),
-        (["a.jsonl", "--val", "100%"], 2, "share"),
+        (["a.jsonl", "--val", "101%"], 2, "share"),
         (["a.jsonl", "--val", "some"], 2, "share"),
         (["a.jsonl", "--max-tokens", "1"], 2, "max-tokens"),
         (["a.jsonl", "--max-tokens", "9999"], 2, "--max-tokens 256"),

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectors import regenerate as module
-from collectors.generate import Answer, Sampling, generate_batch, prompt_batches, repeated_share
+from collectors.generate import Answer, Sampling, generate_batch, nucleus, prompt_batches
 from collectors.regenerate import RegenerateOptions, RegenerateReport, regenerate
-from hiddenstore.errors import ConfigError, ConflictError
+from collectors.regenerating import in_process as module
+from hiddenstore.errors import ConfigError, ConflictError, InterruptError
 from tests.collectors.tiny import save_target, tiny_target
 
 PROMPTS = [[1, 40, 41, 42], [1, 50], [1, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69], [1, 33, 34], [1, 70]]
@@ -27,7 +27,7 @@ def chats(tmp_path: Path) -> Path:
     rows = [
         [("user", "hello"), ("assistant", "x"), ("user", "and then?"), ("assistant", "y")],
         [("system", "be kind"), ("user", "a longer question about nothing"), ("assistant", "z")],
-        [("user", "no answer here")],
+        [("system", "nothing was said")],
         [("user", "bye"), ("assistant", "w"), ("user", "unanswered")],
     ]
     lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in row]}) for row in rows]
@@ -126,6 +126,99 @@ def test_looping_answers_are_dropped_and_their_share_is_reported(
     assert report.written == 2
 
 
+def test_a_question_without_an_answer_gets_one_after_every_user_turn(
+    options: RegenerateOptions, tmp_path: Path
+) -> None:
+    asked = [{"role": "system", "content": "be kind"}, *({"role": "user", "content": f"why {i}?"} for i in range(2))]
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": asked}) + "\n")
+    report = run(replace(options, inputs=(str(tmp_path / "prompts.jsonl"),)))
+    assert [message["role"] for message in rows(options.out)[0]] == ["system", "user", "assistant", "user", "assistant"]
+    assert report.answers == 2
+
+
+def test_a_system_message_opens_conversations_that_have_none(options: RegenerateOptions) -> None:
+    run(replace(options, system="be brief"))
+    assert [messages[0] for messages in rows(options.out)[:2]] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "system", "content": "be kind"},
+    ]
+
+
+def folder_of_answers(options: RegenerateOptions) -> Path:
+    return Path(f"{options.out}.answers")
+
+
+def stop_after(options: RegenerateOptions, batches: int) -> None:
+    left = iter([False] * batches)
+    with pytest.raises(InterruptError):
+        regenerate(options, lambda _text: None, lambda: next(left, True))
+
+
+def test_a_stopped_run_goes_on_and_ends_with_the_same_bytes(options: RegenerateOptions, tmp_path: Path) -> None:
+    options = replace(options, batch_size=1)
+    run(options)
+    stopped = replace(options, out=tmp_path / "stopped.jsonl")
+    for batches in (0, 1):
+        stop_after(stopped, batches)
+        assert not Path(stopped.out).exists()
+    assert run(stopped).resumed > 0
+    assert Path(stopped.out).read_bytes() == Path(options.out).read_bytes()
+    assert not folder_of_answers(stopped).exists()
+
+
+def test_a_line_that_a_kill_cut_in_two_is_answered_again(options: RegenerateOptions, tmp_path: Path) -> None:
+    options = replace(options, batch_size=1)
+    run(options)
+    cut = replace(options, out=tmp_path / "cut.jsonl")
+    stop_after(cut, 2)
+    file = folder_of_answers(cut) / "answers-1-of-1.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-7])
+    assert run(cut).resumed == whole.count(b"\n") - 1
+    assert Path(cut.out).read_bytes() == Path(options.out).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [({"temperature": 0.1}, "regenerate-settings-differ"), ({"inputs": "chats.jsonl"}, "regenerate-input-differs")],
+)
+def test_other_settings_or_inputs_never_join_a_run(
+    options: RegenerateOptions, change: dict[str, object], kind: str, tmp_path: Path
+) -> None:
+    options = replace(options, batch_size=1)
+    stop_after(options, 2)
+    if "inputs" in change:
+        other = tmp_path / "other" / "chats.jsonl"
+        other.parent.mkdir()
+        row = {"messages": [{"role": "user", "content": "else"}, {"role": "assistant", "content": "x"}]}
+        other.write_text(f"{json.dumps(row)}\n" * 4)
+        change = {"inputs": (str(other),)}
+    with pytest.raises(ConflictError) as caught:
+        run(replace(options, **change))  # type: ignore[arg-type]
+    assert caught.value.kind == kind
+
+
+def test_shards_write_the_output_once_the_last_is_done(options: RegenerateOptions, tmp_path: Path) -> None:
+    options = replace(options, temperature=0.0)
+    run(options)
+    parts = replace(options, out=tmp_path / "parts.jsonl")
+    first = run(replace(parts, shard=(2, 2)))
+    assert first.waiting == [1]
+    assert not Path(parts.out).exists()
+    last = run(replace(parts, shard=(1, 2)))
+    assert not last.waiting
+    assert Path(parts.out).read_bytes() == Path(options.out).read_bytes()
+
+
+def test_the_nucleus_is_the_smallest_set_that_holds_the_share() -> None:
+    chances = torch.tensor([[0.1, 0.5, 0.15, 0.25], [0.97, 0.01, 0.01, 0.01]])
+    for top_p in (0.3, 0.5, 0.7, 0.76, 0.95):
+        for row, kept in zip(chances.tolist(), nucleus(chances, top_p).tolist(), strict=True):
+            ranked = sorted(range(4), key=lambda i: -row[i])
+            count = next(n for n in range(1, 5) if sum(row[i] for i in ranked[:n]) >= top_p - 1e-6)
+            assert [i for i in range(4) if kept[i] > 0] == sorted(ranked[:count])
+
+
 def test_max_samples_limits_the_conversations(options: RegenerateOptions) -> None:
     assert run(replace(options, max_samples=1)).written <= 1
 
@@ -139,18 +232,13 @@ def test_an_existing_output_is_never_replaced(options: RegenerateOptions) -> Non
 
 
 def test_input_without_any_answer_is_an_error(options: RegenerateOptions, tmp_path: Path) -> None:
-    (tmp_path / "none.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    (tmp_path / "none.jsonl").write_text('{"messages": [{"role": "system", "content": "hi"}]}\n')
     with pytest.raises(ConfigError) as caught:
         run(replace(options, inputs=(str(tmp_path / "none.jsonl"),)))
     assert caught.value.kind == "nothing-usable"
     assert not Path(options.out).exists()
+    assert not folder_of_answers(options).exists()
 
 
 def test_batches_hold_prompts_of_similar_length() -> None:
     assert prompt_batches([3, 9, 5, 9], 2) == [[1, 3], [2, 0]]
-
-
-def test_repeated_share_counts_fourgrams_seen_before() -> None:
-    assert repeated_share([1, 2, 3]) == 0
-    assert repeated_share(list(range(50))) == 0
-    assert repeated_share([7] * 13) == pytest.approx(0.9)

@@ -1,6 +1,7 @@
 """Token ids, loss masks and turn spans from chat templates, with and without generation tags."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from tiny_templates import (
 )
 from transformers import ByT5Tokenizer
 
-from collectors.conversations import Conversation
-from collectors.rows import Problem
+from collectors.conversations import Conversation, parse_row
+from collectors.rows import Problem, Row
 from collectors.target import open_target
 from collectors.template import ChatTemplate, Tokenised, read_template, tokenizer_digests
 from hiddenstore.errors import ConfigError, NotFoundError
@@ -307,3 +308,85 @@ def _cached(name: str) -> ChatTemplate:
     if name not in _TEMPLATE_CACHE:
         _TEMPLATE_CACHE[name] = ChatTemplate(tiny_tokenizer(TEMPLATES[name]))
     return _TEMPLATE_CACHE[name]
+
+
+THOUGHTS = [
+    ("<think>\nwell\n</think>\n\nYes.", "\n\nYes.<|im_end|>"),
+    ("<think></think>Yes.", "Yes.<|im_end|>"),
+    ("a<think>b</think>c<think>d</think>e", "ace<|im_end|>"),
+    ("[THINK]hm[/THINK]Yes.", "Yes.<|im_end|>"),
+    ("No thought at all.", "No thought at all.<|im_end|>"),
+    ("<think>cut off while", None),
+]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_TAGGED])
+@pytest.mark.parametrize(("answer", "left"), THOUGHTS)
+def test_thoughts_are_left_out_of_the_mask(template: str, answer: str, left: str | None) -> None:
+    def tokens(think_loss: bool) -> Any:
+        chat_template = ChatTemplate(tiny_tokenizer(template), think_loss=think_loss)
+        return chat_template, chat_template.tokenise([Conversation("f:1", chat("Why <think>?</think>", answer))])[0]
+
+    whole, without = tokens(True), tokens(False)
+    if left is None:
+        assert getattr(without[1], "reason", "") == "nothing-supervised"
+        return
+    decode = whole[0].tokenizer.decode
+    # A plain restatement: every supervised token whose text lies outside <think>…</think> of the answer.
+    text = re.sub(r"(?s)<think>.*?</think>|\[THINK\].*?\[/THINK\]", "", answer) + "<|im_end|>"
+    assert decode(without[1].input_ids[without[1].loss_mask == 1]) == text == left
+    assert (without[1].loss_mask <= whole[1].loss_mask).all()
+    assert (without[1].input_ids == whole[1].input_ids).all()
+
+
+def test_a_thought_that_the_prompt_opened_ends_at_its_closing_tag() -> None:
+    opened = CHATML_TAGGED.replace("{% generation %}", "<think>\n{% generation %}")
+    template = ChatTemplate(tiny_tokenizer(opened), think_loss=False)
+    sample = template.tokenise([Conversation("f:1", chat("Why?", "because\n</think>\n\nYes."))])[0]
+    assert isinstance(sample, Tokenised)
+    assert template.tokenizer.decode(sample.input_ids[sample.loss_mask == 1]) == "\n\nYes.<|im_end|>"
+
+
+REASONS = CHATML.replace(
+    "{{ m['content'] }}",
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m['content'] }}",
+)
+
+
+@pytest.mark.parametrize(("template", "is_lost"), [(REASONS, False), (CHATML, True)])
+def test_reasoning_that_the_template_leaves_out_is_noticed(template: str, is_lost: bool) -> None:
+    messages = chat("Why?", "Yes.")
+    messages[1]["reasoning_content"] = "because of that"
+    sample = ChatTemplate(tiny_tokenizer(template)).tokenise([Conversation("f:1", messages)])[0]
+    assert isinstance(sample, Tokenised)
+    assert sample.is_reasoning_lost == is_lost
+
+
+def test_tool_calls_tools_and_reasoning_reach_the_template() -> None:
+    template = (
+        "{% if tools %}tools: {{ tools | map(attribute='function.name') | join(',') }}\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m['content'] }}"
+        "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}:{{ c.function.arguments.a }}</call>{% endfor %}"
+        "<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 5}'}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "five?"},
+            {"role": "assistant", "content": "", "reasoning_content": "I must add", "tool_calls": [call]},
+            {"role": "tool", "content": "5", "tool_call_id": "1"},
+            {"role": "assistant", "content": "five"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+    }
+    parsed = parse_row(Row("f:1", row, 1))
+    assert isinstance(parsed, Conversation)
+    for think_loss, first in ((True, "<think>I must add</think><call>"), (False, "<call>")):
+        chosen = ChatTemplate(tiny_tokenizer(template), think_loss=think_loss)
+        sample = chosen.tokenise([parsed])[0]
+        assert isinstance(sample, Tokenised)
+        assert "tools: add" in chosen.tokenizer.decode(sample.input_ids)
+        supervised = chosen.tokenizer.decode(sample.input_ids[sample.loss_mask == 1])
+        assert supervised == f"{first}add:5</call><|im_end|>five<|im_end|>"
+        assert sample.spans[:, 0].tolist() == [1, 2, 3, 2]

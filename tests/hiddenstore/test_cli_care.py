@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from hiddenstore import machine
 from hiddenstore.cli import main
 from hiddenstore.cli.care import parse_age
 from hiddenstore.errors import ConfigError
@@ -146,7 +145,7 @@ def test_repair_prints_a_plan_and_acts_with_y_only(tmp_path: Path) -> None:
     assert (document["done"], document["dropped"]) == (True, lost)
     assert len(Store.open(store.path)) == 6 - lost
     assert run("verify", store.path, "--full").exit_code == 0
-    assert "nothing to repair" in run("repair", store.path).stdout
+    assert "nothing to repair" in " ".join(run("repair", store.path).stdout.split())
 
 
 def test_gc_sweeps_what_no_commit_names_once_it_is_old_enough(tmp_path: Path) -> None:
@@ -178,13 +177,12 @@ def test_an_age_without_a_unit_is_refused(text: str) -> None:
 
 
 def test_doctor_reports_this_machine_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "TRIAL_BYTES", 1 << 20)
+    monkeypatch.setattr("hiddenstore.doctor.disk.TRIAL_BYTES", 1 << 20)
     document = json.loads(run("doctor", str(tmp_path), "--json").stdout)
     checks = {check["name"]: check for check in document["checks"]}
     assert document["ok"] is True
     assert {"python", "hiddenstore", "torch", "zarr", "transformers", "cpu", "folder", "disk speed"} <= set(checks)
     assert "one install location" in checks["hiddenstore"]["detail"]
-    assert checks["engine trtllm"]["fix"] == "pip install tensorrt-llm"
     assert list(tmp_path.iterdir()) == []
 
 

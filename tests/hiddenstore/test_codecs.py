@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hiddenstore.codecs import CODECS, Encoded, get_codec
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
+from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, fresh
 from hiddenstore.errors import ConfigError
 
 QUANTISED = ("q8", "q4")
@@ -267,6 +267,25 @@ def test_encode_takes_layers_one_after_the_other_and_leaves_them_unchanged(name:
     stacked, streamed = codec.encode(states), codec.encode(layer for layer in states)
     assert same_bits(states, before)
     assert same_bits(codec.decode(stacked), codec.decode(streamed))
+
+
+@pytest.mark.parametrize("cuts", [[10], [0, 0, 3], [1, 2, 299, 300]])
+@pytest.mark.parametrize("name", sorted(CODECS))
+def test_layers_in_parts_have_the_codes_of_whole_ones(name: str, cuts: list[int]) -> None:
+    states, codec = make_states("sinks", 2, 300, 33, 6), get_codec(name)
+    whole, parts = codec.encode(states), codec.encode_layers(layer.tensor_split(cuts) for layer in states).joined()
+    assert all(torch.equal(one, other) for one, other in zip(whole.codes, parts.codes, strict=True))
+    assert all(np.array_equal(whole.small[field], parts.small[field]) for field in codec.small)
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (3, 5), (600, 4096)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_fresh_memory_has_shape_and_type_and_starts_on_a_line(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = fresh(shape, dtype)
+    assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
+    assert tensor.data_ptr() % 64 == 0
+    tensor.fill_(3)
+    assert bool((tensor == 3).all())
 
 
 @pytest.mark.parametrize("name", sorted(CODECS))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
 from hiddenstore import config
+from hiddenstore.config_keys import known_keys
 from hiddenstore.errors import ConfigError, NotFoundError
 
 
@@ -130,7 +131,7 @@ def test_an_empty_file_changes_nothing_and_a_missing_one_is_an_error(tmp_path: P
 
 
 def test_known_keys_lists_every_leaf_in_order() -> None:
-    assert config.known_keys(Settings)[-4:] == ["train.lr", "train.betas", "train.clip", "engine"]
+    assert known_keys(Settings)[-4:] == ["train.lr", "train.betas", "train.clip", "engine"]
 
 
 @given(
@@ -164,3 +165,17 @@ def test_auto_keeps_the_derived_default_and_undoes_the_file(tmp_path: Path) -> N
     assert config.load(Settings, file, ["train.lr=auto"], {"train": {"lr": 0.5}}).train.lr == 0.5
     with pytest.raises(ConfigError):
         config.load(Settings, file, ["train.lr=auto"])
+
+
+class Named(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    parts: dict[str, Optimizer]
+
+
+def test_sections_under_free_names_are_typed_and_their_unknown_keys_found(tmp_path: Path) -> None:
+    file = tmp_path / "named.yaml"
+    file.write_text("parts:\n  eagle3.1: {lr: 1e-4}\n  second: {}\n")
+    assert config.load(Named, file).parts["eagle3.1"].lr == 1e-4
+    with pytest.raises(ConfigError, match=r"parts.second.lrr.*did you mean parts.NAME.lr") as caught:
+        config.load(Named, file, ["parts.second.lrr=2"])
+    assert caught.value.kind == "config-unknown-key"

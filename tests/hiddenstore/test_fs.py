@@ -93,6 +93,26 @@ def test_an_absurd_range_is_refused_without_allocating(fs: Filesystem) -> None:
         fs.read_range("a", 0, 1 << 60)
 
 
+def test_pieces_are_appended_in_their_order(fs: Filesystem) -> None:
+    file = fs.create("segments/u/a")
+    file.write(b"head ")
+    file.write_all([memoryview(b"one "), memoryview(b""), memoryview(b"two")])
+    file.close()
+    assert fs.read("segments/u/a") == b"head one two"
+
+
+def test_pieces_that_the_system_takes_in_parts_are_all_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(handle: int, pieces: list[memoryview]) -> int:
+        return os.write(handle, b"".join(pieces)[:5])
+
+    monkeypatch.setattr(os, "writev", short)
+    fs = LocalFilesystem(tmp_path)
+    file = fs.create("a")
+    file.write_all([memoryview(b"one "), memoryview(b"two "), memoryview(b"three")])
+    file.close()
+    assert fs.read("a") == b"one two three"
+
+
 def test_abort_removes_the_file_and_remove_tree_everything_below(fs: Filesystem) -> None:
     file = fs.create("segments/u/a")
     file.write(b"x")

@@ -48,7 +48,13 @@ def test_info_counts_what_was_stored(store: Store) -> None:
     assert (document["layers"], document["final"], document["final_norm"]) == ([1, 3, 6], "supervised", "pre_norm")
     assert (document["recipe"], document["codecs"]) == ("safe", {"aux": "q8", "final": "q8"})
     assert document["target"]["model_type"] == "llama"
-    assert document["engine"] == {"name": "random", "version": "1", "versions": {}, "units": len(store.commits())}
+    assert document["engine"] == {
+        "name": "random",
+        "version": "1",
+        "versions": {},
+        "settings": {},
+        "units": len(store.commits()),
+    }
     assert document["rejects"] == 0
 
 

@@ -26,6 +26,10 @@ def test_torchrun_inside_a_slurm_job_decides() -> None:
     assert from_environment(both) == Rank(9, 16, 1)
 
 
+def test_an_array_alone_says_nothing_about_ranks_for_it_may_be_a_sweep() -> None:
+    assert from_environment({"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "64"}) == Rank(0, 1, 0)
+
+
 @pytest.mark.parametrize(
     ("environment", "missing"),
     [

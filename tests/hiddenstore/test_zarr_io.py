@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,12 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hiddenstore.disk import PosixDisk
 from hiddenstore.errors import CorruptionError, FormatError
 from hiddenstore.fs import LocalFilesystem
 from hiddenstore.zarr_read import ShardReader, read_small
 from hiddenstore.zarr_spec import ArraySpec, crc32c, parse_metadata
-from hiddenstore.zarr_write import ShardWriter, write_array, write_group
+from hiddenstore.zarr_write import HashedFile, ShardWriter, write_array, write_group
 
 
 def random_values(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
@@ -139,6 +141,38 @@ def test_entries_name_size_and_sha256_of_what_is_on_disk(tmp_path: Path) -> None
     for entry in entries:
         data = (tmp_path / "g" / entry.path).read_bytes()
         assert (entry.size, entry.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+
+
+@pytest.mark.parametrize("sizes", [[5_000_000, 3, 70_000, 1 << 19], [300] * 4000, [10] * 5, []])
+def test_a_hashed_file_holds_its_pieces_in_calls_that_end_at_whole_blocks(
+    tmp_path: Path, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, int]] = []
+    inner = PosixDisk.write_all
+
+    def counted(self: PosixDisk, handle: int, pieces: Sequence[memoryview]) -> None:
+        calls.append((len(pieces), sum(map(len, pieces))))
+        inner(self, handle, pieces)
+
+    monkeypatch.setattr(PosixDisk, "write_all", counted)
+    pieces = [random_values((size,), "uint8", seed).tobytes() for seed, size in enumerate(sizes)]
+    file = HashedFile(LocalFilesystem(tmp_path), "g", "x")
+    for piece in pieces:
+        file.write(piece)
+    entry, whole = file.close(), b"".join(pieces)
+    assert (tmp_path / "g/x").read_bytes() == whole
+    assert (entry.size, entry.sha256) == (len(whole), hashlib.sha256(whole).hexdigest())
+    assert all(size % (1 << 19) == 0 for _, size in calls[:-1])
+    assert max((count for count, _ in calls), default=0) <= 1024
+
+
+def test_a_part_of_another_type_or_width_is_refused(tmp_path: Path) -> None:
+    for wrong in (random_values((3, 4), "int8"), random_values((3, 5), "uint16")):
+        with (
+            pytest.raises(ValueError, match=r"x: expected uint16 \[n, 4\]"),
+            ShardWriter(LocalFilesystem(tmp_path), "g", "x", shard_spec(3, 4, 4)) as shard,
+        ):
+            shard.append(wrong)
 
 
 def test_a_shard_with_missing_rows_is_refused_and_leaves_no_data_file(tmp_path: Path) -> None:

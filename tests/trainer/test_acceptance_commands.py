@@ -186,7 +186,7 @@ def test_export_writes_a_folder_and_prints_how_to_serve_it(made, tmp_path):
     assert found["schema"] == "hiddenstore.export/1"
     assert found["layer_ids"] == [1, 2, 3]
     assert found["tensors"]["d2t"] == {"dtype": "int64", "shape": [60]}
-    assert found["serve"][:2] == ["vllm", "serve"]
+    assert found["serve"][:2] == ["hiddenstore", "serve"]
     assert json.loads((tmp_path / "drafter" / "config.json").read_text())["draft_vocab_size"] == 60
     error = json.loads(
         run(["export", str(made / "run"), "--engine", "sglang9", "-o", "x", "--json"], 2)

@@ -100,6 +100,19 @@ def test_decoding_stops_at_the_stop_token_inside_an_accepted_draft(target):
         target.model.config.eos_token_id = kept
 
 
+def test_what_is_accepted_past_the_end_of_an_answer_is_counted_as_engines_do_and_emitted_by_none(target):
+    prompt = prompt_of(9)
+    text = plain(target, prompt, 40).tokens
+    assert len(text) == 40
+    tally = Tally(7)
+    answer = speculative(target, Scripted(prompt, text), prompt, 20, tally)
+    assert answer.tokens == text[:20]
+    # 1 token of the prefill, then drafts of 7 + 1 tokens: 8, 8 and 3 of the last 8.
+    assert (tally.drafts, tally.tokens, tally.past_end) == (3, 19, 4)
+    assert tally.accepted_length == pytest.approx(19 / 3)
+    assert tally.engine_accepted_length == 8.0
+
+
 class Drafting:
     """A drafter in use that is its own ``live()``."""
 

@@ -7,53 +7,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError
-from hiddenstore.head import HeadBundle
-from schemas.capture import HeadSpec, TargetIdentity
-from trainer import export as exporter
+from tests.trainer.export_cases import D, E, F, G, N, U, V, make
 from trainer.drafters.blocks import Rotary
-from trainer.drafters.eagle3 import Eagle3, Eagle3Config
-from trainer.export import ENGINES, Checkpoint, export, prove_equal, read_exported, stretched
-from trainer.vocab import DraftVocab
+from trainer.export import export, write
+from trainer.export.parts import Files
+from trainer.export.proof import prove_equal, read_back
+from trainer.export.write import stretched
 
-V, U, D, N, G, E, F = 50, 20, 32, 2, 1, 16, 48
 
-
-def make_checkpoint(width=D, **flags):
-    config = Eagle3Config(
-        aux_layers=(1, 3, 4),
-        hidden_size=width,
-        intermediate_size=F,
-        num_heads=N,
-        num_kv_heads=G,
-        head_dim=E,
-        rope_theta=5000.0,
-        rms_norm_eps=1e-6,
-        max_position=777,
-        vocab_size=U,
-        **flags,
-    )
-    generator = torch.Generator().manual_seed(0)
-    spec = HeadSpec(norm_flavour="rms", norm_eps=1e-6, tied=False)
-    embed, lm_head = (torch.randn(V, D, generator=generator).bfloat16() for _ in range(2))
-    head = HeadBundle(spec, embed, lm_head, torch.rand(D, generator=generator).bfloat16())
-    vocab = DraftVocab.of_ids(torch.randperm(V, generator=generator)[:U], V)
-    identity = TargetIdentity(
-        name="target",
-        model_type="llama",
-        hidden_size=D,
-        num_layers=8,
-        vocab_size=V,
-        dtype="bfloat16",
-        config_sha256="1" * 64,
-        tokenizer_sha256="2" * 64,
-        chat_template_sha256="3" * 64,
-        weights_sha256="4" * 64,
-    )
-    model = Eagle3.build(config, head, vocab, 0)
-    with torch.no_grad():
-        for parameter in model.midlayer.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return Checkpoint(model.eval(), vocab, head, identity)
+def make_eagle3(width=D, **flags):
+    return make("eagle3", U, hidden_size=width, **flags)
 
 
 NAMES = {
@@ -76,7 +39,7 @@ NAMES = {
 
 
 def test_the_files_hold_exactly_the_tensors_engines_load(tmp_path):
-    checkpoint = make_checkpoint()
+    checkpoint = make_eagle3()
     report = export(checkpoint, "vllm", tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: list(tensor.shape) for name, tensor in tensors.items()} == NAMES
@@ -86,13 +49,14 @@ def test_the_files_hold_exactly_the_tensors_engines_load(tmp_path):
     ids = torch.arange(U) + tensors["d2t"]
     assert torch.equal(ids, checkpoint.vocab.target_ids)
     assert torch.equal(torch.nonzero(tensors["t2d"])[:, 0], ids)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert files == ["config.json", "hiddenstore.json", "model.safetensors"]
     assert {name: shape for name, (_, shape) in report.tensors.items()} == NAMES
     assert report.bytes == sum(p.stat().st_size for p in (tmp_path / "out").iterdir())
 
 
 def test_the_config_says_everything_an_engine_would_otherwise_guess(tmp_path):
-    export(make_checkpoint(), "vllm", tmp_path / "out")
+    export(make_eagle3(), "vllm", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["model_type"] == "llama"
@@ -122,9 +86,9 @@ def test_the_config_says_everything_an_engine_would_otherwise_guess(tmp_path):
     ],
 )
 def test_an_exported_drafter_of_any_kind_reads_back_as_itself(tmp_path, dtype, options):
-    checkpoint = make_checkpoint(**options)
+    checkpoint = make_eagle3(**options)
     export(checkpoint, "vllm", tmp_path / "out", dtype)
-    model, vocab = read_exported(tmp_path / "out", ENGINES["vllm"], checkpoint.head)
+    model, vocab = read_back(tmp_path / "out", checkpoint)
     assert model.config.aux_layers == (1, 3, 4)
     assert torch.equal(vocab.d2t, checkpoint.vocab.d2t)
     flags = ("fc_norm", "norm_output", "norm_before_residual", "rope_theta", "rms_norm_eps", "hidden_size")
@@ -137,20 +101,20 @@ def test_an_exported_drafter_of_any_kind_reads_back_as_itself(tmp_path, dtype, o
 
 
 def test_embeddings_are_written_only_where_the_target_s_cannot_be_shared(tmp_path):
-    checkpoint = make_checkpoint(train_embeddings=True)
+    checkpoint = make_eagle3(train_embeddings=True)
     export(checkpoint, "vllm", tmp_path / "same")
     assert "embed_tokens.weight" not in load_file(tmp_path / "same" / "model.safetensors")
     with torch.no_grad():
         checkpoint.model.embed_tokens.weight[3] += 1
     export(checkpoint, "vllm", tmp_path / "trained")
     assert load_file(tmp_path / "trained" / "model.safetensors")["embed_tokens.weight"].shape == (V, D)
-    export(make_checkpoint(width=24), "vllm", tmp_path / "narrow")
+    export(make_eagle3(width=24), "vllm", tmp_path / "narrow")
     assert load_file(tmp_path / "narrow" / "model.safetensors")["embed_tokens.weight"].shape == (V, 24)
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"t2d"}))
 def test_the_proof_sees_a_change_of_any_tensor(tmp_path, name):
-    checkpoint = make_checkpoint()
+    checkpoint = make_eagle3()
     export(checkpoint, "vllm", tmp_path / "out", "float32")
     file = tmp_path / "out" / "model.safetensors"
     tensors = load_file(file)
@@ -161,35 +125,40 @@ def test_the_proof_sees_a_change_of_any_tensor(tmp_path, name):
         tensors["t2d"][torch.arange(U) + tensors["d2t"]] = True
     save_file(tensors, file)
     with pytest.raises(CorruptionError):
-        prove_equal(checkpoint, ENGINES["vllm"], tmp_path / "out", torch.float32)
+        prove_equal(checkpoint, tmp_path / "out", torch.float32)
 
 
 @pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps"])
 def test_the_proof_sees_a_wrong_number_in_the_config(tmp_path, key):
-    checkpoint = make_checkpoint()
+    checkpoint = make_eagle3()
     export(checkpoint, "vllm", tmp_path / "out", "float32")
     file = tmp_path / "out" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: 0.1}))
     with pytest.raises(CorruptionError):
-        prove_equal(checkpoint, ENGINES["vllm"], tmp_path / "out", torch.float32)
+        prove_equal(checkpoint, tmp_path / "out", torch.float32)
 
 
 def test_a_failed_proof_leaves_no_folder(tmp_path, monkeypatch):
-    config = exporter.engine_config
-    monkeypatch.setattr(exporter, "engine_config", lambda *args: config(*args) | {"rms_norm_eps": 1.0})
+    files = write.engine_files
+
+    def wrong(*args):
+        made = files(*args)
+        return Files(made.config | {"rms_norm_eps": 1.0}, made.tensors)
+
+    monkeypatch.setattr(write, "engine_files", wrong)
     with pytest.raises(CorruptionError):
-        export(make_checkpoint(), "vllm", tmp_path / "out")
+        export(make_eagle3(), "vllm", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_engine_and_an_existing_folder_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="vllm") as caught:
-        export(make_checkpoint(), "sglang2", tmp_path / "out")
+        export(make_eagle3(), "sglang2", tmp_path / "out")
     assert caught.value.kind == "engine-unknown"
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
     with pytest.raises(ConflictError):
-        export(make_checkpoint(), "vllm", tmp_path / "out")
+        export(make_eagle3(), "vllm", tmp_path / "out")
 
 
 LLAMA3 = {
@@ -202,12 +171,12 @@ def test_a_rope_scaling_is_written_in_the_old_and_the_new_form_and_read_by_trans
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    checkpoint = make_checkpoint(rope_scaling=LLAMA3)
+    checkpoint = make_eagle3(rope_scaling=LLAMA3)
     export(checkpoint, "vllm", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["rope_scaling"] == LLAMA3
     assert config["rope_parameters"] == {**LLAMA3, "rope_theta": 5000.0}
-    model, _ = read_exported(tmp_path / "out", ENGINES["vllm"], checkpoint.head)
+    model, _ = read_back(tmp_path / "out", checkpoint)
     assert model.config.rope_scaling == checkpoint.model.config.rope_scaling
     positions = torch.arange(300)
     cos, _sin = Rotary.of(model.config).at(positions)
@@ -218,7 +187,7 @@ def test_a_rope_scaling_is_written_in_the_old_and_the_new_form_and_read_by_trans
 
 
 def test_yarn_can_be_put_on_at_export_and_only_once(tmp_path):
-    checkpoint = stretched(make_checkpoint(), 32.0, 2048)
+    checkpoint = stretched(make_eagle3(), 32.0, 2048)
     export(checkpoint, "vllm", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
@@ -226,3 +195,32 @@ def test_yarn_can_be_put_on_at_export_and_only_once(tmp_path):
     assert config["max_position_embeddings"] == 65536
     with pytest.raises(ConfigError, match="trained with rope_scaling yarn"):
         stretched(checkpoint, 2.0, 2048)
+
+
+def test_a_folder_says_what_it_is_and_whom_it_drafts_for_and_names_no_path(tmp_path):
+    export(make("eagle3", U, draft_len=5), "sglang", tmp_path / "a", version="0.5.23")
+    about = json.loads((tmp_path / "a" / "hiddenstore.json").read_text())
+    target = about.pop("target")
+    assert about == {
+        "schema": "hiddenstore.export/1",
+        "drafter": "eagle3",
+        "engine": "sglang",
+        "engine_version": "0.5.23",
+        "layer_convention": "output",
+        "draft_len": 5,
+    }
+    assert (target["name"], target["weights_sha256"]) == ("maker/target", "4" * 64)
+    assert str(tmp_path) not in (tmp_path / "a" / "hiddenstore.json").read_text()
+    lengths = {"dflash": 3, "medusa": 3, "eagle1": 3}
+    for drafter, expected in lengths.items():
+        export(make(drafter), "vllm", tmp_path / drafter)
+        assert json.loads((tmp_path / drafter / "hiddenstore.json").read_text())["draft_len"] == expected
+
+
+def test_yarn_stretches_every_drafter_that_has_positions(tmp_path):
+    for drafter in ("eagle1", "dflash"):
+        export(stretched(make(drafter), 4.0, 512), "vllm", tmp_path / drafter)
+        config = json.loads((tmp_path / drafter / "config.json").read_text())
+        assert (config["rope_parameters"]["rope_type"], config["max_position_embeddings"]) == ("yarn", 2048)
+    with pytest.raises(ConfigError, match="no positions"):
+        stretched(make("medusa"), 4.0, 512)

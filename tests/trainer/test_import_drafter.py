@@ -1,4 +1,4 @@
-"""Published EAGLE-3 and DFlash checkpoints become runs that every command takes."""
+"""Published checkpoints become runs that every command takes."""
 
 import json
 from pathlib import Path
@@ -224,7 +224,7 @@ def broken(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     elif name == "incomplete":
         del config["rms_norm_eps"]
     elif name == "other":
-        tensors, config = {"layers.0.linear.weight": torch.zeros(2)}, {**config, "architectures": ["MedusaModel"]}
+        tensors, config = {"layers.0.linear.weight": torch.zeros(2)}, {**config, "architectures": ["MLPSpeculator"]}
     elif name == "causal":
         tensors, config = dflash_tensors(), dflash_config(layer_types=["sliding_attention", "full_attention"])
     return tensors, config
@@ -238,7 +238,7 @@ def broken(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ("missing", r"norm\.weight: missing"),
         ("rope", "rope_type"),
         ("incomplete", "lack 'rms_norm_eps'"),
-        ("other", "neither an EAGLE-3 nor a DFlash checkpoint: architectures is MedusaModel"),
+        ("other", "is no EAGLE-1, EAGLE-3, DFlash or Medusa checkpoint: architectures is MLPSpeculator"),
         ("causal", "sliding_attention"),
     ],
 )

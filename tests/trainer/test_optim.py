@@ -1,13 +1,15 @@
 """Schedule and optimizer state."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from trainer.config import OptimConfig
-from trainer.run.optim import Optimizer, learning_rate
+from trainer.run.muon import Muon
+from trainer.run.optim import MUON_RATE, Optimizer, learning_rate
 
 
 @pytest.mark.parametrize(("schedule", "middle"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)])
@@ -62,7 +64,7 @@ def test_muon_moves_a_matrix_along_the_orthogonal_part_of_its_gradient_and_a_tab
     alike = float((-found * orthogonal).sum() / found.norm() / orthogonal.norm())
     assert alike > 0.97
     # Newton-Schulz in five steps leaves singular values between about 0.7 and 1.2.
-    assert float(found.square().mean().sqrt()) == pytest.approx(0.2 * 0.01, rel=0.3)
+    assert float(found.square().mean().sqrt()) == pytest.approx(0.2 * MUON_RATE * 0.01, rel=0.3)
     torch.testing.assert_close(moved["lm_head.weight"], -0.01 * sign, rtol=1e-3, atol=1e-6)
 
 
@@ -73,3 +75,19 @@ def test_a_norm_that_is_not_finite_changes_nothing() -> None:
     _, norm = Optimizer(model, OptimConfig(), 10).step(0)
     assert math.isnan(norm)
     assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_muon_takes_the_steps_of_torchs_own_up_to_its_bf16(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.ones(shape) / 10) for _ in range(2))
+    settings: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+    mine = Muon([ours], **settings)
+    reference = torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **settings)
+    for _ in range(4):
+        gradient = torch.randn(shape)
+        for parameter, optimizer in ((ours, mine), (theirs, reference)):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    moved = (theirs.detach() - 0.1).norm()
+    assert float((ours.detach() - theirs.detach()).norm()) < 0.02 * float(moved)

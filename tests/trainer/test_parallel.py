@@ -22,7 +22,7 @@ from trainer.scale.parallel import Copies, hold
 STEPS, CUT = 12, 5
 SETTINGS = [
     *WORDS, "train.validate_every=12", "train.checkpoint_every=0", "optim.schedule=constant", "optim.warmup_ratio=0",
-    "optim.lr=1e-3",
+    "optim.lr=1e-3", "optim.kind=adamw",
 ]  # fmt: skip
 WAYS = {
     "ddp": [],
@@ -30,6 +30,7 @@ WAYS = {
     "context": ["train.context_parallel=2"],
     "context-of-shards": ["train.context_parallel=2", "train.parallel=fsdp"],
 }
+MUON = [*SETTINGS, "optim.kind=muon", "train.max_steps=4", "train.validate_every=0"]
 DEEP = [*SETTINGS, "drafter.num_layers=2", "train.max_steps=4", "train.validate_every=0"]
 RESUMED = ["one-to-fsdp", "fsdp-to-one"]
 
@@ -60,11 +61,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     train(made.store.path, folder / "one", words=SETTINGS)
     train(made.store.path, folder / "one-to-fsdp", words=[*SETTINGS, start])
     train(made.store.path, folder / "deep-one", words=DEEP)
+    train(made.store.path, folder / "muon-one", words=MUON)
     on_two_ranks(
         [
             *(made.job(name, [*SETTINGS, *words]) for name, words in WAYS.items()),
             made.job("one-to-fsdp", [end, "train.parallel=fsdp"], resume=True),
             made.job("fsdp-to-one", [*SETTINGS, start, "train.parallel=fsdp"]),
+            made.job("muon", [*MUON, "train.parallel=fsdp"]),
             made.job("deep", [*DEEP, "train.context_parallel=2", "train.checkpoint_activations=true"]),
         ]
     )
@@ -85,6 +88,10 @@ def test_two_ranks_train_what_one_process_trains(runs: Runs, way: str) -> None:
 
 def test_every_layer_of_a_deep_drafter_sees_the_whole_sequence(runs: Runs) -> None:
     assert runs.records("deep", "loss") == pytest.approx(runs.records("deep-one", "loss"), rel=1e-5)
+
+
+def test_muon_over_shards_takes_the_steps_of_one_process(runs: Runs) -> None:
+    assert runs.records("muon", "loss") == pytest.approx(runs.records("muon-one", "loss"), rel=1e-4)
 
 
 @pytest.mark.parametrize("way", [*WAYS, *RESUMED])

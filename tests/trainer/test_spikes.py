@@ -28,7 +28,14 @@ from trainer.run.loop import train
 from trainer.run.spikes import ENOUGH, MOST_IN_A_ROW, WINDOW, SpikeGuard
 from trainer.run.standing import Standing, StandingState
 
-GUARDED = [*WORDS, "train.max_steps=30", "train.validate_every=0", "train.checkpoint_every=10", "train.keep=9"]
+GUARDED = [
+    *WORDS,
+    "optim.kind=adamw",
+    "train.max_steps=30",
+    "train.validate_every=0",
+    "train.checkpoint_every=10",
+    "train.keep=9",
+]
 
 
 @pytest.fixture(scope="module")

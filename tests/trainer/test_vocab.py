@@ -8,7 +8,7 @@ import torch
 
 from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
 from hiddenstore.testing.builders import make_store
-from trainer.vocab import DraftVocab, count_store, count_tokens, coverage
+from trainer.vocab import DraftVocab, count_store, count_tokens, coverage, coverage_curve, curve_sizes
 
 
 def test_most_frequent_tokens_win_and_ids_ascend() -> None:
@@ -60,3 +60,41 @@ def test_ids_outside_the_target_or_twice_are_refused(ids: list[int]) -> None:
         DraftVocab.of_ids(torch.tensor(ids), 9)
     with pytest.raises(ConfigError, match="asked for"):
         DraftVocab.of_counts(np.zeros(4), 5)
+
+
+def test_the_curve_is_the_coverage_of_every_vocabulary_it_names() -> None:
+    counts = np.random.default_rng(0).zipf(1.5, size=50)
+    counts[7:11] = 0
+    curve = coverage_curve(counts, [1, 8, 8, 50, 99, 3])
+    assert [size for size, _ in curve] == [1, 3, 8, 50]
+    for size, share in curve:
+        assert share == pytest.approx(coverage(DraftVocab.of_counts(counts, size), counts))
+    assert curve[-1][1] == 1.0
+    assert coverage_curve(np.zeros(4, dtype=np.int64), [2]) == [(2, 1.0)]
+
+
+def test_the_sizes_worth_a_look_end_where_everything_is_covered() -> None:
+    assert curve_sizes(152_000, 50_000) == [1 << power for power in range(6, 15)] + [32000, 32768, 50_000]
+    assert curve_sizes(300, 90) == [64, 90]
+
+
+def test_the_command_shows_and_draws_the_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    from hiddenstore.cli import main
+
+    store = make_store(tmp_path, samples=6)
+    words = ["vocab", store.path, "--size", "9", "--curve", "--plot", str(tmp_path / "c.png")]
+    with pytest.raises(SystemExit) as caught:
+        main([*words, "--json"])
+    assert caught.value.code == 0
+    document = json.loads(capsys.readouterr().out)
+    counts = count_store(store, document["target_size"])
+    assert {point["size"] for point in document["curve"]} >= {9, document["distinct_tokens"]}
+    assert document["coverage"] == pytest.approx(np.sort(counts)[::-1][:9].sum() / counts.sum())
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        main(words)
+    shown = capsys.readouterr().out
+    assert "█" in shown
+    assert "100.00%" in shown

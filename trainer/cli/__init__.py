@@ -1,1 +1,1 @@
-"""trainer/cli."""
+"""The commands of the trainer, each imported when it runs."""

@@ -148,6 +148,7 @@ def _row(run: "Run", simulated: float | None, temperature: float) -> dict[str, A
         "draft_len": tally.draft_len,
         "tree_width": tally.width,
         "accepted_length": tally.accepted_length,
+        "engine_accepted_length": tally.engine_accepted_length,
         "per_position": tally.per_position,
         "drafts": tally.drafts,
         "tokens": tally.tokens,

@@ -1,4 +1,4 @@
-"""``hiddenstore eval``: simulated acceptance over recorded text."""
+"""``hiddenstore eval``: simulated acceptance over recorded text, or what a running server gets accepted."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,6 +7,7 @@ import click
 
 from hiddenstore.cli.output import common_options, examples, output
 from trainer.cli.draft_len import draft_len_option
+from trainer.cli.served import measure_servers, served_options
 
 if TYPE_CHECKING:
     from trainer.drafting.acceptance import DraftShape
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
 @click.command(
     "eval",
     epilog=examples(
-        "hiddenstore eval run store", "hiddenstore eval run store --draft-len 1,3,7,5x4 --untrained --json"
+        "hiddenstore eval run store",
+        "hiddenstore eval run store --draft-len 1,3,7,5x4 --untrained --json",
+        "hiddenstore eval --engine vllm --server http://127.0.0.1:8000 --prompts mt_bench.jsonl --markdown table.md",
     ),
 )
-@click.argument("run")
-@click.argument("store")
+@click.argument("run", required=False)
+@click.argument("store", required=False)
 @click.option(
     "--split",
     type=click.Choice(["train", "validation"]),
@@ -33,15 +36,30 @@ if TYPE_CHECKING:
 @click.option("--best", is_flag=True, help="The checkpoint of RUN that validated best, not its newest.")
 @click.option("--untrained", is_flag=True, help="Also walk with the drafter as it was before training.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
+@served_options
 @common_options
-def evaluate(
-    run: str, store: str, split: str, shapes: "tuple[DraftShape, ...]", best: bool, untrained: bool, device: str
-) -> None:
-    """How many tokens a target forward would yield, simulated over recorded text.
+def evaluate(run: str | None, store: str | None, engine: str | None, **options: Any) -> None:
+    """How many tokens a target forward yields, simulated over recorded text or measured on a running server.
 
     RUN is a training run or one of its checkpoints. The text is walked as a server drafts it: each draft starts where
     the last one ended. Beside it stand the average over all slots and the n-gram floor.
+
+    With --engine, a server that is already up answers --prompts: MT-Bench, GSM8K or HumanEval files as published, or
+    JSONL with `prompt` or `messages` and a `task`. Accepted length comes from the server's own counters.
     """
+    if engine is not None:
+        if run is not None:
+            raise click.UsageError("--engine measures a server: leave RUN and STORE out")
+        measure_servers({"engine": engine, **options})
+        return
+    if run is None or store is None or options["servers"]:
+        raise click.UsageError("expected RUN and STORE, or --engine with --server and --prompts")
+    _evaluate(run, store, **{name: options[name] for name in ("split", "shapes", "best", "untrained", "device")})
+
+
+def _evaluate(
+    run: str, store: str, split: str, shapes: "tuple[DraftShape, ...]", best: bool, untrained: bool, device: str
+) -> None:
     from hiddenstore.head import HeadBundle
     from hiddenstore.identity import target_word
     from hiddenstore.progress import Progress

@@ -10,6 +10,7 @@ from hiddenstore.cli.output import common_options, examples, output
     epilog=examples(
         "hiddenstore import-drafter ./eagle3-llama -o runs/published --store STORE",
         "hiddenstore import-drafter ./eagle3-qwen -o runs/published --store STORE --layer-convention vllm",
+        "hiddenstore import-drafter ./medusa-vicuna -o runs/medusa --store STORE",
         "hiddenstore train STORE -o runs/tuned train.init_from=runs/published",
     ),
 )
@@ -23,7 +24,9 @@ from hiddenstore.cli.output import common_options, examples, output
 )
 @common_options
 def import_drafter(folder: str, run: str, store: str, layer_convention: str | None) -> None:
-    """A published EAGLE-3 or DFlash checkpoint as a run to evaluate, decode with, export or start training from.
+    """A published drafter as a run to evaluate, decode with, export or start training from.
+
+    EAGLE-1, EAGLE-3, DFlash and Medusa, under the names of their authors, of engines and of other trainers.
 
     DIR holds config.json and safetensors files. Nothing in it is executed.
     """
@@ -43,7 +46,7 @@ def import_drafter(folder: str, run: str, store: str, layer_convention: str | No
     }
     rows = [
         ("drafter", f"{done.drafter}, {done.parameters:,} parameters"),
-        ("reads layers", ", ".join(str(layer) for layer in done.aux_layers)),
+        ("reads layers", ", ".join(str(layer) for layer in done.aux_layers) or "none: the final hidden only"),
         ("draft vocabulary", f"{done.vocab_size:,} tokens, {percent(done.vocab_coverage)} of the supervised ones"),
         ("checkpoint", str(done.checkpoint)),
     ]

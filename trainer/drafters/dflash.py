@@ -260,7 +260,9 @@ class _DFlashKind(DrafterKind[DFlash, DFlashConfig, BlockLoss]):
             "vocab_size": facts.vocab_size,
         }
         mask = mask_token(facts.file, facts.vocab_size)
-        return {"drafter": drafter if mask is None else drafter | {"mask_token_id": mask}}
+        if mask is not None:
+            drafter["mask_token_id"] = mask
+        return {"drafter": drafter, "optim": {"kind": "muon"}}
 
     def needs(self, config: DFlashConfig, loss: BlockLoss | None) -> Needs:
         return Needs(config.aux_layers, "supervised" if loss is not None and loss.reads_teacher else "none")

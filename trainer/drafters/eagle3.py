@@ -186,7 +186,7 @@ class _Eagle3Kind(DrafterKind[Eagle3, Eagle3Config, TttLoss]):
             wanted = []
         held = wanted if wanted and set(wanted) <= set(facts.held) else list(facts.held)
         # Named even where the store has none, so that `check_store` says what is missing.
-        return {"drafter": {"aux_layers": held or wanted}}
+        return {"drafter": {"aux_layers": held or wanted}, "optim": {"kind": "muon"}}
 
     def needs(self, config: Eagle3Config, loss: TttLoss | None) -> Needs:
         reads_final = loss is not None and LOSSES[loss.kind].teacher != "text"

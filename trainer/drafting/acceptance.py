@@ -26,7 +26,10 @@ class DraftShape:
 
 @dataclass
 class Tally:
-    """Counts over many answers. ``accepted_at[i]`` = drafts whose first i+1 proposals were all accepted."""
+    """Counts over many answers. ``accepted_at[i]`` = drafts whose first i+1 proposals were all accepted.
+
+    ``past_end``: proposals that the target accepted beyond the end of an answer, which no one gets.
+    """
 
     draft_len: int
     width: int = 1
@@ -34,6 +37,7 @@ class Tally:
     tokens: int = 0
     slots: int = 0
     slot_tokens: int = 0
+    past_end: int = 0
     accepted_at: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -46,6 +50,12 @@ class Tally:
         for depth in range(accepted):
             self.accepted_at[depth] += 1
 
+    def add_checked(self, verified: int, emitted: int) -> None:
+        """One live draft: the target took ``verified`` proposals, the answer got ``emitted`` tokens before it ended."""
+        accepted = min(verified, emitted)
+        self.add_draft(accepted, emitted)
+        self.past_end += verified - accepted
+
     @property
     def shape(self) -> DraftShape:
         """What was drafted."""
@@ -55,6 +65,14 @@ class Tally:
     def accepted_length(self) -> float | None:
         """Tokens emitted per draft, the bonus token included; None when nothing was drafted."""
         return self.tokens / self.drafts if self.drafts else None
+
+    @property
+    def engine_accepted_length(self) -> float | None:
+        """The same as serving engines count it: 1 + accepted proposals per draft, those past the end included.
+
+        vLLM counts so (``vllm:spec_decode_num_accepted_tokens``); the longer the answers, the smaller the difference.
+        """
+        return 1 + (sum(self.accepted_at) + self.past_end) / self.drafts if self.drafts else None
 
     @property
     def slot_accepted_length(self) -> float | None:

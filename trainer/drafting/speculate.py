@@ -143,7 +143,7 @@ def speculative(
         target.drop_last(cache, len(proposals) + 1 - len(found))
         seen = forward.seen(found)
         emitted = until_stop(found, stop)[: max_new_tokens - len(tokens)]
-        tally.add_draft(min(len(found) - 1, len(emitted)), len(emitted))
+        tally.add_checked(len(found) - 1, len(emitted))
         tokens += emitted
     return Generation(tokens, time.perf_counter() - started)
 

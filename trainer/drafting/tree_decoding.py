@@ -39,7 +39,7 @@ def speculative_tree(
         target.keep_rows(cache, len(tree.tokens) + 1, path)
         seen = Seen(check.aux[:, path], check.final[path], found)
         emitted = until_stop(found, stop)[: max_new_tokens - len(tokens)]
-        tally.add_draft(min(len(found) - 1, len(emitted)), len(emitted))
+        tally.add_checked(len(found) - 1, len(emitted))
         tokens += emitted
     return Generation(tokens, time.perf_counter() - started)
 

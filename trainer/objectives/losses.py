@@ -18,12 +18,12 @@ from torch import Tensor
 
 from trainer.objectives.loss_kinds import LOSSES, Compared, LossKind
 
-LOGIT_BUDGET = 1 << 20
-"""Logits alive at a time on CPU, as elements: 4 MiB in fp32 stay close to the cores."""
+LOGIT_BUDGET = 1 << 21
+"""Logits alive at a time on CPU, as elements: 8 MiB in fp32; products over fewer rows wait for the weights."""
 LOGIT_BUDGET_DEVICE = 1 << 26
 FEWEST_STATES = 64
 """A block has no fewer states: below that the matrix products wait for the weights."""
-WIDEST_BLOCK = 8
+WIDEST_BLOCK = 4
 """Budgets a block may take before the vocabulary is cut into parts, whose logits are then made twice."""
 
 

@@ -29,6 +29,7 @@ from trainer.scale.compiled import compile_blocks
 from trainer.scale.context import Context, meet
 from trainer.scale.device import pick_device
 from trainer.scale.group import Group
+from trainer.scale.memory import keep_freed_memory
 from trainer.scale.parallel import Parallel, first_has_whole, hold
 from trainer.vocab import DraftVocab, count_store, coverage
 
@@ -75,6 +76,7 @@ def start(asked: Asked, group: Group) -> Session:
     Raises:
         ConfigError, ConflictError, NotFoundError: see `trainer.run.loop.train`.
     """
+    keep_freed_memory()
     store, config = _agreed(asked, group, reopen if asked.resume else open_new)
     _check_context(config)
     context = meet(config.train.context_parallel, group)

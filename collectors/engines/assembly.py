@@ -1,0 +1,82 @@
+"""What engines hand over one request at a time, put together in request order whatever order it comes in.
+
+Shapes: N tokens of the unit, R final rows of the unit, L aux layers, T tokens of one request, D target width.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collectors.engines import Captured, CaptureRequest
+from hiddenstore.errors import CaptureError
+
+
+class Assembly:
+    """The states of one unit while its requests come in."""
+
+    def __init__(self, requests: Sequence[CaptureRequest], layers: int, width: int) -> None:
+        self._requests = requests
+        lengths = [len(request.input_ids) for request in requests]
+        rows = [len(request.final_rows) for request in requests]
+        self._starts = list(accumulate(lengths, initial=0))
+        self._final_starts = list(accumulate(rows, initial=0))
+        self._missing = set(range(len(requests)))
+        self._next: dict[int, int] = {}
+        self._token_ids = np.empty(sum(lengths), dtype=np.int32)
+        self._aux = torch.empty(layers, sum(lengths), width, dtype=torch.bfloat16)
+        self._final = torch.empty(sum(rows), width, dtype=torch.bfloat16)
+
+    def put(self, index: int, token_ids: np.ndarray, aux: Tensor, final: Tensor, next_token: int | None = None) -> None:
+        """Take the states of request ``index``: any float dtype, any device.
+
+        token_ids int [T] as the engine ran them; aux [L, T, D]; final [T, D], every position; next_token is what the
+        engine would emit after the last position.
+
+        Raises:
+            CaptureError: ``engine-tokens``: other tokens than were asked; ``engine-shape``: states of fewer positions,
+                layers or channels, as a prefix cache leaves them behind; ``engine-request``: answered twice.
+        """
+        request, where = self._requests[index], f"request {index} of {len(self._requests)}"
+        tokens = len(request.input_ids)
+        if index not in self._missing:
+            raise CaptureError(f"the engine answered {where} twice", kind="engine-request")
+        if not np.array_equal(token_ids, request.input_ids):
+            raise CaptureError(
+                f"the engine ran {len(token_ids)} tokens for {where} that are not the {tokens} it was given",
+                kind="engine-tokens",
+            )
+        layers, _, width = self._aux.shape
+        for name, found, expected in (("aux", aux, (layers, tokens, width)), ("final", final, (tokens, width))):
+            if tuple(found.shape) != expected:
+                raise CaptureError(
+                    f"the engine gave {name} states {list(found.shape)} for {where}, expected {list(expected)}; fewer "
+                    f"positions than tokens are what a prefix cache or a chunked prefill leaves behind",
+                    kind="engine-shape",
+                )
+        start, final_start = self._starts[index], self._final_starts[index]
+        self._token_ids[start : start + tokens] = token_ids
+        self._aux[:, start : start + tokens].copy_(aux)
+        rows = torch.from_numpy(request.final_rows.astype(np.int64)).to(final.device)
+        self._final[final_start : final_start + len(rows)].copy_(final[rows])
+        if next_token is not None and len(rows) and int(rows[-1]) == tokens - 1:
+            self._next[final_start + len(rows) - 1] = next_token
+        self._missing.discard(index)
+
+    def captured(self) -> Captured:
+        """The whole unit.
+
+        Raises:
+            CaptureError: ``engine-request``: requests that the engine never answered.
+        """
+        if self._missing:
+            first = min(self._missing)
+            raise CaptureError(
+                f"the engine never answered {len(self._missing)} of {len(self._requests)} requests, first {first}",
+                kind="engine-request",
+            )
+        rows = sorted(self._next)
+        tokens = torch.tensor([self._next[row] for row in rows], dtype=torch.long)
+        return Captured(self._token_ids, self._aux, self._final, torch.tensor(rows, dtype=torch.long), tokens)

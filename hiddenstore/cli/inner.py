@@ -1,0 +1,63 @@
+"""One command of the installed command line, run inside another: the demo and ``hiddenstore run`` are made of these."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from hiddenstore.cli.output import output, swapped_output
+from hiddenstore.errors import CaptureError, InterruptError
+
+INTERRUPTED_EXIT = 75
+
+
+def find(name: str) -> click.Command:
+    """The installed command ``name``."""
+    context = click.get_current_context()
+    group = context.find_root().command
+    assert isinstance(group, click.Group)
+    command = group.get_command(context, name)
+    assert command is not None, f"command {name} is not installed"
+    return command
+
+
+def do(name: str, *words: str, quiet: bool = False) -> Mapping[str, Any]:
+    """Print a command line and run it in this process; what it answers as a document."""
+    out = output()
+    if not quiet:
+        out.note(f"$ hiddenstore {shlex.join([name, *words])}")
+    command = find(name)
+    mode = "human" if out.is_human and not quiet else "silent"
+    context = click.get_current_context()
+    with swapped_output(mode) as inner, command.make_context(name, list(words), parent=context) as child:
+        command.invoke(child)
+    return inner.document
+
+
+def do_on_ranks(ranks: int, name: str, words: Sequence[str]) -> None:
+    """Print a command line and run it under torchrun, a process of one thread for each rank.
+
+    Raises:
+        InterruptError: it was interrupted.
+        CaptureError: it failed; it has said why.
+    """
+    out = output()
+    out.note(f"$ torchrun --nproc-per-node {ranks} --no-python hiddenstore {shlex.join([name, *words])}")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+    shown = None if out.is_human else subprocess.DEVNULL
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, "-m", "hiddenstore.cli", name, *words], env=environment, stdout=shown, stderr=shown, check=False
+    )
+    if not done.returncode:
+        return
+    again = shlex.join(["hiddenstore", name, *words])
+    if done.returncode == INTERRUPTED_EXIT:
+        raise InterruptError(f"hiddenstore {name} was interrupted", kind="interrupted", hint=again)
+    raise CaptureError(
+        f"hiddenstore {name} on {ranks} ranks stopped with exit code {done.returncode}", kind="ranks-failed", hint=again
+    )

@@ -1,0 +1,107 @@
+"""What engines share: putting answers together, the scratch folder, devices of a rank, settings."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from collectors.engines import CaptureRequest, take_settings
+from collectors.engines.assembly import Assembly
+from collectors.engines.scratch import PREFIX, Scratch
+from collectors.job_open import read_engine_args
+from hiddenstore.errors import CaptureError, ConfigError
+
+WIDTH, LAYERS = 8, 2
+
+
+def request(*ids: int, rows: tuple[int, ...] = ()) -> CaptureRequest:
+    return CaptureRequest(np.array(ids, np.int32), np.array(rows, np.int32))
+
+
+def states(tokens: int, first: float) -> tuple[torch.Tensor, torch.Tensor]:
+    aux = torch.arange(first, first + LAYERS * tokens).reshape(LAYERS, tokens, 1).expand(-1, -1, WIDTH)
+    return aux.float(), (100 + torch.arange(first, first + tokens)).reshape(tokens, 1).expand(-1, WIDTH).float()
+
+
+def test_answers_in_any_order_lie_in_request_order() -> None:
+    requests = [request(5, 6, 7, rows=(1, 2)), request(8, rows=(0,)), request(9, 9, rows=(0,))]
+    assembly = Assembly(requests, LAYERS, WIDTH)
+    for index, first in ((2, 40), (0, 10), (1, 30)):
+        ids = requests[index].input_ids
+        assembly.put(index, ids, *states(len(ids), first), next_token=70 + index)
+    captured = assembly.captured()
+    assert captured.token_ids.tolist() == [5, 6, 7, 8, 9, 9]
+    assert captured.aux[:, :, 0].tolist() == [[10, 11, 12, 30, 40, 41], [13, 14, 15, 31, 42, 43]]
+    assert captured.final[:, 0].tolist() == [111, 112, 130, 140]
+    assert (captured.next_rows.tolist(), captured.next_tokens.tolist()) == ([1, 2], [70, 71])
+
+
+def test_what_does_not_belong_to_its_request_is_refused() -> None:
+    assembly = Assembly([request(5, 6, 7, rows=(2,)), request(8)], LAYERS, WIDTH)
+    ids = np.array([5, 6, 7])
+    aux, final = states(3, 0)
+    with pytest.raises(CaptureError, match=r"ran 3 tokens for request 0 of 2 that are not the 3"):
+        assembly.put(0, ids[::-1], aux, final)
+    for wrong_aux, wrong_final in ((aux[:, 1:], final), (aux[1:], final), (aux, final[:, 1:])):
+        with pytest.raises(CaptureError, match="prefix cache") as caught:
+            assembly.put(0, ids, wrong_aux, wrong_final)
+        assert caught.value.kind == "engine-shape"
+    assembly.put(0, ids, aux, final)
+    with pytest.raises(CaptureError, match="answered request 0 of 2 twice"):
+        assembly.put(0, ids, aux, final)
+    with pytest.raises(CaptureError, match="never answered 1 of 2 requests, first 1"):
+        assembly.captured()
+
+
+def test_a_scratch_folder_goes_with_its_owner(tmp_path: Path) -> None:
+    one, other = Scratch(tmp_path), Scratch(tmp_path)
+    (one.path / "states").write_bytes(b"x")
+    other.close()
+    assert one.path.exists()
+    assert not other.path.exists()
+    one.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
+    code = f"from collectors.engines.scratch import Scratch; Scratch(__import__('pathlib').Path({str(tmp_path)!r})); "
+    code += "__import__('time').sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    while not list(tmp_path.glob(f"{PREFIX}*")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    (left,) = tmp_path.glob(f"{PREFIX}*")
+    beside = Scratch(tmp_path)
+    assert left.exists(), "its owner still runs"
+    process.kill()
+    process.wait()
+    Scratch(tmp_path).close()
+    assert not left.exists()
+    beside.close()
+
+
+def test_a_scratch_folder_that_is_missing_or_too_small_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no folder") as caught:
+        Scratch(tmp_path / "nowhere")
+    assert caught.value.kind == "scratch-missing"
+    scratch = Scratch(tmp_path)
+    with pytest.raises(ConfigError, match="are under way at one time") as caught:
+        scratch.require(scratch.free_bytes() * 2)
+    assert caught.value.kind == "scratch-too-small"
+    scratch.close()
+
+
+def test_settings_are_a_closed_list_and_read_as_yaml() -> None:
+    assert take_settings("x", {"a": 1}, {"a": 0, "b": 2}) == {"a": 1, "b": 2}
+    with pytest.raises(ConfigError, match="engine x has no setting 'concurency', it has: concurrency") as caught:
+        take_settings("x", {"concurency": 1}, {"concurrency": 8})
+    assert caught.value.hint == "--engine-arg concurrency=…"
+    read = read_engine_args(["enforce-eager=true", "gpu_memory_utilization=0.5", "extra={a: 1}", "name=x=y"])
+    assert read == {"enforce_eager": True, "gpu_memory_utilization": 0.5, "extra": {"a": 1}, "name": "x=y"}
+    for wrong in ("alone", "=3", "a={"):
+        with pytest.raises(ConfigError, match="no KEY=VALUE"):
+            read_engine_args([wrong])

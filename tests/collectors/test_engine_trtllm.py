@@ -1,0 +1,356 @@
+"""The TensorRT-LLM engine against a double of its documentation, which runs Hugging Face in a process of its own."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from collectors.demo import TARGET_DIR
+from collectors.demo.corpus import conversations
+from collectors.engines import CaptureRequest, EngineOptions, open_engine, trtllm_requests
+from collectors.engines.trtllm import AHEAD, FIXED_ARGUMENTS, TrtllmEngine
+from collectors.job import CollectReport, collect
+from collectors.job_open import CollectOptions
+from collectors.target import EngineTarget
+from collectors.target_folder import open_target
+from collectors.trtllm_install import NEEDED, missing_parts
+from hiddenstore.cli import main
+from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, InterruptError
+from hiddenstore.look.compare import compare
+from hiddenstore.rank import Rank
+from hiddenstore.store import Store
+from tests.collectors.prepared import data_for_tiny, segment_bytes
+from tests.collectors.tiny import save_target
+
+DOUBLE = Path(__file__).with_name("double_trtllm")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def double() -> Iterator[None]:
+    """``import tensorrt_llm`` finds the double; its worker process lives as long as this file's tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(DOUBLE))
+        import tensorrt_llm
+
+        assert Path(tensorrt_llm.__file__).is_relative_to(DOUBLE)
+        yield
+        for worker in tensorrt_llm.llmapi._workers:
+            worker.stop()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]:
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def options(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> CollectOptions:
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 160)
+    data = data_for_tiny(tmp_path / "data")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    return CollectOptions(
+        data, tmp_path / "store", str(target), engine="trtllm", recipe="raw", layers="-1,1,3", scratch=scratch
+    )
+
+
+@pytest.fixture(scope="module")
+def hf_store(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Store:
+    folder = tmp_path_factory.mktemp("hf")
+    data = data_for_tiny(folder / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hiddenstore.inputs.UNIT_TOKENS", 160)
+        run(CollectOptions(data, folder / "store", str(target), recipe="raw", layers="-1,1,3"))
+    return Store.open(folder / "store")
+
+
+def run(options: CollectOptions) -> CollectReport:
+    return collect(options, note=lambda _text: None)
+
+
+def trap(monkeypatch: pytest.MonkeyPatch, traps: dict[str, object]) -> None:
+    """The double's worker does as ``traps`` say; one unit holds every sample, an even number, for those about pairs."""
+    monkeypatch.setenv("DOUBLE_TRAPS", json.dumps(traps))
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 10**6)
+
+
+def assert_equals_hf(options: CollectOptions, hf_store: Store) -> None:
+    found = compare(hf_store, Store.open(options.store))
+    assert len(found.both) == 12
+    assert [item["field"] for item in found.schema] == ["capture.final_norm"]
+    assert found.top1.share == 1.0
+    for field in found.document()["fields"]:
+        assert field["nonfinite_rows"] == 0, field
+        assert field["relative"] < 0.004, field
+
+
+def test_the_store_is_that_of_hugging_face_with_the_final_hidden_after_the_norm(
+    options: CollectOptions, hf_store: Store
+) -> None:
+    report = run(options)
+    assert (report.samples, report.pending_units, report.rejects) == (12, 0, {})
+    store = Store.open(options.store)
+    assert store.capture.final_norm == "post_norm"
+    assert_equals_hf(options, hf_store)
+    engine = store.commits()[0].engine
+    assert (engine.name, engine.version, engine.settings["tensor_parallel_size"]) == ("trtllm", "1.2.1", "1")
+    for sample_id in store.sample_ids:
+        assert np.array_equal(store[sample_id].sample.loss_mask, hf_store[sample_id].sample.loss_mask)
+
+
+@pytest.mark.parametrize(
+    "traps",
+    [
+        {"key": "hidden_state_features"},
+        {"repeat": False},
+        {"first": True},
+        {"reverse": 2},
+        {"write_interval": 2, "reverse": 2},
+        {"halves": 0.02},
+        {"late": 0.02},
+        {"noise": True},
+    ],
+    ids=str,
+)
+def test_what_versions_and_timing_do_to_the_files_changes_nothing_in_the_store(
+    options: CollectOptions, hf_store: Store, monkeypatch: pytest.MonkeyPatch, traps: dict[str, object]
+) -> None:
+    trap(monkeypatch, traps)
+    run(options)
+    assert_equals_hf(options, hf_store)
+    assert list(Path(options.scratch).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("traps", "kind", "says"),
+    [
+        (
+            {"write_interval": 20},
+            "engine-no-file",
+            r"request 1 of the unit \(\d+ tokens\) was answered .*write_interval",
+        ),
+        ({"torn": True}, "engine-file", r"states_\d\.pt \(\d+ bytes\) is no whole torch file"),
+        ({"object": True}, "engine-file", "cannot read TensorRT-LLM's file"),
+        ({"missing": True}, "engine-layers", "64 of it hidden_state once more, but 2 layers of 64 make 128"),
+        ({"missing": True, "repeat": False}, "engine-layers", "64 wide, but 2 layers of 64 make 128"),
+        ({"dtype": "int32"}, "engine-dtype", "torch.int32, which is no state"),
+        ({"cut": 9}, "engine-tokens", "states of 9 tokens that nobody sent; request 1 .* begins alike"),
+        ({"pre_norm": True}, "norm-state", "misses the unit scale of the final norm"),
+        ({"zero": True}, "norm-state", "misses the unit scale of the final norm by 100.0%"),
+        ({"shift": True}, "cross-check", "layer_1 of sample .* differs from Hugging Face's"),
+        ({"roll": True}, "cross-check", "final of sample .* differs from Hugging Face's"),
+        ({"swap": 2}, "cross-check", "differs from Hugging Face's"),
+        ({"batch": 2}, "cross-check", "differs from Hugging Face's"),
+        ({"reuse": 4}, "cross-check", "differs from Hugging Face's"),
+        ({"fail": True}, "engine-request", r"failed on request \d of the unit \(\d+ tokens\): CUDA out of memory"),
+    ],
+    ids=str,
+)
+def test_states_that_are_not_those_of_the_request_never_reach_the_store(
+    options: CollectOptions, monkeypatch: pytest.MonkeyPatch, traps: dict[str, object], kind: str, says: str
+) -> None:
+    trap(monkeypatch, traps)
+    if kind == "engine-no-file" or "torn" in traps:
+        monkeypatch.setattr(trtllm_requests, "PATIENCE_S", 0.1)
+    with pytest.raises(CaptureError, match=says) as caught:
+        run(replace(options, layers="1,2", check="hf=12"))
+    assert caught.value.kind == kind
+    assert len(Store.open(options.store)) == 0
+    assert list(Path(options.scratch).iterdir()) == []
+
+
+@pytest.mark.parametrize("traps", [{"batch": 2}, {"reuse": 4}, {"roll": True}], ids=str)
+def test_final_rows_of_another_token_are_rejected_even_where_hugging_face_is_not_asked(
+    options: CollectOptions, monkeypatch: pytest.MonkeyPatch, traps: dict[str, object]
+) -> None:
+    trap(monkeypatch, traps)
+    with pytest.raises(CaptureError, match="wrong-next-token"):
+        run(replace(options, final="all", check="none"))
+
+
+def test_a_run_through_tensorrt_llm_resumes_to_the_same_bytes(options: CollectOptions) -> None:
+    straight = replace(options, store=Path(options.store).with_name("straight"))
+    run(straight)
+    commits = len(Store.open(straight.store).commits())
+    assert commits > 1
+    for rank in range(2):
+        collect(options, Rank(rank, 2), note=lambda _text: None)
+    assert segment_bytes(options.store) == segment_bytes(straight.store)
+    assert run(options).units == 0
+
+
+def engine_of(target: Path, **asked: object) -> TrtllmEngine:
+    options = EngineOptions((1, 3), 4096, **asked)  # type: ignore[arg-type]
+    engine = open_engine("trtllm", EngineTarget(open_target(str(target)), None), options)
+    assert isinstance(engine, TrtllmEngine)
+    return engine
+
+
+def requests_of_length(tokens: int, count: int) -> list[CaptureRequest]:
+    ids = np.random.default_rng(0).integers(3, 96, (count, tokens), dtype=np.int32)
+    return [CaptureRequest(row, np.arange(tokens, dtype=np.int32)) for row in ids]
+
+
+def test_the_folder_holds_no_more_files_than_requests_under_way(target: Path, tmp_path: Path) -> None:
+    engine = engine_of(target, scratch=tmp_path)
+    captured = engine.capture(requests_of_length(64, 40))
+    one_file = 64 * (2 + 2) * 64 * 4
+    assert captured.aux.shape == (2, 40 * 64, 64)
+    assert one_file < engine.peak_scratch_bytes < AHEAD * (one_file + 4096)
+    assert engine.peak_scratch_bytes < 40 * one_file / 10
+    engine.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_row_and_its_next_token_arrive_in_request_order(target: Path, tmp_path: Path) -> None:
+    engine = engine_of(target, scratch=tmp_path)
+    requests = [*requests_of_length(7, 3), *requests_of_length(7, 1)]
+    captured = engine.capture(requests)
+    engine.close()
+    assert np.array_equal(captured.token_ids, np.concatenate([request.input_ids for request in requests]))
+    assert torch.equal(captured.aux[:, :7], captured.aux[:, 21:])
+    assert captured.next_rows.tolist() == [6, 13, 20, 27]
+    logits = engine.target.head.logits(captured.final[captured.next_rows], norm_state="post_norm")
+    assert torch.equal(logits.argmax(-1), captured.next_tokens)
+
+
+def test_a_stop_ends_the_unit_and_leaves_no_file(target: Path, tmp_path: Path) -> None:
+    engine = engine_of(target, scratch=tmp_path)
+    with pytest.raises(InterruptError):
+        engine.capture(requests_of_length(16, 10), lambda: True)
+    engine.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", FIXED_ARGUMENTS)
+def test_an_argument_that_would_spoil_the_states_is_refused_with_its_reason(options: CollectOptions, name: str) -> None:
+    with pytest.raises(ConfigError, match=FIXED_ARGUMENTS[name]) as caught:
+        run(replace(options, extra={name: 16}))
+    assert caught.value.kind == "engine-arg"
+    assert not Path(options.store).exists()
+
+
+def test_other_arguments_reach_tensorrt_llm(target: Path, tmp_path: Path) -> None:
+    extra = {
+        "moe_expert_parallel_size": 4,
+        "max_num_tokens": 99,
+        "kv_cache_config.free_gpu_memory_fraction": 0.5,
+        "kv_cache_config": {"tokens_per_block": 64},
+    }
+    engine = engine_of(target, tensor_parallel=4, scratch=tmp_path, extra=extra)
+    arguments = engine._llm.args
+    engine.close()
+    assert (arguments.tensor_parallel_size, arguments.moe_expert_parallel_size) == (4, 4)
+    cache = arguments.kv_cache_config
+    assert (cache.free_gpu_memory_fraction, cache.tokens_per_block, cache.enable_block_reuse) == (0.5, 64, False)
+    assert (arguments.max_batch_size, arguments.enable_chunked_prefill) == (1, False)
+    assert arguments.speculative_config.eagle3_layers_to_capture == {-1, 1, 3}
+    assert engine.describe().settings["moe_expert_parallel_size"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "says", "hint"),
+    [
+        ({"extra": {"max_seqlen": 5}}, "engine-arg", "refuses its arguments: .*max_seqlen", None),
+        ({"extra": {"kv_cache_config.fraction": 1}}, "engine-arg", "refuses its arguments: .*fraction", None),
+        ({"server": "http://localhost:1"}, "engine-arg", "takes no --server", None),
+        ({"device": "cpu"}, "device-unavailable", "NVIDIA GPUs only", "--engine hf --device cpu"),
+        (
+            {"device": "cuda:3"},
+            "device-unavailable",
+            "takes the first GPUs",
+            "CUDA_VISIBLE_DEVICES=3 hiddenstore collect …",
+        ),
+        ({"longest": 10**9}, "scratch-too-small", "MB free", None),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_before_the_target_is_loaded(
+    target: Path, tmp_path: Path, asked: dict[str, object], kind: str, says: str, hint: str | None
+) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){says}") as caught:
+        engine_of(target, **({"scratch": tmp_path} | asked))
+    assert caught.value.kind == kind
+    assert hint is None or caught.value.hint == hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sample_longer_than_the_engine_was_started_for_is_refused_with_the_argument(
+    target: Path, tmp_path: Path
+) -> None:
+    engine = engine_of(target, scratch=tmp_path, extra={"max_num_tokens": 21})
+    with pytest.raises(ConfigError, match="20 tokens, but TensorRT-LLM was started for max_num_tokens 21") as caught:
+        engine.capture(requests_of_length(20, 1))
+    engine.close()
+    assert (caught.value.kind, caught.value.hint) == ("request-too-long", "--engine-arg max_num_tokens=22")
+
+
+def test_a_sample_as_long_as_the_targets_context_is_captured(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TLLM_ALLOW_LONG_MAX_MODEL_LEN", "0")
+    context = open_target(str(target)).config.max_position_embeddings
+    engine = engine_of(target, scratch=tmp_path, longest=context)
+    captured = engine.capture(requests_of_length(context, 2))
+    engine.close()
+    assert captured.token_ids.shape == (2 * context,)
+
+
+def test_a_request_that_tensorrt_llm_refuses_is_named(target: Path, tmp_path: Path) -> None:
+    engine = engine_of(target, scratch=tmp_path, extra={"max_seq_len": 12})
+    with pytest.raises(
+        CaptureError, match=r"refuses request 2 of the unit \(12 tokens\): .*max_seq_len \(12\)"
+    ) as caught:
+        engine.capture([*requests_of_length(9, 1), *requests_of_length(12, 1)])
+    engine.close()
+    assert caught.value.kind == "engine-request"
+
+
+def test_without_tensorrt_llm_the_error_says_where_it_is(
+    options: CollectOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
+    with pytest.raises(HiddenstoreError, match="TensorRT-LLM cannot be imported") as caught:
+        run(options)
+    assert caught.value.kind == "engine-missing"
+    assert "release container of NGC: docs/tensorrt-llm.md" in str(caught.value.hint)
+    assert not Path(options.store).exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "attribute", "used"), [(module, attribute, used[0]) for module, attribute, used in NEEDED], ids=str
+)
+def test_an_installation_that_lacks_what_is_used_is_refused_by_name(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, attribute: str, used: str
+) -> None:
+    assert missing_parts() == []
+    stub = type(attribute, (), {})
+    monkeypatch.setattr(sys.modules[module], attribute, stub)
+    with pytest.raises(ConfigError, match=f"TensorRT-LLM 1.2.1 lacks .*{module}.{attribute}.{used}") as caught:
+        engine_of(target, scratch=tmp_path)
+    assert caught.value.kind == "engine-version"
+
+
+def hiddenstore(*words: str) -> str:
+    result = CliRunner().invoke(main, list(words), prog_name="hiddenstore", catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_real_text_captured_by_command_means_what_it_says(tmp_path: Path) -> None:
+    texts = [json.dumps(row) for row in conversations(Path(json.__file__).parent)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(texts), encoding="utf-8")
+    data, store, target = str(tmp_path / "data"), str(tmp_path / "store"), str(TARGET_DIR)
+    hiddenstore("prepare", str(tmp_path / "chats.jsonl"), "-o", data, "--target", target, "--val", "0")
+    hiddenstore("collect", data, "-o", store, "--target", target, "--engine", "trtllm")
+    document = json.loads(hiddenstore("verify", store, "--meaning", "--json"))
+    assert document["ok"] is True
+    assert document["findings"] == []

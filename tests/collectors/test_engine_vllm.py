@@ -1,0 +1,240 @@
+"""The vLLM engine against a stand-in server: states, files, refusals. A real vLLM runs in tests/engines."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from collectors.engines import CaptureRequest, EngineOptions, open_engine
+from collectors.engines.hf import HfEngine
+from collectors.engines.vllm_files import AskedIds, StateFile, kv_transfer_config, speculative_config
+from collectors.engines.vllm_process import version_of
+from collectors.engines.vllm_server import VllmServer
+from collectors.job import collect
+from collectors.job_open import CollectOptions
+from collectors.target import EngineTarget, LoadedTarget, load_target
+from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, InterruptError
+from hiddenstore.store import Store
+from tests.collectors.prepared import data_for_tiny
+from tests.collectors.tiny import LAYERS, VOCAB, save_target
+from tests.collectors.vllm_double import VllmDouble
+
+AUX = (-1, 1, 3)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedTarget:
+    return load_target(str(save_target(tmp_path_factory.mktemp("target"))))
+
+
+@pytest.fixture
+def double(loaded: LoadedTarget, tmp_path: Path) -> Iterator[VllmDouble]:
+    (tmp_path / "states").mkdir()
+    server = VllmDouble(loaded.model, loaded.tokenizer, loaded.folder.name, tmp_path / "states", [0, 2, LAYERS])
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def options(double: VllmDouble) -> EngineOptions:
+    return EngineOptions(AUX, 64, longest=40, server=double.url, extra={"concurrency": 4})
+
+
+@pytest.fixture
+def target(loaded: LoadedTarget) -> EngineTarget:
+    return EngineTarget(loaded.folder, None)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collectors.engines.vllm_server.WAIT_S", 0.001)
+
+
+def requests(lengths: tuple[int, ...] = (1, 2, 9, 30, 30, 17, 40, 5)) -> list[CaptureRequest]:
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(3, VOCAB, length).astype(np.int32) for length in lengths]
+    return [CaptureRequest(ids, np.arange(len(ids) // 2, len(ids), dtype=np.int32)) for ids in rows]
+
+
+def test_a_server_gives_what_hugging_face_computes(
+    loaded: LoadedTarget, target: EngineTarget, double: VllmDouble, options: EngineOptions
+) -> None:
+    double.delay_s = 0.01
+    engine, asked = open_engine("vllm", target, options), requests()
+    found, expected = engine.capture(asked, lambda: False), HfEngine(loaded, EngineOptions(AUX, 64)).capture(asked)
+    torch.testing.assert_close(found.aux.float(), expected.aux.float(), rtol=2**-7, atol=1e-4)
+    torch.testing.assert_close(found.final.float(), expected.final.float(), rtol=2**-7, atol=1e-4)
+    assert np.array_equal(found.token_ids, expected.token_ids)
+    assert torch.equal(loaded.head.logits(found.final[found.next_rows]).argmax(-1), found.next_tokens)
+    assert len(found.next_tokens) == len(asked)
+    assert engine.describe().name == "vllm"
+
+
+def test_files_are_removed_while_requests_run(target: EngineTarget, double: VllmDouble, options: EngineOptions) -> None:
+    VllmServer(target, options).capture(requests((20,) * 40))
+    assert double.most_files <= 4
+    assert list(double.folder.iterdir()) == []
+
+
+def test_the_last_layer_is_the_final_hidden_and_is_asked_for_once() -> None:
+    assert AskedIds.of((-1, 1, 3), 4) == AskedIds((0, 2, 4), (0, 1, 2))
+    assert AskedIds.of((1,), 4) == AskedIds((2, 4), (0,))
+    assert AskedIds.of((), 4) == AskedIds((4,), ())
+    aux, final = AskedIds.of((1, 3), 4).split(torch.arange(6.0).reshape(3, 2, 1))
+    assert (tuple(aux.shape), aux[0, :, 0].tolist(), aux[1, :, 0].tolist()) == ((2, 3, 1), [0, 2, 4], [1, 3, 5])
+    assert torch.equal(final, aux[1])
+
+
+def test_a_server_that_fails_for_a_moment_is_asked_again(
+    target: EngineTarget, double: VllmDouble, options: EngineOptions
+) -> None:
+    double.refusals = [500, 503, 429]
+    assert len(VllmServer(target, options).capture(requests((5,))).token_ids) == 5
+
+
+@pytest.mark.parametrize(
+    ("refusals", "kind"), [([500] * 9, "server-refused"), ([400], "server-refused"), ([401], "server-refused")]
+)
+def test_a_server_that_refuses_stops_the_run(
+    target: EngineTarget, double: VllmDouble, options: EngineOptions, refusals: list[int], kind: str
+) -> None:
+    double.refusals = refusals
+    with pytest.raises(HiddenstoreError) as caught:
+        VllmServer(target, options).capture(requests((5,)))
+    assert caught.value.kind == kind
+    if refusals == [401]:
+        assert "OPENAI_API_KEY" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind"),
+    [
+        (lambda states, tokens: (states[4:], tokens), "engine-shape"),
+        (lambda states, tokens: (states[4:], tokens[4:]), "engine-tokens"),
+        (lambda states, tokens: (states, tokens[::-1]), "engine-tokens"),
+        (lambda states, tokens: (states[:, :2], tokens), "server-layers"),
+        (lambda states, tokens: (states[..., :8], tokens), "engine-shape"),
+    ],
+    ids=["prefix-cache", "cut", "other-tokens", "fewer-layers", "narrower"],
+)
+def test_states_of_something_else_are_refused_and_their_files_removed(
+    target: EngineTarget, double: VllmDouble, options: EngineOptions, damage: object, kind: str
+) -> None:
+    double.damage = damage  # type: ignore[assignment]
+    with pytest.raises(HiddenstoreError) as caught:
+        VllmServer(target, options).capture(requests((9,)))
+    assert caught.value.kind == kind
+    assert list(double.folder.iterdir()) == []
+
+
+def test_a_stop_leaves_no_file(target: EngineTarget, double: VllmDouble, options: EngineOptions) -> None:
+    asked = iter(range(100))
+    with pytest.raises(InterruptError):
+        VllmServer(target, options).capture(requests((20,) * 30), lambda: next(asked) >= 2)
+    assert list(double.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"extra": {"model": "other"}}, "server-model"),
+        ({"longest": 256}, "server-too-short"),
+        ({"extra": {"concurency": 3}}, "engine-arg"),
+        ({"server": "http://127.0.0.1:9"}, "server-unreachable"),
+    ],
+)
+def test_a_server_that_cannot_serve_the_job_is_refused_first(
+    target: EngineTarget, options: EngineOptions, change: dict[str, object], kind: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        VllmServer(target, replace(options, **change))  # type: ignore[arg-type]
+    assert caught.value.kind == kind
+
+
+def test_a_server_of_another_vocabulary_is_refused(
+    target: EngineTarget, double: VllmDouble, options: EngineOptions
+) -> None:
+    class Other:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [len(text)]
+
+    double.tokenizer = Other()
+    with pytest.raises(ConfigError, match="tokenizer reads a text as"):
+        VllmServer(target, options)
+
+
+def test_a_folder_that_is_mounted_elsewhere_is_found_there(
+    target: EngineTarget, double: VllmDouble, options: EngineOptions, tmp_path: Path
+) -> None:
+    seen_here = tmp_path / "mount"
+    seen_here.symlink_to(double.folder)
+    double.folder = seen_here
+    VllmServer(target, replace(options, scratch=tmp_path / "states")).capture(requests((5,)))
+    with pytest.raises(ConfigError, match="cannot be reached from here"):
+        VllmServer(target, replace(options, scratch=tmp_path / "nowhere")).capture(requests((5,)))
+
+
+def test_a_file_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collectors.engines.vllm_files.LATE_S", 0.0)
+    with pytest.raises(CaptureError, match="is not there after"):
+        StateFile(tmp_path / "x.safetensors").wait()
+
+
+def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(CaptureError, match="cannot read") as caught:
+        StateFile(tmp_path / "x.safetensors").read()
+    assert caught.value.kind == "states-unreadable"
+    save_file({"other": torch.zeros(1)}, tmp_path / "y.safetensors")
+    with pytest.raises(CaptureError, match="cannot read"):
+        StateFile(tmp_path / "y.safetensors").read()
+
+
+def test_collect_from_a_server_compares_with_hugging_face_and_writes_the_profile(
+    double: VllmDouble, loaded: LoadedTarget, tmp_path: Path
+) -> None:
+    data, said = data_for_tiny(tmp_path / "data"), []
+    options = CollectOptions(
+        data, tmp_path / "store", loaded.folder.name, engine="vllm", layers="-1,1,3", server=double.url
+    )
+    report = collect(options, note=said.append)
+    assert (report.samples, report.compared_samples) == (12, 4)
+    assert any("compared with Hugging Face on cpu" in line for line in said)
+    (commit, *_) = Store.open(options.store).commits()
+    assert (commit.engine.name, commit.engine.version) == ("vllm", "0.32.0")
+    assert (Path(options.store) / "calibration" / "profile.json").exists()
+
+
+def test_layers_one_off_from_a_server_are_refused(double: VllmDouble, loaded: LoadedTarget, tmp_path: Path) -> None:
+    double.ids = [1, 3, LAYERS]
+    data = data_for_tiny(tmp_path / "data")
+    options = CollectOptions(
+        data, tmp_path / "store", loaded.folder.name, engine="vllm", layers="-1,1,3", server=double.url
+    )
+    with pytest.raises(CaptureError, match=r"layer ids are off by \+1"):
+        collect(options, note=lambda _text: None)
+    assert len(Store.open(options.store)) == 0
+
+
+def test_what_vllm_is_told_is_json_and_says_its_own_connector() -> None:
+    asked = AskedIds.of((1, 3), 8)
+    assert speculative_config(asked)["draft_model_config"]["hf_config"] == {
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 8]
+    }
+    assert kv_transfer_config("/x")["kv_connector"] == "ExampleHiddenStatesConnector"
+    on_cpu = kv_transfer_config("/x", on_cpu=True)
+    assert on_cpu["kv_connector_module_path"] == "collectors.engines.vllm_cpu_connector"
+
+
+def test_versions_are_compared_by_their_numbers() -> None:
+    assert version_of("0.9.2") < version_of("0.22.0rc1") < version_of("0.32.0+cpu") < version_of("1.0")
+
+
+def test_without_vllm_the_package_is_named(target: EngineTarget) -> None:
+    with pytest.raises(ConfigError, match="vLLM is not installed here") as caught:
+        open_engine("vllm", target, EngineOptions(AUX, 64))
+    assert "pip install vllm" in str(caught.value.hint)

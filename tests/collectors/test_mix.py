@@ -1,0 +1,256 @@
+"""Mixes and prompts: caps, weights, seeds, counts per source; skeletons, variants and what is left out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny_templates import chat, tiny_target, write_rows
+
+from collectors.augment import Augmentation, read_augmentation
+from collectors.conversations import Conversation
+from collectors.mix import Mix, open_inputs, read_mix
+from collectors.prepare import PrepareOptions, prepare
+from collectors.regenerating.rewrite import Rewrite
+from collectors.rows import Problem
+from collectors.skeletons import skeleton, write_skeletons
+from hiddenstore.cli import main
+from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    for name, count in (("a", 40), ("b", 10)):
+        (tmp_path / name).mkdir()
+        rows = [{"messages": chat(f"{name} asks {i}", f"answer {i}")} for i in range(count)]
+        write_rows(tmp_path / name / "chats.jsonl", rows)
+    return tmp_path
+
+
+def mix_file(folder: Path, **mix: Any) -> Path:
+    path = folder / "mix.yaml"
+    path.write_text(yaml.safe_dump(mix))
+    return path
+
+
+def taken(path: Path) -> list[list[str]]:
+    return [[row.place for row in mixed.source.rows()] for mixed in open_inputs(read_mix(path))]
+
+
+def test_a_cap_takes_so_many_rows_by_seed_in_their_order(files: Path) -> None:
+    sources = [{"file": "a/chats.jsonl", "cap": 12}, {"file": "b/chats.jsonl"}]
+    one, other = (taken(mix_file(files, seed=seed, sources=sources)) for seed in (1, 2))
+    assert [len(rows) for rows in one] == [12, 10]
+    numbers = [int(place.rpartition(":")[2]) for place in one[0]]
+    assert numbers == sorted(numbers) != list(range(1, 13))
+    assert one[0] != other[0]
+    assert one == taken(mix_file(files, seed=1, sources=sources))
+    larger = taken(mix_file(files, seed=1, sources=[{"file": "a/chats.jsonl", "cap": 20}, sources[1]]))
+    assert set(one[0]) < set(larger[0]), "a larger cap only adds rows"
+
+
+@pytest.mark.parametrize(
+    ("weights", "rows", "expected"),
+    [((1, 1), None, [10, 10]), ((3, 1), None, [30, 10]), ((9, 1), None, [40, 4]), ((3, 1), 8, [6, 2])],
+)
+def test_weights_are_shares_of_the_mix(
+    files: Path, weights: tuple[int, int], rows: int | None, expected: list[int]
+) -> None:
+    sources = [{"file": f"{name}/chats.jsonl", "weight": w} for name, w in zip("ab", weights, strict=True)]
+    more = {} if rows is None else {"rows": rows}
+    assert [len(found) for found in taken(mix_file(files, sources=sources, **more))] == expected
+
+
+def test_the_cap_of_a_source_holds_for_each_of_its_files(files: Path) -> None:
+    assert [len(found) for found in taken(mix_file(files, sources=[{"file": ".", "cap": 4}]))] == [4, 4]
+
+
+def test_data_json_says_what_each_source_gave(files: Path, target: str) -> None:
+    path = mix_file(files, seed=7, sources=[{"file": "a/chats.jsonl", "cap": 12}, {"file": "b/chats.jsonl"}])
+    info = prepare(read_mix(path), files / "data", target, PrepareOptions(workers=1))
+    assert [(s.source, s.available, s.rows, s.samples, s.cap) for s in info.sources] == [
+        ("a/chats.jsonl", 40, 12, 12, 12),
+        ("b/chats.jsonl", None, 10, 10, None),
+    ]
+    assert sum(source.tokens for source in info.sources) == info.tokens
+    stored = json.loads((files / "data" / "data.json").read_text())
+    assert stored["mix_seed"] == 7
+    assert [source["rows"] for source in stored["sources"]] == [12, 10]
+
+
+@pytest.mark.parametrize(
+    ("mix", "said"),
+    [
+        ({"sources": []}, "sources"),
+        ({"sources": [{"cap": 3}]}, "one of preset, file or dataset"),
+        ({"sources": [{"file": "x", "preset": "gsm8k"}]}, "preset and file"),
+        ({"sources": [{"file": "x", "weight": 1}, {"file": "y"}]}, "1 of 2 sources"),
+        ({"sources": [{"file": "x", "weight": -1}]}, "greater than 0"),
+        ({"sources": [{"file": "x", "caps": 3}]}, "caps"),
+        ({"sources": [{"file": "x"}], "rows": 3}, "weight"),
+        ({"sources": [{"file": "a/chats.jsonl", "weight": 1}], "rows": 41}, "gives 40"),
+        (
+            {"sources": [{"file": "a/chats.jsonl", "weight": 99}, {"file": "b", "weight": 1}], "rows": 4},
+            "without a row",
+        ),
+    ],
+)
+def test_a_mix_that_cannot_be_is_refused_before_anything_is_written(
+    files: Path, mix: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        open_inputs(read_mix(mix_file(files, **mix)))
+
+
+def conversation(*turns: tuple[str, str], **more: Any) -> Conversation:
+    return Conversation("f:1", [{"role": role, "content": text, **more} for role, text in turns])
+
+
+def test_a_skeleton_keeps_system_and_user_turns() -> None:
+    found = skeleton(conversation(("system", "s"), ("user", "u1"), ("assistant", "a1"), ("user", "u2")))
+    assert found == [{"role": r, "content": c} for r, c in (("system", "s"), ("user", "u1"), ("user", "u2"))]
+
+
+def test_user_turns_without_an_answer_between_them_stay_one_turn() -> None:
+    found = skeleton(conversation(("user", "u1"), ("user", "u2"), ("assistant", "a")))
+    assert found == [{"role": "user", "content": "u1\n\nu2"}]
+    questions = skeleton(conversation(("user", "u1"), ("user", "u2")))
+    assert isinstance(questions, list)
+    assert len(questions) == 2, "a row of questions alone is a list of turns"
+
+
+def test_conversations_with_tools_are_left_to_regenerate() -> None:
+    found = skeleton(conversation(("user", "u"), ("assistant", ""), ("tool", "r"), ("assistant", "a")))
+    assert isinstance(found, Problem)
+    assert found.reason == "tool-turns"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+TWO = {"variants": [{"name": "brief", "user_suffix": " Be brief."}, {"name": "kind", "system": "Be kind."}]}
+
+
+def test_variants_follow_the_seed_and_each_is_counted(files: Path) -> None:
+    source = str(files / "a" / "chats.jsonl")
+    report = write_skeletons([source], files / "p.jsonl", Augmentation(**TWO))
+    assert report.variants["plain"] == 40
+    assert report.variants["brief"] + report.variants["kind"] == 40
+    assert min(report.variants.values()) > 8
+    assert report.written == len(lines(files / "p.jsonl")) == 80
+    for row in lines(files / "p.jsonl"):
+        if row.get("variant") == "brief":
+            assert row["messages"][-1]["content"].endswith(" Be brief.")
+        elif row.get("variant") == "kind":
+            assert row["messages"][0] == {"role": "system", "content": "Be kind."}
+    write_skeletons([source], files / "again.jsonl", Augmentation(**TWO))
+    assert (files / "again.jsonl").read_bytes() == (files / "p.jsonl").read_bytes()
+    write_skeletons([source], files / "other.jsonl", Augmentation(**TWO, seed=1))
+    assert (files / "other.jsonl").read_bytes() != (files / "p.jsonl").read_bytes()
+
+
+def test_a_suffix_ends_every_user_turn_and_a_system_message_is_never_replaced() -> None:
+    brief, kind = Augmentation(**TWO).variants
+    asked = [{"role": "system", "content": "s"}, *({"role": "user", "content": text} for text in ("x", "y"))]
+    assert [message["content"] for message in brief.of(asked)] == ["s", "x Be brief.", "y Be brief."]
+    assert not kind.fits(asked)
+    assert Augmentation(**TWO, copies=2).chosen(asked) == [brief]
+
+
+def test_the_no_think_variant_is_there_and_off() -> None:
+    default = read_augmentation("default")
+    (no_think,) = [variant for variant in default.variants if "/no_think" in (variant.user_suffix or "")]
+    assert not no_think.enabled
+    asked = [{"role": "user", "content": f"q {i}"} for i in range(1)]
+    chosen = {variant.name for i in range(300) for variant in default.chosen([{**asked[0], "content": f"q {i}"}])}
+    assert chosen == {variant.name for variant in default.variants if variant.enabled}
+
+
+@pytest.mark.parametrize(
+    ("augmentation", "said"),
+    [
+        ({"variants": [{"name": "x"}]}, "neither"),
+        ({"variants": [{"name": "X", "system": "s"}]}, "pattern"),
+        ({"variants": [*TWO["variants"], {"name": "brief", "system": "s"}]}, "two variants are named brief"),
+        ({**TWO, "copies": 3}, "2 variants are enabled"),
+    ],
+)
+def test_variants_that_cannot_be_are_refused(tmp_path: Path, augmentation: dict[str, Any], said: str) -> None:
+    (tmp_path / "v.yaml").write_text(yaml.safe_dump(augmentation))
+    with pytest.raises(ConfigError, match=said):
+        read_augmentation(tmp_path / "v.yaml")
+
+
+def test_generate_mode_writes_prompts_that_regenerate_takes_and_the_mix_beside_them(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = [{"file": "a/chats.jsonl", "cap": 5}, {"file": "b/chats.jsonl", "augment": False}]
+    path, out = mix_file(files, sources=sources, seed=3), files / "prompts.jsonl"
+    with pytest.raises(SystemExit) as caught:
+        main(["prepare", "--mix", str(path), "--mode", "generate", "--augment", "default", "-o", str(out), "--json"])
+    assert caught.value.code == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["prompts"] == sum(document["variants"].values()) == 5 * 2 + 10
+    assert [(source["rows"], source["prompts"]) for source in document["sources"]] == [(5, 10), (10, 10)]
+    resolved = yaml.safe_load((files / "prompts.jsonl.mix.yaml").read_text())
+    assert resolved["seed"] == 3
+    assert [source["rows"] for source in resolved["sources"]] == [5, None]
+    for row in lines(out):
+        rewrite = Rewrite.of(0, Conversation("p", row["messages"]), None)
+        assert rewrite.advance()
+        assert rewrite.done[-1]["role"] == "user"
+    with pytest.raises(ConflictError):
+        write_skeletons(read_mix(path), out)
+
+
+def test_rows_without_a_prompt_are_counted_and_all_of_them_is_an_error(tmp_path: Path) -> None:
+    rows: list[Any] = [{"messages": chat("q", "a")}, b"{oops", {"messages": [{"role": "system", "content": "s"}]}]
+    source = write_rows(tmp_path / "a.jsonl", [*rows, rows[0]])
+    report = write_skeletons([source], tmp_path / "p.jsonl")
+    assert (report.read, report.written, report.duplicates) == (4, 1, 1)
+    assert {reason: count for reason, (count, _first) in report.rejects.items()} == {"invalid-json": 1, "no-user": 1}
+    bad = write_rows(tmp_path / "bad.jsonl", rows[1:])
+    with pytest.raises(HiddenstoreError, match="none of 2 rows"):
+        write_skeletons([bad], tmp_path / "none.jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "bad.jsonl", "p.jsonl"]
+
+
+def test_questions_alone_are_refused_where_answers_are_learned(tmp_path: Path, target: str) -> None:
+    (tmp_path / "mt-bench.jsonl").write_text('{"prompt": ["q"], "prompt_id": 1}\n')
+    options = PrepareOptions(workers=1, preset_root=str(tmp_path))
+    with pytest.raises(ConfigError, match="questions without answers") as caught:
+        prepare(["preset:mt-bench"], tmp_path / "data", target, options)
+    assert caught.value.kind == "preset-prompts-only"
+    info = prepare(["preset:mt-bench"], tmp_path / "all", target, PrepareOptions(**{**vars(options), "loss_on": "all"}))
+    assert info.samples == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("a.jsonl", "--mix", "m.yaml"), "--mix names its own sources"),
+        (("a.jsonl", "--augment", "default", "--target", "t"), "--augment needs --mode generate"),
+        (("a.jsonl", "--mode", "generate", "--target", "t"), "takes no --target"),
+        (("a.jsonl", "--mode", "generate", "--val", "3%"), "takes no --val"),
+        (("a.jsonl",), "--target"),
+        ((), "INPUT"),
+    ],
+)
+def test_words_that_mean_nothing_together_are_usage_errors(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["prepare", *words, "-o", str(tmp_path / "out")])
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_mix_model_is_plain_settings() -> None:
+    assert Mix(sources=({"preset": "gsm8k", "split": "test", "cap": 3},)).sources[0].text == "preset:gsm8k:test"

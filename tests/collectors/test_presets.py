@@ -1,0 +1,189 @@
+"""Presets: every row of the table through the real loading code, from tiny copies in the documented shape of row."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from collectors.conversations import Conversation, parse_row
+from collectors.presets.opening import open_preset
+from collectors.presets.table import PRESETS, Part
+from collectors.rows import Problem
+from hiddenstore.cli import main
+from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError
+
+Q, A = "What is two and two?", "It is four."
+MESSAGES = {"messages": [{"role": "user", "content": Q}, {"role": "assistant", "content": A}]}
+SHAREGPT = {"conversations": [{"from": "human", "value": Q}, {"from": "gpt", "value": A}]}
+NEMOTRON = {"messages": [{"role": "system", "content": ""}, *MESSAGES["messages"]], "category": "chat", "uuid": "u"}
+
+DOCUMENTED: dict[str, dict[str, Any]] = {
+    "ultrachat": {"prompt": Q, "prompt_id": "f0e3", **MESSAGES},
+    "sharegpt": {"id": "QWJhYvA_0", **SHAREGPT},
+    "perfectblend": {**SHAREGPT, "source": "orca"},
+    "magpie": {"uuid": "u", "instruction": Q, "response": A, **SHAREGPT, "task_category": "Math"},
+    "daring-anteater": {
+        "system": "",
+        "mask": "User",
+        "dataset": "synthetic_conv",
+        "conversations": [
+            {"from": "User", "value": Q, "label": None},
+            {"from": "Assistant", "value": A, "label": "quality:4"},
+        ],
+    },
+    "nemotron-v1": {**NEMOTRON, "metadata": "{}"},
+    "nemotron-v2": NEMOTRON,
+    "nemotron-v3-science": {**MESSAGES, "uuid": "u", "tools": None},
+    "llama-nemotron": {
+        "input": [{"role": "user", "content": Q}],
+        "output": A,
+        "category": "chat",
+        "system_prompt": "detailed thinking off",
+    },
+    "smoltalk": {**MESSAGES, "source": "smol-magpie-ultra"},
+    "tulu-3": {"id": "x", **MESSAGES, "source": "ai2"},
+    "hermes-tools": {
+        "id": "x",
+        "conversations": [{"from": "system", "value": "You call functions."}, *SHAREGPT["conversations"]],
+        "tools": '[{"type": "function", "function": {"name": "add"}}]',
+        "task": "t",
+    },
+    "alpaca": {"instruction": "Answer.", "input": Q, "output": A, "text": "…"},
+    "opencodeinstruct": {"id": "x", "input": Q, "output": A, "domain": "generic", "average_test_score": "1"},
+    "openmathreasoning": {"problem": Q, "generated_solution": A, "expected_answer": "4"},
+    "magicoder-evol": {"instruction": Q, "response": A},
+    "opc": {"instruction": Q, "output": A, "tag": "t"},
+    "camel": {"role_1": "r", "topic;": "t", "message_1": Q, "message_2": A},
+    "gsm8k": {"question": Q, "answer": A},
+    "hendrycks-math": {"problem": Q, "level": "Level 1", "type": "Algebra", "solution": A},
+    "mt-bench": {"prompt": [Q, "And three?"], "prompt_id": 81, "category": "math", "reference": []},
+    "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "…", "entry_point": "f"},
+    "mbpp": {"source_file": "s", "task_id": 2, "prompt": Q, "code": "…", "test_list": ["assert True"]},
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+def copy_of(root: Path, part: Part, row: dict[str, Any]) -> None:
+    """A copy as ``hf download`` makes it: parquet under data/, or where the card says that a config lies."""
+    folder = root / part.hub / (part.config or "data")
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist([row]), folder / f"{part.split}-00000-of-00001.parquet")
+    if part.config is not None:
+        configs = [
+            {"config_name": at.name, "data_files": [{"split": part.split, "path": f"{at.name}/{part.split}-*"}]}
+            for at in sorted(folder.parent.iterdir())
+            if at.is_dir()
+        ]
+        (folder.parent / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+
+
+def conversations(name: str, root: Path) -> list[Conversation]:
+    found = [parse_row(row) for source in open_preset(f"preset:{name}", root) for row in source.rows()]
+    assert not [item for item in found if isinstance(item, Problem)], found
+    return [item for item in found if isinstance(item, Conversation)]
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_row_as_documented_becomes_a_conversation(name: str, tmp_path: Path) -> None:
+    for part in PRESETS[name].parts:
+        copy_of(tmp_path, part, DOCUMENTED[name])
+    found = conversations(name, tmp_path)
+    assert len(found) == len(PRESETS[name].parts)
+    said = [(message["role"], message["content"]) for message in found[0].messages]
+    if name == "mt-bench":
+        assert said == [("user", Q), ("user", "And three?")]
+    elif name == "humaneval":
+        assert said[0][0] == "user"
+        assert "```python\ndef f():\n" in said[0][1]
+    elif name == "mbpp":
+        assert said == [("user", Q)]
+    elif name == "alpaca":
+        assert said == [("user", f"Answer.\n\n{Q}"), ("assistant", A)]
+    else:
+        first = {"hermes-tools": "You call functions.", "llama-nemotron": "detailed thinking off"}.get(name)
+        assert said == [*([("system", first)] if first else []), ("user", Q), ("assistant", A)]
+    assert bool(found[0].tools) == (name == "hermes-tools")
+
+
+def test_every_preset_has_the_shape_of_a_documented_one() -> None:
+    known = {id(PRESETS[name].shape) for name in DOCUMENTED} | {PRESETS[name].shape.columns for name in DOCUMENTED}
+    for name, preset in PRESETS.items():
+        assert id(preset.shape) in known or preset.shape.columns in known, name
+        assert preset.parts, name
+        assert all("/" in part.hub for part in preset.parts), name
+
+
+def test_one_split_of_a_preset_can_be_cut_out(tmp_path: Path) -> None:
+    for split in ("chat", "math"):
+        part = Part("nvidia/Nemotron-Post-Training-Dataset-v2", split)
+        copy_of(tmp_path, part, NEMOTRON)
+    (source,) = open_preset("preset:nemotron-v2:math[:1]", tmp_path)
+    assert source.label.startswith("nvidia/Nemotron-Post-Training-Dataset-v2:math")
+    assert [row.place.rpartition(":")[2] for row in source.rows()] == ["1"]
+
+
+def test_the_folder_of_a_config_is_enough_without_a_card(tmp_path: Path) -> None:
+    copy_of(tmp_path, PRESETS["gsm8k"].parts[0], DOCUMENTED["gsm8k"])
+    (tmp_path / "openai" / "gsm8k" / "README.md").unlink()
+    assert len(conversations("gsm8k", tmp_path)) == 1
+
+
+def test_a_file_named_after_the_preset_stands_for_it(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps(DOCUMENTED["gsm8k"]) + "\n")
+    (found,) = conversations("gsm8k", tmp_path)
+    assert (found.place, found.messages[1]["content"]) == ("gsm8k:1", A)
+
+
+def test_a_row_of_another_shape_is_a_problem_and_not_the_end(tmp_path: Path) -> None:
+    lines = ["{oops", json.dumps({"question": Q}), json.dumps(DOCUMENTED["gsm8k"])]
+    (tmp_path / "gsm8k.jsonl").write_text("\n".join(lines) + "\n")
+    (source,) = open_preset("preset:gsm8k", tmp_path)
+    found = [parse_row(row) for row in source.rows()]
+    assert [getattr(item, "reason", "") for item in found] == ["invalid-json", "preset-row", ""]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [
+        ("preset:ultrachad", "preset-unknown", "did you mean ultrachat"),
+        ("preset:gsm8k", "preset-missing", "hf download openai/gsm8k"),
+        ("preset:camel:chat", "preset-split", "train"),
+        ("preset:mbpp", "preset-columns", "no column prompt"),
+    ],
+)
+def test_what_cannot_be_opened_says_why(tmp_path: Path, text: str, kind: str, said: str) -> None:
+    copy_of(tmp_path, PRESETS["mbpp"].parts[0], {"text": Q, "code": "…"})
+    with pytest.raises(HiddenstoreError) as caught:
+        open_preset(text, tmp_path)
+    assert caught.value.kind == kind
+    assert said in f"{caught.value.message} {caught.value.hint}"
+    assert isinstance(caught.value, NotFoundError | ConfigError)
+
+
+def test_without_a_copy_the_preset_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    with pytest.raises(HiddenstoreError, match="openai/gsm8k"):
+        open_preset("preset:gsm8k")
+
+
+def test_the_list_of_presets_is_a_document_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["prepare", "--list-presets", "--json"])
+    assert caught.value.code == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "hiddenstore.prepare/1"
+    assert [row["name"] for row in document["presets"]] == list(PRESETS)
+    assert {row["name"] for row in document["presets"] if not row["answers"]} == {"mt-bench", "humaneval", "mbpp"}

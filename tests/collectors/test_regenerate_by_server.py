@@ -1,0 +1,410 @@
+"""Answers by a server over real sockets: faults, budgets, kills, shards, keys, tools and reasoning."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_double import FAULTS, Asked, ChatDouble, chat_double, plain_answer
+
+from collectors.regenerate import RegenerateOptions, RegenerateReport, regenerate
+from collectors.regenerating import chat_server
+from collectors.regenerating.chat_server import ChatServer, GivenUpError, ServerSettings, split_url
+from hiddenstore.errors import ConfigError, ConflictError, StorageError
+
+KEY = "sk-1234567890"
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_server, "FIRST_WAIT_S", 0.001)
+
+
+@pytest.fixture
+def double() -> Iterator[ChatDouble]:
+    with chat_double() as server:
+        yield server
+
+
+def write(path: Path, conversations: list[list[tuple[str, str]]]) -> str:
+    rows = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in conversations]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def two_turns(count: int) -> list[list[tuple[str, str]]]:
+    return [
+        [("user", f"first {i}"), ("assistant", "old"), ("user", f"second {i}"), ("assistant", "old")]
+        for i in range(count)
+    ]
+
+
+def expected(count: int) -> list[list[str]]:
+    """What every turn says once each earlier answer is the new one."""
+    return [[f"first {i}", f"reply 1 to first {i}", f"second {i}", f"reply 3 to second {i}"] for i in range(count)]
+
+
+def options(tmp_path: Path, server: ChatDouble, conversations: Any = None, **more: Any) -> RegenerateOptions:
+    chats = write(tmp_path / "chats.jsonl", two_turns(12) if conversations is None else conversations)
+    out = tmp_path / more.pop("out", "out.jsonl")
+    chosen = {"model": "bundled", "concurrency": 4, "timeout_s": 30.0, "retries": 3, **more}
+    return RegenerateOptions((chats,), out, server=server.url, **chosen)
+
+
+def run(chosen: RegenerateOptions) -> RegenerateReport:
+    return regenerate(chosen, note=lambda _text: None)
+
+
+def texts(path: str | Path) -> list[list[str]]:
+    rows = [json.loads(line)["messages"] for line in Path(path).read_text().splitlines()]
+    return [[message["content"] for message in row] for row in rows]
+
+
+def messages(path: str | Path) -> list[dict[str, Any]]:
+    return list(json.loads(Path(path).read_text().splitlines()[0])["messages"])
+
+
+def test_each_answer_is_replaced_before_the_next_turn_is_asked(tmp_path: Path, double: ChatDouble) -> None:
+    report = run(options(tmp_path, double))
+    assert texts(report.out) == expected(12)
+    assert (report.written, report.answers, report.tokens) == (12, 24, 24 * 7)
+    assert not Path(f"{report.out}.answers").exists()
+
+
+def test_the_request_says_what_was_asked_for(tmp_path: Path, double: ChatDouble) -> None:
+    more = {"temperature": 0.3, "top_p": 0.9, "max_new_tokens": 11, "system": "be brief", "extra": {"top_k": 5}}
+    run(options(tmp_path, double, [[("user", "hi")]], **more))
+    (asked,) = double.asked
+    seed = asked.pop("seed")
+    assert isinstance(seed, int)
+    assert asked == {
+        "model": "bundled",
+        "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+        "temperature": 0.3,
+        "top_p": 0.9,
+        "max_tokens": 11,
+        "top_k": 5,
+    }
+
+
+def test_members_of_requests_can_be_set_on_the_command_line(tmp_path: Path, double: ChatDouble) -> None:
+    from hiddenstore.cli import main
+
+    chats = write(tmp_path / "chats.jsonl", two_turns(1))
+    extra = ["extra.chat_template_kwargs={enable_thinking: false}", "extra.stop=[a, b]", "extra.min_p=0.1", "top_p=1"]
+    words = [word for setting in extra for word in ("--set", setting)]
+    with pytest.raises(SystemExit) as caught:
+        main(["regenerate", chats, "-o", str(tmp_path / "o.jsonl"), "--server", double.url, *words])
+    assert caught.value.code == 0
+    assert double.asked[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert (double.asked[0]["stop"], double.asked[0]["min_p"]) == (["a", "b"], 0.1)
+
+
+def test_the_only_model_a_server_has_needs_no_name(tmp_path: Path, double: ChatDouble) -> None:
+    run(options(tmp_path, double, [[("user", "hi")]], model=None))
+    assert double.asked[0]["model"] == "bundled"
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "silent"])
+def test_a_fault_is_tried_again_and_leaves_no_trace(tmp_path: Path, double: ChatDouble, fault: str) -> None:
+    double.fault = lambda _asked, tries: fault if tries <= 2 else None
+    report = run(options(tmp_path, double, two_turns(5)))
+    assert texts(report.out) == expected(5)
+    assert not report.dropped
+    assert min(double.tries.values()) == 3
+    assert max(double.answered.values()) == 1
+
+
+def test_a_server_that_stays_silent_is_given_up_after_the_timeout(tmp_path: Path, double: ChatDouble) -> None:
+    double.fault = lambda asked, tries: (
+        "silent" if tries == 1 and "second" in asked["messages"][-1]["content"] else None
+    )
+    report = run(options(tmp_path, double, two_turns(2), timeout_s=0.3))
+    assert texts(report.out) == expected(2)
+
+
+def test_retry_after_is_waited_for_and_other_waits_double() -> None:
+    waits: list[float] = []
+    with chat_double() as double:
+        double.fault = lambda _asked, _tries: "429" if len(waits) == 1 else "500"
+        server = ChatServer(ServerSettings(double.url, "m", 0.0, 4, retries=4), wait=waits.append)
+        with pytest.raises(GivenUpError, match=r"fault 500 \(5 tries\)"):
+            server.reply([{"role": "user", "content": "hi"}], None, 0)
+        server.close()
+    assert waits[1] == 0.0
+    for attempt in (0, 2, 3):
+        assert 0.5 <= waits[attempt] / (chat_server.FIRST_WAIT_S * 2**attempt) <= 1.0
+
+
+def test_a_request_that_is_refused_drops_its_conversation_and_is_counted(tmp_path: Path, double: ChatDouble) -> None:
+    double.fault = lambda asked, _tries: "400" if asked["messages"][-1]["content"] == "second 1" else None
+    report = run(options(tmp_path, double, two_turns(3)))
+    assert texts(report.out) == [expected(3)[0], expected(3)[2]]
+    assert report.dropped == {"refused": 1}
+    assert report.examples["refused"] == "conversation 2: HTTP 400 fault 400"
+
+
+@pytest.mark.parametrize("status", ["401", "404"])
+def test_a_wrong_key_or_model_ends_the_run_at_once(tmp_path: Path, double: ChatDouble, status: str) -> None:
+    double.fault = lambda _asked, _tries: status
+    chosen = options(tmp_path, double)
+    with pytest.raises(ConfigError, match=f"HTTP {status} fault {status}") as caught:
+        run(chosen)
+    assert caught.value.kind == "server-refused"
+    assert not Path(f"{chosen.out}.answers").exists(), "nothing was answered, so nothing is left"
+
+
+def test_a_setting_that_every_request_fails_on_ends_the_run(tmp_path: Path, double: ChatDouble) -> None:
+    double.fault = lambda _asked, _tries: "400"
+    with pytest.raises(ConfigError, match="every request was refused"):
+        run(options(tmp_path, double, two_turns(40)))
+    assert len(double.asked) < 20
+
+
+def test_a_server_that_dies_spends_the_budget_and_the_same_command_goes_on(tmp_path: Path, double: ChatDouble) -> None:
+    double.fault = lambda _asked, _tries: "500" if len(double.asked) > 10 else None
+    chosen = options(tmp_path, double, max_failures=2, retries=1)
+    with pytest.raises(StorageError, match="max_failures=2") as caught:
+        run(chosen)
+    assert caught.value.kind == "server-failing"
+    assert not Path(chosen.out).exists()
+    double.fault = lambda _asked, _tries: None
+    report = run(chosen)
+    assert texts(report.out) == expected(12)
+    assert report.resumed == 10
+    assert max(double.answered.values()) == 1, "an answer that was kept is never asked for again"
+
+
+def test_failures_within_the_budget_are_tried_once_more_and_then_left_out(tmp_path: Path, double: ChatDouble) -> None:
+    def fault(asked: Asked, tries: int) -> str | None:
+        last = asked["messages"][-1]["content"]
+        return "500" if last == "first 3" or (last == "first 5" and tries <= 2) else None
+
+    double.fault = fault
+    report = run(options(tmp_path, double, max_failures=2, retries=1))
+    assert texts(report.out) == [row for row in expected(12) if row[0] != "first 3"]
+    assert report.dropped == {"server-failed": 1}
+
+
+def test_no_more_than_the_asked_number_of_requests_run_at_a_time(tmp_path: Path, double: ChatDouble) -> None:
+    together = threading.Barrier(3)
+    running: list[int] = []
+    most: list[int] = []
+
+    def answer(asked: Asked) -> Asked:
+        running.append(1)
+        most.append(len(running))
+        # Passes only while three requests are here at once.
+        together.wait(timeout=30)
+        running.pop()
+        return plain_answer(asked)
+
+    double.answer = answer
+    run(options(tmp_path, double, [[("user", f"q {i}")] for i in range(9)], concurrency=3))
+    assert max(most) == 3
+
+
+def test_a_killed_run_goes_on_and_nothing_is_lost_or_doubled(tmp_path: Path, double: ChatDouble) -> None:
+    gate = threading.Event()
+
+    def answer(asked: Asked) -> Asked:
+        if len(double.asked) > 9 and not gate.is_set():
+            gate.wait(60)
+        return plain_answer(asked)
+
+    double.answer = answer
+    chosen = options(tmp_path, double)
+    command = [
+        *(sys.executable, "-m", "hiddenstore.cli", "regenerate", chosen.inputs[0], "-o", str(chosen.out)),
+        *("--server", double.url, "--model", "bundled", "--concurrency", "4", "--max-new-tokens", "256"),
+    ]
+    log = Path(f"{chosen.out}.answers") / "answers-1-of-1.jsonl"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        while process.poll() is None and not (log.is_file() and log.read_bytes().count(b"\n") >= 6):
+            threading.Event().wait(0.02)
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        process.send_signal(signal.SIGKILL)
+    gate.set()
+    kept = log.read_bytes().count(b"\n")
+    done = subprocess.run([*command, "--json"], check=True, capture_output=True)
+    assert texts(chosen.out) == expected(12)
+    assert json.loads(done.stdout)["resumed"] == kept
+    assert not log.parent.exists()
+
+
+def test_shards_split_the_work_and_the_last_combines_in_input_order(tmp_path: Path, double: ChatDouble) -> None:
+    with chat_double() as other:
+        chosen = options(tmp_path, double)
+        assert run(replace(chosen, shard=(1, 3))).waiting == [2, 3]
+        assert run(replace(chosen, shard=(3, 3), server=other.url)).waiting == [2]
+        assert not Path(chosen.out).exists()
+        assert run(replace(chosen, shard=(2, 3))).written == 12
+        assert texts(chosen.out) == expected(12)
+        assert len(double.asked) + len(other.asked) == 24
+
+
+def test_two_runs_of_one_shard_exclude_each_other(tmp_path: Path, double: ChatDouble) -> None:
+    chosen = options(tmp_path, double)
+    second: list[BaseException] = []
+
+    def answer(asked: Asked) -> Asked:
+        if not second:
+            with pytest.raises(ConflictError) as caught:
+                run(chosen)
+            second.append(caught.value)
+        return plain_answer(asked)
+
+    double.answer = answer
+    run(replace(chosen, concurrency=1))
+    assert getattr(second[0], "kind", "") == "regenerate-running"
+
+
+def test_the_key_reaches_the_server_and_nothing_else(
+    tmp_path: Path, double: ChatDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_KEY", KEY)
+    chosen = options(tmp_path, double, max_failures=0, retries=0, api_key_env="TEST_KEY")
+    double.fault = lambda asked, _tries: "500" if "second" in asked["messages"][-1]["content"] else None
+    with pytest.raises(StorageError) as caught:
+        run(chosen)
+    assert {headers["Authorization"] for headers in double.headers} == {f"Bearer {KEY}"}
+    assert KEY not in f"{caught.value!r}{chosen!r}"
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) >= 3
+    assert not any(KEY.encode() in path.read_bytes() for path in files)
+
+
+def test_a_server_that_repeats_the_key_does_not_make_us_say_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ChatServer(ServerSettings("http://x", "m", 0.0, 4, api_key=KEY))
+    assert server._said(json.dumps({"error": {"message": f"bad key {KEY}"}}).encode()) == "bad key …"
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
+        run(RegenerateOptions((write(tmp_path / "a.jsonl", two_turns(1)),), "o", server="x", api_key_env="NO_SUCH_KEY"))
+
+
+def test_cut_looping_empty_and_reasoned_answers_are_told_apart(tmp_path: Path, double: ChatDouble) -> None:
+    def answer(asked: Asked) -> Asked:
+        said = asked["messages"][-1]["content"]
+        found = plain_answer(asked)
+        if said == "cut":
+            found["finish_reason"] = "length"
+        elif said == "loop":
+            found["message"]["content"] = "again and " * 20
+        elif said == "empty":
+            found["message"]["content"] = None
+        elif said == "think":
+            found["message"]["reasoning_content"] = "two and two"
+        elif said == "filter":
+            found["finish_reason"] = "content_filter"
+        return found
+
+    double.answer = answer
+    asked = [[("user", said)] for said in ("cut", "loop", "empty", "think", "filter")]
+    report = run(options(tmp_path, double, asked))
+    assert (report.cut, report.written) == (1, 2)
+    assert report.dropped == {"looping": 1, "empty": 1, "content-filter": 1}
+    reasoned = json.loads(Path(report.out).read_text().splitlines()[1])["messages"][1]
+    assert reasoned == {"role": "assistant", "content": "reply 1 to think", "reasoning_content": "two and two"}
+
+
+CALL = {"id": "old-1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def with_tools(tmp_path: Path) -> str:
+    turns = [
+        {"role": "user", "content": "one and one?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "tool_call_id": "old-1"},
+        {"role": "assistant", "content": "two"},
+    ]
+    path = tmp_path / "tools.jsonl"
+    path.write_text(json.dumps({"messages": turns, "tools": TOOLS}) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("called", ["add", "multiply", None])
+def test_recorded_tool_results_are_used_while_the_target_calls_the_same_tools(
+    tmp_path: Path, double: ChatDouble, called: str | None
+) -> None:
+    call = {"id": "new-7", "type": "function", "function": {"name": called, "arguments": '{"a": 1, "b": 1}'}}
+
+    def answer(asked: Asked) -> Asked:
+        if called is None or asked["messages"][-1]["role"] == "tool":
+            return plain_answer(asked)
+        return {"message": {"role": "assistant", "content": None, "tool_calls": [call]}, "finish_reason": "tool_calls"}
+
+    double.answer = answer
+    report = run(replace(options(tmp_path, double), inputs=(with_tools(tmp_path),)))
+    found = messages(report.out)
+    assert double.asked[0]["tools"] == TOOLS
+    if called == "add":
+        assert [message["role"] for message in found] == ["user", "assistant", "tool", "assistant"]
+        assert found[1]["tool_calls"] == [call]
+        assert found[2] == {"role": "tool", "content": "2", "tool_call_id": "new-7"}
+        assert double.asked[1]["messages"][1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+        assert report.short == 0
+    else:
+        assert [message["role"] for message in found] == ["user", "assistant"]
+        assert report.short == 1
+
+
+def test_the_answers_go_straight_into_prepare(tmp_path: Path, double: ChatDouble) -> None:
+    from tiny_templates import tiny_target
+
+    from collectors.prepare import PrepareOptions, prepare
+
+    report = run(options(tmp_path, double))
+    info = prepare([report.out], tmp_path / "data", tiny_target(tmp_path / "target"), PrepareOptions(workers=1))
+    assert (info.samples, info.rejects) == (12, ())
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("localhost:8000", ("localhost", 8000, False, "/v1")),
+        ("http://h:1/v1/", ("h", 1, False, "/v1")),
+        ("https://h/api/v1/chat/completions", ("h", None, True, "/api/v1")),
+    ],
+)
+def test_addresses_are_read_as_people_write_them(url: str, found: tuple[str, int | None, bool, str]) -> None:
+    assert split_url(url) == found
+
+
+@pytest.mark.parametrize("url", ["http://u:p@h", "ftp://h", "http://h?key=1", "http://h:port", "http://"])
+def test_addresses_with_secrets_or_nonsense_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        split_url(url)
+    assert caught.value.kind == "server-invalid"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--server", "http://x", "--target", "t"), "either"),
+        ((), "either"),
+        (("--server", "http://x", "--workers", "2"), "--workers has no meaning with --server"),
+        (("--target", "t", "--concurrency", "2"), "--concurrency has no meaning with --target"),
+        (("--server", "http://x", "--shard", "3/2"), "3/2"),
+        (("--server", "http://x", "--set", "topp=1"), "top_p"),
+        (("--server", "http://u:p@x", "--model", "m"), "server-invalid"),
+    ],
+)
+def test_wrong_words_are_usage_errors(
+    tmp_path: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hiddenstore.cli import main
+
+    chats = write(tmp_path / "chats.jsonl", two_turns(1))
+    with pytest.raises(SystemExit) as caught:
+        main(["regenerate", chats, "-o", str(tmp_path / "o.jsonl"), *words])
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["chats.jsonl"]

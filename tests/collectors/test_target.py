@@ -1,0 +1,226 @@
+"""How a target is opened and loaded: its head without its blocks, several devices, fp8, its own code."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from collectors.engines import CaptureRequest, EngineOptions
+from collectors.engines.hf import HfEngine
+from collectors.reference import Check, open_reference
+from collectors.target import EngineTarget, LoadOptions, load_target, load_weights
+from collectors.target_folder import open_target
+from collectors.target_head import read_head, weights_bytes
+from hiddenstore.errors import ConfigError
+from hiddenstore.rank import Rank
+from tests.collectors.tiny import CONFIGS, VOCAB, save_target
+
+AUX = (-1, 1, 3)
+COMMIT = "a" * 40
+CONFIGURATION = """
+from transformers import LlamaConfig
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+"""
+MODELING = """
+from transformers import LlamaForCausalLM
+from .configuration_own import OwnConfig
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def engine_target(folder: Path, dtype: str | None = None) -> EngineTarget:
+    return EngineTarget(open_target(str(folder)), dtype)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_head_read_from_files_is_the_loaded_models(family: str, tmp_path: Path) -> None:
+    read, loaded = engine_target(save_target(tmp_path, family)), load_target(str(tmp_path))
+    assert read.identity == loaded.identity
+    assert read.head.spec == loaded.head.spec
+    assert read.target_files() == loaded.target_files()
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, "float32"), ("bf16", "bfloat16")])
+def test_the_head_has_the_dtype_asked_for(llama: Path, asked: str | None, found: str) -> None:
+    read, loaded = engine_target(llama, asked), load_target(str(llama), asked)
+    assert read.identity.dtype == loaded.identity.dtype == found
+    assert torch.equal(read.head.embed_tokens, loaded.head.embed_tokens)
+
+
+def test_the_head_of_a_checkpoint_in_several_files_and_one_level_deeper(llama: Path, tmp_path: Path) -> None:
+    folder = save_target(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {}
+    for index, (name, tensor) in enumerate(weights.items()):
+        file = f"model-{index % 3}.safetensors"
+        places[f"language_model.{name}"] = file
+        kept = load_file(folder / file) if (folder / file).exists() else {}
+        save_file(kept | {f"language_model.{name}": tensor}, folder / file)
+    index_file = {"metadata": {"total_size": 123}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file))
+    found, expected = read_head(open_target(str(folder))), read_head(open_target(str(llama)))
+    assert torch.equal(found.output_weight, expected.output_weight)
+    assert torch.equal(found.norm_weight, expected.norm_weight)
+    assert weights_bytes(open_target(str(folder))) == 123
+
+
+def test_a_checkpoint_without_safetensors_or_with_a_packed_head_is_named(tmp_path: Path) -> None:
+    folder = save_target(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"holds lm_head\.weight as float8_e4m3fn \[96, 64\], expected bf16"):
+        read_head(open_target(str(folder)))
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"has no tensor lm_head\.weight"):
+        read_head(open_target(str(folder)))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError) as caught:
+        read_head(open_target(str(folder)))
+    assert caught.value.kind == "target-without-safetensors"
+
+
+def states(folder: Path, options: LoadOptions) -> torch.Tensor:
+    engine = HfEngine(load_weights(open_target(str(folder)), options), EngineOptions(AUX, 64))
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(3, VOCAB, length).astype(np.int32) for length in (5, 17, 30)]
+    return engine.capture([CaptureRequest(ids, np.array([len(ids) - 1], np.int32)) for ids in rows]).aux.float()
+
+
+@pytest.mark.parametrize("options", [LoadOptions(device_map="auto"), LoadOptions(attention="eager")])
+def test_other_ways_to_run_it_give_the_same_states(llama: Path, options: LoadOptions) -> None:
+    torch.testing.assert_close(states(llama, options), states(llama, LoadOptions()), rtol=2**-7, atol=1e-3)
+
+
+def test_the_engine_record_says_how_attention_ran(llama: Path) -> None:
+    eager = HfEngine(engine_target(llama), EngineOptions(AUX, 64, extra={"attention": "eager"}))
+    assert eager.describe().settings == {"attention": "eager", "dtype": "float32"}
+    assert HfEngine(engine_target(llama), EngineOptions(AUX, 64)).describe().settings["attention"] == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"extra": {"attention": "flash"}},
+        {"extra": {"atention": "sdpa"}},
+        {"server": "http://127.0.0.1:8000"},
+        {"tensor_parallel": 2},
+    ],
+)
+def test_settings_the_engine_does_not_have_are_refused(llama: Path, options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        HfEngine(engine_target(llama), EngineOptions(AUX, 64, **options))  # type: ignore[arg-type]
+    assert caught.value.kind in ("attention-unknown", "engine-arg")
+
+
+def test_fp8_blocks_are_loaded_as_the_checkpoint_says(tmp_path: Path) -> None:
+    folder = save_target(tmp_path / "fp8", dtype=torch.bfloat16)
+    weights, plain, side = load_file(folder / "model.safetensors"), {}, 32
+    for name, tensor in list(weights.items()):
+        plain[name] = tensor
+        if not name.endswith("_proj.weight"):
+            continue
+        blocks = tensor.float().unflatten(0, (-1, side)).unflatten(2, (-1, side))
+        scale = blocks.abs().amax(dim=(1, 3)) / 448
+        weights[name] = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).flatten(2, 3).flatten(0, 1)
+        weights[f"{name}_scale_inv"] = scale
+        restored = weights[name].float().unflatten(0, (-1, side)).unflatten(2, (-1, side)) * scale[:, None, :, None]
+        plain[name] = restored.flatten(2, 3).flatten(0, 1).to(torch.bfloat16)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    quantisation = {"quant_method": "fp8", "weight_block_size": [side, side], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
+    expected = save_target(tmp_path / "plain", dtype=torch.bfloat16)
+    save_file(plain, expected / "model.safetensors", metadata={"format": "pt"})
+    found = states(folder, LoadOptions(device="cpu"))
+    torch.testing.assert_close(found, states(expected, LoadOptions(device="cpu")), rtol=2**-6, atol=2e-2)
+    assert engine_target(folder).identity.weights_sha256 == engine_target(expected).identity.weights_sha256
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache with one model, org/own, whose code is its own; the folder of its only commit."""
+    import huggingface_hub.constants as constants
+    import transformers.dynamic_module_utils as modules
+
+    commit = tmp_path / "hub" / "models--org--own" / "snapshots" / COMMIT
+    save_target(commit)
+    config = json.loads((commit / "config.json").read_text())
+    named = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (commit / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": named}))
+    (commit / "configuration_own.py").write_text(CONFIGURATION)
+    (commit / "modeling_own.py").write_text(MODELING)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return commit
+
+
+def test_a_targets_own_code_runs_at_a_pinned_commit_only(hub: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the config"):
+        open_target("org/own", COMMIT)
+    for revision in (None, "main", COMMIT[:12]):
+        with pytest.raises(ConfigError, match="may be other code tomorrow") as caught:
+            open_target("org/own", revision, trust_remote_code=True)
+        assert caught.value.kind == "code-unpinned"
+    folder = open_target("org/own", COMMIT, trust_remote_code=True)
+    loaded = load_weights(folder, LoadOptions(device="cpu"))
+    assert type(loaded.model).__name__ == "OwnForCausalLM"
+    assert EngineTarget(folder, None).identity == loaded.identity
+
+
+def test_code_that_nothing_pins_is_refused(hub: Path, llama: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing says which code is in it"):
+        open_target(str(llama), COMMIT, trust_remote_code=True)
+    config = json.loads((hub / "config.json").read_text())
+    config["auto_map"]["AutoConfig"] = "elsewhere/code--configuration_own.OwnConfig"
+    (hub / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="code of another repository") as caught:
+        open_target("org/own", COMMIT, trust_remote_code=True)
+    assert caught.value.kind == "code-unpinned"
+
+
+def test_the_copy_to_compare_with_is_loaded_where_it_fits(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, options, first = engine_target(llama), LoadOptions(), Rank()
+    found = open_reference(Check("auto"), target, options, first)
+    assert found.target is not None
+    assert found.compares
+    assert open_reference(Check("auto"), target, options, Rank(1, 2)).target is None
+    assert open_reference(Check("none"), target, options, first).target is None
+    assert open_reference(Check("hf"), target, options, Rank(1, 2)).target is not None
+    loaded = found.target
+    assert open_reference(Check("auto"), loaded, options, first) == replace(found, compares=False, explained=None)
+    monkeypatch.setattr("collectors.reference.free_bytes", lambda: 1000)
+    too_big = open_reference(Check("auto"), target, options, first)
+    assert too_big.target is None
+    assert "--check hf compares all the same" in str(too_big.explained)
+
+
+def test_a_copy_that_cannot_be_loaded_is_no_reason_to_stop_unless_it_was_asked_for(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_words: object) -> None:
+        raise ConfigError("no kernel for it", kind="target-unreadable")
+
+    monkeypatch.setattr("collectors.reference.load_weights", refuse)
+    found = open_reference(Check("auto"), engine_target(llama), LoadOptions(), Rank())
+    assert found.target is None
+    assert "no kernel for it" in str(found.explained)
+    with pytest.raises(ConfigError, match="no kernel for it"):
+        open_reference(Check("hf"), engine_target(llama), LoadOptions(), Rank())

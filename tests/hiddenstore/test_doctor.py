@@ -1,0 +1,79 @@
+"""What doctor says of dependencies, cores and checks that other packages add."""
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hiddenstore.cli import main
+from hiddenstore.doctor import GROUP, _added, compute, installation
+from hiddenstore.doctor.check import Check, install_command
+
+
+def needing(monkeypatch: pytest.MonkeyPatch, *lines: str) -> dict[str, Check]:
+    monkeypatch.setattr(metadata, "requires", lambda _name: list(lines))
+    return {check.name: check for check in installation.checks()}
+
+
+def doctor(*words: str) -> Result:
+    return CliRunner().invoke(main, ["doctor", *words], prog_name="hiddenstore")
+
+
+def test_a_dependency_outside_its_bounds_is_a_problem_with_the_command_that_fixes_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = needing(monkeypatch, "torch>=99", "click>=8.1", "nothing-of-that-name>=2; extra == 'hf'")
+    assert (found["torch"].status, found["torch"].fix) == ("problem", "pip install 'torch>=99'")
+    assert found["libraries"].detail == f"click {metadata.version('click')}"
+    assert "nothing-of-that-name" not in found
+    monkeypatch.setattr("hiddenstore.doctor.disk.TRIAL_BYTES", 1 << 20)
+    result = doctor(str(tmp_path), "--json")
+    assert result.exit_code == 5
+    assert json.loads(result.stdout)["ok"] is False
+
+
+def test_a_prerelease_that_a_container_brings_counts_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "2.10.0a0+container" if name == "torch" else "1")
+    assert needing(monkeypatch, "torch>=2.9")["torch"].status == "ok"
+    assert needing(monkeypatch, "torch>=2.10")["torch"].status == "problem"
+
+
+def test_a_dependency_that_is_not_there_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = needing(monkeypatch, "nothing-of-that-name>=2")
+    assert found["nothing-of-that-name"].detail == "not installed, >=2 is needed"
+
+
+@pytest.mark.parametrize(
+    ("environment", "status", "fix"),
+    [
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "warning", "export OMP_WAIT_POLICY=PASSIVE"),
+        ({"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "9999"}, "warning", "export OMP_NUM_THREADS="),
+        ({"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}, "ok", ""),
+    ],
+)
+def test_threads_that_spin_or_crowd_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], status: str, fix: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (cpu,) = [check for check in compute.checks() if check.name == "cpu"]
+    assert cpu.status == status
+    assert (cpu.fix or "").startswith(fix)
+
+
+def test_checks_of_other_packages_are_asked_and_a_broken_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [
+        metadata.EntryPoint("mine", "tests.hiddenstore_doctor_absent:checks", GROUP),
+        metadata.EntryPoint("engines", "collectors.doctor:checks", GROUP),
+    ]
+    monkeypatch.setattr(metadata, "entry_points", lambda group: points if group == GROUP else [])
+    found = {check.name: check for check in _added()}
+    assert (found["mine"].status, "cannot be imported" in found["mine"].detail) == ("problem", True)
+    assert {"engine hf", "engine vllm", "engine trtllm", "ray", "scratch"} <= set(found)
+
+
+def test_an_extra_of_ours_is_offered_where_there_is_one() -> None:
+    assert install_command("accelerate", "hf") == "pip install 'hiddenstore[hf]'"
+    assert install_command("something", "no-such-extra") == "pip install something"

@@ -1,0 +1,150 @@
+"""What each engine's loader fills, restated from its published source: every parameter by the file's names, with shape.
+
+vLLM 0.32: ``model_executor/models/{llama_eagle,llama_eagle3,qwen3_dflash,medusa}.py``. SGLang 0.5.23:
+``srt/models/{llama_eagle,llama_eagle3,dflash}.py``. TensorRT-LLM, main branch of 2026:
+``_torch/models/{modeling_speculative,modeling_dflash}.py``. Joint projections (``qkv_proj``, ``gate_up_proj``) are
+named by their parts, which is what a file holds.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Shapes = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Loader:
+    """``fills``: parameters of the drafter built from config.json. ``renamed``: a file's name as the loader looks for
+    it. ``shared``: parameters an engine takes from the target where the file has none. ``passed_over``: names the
+    loader leaves aside on purpose; any other name it does not know would be dropped in silence."""
+
+    fills: Callable[[Mapping[str, Any]], Shapes]
+    renamed: Callable[[str], str] = str
+    shared: frozenset[str] = frozenset()
+    passed_over: frozenset[str] = frozenset()
+
+
+def llama_layer(prefix: str, config: Mapping[str, Any], width_in: int) -> Shapes:
+    width, heads, kv = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    e, inner = config["head_dim"], config["intermediate_size"]
+    return {
+        f"{prefix}.self_attn.q_proj.weight": [heads * e, width_in],
+        f"{prefix}.self_attn.k_proj.weight": [kv * e, width_in],
+        f"{prefix}.self_attn.v_proj.weight": [kv * e, width_in],
+        f"{prefix}.self_attn.o_proj.weight": [width, heads * e],
+        f"{prefix}.mlp.gate_proj.weight": [inner, width],
+        f"{prefix}.mlp.up_proj.weight": [inner, width],
+        f"{prefix}.mlp.down_proj.weight": [width, inner],
+        f"{prefix}.post_attention_layernorm.weight": [width],
+    }
+
+
+def eagle1(config: Mapping[str, Any], fc_bias: bool) -> Shapes:
+    width = config["hidden_size"]
+    found: Shapes = {"fc.weight": [width, 2 * width], "embed_tokens.weight": [config["vocab_size"], width]}
+    if fc_bias:
+        found["fc.bias"] = [width]
+    for i in range(config["num_hidden_layers"]):
+        found |= llama_layer(f"layers.{i}", config, width)
+        if i > 0:
+            found[f"layers.{i}.input_layernorm.weight"] = [width]
+    return found
+
+
+def eagle3(config: Mapping[str, Any], later_norm: str, has_d2t: bool = True) -> Shapes:
+    width, target = config["hidden_size"], config.get("target_hidden_size", config["hidden_size"])
+    ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    count = config.get("num_aux_hidden_states") or len(ids)
+    found: Shapes = {
+        "fc.weight": [width, count * target],
+        "norm.weight": [width],
+        "lm_head.weight": [config["draft_vocab_size"], width],
+        "embed_tokens.weight": [config["vocab_size"], width],
+        "layers.0.input_layernorm.weight": [width],
+        "layers.0.hidden_norm.weight": [width],
+    }
+    if has_d2t and config["draft_vocab_size"] != config["vocab_size"]:
+        found["d2t"] = [config["draft_vocab_size"]]
+    if config.get("fc_norm"):
+        found |= {f"fc_norm.{k}.weight": [target] for k in range(count)}
+    for i in range(config["num_hidden_layers"]):
+        found |= llama_layer(f"layers.{i}", config, 2 * width if i == 0 else width)
+        if i > 0:
+            found[f"layers.{i}.{later_norm}.weight"] = [width]
+    return found
+
+
+def dflash(config: Mapping[str, Any]) -> Shapes:
+    width, e = config["hidden_size"], config["head_dim"]
+    found: Shapes = {
+        "fc.weight": [width, len(config["dflash_config"]["target_layer_ids"]) * width],
+        "hidden_norm.weight": [width],
+        "norm.weight": [width],
+    }
+    for i in range(config["num_hidden_layers"]):
+        found |= llama_layer(f"layers.{i}", config, width)
+        found |= {f"layers.{i}.self_attn.{name}_norm.weight": [e] for name in "qk"}
+        found[f"layers.{i}.input_layernorm.weight"] = [width]
+    return found
+
+
+def vllm_dflash(config: Mapping[str, Any]) -> Shapes:
+    found = dflash(config)
+    found["lm_head.weight"] = [config["draft_vocab_size"], config["hidden_size"]]
+    if config["draft_vocab_size"] != config["vocab_size"]:
+        found["d2t"] = [config["draft_vocab_size"]]
+    return found
+
+
+def vllm_medusa(config: Mapping[str, Any]) -> Shapes:
+    width = config["hidden_size"]
+    # Its config takes any key with "num" and "heads" in it for the number of heads, and likewise for layers.
+    heads = next(value for key, value in config.items() if "num" in key and "heads" in key)
+    layers = next(value for key, value in config.items() if "num" in key and "layers" in key)
+    found: Shapes = {}
+    for k in range(heads):
+        for i in range(layers):
+            found[f"blocks.{k}.layers.{i}.weight"] = [width, width]
+            if config.get("medusa_fc_bias", False):
+                found[f"blocks.{k}.layers.{i}.bias"] = [width]
+    lm_heads = 1 if config.get("original_lm_head") else heads
+    assert config["truncated_vocab_size"] == config["vocab_size"], "it would ask for a token_map"
+    return found | {f"lm_heads.{k}.weight": [config["vocab_size"], width] for k in range(lm_heads)}
+
+
+def midlayer_is_layer_0(name: str) -> str:
+    return name.replace("midlayer.", "layers.0.")
+
+
+def trtllm_midlayer(name: str) -> str:
+    """``midlayer`` of one layer, ``midlayer.i`` of several; restated as ``layers.i`` to be compared."""
+    return (
+        re.sub(r"^midlayer\.(?=\d)", "layers.", name) if re.match(r"midlayer\.\d", name) else midlayer_is_layer_0(name)
+    )
+
+
+LOADERS: dict[tuple[str, str], Loader] = {
+    ("vllm", "eagle1"): Loader(lambda c: eagle1(c, fc_bias=False), shared=frozenset({"embed_tokens.weight"})),
+    ("vllm", "eagle3"): Loader(
+        lambda c: eagle3(c, "input_layernorm"),
+        midlayer_is_layer_0,
+        frozenset({"embed_tokens.weight"}),
+        frozenset({"t2d"}),
+    ),
+    ("vllm", "dflash"): Loader(vllm_dflash, shared=frozenset({"lm_head.weight"}), passed_over=frozenset({"t2d"})),
+    ("vllm", "medusa"): Loader(vllm_medusa, passed_over=frozenset({"d2t", "t2d"})),
+    ("sglang", "eagle1"): Loader(lambda c: eagle1(c, fc_bias=True), shared=frozenset({"embed_tokens.weight"})),
+    ("sglang", "eagle3"): Loader(
+        lambda c: eagle3(c, "hidden_norm"),
+        midlayer_is_layer_0,
+        frozenset({"embed_tokens.weight"}),
+        frozenset({"t2d"}),
+    ),
+    ("sglang", "dflash"): Loader(dflash),
+    ("trtllm", "eagle3"): Loader(
+        lambda c: eagle3(c, "hidden_norm"), trtllm_midlayer, frozenset({"embed_tokens.weight"})
+    ),
+    ("trtllm", "dflash"): Loader(dflash),
+}

@@ -1,0 +1,92 @@
+"""One small drafter of every kind, ready to be exported: weights moved off their start, so that none is trivial."""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from hiddenstore.head import HeadBundle
+from schemas.capture import HeadSpec, TargetIdentity
+from trainer.drafters import drafter_kind
+from trainer.drafters.base import TargetSide
+from trainer.export import Checkpoint
+from trainer.vocab import DraftVocab
+
+V, U, D, N, G, E, F, LAYERS = 50, 20, 32, 2, 1, 16, 48, 8
+"""Target vocabulary, small draft vocabulary, width, query heads, key heads, head width, MLP width, target layers."""
+
+IDENTITY = TargetIdentity(
+    name="maker/target",
+    model_type="llama",
+    hidden_size=D,
+    num_layers=LAYERS,
+    vocab_size=V,
+    dtype="bfloat16",
+    config_sha256="1" * 64,
+    tokenizer_sha256="2" * 64,
+    chat_template_sha256="3" * 64,
+    weights_sha256="4" * 64,
+)
+
+
+def make_head(seed: int = 0, bias: bool = False) -> HeadBundle:
+    generator = torch.Generator().manual_seed(seed)
+    embed, lm_head = (torch.randn(V, D, generator=generator).bfloat16() for _ in range(2))
+    norm = torch.rand(D, generator=generator).bfloat16()
+    spec = HeadSpec(norm_flavour="rms", norm_eps=1e-6, tied=False)
+    return HeadBundle(
+        spec, embed, lm_head, norm, lm_head_bias=torch.randn(V, generator=generator).bfloat16() if bias else None
+    )
+
+
+def make(
+    drafter: str, known: int | None = None, head: HeadBundle | None = None, draft_len: int | None = None, **flags: Any
+) -> Checkpoint:
+    """A drafter of a kind; ``known`` tokens in its draft vocabulary (None: all), ``flags`` of its settings."""
+    head = head or make_head()
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randperm(V, generator=generator)[:known]
+    vocab = DraftVocab.full(V) if known is None else DraftVocab.of_ids(ids, V)
+    settings: dict[str, Any] = {
+        "name": drafter, "aux_layers": (1, 3, 4) if drafter in ("eagle3", "dflash") else (), "hidden_size": D,
+        "intermediate_size": F, "num_heads": N, "num_kv_heads": G, "head_dim": E, "rope_theta": 5000.0,
+        "rms_norm_eps": 1e-6, "max_position": 777, "vocab_size": vocab.size,
+    }  # fmt: skip
+    if drafter == "dflash":
+        settings |= {"mask_token_id": 7, "block_size": 4, "num_layers": 2}
+    if drafter == "medusa":
+        settings |= {"medusa_heads": 3}
+    kind = drafter_kind(drafter)
+    model = kind.build(kind.config.model_validate({**settings, **flags}), TargetSide(head, vocab), 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name == "embed_tokens.weight":
+                continue
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return Checkpoint(model.eval(), vocab, head, IDENTITY, draft_len=draft_len)
+
+
+KINDS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
+    "eagle1": ("eagle1", None, {}),
+    "eagle1 of two layers": ("eagle1", None, {"num_layers": 2}),
+    "eagle3": ("eagle3", U, {}),
+    "eagle3, whole vocabulary": ("eagle3", None, {}),
+    "eagle3 of two layers": ("eagle3", U, {"num_layers": 2}),
+    "eagle3, narrower": ("eagle3", U, {"hidden_size": 24, "train_embeddings": True}),
+    "eagle3, norm before residual": ("eagle3", U, {"norm_before_residual": True}),
+    "eagle3.1": ("eagle3", U, {"fc_norm": True, "norm_output": True}),
+    "dflash": ("dflash", None, {}),
+    "dflash, small vocabulary": ("dflash", U, {}),
+    "dflash with its own head": ("dflash", U, {"train_head": True}),
+    "medusa": ("medusa", None, {}),
+    "medusa of two blocks": ("medusa", None, {"medusa_layers": 2}),
+    "medusa, small vocabulary": ("medusa", U, {}),
+    "medusa with the original head": ("medusa", None, {"original_head": True}),
+}
+
+
+@cache
+def case(name: str) -> Checkpoint:
+    """The drafter ``KINDS`` describes under that name; one for all who ask, so nobody may change it."""
+    drafter, known, flags = KINDS[name]
+    return make(drafter, known, **flags)

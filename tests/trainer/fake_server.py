@@ -1,0 +1,120 @@
+"""A tiny OpenAI-like server on this machine whose counters are known: it answers in vLLM's or in SGLang's words."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+RECORDED = (Path(__file__).parent / "vllm_metrics.txt").read_text(encoding="utf-8")
+"""``/metrics`` of a real vLLM 0.32 with a drafter of 3 tokens, before its first request."""
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Every answer is the last question in capitals, of ``tokens`` tokens: one of the prefill, the rest by drafts that
+    accept ``accepts`` tokens in turn."""
+
+    daemon_threads = True
+
+    def __init__(
+        self, engine: str = "vllm", models: tuple[str, ...] = ("target",), accepts: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.engine, self.models, self.accepts = engine, models, accepts
+        self.tokens = 1 + sum(1 + accepted for accepted in accepts) if accepts else 7
+        self.answered = 0
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def accepted_at(self) -> list[int]:
+        """Drafts of one answer by how deep they were accepted."""
+        return [sum(accepted > depth for accepted in self.accepts) for depth in range(3)]
+
+    def metrics(self) -> str:
+        """The recorded page with this server's numbers."""
+        lines = []
+        for line in RECORDED.splitlines():
+            if not line.startswith("vllm:spec_decode"):
+                lines.append(line)
+            elif self.accepts and "_created" not in line:
+                lines.append(f"{line.rpartition(' ')[0]} {float(self.answered * self._count(line))}")
+        return "\n".join(lines) + "\n"
+
+    def _count(self, line: str) -> int:
+        if "per_pos" in line:
+            return self.accepted_at()[int(line.split('position="')[1].split('"')[0])]
+        if "draft_tokens" in line:
+            return 3 * len(self.accepts)
+        return sum(self.accepts) if "accepted_tokens" in line else len(self.accepts)
+
+    def meta_info(self) -> dict[str, Any]:
+        """What SGLang says of one answer."""
+        if not self.accepts:
+            return {"completion_tokens": self.tokens}
+        histogram = [self.accepts.count(depth) for depth in range(1 + max(self.accepts))]
+        return {
+            "completion_tokens": self.tokens,
+            "spec_verify_ct": len(self.accepts),
+            "spec_accept_token_num": sum(self.accepts),
+            "spec_draft_token_num": 3 * len(self.accepts),
+            "spec_accept_length": self.tokens / len(self.accepts),
+            "spec_accept_histogram": histogram,
+        }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._answer(json.dumps({"data": [{"id": name} for name in self.server.models]}))
+        elif self.path == "/metrics" and self.server.engine == "vllm":
+            self._answer(self.server.metrics())
+        else:
+            self._answer("not found", 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append((self.path, body))
+            self.server.answered += 1
+        if body.get("messages", [{}])[-1].get("content") == "too long":
+            self._answer(json.dumps({"error": {"message": "the prompt is longer than the context"}}), 400)
+            return
+        meta = self.server.meta_info()
+        if self.path == "/generate":
+            self._answer(json.dumps({"text": "MADE", "meta_info": meta}))
+            return
+        said = body["messages"][-1]["content"].upper() if "messages" in body else "MADE"
+        choice: dict[str, Any] = {"message": {"role": "assistant", "content": said}, "text": said}
+        if self.server.engine == "sglang" and body.get("return_meta_info"):
+            choice["meta_info"] = meta
+        self._answer(json.dumps({"choices": [choice], "usage": {"completion_tokens": self.server.tokens}}))
+
+    def _answer(self, text: str, status: int = 200) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_words: Any) -> None:
+        """Nothing."""
+
+
+@contextlib.contextmanager
+def fake_server(**how: Any) -> Iterator[FakeServer]:
+    """A server, up until the block ends."""
+    server = FakeServer(**how)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

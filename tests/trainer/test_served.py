@@ -1,0 +1,210 @@
+"""`eval --engine`: what a running server gets accepted, on a server whose counters are known."""
+
+import json
+import socket
+
+import pytest
+from click.testing import CliRunner
+from fake_server import RECORDED, fake_server
+
+from hiddenstore.cli import main
+from trainer.served.counts import DraftCounts, sglang_counts, vllm_counts
+from trainer.served.questions import read_questions
+
+ACCEPTS = (3, 0, 1, 2)
+MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Rewrite it."]}
+GSM8K = {"question": "How many clips?", "answer": "48/2 = 24 #### 24"}
+HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def close(a, b):\n", "entry_point": "close"}
+
+
+def run(words, code=0):
+    result = CliRunner().invoke(main, ["eval", *words], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def document(words):
+    return json.loads(run([*words, "--json"]).stdout)
+
+
+def error(words, code):
+    return json.loads(run([*words, "--json"], code).stderr.strip().splitlines()[-1])
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "own.jsonl"
+    rows = [{"prompt": f"one {i}", "task": "sums"} for i in range(3)] + [{"prompt": "two", "task": "tales"}]
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return str(file)
+
+
+def words(engine, server, prompts, *more):
+    return ["--engine", engine, "--server", server.url, "--prompts", prompts, *more]
+
+
+def test_the_counters_of_a_real_vllm_are_read_with_and_without_total():
+    assert vllm_counts(RECORDED) == DraftCounts(0, 0, 0, (0, 0, 0))
+    moved = RECORDED.replace("spec_decode_num_drafts_total{", "spec_decode_num_drafts{")
+    lines = [
+        line.rpartition(" ")[0] + " 5.0" if "spec_decode_num_drafts{" in line else line for line in moved.splitlines()
+    ]
+    found = vllm_counts("\n".join(lines))
+    assert found is not None
+    assert found.drafts == 5
+    assert vllm_counts("vllm:num_requests_running 1.0\n") is None
+
+
+def test_counters_of_two_engines_of_one_server_are_added():
+    page = "\n".join(
+        f'vllm:spec_decode_num_{name}_total{{engine="{engine}",model_name="m"}} {value}'
+        for engine, factor in (("0", 1), ("1", 2))
+        for name, value in (("drafts", 10 * factor), ("draft_tokens", 20 * factor), ("accepted_tokens", 6 * factor))
+    )
+    page += "".join(
+        f'\nvllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="{i}"}} {v}'
+        for i, v in enumerate((4.0, 2.0))
+    )
+    found = vllm_counts(page)
+    assert found == DraftCounts(30, 60, 18, (4, 2))
+    assert found.accepted_length == pytest.approx(1.6)
+    assert found.draft_len == 2
+
+
+def test_sglang_s_answers_say_the_same_whatever_release_spelled_them():
+    histogram = [1, 1, 1, 1]
+    older = {"completion_tokens": 11, "spec_verify_ct": 4, "spec_accept_length": 2.75}
+    newer = {"spec_num_correct_drafts": 6, "spec_num_proposed_drafts": 12, "spec_correct_drafts_histogram": histogram}
+    middle = {"spec_accept_token_num": 6, "spec_draft_token_num": 12, "spec_accept_histogram": histogram}
+    for extra in (newer, middle):
+        assert sglang_counts({**older, **extra}) == DraftCounts(4, 12, 6, (3, 2, 1))
+    assert sglang_counts(older) == DraftCounts(4, 0, 6, ())
+    assert sglang_counts({"completion_tokens": 11, "spec_verify_ct": 0}) is None
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_accepted_length_is_counted_by_task_and_for_all(engine, prompts):
+    with fake_server(engine=engine, accepts=ACCEPTS) as server:
+        found = document(words(engine, server, prompts, "--concurrency", "2"))
+    assert found["schema"] == "hiddenstore.eval/1"
+    assert [(row["task"], row["drafts"], row["answers"]) for row in found["rows"]] == [
+        ("sums", 12, 3),
+        ("tales", 4, 1),
+        ("all", 16, 4),
+    ]
+    for row in (*found["rows"], found):
+        assert row["accepted_length"] == pytest.approx(1 + sum(ACCEPTS) / len(ACCEPTS))
+        assert row["per_position"] == [0.75, 0.5, 0.25]
+        assert row["draft_len"] == 3
+    assert found["rows"][-1]["answer_tokens"] == 4 * 11
+    assert not any(row["others_were_served"] for row in found["rows"])
+
+
+def test_the_baseline_gives_a_speed_up_and_says_whether_answers_stayed_the_same(prompts, tmp_path):
+    with fake_server(accepts=ACCEPTS) as server, fake_server() as plain:
+        more = ("--baseline-server", plain.url, "--markdown", str(tmp_path / "table.md"))
+        found = document(words("vllm", server, prompts, *more))
+        shown = run(words("vllm", server, prompts, *more)).stdout
+    for row in found["rows"]:
+        assert row["speedup"] == pytest.approx(row["tokens_per_s"] / row["baseline_tokens_per_s"])
+        assert row["same_as_baseline"] == row["answers"]
+    assert "speed-up" in shown
+    table = (tmp_path / "table.md").read_text().splitlines()
+    assert table[2].count("|") == table[4].count("|") == 9
+    assert table[4].startswith("| sums | 3 | 2.50 | 0.75 0.50 0.25 |")
+
+
+def test_servers_of_other_draft_lengths_stand_below_each_other(prompts):
+    with fake_server(accepts=ACCEPTS) as one, fake_server(accepts=(0, 0)) as other:
+        found = document(words("vllm", one, prompts, "--server", other.url, "-n", "1"))
+        shown = run(words("vllm", one, prompts, "--server", other.url)).stdout
+    lengths = {(row["server"], row["task"]): row["accepted_length"] for row in found["rows"]}
+    assert lengths[one.url, "all"] == 2.5
+    assert lengths[other.url, "all"] == 1.0
+    assert {row["answers"] for row in found["rows"] if row["task"] == "sums"} == {1}
+    assert one.url in shown
+    assert other.url in shown
+
+
+def test_a_benchmark_s_own_files_are_read_and_second_turns_follow_the_first_answer(tmp_path):
+    for name, row in (("mt", MT_BENCH), ("gsm8k", GSM8K), ("humaneval", HUMANEVAL)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("mt", "gsm8k", "humaneval")]
+    found = read_questions(files)
+    assert [question.task for question in found] == ["writing", "gsm8k", "humaneval"]
+    assert found[1].history[-1]["content"] == GSM8K["question"]
+    with fake_server(accepts=ACCEPTS) as server:
+        answered = document(words("vllm", server, files[0]))
+        spoken = [body["messages"] for _, body in server.asked[1:]]
+    assert answered["answers"] == 2
+    assert [message["content"] for message in spoken[1]] == ["Write a post.", "WRITE A POST.", "Rewrite it."]
+
+
+def test_an_answer_recorded_with_the_question_is_not_shown_to_the_server(tmp_path):
+    file = tmp_path / "chats.jsonl"
+    turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    file.write_text(json.dumps({"conversations": turns}) + "\n")
+    (question,) = read_questions([str(file)])
+    assert question.history == ({"role": "system", "content": "s"}, {"role": "user", "content": "q"})
+
+
+def test_with_a_tokenizer_token_ids_are_sent_to_the_engine_s_own_endpoint(prompts, tmp_path):
+    from tiny_target import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "target")
+    for engine, path, key in (("sglang", "/generate", "input_ids"), ("vllm", "/v1/completions", "prompt")):
+        with fake_server(engine=engine, accepts=ACCEPTS) as server:
+            document(words(engine, server, prompts, "--target", str(tmp_path / "target")))
+            where, body = server.asked[-1]
+        messages = [{"role": "user", "content": "two"}]
+        assert where == path
+        assert body[key] == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def test_a_server_that_does_not_draft_is_refused_with_the_command_that_makes_one(prompts):
+    with fake_server() as server:
+        found = error(words("vllm", server, prompts), 2)
+        assert (found["kind"], server.asked) == ("no-speculation", [])
+        assert "hiddenstore serve" in found["fix"]
+        plain = run(words("http", server, prompts))
+        assert "speed only" in plain.stderr
+    with fake_server(engine="sglang") as server:
+        assert error(words("sglang", server, prompts), 2)["kind"] == "no-speculation"
+
+
+def test_another_model_several_models_and_another_baseline_are_refused(prompts):
+    with fake_server(models=("a",)) as one, fake_server(models=("b", "c")) as two:
+        assert "serves a, not z" in error(words("http", one, prompts, "--model", "z"), 2)["message"]
+        assert "several models" in error(words("http", two, prompts), 2)["message"]
+        more = ("--baseline-server", one.url)
+        with fake_server(accepts=ACCEPTS) as server:
+            found = error(words("vllm", server, prompts, *more), 2)
+    assert found["kind"] == "served-model"
+
+
+def test_a_server_that_is_not_there_and_one_that_refuses_are_said_so(prompts, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        gone = f"http://127.0.0.1:{free.getsockname()[1]}"
+    found = error(["--engine", "vllm", "--server", gone, "--prompts", prompts], 5)
+    assert found["kind"] == "server-unreachable"
+    assert gone in found["message"]
+    long = tmp_path / "long.jsonl"
+    long.write_text('{"prompt": "too long"}\n')
+    with fake_server(accepts=ACCEPTS) as server:
+        found = error(words("vllm", server, str(long)), 4)
+    assert "longer than the context" in found["message"]
+
+
+def test_bad_words_are_usage_errors(prompts):
+    assert "--prompts" in error(["--engine", "vllm", "--server", "http://127.0.0.1:1"], 2)["message"]
+    assert "http://HOST:PORT" in error(["--engine", "vllm", "--server", "here", "--prompts", prompts], 2)["message"]
+    assert "leave RUN and STORE out" in error(["run", "store", "--engine", "vllm"], 2)["message"]
+    assert "RUN and STORE" in error(["run", "store", "--server", "http://127.0.0.1:1"], 2)["message"]
+
+
+def test_drafts_for_others_meanwhile_are_noticed(prompts, monkeypatch):
+    with fake_server(accepts=ACCEPTS) as server:
+        monkeypatch.setattr(server, "tokens", 3)
+        assert "drafted for others" in run(words("vllm", server, prompts)).stderr

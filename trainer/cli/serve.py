@@ -1,0 +1,122 @@
+"""``hiddenstore serve``: the exact command and configuration that serve a target with a drafter, printed or run."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hiddenstore.cli.output import common_options, examples, output
+
+_FLAGS = "hiddenstore.serve.flags"
+
+
+class WithEngineFlags(click.Command):
+    """A command that leaves everything after ``--`` to the engine, even where DIR is left out."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[_FLAGS] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- ENGINE FLAGS…]"]
+
+
+@click.command(
+    cls=WithEngineFlags,
+    epilog=examples(
+        "hiddenstore serve drafter --target Qwen/Qwen3-8B --engine vllm",
+        "hiddenstore serve --method ngram --target Qwen/Qwen3-8B --engine sglang --print-only",
+        "hiddenstore serve drafter --target Qwen/Qwen3-8B --engine trtllm -o serve.yaml --print-only -- --tp_size 2",
+        "hiddenstore serve --check serve.yaml",
+    ),
+)
+@click.argument("drafter", required=False, metavar="[DIR]")
+@click.option("--target", help="Folder or hub id of the target.")
+@click.option("--engine", type=click.Choice(["vllm", "sglang", "trtllm"]), help="What serves it.")
+@click.option("--engine-version", metavar="V", help="Write the command for this version of the engine.")
+@click.option("--method", metavar="M", help="How to draft without a drafter: ngram, mtp, none; or what DIR is.")
+@click.option("--draft-len", type=click.IntRange(min=1), help="Tokens drafted per step. Default: the drafter's own.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the engine's speculation.")
+@click.option(
+    "--form",
+    type=click.Choice(["command", "python", "container", "bench"]),
+    default="command",
+    show_default=True,
+    help="A command, a Python program, a container, or trtllm-bench with the same file.",
+)
+@click.option("-o", "--write", "file", type=click.Path(dir_okay=False), help="Where to write the configuration file.")
+@click.option("--print-only", is_flag=True, help="Print what would run, and run nothing.")
+@click.option("--check", "checked", type=click.Path(dir_okay=False), help="Check a TensorRT-LLM YAML file instead.")
+@common_options
+def serve(drafter: str | None, **options: Any) -> None:
+    """Serve a target with a drafter: print the engine's exact command and configuration, or run it.
+
+    DIR is what ``hiddenstore export`` wrote, or a published drafter. Everything after -- goes to the engine.
+    """
+    if options["checked"]:
+        _check(options["checked"], options["engine_version"])
+        return
+    from hiddenstore.errors import ConfigError
+    from trainer.serve import serving_engine
+    from trainer.serve.launch import become, require_installed, write_files
+    from trainer.serve.resolve import Asked, plan_of, resolve
+    from trainer.serve.show import document_of, script, show
+
+    missing = [f"--{name}" for name in ("target", "engine") if not options[name]]
+    if missing:
+        raise ConfigError(
+            f"serve needs {' and '.join(missing)}",
+            kind="serve-incomplete",
+            hint="hiddenstore serve DIR --target Qwen/Qwen3-8B --engine vllm",
+        )
+    engine = serving_engine(options["engine"])
+    asked = Asked(
+        target=options["target"],
+        drafter=drafter,
+        method=options["method"],
+        draft_len=options["draft_len"],
+        version=options["engine_version"],
+        form=options["form"],
+        settings=options["settings"],
+        flags=click.get_current_context().meta[_FLAGS],
+        config_file=options["file"],
+    )
+    resolved = resolve(engine, asked)
+    plan = plan_of(engine, resolved.request)
+    runs = not options["print_only"] and output().mode != "json"
+    if runs:
+        require_installed(plan, engine, options["form"])
+    if options["file"] or runs:
+        write_files(plan.files)
+    document = document_of(resolved.request, plan, engine.name)
+    document["warnings"] = resolved.warnings
+    output().data(
+        document,
+        human=lambda: show(resolved.request, plan, engine.title),
+        quiet=script(resolved.request, plan),
+    )
+    for warning in resolved.warnings:
+        output().warn(warning)
+    for note in plan.notes:
+        output().note(note)
+    if runs:
+        become(plan)
+
+
+def _check(file: str, version: str | None) -> None:
+    from trainer.serve.trtllm_check import check_file
+
+    settings = check_file(Path(file), version)
+    kind = (settings.get("speculative_config") or {}).get("decoding_type")
+    output().data(
+        {
+            "schema": "hiddenstore.serve-check/1",
+            "file": file,
+            "valid": True,
+            "engine_version": version,
+            "decoding_type": kind,
+            "settings": settings,
+        },
+        human=f"{file}: {len(settings)} settings, nothing wrong" + (f" · {kind}" if kind else ""),
+    )
