@@ -53,7 +53,7 @@ test-engines: $(VENV)-engines/.installed
 		$(VENV)-engines/bin/python -m pytest -q -m engines -n 2 --dist loadfile tests/engines $(if $(RESULTS),--results $(RESULTS))
 
 # torchvision and its like come built for CUDA and break every import of transformers beside a torch for CPU.
-$(VENV)-engines/.installed: tests/engines/requirements.txt tests/engines/requirements-no-deps.txt constraints.txt
+$(VENV)-engines/.installed: pyproject.toml tests/engines/requirements.txt tests/engines/requirements-no-deps.txt constraints.txt
 	$(PYTHON) -m venv $(VENV)-engines
 	$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
 	$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check -r tests/engines/requirements.txt

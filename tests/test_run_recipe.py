@@ -133,6 +133,16 @@ def test_an_option_that_a_command_does_not_take_is_refused_before_anything_is_do
     assert not (tmp_path / "out").exists()
 
 
+def test_a_value_that_an_option_does_not_take_is_refused_before_anything_is_done(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", write_recipe(world, tmp_path, export={"engine": "vllm", "dtype": "fp12"})) == USAGE
+    message, fix = error_of(capsys.readouterr().err)
+    assert "fp12" in message
+    assert fix == "hiddenstore export --help"
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_a_changed_recipe_would_make_otherwise_is_refused_with_both_commands(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

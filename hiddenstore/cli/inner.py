@@ -30,12 +30,25 @@ def do(name: str, *words: str, quiet: bool = False) -> Mapping[str, Any]:
     out = output()
     if not quiet:
         out.note(f"$ hiddenstore {shlex.join([name, *words])}")
-    command = find(name)
     mode = "human" if out.is_human and not quiet else "silent"
-    context = click.get_current_context()
-    with swapped_output(mode) as inner, command.make_context(name, list(words), parent=context) as child:
-        command.invoke(child)
+    with swapped_output(mode) as inner, _context(name, words) as child:
+        child.command.invoke(child)
     return inner.document
+
+
+def check(name: str, words: Sequence[str]) -> None:
+    """Read a command line as the command would, and do nothing.
+
+    Raises:
+        click.UsageError: it takes no such option or value.
+    """
+    with swapped_output("silent"):
+        _context(name, words)
+
+
+def _context(name: str, words: Sequence[str]) -> click.Context:
+    # Under the root, so that an error names the command as it is typed.
+    return find(name).make_context(name, list(words), parent=click.get_current_context().find_root())
 
 
 def do_on_ranks(ranks: int, name: str, words: Sequence[str]) -> None:

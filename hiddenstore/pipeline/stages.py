@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from hiddenstore.cli.inner import find
+from hiddenstore.cli.inner import check, find
 from hiddenstore.errors import ConfigError
 from hiddenstore.pipeline.recipe import DrafterSection, Recipe
 
@@ -36,12 +36,14 @@ def stages_of(recipe: Recipe) -> list[Stage]:
     """Every stage in order.
 
     Raises:
-        ConfigError: ``recipe-option``: a section holds what its command does not take.
+        ConfigError: ``recipe-option``: a section holds an option that its command does not have.
+        click.UsageError: a value is none of that option's.
     """
-    return [
-        *_capture(recipe),
-        *(stage for name, one in recipe.drafters.items() for stage in _drafter(recipe, name, one)),
-    ]
+    drafters = (stage for name, one in recipe.drafters.items() for stage in _drafter(recipe, name, one))
+    stages = [*_capture(recipe), *drafters]
+    for stage in stages:
+        check(stage.command, stage.words)
+    return stages
 
 
 def _capture(recipe: Recipe) -> Iterator[Stage]:
