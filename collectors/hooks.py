@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from collectors.families import Parts, first_tensor
+from hiddenstore.codecs.base import fresh
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +44,8 @@ class StateTap:
         self._layers = tuple(aux_layers)
         self._handles: list[RemovableHandle] = []
         width, device = parts.head.hidden_size, parts.head.norm_weight.device
-        self.aux = torch.empty(len(self._layers), tokens, width, dtype=torch.bfloat16, device=device)
-        self.final = torch.empty(final_rows, width, dtype=torch.bfloat16, device=device)
+        self.aux = fresh((len(self._layers), tokens, width), torch.bfloat16, device)
+        self.final = fresh((final_rows, width), torch.bfloat16, device)
         self.batch: Sequence[Placement] = ()
 
     def __enter__(self) -> "StateTap":

@@ -8,8 +8,21 @@ import yaml
 from hiddenstore.errors import ConfigError, NotFoundError
 
 
-class _WordsLoader(yaml.BaseLoader):
-    """YAML whose scalars stay the text that was written; ``null``, ``~`` and nothing become None. Refuses a key twice.
+class KeysOnce:
+    """For a YAML loader: a key written twice is refused, of which it would silently take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _value in node.value:
+            if key.value in seen:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {key.value!r} is set twice")
+            seen.add(key.value)
+        found: dict[Any, Any] = super().construct_mapping(node, deep)  # type: ignore[misc]
+        return found
+
+
+class _WordsLoader(KeysOnce, yaml.BaseLoader):
+    """YAML whose scalars stay the text that was written; ``null``, ``~`` and nothing become None.
 
     Anchors are refused: a small file could otherwise unfold into a huge one.
     """
@@ -19,14 +32,6 @@ class _WordsLoader(yaml.BaseLoader):
             mark = self.peek_event().start_mark
             raise yaml.YAMLError(f"line {mark.line + 1}: aliases (*name) are not supported")
         return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _value in node.value:
-            if key.value in seen:
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {key.value!r} is set twice")
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 def _null_or_text(loader: _WordsLoader, node: yaml.ScalarNode) -> str | None:

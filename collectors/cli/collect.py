@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from collectors.cli.options import container_option
 from hiddenstore.cli.output import common_options, examples, output
-from hiddenstore.layout import CONTAINER_NAMES
 
 if TYPE_CHECKING:
     from collectors.job import CollectReport
@@ -47,13 +47,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="safe, compact, tiny, lossless or raw; per field: aux=q4,final=q8; auto: measure first, as advise does.",
 )
-@click.option(
-    "--container",
-    type=click.Choice(CONTAINER_NAMES),
-    default=CONTAINER_NAMES[0],
-    show_default=True,
-    help="What a segment is: a Zarr group, or a tar that stock webdataset iterates.",
-)
+@container_option
 @click.option("--batch-tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens per forward.")
 @click.option("--dtype", help="bf16, fp16 or fp32; default: the checkpoint's own.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 … for Hugging Face.")

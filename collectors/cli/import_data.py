@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from collectors.cli.options import container_option
 from collectors.cli.prepare import Share
 from collectors.importers import FORMATS
 from hiddenstore.cli.output import common_options, examples, output
-from hiddenstore.layout import CONTAINER_NAMES
 
 if TYPE_CHECKING:
     from collectors.importers.job import ImportReport
@@ -46,13 +46,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="safe, compact, tiny, lossless or raw; per field: aux=q4,final=q8.",
 )
-@click.option(
-    "--container",
-    type=click.Choice(CONTAINER_NAMES),
-    default=CONTAINER_NAMES[0],
-    show_default=True,
-    help="What a segment is: a Zarr group, or a tar that stock webdataset iterates.",
-)
+@container_option
 @click.option(
     "--max-rejects", type=Share(), default="0.1%", show_default=True, help="Share of samples that may be unusable."
 )

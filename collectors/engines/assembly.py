@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from collectors.engines import Captured, CaptureRequest
+from hiddenstore.codecs.base import fresh
 from hiddenstore.errors import CaptureError
 
 
@@ -26,8 +27,8 @@ class Assembly:
         self._missing = set(range(len(requests)))
         self._next: dict[int, int] = {}
         self._token_ids = np.empty(sum(lengths), dtype=np.int32)
-        self._aux = torch.empty(layers, sum(lengths), width, dtype=torch.bfloat16)
-        self._final = torch.empty(sum(rows), width, dtype=torch.bfloat16)
+        self._aux = fresh((layers, sum(lengths), width), torch.bfloat16)
+        self._final = fresh((sum(rows), width), torch.bfloat16)
 
     def put(self, index: int, token_ids: np.ndarray, aux: Tensor, final: Tensor, next_token: int | None = None) -> None:
         """Take the states of request ``index``: any float dtype, any device.

@@ -8,22 +8,15 @@ from typing import Any
 
 import yaml
 
+from hiddenstore.config_yaml import KeysOnce
 from hiddenstore.errors import ConfigError, NotFoundError
 from trainer.serve.fields import Field, Problem, Table, find, problems_of, refuse
 from trainer.serve.trtllm_fields import DECODING_TYPES, FILE, NEEDS_LENGTH, NEEDS_MODEL
 from trainer.serve.versions import is_within
 
 
-class _OnceLoader(yaml.SafeLoader):
-    """Safe YAML that refuses a key written twice: the engine would silently take the last."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _value in node.value:
-            if key.value in seen:
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {key.value!r} is set twice")
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
+class _OnceLoader(KeysOnce, yaml.SafeLoader):
+    """Safe YAML, each key once."""
 
 
 def check_file(path: Path, version: str | None = None) -> dict[str, Any]:
