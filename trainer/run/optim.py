@@ -15,7 +15,8 @@ from trainer.scale.parallel import shard_like, whole
 TABLES = ("embed_tokens", "lm_head")
 """Matrices whose rows are tokens: AdamW's, as Muon's author has it."""
 MUON_RATE = 2.0
-"""Muon's rate over AdamW's: see `benchmarks/results`, drafter_quality of EAGLE-3.1 and DFlash at 1x, 2x and 4x."""
+"""Muon's rate over AdamW's. On the bundled target, 300 steps, one seed, chains of 3, both parts at once, twice and four
+times the derived rate: EAGLE-3.1 1.576, 1.607, 1.520; DFlash 1.378, 1.392, 1.401; under AdamW alone 1.496 and 1.206."""
 
 
 class Optimizer:
