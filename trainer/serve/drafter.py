@@ -196,7 +196,8 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_bytes())
     except FileNotFoundError as error:
-        raise NotFoundError(f"{file} does not exist", kind="serve-missing") from error
+        hint = "hiddenstore export RUN --engine vllm|sglang|trtllm -o DIR"
+        raise NotFoundError(f"{file} does not exist", kind="serve-missing", hint=hint) from error
     except (ValueError, NotADirectoryError) as error:
         raise ConfigError(f"{file} is no JSON: {error}", kind="serve-drafter") from error
     if not isinstance(found, dict):
