@@ -90,7 +90,7 @@ class Output:
         """Print a table to stdout; ``">name"`` aligns a column to the right."""
         from hiddenstore.cli.table import build
 
-        self._show(build(columns, rows))
+        self._show(build(columns, rows, self.out.width))
 
     def pairs(self, rows: Iterable[tuple[Any, Any]]) -> None:
         """Print labels and values, one pair a line, to stdout."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore.cli.terminal import clean, clean_line
@@ -21,22 +22,24 @@ class Column:
     style: str = ""
 
 
-def build(columns: Sequence[Column | str], rows: Iterable[Sequence[Any]], indent: int = 2) -> "Padding":
+def build(columns: Sequence[Column | str], rows: Iterable[Sequence[Any]], width: int, indent: int = 2) -> "Padding":
     """A rich table of the rows; every cell is cleaned. A column is a ``Column`` or a name (``">name"``: to the right).
 
-    Cells may be ``str``, ``rich.text.Text`` or anything ``str()`` takes; None is an empty cell.
+    Cells may be ``str``, ``rich.text.Text`` or anything ``str()`` takes; None is an empty cell. Where the table would be
+    wider than ``width`` characters, headings of several words wrap before any cell is cut.
     """
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     specs = [_spec(column) for column in columns]
+    cells = [[_cell(value) for value in row] for row in rows]
     gives_way = [spec.wide for spec in specs] if any(spec.wide for spec in specs) else [True] + [False] * len(specs)
-    for spec, shrinks in zip(specs, gives_way, strict=False):
+    for spec, name, shrinks in zip(specs, _headings(specs, cells, width - indent), gives_way, strict=False):
         justify: Any = "right" if spec.right else "left"
-        table.add_column(spec.name, justify=justify, no_wrap=not shrinks, overflow="ellipsis", style=spec.style)
+        table.add_column(name, justify=justify, no_wrap=not shrinks, overflow="ellipsis", style=spec.style)
     table.show_header = any(spec.name for spec in specs)
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row))
+    for row in cells:
+        table.add_row(*row)
     return _indented(table, indent)
 
 
@@ -50,6 +53,16 @@ def pairs(rows: Iterable[tuple[Any, Any]], indent: int = 2) -> "Padding":
     for label, value in rows:
         table.add_row(_cell(label), _cell(value, keep_lines=True))
     return _indented(table, indent)
+
+
+def _headings(specs: Sequence[Column], cells: Sequence[Sequence["Text"]], width: int) -> list[str]:
+    names = [spec.name for spec in specs]
+    widest = [max((row[i].cell_len for row in cells if i < len(row)), default=0) for i in range(len(specs))]
+    stays = [0 if spec.wide else cell for spec, cell in zip(specs, widest, strict=True)]
+    if sum(map(max, stays, map(len, names))) + 2 * (len(specs) - 1) <= width:
+        return names
+    room = [max(cell, *map(len, name.split()), 1) for cell, name in zip(widest, names, strict=True)]
+    return ["\n".join(wrap(name, most)) for name, most in zip(names, room, strict=True)]
 
 
 def _spec(column: Column | str) -> Column:
