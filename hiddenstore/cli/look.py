@@ -89,17 +89,25 @@ def stats(store: str) -> None:
     output().hint("hiddenstore", "verify", store, "--meaning")
 
 
-@click.command(epilog=examples("hiddenstore diff raw-store q8-store", "hiddenstore diff a b --samples 0 --json"))
+@click.command(
+    epilog=examples("hiddenstore diff raw-store q8-store", "hiddenstore diff with-vllm with-hf --tolerance 0.01")
+)
 @click.argument("a")
 @click.argument("b")
 @click.option("--samples", default=200, show_default=True, help="Common samples to compare in numbers; 0: all of them.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    help="Equal means: target, layers and samples are the same, and no row differs by more than this of its length "
+    "(one bf16 step is at most 0.008); engine and recipe may differ.",
+)
 @common_options
-def diff(a: str, b: str, samples: int) -> None:
+def diff(a: str, b: str, samples: int, tolerance: float | None) -> None:
     """How the stores A and B differ: capture, samples held, and the states of samples both hold.
 
-    Exits 3 when anything differs. Numbers are B minus A.
+    Exits 3 when anything differs, or with --tolerance when more than that does. Numbers are B minus A.
     """
-    from hiddenstore.cli.look_views import diff_view
+    from hiddenstore.cli.diff_view import diff_view
     from hiddenstore.look.compare import compare
     from hiddenstore.progress import Progress
 
@@ -108,11 +116,13 @@ def diff(a: str, b: str, samples: int) -> None:
     total = min(common, samples) if samples else common
     with Progress("compare", total=total, unit="samples") as progress:
         found = compare(*stores, max_samples=samples or None, advance=progress.advance)
-    document = {"a": stores[0].path, "b": stores[1].path, **found.document()}
+    document = {"a": stores[0].path, "b": stores[1].path, **found.document(), "tolerance": tolerance}
+    if tolerance is not None:
+        document["beyond_tolerance"] = found.beyond(tolerance)
     output().data(document, human=lambda: diff_view(document))
     if found.only_a or found.only_b:
         output().hint("hiddenstore", "copy", a, b, "merged-store")
     else:
         output().hint("hiddenstore", "verify", b, "--meaning")
-    if found.different:
+    if found.different if tolerance is None else document["beyond_tolerance"]:
         raise click.exceptions.Exit(DIFFERENT_EXIT)

@@ -1,4 +1,4 @@
-"""How the documents of info, ls, show, stats and diff look on a terminal. Views print, and decide nothing."""
+"""How the documents of info, ls, show and stats look on a terminal. Views print, and decide nothing."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -111,34 +111,6 @@ def stats_view(document: Mapping[str, Any]) -> None:
     if document["rejects"]:
         out.print()
         out.table(("rejected because", ">samples"), ((name, count(n)) for name, n in document["rejects"].items()))
-
-
-def diff_view(document: Mapping[str, Any]) -> None:
-    """Schema, coverage, numbers, verdict."""
-    out = output()
-    heading("A " + document["a"], "")
-    heading("B " + document["b"], "")
-    if document["schema_differences"]:
-        out.table(
-            ("capture differs in", Column("A", wide=True), Column("B", wide=True)),
-            ((item["field"], _value(item["a"]), _value(item["b"])) for item in document["schema_differences"]),
-        )
-    else:
-        out.print("  capture: equal")
-    coverage = document["coverage"]
-    out.print(
-        f"  samples: {count(coverage['only_a'])} only in A · {count(coverage['both'])} in both · "
-        f"{count(coverage['only_b'])} only in B"
-    )
-    for name, text in (("other_split", "in another split"), ("other_spans", "with other turn spans")):
-        if document[name]:
-            out.print(f"  of those in both, {count(document[name])} {text}")
-    if document["not_compared"]:
-        out.print(f"  states: not compared, {document['not_compared']}")
-    else:
-        _diff_fields(document)
-    verdict = Text("  different", style="yellow") if document["different"] else Text("  equal", style="green")
-    out.print(verdict)
 
 
 def heading(title: str, more: str) -> None:
@@ -310,38 +282,3 @@ def _stats_layers(layers: Sequence[Mapping[str, Any]]) -> None:
             for row, median in zip(layers, medians, strict=True)
         ),
     )
-
-
-def _diff_fields(document: Mapping[str, Any]) -> None:
-    out = output()
-    out.print(f"  states of {plural(document['compared_samples'], 'common sample')}:")
-    out.table(
-        ("field", ">rows", ">different", ">max |B-A|", ">relative", ">cosine"),
-        (
-            (
-                row["field"],
-                count(row["rows"]),
-                percent(row["different_rows"] / row["rows"]) if row["rows"] else "–",
-                number(row["max_abs"], 3),
-                "–" if row["relative"] is None else percent(row["relative"]),
-                "–" if row["cosine"] is None else f"{row['cosine']:.6f}",
-            )
-            for row in document["fields"]
-        ),
-    )
-    for row in document["fields"]:
-        if row["nonfinite_rows"]:
-            out.print(f"  {row['field']}: {plural(row['nonfinite_rows'], 'row')} not finite on one side")
-    if document["final_normed"]:
-        out.print("  final: compared after the final norm, which one side holds it before and the other after")
-    if document["top1_agreement"] is not None:
-        agreement = percent(document["top1_agreement"])
-        out.print(
-            f"  next token (argmax through the head) agrees on {agreement} of {plural(document['top1_rows'], 'row')}"
-        )
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, str) and len(value) == 64:
-        return value[:_DIGEST_SHOWN] + "…"
-    return "–" if value is None else str(value)

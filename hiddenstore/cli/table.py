@@ -25,8 +25,8 @@ class Column:
 def build(columns: Sequence[Column | str], rows: Iterable[Sequence[Any]], width: int, indent: int = 2) -> "Padding":
     """A rich table of the rows; every cell is cleaned. A column is a ``Column`` or a name (``">name"``: to the right).
 
-    Cells may be ``str``, ``rich.text.Text`` or anything ``str()`` takes; None is an empty cell. Where the table would be
-    wider than ``width`` characters, headings of several words wrap before any cell is cut.
+    Cells may be ``str``, ``rich.text.Text`` or anything ``str()`` takes; None is an empty cell. Where the table would
+    be wider than ``width`` characters, headings of several words wrap before any cell is cut.
     """
     from rich.table import Table
 

@@ -4,12 +4,13 @@ Shapes: L aux layers, T tokens, D target width, R rows of the final hidden, n ro
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from hiddenstore.look.differences import Agreement, Comparison, FieldError
 from schemas.capture import FINAL, NormState
 from schemas.layers import field_name
 
@@ -19,117 +20,6 @@ if TYPE_CHECKING:
     from hiddenstore.store import Store
 
 DEFAULT_SAMPLES = 200
-
-
-@dataclass
-class FieldError:
-    """Differences B - A of one field over all rows compared.
-
-    ``relative`` = mean over rows of |b - a| / |a| (euclidean); ``cosine`` = mean over rows. Rows that are non-finite on
-    one side only are counted in ``nonfinite_rows`` and left out of the means; bit-identical rows count as equal
-    whatever they hold. Top tokens have no vectors to measure: of them rows are counted, and the means are None.
-    """
-
-    field: str
-    rows: int = 0
-    different_rows: int = 0
-    nonfinite_rows: int = 0
-    max_abs: float = 0.0
-    _measured: int = 0
-    _relative: float = 0.0
-    _cosine: float = 0.0
-
-    def add_top_tokens(self, a: "TopK", b: "TopK") -> None:
-        """Take in rows of top tokens of both sides, which agree when every id, log-prob and logsumexp does."""
-        pairs = ((a.ids, b.ids), (a.log_probs, b.log_probs), (a.lse[:, None], b.lse[:, None]))
-        same = torch.stack([(x == y).all(dim=-1) for x, y in pairs]).all(dim=0)
-        self.rows += a.rows
-        self.different_rows += a.rows - int(same.sum())
-
-    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Take in rows bfloat16 [n, D] of both sides."""
-        same = (a.view(torch.int16) == b.view(torch.int16)).all(dim=-1)
-        x, y = a.double(), b.double()
-        finite = x.isfinite().all(dim=-1) & y.isfinite().all(dim=-1)
-        counted = finite & ~same
-        equal = int(same.sum())
-        self.rows += a.shape[0]
-        self.different_rows += a.shape[0] - equal
-        self.nonfinite_rows += int((~finite & ~same).sum())
-        self._measured += int((finite | same).sum())
-        self._cosine += equal
-        if counted.any():
-            x, y = x[counted], y[counted]
-            difference = y - x
-            self.max_abs = max(self.max_abs, float(difference.abs().max()))
-            self._relative += float((difference.norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30)).sum())
-            self._cosine += float(torch.cosine_similarity(x, y, dim=-1, eps=1e-30).sum())
-
-    def document(self) -> dict[str, Any]:
-        """The members of one entry of ``fields``."""
-        rows = self._measured
-        return {
-            "field": self.field,
-            "rows": self.rows,
-            "different_rows": self.different_rows,
-            "nonfinite_rows": self.nonfinite_rows,
-            "max_abs": self.max_abs,
-            "relative": self._relative / rows if rows else None,
-            "cosine": self._cosine / rows if rows else None,
-        }
-
-
-@dataclass
-class Agreement:
-    """Rows on which ``argmax lm_head(norm(final))``, or the first top token held, is the same on both sides."""
-
-    rows: int = 0
-    agreeing: int = 0
-
-    @property
-    def share(self) -> float | None:
-        return self.agreeing / self.rows if self.rows else None
-
-
-@dataclass
-class Comparison:
-    """What ``diff`` found. ``final_normed``: one side's final hidden was normed, as the other side holds it."""
-
-    schema: list[dict[str, Any]]
-    only_a: list[str]
-    both: list[str]
-    only_b: list[str]
-    other_split: int = 0
-    other_spans: int = 0
-    compared: int = 0
-    fields: list[FieldError] = field(default_factory=list)
-    top1: Agreement = field(default_factory=Agreement)
-    final_normed: bool = False
-    not_compared: str | None = None
-
-    @property
-    def different(self) -> bool:
-        """Whether anything differs: schema, samples held, or a single bit of a state that was compared."""
-        changed_rows = any(error.different_rows for error in self.fields)
-        return bool(self.schema or self.only_a or self.only_b or self.other_split or self.other_spans or changed_rows)
-
-    def document(self) -> dict[str, Any]:
-        """The members of ``hiddenstore.diff/1``."""
-        return {
-            "different": self.different,
-            "schema_differences": self.schema,
-            "coverage": {"only_a": len(self.only_a), "both": len(self.both), "only_b": len(self.only_b)},
-            "only_a": self.only_a,
-            "only_b": self.only_b,
-            "other_split": self.other_split,
-            "other_spans": self.other_spans,
-            "compared_samples": self.compared,
-            "not_compared": self.not_compared,
-            "fields": [error.document() for error in self.fields],
-            "final_normed": self.final_normed,
-            "top1_rows": self.top1.rows,
-            "top1_agreement": self.top1.share,
-        }
 
 
 def compare(

@@ -200,6 +200,17 @@ def test_diff_exits_3_when_stores_differ_and_0_when_they_do_not(tmp_path: Path, 
     assert f"next: hiddenstore copy {store} {other} merged-store" in result.stderr
 
 
+def test_diff_with_a_tolerance_exits_0_within_it_and_says_what_goes_beyond(tmp_path: Path, store: str) -> None:
+    other = make_store(tmp_path / "raw", samples=12, codec="bf16").path
+    within = run("diff", store, other, "--tolerance", "0.1")
+    assert within.exit_code == 0, within.stdout
+    assert "equal within 0.1" in within.stdout
+    beyond = run("diff", store, other, "--tolerance", "0.0001")
+    assert beyond.exit_code == 3
+    assert "different: layer_" in beyond.stdout
+    assert "of its length, more than 0.0001" in beyond.stdout
+
+
 @pytest.mark.parametrize("columns", ["80", "100", "120"])
 @pytest.mark.parametrize("command", ["ls", "stats", "show", "diff"])
 def test_every_screen_fits_the_terminal(

@@ -138,7 +138,10 @@ def test_tables_fit_the_terminal_and_the_wide_column_gives_way(columns: str, mon
 def test_headings_of_several_words_wrap_before_a_cell_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     result = run(lambda: output().table(["task", ">accepted length", ">same answers"], [["s" * 9, "2.50", "4 of 4"]]))
-    assert result.stdout == "             accepted     same\n  task         length  answers\n  sssssssss      2.50   4 of 4\n"
+    assert (
+        result.stdout
+        == "             accepted     same\n  task         length  answers\n  sssssssss      2.50   4 of 4\n"
+    )
     monkeypatch.setenv("COLUMNS", "40")
     result = run(lambda: output().table([">accepted length", ">same answers"], [["2.50", "4 of 4"]]))
     assert result.stdout == "  accepted length  same answers\n             2.50        4 of 4\n"

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hiddenstore.errors import ConfigError, NotFoundError
 from hiddenstore.look import inspect
-from hiddenstore.look.compare import FieldError, compare, schema_differences, spread
+from hiddenstore.look.compare import compare, schema_differences, spread
+from hiddenstore.look.differences import FieldError
 from hiddenstore.look.sample_view import PROFILE_BINS, layer_norms, load_tokenizer, pieces, view
 from hiddenstore.records import Sample
 from hiddenstore.store import Store
@@ -217,6 +218,29 @@ def test_two_codecs_differ_in_schema_and_by_a_small_error(tmp_path: Path) -> Non
         assert document["cosine"] > 0.9995
     assert found.top1.share is not None
     assert found.top1.share > 0.9
+
+
+def test_two_codecs_are_the_same_thing_within_the_error_of_the_codec(tmp_path: Path) -> None:
+    found = compare(make_store(tmp_path / "raw", codec="bf16"), make_store(tmp_path / "q8", codec="q8"))
+    worst = max(error.worst for error in found.fields)
+    assert found.beyond(worst) == []
+    [reason] = found.beyond(0.999 * worst)
+    assert reason.endswith(f"a row differs by {worst:.2g} of its length, more than {0.999 * worst:g}")
+
+
+def test_no_tolerance_covers_other_samples_other_layers_or_one_wrong_row(tmp_path: Path) -> None:
+    one = make_store(tmp_path / "one", samples=4, codec="bf16")
+    more = compare(one, make_store(tmp_path / "more", samples=5, codec="bf16"))
+    assert "1 samples are only in B" in more.beyond(10.0)
+    layers = compare(one, make_store(tmp_path / "layers", samples=4, layers=(1, 2), codec="bf16"))
+    assert "capture.aux_layers differs" in layers.beyond(10.0)
+    a = torch.randn(1000, 8).bfloat16()
+    b = a.clone()
+    b[7] = a[8]
+    error = FieldError("layer_1")
+    error.add(a, b)
+    assert error.document()["relative"] < 0.01
+    assert len(list(error.beyond(0.1))) == 1
 
 
 def test_coverage_and_common_final_rows_are_found_across_stores(tmp_path: Path) -> None:

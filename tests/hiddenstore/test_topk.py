@@ -19,7 +19,8 @@ from hiddenstore.data import TokenBatches
 from hiddenstore.errors import ConfigError, FormatError
 from hiddenstore.head import HeadBundle
 from hiddenstore.interop.speculators import export_speculators
-from hiddenstore.look.compare import FieldError, compare
+from hiddenstore.look.compare import compare
+from hiddenstore.look.differences import FieldError
 from hiddenstore.maintain import repair
 from hiddenstore.records import TopK
 from hiddenstore.segment import encode_records
