@@ -39,7 +39,7 @@ class PrepareOptions:
 
     ``validation`` is the share of samples in the validation split, in [0, 1]; ``template`` a file that stands in for
     the target's own chat template; ``think_loss`` False leaves the thoughts of answers unsupervised; ``preset_root``
-    holds local copies of presets.
+    holds local copies of presets. ``revision`` and ``trust_remote_code`` are those of the target, as for capture.
     """
 
     loss_on: LossOn = "assistant"
@@ -50,6 +50,8 @@ class PrepareOptions:
     template: str | None = None
     workers: int | None = None
     preset_root: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
 
 
 def prepare(
@@ -80,7 +82,7 @@ def prepare(
     _check_options(options)
     sources = open_inputs(inputs, options.preset_root)
     _refuse_prompts(sources, options.loss_on)
-    folder = open_target(target)
+    folder = open_target(target, options.revision, trust_remote_code=options.trust_remote_code)
     given = read_template(options.template) if options.template is not None else None
     template = ChatTemplate(folder.tokenizer, options.loss_on, given, options.think_loss)
     template.check()

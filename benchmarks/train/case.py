@@ -42,6 +42,11 @@ class Case:
     anchors: int = 32
 
     @property
+    def steps_a_turn(self) -> int:
+        """Steps before the next engine's turn: DFlash's are short, and the first of a turn finds the caches cold."""
+        return 1 if self.drafter == "eagle3" else 8
+
+    @property
     def aux_layers(self) -> tuple[int, ...]:
         """Ids of the stored layers of an eight-layer target."""
         return (1, 3, 4) if self.drafter == "eagle3" else (1, 3)

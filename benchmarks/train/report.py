@@ -13,7 +13,8 @@ TITLES = {
     "half": "EAGLE-3, T=512, half of the tokens supervised, U = V/4 = 1,024",
     "dflash": "DFlash, S=512, blocks of 8, 32 anchors, 2 layers, 2 aux layers, V = 4,096",
 }
-METHOD = """`make bench-train`, {rounds} rounds, each engine in a process of its own, one step each in turns. A step is
+METHOD = """`make bench-train`, {rounds} rounds, each engine in a process of its own, in turns of one step
+(DFlash: eight). A step is
 forward, backward, clip and AdamW in fp32 on one thread; figures are medians of **CPU seconds of all threads**, smallest
 and largest in brackets. All engines start from the same weights and tensors, D=256, F=1,024, 4/2 heads, TTT 7; before
 the run every peer's losses are compared with ours under its settings (last column, relative, the largest of all TTT

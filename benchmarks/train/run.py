@@ -128,7 +128,7 @@ class Bench:
         return folder
 
     def speed(self, cases: dict[str, Case], rounds: int, warm: int = 2) -> dict[str, list[Found]]:
-        """Of each case: compare every peer's losses with ours, then take turns, one step each."""
+        """Of each case: compare every peer's losses with ours, then take turns."""
         rows, found = self.rows[next(iter(cases.values())).drafter], {}
         folders = {name: self.prepare(case, name) for name, case in cases.items()}
         with contextlib.ExitStack() as stack:
@@ -136,7 +136,7 @@ class Bench:
             for name, case in cases.items():
                 found[name] = [Found(row) for row in rows]
                 self._open(case, folders[name], found[name], workers)
-                self._take_turns(found[name], workers, rounds, warm)
+                self._take_turns(found[name], workers, [warm] + [case.steps_a_turn] * rounds)
         return found
 
     def memory(self, case: Case, name: str, count: int = 2) -> dict[str, Any]:
@@ -174,11 +174,11 @@ class Bench:
                 self._compare(case, one, worker, workers[0], answer["equal"])
 
     @staticmethod
-    def _take_turns(found: Sequence[Found], workers: Sequence[Process], rounds: int, warm: int) -> None:
-        for turn in range(rounds + 1):
+    def _take_turns(found: Sequence[Found], workers: Sequence[Process], turns: Sequence[int]) -> None:
+        for turn, count in enumerate(turns):
             for one, worker in zip(found, workers, strict=True):
                 if one.failed is None:
-                    answer = worker.ask("steps", count=1 if turn else warm)
+                    answer = worker.ask("steps", count=count)
                     one.failed = answer.get("failed")
                     if one.failed is None and turn:
                         one.cpu.append(answer["cpu"])

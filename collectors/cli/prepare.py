@@ -23,7 +23,10 @@ class Share(click.ParamType):
         return share
 
 
-TRAIN_ONLY = ("target", "template", "loss_on", "think_loss", "max_tokens", "overlong", "validation", "workers")
+TRAIN_ONLY = (
+    *("target", "revision", "trust_remote_code", "template"),
+    *("loss_on", "think_loss", "max_tokens", "overlong", "validation", "workers"),
+)
 
 
 @click.command(
@@ -37,6 +40,8 @@ TRAIN_ONLY = ("target", "template", "loss_on", "think_loss", "max_tokens", "over
 @click.argument("inputs", metavar="[INPUT…]", nargs=-1)
 @click.option("-o", "--out", type=click.Path(), metavar="DATA", help="Folder (generate: JSONL file) to write; new.")
 @click.option("--target", metavar="T", help="Target folder or hub id: its tokenizer and chat template.")
+@click.option("--revision", help="Commit, tag or branch of a hub id.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the repository's own Python; needs --revision COMMIT.")
 @click.option("--mix", type=click.Path(), metavar="FILE", help="YAML of sources with caps or weights, for INPUT.")
 @click.option(
     "--mode",
@@ -144,7 +149,10 @@ def _train(chosen: Any, out: str, target: str, asked: dict[str, Any]) -> None:
             f"{plural(document.reasoning_lost, 'sample')} lost the reasoning of the last answer: this chat template "
             "writes none; --template FILE names one that does"
         )
-    output().hint("hiddenstore", "collect", out, "-o", f"{out.rstrip('/')}-store", "--target", target)
+    pinned = ("--revision", asked["revision"]) if asked["revision"] else ()
+    own_code = ("--trust-remote-code",) if asked["trust_remote_code"] else ()
+    where = f"{out.rstrip('/')}-store"
+    output().hint("hiddenstore", "collect", out, "-o", where, "--target", target, *pinned, *own_code)
 
 
 def _show(answer: dict[str, Any]) -> None:

@@ -29,6 +29,8 @@ from hiddenstore.rank import Drain, Rank
 # Units and answers are small; states never pass through Ray.
 OBJECT_STORE_BYTES = 100 << 20
 CONNECT_WITHIN_S = 10.0
+# Where Ray keeps what its workers print, unless the cluster was started with another --temp-dir.
+OUTPUT = "/tmp/ray/session_latest/logs/worker-*.err"
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ class RayCrew:
         except self._ray.exceptions.RayTaskError as error:
             return Lost(f"{type(error.cause).__name__}: {error.cause}")
         except self._ray.exceptions.RayError as error:
-            return Lost(_in_short(str(error)))
+            return Lost(f"{_in_short(str(error))}; what its process said is in {OUTPUT} on its machine")
 
 
 def _actor_class(ray: Any, placement: Placement) -> Any:

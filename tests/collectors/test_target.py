@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from collectors.engines import CaptureRequest, EngineOptions
 from collectors.engines.hf import HfEngine
+from collectors.prepare import PrepareOptions, prepare
 from collectors.reference import Check, open_reference
 from collectors.target import EngineTarget, LoadOptions, load_target, load_weights
 from collectors.target_folder import open_target
@@ -190,6 +191,18 @@ def test_a_targets_own_code_runs_at_a_pinned_commit_only(hub: Path) -> None:
     loaded = load_weights(folder, LoadOptions(device="cpu"))
     assert type(loaded.model).__name__ == "OwnForCausalLM"
     assert EngineTarget(folder, None).identity == loaded.identity
+
+
+@needs_transformers_5
+def test_conversations_are_prepared_with_a_target_of_own_code_as_capture_reads_it(hub: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    chats.write_text(json.dumps({"messages": messages}))
+    with pytest.raises(ConfigError, match="cannot read the config"):
+        prepare([str(chats)], tmp_path / "data", "org/own", PrepareOptions(revision=COMMIT))
+    options = PrepareOptions(revision=COMMIT, trust_remote_code=True, loss_on="all")
+    document = prepare([str(chats)], tmp_path / "data", "org/own", options)
+    assert document.tokenizer_sha256 == open_target("org/own", COMMIT, None, True).tokenizer_sha256
 
 
 @needs_transformers_5

@@ -15,6 +15,9 @@ from trainer.attention import block_attention as attention
 from trainer.drafters.base import DrafterInUse, Seen, TargetFacts, TargetSide
 from trainer.drafters.dflash import DFLASH, DFlash, DFlashConfig
 from trainer.drafting import block_drafting
+from trainer.drafting.acceptance import DraftShape
+from trainer.drafting.decode import Limits, decode
+from trainer.drafting.evaluate import evaluate_packs
 from trainer.objectives.anchors import candidate_anchors, draw_anchors, plan_blocks
 from trainer.objectives.block_objective import BlockLoss
 from trainer.objectives.losses import StepLosses
@@ -357,8 +360,11 @@ def test_proposals_equal_the_plain_block_and_every_logit_row_is_picked_in_order(
 def test_a_draft_longer_than_the_block_is_refused_with_the_length_that_fits() -> None:
     case = make_case([12])
     use = DrafterInUse(DFLASH, case.model, case.side)
-    for attempt in (lambda: use.hits(case.batch, 4), lambda: use.live().propose(None, 4)):  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="at most 3") as raised:
+    for attempt in (
+        lambda: evaluate_packs([use], [case.batch], [DraftShape(2), DraftShape(4)]),
+        lambda: decode(None, use, [], [DraftShape(4)], Limits(1, 8)),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError, match="at most 3 tokens at a time, not 4") as raised:
             attempt()
         assert raised.value.hint == "--draft-len 3"
 

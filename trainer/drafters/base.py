@@ -217,6 +217,20 @@ class DrafterInUse:
     def needs(self) -> Needs:
         return self.kind.needs(self.model.config, None)
 
+    def require_length(self, tokens: int) -> None:
+        """Refuse drafts that this drafter cannot make.
+
+        Raises:
+            ConfigError: ``draft-len``: it proposes fewer than ``tokens`` at a time.
+        """
+        longest = self.kind.longest_draft(self.config)
+        if longest is not None and tokens > longest:
+            raise ConfigError(
+                f"this {self.kind.name} drafter proposes at most {longest} tokens at a time, not {tokens}",
+                kind="draft-len",
+                hint=f"--draft-len {longest}",
+            )
+
     @torch.no_grad()
     def hits(self, pack: PackedBatch, draft_len: int) -> Tensor:
         """See `DrafterKind.hits`."""

@@ -206,10 +206,11 @@ class LiveMedusa:
 
     @torch.inference_mode()
     def propose(self, seen: Seen, draft_len: int, pick: Pick = most_probable) -> list[int]:
-        """Target ids of the first ``draft_len`` heads, of as many as there are."""
+        """Target ids of the first ``draft_len`` heads."""
         features = self._side.head.norm(seen.final[-1:])
-        heads = range(min(draft_len, self._model.config.medusa_heads))
-        logits = [_logits(self._model.states(features, index), self._model.head_weight(index)) for index in heads]
+        logits = [
+            _logits(self._model.states(features, index), self._model.head_weight(index)) for index in range(draft_len)
+        ]
         found: list[int] = self._side.vocab.target_ids[pick(torch.cat(logits))].tolist()
         return found
 
@@ -282,7 +283,7 @@ class _MedusaKind(DrafterKind[Medusa, MedusaConfig, MedusaLoss]):
         target_ids, rows = side.vocab.target_ids, max(1, LOGIT_BUDGET // side.vocab.size)
         ahead, there = _following(pack, start, draft_len)
         text = pack.input_ids[ahead]
-        for index in range(min(draft_len, model.config.medusa_heads)):
+        for index in range(draft_len):
             states = model.states(side.normed(pack.final[at]), index)
             found = [_logits(part, model.head_weight(index)).argmax(-1) for part in states.split(rows)]
             proposed = target_ids[torch.cat(found)] if found else start

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hiddenstore.data import PackedBatch
-from hiddenstore.errors import ConfigError
 from trainer.drafters.base import Pick, Seen, most_probable
 from trainer.drafters.blocks import KVCache, Piece
 from trainer.drafting.chain import LOGIT_BUDGET, pack_drafting_positions
@@ -56,11 +55,7 @@ def block_hits(model: BlockModel, vocab: DraftVocab, pack: PackedBatch, draft_le
 
     Zero where no draft may start (`drafting_positions`). A token off the draft vocabulary is never
     proposed, so it is a miss.
-
-    Raises:
-        ConfigError: a block proposes fewer tokens than ``draft_len``.
     """
-    _check_draft_len(model.block_size, draft_len)
     hits = torch.zeros_like(pack.input_ids)
     start = pack_drafting_positions(pack)
     if not len(start):
@@ -94,15 +89,6 @@ def _logits(weight: Tensor, states: Tensor) -> Tensor:
     return (states.to(weight.dtype) @ weight.T).float()
 
 
-def _check_draft_len(block_size: int, draft_len: int) -> None:
-    if draft_len >= block_size:
-        raise ConfigError(
-            f"a block of {block_size} slots drafts at most {block_size - 1} tokens, not {draft_len}",
-            kind="draft-len",
-            hint=f"--draft-len {block_size - 1}",
-        )
-
-
 class LiveBlocks:
     """The drafter beside a live target; a `trainer.drafters.base.Live`."""
 
@@ -117,12 +103,7 @@ class LiveBlocks:
 
     @torch.inference_mode()
     def propose(self, seen: Seen, draft_len: int, pick: Pick = most_probable) -> list[int]:
-        """K target ids, all of one forward.
-
-        Raises:
-            ConfigError: a block proposes fewer tokens than ``draft_len``.
-        """
-        _check_draft_len(self._model.block_size, draft_len)
+        """K target ids, all of one forward."""
         device = self._target_ids.device
         context = self._extended(seen.aux.to(device))
         known = context[0][0].shape[0]

@@ -83,9 +83,11 @@ def decode(
     without one decoding is greedy and every answer is compared with the plain one.
 
     Raises:
-        ConfigError: no prompt could be decoded; a tree was asked for where there is none, or together with a ``rule``.
+        ConfigError: no prompt could be decoded; the drafter cannot draft as long as a shape asks; a tree was asked for
+            where there is none, or together with a ``rule``.
         CaptureError: nothing was drafted, or the target ran more often than drafts and prefills account for.
     """
+    drafter.require_length(max(shape.length for shape in shapes))
     result = Decoded([Run(Tally(shape.length, shape.width)) for shape in shapes])
     generators = [_generator(target, drafter, shape, limits.max_new_tokens) for shape in shapes]
     room = limits.max_new_tokens + max(shape.length for shape in shapes)

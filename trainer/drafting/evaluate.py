@@ -80,7 +80,13 @@ def evaluate_packs(
     device: str = "cpu",
     on_pack: Callable[[int], None] | None = None,
 ) -> list[Evaluation]:
-    """Walk every sample of ``packs`` with each drafter; ``on_pack`` is called with the tokens of each pack."""
+    """Walk every sample of ``packs`` with each drafter; ``on_pack`` is called with the tokens of each pack.
+
+    Raises:
+        ConfigError: a drafter cannot draft as long as a shape asks.
+    """
+    for drafter in drafters:
+        drafter.require_length(max(shape.length for shape in shapes))
     results = [Evaluation([Tally(shape.length, shape.width) for shape in shapes], []) for _ in drafters]
     chain = max((shape.length for shape in shapes if shape.width == 1), default=0)
     for pack in packs:
