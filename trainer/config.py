@@ -172,6 +172,10 @@ def load_config(
     if settings.said("drafter.rope_scaling", file, words):
         # One scaling is not the other with a key changed.
         defaults["drafter"]["rope_scaling"] = None
+    for _, batch_tokens in settings.said("data.batch_tokens", file, words)[-1:]:
+        if isinstance(batch_tokens, int) and batch_tokens > 0:
+            # A smaller batch is one smaller pack; a larger one is several.
+            defaults["data"]["pack_tokens"] = min(defaults["data"]["pack_tokens"], batch_tokens)
     return settings.load(config_class(name), file, words, defaults)
 
 
