@@ -173,9 +173,9 @@ def load_config(
         # One scaling is not the other with a key changed.
         defaults["drafter"]["rope_scaling"] = None
     for _, batch_tokens in settings.said("data.batch_tokens", file, words)[-1:]:
-        if isinstance(batch_tokens, int) and batch_tokens > 0:
+        if str(batch_tokens).isdecimal() and int(batch_tokens) > 0:
             # A smaller batch is one smaller pack; a larger one is several.
-            defaults["data"]["pack_tokens"] = min(defaults["data"]["pack_tokens"], batch_tokens)
+            defaults["data"]["pack_tokens"] = min(defaults["data"]["pack_tokens"], int(batch_tokens))
     return settings.load(config_class(name), file, words, defaults)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from collectors.conversations import decoded_row
 from collectors.dataset_sources import open_table
-from collectors.presets.shapes import Shape
+from collectors.presets.json_splits import open_json_split
+from collectors.presets.shapes import Shape, leaves_question_out
 from collectors.presets.table import PRESETS, Part, Preset
 from collectors.rows import Problem, Row, Source
 from collectors.sources import PRESET, open_file
@@ -79,13 +80,14 @@ def _single_file(root: str | Path | None, name: str) -> Path | None:
 
 
 def _open(part: Part, shape: Shape, root: str | Path | None) -> Source:
-    if root is None:
-        return open_table(part.hub, part.config, part.split, shape.wanted)
-    folder = _local_copy(part, Path(root))
-    config = part.config
-    if config is not None and not (folder / "README.md").is_file() and (folder / config).is_dir():
-        folder, config = folder / config, None  # Without its card nothing else says which files a config has.
-    return open_table(str(folder), config, part.split, shape.wanted, label=part.hub)
+    name, config = part.hub, part.config
+    if root is not None:
+        folder = _local_copy(part, Path(root))
+        if config is not None and not (folder / "README.md").is_file() and (folder / config).is_dir():
+            folder, config = folder / config, None  # Without its card nothing else says which files a config has.
+        name = str(folder)
+    rows = open_json_split(name, config, part.split, shape.wanted, str(part))
+    return rows or open_table(name, config, part.split, shape.wanted, label=part.hub)
 
 
 def _local_copy(part: Part, root: Path) -> Path:
@@ -114,7 +116,11 @@ def _read(row: Row, shape: Shape) -> Any:
     if isinstance(value, Problem):
         return value
     try:
-        return shape.read(value)
-    except (LookupError, TypeError, StopIteration) as error:
+        found = shape.read(value)
+    except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
         detail = f"a row of this preset holds {', '.join(shape.columns)}: {type(error).__name__} {error}"
         return Problem(row.place, "preset-row", detail)
+    if leaves_question_out(found["messages"]):
+        detail = "the publisher left the question out; it has to be put back from the set that it came from"
+        return Problem(row.place, "question-left-out", detail)
+    return found

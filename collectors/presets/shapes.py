@@ -1,13 +1,17 @@
 """How a row of a published dataset becomes a row with ``messages``: one small function for each shape of row."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from collectors.presets.hermes import structured_turns
 from collectors.rows import MESSAGE_COLUMNS, TOOLS_COLUMN
 from hiddenstore.errors import ConfigError
 
 Table = dict[str, Any]
+
+_LEFT_OUT = "-"
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,23 @@ def _with_system_column(row: Table) -> Table:
     return {"messages": [*_system(row.get("system")), *messages]}
 
 
+def _with_tools_in_metadata(row: Table) -> Table:
+    """Nemotron v1: ``metadata`` is text, a JSON object with the tools where a conversation has some."""
+    metadata = row.get("metadata") or ""
+    about = json.loads(metadata) if metadata.lstrip().startswith("{") else {}
+    return _with_tools(_turns(row), {TOOLS_COLUMN: about.get(TOOLS_COLUMN)})
+
+
+def _hermes(row: Table) -> Table:
+    messages = _turns(row)["messages"]
+    return _with_tools({"messages": structured_turns(messages) if row.get(TOOLS_COLUMN) else messages}, row)
+
+
+def _with_generated_answer(row: Table) -> Table:
+    """Nebius: the question is the first turn of the conversation, its own answer stands beside it."""
+    return {"messages": [row["conversation"][0], row["generated_message"]]}
+
+
 def _system(text: Any) -> list[Table]:
     return [_message("system", text)] if isinstance(text, str) and text.strip() else []
 
@@ -77,13 +98,18 @@ def _instruction(row: Table) -> Table:
 
 
 def _questions(row: Table) -> Table:
-    """MT-Bench: the user's turns as a list of texts."""
-    return {"messages": [_message("user", text) for text in row["prompt"]]}
+    """MT-Bench: the user's turns as a list of texts, which FastChat's own file calls ``turns``."""
+    return {"messages": [_message("user", text) for text in row.get("prompt") or row["turns"]]}
 
 
 def _unfinished_code(row: Table) -> Table:
     asked = "Complete this Python function so that it does what its docstring says."
     return {"messages": [_message("user", f"{asked}\n```python\n{row['prompt']}\n```")]}
+
+
+def _news(row: Table) -> Table:
+    question = f"Summarize this article in a few sentences.\n\n{row['article']}"
+    return {"messages": [_message("user", question), _message("assistant", row["highlights"])]}
 
 
 def _message(role: str, content: Any) -> Table:
@@ -92,6 +118,16 @@ def _message(role: str, content: Any) -> Table:
 
 def _with_tools(found: Table, row: Table) -> Table:
     return found | ({TOOLS_COLUMN: row[TOOLS_COLUMN]} if row.get(TOOLS_COLUMN) is not None else {})
+
+
+def leaves_question_out(messages: Any) -> bool:
+    """Whether a user's turn is the dash that stands for a question its publisher may not give away."""
+    turns = messages if isinstance(messages, list) else []
+    return any(
+        turn.get("role") == "user" and isinstance(turn.get("content"), str) and turn["content"].strip() == _LEFT_OUT
+        for turn in turns
+        if isinstance(turn, dict)
+    )
 
 
 def pair(question: str, answer: str) -> Shape:
@@ -110,6 +146,10 @@ def prompt(question: str) -> Shape:
 
 MESSAGES = Shape(("messages",), _turns, (TOOLS_COLUMN,))
 CONVERSATIONS = Shape(("conversations",), _turns, (TOOLS_COLUMN,))
+MESSAGES_AND_METADATA = Shape(("messages",), _with_tools_in_metadata, ("metadata",))
+HERMES = Shape(("conversations",), _hermes, (TOOLS_COLUMN,))
+GENERATED_ANSWER = Shape(("conversation", "generated_message"), _with_generated_answer)
+NEWS = Shape(("article", "highlights"), _news)
 CONVERSATIONS_AND_SYSTEM = Shape(("conversations",), _with_system_column, ("system",))
 INPUT_OUTPUT = Shape(("input", "output"), _input_and_output, ("system_prompt",))
 INSTRUCTION = Shape(("instruction", "output"), _instruction, ("input",))

@@ -6,9 +6,13 @@ from typing import Any
 from collectors.presets.shapes import (
     CONVERSATIONS,
     CONVERSATIONS_AND_SYSTEM,
+    GENERATED_ANSWER,
+    HERMES,
     INPUT_OUTPUT,
     INSTRUCTION,
     MESSAGES,
+    MESSAGES_AND_METADATA,
+    NEWS,
     QUESTIONS,
     UNFINISHED_CODE,
     Shape,
@@ -90,6 +94,11 @@ _V3_SWE = (
     *_splits("nvidia/Nemotron-SWE-v1", "r2e_gym"),
     *_splits("nvidia/Nemotron-SFT-SWE-v2", "agentless", "openhands_swe"),
 )
+_V3_OPENCODE = _splits(
+    "nvidia/Nemotron-SFT-OpenCode-v1",
+    *("general", "bash_only_tool", "bash_only_tool_skills"),
+    *("question_tool", "agent_skills", "agent_skills_question_tool"),
+)
 _V3_MULTILINGUAL = _splits(
     "nvidia/Nemotron-SFT-Multilingual-v1",
     *(f"{topic}_{language}" for topic in ("code", "math", "stem") for language in ("de", "es", "fr", "it", "ja", "zh")),
@@ -119,11 +128,17 @@ PRESETS: dict[str, Preset] = {
     "magpie-mt-300k": _one("Magpie-Align/Magpie-Pro-MT-300K-v0.1", CONVERSATIONS, "300k of several turns, Llama 3 70B"),
     "magpie-qwen2.5": _one("Magpie-Align/Magpie-Qwen2.5-Pro-1M-v0.1", CONVERSATIONS, "1M of Qwen2.5 72B, unfiltered"),
     "daring-anteater": _one("nvidia/Daring-Anteater", CONVERSATIONS_AND_SYSTEM, "100k of chat, math, JSON, roleplay"),
-    "eaglechat": _one("zhaode/EagleChat", CONVERSATIONS, "the chat set of EAGLE retrainings"),
+    "eaglechat": Preset(
+        _splits("zhaode/EagleChat", "train"),
+        CONVERSATIONS,
+        "1M of chat in English and Chinese, for EAGLE",
+        is_multilingual=True,
+    ),
+    # Its code split holds a dash for every question.
     "nemotron-v1": Preset(
-        _splits("nvidia/Nemotron-Post-Training-Dataset-v1", "chat", "code", "math", "stem", "tool_calling"),
-        MESSAGES,
-        "25M of chat, code, math, stem, tools",
+        _splits("nvidia/Nemotron-Post-Training-Dataset-v1", "chat", "math", "stem", "tool_calling"),
+        MESSAGES_AND_METADATA,
+        "24M of chat, math, stem, tools; chat questions from LMSYS left out",
     ),
     "nemotron-v2": Preset(_splits(_V2, "chat", "code", "math", "stem"), MESSAGES, "English part of 6M (gated)"),
     "nemotron-v2-multilingual": Preset(
@@ -135,16 +150,17 @@ PRESETS: dict[str, Preset] = {
     "nemotron-v3": Preset(
         (*_V3_MATH, *_V3_CODE, *_V3_CHAT, *_V3_SCIENCE, *_V3_SAFETY, *_V3_FINANCE),
         MESSAGES,
-        "all of v3 below that is English and needs no tools",
+        "all of v3 below that is English and not an agent's work",
     ),
     "nemotron-v3-math": Preset(_V3_MATH, MESSAGES, "math and Lean proofs"),
-    "nemotron-v3-code": Preset(_V3_CODE, MESSAGES, "competitive programming"),
+    "nemotron-v3-code": Preset(_V3_CODE, MESSAGES, "competitive programming; some questions left out"),
     "nemotron-v3-chat": Preset(_V3_CHAT, MESSAGES, "chat and instructions"),
     "nemotron-v3-science": Preset(_V3_SCIENCE, MESSAGES, "multiple choice and open science questions"),
     "nemotron-v3-safety": Preset(_V3_SAFETY, MESSAGES, "refusals and safe answers"),
     "nemotron-v3-finance": Preset(_V3_FINANCE, MESSAGES, "finance"),
     "nemotron-v3-agentic": Preset(_V3_AGENTIC, MESSAGES, "agents with tools"),
     "nemotron-v3-swe": Preset(_V3_SWE, MESSAGES, "repairs of repositories, with tools"),
+    "nemotron-v3-opencode": Preset(_V3_OPENCODE, MESSAGES, "coding at a terminal, with tools"),
     "nemotron-v3-multilingual": Preset(
         _V3_MULTILINGUAL, MESSAGES, "code, math, stem in six languages", is_multilingual=True
     ),
@@ -154,7 +170,19 @@ PRESETS: dict[str, Preset] = {
     "smoltalk": _one("HuggingFaceTB/smoltalk", MESSAGES, "1M of instructions", config="all"),
     "tulu-3": _one("allenai/tulu-3-sft-mixture", MESSAGES, "940k, the SFT mixture of Tülu 3"),
     "hermes-tools": _one(
-        "NousResearch/hermes-function-calling-v1", CONVERSATIONS, "several turns with tool calls", config="func_calling"
+        "NousResearch/hermes-function-calling-v1", HERMES, "several turns with tool calls", config="func_calling"
+    ),
+    "openhermes": _one("teknium/OpenHermes-2.5", CONVERSATIONS, "1M of instructions, written by GPT-4"),
+    "openthoughts": _one(
+        "open-thoughts/OpenThoughts3-1.2M", CONVERSATIONS, "1.2M of math, code, science, with thoughts"
+    ),
+    "openthoughts-114k": _one(
+        "open-thoughts/OpenThoughts-114k", CONVERSATIONS_AND_SYSTEM, "114k with thoughts in tags of their own"
+    ),
+    "infinity-llama3.1-8b": _one(
+        "nebius/Llama-3.1-8B-Instruct-Infinity-Instruct-0625",
+        GENERATED_ANSWER,
+        "Infinity-Instruct answered by Llama 3.1 8B",
     ),
     "alpaca": _one("tatsu-lab/alpaca", INSTRUCTION, "52k instructions"),
     "codealpaca": _one("sahil2801/CodeAlpaca-20k", INSTRUCTION, "20k coding instructions"),
@@ -179,8 +207,9 @@ PRESETS: dict[str, Preset] = {
     "camel": Preset(
         tuple(Part(f"camel-ai/{subject}") for subject in ("biology", "chemistry", "physics")),
         pair("message_1", "message_2"),
-        "science questions, 60k",
+        "science questions, 60k (not for commercial use)",
     ),
+    "cnn-dailymail": _one("abisee/cnn_dailymail", NEWS, "287k news articles to summarize", config="3.0.0"),
     "gsm8k": _one("openai/gsm8k", pair("question", "answer"), "7.5k school math, with answers", config="main"),
     "hendrycks-math": Preset(
         tuple(Part("EleutherAI/hendrycks_math", config=subject) for subject in _MATH_SUBJECTS),
@@ -192,8 +221,8 @@ PRESETS: dict[str, Preset] = {
     "humaneval": _one("openai/openai_humaneval", UNFINISHED_CODE, "164 functions to write", "test"),
     "mbpp": _one("google-research-datasets/mbpp", prompt("prompt"), "small Python tasks", "test", "sanitized"),
 }
-"""Hub ids, splits and columns as the datasets' cards and the preparation scripts of SpecForge, speculators and
-ModelOpt give them in 2026."""
+"""Hub ids, splits and columns as the datasets' cards and public code that reads them give them in 2026; docs/data.md
+says which of them rest on what."""
 
 
 def preset_rows() -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError
 Q, A = "What is two and two?", "It is four."
 MESSAGES = {"messages": [{"role": "user", "content": Q}, {"role": "assistant", "content": A}]}
 SHAREGPT = {"conversations": [{"from": "human", "value": Q}, {"from": "gpt", "value": A}]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 NEMOTRON = {"messages": [{"role": "system", "content": ""}, *MESSAGES["messages"]], "category": "chat", "uuid": "u"}
 
 DOCUMENTED: dict[str, dict[str, Any]] = {
@@ -35,7 +36,7 @@ DOCUMENTED: dict[str, dict[str, Any]] = {
             {"from": "Assistant", "value": A, "label": "quality:4"},
         ],
     },
-    "nemotron-v1": {**NEMOTRON, "metadata": "{}"},
+    "nemotron-v1": {**NEMOTRON, "reasoning": "on", "metadata": json.dumps({"tools": [TOOL]})},
     "nemotron-v2": NEMOTRON,
     "nemotron-v3-science": {**MESSAGES, "uuid": "u", "tools": None},
     "llama-nemotron": {
@@ -48,10 +49,23 @@ DOCUMENTED: dict[str, dict[str, Any]] = {
     "tulu-3": {"id": "x", **MESSAGES, "source": "ai2"},
     "hermes-tools": {
         "id": "x",
-        "conversations": [{"from": "system", "value": "You call functions."}, *SHAREGPT["conversations"]],
-        "tools": '[{"type": "function", "function": {"name": "add"}}]',
+        "conversations": [
+            {"from": "system", "value": f"You call functions. <tools>\n{[TOOL]}\n</tools> …"},
+            *SHAREGPT["conversations"],
+        ],
+        "tools": json.dumps([TOOL]),
         "task": "t",
     },
+    "openthoughts-114k": {
+        "system": "Think first.",
+        "conversations": [{"from": "user", "value": Q}, {"from": "assistant", "value": A}],
+    },
+    "infinity-llama3.1-8b": {
+        "id": 1,
+        "conversation": [{"role": "user", "content": Q}],
+        "generated_message": {"role": "assistant", "content": A},
+    },
+    "cnn-dailymail": {"article": Q, "highlights": A, "id": "42c0"},
     "alpaca": {"instruction": "Answer.", "input": Q, "output": A, "text": "…"},
     "opencodeinstruct": {"id": "x", "input": Q, "output": A, "domain": "generic", "average_test_score": "1"},
     "openmathreasoning": {"problem": Q, "generated_solution": A, "expected_answer": "4"},
@@ -110,10 +124,85 @@ def test_a_row_as_documented_becomes_a_conversation(name: str, tmp_path: Path) -
         assert said == [("user", Q)]
     elif name == "alpaca":
         assert said == [("user", f"Answer.\n\n{Q}"), ("assistant", A)]
+    elif name == "cnn-dailymail":
+        assert said == [("user", f"Summarize this article in a few sentences.\n\n{Q}"), ("assistant", A)]
     else:
-        first = {"hermes-tools": "You call functions.", "llama-nemotron": "detailed thinking off"}.get(name)
+        first = {"openthoughts-114k": "Think first.", "llama-nemotron": "detailed thinking off"}.get(name)
         assert said == [*([("system", first)] if first else []), ("user", Q), ("assistant", A)]
-    assert bool(found[0].tools) == (name == "hermes-tools")
+    assert found[0].tools == ([TOOL] if name in ("hermes-tools", "nemotron-v1") else None)
+
+
+def test_tool_calls_that_a_set_writes_into_its_text_become_members(tmp_path: Path) -> None:
+    turns = [
+        {"from": "system", "value": f"You call functions.\n<tools>\n{[TOOL]}\n</tools>\n"},
+        {"from": "human", "value": Q},
+        {"from": "gpt", "value": "<tool_call>\n{'arguments': {'a': 2, 'b': True}, 'name': 'add'}\n</tool_call>\n"},
+        {"from": "tool", "value": '<tool_response>\n{"name": "add", "content": 4}\n</tool_response>\n'},
+        {"from": "gpt", "value": 'So:\n<tool_call>{"name": "add", "arguments": {}}</tool_call>'},
+        {"from": "tool", "value": "<tool_response>1</tool_response>\n<tool_response>2</tool_response>"},
+        {"from": "gpt", "value": A},
+    ]
+    row = {"conversations": turns, "tools": json.dumps([TOOL])}
+    (tmp_path / "hermes-tools.jsonl").write_text(json.dumps(row) + "\n")
+    (found,) = conversations("hermes-tools", tmp_path)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": True}}}
+    assert found.messages == [
+        {"role": "user", "content": Q},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": '{"name": "add", "content": 4}'},
+        {
+            "role": "assistant",
+            "content": "So:",
+            "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}],
+        },
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": A},
+    ]
+    assert found.tools == [TOOL]
+
+
+@pytest.mark.parametrize("call", ["{add", "__import__('os').getcwd()", "[1]", '{"arguments": {}}'])
+def test_a_tool_call_that_cannot_be_read_costs_its_row_alone(tmp_path: Path, call: str) -> None:
+    asked = {"from": "human", "value": Q}
+    row = {"conversations": [asked, {"from": "gpt", "value": f"<tool_call>{call}</tool_call>"}], "tools": "[{}]"}
+    (tmp_path / "hermes-tools.jsonl").write_text(json.dumps(row) + "\n")
+    (source,) = open_preset("preset:hermes-tools", tmp_path)
+    (found,) = [parse_row(item) for item in source.rows()]
+    assert isinstance(found, Problem)
+    assert found.reason == "preset-row"
+
+
+@pytest.mark.parametrize(("name", "key"), [("nemotron-v3-code", "messages"), ("opencodereasoning", None)])
+def test_a_row_whose_question_was_left_out_is_a_problem(tmp_path: Path, name: str, key: str | None) -> None:
+    def row(question: str) -> dict[str, Any]:
+        asked = {"role": "user", "content": question}
+        return {key: [asked, {"role": "assistant", "content": A}]} if key else {"input": question, "output": A}
+
+    (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row(question)) for question in ("-", Q)) + "\n")
+    (source,) = open_preset(f"preset:{name}", tmp_path)
+    assert [getattr(parse_row(item), "reason", "") for item in source.rows()] == ["question-left-out", ""]
+
+
+@pytest.mark.parametrize("metadata", [None, "", "from a forum", "{}", '{"tools": null}'])
+def test_a_row_of_nemotron_v1_without_tools_is_a_conversation(tmp_path: Path, metadata: str | None) -> None:
+    (tmp_path / "nemotron-v1.jsonl").write_text(json.dumps({**NEMOTRON, "metadata": metadata}) + "\n")
+    (found,) = conversations("nemotron-v1", tmp_path)
+    assert found.tools is None
+
+
+def test_the_code_of_nemotron_v1_is_read_only_when_it_is_asked_for(tmp_path: Path) -> None:
+    assert "code" not in [part.split for part in PRESETS["nemotron-v1"].parts]
+    copy_of(tmp_path, Part(PRESETS["nemotron-v1"].parts[0].hub, "code"), DOCUMENTED["nemotron-v1"])
+    (source,) = open_preset("preset:nemotron-v1:code", tmp_path)
+    assert source.count == 1
+
+
+def test_the_question_file_of_fastchat_serves_as_mt_bench(tmp_path: Path) -> None:
+    row = {"question_id": 81, "category": "writing", "turns": [Q, "And three?"]}
+    (tmp_path / "mt-bench.jsonl").write_text(json.dumps(row) + "\n")
+    (found,) = conversations("mt-bench", tmp_path)
+    assert [message["content"] for message in found.messages] == [Q, "And three?"]
 
 
 def test_every_preset_has_the_shape_of_a_documented_one() -> None:
