@@ -1,6 +1,5 @@
 """One run over one shard: its conversations, who answers them, and what is counted while answers come."""
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,6 +10,7 @@ from collectors.regenerating.answers import AnswerLog
 from collectors.regenerating.options import RegenerateOptions, RegenerateReport
 from collectors.regenerating.rewrite import Reply, Rewrite
 from collectors.rows import Source
+from hiddenstore import api_key
 from hiddenstore.errors import ConfigError
 from hiddenstore.progress import Progress
 
@@ -74,7 +74,7 @@ class Work:
             temperature=options.temperature,
             max_new_tokens=options.max_new_tokens,
             top_p=options.top_p,
-            api_key=_api_key(options.api_key_env),
+            api_key=api_key.from_environment(options.api_key_env),
             timeout_s=options.timeout_s,
             retries=options.retries,
             extra=options.extra,
@@ -118,17 +118,6 @@ class Work:
             if is_done:
                 self._report.count(rewrite)
             self._progress.advance(1, tokens=self._report.new_tokens, looping=self._report.dropped["looping"])
-
-
-def _api_key(name: str | None) -> str | None:
-    if name is None:
-        return None
-    key = os.environ.get(name, "")
-    if not key or key != key.strip() or not key.isascii():
-        raise ConfigError(
-            f"the environment variable {name} holds no key", kind="api-key-missing", hint=f"export {name}=…"
-        )
-    return key
 
 
 def _with_only_model(settings: Any) -> Any:

@@ -14,15 +14,19 @@ RECORDED = (Path(__file__).parent / "vllm_metrics.txt").read_text(encoding="utf-
 
 class FakeServer(ThreadingHTTPServer):
     """Every answer is the last question in capitals, of ``tokens`` tokens: one of the prefill, the rest by drafts that
-    accept ``accepts`` tokens in turn."""
+    accept ``accepts`` tokens in turn. With a ``key`` it answers nobody without."""
 
     daemon_threads = True
 
     def __init__(
-        self, engine: str = "vllm", models: tuple[str, ...] = ("target",), accepts: tuple[int, ...] = ()
+        self,
+        engine: str = "vllm",
+        models: tuple[str, ...] = ("target",),
+        accepts: tuple[int, ...] = (),
+        key: str | None = None,
     ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.engine, self.models, self.accepts = engine, models, accepts
+        self.engine, self.models, self.accepts, self.key = engine, models, accepts, key
         self.tokens = 1 + sum(1 + accepted for accepted in accepts) if accepts else 7
         self.answered = 0
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -72,6 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
     server: FakeServer
 
     def do_GET(self) -> None:
+        if not self._is_let_in():
+            return
         if self.path == "/v1/models":
             self._answer(json.dumps({"data": [{"id": name} for name in self.server.models]}))
         elif self.path == "/metrics" and self.server.engine == "vllm":
@@ -81,6 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self._is_let_in():
+            return
         with self.server.lock:
             self.server.asked.append((self.path, body))
             self.server.answered += 1
@@ -96,6 +104,14 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.engine == "sglang" and body.get("return_meta_info"):
             choice["meta_info"] = meta
         self._answer(json.dumps({"choices": [choice], "usage": {"completion_tokens": self.server.tokens}}))
+
+    def _is_let_in(self) -> bool:
+        """A server with a key repeats what it was sent in its refusal, as some do."""
+        said = self.headers.get("Authorization", "")
+        let_in = self.server.key is None or said == f"Bearer {self.server.key}"
+        if not let_in:
+            self._answer(json.dumps({"error": {"message": f"not a key: {said}"}}), 401)
+        return let_in
 
     def _answer(self, text: str, status: int = 200) -> None:
         self.send_response(status)

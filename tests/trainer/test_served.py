@@ -114,6 +114,19 @@ def test_the_baseline_gives_a_speed_up_and_says_whether_answers_stayed_the_same(
     assert table[4].startswith("| sums | 3 | 2.50 | 0.75 0.50 0.25 |")
 
 
+def test_a_key_comes_from_the_environment_and_is_never_shown(prompts, monkeypatch):
+    monkeypatch.setenv("RIGHT_KEY", "right-key")
+    monkeypatch.setenv("WRONG_KEY", "wrong-key")
+    with fake_server(accepts=ACCEPTS, key="right-key") as server:
+        found = document(words("vllm", server, prompts, "--api-key-env", "RIGHT_KEY"))
+        refused = error(words("vllm", server, prompts, "--api-key-env", "WRONG_KEY"), 4)
+        unset = error(words("vllm", server, prompts, "--api-key-env", "NO_SUCH_KEY"), 2)
+    assert found["rows"][-1]["answer_tokens"] == 4 * 11
+    assert "right-key" not in json.dumps(found)
+    assert (refused["kind"], unset["kind"]) == ("server-refused", "api-key-missing")
+    assert refused["message"].endswith("answered 401: not a key: Bearer …")
+
+
 def test_servers_of_other_draft_lengths_stand_below_each_other(prompts):
     with fake_server(accepts=ACCEPTS) as one, fake_server(accepts=(0, 0)) as other:
         found = document(words("vllm", one, prompts, "--server", other.url, "-n", "1"))

@@ -24,6 +24,7 @@ def served_options(function: F) -> F:
         click.option("--server", "servers", multiple=True, metavar="URL", help="Of the server; several make a table."),
         click.option("--baseline-server", metavar="URL", help="The same target without speculation, for the speed-up."),
         click.option("--prompts", "prompts", multiple=True, metavar="FILE", help="JSONL of questions; repeatable."),
+        click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the servers' key."),
         click.option("--model", help="The served model, where a server has several."),
         click.option("--target", help="Render prompts with this tokenizer here, and send token ids."),
         click.option("-n", "--count", type=click.IntRange(min=1), help="Questions of each task. Default: all."),
@@ -116,10 +117,12 @@ def _measured(
 
 
 def _open(asked: dict[str, Any], url: str, render: "Render | None") -> "Server":
+    from hiddenstore import api_key
     from trainer.served.client import Client
     from trainer.served.servers import SERVERS
 
-    return SERVERS[asked["engine"]](Client(url), asked["model"], render)
+    client = Client(url, api_key=api_key.from_environment(asked["api_key_env"]))
+    return SERVERS[asked["engine"]](client, asked["model"], render)
 
 
 def _renderer(target: str) -> "Render":

@@ -14,9 +14,10 @@ _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 
 class Client:
-    """One server. ``url`` is its root, with or without ``/v1``; answers may take ``timeout_s``."""
+    """One server. ``url`` is its root, with or without ``/v1``; answers may take ``timeout_s``. ``api_key`` goes into a
+    header, to this server alone."""
 
-    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, timeout_s: float = 600.0, api_key: str | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
@@ -26,6 +27,7 @@ class Client:
             raise ConfigError("the server's URL holds credentials; put a proxy in front instead", kind="server-url")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.timeout_s = timeout_s
+        self._api_key = api_key
         # A proxy of the environment would look for this machine's own servers on its own machine.
         proxies = [urllib.request.ProxyHandler({})] if parts.hostname in _THIS_MACHINE else []
         self._opener = urllib.request.build_opener(*proxies)
@@ -68,15 +70,21 @@ class Client:
         return found
 
     def _send(self, request: urllib.request.Request) -> str | None:
+        if self._api_key is not None:
+            request.add_unredirected_header("Authorization", f"Bearer {self._api_key}")
         try:
             with self._opener.open(request, timeout=self.timeout_s) as answer:
                 return str(answer.read().decode("utf-8", errors="replace"))
         except urllib.error.HTTPError as error:
             reason = error.read().decode("utf-8", errors="replace")
+            if self._api_key is not None:
+                reason = reason.replace(self._api_key, "…")
             if error.code in (404, 405) and request.data is None:
                 return None
             raise CaptureError(
-                f"{request.full_url} answered {error.code}: {_words(reason) or error.reason}", kind="server-refused"
+                f"{request.full_url} answered {error.code}: {_words(reason) or error.reason}",
+                kind="server-refused",
+                hint="--api-key-env NAME reads a key from the environment" if error.code in (401, 403) else None,
             ) from error
         except (OSError, http.client.HTTPException) as error:
             reason = str(getattr(error, "reason", error)) or type(error).__name__
