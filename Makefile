@@ -91,8 +91,9 @@ bench: install
 	$(BIN)/python benchmarks/trainer_memory.py
 
 # Size, read and write beside the formats others use, in an environment of their own; about twenty minutes.
-bench-storage: $(VENV)-bench/.installed
-	OMP_NUM_THREADS=1 $(VENV)-bench/bin/python -m benchmarks.storage
+bench-storage: $(VENV)/.installed $(VENV)-bench/.installed
+	$(VENV)/bin/python -m benchmarks.storage.genuine build/genuine
+	OMP_NUM_THREADS=1 $(VENV)-bench/bin/python -m benchmarks.storage --genuine build/genuine
 
 $(VENV)-bench/.installed: benchmarks/requirements-storage.txt constraints.txt
 	$(PYTHON) -m venv $(VENV)-bench

@@ -41,8 +41,9 @@ from collectors.target import load_target
 from hiddenstore import layout
 from hiddenstore.documents import seal, sha256_hex
 from hiddenstore.identity import chat_template_sha256, tokenizer_sha256
-from hiddenstore.inputs import PreparedInput, input_digest
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.records import sample_id
+from hiddenstore.registered import input_digest
 from schemas.manifest import FileEntry
 from schemas.prepared import PreparedData
 

@@ -41,6 +41,11 @@ def many_small(folder: Path, samples: int) -> None:
     write_store(folder, "safe", states, lengths, SMALL_WIDTH)
 
 
+def genuine_stores(folder: Path | None) -> list[Path]:
+    """Every store in a folder, those of one target and the smallest recipe first."""
+    return [] if folder is None else sorted(path.parent for path in folder.glob("*/store.json"))
+
+
 def measure(arguments: argparse.Namespace, root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Everything of one run: the facts, and the rows by group."""
     bench = Bench(root, arguments.gb, arguments.rounds, arguments.width)
@@ -57,7 +62,7 @@ def measure(arguments: argparse.Namespace, root: Path) -> tuple[dict[str, Any], 
         "sizes": sizes.recipe_sizes(bench.raw, root / "sizes", min(12, len(bench.raw.lengths))),
         "peer_sizes": sizes.peer_sizes(bench.raw, root),
         "statistics": sizes.synthetic_statistics(bench.raw),
-        "genuine": [sizes.store_sizes(path) for path in arguments.store],
+        "genuine": [sizes.store_sizes(path) for path in genuine_stores(arguments.genuine)],
     }
     bench.drop("sizes")
     groups = {}
@@ -102,7 +107,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--small-samples", type=int, default=SMALL_SAMPLES)
-    parser.add_argument("--store", type=Path, action="append", default=[], help="a store of genuine states to report")
+    parser.add_argument("--genuine", type=Path, help="a folder of stores that benchmarks.storage.genuine wrote")
     parser.add_argument("--folder", type=Path, default=None, help="where to work (default: temporary)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--note", default="CPU seconds are the figure to use, wall seconds are in the JSON.")

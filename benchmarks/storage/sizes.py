@@ -64,9 +64,10 @@ def store_sizes(location: Path) -> dict[str, Any]:
             break
     aux = torch.cat(picked, dim=1)
     return {
-        "store": location.name,
-        "target": store.capture.target.name,
+        "target": location.name.removesuffix(f"-{store.manifest.recipe}"),
         "recipe": store.manifest.recipe,
+        "width": width,
+        "supervised": sum(entry.supervised for _, entry in store.entries) / tokens,
         "bytes_per_token": stored / tokens,
         "bf16_bytes_per_token": layers * width * 2,
         "layers": {name: layer_statistics(layer) for name, layer in zip(store.capture.aux_fields, aux, strict=True)},

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from benchmarks.storage import gpu, report, sizes
+from benchmarks.storage.__main__ import genuine_stores
 from benchmarks.storage.run import GROUPS, MAKERS, Bench, Found
 from benchmarks.storage.worker import Worker
 from hiddenstore import zarr_read
 from hiddenstore.codecs import RECIPES
+from hiddenstore.testing.builders import make_store
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,17 @@ def test_rows_give_back_what_was_written_and_are_reported(bench: Bench, rows: li
     claims = {claim: met for claim, _, _, met in report.bars(facts, {"read": rows})}
     assert claims["one layer of four, against reading all"] in ("yes", "no")
     assert claims["lossless read, against MDS zstd"] == "–"
+
+
+def test_stores_of_genuine_states_are_reported_by_target_and_recipe(tmp_path: Path) -> None:
+    for recipe, codec in (("raw", "bf16"), ("safe", "q8")):
+        made = make_store(tmp_path / recipe, codec=codec, width=192, samples=20)
+        Path(made.path).rename(tmp_path / f"mine-{recipe}")
+    found = [sizes.store_sizes(path) for path in genuine_stores(tmp_path)]
+    assert [(one["target"], one["recipe"]) for one in found] == [("mine", "raw"), ("mine", "safe")]
+    lines = report.genuine_table(found)
+    assert [line.split(" | ")[3] for line in lines[2:]] == ["raw", "safe"]
+    assert found[1]["bytes_per_token"] < found[0]["bytes_per_token"]
 
 
 def test_a_worker_that_cannot_do_its_work_says_why(bench: Bench) -> None:
