@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.storage.states import RawStates, sample_lengths
+from benchmarks.worker_process import ONE_THREAD, WorkerProcess
 
-ROOT = Path(__file__).parents[2]
 BUDGET = 256 << 20
 # Writes are judged by their smallest figure, which takes more rounds to find.
 WRITE_ROUNDS = 2
@@ -84,38 +83,10 @@ GROUPS: dict[str, tuple[Row, ...]] = {
 MAKERS = {"raw-store": "Ours", "safe-store": "Safe", "compact-store": "Compact", "lossless-store": "OursLossless"}
 
 
-class Process:
-    """A worker; ``ask`` waits for its answer."""
-
-    def __init__(self, kind: str, folder: Path, raw: RawStates, errors: Path) -> None:
-        command = [sys.executable, "-m", "benchmarks.storage.worker", kind, str(folder), str(raw.path)]
-        self._errors = errors.open("a", encoding="utf-8")
-        self._process = subprocess.Popen(
-            [*command, json.dumps(raw.lengths), str(raw.width)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-        )
-
-    def ask(self, op: str, **options: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps({"op": op, **options}) + "\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        return json.loads(line) if line else {"failed": "the worker died"}
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-        self._errors.close()
+def worker_process(kind: str, folder: Path, raw: RawStates, errors: Path) -> WorkerProcess:
+    """The worker of one format."""
+    command = [sys.executable, "-m", "benchmarks.storage.worker", kind, str(folder), str(raw.path)]
+    return WorkerProcess([*command, json.dumps(raw.lengths), str(raw.width)], ONE_THREAD, errors)
 
 
 @dataclass
@@ -190,7 +161,7 @@ class Bench:
 
     def ask_alone(self, kind: str, folder: str, op: str, **options: Any) -> dict[str, Any]:
         """One question to a fresh process."""
-        worker = Process(kind, self.root / folder, self.raw, self.root / "errors.log")
+        worker = worker_process(kind, self.root / folder, self.raw, self.root / "errors.log")
         try:
             return worker.ask(op, **options)
         finally:
@@ -208,8 +179,8 @@ class Bench:
             self.stored[folder] = answer["stored_bytes"]
 
     @contextlib.contextmanager
-    def _workers(self, rows: Sequence[Row], raw: RawStates) -> Iterator[list[Process]]:
-        workers = [Process(row.kind, self.root / row.folder, raw, self.root / "errors.log") for row in rows]
+    def _workers(self, rows: Sequence[Row], raw: RawStates) -> Iterator[list[WorkerProcess]]:
+        workers = [worker_process(row.kind, self.root / row.folder, raw, self.root / "errors.log") for row in rows]
         try:
             yield workers
         finally:

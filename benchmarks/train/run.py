@@ -1,9 +1,6 @@
 """One interleaved run of a case: each engine in a process and an environment of its own, step by step in turns."""
 
 import contextlib
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.train.case import Case
+from benchmarks.worker_process import ONE_THREAD, ROOT, WorkerProcess
 
-ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
+    **ONE_THREAD,
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",
     # Without it the peers' modules do not import where there is no GPU.
@@ -57,39 +53,10 @@ DFLASH = (
 )
 
 
-class Process:
-    """A worker; ``ask`` waits for its answer."""
-
-    def __init__(self, row: Row, errors: Path) -> None:
-        self._errors = errors.open("a", encoding="utf-8")
-        self._process = subprocess.Popen(
-            [sys.executable if row.is_ours else PEERS_PYTHON, "-m", "benchmarks.train.worker", row.kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | ENVIRONMENT,
-        )
-
-    def ask(self, op: str, **options: Any) -> dict[str, Any]:
-        """What the worker answers, ``failed`` where it could not."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps({"op": op, **options}) + "\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        return json.loads(line) if line else {"failed": "the worker died"}
-
-    def close(self) -> None:
-        """End the worker."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-        self._errors.close()
+def worker_process(row: Row, errors: Path) -> WorkerProcess:
+    """The worker of one engine, in its environment."""
+    python = sys.executable if row.is_ours else PEERS_PYTHON
+    return WorkerProcess([python, "-m", "benchmarks.train.worker", row.kind], ENVIRONMENT, errors)
 
 
 @dataclass
@@ -157,15 +124,15 @@ class Bench:
         return shares
 
     @contextlib.contextmanager
-    def process(self, row: Row) -> Iterator[Process]:
+    def process(self, row: Row) -> Iterator[WorkerProcess]:
         """A worker that ends with the block."""
-        worker = Process(row, self.root / "errors.log")
+        worker = worker_process(row, self.root / "errors.log")
         try:
             yield worker
         finally:
             worker.close()
 
-    def _open(self, case: Case, folder: Path, found: Sequence[Found], workers: Sequence[Process]) -> None:
+    def _open(self, case: Case, folder: Path, found: Sequence[Found], workers: Sequence[WorkerProcess]) -> None:
         with ThreadPoolExecutor(2) as pool:
             opened = list(pool.map(lambda worker: worker.ask("open", folder=str(folder)), workers))
         for one, worker, answer in zip(found, workers, opened, strict=True):
@@ -174,7 +141,7 @@ class Bench:
                 self._compare(case, one, worker, workers[0], answer["equal"])
 
     @staticmethod
-    def _take_turns(found: Sequence[Found], workers: Sequence[Process], turns: Sequence[int]) -> None:
+    def _take_turns(found: Sequence[Found], workers: Sequence[WorkerProcess], turns: Sequence[int]) -> None:
         for turn, count in enumerate(turns):
             for one, worker in zip(found, workers, strict=True):
                 if one.failed is None:
@@ -184,7 +151,9 @@ class Bench:
                         one.cpu.append(answer["cpu"])
                         one.wall.append(answer["wall"])
 
-    def _compare(self, case: Case, one: Found, worker: Process, ours: Process, equal: dict[str, Any]) -> None:
+    def _compare(
+        self, case: Case, one: Found, worker: WorkerProcess, ours: WorkerProcess, equal: dict[str, Any]
+    ) -> None:
         options: dict[str, Any] = {}
         if case.drafter == "dflash":
             step = max(1, (case.tokens - case.first_supervised - 2 * case.block) // case.anchors)

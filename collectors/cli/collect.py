@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from collectors.cli.options import container_option
+from collectors.cli.options import container_option, own_code_option, revision_option
 from hiddenstore.cli.output import common_options, examples, output
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.argument("data", type=click.Path())
 @click.option("-o", "--out", "store", required=True, type=click.Path(), help="The store; the same command resumes.")
 @click.option("--target", required=True, help="A local folder or a hub id.")
-@click.option("--revision", help="Commit, tag or branch of a hub id.")
+@revision_option
 @click.option("--template", type=click.Path(), help="The chat template file that prepare was given.")
 @click.option("--engine", default="hf", show_default=True, help="What runs the target: hf, vllm or trtllm.")
 @click.option(
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="What starts the workers: local (this process, or torchrun's and SLURM's), ray, or ray:N for N workers.",
 )
-@click.option("--trust-remote-code", is_flag=True, help="Run the repository's own Python; needs --revision COMMIT.")
+@own_code_option
 @common_options
 def collect(
     store: str, engine_args: tuple[str, ...], device_map: str | None, attention: str | None, launcher: str, **asked: Any

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from collectors.cli.options import container_option
+from collectors.cli.options import container_option, revision_option
 from collectors.cli.prepare import Share
 from collectors.importers import FORMATS
 from hiddenstore.cli.output import common_options, examples, output
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--from", "peer", required=True, metavar="FORMAT", help=f"Who wrote it: {', '.join(FORMATS)}.")
 @click.option("-o", "--out", "store", required=True, type=click.Path(), help="The store; the same command goes on.")
 @click.option("--target", required=True, help="The target the dump was made with: a local folder or a hub id.")
-@click.option("--revision", help="Commit, tag or branch of a hub id.")
+@revision_option
 @click.option("--template", type=click.Path(), help="The chat template file that the conversations were rendered with.")
 @click.option("--layers", help="Layers of the dump's columns: eagle3, dflash or 1,15,28 (by their output, from 0).")
 @click.option("--peer-layers", help="The same, as the ids that the dump was made with.")

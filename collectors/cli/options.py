@@ -11,3 +11,9 @@ container_option = click.option(
     show_default=True,
     help="What a segment is: a Zarr group, or a tar that stock webdataset iterates.",
 )
+
+revision_option = click.option("--revision", help="Commit, tag or branch of a hub id.")
+
+own_code_option = click.option(
+    "--trust-remote-code", is_flag=True, help="Run the repository's own Python; needs --revision COMMIT."
+)

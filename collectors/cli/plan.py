@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from collectors.cli.options import revision_option
 from hiddenstore.cli.output import common_options, examples, output
 from hiddenstore.layout import CONTAINER_NAMES
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 )
 @click.argument("data", type=click.Path())
 @click.option("--target", required=True, help="A local folder or a hub id; its weights are not read.")
-@click.option("--revision", help="Commit, tag or branch of a hub id.")
+@revision_option
 @click.option("--template", type=click.Path(), help="The chat template file that prepare was given.")
 @click.option("--layers", default="eagle3", show_default=True, help="As for collect.")
 @click.option("--final", type=click.Choice(["supervised", "all", "none"]), help="As for collect.")

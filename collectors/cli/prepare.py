@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from collectors.cli.options import own_code_option, revision_option
 from hiddenstore.cli.output import common_options, examples, output
 
 
@@ -40,8 +41,8 @@ TRAIN_ONLY = (
 @click.argument("inputs", metavar="[INPUT…]", nargs=-1)
 @click.option("-o", "--out", type=click.Path(), metavar="DATA", help="Folder (generate: JSONL file) to write; new.")
 @click.option("--target", metavar="T", help="Target folder or hub id: its tokenizer and chat template.")
-@click.option("--revision", help="Commit, tag or branch of a hub id.")
-@click.option("--trust-remote-code", is_flag=True, help="Run the repository's own Python; needs --revision COMMIT.")
+@revision_option
+@own_code_option
 @click.option("--mix", type=click.Path(), metavar="FILE", help="YAML of sources with caps or weights, for INPUT.")
 @click.option(
     "--mode",
