@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from hiddenstore.codecs import CODECS
-from hiddenstore.fs import LocalFilesystem
+from hiddenstore.fs_local import LocalFilesystem
 from hiddenstore.records import Record, Sample
 from hiddenstore.segment import SegmentReader, SegmentWritten, encode_records, write_encoded
 from hiddenstore.testing.builders import capture_spec

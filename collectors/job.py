@@ -38,12 +38,13 @@ from hiddenstore.calibration import take_slice, write_slice
 from hiddenstore.codecs import get_recipe
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.errors import InterruptError
-from hiddenstore.inputs import PreparedInput, RegisteredInput, Unit, unit_tokens
+from hiddenstore.inputs import PreparedInput, Unit, unit_tokens
 from hiddenstore.layout import commit_path
 from hiddenstore.look.inspect import raw_bytes_per_token
 from hiddenstore.progress import Progress
 from hiddenstore.rank import Drain, Rank
 from hiddenstore.records import Record
+from hiddenstore.registered import RegisteredInput
 from hiddenstore.store import Store
 from hiddenstore.verify.profile import write_profile
 from hiddenstore.writer import pending_units, register_input, write_unit

@@ -22,13 +22,14 @@ from collectors.presets.opening import find_preset
 from collectors.rows import Row, Source
 from collectors.target import TargetFolder, open_target
 from collectors.template import NOT_STABLE, ChatTemplate, read_template
+from collectors.template_check import check_template, refuse_if_unstable
 from hiddenstore.cli.terminal import plural
 from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, HiddenstoreError
-from hiddenstore.fs import LocalFilesystem
-from hiddenstore.inputs import input_digest
+from hiddenstore.fs_local import LocalFilesystem
 from hiddenstore.layout import DATA_JSON
 from hiddenstore.progress import Progress
+from hiddenstore.registered import input_digest
 from schemas.manifest import FileEntry
 from schemas.prepared import LossOn, Overlong, PreparedData
 
@@ -85,7 +86,7 @@ def prepare(
     folder = open_target(target, options.revision, trust_remote_code=options.trust_remote_code)
     given = read_template(options.template) if options.template is not None else None
     template = ChatTemplate(folder.tokenizer, options.loss_on, given, options.think_loss)
-    template.check()
+    check_template(template)
     recipe = Recipe(template, _max_tokens(folder, options.max_tokens), options.overlong, options.validation)
     with new_folder(out) as fs:
         tally = Tally()
@@ -169,7 +170,7 @@ def _take(batch: SampleBatch, recipe: Recipe, tally: Tally, parts: PartWriter, r
     tally.rows += batch.rows
     for problem in batch.problems:
         if problem.reason == NOT_STABLE:
-            recipe.template.refuse_if_unstable(problem)
+            refuse_if_unstable(recipe.template, problem)
         tally.reject(problem)
         rejects.write(problem)
     fresh = tally.new_ones(batch)

@@ -21,7 +21,8 @@ from collectors.prepare_batches import SCHEMA
 from collectors.rows import Problem
 from hiddenstore.disk import PosixDisk
 from hiddenstore.errors import ConflictError, HiddenstoreError
-from hiddenstore.fs import Filesystem, LocalFilesystem, WritableFile, storage_error
+from hiddenstore.fs import Filesystem, WritableFile, storage_error
+from hiddenstore.fs_local import LocalFilesystem
 from hiddenstore.layout import DATA_JSON
 from schemas.manifest import FileEntry
 

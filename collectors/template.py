@@ -8,13 +8,12 @@ Shapes: T tokens of one conversation, n turns.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from collectors.conversations import REASONING, Conversation, Message
+from collectors.conversations import REASONING, Conversation
 from collectors.rows import Problem
 from collectors.thoughts import thought_ranges
 from collectors.turns import (
@@ -34,8 +33,6 @@ NOT_STABLE = "not-prefix-stable"
 NOTHING_SUPERVISED = "nothing-supervised"
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_TAGS_HINT = "give a template with {% generation %} tags: --template FILE"
-_PROBE_ANSWERS = ("It is four.", "<think>\nTwo and two.\n</think>\n\nIt is four.")
 _DETAIL = 200
 
 
@@ -105,7 +102,7 @@ class ChatTemplate:
         self.is_tagged = bool(_GENERATION_TAG.search(self.text_for(None)))
         self._special = dict(tokenizer.special_tokens_map)
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._end_tokens = tuple(token for token in {*tokenizer.all_special_tokens, *added} if token)
+        self.end_tokens = tuple(token for token in {*tokenizer.all_special_tokens, *added} if token)
 
     @property
     def mask_from(self) -> MaskFrom:
@@ -123,108 +120,12 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation, count: int | None = None, prompt: bool = False) -> str:
         """Text of the first ``count`` messages, ``prompt`` adds the generation prompt. Raises what templates raise."""
-        return self._rendered(conversation, count, prompt)[0]
+        return self.rendered(conversation, count, prompt)[0]
 
-    def tokenise(self, conversations: Sequence[Conversation]) -> list[Tokenised | Problem]:
-        """One result per conversation, in order."""
-        found: list[Tokenised | Problem | None] = []
-        ready: list[tuple[int, Conversation, str, list[Range]]] = []
-        for conversation in conversations:
-            try:
-                text, generated = self._rendered(conversation)
-                text.encode("utf-8")
-            except _template_errors() as error:
-                detail = " ".join((str(error) or type(error).__name__).split())[:_DETAIL]
-                found.append(Problem(conversation.place, "template-refused", detail))
-                continue
-            ready.append((len(found), conversation, text, generated))
-            found.append(None)
-        encodings = self._encode([text for _, _, text, _ in ready])
-        for (slot, conversation, text, generated), (ids, places) in zip(ready, encodings, strict=True):
-            found[slot] = self._located(conversation, text, generated, ids, places)
-        return [result for result in found if result is not None]
-
-    def check(self) -> None:
-        """Try the template on a two-message conversation before any data is read.
-
-        Raises:
-            ConfigError: ``template-invalid``, ``template-no-assistant``, ``mask-empty`` or
-                ``template-not-prefix-stable``.
-        """
-        answer = _PROBE_ANSWERS[0]
-        probe = _probe([answer])
-        try:
-            text, generated = self._rendered(probe)
-        except _template_errors() as error:
-            if type(error).__name__ == "TemplateSyntaxError":
-                raise ConfigError(
-                    f"the chat template cannot be parsed: line {getattr(error, 'lineno', '?')}: {error}",
-                    kind="template-invalid",
-                ) from error
-            return  # A template may demand more than the probe has; the rows will tell.
-        if answer not in text:
-            raise ConfigError(
-                "the chat template writes nothing of the assistant's messages",
-                kind="template-no-assistant",
-                hint=_TAGS_HINT,
-            )
-        if self.loss_on == "all":
-            return
-        if self.is_tagged and answer not in "".join(text[start:end] for start, end in generated):
-            raise ConfigError(
-                "the {% generation %} tags of the chat template do not hold the assistant's text: the mask is empty",
-                kind="mask-empty",
-                hint="put the answer between {% generation %} and {% endgeneration %}: --template FILE",
-            )
-        if not self.is_tagged:
-            self._check_prefixes(probe, text, answer)
-
-    def refuse_if_unstable(self, problem: Problem) -> None:
-        """Raise when a row that was not prefix-stable is the template's doing and not that row's.
-
-        Raises:
-            ConfigError: ``template-not-prefix-stable``.
-        """
-        if self._rewrites_history:
-            self._unstable(f"{problem.place}: {problem.detail}")
-
-    @cached_property
-    def _rewrites_history(self) -> bool:
-        return any(
-            isinstance(result, Problem) and result.reason == NOT_STABLE
-            for result in self.tokenise([_probe([answer, answer]) for answer in _PROBE_ANSWERS])
-        )
-
-    def _check_prefixes(self, probe: Conversation, text: str, answer: str) -> None:
-        try:
-            start, end = self._prefixes(probe, text).answer(1, self._end_tokens)
-        except RewrittenError as error:
-            self._unstable(str(error), is_single_turn=True)
-        if answer not in text[start:end]:
-            self._unstable("the generation prompt already holds part of the answer", is_single_turn=True)
-        header = text[start : text.index(answer, start)]
-        if "add_generation_prompt" not in self.text_for(None) and any(token in header for token in self._end_tokens):
-            raise ConfigError(
-                f"the chat template ignores add_generation_prompt: {header!r} before an answer would be supervised",
-                kind="template-not-prefix-stable",
-                hint=_TAGS_HINT,
-            )
-
-    def _unstable(self, detail: str, is_single_turn: bool = False) -> NoReturn:
-        others = "--loss-on all"
-        if not is_single_turn and self.loss_on == "assistant":
-            others = "--loss-on last-turn or --loss-on all"
-        why = "renders a prompt otherwise once it is answered" if is_single_turn else "rewrites earlier turns"
-        raise ConfigError(
-            f"the chat template has no {{% generation %}} tags and {why}, so that rendered prefixes do not show "
-            f"what the target writes\n{detail}",
-            kind="template-not-prefix-stable",
-            hint=f"{_TAGS_HINT}; or {others}",
-        )
-
-    def _rendered(
+    def rendered(
         self, conversation: Conversation, count: int | None = None, prompt: bool = False
     ) -> tuple[str, list[Range]]:
+        """The same text, and the ranges of it within generation tags."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, ranges = render_jinja_template(
@@ -236,6 +137,36 @@ class ChatTemplate:
             **self._special,
         )
         return texts[0], [tuple(pair) for pair in ranges[0]] if ranges else []
+
+    def prefixes(self, conversation: Conversation, text: str) -> Prefixes:
+        """The conversation's text beside that of its first messages alone."""
+
+        def render(count: int, prompt: bool) -> str | None:
+            try:
+                return self.render(conversation, count, prompt)
+            except template_errors():
+                return None
+
+        return Prefixes(text, conversation.messages, render)
+
+    def tokenise(self, conversations: Sequence[Conversation]) -> list[Tokenised | Problem]:
+        """One result per conversation, in order."""
+        found: list[Tokenised | Problem | None] = []
+        ready: list[tuple[int, Conversation, str, list[Range]]] = []
+        for conversation in conversations:
+            try:
+                text, generated = self.rendered(conversation)
+                text.encode("utf-8")
+            except template_errors() as error:
+                detail = " ".join((str(error) or type(error).__name__).split())[:_DETAIL]
+                found.append(Problem(conversation.place, "template-refused", detail))
+                continue
+            ready.append((len(found), conversation, text, generated))
+            found.append(None)
+        encodings = self._encode([text for _, _, text, _ in ready])
+        for (slot, conversation, text, generated), (ids, places) in zip(ready, encodings, strict=True):
+            found[slot] = self._located(conversation, text, generated, ids, places)
+        return [result for result in found if result is not None]
 
     def _encode(self, texts: list[str]) -> list[tuple[list[int], TokenPlaces]]:
         if not texts:
@@ -258,19 +189,10 @@ class ChatTemplate:
 
         return [(ids, EncodedPlaces(text, ids, encode)) for text, ids in zip(texts, encoded["input_ids"], strict=True)]
 
-    def _prefixes(self, conversation: Conversation, text: str) -> Prefixes:
-        def render(count: int, prompt: bool) -> str | None:
-            try:
-                return self.render(conversation, count, prompt)
-            except _template_errors():
-                return None
-
-        return Prefixes(text, conversation.messages, render)
-
     def _located(
         self, conversation: Conversation, text: str, generated: list[Range], ids: list[int], places: TokenPlaces
     ) -> Tokenised | Problem:
-        prefixes = self._prefixes(conversation, text)
+        prefixes = self.prefixes(conversation, text)
         asked = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         try:
             answers, supervised = self._answers(prefixes, asked, generated)
@@ -297,7 +219,7 @@ class ChatTemplate:
         answers: dict[int, Range] = {}
         for index in asked:
             try:
-                answers[index] = prefixes.answer(index, self._end_tokens)
+                answers[index] = prefixes.answer(index, self.end_tokens)
             except RewrittenError:
                 if self.loss_on == "assistant" or (self.loss_on == "last-turn" and index == asked[-1]):
                     raise
@@ -331,17 +253,7 @@ def _is_reasoning_lost(conversation: Conversation, text: str) -> bool:
     return any(thoughts) and not any(thought and thought in text for thought in thoughts)
 
 
-def _probe(answers: Sequence[str]) -> Conversation:
-    messages: list[Message] = []
-    for answer in answers:
-        messages += [
-            {"role": "user", "content": "What is two and two?"},
-            {"role": "assistant", "content": answer},
-        ]
-    return Conversation("probe", messages)
-
-
-def _template_errors() -> tuple[type[Exception], ...]:
+def template_errors() -> tuple[type[Exception], ...]:
     """What rendering may raise: the template's own refusals, and Python's for expressions its data does not suit."""
     from jinja2 import TemplateError
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from hiddenstore.disk import PosixDisk
 from hiddenstore.errors import ConflictError
-from hiddenstore.fs import LocalFilesystem, WritableFile, storage_error
+from hiddenstore.fs import WritableFile, storage_error
+from hiddenstore.fs_local import LocalFilesystem
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError
 from hiddenstore.fs import Filesystem
-from hiddenstore.layout import COMMITS_DIR
+from hiddenstore.layout import COMMITS_DIR, STORE_JSON
 from schemas.base import FORMAT_VERSION, Document
 
 MAX_DOCUMENT_BYTES = 256 << 20
@@ -158,4 +158,7 @@ def _members(content: object) -> int:
 def _corrupt(where: str, reason: str) -> CorruptionError:
     store, found, _ = where.rpartition(f"/{COMMITS_DIR}/")
     hint = shlex.join(["hiddenstore", "verify", store]) if found else None
+    folder, found, _ = where.rpartition(f"/{STORE_JSON}")
+    if found:
+        hint = f"{shlex.join(['mv', where, f'{folder}/.damaged-{STORE_JSON}'])}; then the same collect writes it again"
     return CorruptionError(f"{where} is damaged: {reason}", kind="document-corrupt", path=where, hint=hint)

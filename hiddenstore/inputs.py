@@ -1,14 +1,12 @@
-"""Prepared inputs: streaming DATA in units, and what a store remembers of each input.
+"""Prepared inputs: streaming DATA in units.
 
 A unit is a run of consecutive samples; its borders follow from the lengths and a token budget alone, so every worker
 and every restart cuts the same units.
 """
 
 import hashlib
-import io
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,10 @@ import pyarrow.parquet as pq
 from hiddenstore import layout
 from hiddenstore.documents import load
 from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
-from hiddenstore.fs import Filesystem, LocalFilesystem, is_inside
+from hiddenstore.fs import is_inside
+from hiddenstore.fs_local import LocalFilesystem
 from hiddenstore.records import Sample
+from hiddenstore.registered import REGISTERED, encode_registered, table_digest
 from schemas.capture import CaptureSpec
 from schemas.prepared import PreparedData
 
@@ -33,11 +33,6 @@ HASH_BLOCK = 1 << 20
 
 # Bits per state value for cutting units only; a codec missing here counts as uncompressed.
 _NOMINAL_BITS = {"bf16": 16.0, "lossless": 16.0, "q8": 8.5, "q4": 4.5, "topk": 6.5}
-
-_REGISTERED = pa.schema(
-    [("sample_id", pa.string()), ("unit", pa.string()), ("tokens", pa.int32()), ("split", pa.string())]
-)
-_CONTENT_KEY = b"hiddenstore.sha256"
 
 
 @dataclass
@@ -60,14 +55,6 @@ def unit_tokens(capture: CaptureSpec) -> int:
     if capture.final != "none":
         bits += _NOMINAL_BITS.get(capture.codecs.final, 16.0)
     return max(1, min(UNIT_TOKENS, int(UNIT_BYTES * 8 / (bits * width))))
-
-
-def input_digest(rows: Iterable[tuple[str, str]]) -> str:
-    """sha256 over ``<sample id>\\t<split>\\n`` of every row in file order: the name of an input in a store."""
-    digest = hashlib.sha256()
-    for sample_id, split in rows:
-        digest.update(f"{sample_id}\t{split}\n".encode())
-    return digest.hexdigest()
 
 
 class PreparedInput:
@@ -134,15 +121,12 @@ class PreparedInput:
             lengths = pc.list_value_length(batch["input_ids"]).to_pylist()
             units = [layout.unit_name(self.info.digest, cut.index_of(length)) for length in lengths]
             columns = [batch["sample_id"], pa.array(units), pa.array(lengths, pa.int32()), batch["split"]]
-            batches.append(pa.record_batch(columns, schema=_REGISTERED))
-        table = pa.Table.from_batches(batches, schema=_REGISTERED)
-        named = _table_digest(table)
+            batches.append(pa.record_batch(columns, schema=REGISTERED))
+        table = pa.Table.from_batches(batches, schema=REGISTERED)
+        named = table_digest(table)
         if named != self.info.digest:
             raise _corrupt(self.folder / layout.DATA_JSON, f"it names the input {self.info.digest}, found {named}")
-        table = table.replace_schema_metadata({_CONTENT_KEY: _content_sha256(table)})
-        sink = io.BytesIO()
-        pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-        return sink.getvalue()
+        return encode_registered(table)
 
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         rows = 0
@@ -165,53 +149,6 @@ class PreparedInput:
         if digest.hexdigest() != expected:
             raise _corrupt(self.folder / name, f"expected sha256 {expected}, found {digest.hexdigest()}")
         self._verified.add(name)
-
-
-@dataclass(frozen=True)
-class RegisteredInput:
-    """``inputs/<digest>.parquet``: which samples a store was asked to hold, and in which unit each of them is."""
-
-    fs: Filesystem = field(repr=False)
-    digest: str
-
-    @cached_property
-    def table(self) -> pa.Table:
-        """Columns sample_id, unit, tokens, split in input order.
-
-        Raises:
-            NotFoundError: ``input-missing``.
-            CorruptionError: ``input-corrupt``.
-        """
-        path = layout.input_path(self.digest)
-        if self.fs.size(path) is None:
-            raise NotFoundError(f"{self.fs.root} has no input {self.digest}", kind="input-missing")
-        return parse_registered(self.fs.read(path), self.digest, f"{self.fs.root}/{path}")
-
-    @property
-    def units(self) -> list[str]:
-        """Unit names in input order."""
-        return pc.unique(self.table["unit"]).to_pylist()
-
-    @property
-    def samples(self) -> int:
-        return self.table.num_rows
-
-    @property
-    def tokens(self) -> int:
-        return int(pc.sum(self.table["tokens"]).as_py() or 0)
-
-    def unit_samples(self) -> dict[str, list[str]]:
-        """Sample ids of every unit, in order."""
-        members: dict[str, list[str]] = {}
-        for sample_id, unit in zip(self.table["sample_id"].to_pylist(), self.table["unit"].to_pylist(), strict=True):
-            members.setdefault(unit, []).append(sample_id)
-        return members
-
-
-def registered_inputs(fs: Filesystem) -> dict[str, RegisteredInput]:
-    """The inputs of a store by digest; nothing is read before it is asked for."""
-    digests = (layout.parse_input(name) for name in fs.list(layout.INPUTS_DIR))
-    return {digest: RegisteredInput(fs, digest) for digest in digests if digest is not None}
 
 
 class _Cutter:
@@ -262,37 +199,6 @@ def _borders(column: Any) -> np.ndarray:
 
 def _numpy(values: Any, dtype: type) -> np.ndarray:
     return values.to_numpy(zero_copy_only=False).astype(dtype)
-
-
-def _table_digest(table: pa.Table) -> str:
-    return input_digest(zip(table["sample_id"].to_pylist(), table["split"].to_pylist(), strict=True))
-
-
-def _content_sha256(table: pa.Table) -> str:
-    digest = hashlib.sha256()
-    for batch in table.to_batches(65_536):
-        rows = zip(*(batch[name].to_pylist() for name in _REGISTERED.names), strict=True)
-        for row in rows:
-            digest.update("\t".join(map(str, row)).encode() + b"\n")
-    return digest.hexdigest()
-
-
-def parse_registered(data: bytes, digest: str, where: str) -> pa.Table:
-    """The rows of a registered input, checked; ``where`` names the file in errors."""
-    try:
-        # Read here and now: a background thread of Arrow that still held a Python buffer at interpreter exit would
-        # abort the process (seen with read_table, about once in 40 runs on a busy machine).
-        with pq.ParquetFile(pa.BufferReader(data), pre_buffer=False, page_checksum_verification=True) as parquet:
-            table = parquet.read(use_threads=False)
-        named = (table.schema.metadata or {}).get(_CONTENT_KEY, b"").decode(errors="replace")
-        whole = table.schema.names == _REGISTERED.names and named == _content_sha256(table)
-        found = _table_digest(table) if whole else ""
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise CorruptionError(f"{where} is damaged: {error}", kind="input-corrupt", path=where) from error
-    if found != digest:
-        reason = f"it holds input {found}" if whole else "its rows do not have the sha256 it names"
-        raise CorruptionError(f"{where} is damaged: {reason}", kind="input-corrupt", path=where)
-    return table
 
 
 def _corrupt(path: Path, reason: str) -> CorruptionError:

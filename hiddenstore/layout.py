@@ -23,9 +23,10 @@ SEGMENTS_DIR = "segments"
 SNAPSHOTS_DIR = "snapshots"
 CALIBRATION_DIR = "calibration"
 ADVICE_DIR = "advice"
+QUARANTINE_DIR = "quarantine"
 TOP_NAMES = {
     STORE_JSON, TARGET_DIR, INPUTS_DIR, COMMITS_DIR, SEGMENTS_DIR, SNAPSHOTS_DIR, CALIBRATION_DIR, ADVICE_DIR,
-    "lost+found",
+    QUARANTINE_DIR, "lost+found",
 }  # fmt: skip
 """What lies in the folder of a store: its own, and what mkfs leaves on a fresh disk."""
 DATA_JSON = "data.json"

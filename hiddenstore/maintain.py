@@ -10,6 +10,7 @@ from hiddenstore.commit import Commit, publish_commit, read_commit, scan_commits
 from hiddenstore.documents import load
 from hiddenstore.errors import ConflictError, HiddenstoreError
 from hiddenstore.fs import Filesystem, open_filesystem
+from hiddenstore.quarantine import damaged_documents, set_aside
 from hiddenstore.segment import write_encoded
 from hiddenstore.store import Store, no_store
 from hiddenstore.stored_unit import stored_unit
@@ -18,7 +19,6 @@ from hiddenstore.verify.structure import leftovers, orphan_segments, superseded_
 from schemas.manifest import CommitRecord, Reject, Snapshot
 
 GRACE_S = 24 * 3600.0
-QUARANTINE_DIR = "quarantine"
 DAMAGED = "damaged-on-disk"
 
 
@@ -61,9 +61,14 @@ class UnitRepair:
 
 @dataclass
 class RepairPlan:
-    """What ``repair`` would do, or did."""
+    """What ``repair`` would do, or did.
+
+    ``aside``: damaged files beside the units with the reason, moved to ``quarantine/``; the same collect writes those
+    of target and inputs again.
+    """
 
     units: list[UnitRepair] = field(default_factory=list)
+    aside: dict[str, str] = field(default_factory=dict)
     done: bool = False
 
     @property
@@ -101,11 +106,12 @@ def repair(location: "str | Path | Filesystem", dry_run: bool = True) -> RepairP
     """Make a damaged store whole again by leaving out what cannot be read.
 
     Each damaged unit gets a new revision of its commit record, naming a new segment with the codes of the samples that
-    still read, copied as they are, and the others as rejects. The old record and segment stay until ``gc``.
+    still read, copied as they are, and the others as rejects. The old record and segment stay until ``gc``. Damaged
+    files beside the units are moved to ``quarantine/``.
     """
     fs = _open(location)
     store = Store.open(fs, strict=False)
-    plan = RepairPlan()
+    plan = RepairPlan(aside=damaged_documents(store))
     for error in store.damaged:
         name = Path(getattr(error, "path", "")).name
         parsed = layout.parse_commit(name)
@@ -121,9 +127,11 @@ def repair(location: "str | Path | Filesystem", dry_run: bool = True) -> RepairP
         commits = {commit.name: commit for commit in store.commit_files}
         for unit in plan.units:
             if unit.forget:
-                _forget(fs, unit.record)
+                set_aside(fs, f"{layout.COMMITS_DIR}/{unit.record}")
             else:
                 _rewrite(store, commits[unit.record], unit.dropped)
+        for path in plan.aside:
+            set_aside(fs, path)
         plan.done = True
     return plan
 
@@ -159,12 +167,6 @@ def _size_and_age(fs: Filesystem, path: str) -> tuple[int, float]:
         return 0, 0.0
     size = sum(state.st_size for state, member in zip(states, members, strict=True) if member.is_file())
     return size, max(0.0, time.time() - max(state.st_mtime for state in states))
-
-
-def _forget(fs: Filesystem, name: str) -> None:
-    path = f"{layout.COMMITS_DIR}/{name}"
-    fs.put_if_absent(f"{QUARANTINE_DIR}/{name}", fs.read(path))
-    fs.remove_tree(path)
 
 
 def _rewrite(store: Store, commit: Commit, dropped: dict[str, str]) -> None:

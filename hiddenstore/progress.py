@@ -37,6 +37,7 @@ class Progress:
         self._began_s = self._last_line_s = time.monotonic()
         self._live: RichProgress | None = None
         self._task: TaskID | None = None
+        self._is_said = False
         self._silent = not output().is_human
         self._output = output()
 
@@ -55,7 +56,7 @@ class Progress:
         if self._live is not None:
             self._redraw()
             self._live.stop()
-        elif not self._silent and kind is None and self._last_line_s > self._began_s:
+        elif not self._silent and kind is None and self._last_line_s > self._began_s and not self._is_said:
             self._line()
 
     def advance(self, count: int = 1, **fields: Any) -> None:
@@ -65,6 +66,7 @@ class Progress:
     def update(self, done: int, **fields: Any) -> None:
         """``done`` are done in all; ``fields`` (kept until replaced) are shown beside them."""
         self.done = done
+        self._is_said = False
         self._fields.update(fields)
         if self._silent:
             return
@@ -97,10 +99,11 @@ class Progress:
 
     def _line(self) -> None:
         self._last_line_s = time.monotonic()
+        self._is_said = True
         of_total = f"/{self.total}" if self.total is not None else ""
         words = [time.strftime("%H:%M:%S"), self.label, f"{self.unit or 'done'}={self.done}{of_total}"]
         words.append(f"rate={self.rate:.3g}/s")
-        if self.eta_s is not None:
+        if self.eta_s:
             words.append(f"eta={seconds(self.eta_s).replace(' ', '')}")
         words += [f"{key}={_compact(value)}" for key, value in self._fields.items()]
         sys.stderr.write(clean_line(" ".join(words)) + "\n")

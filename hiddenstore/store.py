@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hiddenstore.codecs import Encoded
-    from hiddenstore.inputs import RegisteredInput
     from hiddenstore.records import Record, Sample
+    from hiddenstore.registered import RegisteredInput
     from hiddenstore.segment import SegmentReader
 
 OPEN_SEGMENTS = 64
@@ -33,11 +33,12 @@ OPEN_SEGMENTS = 64
 
 def no_store(fs: Filesystem) -> NotFoundError:
     """``store-missing``: what to raise where there is no store.json."""
-    return NotFoundError(
-        f"{fs.root} is no store: {layout.STORE_JSON} is missing",
-        kind="store-missing",
-        hint=f"hiddenstore collect DATA -o {shlex.quote(fs.root)} --target TARGET",
-    )
+    place = shlex.quote(fs.root)
+    if fs.size(layout.DATA_JSON) is not None:
+        what, command = "it holds prepared data", f"hiddenstore collect {place} -o STORE --target TARGET"
+    else:
+        what, command = f"{layout.STORE_JSON} is missing", f"hiddenstore collect DATA -o {place} --target TARGET"
+    return NotFoundError(f"{fs.root} is no store: {what}", kind="store-missing", hint=command)
 
 
 class Store:
@@ -197,18 +198,21 @@ class Store:
         size = self.fs.size(path)
         data = self.fs.read(path) if size == entry.size else b""
         if size != entry.size or sha256_hex(data) != entry.sha256:
-            found = f"{size or 0:,} bytes" if size != entry.size else f"sha256 {sha256_hex(data)}"
+            found = "no file" if size is None else f"{size:,} bytes"
+            if size == entry.size:
+                found = f"sha256 {sha256_hex(data)}"
             raise CorruptionError(
                 f"{self.path}/{path} is damaged: expected {entry.size:,} bytes with sha256 {entry.sha256}, "
                 f"found {found}",
                 kind="target-file-corrupt",
+                hint=shlex.join(["hiddenstore", "verify", self.path, "--full"]),
                 path=path,
             )
         return data
 
     def inputs(self) -> "dict[str, RegisteredInput]":
         """The inputs this store was asked to hold, by digest."""
-        from hiddenstore.inputs import registered_inputs
+        from hiddenstore.registered import registered_inputs
 
         return registered_inputs(self.fs)
 

@@ -18,8 +18,9 @@ from schemas.capture import CaptureSpec, HeadSpec
 from schemas.manifest import CommitRecord, Container, Engine, FileEntry, Reject, StoreManifest
 
 if TYPE_CHECKING:
-    from hiddenstore.inputs import PreparedInput, RegisteredInput
+    from hiddenstore.inputs import PreparedInput
     from hiddenstore.records import Record
+    from hiddenstore.registered import RegisteredInput
     from hiddenstore.segment import EncodedUnit
 
 # A name, a branch and a loading dtype are for people; digests decide whether two targets are one.
@@ -36,7 +37,7 @@ def create_store(
 ) -> Store:
     """Create a store, or open the one that is there when it holds the same capture.
 
-    ``target_files`` are published under ``target/`` before ``store.json`` names them.
+    ``target_files`` are published under ``target/`` before ``store.json`` names them, and again where one is gone.
 
     Raises:
         ConflictError: ``capture-mismatch`` listing every difference; ``target-files-differ`` when an unfinished
@@ -54,6 +55,9 @@ def create_store(
         fs.put_if_absent(layout.STORE_JSON, seal(wanted))
     store = Store.open(fs)
     _require_same_capture(store, wanted)
+    for entry in store.manifest.target_files:
+        if entry in entries and fs.size(f"{layout.TARGET_DIR}/{entry.path}") is None:
+            _publish_target_file(fs, entry, target_files[entry.path])
     return store
 
 
@@ -150,7 +154,8 @@ def register_input(store: Store, prepared: "PreparedInput") -> str:
     Raises:
         ConflictError: ``input-units-differ`` when the same input is registered with other unit borders.
     """
-    from hiddenstore.inputs import RegisteredInput, unit_tokens
+    from hiddenstore.inputs import unit_tokens
+    from hiddenstore.registered import RegisteredInput
 
     digest = prepared.info.digest
     path = layout.input_path(digest)
@@ -169,14 +174,14 @@ def register_input(store: Store, prepared: "PreparedInput") -> str:
 
 def pending_units(store: Store, digest: str) -> list[str]:
     """Units of a registered input without a commit record, in input order; reads the folder as it is now."""
-    from hiddenstore.inputs import RegisteredInput
+    from hiddenstore.registered import RegisteredInput
 
     done = committed_units(store.fs)
     return [unit for unit in RegisteredInput(store.fs, digest).units if unit not in done]
 
 
 def _same_rows(stored: "RegisteredInput", data: bytes) -> bool:
-    from hiddenstore.inputs import parse_registered
+    from hiddenstore.registered import parse_registered
 
     return bool(stored.table.equals(parse_registered(data, stored.digest, "this input")))
 

@@ -152,7 +152,7 @@ class RawSegment(Ours):
 
     def prepare(self, samples: Samples) -> None:
         """What ``write`` is not to pay for."""
-        from hiddenstore.fs import LocalFilesystem
+        from hiddenstore.fs_local import LocalFilesystem
 
         self.fs = LocalFilesystem(self.folder)
         self.capture = builders.capture_spec(AUX_LAYERS, self.shapes[0][2], self.recipe, "all")

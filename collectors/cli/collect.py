@@ -125,6 +125,8 @@ def _lines(report: "CollectReport") -> list[tuple[str, str]]:
     from hiddenstore.cli.terminal import size
 
     rejects = ", ".join(f"{count} {reason}" for reason, count in sorted(report.rejects.items())) or "none"
+    if report.resumed_units and not report.units and not report.pending_units:
+        return [("store", report.store), ("units", f"{report.resumed_units}, committed before: nothing to do")]
     before = f" ({report.resumed_units} were committed before)" if report.resumed_units else ""
     per_token = f", {report.bytes_stored / report.tokens:,.0f} bytes per token" if report.tokens else ""
     lines = [

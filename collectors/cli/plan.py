@@ -60,11 +60,24 @@ def plan(data: str, target: str, template: str | None, **asked: Any) -> None:
         "recipes": [vars(row) | {"fits": row.bytes_stored < found.bytes_free} for row in found.estimates],
     }
     out.data(document, human=lambda: _show(found))
+    if not all(row.bytes_stored < found.bytes_free for row in found.estimates if row.recipe == found.recipe):
+        _say_what_fits(found)
+        out.hint("hiddenstore", "plan", data, "--target", target, "-o", "ANOTHER_DISK/STORE")
+        return
     store = "STORE" if asked["out"] == "." else asked["out"]
     same = {"template": template, **{name: asked[name] for name in ("revision", "layers", "final", "container")}}
     usual = (None, "eagle3", "zarr")
     words = [word for name, value in same.items() if value not in usual for word in (f"--{name}", value)]
     out.hint("hiddenstore", "collect", data, "-o", store, "--target", target, "--recipe", found.recipe, *words)
+
+
+def _say_what_fits(found: "Plan") -> None:
+    from hiddenstore.cli.terminal import size
+
+    needed = next(row.bytes_stored for row in found.estimates if row.recipe == found.recipe)
+    fitting = [row.recipe for row in found.estimates if row.bytes_stored < found.bytes_free]
+    others = f"what fits: {', '.join(fitting)}" if fitting else "no recipe fits"
+    output().warn(f"{found.recipe} needs {size(needed)} and {size(found.bytes_free)} are free; {others}")
 
 
 def _show(found: "Plan") -> None:

@@ -110,7 +110,7 @@ def _refuse_misfits(ctx: click.Context, asked: dict[str, Any]) -> None:
 
 def _show(document: dict[str, Any], shard: tuple[int, int]) -> None:
     from hiddenstore.cli.table import Column
-    from hiddenstore.cli.terminal import percent
+    from hiddenstore.cli.terminal import percent, plural
 
     out = output()
     looping = document["dropped"].get("looping", 0)
@@ -122,7 +122,7 @@ def _show(document: dict[str, Any], shard: tuple[int, int]) -> None:
     lines = [
         ("written", written),
         ("tokens", f"{document['tokens']:,} at {document['tokens_per_s']:,.0f} tokens/s"),
-        ("looping", f"{looping:,} answers dropped ({percent(document['looping_share'])})"),
+        ("looping", f"{plural(looping, 'answer')} dropped ({percent(document['looping_share'])})"),
         ("cut", f"{document['cut']:,} answers reached --max-new-tokens"),
         *([("resumed", f"{document['resumed']:,} answers were there already")] if document["resumed"] else []),
         *([("short", f"{document['short']:,} end where other tools were called")] if document["short"] else []),

@@ -83,7 +83,10 @@ class LayersAsked:
         if self.layers is not None and self.peer_layers is not None:
             raise ConfigError("give --layers or --peer-layers, not both", kind="layers-invalid")
         if self.peer_layers is not None:
-            found = tuple(from_convention(_numbers(self.peer_layers, "--peer-layers"), peer.numbering))
+            ids = _numbers(self.peer_layers, "--peer-layers")
+            # vLLM hands columns out ascending and once each, in whatever order they were asked for.
+            ids = sorted(set(ids)) if peer.numbering == "vllm" else ids
+            found = tuple(from_convention(ids, peer.numbering))
         elif self.layers is None:
             return None
         elif self.layers in get_args(DrafterName):

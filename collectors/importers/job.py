@@ -42,11 +42,12 @@ from hiddenstore.calibration import take_slice, write_slice
 from hiddenstore.codecs import recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.errors import ConfigError, InterruptError, NotFoundError
-from hiddenstore.inputs import PreparedInput, RegisteredInput, Unit, unit_tokens
+from hiddenstore.inputs import PreparedInput, Unit, unit_tokens
 from hiddenstore.layout import commit_path
 from hiddenstore.progress import Progress
 from hiddenstore.rank import Drain
 from hiddenstore.records import Record, Sample
+from hiddenstore.registered import RegisteredInput
 from hiddenstore.store import Store
 from hiddenstore.verify.profile import write_profile
 from hiddenstore.writer import create_store, pending_units, register_input, write_unit

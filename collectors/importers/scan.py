@@ -23,10 +23,11 @@ from collectors.rows import Problem
 from collectors.target_folder import TargetFolder
 from hiddenstore.documents import seal
 from hiddenstore.errors import CaptureError, HiddenstoreError, InterruptError
-from hiddenstore.inputs import PreparedInput, input_digest
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.layout import DATA_JSON
 from hiddenstore.progress import Progress
 from hiddenstore.records import Sample
+from hiddenstore.registered import input_digest
 from schemas.prepared import PreparedData, RejectCount
 
 FOLDER = ".import"

@@ -13,8 +13,9 @@ from collectors.job import CollectJob, open_job
 from collectors.job_open import CollectOptions
 from hiddenstore import errors
 from hiddenstore.errors import HiddenstoreError, InterruptError
-from hiddenstore.inputs import PreparedInput, RegisteredInput, Unit, unit_tokens
+from hiddenstore.inputs import PreparedInput, Unit, unit_tokens
 from hiddenstore.rank import Drain, Rank
+from hiddenstore.registered import RegisteredInput
 from schemas.manifest import CommitRecord
 
 

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 from collectors.regenerating.rewrite import Reply, Rewrite
 from hiddenstore.documents import canonical
 from hiddenstore.errors import ConflictError, CorruptionError
-from hiddenstore.fs import LocalFilesystem, storage_error
+from hiddenstore.fs import storage_error
+from hiddenstore.fs_local import LocalFilesystem
 
 SETTINGS = "settings.json"
 SYNC_EVERY_S = 2.0

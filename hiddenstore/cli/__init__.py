@@ -17,7 +17,7 @@ import click
 
 from hiddenstore.cli.commands import OTHER_WORDS, SECTIONS, find_commands
 from hiddenstore.cli.output import Output
-from hiddenstore.cli.translate import INTERRUPTED_EXIT, PIPE_EXIT, as_hiddenstore_error, usage_error
+from hiddenstore.cli.translate import INTERRUPTED_EXIT, PIPE_EXIT, RUN_AGAIN, as_hiddenstore_error, usage_error
 from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, NotFoundError
 
 __all__ = ["main"]
@@ -94,7 +94,7 @@ def _run(click_main: Any, arguments: list[str], *rest: Any, **extra: Any) -> int
     except click.exceptions.Exit as error:
         return error.exit_code
     except (click.exceptions.Abort, KeyboardInterrupt):
-        printer.error(InterruptError("interrupted", kind="interrupted", hint="the same command continues"))
+        printer.error(InterruptError("interrupted", kind="interrupted", hint=RUN_AGAIN))
         return INTERRUPTED_EXIT
     except click.ClickException as error:
         problem: HiddenstoreError = usage_error(error)

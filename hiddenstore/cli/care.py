@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from schemas.manifest import Container
 
 FOUND_EXIT = 3
+_SAME_COLLECT = "hiddenstore collect DATA -o {} --target T   (the same command does the rest)"
 _UNREADABLE = ("file-", "commit-", "document-", "segment-", "chunk-", "array-", "shard-", "input-")
 
 
@@ -60,7 +61,7 @@ def _remedy(store: str, kinds: Iterable[str], affected: Sequence[str]) -> tuple[
     if any(kind.startswith(_UNREADABLE) for kind in kinds):
         return "hiddenstore", "repair", store
     if kinds == {"incomplete"}:
-        return (f"hiddenstore collect DATA -o {shlex.quote(store)} --target T   (the same command does the rest)",)
+        return (_SAME_COLLECT.format(shlex.quote(store)),)
     return ("hiddenstore", "show", store, affected[0][:12]) if affected else ("hiddenstore", "info", store)
 
 
@@ -68,7 +69,9 @@ def _bytes_to_read(store: str) -> int | None:
     from hiddenstore.errors import HiddenstoreError
 
     try:
-        return sum(record.bytes_stored for record in open_store(store, strict=False).commits())
+        opened = open_store(store, strict=False)
+        target = sum(file.size for file in opened.manifest.target_files)
+        return target + sum(record.bytes_stored for record in opened.commits())
     except HiddenstoreError:
         return None  # verify will say what is wrong
 
@@ -166,7 +169,8 @@ def _copy_with_progress(plan: "CopyPlan") -> "CopyReport":
 def repair(store: str, yes: bool) -> None:
     """Make a damaged STORE whole by leaving out the samples that cannot be read.
 
-    Everything readable is kept bit for bit; old records and segments stay until gc. Prints a plan unless -y is given.
+    Everything readable is kept bit for bit; old records and segments stay until gc. Damaged files beside the samples
+    (target, inputs, snapshots) move to quarantine/. Prints a plan unless -y is given.
     """
     from hiddenstore.cli.care_views import repair_view
     from hiddenstore.maintain import repair as run_repair
@@ -180,10 +184,13 @@ def repair(store: str, yes: bool) -> None:
             {"unit": u.unit, "record": u.record, "kept": u.kept, "dropped": u.dropped, "forget": u.forget}
             for u in plan.units
         ],
+        "aside": plan.aside,
     }
     output().data(document, human=lambda: repair_view(document))
-    if plan.units and not yes:
+    if (plan.units or plan.aside) and not yes:
         output().hint("hiddenstore", "repair", store, "-y")
+    elif plan.aside:
+        output().hint(_SAME_COLLECT.format(shlex.quote(store)))
     else:
         output().hint("hiddenstore", "verify", store, "--full")
 

@@ -1,5 +1,6 @@
 """How the documents of verify, copy, repair and gc look on a terminal."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from hiddenstore.cli.table import Column
 from hiddenstore.cli.terminal import clean, clean_line, count, plural, seconds, size
 
 _MOST_SHOWN = 20
+_SEGMENT_PATH = re.compile(r"^\S*segments/[^/\s]+/")
 
 
 def verify_view(document: Mapping[str, Any]) -> None:
@@ -29,7 +31,9 @@ def verify_view(document: Mapping[str, Any]) -> None:
         hidden = sum(len(items) for items in groups[_MOST_SHOWN:])
         out.print(Text(f"  … and {count(hidden)} more (--json lists all)", style="dim"))
     affected = {sample for item in findings for sample in item["samples"]}
-    share = f"{count(len(affected))} of {plural(document['samples'], 'sample')} affected"
+    # Samples of units without a commit are affected, but not in the store.
+    of_all = "" if len(affected) > document["samples"] else f"{count(len(affected))} of "
+    share = f"{of_all}{plural(max(len(affected), document['samples']), 'sample')} affected"
     out.print(f"{plural(len(findings), 'finding')}, {share}")
     _notes(document["notes"])
 
@@ -97,25 +101,33 @@ def copy_view(document: Mapping[str, Any]) -> None:
 
 
 def repair_view(document: Mapping[str, Any]) -> None:
-    """What repair drops and keeps, unit by unit."""
+    """What repair drops and keeps, unit by unit, and what it sets aside."""
     out = output()
-    if not document["units"]:
+    if not document["units"] and not document["aside"]:
         out.print(Text.assemble(("✓ ", "green"), f"{document['path']}: nothing to repair"))
         return
-    out.table(
-        ("unit", ">dropped", ">kept", Column("why", wide=True)),
-        (
+    later = "" if document["done"] else "; nothing has changed yet"
+    if document["units"]:
+        out.table(
+            ("unit", ">dropped", ">kept", Column("why", wide=True)),
             (
-                unit["unit"],
-                "record" if unit["forget"] else count(len(unit["dropped"])),
-                "–" if unit["forget"] else count(unit["kept"]),
-                "its commit record cannot be read" if unit["forget"] else _why(unit["dropped"]),
-            )
-            for unit in document["units"]
-        ),
-    )
-    done = "dropped" if document["done"] else "would be dropped; nothing has changed yet"
-    out.print(f"{plural(document['dropped'], 'sample')} in {plural(len(document['units']), 'unit')} {done}")
+                (
+                    unit["unit"],
+                    "record" if unit["forget"] else count(len(unit["dropped"])),
+                    "–" if unit["forget"] else count(unit["kept"]),
+                    "its commit record cannot be read" if unit["forget"] else _why(unit["dropped"]),
+                )
+                for unit in document["units"]
+            ),
+        )
+        done = "dropped" if document["done"] else "would be dropped"
+        out.print(f"{plural(document['dropped'], 'sample')} in {plural(len(document['units']), 'unit')} {done}{later}")
+    if document["aside"]:
+        for path, why in document["aside"].items():
+            out.print(Text(clean_line(path)))
+            out.print(Padding(Text(clean(why)), (0, 0, 0, 4)))
+        done = "moved" if document["done"] else "would be moved"
+        out.print(f"{plural(len(document['aside']), 'file')} {done} to quarantine/{later}")
 
 
 def gc_view(document: Mapping[str, Any]) -> None:
@@ -136,4 +148,5 @@ def gc_view(document: Mapping[str, Any]) -> None:
 
 
 def _why(dropped: Mapping[str, str]) -> str:
-    return next(iter(dropped.values()), "damaged beside its samples")
+    why = next(iter(dropped.values()), "damaged beside its samples")
+    return _SEGMENT_PATH.sub("", why)

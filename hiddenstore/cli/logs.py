@@ -32,6 +32,8 @@ def set_up(verbose: int) -> None:
     root = logging.getLogger()
     if not any(isinstance(handler, _CurrentStderr) for handler in root.handlers):
         handler = _CurrentStderr()
+        # It has a handler of its own: without this every line of it stands there twice.
+        handler.addFilter(lambda record: not record.name.startswith("huggingface_hub"))
         handler.setFormatter(_CleanFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
         root.addHandler(handler)
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]

@@ -33,7 +33,9 @@ def info(store: str) -> None:
 
 @click.command(epilog=examples("hiddenstore ls my-store -n 5", "hiddenstore ls my-store --where 'tokens>4096' -q"))
 @click.argument("store")
-@click.option("-n", "--limit", default=20, show_default=True, help="Rows to print; 0 prints all.")
+@click.option(
+    "-n", "--limit", type=click.IntRange(min=0), default=20, show_default=True, help="Rows to print; 0 prints all."
+)
 @click.option("--where", multiple=True, metavar="TEST", help="tokens>4096, supervised>0, share<0.1, split=train, …")
 @common_options
 def ls(store: str, limit: int, where: tuple[str, ...]) -> None:
@@ -54,7 +56,13 @@ def ls(store: str, limit: int, where: tuple[str, ...]) -> None:
 @click.command(epilog=examples("hiddenstore show my-store", "hiddenstore show my-store 4f2a --all"))
 @click.argument("store")
 @click.argument("sample", default="0")
-@click.option("--tokens", default=600, show_default=True, help="Print at most this many tokens of text.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=0),
+    default=600,
+    show_default=True,
+    help="Print at most this many tokens of text.",
+)
 @click.option("--all", "whole", is_flag=True, help="Print the whole text.")
 @common_options
 def show(store: str, sample: str, tokens: int, whole: bool) -> None:
@@ -94,7 +102,13 @@ def stats(store: str) -> None:
 )
 @click.argument("a")
 @click.argument("b")
-@click.option("--samples", default=200, show_default=True, help="Common samples to compare in numbers; 0: all of them.")
+@click.option(
+    "--samples",
+    type=click.IntRange(min=0),
+    default=200,
+    show_default=True,
+    help="Common samples to compare in numbers; 0: all of them.",
+)
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
@@ -110,6 +124,7 @@ def diff(a: str, b: str, samples: int, tolerance: float | None) -> None:
     from hiddenstore.cli.diff_view import diff_view
     from hiddenstore.look.compare import compare
     from hiddenstore.progress import Progress
+    from hiddenstore.writer import capture_differences
 
     stores = open_store(a), open_store(b)
     common = len(set(stores[0].sample_ids) & set(stores[1].sample_ids))
@@ -120,7 +135,10 @@ def diff(a: str, b: str, samples: int, tolerance: float | None) -> None:
     if tolerance is not None:
         document["beyond_tolerance"] = found.beyond(tolerance)
     output().data(document, human=lambda: diff_view(document))
-    if found.only_a or found.only_b:
+    differs = capture_differences(stores[0].manifest, stores[1].manifest)
+    if not all(line.startswith(("capture.codecs.", "container:")) for line in differs):
+        output().hint("hiddenstore", "info", b)
+    elif found.only_a or found.only_b:
         output().hint("hiddenstore", "copy", a, b, "merged-store")
     else:
         output().hint("hiddenstore", "verify", b, "--meaning")

@@ -36,6 +36,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _META_KEY = "hiddenstore.output"
 _WIDTH_OF_A_FILE = 120
+_WIDER_THAN_ANY_ROW = 10_000
 _UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 _default: "Output | None" = None
 
@@ -87,10 +88,14 @@ class Output:
         self._show(clean(renderable) if text else renderable, soft_wrap=text)
 
     def table(self, columns: "Sequence[Column | str]", rows: Iterable[Sequence[Any]]) -> None:
-        """Print a table to stdout; ``">name"`` aligns a column to the right."""
+        """Print a table to stdout; ``">name"`` aligns a column to the right. A file or pipe gets every cell whole."""
         from hiddenstore.cli.table import build
 
+        width = self.out.width
+        if not self.out.is_terminal and not environ.get("COLUMNS"):
+            self.out.width = _WIDER_THAN_ANY_ROW
         self._show(build(columns, rows, self.out.width))
+        self.out.width = width
 
     def pairs(self, rows: Iterable[tuple[Any, Any]]) -> None:
         """Print labels and values, one pair a line, to stdout."""

@@ -26,15 +26,17 @@ def build(columns: Sequence[Column | str], rows: Iterable[Sequence[Any]], width:
     """A rich table of the rows; every cell is cleaned. A column is a ``Column`` or a name (``">name"``: to the right).
 
     Cells may be ``str``, ``rich.text.Text`` or anything ``str()`` takes; None is an empty cell. Where the table would
-    be wider than ``width`` characters, headings of several words wrap before any cell is cut.
+    be wider than ``width`` characters, headings of several words wrap and columns move together before any cell is cut.
     """
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     specs = [_spec(column) for column in columns]
     cells = [[_cell(value) for value in row] for row in rows]
+    names = _headings(specs, cells, width - indent)
+    gap = 2 if _needed(specs, names, cells) <= width - indent else 1
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     gives_way = [spec.wide for spec in specs] if any(spec.wide for spec in specs) else [True] + [False] * len(specs)
-    for spec, name, shrinks in zip(specs, _headings(specs, cells, width - indent), gives_way, strict=False):
+    for spec, name, shrinks in zip(specs, names, gives_way, strict=False):
         justify: Any = "right" if spec.right else "left"
         table.add_column(name, justify=justify, no_wrap=not shrinks, overflow="ellipsis", style=spec.style)
     table.show_header = any(spec.name for spec in specs)
@@ -57,12 +59,22 @@ def pairs(rows: Iterable[tuple[Any, Any]], indent: int = 2) -> "Padding":
 
 def _headings(specs: Sequence[Column], cells: Sequence[Sequence["Text"]], width: int) -> list[str]:
     names = [spec.name for spec in specs]
-    widest = [max((row[i].cell_len for row in cells if i < len(row)), default=0) for i in range(len(specs))]
-    stays = [0 if spec.wide else cell for spec, cell in zip(specs, widest, strict=True)]
-    if sum(map(max, stays, map(len, names))) + 2 * (len(specs) - 1) <= width:
+    if _needed(specs, names, cells) <= width:
         return names
+    widest = _widest(specs, cells)
     room = [max(cell, *map(len, name.split()), 1) for cell, name in zip(widest, names, strict=True)]
     return ["\n".join(wrap(name, most)) for name, most in zip(names, room, strict=True)]
+
+
+def _needed(specs: Sequence[Column], names: Sequence[str], cells: Sequence[Sequence["Text"]]) -> int:
+    """Characters of a row with two between columns; a wide column takes what is left, but its heading stays."""
+    stays = [0 if spec.wide else cell for spec, cell in zip(specs, _widest(specs, cells), strict=True)]
+    headings = [max(map(len, name.splitlines()), default=0) for name in names]
+    return sum(map(max, stays, headings)) + 2 * (len(specs) - 1)
+
+
+def _widest(specs: Sequence[Column], cells: Sequence[Sequence["Text"]]) -> list[int]:
+    return [max((row[i].cell_len for row in cells if i < len(row)), default=0) for i in range(len(specs))]
 
 
 def _spec(column: Column | str) -> Column:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import click
 
-from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError, StorageError
+from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, NotFoundError, StorageError
 
 INTERRUPTED_EXIT = 75
+RUN_AGAIN = "run the same command again"
 PIPE_EXIT = 141
 
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -36,6 +37,8 @@ def usage_error(error: click.ClickException) -> ConfigError:
 
 def as_hiddenstore_error(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:
     """Our errors as they are; the operating system's with a kind; anything else is a bug and leaves a log file."""
+    if isinstance(error, InterruptError) and error.hint is None:
+        error.hint = RUN_AGAIN
     if isinstance(error, HiddenstoreError):
         return error
     if isinstance(error, FileNotFoundError) and error.filename:
@@ -47,10 +50,17 @@ def as_hiddenstore_error(error: Exception, arguments: Sequence[str]) -> Hiddenst
     if isinstance(error, OSError) and error.errno in _OS_KINDS:
         where = f" ({error.filename})" if error.filename else ""
         return StorageError(f"{error.strerror}{where}", kind=_OS_KINDS[error.errno])
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+    if _is_out_of_memory(error):
         first = (str(error).splitlines() or ["no memory left"])[0]
         return StorageError(f"out of memory: {first}", kind="out-of-memory", hint="use smaller batches")
     return _bug(error, arguments)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    # torch has a class for a full GPU, and none for a full machine.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def _bug(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:

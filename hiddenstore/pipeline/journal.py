@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hiddenstore.documents import load, seal
 from hiddenstore.errors import ConflictError
-from hiddenstore.fs import LocalFilesystem
+from hiddenstore.fs_local import LocalFilesystem
 from hiddenstore.pipeline.stages import Stage
 from schemas.base import FORMAT_VERSION, Document
 

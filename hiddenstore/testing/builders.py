@@ -18,8 +18,9 @@ from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.documents import seal, sha256_hex
 from hiddenstore.fs import Filesystem
 from hiddenstore.head import HeadBundle
-from hiddenstore.inputs import PreparedInput, Unit, input_digest
+from hiddenstore.inputs import PreparedInput, Unit
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
+from hiddenstore.registered import input_digest
 from hiddenstore.store import Store
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.capture import CaptureSpec, Codecs, FinalMode, HeadSpec, TargetIdentity

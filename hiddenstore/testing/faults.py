@@ -15,23 +15,18 @@ True
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from hiddenstore.errors import StorageError
-from hiddenstore.fs import LocalFilesystem
+from hiddenstore.fs_local import LocalFilesystem
+from hiddenstore.testing.disk_tree import Data, File, Folder, Names, ancestors, surviving_folder, walk
 
-SECTOR_BYTES = 512
 ROOT = "/fault/store"
 
 Kind = Literal["crash", "enospc", "eio", "exists", "reply-lost"]
 Moment = Literal["before", "half", "after"]
-Data = Literal["kept", "dropped", "torn"]
-Names = Literal["kept", "dropped"]
-
-SURVIVALS: tuple[tuple[Data, Names], ...] = tuple(product(("kept", "dropped", "torn"), ("kept", "dropped")))
 
 
 class SimulatedCrash(BaseException):
@@ -52,18 +47,6 @@ class Fault:
     moment: Moment = "before"
 
 
-@dataclass(eq=False)
-class _File:
-    data: bytearray = field(default_factory=bytearray)
-    durable: bytes = b""
-
-
-@dataclass(eq=False)
-class _Folder:
-    names: "dict[str, _File | _Folder]" = field(default_factory=dict)
-    durable: "dict[str, _File | _Folder]" = field(default_factory=dict)
-
-
 class FaultDisk:
     """A ``Disk`` in memory.
 
@@ -76,16 +59,16 @@ class FaultDisk:
         self.fault = fault
         self.capacity = capacity
         self.observer: Callable[[], None] | None = None
-        self._root = _Folder()
-        self._open: dict[int, _File] = {}
+        self._root = Folder()
+        self._open: dict[int, File] = {}
         self._dead = False
-        for folder in _ancestors(ROOT):
-            self._put(folder, _Folder(), durable=True)
+        for folder in ancestors(ROOT):
+            self._put(folder, Folder(), durable=True)
 
     def survivor(self, data: Data, names: Names) -> "FaultDisk":
         """The disk after the machine went down now and came up again; everything on it is durable."""
         disk = FaultDisk(capacity=self.capacity)
-        disk._root = _surviving_folder(self._root, data, names, {})
+        disk._root = surviving_folder(self._root, data, names, {})
         return disk
 
     def state(self) -> bytes:
@@ -97,30 +80,30 @@ class FaultDisk:
 
     def files(self) -> dict[str, bytes]:
         """Every file by absolute path, as a running process sees it; empty folders end with a slash."""
-        return dict(_walk("", self._root))
+        return dict(walk("", self._root))
 
     def overwrite(self, path: str, data: bytes | None) -> None:
         """Damage behind the store's back: give a file other bytes, add it, or remove it with None."""
-        for folder in _ancestors(path):
+        for folder in ancestors(path):
             if self._find(folder) is None:
-                self._put(folder, _Folder(), durable=True)
+                self._put(folder, Folder(), durable=True)
         if data is None:
             folder_node, name = self._parent(path)
             del folder_node.names[name]
         else:
-            self._put(path, _File(bytearray(data), data), durable=True)
+            self._put(path, File(bytearray(data), data), durable=True)
 
     def make_folder(self, path: str) -> None:
         with _Operation(self, f"make_folder {path}"):
             folder, name = self._parent(path)
-            folder.names.setdefault(name, _Folder())
+            folder.names.setdefault(name, Folder())
 
     def create(self, path: str) -> int:
         with _Operation(self, f"create {path}"):
             folder, name = self._parent(path)
             if name in folder.names:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-            file = folder.names[name] = _File()
+            file = folder.names[name] = File()
             handle = len(self._open) + 1
             self._open[handle] = file
             return handle
@@ -163,14 +146,14 @@ class FaultDisk:
         with _Operation(self, f"remove_folder {path}"):
             folder, name = self._parent(path)
             gone = folder.names.get(name)
-            if not isinstance(gone, _Folder) or gone.names:
+            if not isinstance(gone, Folder) or gone.names:
                 raise _error(errno.ENOTEMPTY)
             del folder.names[name]
 
     def sync_folder(self, path: str) -> None:
         with _Operation(self, f"sync_folder {path}"):
             folder = self._find(path)
-            if not isinstance(folder, _Folder):
+            if not isinstance(folder, Folder):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             folder.durable = dict(folder.names)
 
@@ -178,15 +161,15 @@ class FaultDisk:
         return self._find(one) is self._find(other)
 
     def is_folder(self, path: str) -> bool:
-        return isinstance(self._find(path), _Folder)
+        return isinstance(self._find(path), Folder)
 
     def size(self, path: str) -> int | None:
         found = self._find(path)
-        return len(found.data) if isinstance(found, _File) else None
+        return len(found.data) if isinstance(found, File) else None
 
     def list(self, path: str) -> list[str]:
         found = self._find(path)
-        return list(found.names) if isinstance(found, _Folder) else []
+        return list(found.names) if isinstance(found, Folder) else []
 
     def read(self, path: str) -> bytes:
         return bytes(self._file(path).data)
@@ -210,27 +193,24 @@ class FaultDisk:
         if self._dead:
             raise SimulatedCrash
 
-    def _find(self, path: str) -> "_File | _Folder | None":
+    def _find(self, path: str) -> "File | Folder | None":
         self._alive()
-        found: _File | _Folder | None = self._root
-        for name in path.strip("/").split("/"):
-            found = found.names.get(name) if isinstance(found, _Folder) else None
-        return found
+        return self._root.find(path)
 
-    def _file(self, path: str) -> _File:
+    def _file(self, path: str) -> File:
         found = self._find(path)
-        if not isinstance(found, _File):
+        if not isinstance(found, File):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return found
 
-    def _parent(self, path: str) -> tuple[_Folder, str]:
+    def _parent(self, path: str) -> tuple[Folder, str]:
         folder, _, name = path.rpartition("/")
         found = self._find(folder) if folder else self._root
-        if not isinstance(found, _Folder):
+        if not isinstance(found, Folder):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return found, name
 
-    def _put(self, path: str, node: "_File | _Folder", durable: bool) -> None:
+    def _put(self, path: str, node: "File | Folder", durable: bool) -> None:
         folder, name = self._parent(path)
         folder.names[name] = node
         if durable:
@@ -265,7 +245,7 @@ class FaultFilesystem(LocalFilesystem):
 
 
 class _HalfWrite:
-    def __init__(self, file: _File, data: memoryview) -> None:
+    def __init__(self, file: File, data: memoryview) -> None:
         self._file, self._data, self._length = file, data, len(file.data)
 
     def apply(self) -> None:
@@ -313,42 +293,3 @@ class _Operation:
 
 def _error(number: int) -> OSError:
     return OSError(number, os.strerror(number))
-
-
-def _ancestors(path: str) -> Iterator[str]:
-    parts = path.strip("/").split("/")[:-1]
-    for count in range(1, len(parts) + 1):
-        yield "/" + "/".join(parts[:count])
-
-
-def _walk(prefix: str, folder: _Folder) -> Iterator[tuple[str, bytes]]:
-    for name in sorted(folder.names):
-        node = folder.names[name]
-        if isinstance(node, _File):
-            yield f"{prefix}/{name}", bytes(node.data)
-        elif node.names:
-            yield from _walk(f"{prefix}/{name}", node)
-        else:
-            yield f"{prefix}/{name}/", b""
-
-
-def _surviving_folder(folder: _Folder, data: Data, names: Names, seen: dict[int, _File]) -> _Folder:
-    kept: dict[str, _File | _Folder] = {}
-    for name, node in (folder.names if names == "kept" else folder.durable).items():
-        if isinstance(node, _Folder):
-            kept[name] = _surviving_folder(node, data, names, seen)
-        else:
-            kept[name] = seen.setdefault(id(node), _surviving_file(node, data))
-    return _Folder(kept, dict(kept))
-
-
-def _surviving_file(file: _File, data: Data) -> _File:
-    """Torn: the first half of what was not synced, in whole sectors, then zeros up to the length written."""
-    content = bytes(file.data)
-    if data == "dropped":
-        content = file.durable
-    elif data == "torn" and content != file.durable:
-        start = len(file.durable)
-        whole = start + (len(content) - start) // 2 // SECTOR_BYTES * SECTOR_BYTES
-        content = content[:whole] + bytes(len(content) - whole)
-    return _File(bytearray(content), content)

@@ -10,6 +10,7 @@ from itertools import islice
 
 import numpy as np
 
+from hiddenstore.cli.terminal import plural
 from hiddenstore.data.order import Order
 from hiddenstore.errors import HiddenstoreError
 from hiddenstore.records import Record
@@ -170,6 +171,10 @@ def _judge_predictions(survey: Survey, report: Report) -> None:
             f"the target gives the next tokens {nll[1]:.2f} nats, their bare frequencies {chance:.2f}: another "
             "tokenizer cut this text, or the target is untrained"
         )
+        if len(found) < CALIBRATING:
+            few = f"{detail}, or the text is odd: {plural(len(found), 'sample')} cannot tell"
+            report.notes.append(Finding("prediction-undecided", FINAL, (), few))
+            return
         for sample in found:
             survey.say("tokenizer", sample, "input_ids", detail)
 

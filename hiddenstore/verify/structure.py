@@ -15,7 +15,7 @@ from hiddenstore.commit import Commit, committed_units, read_commit, read_snapsh
 from hiddenstore.documents import load
 from hiddenstore.errors import CorruptionError, HiddenstoreError
 from hiddenstore.fs import TEMP_PREFIX, Filesystem
-from hiddenstore.inputs import registered_inputs
+from hiddenstore.registered import registered_inputs
 from hiddenstore.store import Store, load_snapshot
 from hiddenstore.verify.report import Finding, Report
 from schemas.manifest import CommitRecord, StoreManifest
@@ -44,7 +44,7 @@ def check_structure(fs: Filesystem, report: Report) -> Store | None:
     report.findings += _calibration(fs)
     found, notes = _duplicates(records)
     report.findings += found
-    report.notes += notes + list(_orphans(fs, records)) + list(_leftovers(fs))
+    report.notes += notes + list(_unregistered(fs, records)) + list(_orphans(fs, records)) + list(_leftovers(fs))
     return None if manifest is None else Store(fs, manifest, scan)
 
 
@@ -165,6 +165,17 @@ def _duplicates(records: Iterable[CommitRecord]) -> tuple[list[Finding], list[Fi
             finding = Finding("duplicate", held[1].segment, (name,), detail)
             (noted if len({record.input for record in held}) == len(held) else found).append(finding)
     return found, noted
+
+
+def _unregistered(fs: Filesystem, records: Iterable[CommitRecord]) -> Iterator[Finding]:
+    """``collect`` registers an input before its first unit, so one that is named but not there was there."""
+    named = Counter(record.input for record in records)
+    for digest in sorted(named.keys() - registered_inputs(fs).keys()):
+        detail = (
+            f"the input of {plural(named[digest], 'unit')} is not there, so that units still missing cannot be seen; "
+            "collecting the same DATA again brings it back"
+        )
+        yield Finding("input-missing", layout.input_path(digest), (), detail)
 
 
 def _orphans(fs: Filesystem, records: Iterable[CommitRecord]) -> Iterator[Finding]:

@@ -108,6 +108,29 @@ def test_plan_writes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_plan_says_what_fits_where_the_chosen_recipe_does_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, data: str, target: str
+) -> None:
+    needed = {
+        row["recipe"]: row["bytes_stored"] for row in call_json(capsys, "plan", data, "--target", target)["recipes"]
+    }
+    for free, said in ((needed["safe"], "what fits: compact, tiny"), (10, "no recipe fits")):
+        monkeypatch.setattr("collectors.estimate.free_bytes", lambda _place, free=free: free)
+        assert call("plan", data, "--target", target) == 0
+        told = capsys.readouterr().err
+        assert "warning: safe needs " in told
+        assert said in told
+        assert "next: hiddenstore collect" not in told
+
+
+def test_a_finished_collect_says_that_nothing_is_left_to_do(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: str, target: str
+) -> None:
+    for _ in range(2):
+        assert call("collect", data, "-o", str(tmp_path / "store"), "--target", target, "--layers", "0,2") == 0
+    assert capsys.readouterr().out.rstrip().endswith("units  1, committed before: nothing to do")
+
+
 def test_regenerate_writes_messages_and_reports_the_looping_share(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str
 ) -> None:

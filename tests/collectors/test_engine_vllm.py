@@ -81,9 +81,9 @@ def test_files_are_removed_while_requests_run(target: EngineTarget, double: Vllm
 
 
 def test_the_last_layer_is_the_final_hidden_and_is_asked_for_once() -> None:
-    assert AskedIds.of((-1, 1, 3), 4) == AskedIds((0, 2, 4), (0, 1, 2))
-    assert AskedIds.of((1,), 4) == AskedIds((2, 4), (0,))
-    assert AskedIds.of((), 4) == AskedIds((4,), ())
+    assert AskedIds.of((-1, 1, 3), 4) == AskedIds((0, 2, 4), 3)
+    assert AskedIds.of((1,), 4) == AskedIds((2, 4), 1)
+    assert AskedIds.of((), 4) == AskedIds((4,), 0)
     aux, final = AskedIds.of((1, 3), 4).split(torch.arange(6.0).reshape(3, 2, 1))
     assert (tuple(aux.shape), aux[0, :, 0].tolist(), aux[1, :, 0].tolist()) == ((2, 3, 1), [0, 2, 4], [1, 3, 5])
     assert torch.equal(final, aux[1])

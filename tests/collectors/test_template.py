@@ -31,6 +31,7 @@ from collectors.conversations import Conversation, parse_row
 from collectors.rows import Problem, Row
 from collectors.target import open_target
 from collectors.template import ChatTemplate, Tokenised, read_template, tokenizer_digests
+from collectors.template_check import check_template, refuse_if_unstable
 from hiddenstore.errors import ConfigError, NotFoundError
 from schemas.prepared import ROLES, LossOn
 
@@ -131,7 +132,7 @@ def test_turn_spans_hold_each_message_and_answers_without_their_header() -> None
 
 def test_messages_whose_boundary_is_hidden_share_a_turn() -> None:
     template = ChatTemplate(tiny_tokenizer(FOLDS_SYSTEM))
-    template.check()
+    check_template(template)
     assert turns(template, sample(template, chat("hi", "hello", system="be brief"))) == [
         ("user", "<s><|im_start|>user\nbe brief\nhi<|im_end|>\n"),
         ("assistant", "hello<|im_end|>"),
@@ -151,14 +152,14 @@ def test_a_refusal_of_the_template_is_the_reason_and_the_next_row_is_fine() -> N
 
 def test_a_template_that_rewrites_thoughts_is_refused_when_a_row_has_one() -> None:
     template = ChatTemplate(tiny_tokenizer(STRIPS_THOUGHTS))
-    template.check()
+    check_template(template)
     assert isinstance(tokenise(template, TWO_TURNS), Tokenised)
     thinking = chat("a", "<think>\nwell\n</think>\n\nb", "c", "d")
     problem = tokenise(template, thinking)
     assert isinstance(problem, Problem)
     assert problem.reason == "not-prefix-stable"
     with pytest.raises(ConfigError, match="rewrites earlier turns") as caught:
-        template.refuse_if_unstable(problem)
+        refuse_if_unstable(template, problem)
     assert caught.value.kind == "template-not-prefix-stable"
     assert caught.value.hint is not None
     assert "--template FILE" in caught.value.hint
@@ -167,7 +168,7 @@ def test_a_template_that_rewrites_thoughts_is_refused_when_a_row_has_one() -> No
 
 def test_a_template_that_marks_only_the_last_turn_works_for_single_and_last_turns() -> None:
     template = ChatTemplate(tiny_tokenizer(EMPTY_THOUGHT_LAST))
-    template.check()
+    check_template(template)
     runs = supervised_runs(template, sample(template, chat("a", "b")))
     assert runs == ["<think>\n\n</think>\n\nb<|im_end|>"]
     assert isinstance(tokenise(template, TWO_TURNS), Problem)
@@ -179,7 +180,7 @@ def test_a_template_that_marks_only_the_last_turn_works_for_single_and_last_turn
 
 def test_a_row_that_is_unstable_under_a_stable_template_is_the_rows_problem() -> None:
     template = ChatTemplate(tiny_tokenizer(CHATML))
-    template.refuse_if_unstable(Problem("f:1", "not-prefix-stable", "odd"))
+    refuse_if_unstable(template, Problem("f:1", "not-prefix-stable", "odd"))
 
 
 @pytest.mark.parametrize(
@@ -193,18 +194,18 @@ def test_a_row_that_is_unstable_under_a_stable_template_is_the_rows_problem() ->
 )
 def test_a_template_that_cannot_work_is_refused_before_any_data(text: str, kind: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ChatTemplate(tiny_tokenizer(text)).check()
+        check_template(ChatTemplate(tiny_tokenizer(text)))
     assert caught.value.kind == kind
 
 
 def test_a_generation_prompt_that_no_answer_begins_with_is_refused_at_once() -> None:
     opens_a_thought = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     with pytest.raises(ConfigError, match="once it is answered") as caught:
-        ChatTemplate(tiny_tokenizer(opens_a_thought)).check()
+        check_template(ChatTemplate(tiny_tokenizer(opens_a_thought)))
     assert caught.value.kind == "template-not-prefix-stable"
     assert caught.value.hint is not None
     assert "last-turn" not in caught.value.hint
-    ChatTemplate(tiny_tokenizer(opens_a_thought), "all").check()
+    check_template(ChatTemplate(tiny_tokenizer(opens_a_thought), "all"))
 
 
 def test_a_tokenizer_without_template_needs_one_given() -> None:

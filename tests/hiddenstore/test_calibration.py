@@ -11,7 +11,7 @@ from hiddenstore import calibration
 from hiddenstore.calibration import SLICE_PATH, read_slice, slice_document, slice_tokens, take_slice, write_slice
 from hiddenstore.copying import plan_copy, run_copy
 from hiddenstore.errors import CorruptionError
-from hiddenstore.fs import LocalFilesystem
+from hiddenstore.fs_local import LocalFilesystem
 from hiddenstore.layout import slice_path
 from hiddenstore.maintain import gc
 from hiddenstore.records import Record

@@ -57,6 +57,14 @@ def test_verify_exits_3_and_names_file_samples_and_remedy(tmp_path: Path) -> Non
     assert run("verify", store.path, "--full", "-q").stdout == ""
 
 
+def test_samples_without_a_commit_are_counted_apart_from_those_held(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=3)
+    for record in Path(store.path, "commits").iterdir():
+        record.unlink()
+    assert "3 samples affected" in run("verify", store.path).stdout
+    assert "of 0" not in run("verify", store.path).stdout
+
+
 def test_states_that_mean_something_else_are_not_sent_to_repair(tmp_path: Path) -> None:
     store = make_store(tmp_path, samples=6)
     result = run("verify", store.path, "--meaning")
@@ -146,6 +154,27 @@ def test_repair_prints_a_plan_and_acts_with_y_only(tmp_path: Path) -> None:
     assert len(Store.open(store.path)) == 6 - lost
     assert run("verify", store.path, "--full").exit_code == 0
     assert "nothing to repair" in " ".join(run("repair", store.path).stdout.split())
+
+
+def test_repair_says_why_and_where_in_the_segment_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    store = make_store(tmp_path, samples=2)
+    damage(store)
+    (line,) = [line for line in run("repair", store.path).stdout.splitlines() if "layer_1/c/0/0" in line]
+    assert line.split()[3:6] == ["layer_1/c/0/0", "is", "damaged:"]
+
+
+def test_repair_names_what_it_sets_aside_and_the_command_that_writes_it_again(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=2)
+    head = Path(store.path, "target", "head.safetensors")
+    head.write_bytes(head.read_bytes()[:-1])
+    plan = run("repair", store.path)
+    assert "target/head.safetensors" in plan.stdout
+    assert "1 file would be moved to quarantine/; nothing has changed yet" in plan.stdout
+    done = run("repair", store.path, "-y")
+    assert "1 file moved to quarantine/" in done.stdout
+    assert f"next: hiddenstore collect DATA -o {store.path} --target T" in done.stderr
+    assert not head.exists()
 
 
 def test_gc_sweeps_what_no_commit_names_once_it_is_old_enough(tmp_path: Path) -> None:

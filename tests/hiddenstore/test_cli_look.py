@@ -101,6 +101,30 @@ def test_info_of_a_missing_store_says_how_to_make_one(tmp_path: Path) -> None:
     assert "fix: hiddenstore collect" in result.stderr
 
 
+def test_info_of_prepared_data_says_how_to_capture_it(tmp_path: Path) -> None:
+    make_store(tmp_path, samples=3)
+    result = run("info", str(tmp_path / "data"))
+    assert result.exit_code == 2
+    assert "is no store: it holds prepared data" in result.stderr
+    assert f"fix: hiddenstore collect {tmp_path / 'data'} -o STORE" in result.stderr
+
+
+@pytest.mark.parametrize("words", [("ls", "-n"), ("show", "--tokens"), ("diff", "nowhere", "--samples")])
+def test_numbers_of_rows_below_zero_are_refused(store: str, words: tuple[str, ...]) -> None:
+    command, *rest = words
+    result = run(command, store, *rest, "-3")
+    assert result.exit_code == 2
+    assert "-3 is not in the range x>=0" in result.stderr
+
+
+def test_diff_of_stores_of_two_targets_does_not_advise_to_merge_them(tmp_path: Path, store: str) -> None:
+    other = make_store(tmp_path, samples=3, width=64).path
+    result = run("diff", store, other)
+    assert result.exit_code == 3
+    assert "different" in result.stdout
+    assert "hiddenstore copy" not in result.stderr
+
+
 def test_info_opens_a_snapshot_after_an_at_sign(tmp_path: Path) -> None:
     made = make_store(tmp_path, samples=4)
     made.save_snapshot("v1")

@@ -1,6 +1,7 @@
 """The command group: fast help, errors that say what to do, exit codes, signals and pipes."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -165,7 +166,7 @@ def test_each_error_class_has_its_exit_code(
     run_action: Callable[..., Result], error: HiddenstoreError, code: int
 ) -> None:
     result = run_action(raising(error))
-    assert (result.exit_code, result.stderr) == (code, "error: m  [k]\n")
+    assert (result.exit_code, result.stderr.splitlines()[0]) == (code, "error: m  [k]")
 
 
 def test_an_error_says_what_and_the_fix_on_stderr_only(run_action: Callable[..., Result]) -> None:
@@ -205,6 +206,16 @@ def test_a_bug_exits_1_and_leaves_its_traceback_in_a_file(
     assert "torch" in log.read_text().splitlines()[1]
 
 
+def test_what_huggingface_hub_logs_is_left_to_its_own_handler(run_action: Callable[..., Result]) -> None:
+    def action() -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("retrying")
+        logging.getLogger("another").warning("kept")
+
+    result = run_action(action)
+    assert "kept" in result.stderr
+    assert "huggingface_hub" not in result.stderr
+
+
 def test_verbose_prints_the_traceback(run_action: Callable[..., Result]) -> None:
     result = run_action(raising(ConfigError("m", kind="k")), "-v")
     assert "Traceback (most recent call last)" in result.stderr
@@ -218,6 +229,7 @@ def test_verbose_prints_the_traceback(run_action: Callable[..., Result]) -> None
         (PermissionError(13, "Permission denied", "/x"), 5, "permission-denied"),
         (OSError(28, "No space left on device"), 5, "disk-full"),
         (MemoryError(), 5, "out-of-memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 5, "out-of-memory"),
     ],
 )
 def test_refusals_of_the_system_are_no_bugs(
@@ -232,6 +244,14 @@ def test_an_interrupt_exits_75(run_action: Callable[..., Result]) -> None:
     result = run_action(raising(KeyboardInterrupt()))
     assert result.exit_code == 75
     assert "interrupted" in result.stderr
+    assert "fix: run the same command again" in result.stderr
+
+
+def test_an_interrupt_without_a_hint_says_that_the_same_command_goes_on(run_action: Callable[..., Result]) -> None:
+    bare = run_action(raising(InterruptError("stopped", kind="interrupted")))
+    assert "fix: run the same command again" in bare.stderr
+    told = run_action(raising(InterruptError("stopped", kind="interrupted", hint="hiddenstore train --resume")))
+    assert "fix: hiddenstore train --resume" in told.stderr
 
 
 def test_sigterm_interrupts_and_the_old_handler_comes_back(run_action: Callable[..., Result]) -> None:

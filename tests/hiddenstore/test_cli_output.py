@@ -147,6 +147,18 @@ def test_headings_of_several_words_wrap_before_a_cell_is_cut(monkeypatch: pytest
     assert result.stdout == "  accepted length  same answers\n             2.50        4 of 4\n"
 
 
+def test_columns_move_together_before_a_cell_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns, expected in (("17", "  layer_1  12  ██\n"), ("16", "  layer_1 12 ██\n")):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert run(lambda: output().table(["", ">", ""], [["layer_1", "12", "██"]])).stdout == expected
+
+
+def test_a_table_in_a_file_or_pipe_has_every_cell_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    result = run(lambda: output().table(["a", Column("id", wide=True)], [["x" * 90, "owner/" + "name" * 40]]))
+    assert result.stdout.splitlines()[1] == f"  {'x' * 90}  owner/{'name' * 40}"
+
+
 def test_output_into_a_file_has_no_colours_and_no_blanks_at_the_ends() -> None:
     result = run(lambda: output().table(["a", "b"], [["1", "long cell"], ["22", ""]]))
     assert result.stdout == "  a   b\n  1   long cell\n  22\n"

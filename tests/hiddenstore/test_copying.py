@@ -7,7 +7,7 @@ import torch
 
 from hiddenstore.copying import CopyReport, plan_copy, run_copy
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
-from hiddenstore.inputs import RegisteredInput
+from hiddenstore.registered import RegisteredInput
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
     ENGINE,

@@ -10,7 +10,8 @@ import pytest
 
 from hiddenstore.disk import OPEN_FILES, PosixDisk
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError, StorageError
-from hiddenstore.fs import Filesystem, LocalFilesystem, is_inside, is_temporary, open_filesystem
+from hiddenstore.fs import Filesystem, is_inside, is_temporary, open_filesystem
+from hiddenstore.fs_local import LocalFilesystem
 from hiddenstore.testing.faults import Fault, FaultFilesystem, SimulatedCrash
 
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
-from hiddenstore.inputs import UNIT_TOKENS, PreparedInput, parse_registered, registered_inputs, unit_tokens
+from hiddenstore.inputs import UNIT_TOKENS, PreparedInput, unit_tokens
 from hiddenstore.records import sample_id
+from hiddenstore.registered import parse_registered, registered_inputs
 from hiddenstore.testing.builders import HEAD, capture_spec, make_data, make_samples, memory_input, target_files
 from hiddenstore.testing.faults import FaultFilesystem
 from hiddenstore.writer import create_store, pending_units, register_input

@@ -144,5 +144,58 @@ def test_a_record_that_cannot_be_read_is_set_aside_so_that_its_unit_can_be_colle
         Store.open(store.path)
     assert [unit.forget for unit in repair(store.path, dry_run=False).units] == [True]
     Store.open(store.path)
-    assert (Path(store.path) / "quarantine" / path.name).exists()
+    assert (Path(store.path) / "quarantine" / "commits" / path.name).exists()
     assert [finding.kind for finding in verify(store.path).findings] == ["incomplete"]
+
+
+def damage(path: Path) -> bytes:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    return data
+
+
+def test_damaged_files_beside_the_units_are_set_aside_and_the_same_collect_writes_them_again(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    (digest,) = store.inputs()
+    paths = ["target/head.safetensors", "target/config.json", layout.input_path(digest)]
+    kept = {path: damage(Path(store.path) / path) for path in paths}
+    plan = repair(store.path)
+    assert (sorted(plan.aside), plan.units) == (sorted(paths), [])
+    assert all((Path(store.path) / path).exists() for path in paths)
+    repair(store.path, dry_run=False)
+    assert not any((Path(store.path) / path).exists() for path in paths)
+    assert all((Path(store.path) / "quarantine" / path).exists() for path in paths)
+    shutil.rmtree(tmp_path / "data")
+    again = make_store(tmp_path)
+    assert {path: (Path(store.path) / path).read_bytes() for path in paths} == kept
+    report = verify(again.path, "bytes")
+    assert (report.findings, report.notes) == ([], [])
+
+
+def test_a_damaged_snapshot_or_advice_is_set_aside_and_the_store_verifies(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    store.save_snapshot("v1")
+    damage(Path(store.path) / "snapshots" / "v1.json")
+    (Path(store.path) / "advice").mkdir()
+    (Path(store.path) / "advice" / "1.json").write_text("{}")
+    (Path(store.path) / "calibration").mkdir()
+    (Path(store.path) / "calibration" / "slice.json").write_text("{}")
+    assert not verify(store.path, "bytes").ok
+    plan = repair(store.path, dry_run=False)
+    assert sorted(plan.aside) == ["advice/1.json", "calibration/slice.json", "snapshots/v1.json"]
+    assert verify(store.path, "bytes").ok
+
+
+def test_a_damaged_store_json_says_how_it_is_written_again(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    path = Path(store.path) / "store.json"
+    kept = damage(path)
+    with pytest.raises(CorruptionError) as caught:
+        repair(store.path)
+    assert caught.value.hint is not None
+    command = caught.value.hint.partition(";")[0].split()
+    assert command == ["mv", str(path), str(path.with_name(".damaged-store.json"))]
+    path.rename(command[2])
+    shutil.rmtree(tmp_path / "data")
+    make_store(tmp_path)
+    assert path.read_bytes() == kept

@@ -46,6 +46,18 @@ def test_a_log_gets_one_greppable_line_each_half_minute(clock: list[float]) -> N
     assert "\x1b" not in result.stderr
 
 
+def test_the_last_line_of_a_log_is_said_once_and_without_time_left(clock: list[float]) -> None:
+    def body() -> None:
+        with Progress("train", total=2, unit="steps") as progress:
+            for _ in range(2):
+                clock[0] += 40
+                progress.advance(1, loss=0.5)
+
+    first, last = run(body).stderr.splitlines()
+    assert "steps=1/2 rate=0.025/s eta=40s loss=0.5" in first
+    assert last.endswith("train steps=2/2 rate=0.025/s loss=0.5")
+
+
 def test_a_short_job_leaves_no_line_in_a_log(clock: list[float]) -> None:
     def body() -> None:
         with Progress("collect", total=2, unit="samples") as progress:

@@ -12,7 +12,7 @@ import zarr
 
 from hiddenstore.codecs import CODECS, get_codec
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError
-from hiddenstore.fs import LocalFilesystem
+from hiddenstore.fs_local import LocalFilesystem
 from hiddenstore.records import Record, Sample, final_row_positions
 from hiddenstore.segment import SegmentReader, SegmentWritten, encode_records, write_encoded, write_segment
 from hiddenstore.segment_write import row_norms

@@ -152,7 +152,7 @@ def test_a_sample_held_twice_is_found_within_an_input_and_noted_across_inputs(tm
     write_unit(store, "other-000000", "f" * 64, records, [], ENGINE)
     report = verify(store.path)
     assert report.ok
-    assert {note.kind for note in report.notes} == {"duplicate"}
+    assert {note.kind for note in report.notes} == {"duplicate", "input-missing"}
     write_unit(store, "again-000000", record.input, records, [], ENGINE)
     assert "duplicate" in kinds(verify(store.path))
 

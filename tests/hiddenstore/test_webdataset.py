@@ -25,7 +25,7 @@ from hiddenstore.containers import CONTAINERS, get_container
 from hiddenstore.containers.tar_write import INDEX, TAR, _tar_header, npy_header
 from hiddenstore.documents import canonical, sha256_hex
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError
-from hiddenstore.fs import LocalFilesystem
+from hiddenstore.fs_local import LocalFilesystem
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.segment import SegmentReader, write_segment
 from hiddenstore.testing.builders import ENGINE, capture_spec, make_samples, random_records

@@ -10,7 +10,7 @@ import zarr
 
 from hiddenstore import zarr_read
 from hiddenstore.errors import CorruptionError
-from hiddenstore.fs import LocalFilesystem
+from hiddenstore.fs_local import LocalFilesystem
 from hiddenstore.zarr_read import ShardReader
 from hiddenstore.zarr_spec import ALIGNMENT, CHUNK_CRCS, ArraySpec, crc32c, parse_metadata
 from hiddenstore.zarr_write import ShardWriter, write_array

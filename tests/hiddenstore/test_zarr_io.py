@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hiddenstore.disk import PosixDisk
 from hiddenstore.errors import CorruptionError, FormatError
-from hiddenstore.fs import LocalFilesystem
+from hiddenstore.fs_local import LocalFilesystem
 from hiddenstore.zarr_read import ShardReader, read_small
 from hiddenstore.zarr_spec import ArraySpec, crc32c, parse_metadata
 from hiddenstore.zarr_write import HashedFile, ShardWriter, write_array, write_group

@@ -16,7 +16,8 @@ from hiddenstore.data import PackedBatch
 from hiddenstore.head import HeadBundle
 from schemas import HeadSpec
 from trainer.drafters.base import TargetSide
-from trainer.drafters.medusa import MEDUSA, Medusa, MedusaConfig, MedusaLoss, MedusaObjective
+from trainer.drafters.medusa import MEDUSA, MedusaLoss, MedusaObjective
+from trainer.drafters.medusa_heads import Medusa, MedusaConfig
 from trainer.vocab import DraftVocab
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]

@@ -25,7 +25,8 @@ from hiddenstore.testing.builders import (
     random_records,
     target_files,
 )
-from hiddenstore.testing.faults import SURVIVALS, Fault, FaultDisk, FaultFilesystem, SimulatedCrash
+from hiddenstore.testing.disk_tree import SURVIVALS
+from hiddenstore.testing.faults import Fault, FaultDisk, FaultFilesystem, SimulatedCrash
 from hiddenstore.testing.invariants import contents, fingerprint, garbage, problems
 from hiddenstore.writer import create_store, register_input, write_encoded_unit
 from schemas.capture import CaptureSpec

@@ -16,6 +16,7 @@ from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, memory_input
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.capture import CaptureSpec, Codecs, HeadSpec, TargetIdentity
+from trainer.cli.evaluate import positions_text
 from trainer.drafting.speculate import plain
 from trainer.drafting.target import LiveTarget, bundle_of, identity_of
 
@@ -98,6 +99,27 @@ def test_eval_answers_with_every_promised_field(made):
     training = [entry.tokens for _, entry in Store.open(made / "store").entries if entry.split == "train"]
     assert found["ngram_training_tokens"] == sum(training)
     assert found["untrained_accepted_length"] >= 1.0
+
+
+def test_draft_lengths_are_walked_in_ascending_order_however_they_are_given(made):
+    found = document(["eval", str(made / "run"), str(made / "store"), "--draft-len", "3,5x4,1"])
+    assert [(row["draft_len"], row["tree_width"]) for row in found["sweep"]] == [(1, 1), (3, 1), (5, 4)]
+    examples = run(["eval", "--help"]).output
+    assert "--draft-len 1,3,7,5x4" in examples
+    run(["eval", str(made / "run"), str(made / "store"), "--draft-len", "1,3,7,5x4", "--json"])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"), [("3,3", "twice"), ("5x1000", "64 wide"), ("100000000", "256 levels"), ("0", "should be")]
+)
+def test_draft_lengths_that_mean_nothing_are_refused_before_anything_is_loaded(words, reason):
+    assert reason in run(["eval", "nowhere", "nowhere", "--draft-len", words], 2).output
+
+
+def test_the_positions_of_a_long_draft_that_were_never_accepted_are_counted():
+    assert positions_text([0.5, 0.25]) == "0.500  0.250"
+    assert positions_text([0.5, *[0.0] * 99]) == "0.500" + 7 * "  0.000" + "  0 at 92 more"
+    assert positions_text([0.5] * 10) == "  ".join(["0.500"] * 10)
 
 
 def decode_words(made, *more):

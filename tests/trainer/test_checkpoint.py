@@ -11,6 +11,7 @@ from tests.trainer.conftest import drafter_config
 from tests.trainer.runs import WORDS, tiny_store
 from trainer.run import checkpoint
 from trainer.run.checkpoint import DrafterSpec, RunState
+from trainer.run.loaded import load_drafter
 from trainer.run.loop import train
 
 TENSORS = ({"fc.weight": torch.arange(6.0).view(2, 3)}, {"exp_avg.fc.weight": torch.ones(2, 3)})
@@ -111,11 +112,11 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_old_or_the_new(
 def test_trained_drafter_loads_with_its_vocabulary_and_head(tmp_path: Path) -> None:
     store = tiny_store(tmp_path)
     report = train(store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=4"])
-    loaded = checkpoint.load_drafter(tmp_path / "run")
+    loaded = load_drafter(tmp_path / "run")
     assert (loaded.step, loaded.vocab.size, loaded.config.aux_layers) == (4, 40, (1, 3, 4))
     assert loaded.identity == store.capture.target
     assert torch.equal(loaded.model.embed(torch.tensor([3])), loaded.head.embed_tokens[[3]].float())
-    fresh = checkpoint.load_drafter(report.checkpoint, untrained=True)
+    fresh = load_drafter(report.checkpoint, untrained=True)
     assert fresh.step == 0
     assert torch.equal(fresh.model.lm_head.weight, loaded.head.lm_head[loaded.vocab.target_ids].float())  # type: ignore[index]
     assert not torch.equal(fresh.model.fc.weight, loaded.model.fc.weight)
@@ -123,4 +124,4 @@ def test_trained_drafter_loads_with_its_vocabulary_and_head(tmp_path: Path) -> N
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no run"):
-        checkpoint.load_drafter(tmp_path)
+        load_drafter(tmp_path)

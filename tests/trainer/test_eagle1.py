@@ -29,7 +29,7 @@ from trainer.drafting.target import LiveTarget, bundle_of, identity_of
 from trainer.objectives.losses import StepLosses
 from trainer.objectives.regression import RegressionLoss, RegressionObjective
 from trainer.run import step as step_module
-from trainer.run.checkpoint import load_drafter
+from trainer.run.loaded import load_drafter
 from trainer.run.loop import train
 from trainer.vocab import DraftVocab
 

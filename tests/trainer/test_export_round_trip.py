@@ -18,8 +18,8 @@ from trainer.drafting.acceptance import DraftShape
 from trainer.drafting.evaluate import evaluate
 from trainer.export import ENGINES, Checkpoint, export
 from trainer.export.support import engine_named, required
-from trainer.run.checkpoint import load_drafter
 from trainer.run.import_drafter import import_drafter
+from trainer.run.loaded import load_drafter
 from trainer.run.published import read_published
 
 NEWEST = {"vllm": "0.32", "sglang": "0.5.23", "trtllm": "1.3", "speculators": "0.9"}

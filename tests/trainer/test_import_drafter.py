@@ -20,8 +20,8 @@ from trainer.cli.import_drafter import import_drafter as command
 from trainer.drafting.acceptance import DraftShape
 from trainer.drafting.evaluate import evaluate
 from trainer.export import Checkpoint, export
-from trainer.run.checkpoint import load_drafter
 from trainer.run.import_drafter import import_drafter
+from trainer.run.loaded import load_drafter
 from trainer.run.loop import train
 
 D, F, N, G, E, U = 32, 48, 2, 1, 16, 40

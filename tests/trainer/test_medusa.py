@@ -19,13 +19,14 @@ from tests.trainer.conftest import VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.live import assert_live_equals_eval
 from trainer.drafters import check_store, drafter_kind
 from trainer.drafters.base import DrafterInUse, Seen, TargetSide
-from trainer.drafters.medusa import MEDUSA, Medusa, MedusaConfig, MedusaLoss, MedusaObjective
+from trainer.drafters.medusa import MEDUSA, MedusaLoss, MedusaObjective
+from trainer.drafters.medusa_heads import Medusa, MedusaConfig
 from trainer.drafting.acceptance import DraftShape, drafting_positions
 from trainer.drafting.decode import Limits
 from trainer.drafting.evaluate import evaluate
 from trainer.drafting.target import LiveTarget, bundle_of, identity_of
 from trainer.objectives.losses import StepLosses
-from trainer.run.checkpoint import load_drafter
+from trainer.run.loaded import load_drafter
 from trainer.run.loop import train
 from trainer.vocab import DraftVocab
 

@@ -23,7 +23,7 @@ from trainer.drafting.acceptance import DraftShape
 from trainer.drafting.evaluate import evaluate
 from trainer.run import checkpoint
 from trainer.run import loop as loop_module
-from trainer.run.checkpoint import load_drafter
+from trainer.run.loaded import load_drafter
 from trainer.run.loop import train
 from trainer.run.spikes import ENOUGH, MOST_IN_A_ROW, WINDOW, SpikeGuard
 from trainer.run.standing import Standing, StandingState

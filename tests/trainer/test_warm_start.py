@@ -12,7 +12,7 @@ from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.trainer.runs import WORDS, tiny_store
 from trainer.run import checkpoint
-from trainer.run.checkpoint import load_drafter
+from trainer.run.loaded import load_drafter
 from trainer.run.loop import train
 
 SHAPE = [word for word in WORDS if word.startswith(("drafter.", "data.", "loss."))]

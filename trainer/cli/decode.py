@@ -52,7 +52,7 @@ def decode(run: str, target: str, prompts: str, count: int, answers: str | None,
     from trainer.drafting.prompts import read_prompts
     from trainer.drafting.speculate import Sampling
     from trainer.drafting.target import bundle_of, load_live_target
-    from trainer.run.checkpoint import load_drafter
+    from trainer.run.loaded import load_drafter
     from trainer.run.runs import describe
     from trainer.scale.device import pick_device
 
@@ -162,7 +162,7 @@ def _row(run: "Run", simulated: float | None, temperature: float) -> dict[str, A
 
 def _show(document: dict[str, Any]) -> None:
     from hiddenstore.cli.terminal import percent
-    from trainer.cli.evaluate import floor_text, shape_text
+    from trainer.cli.evaluate import floor_text, positions_text, shape_text
 
     identical = document["prompts"] - len(document["differences"])
     rows = [
@@ -170,7 +170,7 @@ def _show(document: dict[str, Any]) -> None:
             "accepted length",
             f"{document['accepted_length']:.3f}  drafts of {shape_text(document)}, bonus token counted",
         ),
-        ("by position", "  ".join(f"{share:.3f}" for share in document["per_position"])),
+        ("by position", positions_text(document["per_position"])),
         ("n-gram floor", floor_text(document)),
     ]
     if document["simulated_accepted_length"] is not None:

@@ -9,8 +9,13 @@ if TYPE_CHECKING:
     from trainer.drafting.acceptance import DraftShape
 
 
+LONGEST, WIDEST = 256, 64
+"""Far beyond what any engine drafts; a tree costs the square of its nodes."""
+
+
 class DraftShapes(click.ParamType):
-    """Comma-separated draft lengths, ascending and distinct; ``5x4`` is a tree of 5 levels, 4 nodes of each growing."""
+    """Comma-separated draft lengths, given back in ascending order; ``5x4`` is a tree of 5 levels, 4 nodes of each
+    growing."""
 
     name = "n[xw][,…]"
 
@@ -26,9 +31,11 @@ class DraftShapes(click.ParamType):
         found = [DraftShape(int(part[1]), int(part[2] or 1)) for part in parts if part]
         if len(found) < len(parts):
             self.fail(f"{value!r} should be draft lengths such as 3, 1,2,4,8 or, for a tree, 5x4", param, ctx)
-        if found != sorted(set(found)):
-            self.fail(f"{value!r}: draft lengths should be ascending and distinct", param, ctx)
-        return tuple(found)
+        if len(set(found)) < len(found):
+            self.fail(f"{value!r} names a draft length twice", param, ctx)
+        if any(shape.length > LONGEST or shape.width > WIDEST for shape in found):
+            self.fail(f"{value!r}: a draft has at most {LONGEST} levels, each at most {WIDEST} wide", param, ctx)
+        return tuple(sorted(found))
 
 
 draft_len_option = click.option(

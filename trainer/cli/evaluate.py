@@ -1,5 +1,6 @@
 """``hiddenstore eval``: simulated acceptance over recorded text, or what a running server gets accepted."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ def _evaluate(
     from hiddenstore.store import Store
     from trainer.drafting import evaluate as engine
     from trainer.run.checkpoint import best as best_checkpoint
-    from trainer.run.checkpoint import load_drafter
+    from trainer.run.loaded import load_drafter
     from trainer.run.runs import describe, training_store
     from trainer.scale.device import pick_device
 
@@ -136,13 +137,15 @@ def _document(found: "Evaluation", floor: "NgramFloor") -> dict[str, Any]:
 
 
 def _show(document: dict[str, Any]) -> None:
+    from hiddenstore.cli.terminal import plural
+
     rows = [
         (
             "accepted length",
             f"{document['accepted_length']:.3f}  drafts of {shape_text(document)}, bonus token counted",
         ),
         ("slot average", _number(document["slot_accepted_length"])),
-        ("by position", "  ".join(f"{share:.3f}" for share in document["per_position"])),
+        ("by position", positions_text(document["per_position"])),
         ("n-gram floor", floor_text(document)),
     ]
     if document["untrained_accepted_length"] is not None:
@@ -150,7 +153,7 @@ def _show(document: dict[str, Any]) -> None:
     rows.append(
         (
             "walked",
-            f"{document['samples']:,} {document['split']} samples: {document['drafts']:,} drafts, "
+            f"{plural(document['samples'], document['split'] + ' sample')}: {document['drafts']:,} drafts, "
             f"{document['tokens']:,} tokens",
         )
     )
@@ -169,6 +172,14 @@ def shape_text(row: dict[str, Any]) -> str:
     """``3``, or ``5x4`` for a tree."""
     width = row["tree_width"]
     return f"{row['draft_len']}x{width}" if width > 1 else str(row["draft_len"])
+
+
+def positions_text(shares: Sequence[float]) -> str:
+    """``0.282  0.105  0.004``; a long draft's last positions, which were never accepted, are counted only."""
+    reached = max((at for at, share in enumerate(shares, 1) if share > 0), default=0)
+    shown = max(reached, 8)
+    never = f"  0 at {len(shares) - shown} more" if len(shares) > shown else ""
+    return "  ".join(f"{share:.3f}" for share in shares[:shown]) + never
 
 
 def _number(value: float | None) -> str:

@@ -8,7 +8,7 @@ import click
 from hiddenstore.cli.output import common_options, examples, output
 
 if TYPE_CHECKING:
-    from trainer.run.checkpoint import LoadedDrafter
+    from trainer.run.loaded import LoadedDrafter
 
 
 @click.command(
@@ -56,7 +56,7 @@ def export(
     from trainer.export import export as write
     from trainer.export.from_run import checkpoint_of
     from trainer.export.support import engine_named
-    from trainer.run.checkpoint import load_drafter
+    from trainer.run.loaded import load_drafter
 
     engine_named(engine)
     loaded = load_drafter(run)

@@ -90,7 +90,7 @@ def _rows(report: "TrainReport") -> list[tuple[str, str]]:
         ("drafter", f"{report.trainable:,} trainable parameters"),
         ("draft vocabulary", f"covers {percent(report.vocab_coverage)} of the supervised tokens"),
         ("steps", f"{report.steps:,}" + ("" if report.was_finished else f" in {report.seconds:,.0f} s")),
-        ("loss", f"{report.loss:.4f}"),
+        ("loss", f"{report.loss:.4f}  of the last step, depths weighted"),
         ("accuracy by depth", " ".join(f"{a:.3f}" for a in report.acc)),
     ]
     if report.validation:

@@ -10,7 +10,7 @@ from hiddenstore.errors import HiddenstoreError
 from hiddenstore.identity import target_word
 from hiddenstore.store import Store
 from trainer.export.base import Checkpoint
-from trainer.run.checkpoint import LoadedDrafter
+from trainer.run.loaded import LoadedDrafter
 from trainer.run.run_folder import CONFIG
 from trainer.run.runs import RunInfo, describe
 

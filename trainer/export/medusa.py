@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from trainer.drafters.medusa import MedusaConfig
+from trainer.drafters.medusa_heads import MedusaConfig
 from trainer.export.base import Checkpoint, Engine, Reads
 from trainer.export.parts import Files, dtype_words, known, offsets, vocabulary, weights
 

@@ -15,7 +15,7 @@ from trainer.drafters import drafter_kind
 from trainer.drafters.base import Drafter, TargetSide
 from trainer.drafters.blocks import KVCache
 from trainer.drafters.dflash import DFlash
-from trainer.drafters.medusa import Medusa
+from trainer.drafters.medusa_heads import Medusa
 from trainer.export.base import Checkpoint
 from trainer.export.parts import shares_embeddings, weights
 from trainer.objectives.anchors import Blocks

@@ -5,14 +5,13 @@ RUN/checkpoints/step-N/ holds ``drafter.safetensors`` (engine weight names), ``d
 temporary name, fsynced and renamed, then LATEST is replaced, then old ones go.
 """
 
-import json
 import os
 import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -21,17 +20,12 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from hiddenstore.documents import seal, sha256_hex, unseal
-from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
+from hiddenstore.errors import CorruptionError, NotFoundError
 from schemas.base import Document
-from schemas.capture import HeadSpec, NormState, TargetIdentity
+from schemas.capture import HeadSpec, TargetIdentity
 from trainer.config import DrafterConfig
 from trainer.run.spikes import SpikeState
 from trainer.run.standing import StandingState
-from trainer.vocab import DraftVocab
-
-if TYPE_CHECKING:
-    from hiddenstore.head import HeadBundle
-    from trainer.drafters.base import Drafter, DrafterInUse
 
 FOLDER = "checkpoints"
 LATEST = "LATEST"
@@ -79,31 +73,6 @@ class Checkpoint:
     state: RunState
     drafter: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedDrafter:
-    """A drafter ready to use: model in evaluation mode with its frozen tables borrowed from the head bundle."""
-
-    use: "DrafterInUse"
-    identity: TargetIdentity
-    step: int
-
-    @property
-    def model(self) -> "Drafter":
-        return self.use.model
-
-    @property
-    def config(self) -> DrafterConfig:
-        return self.use.config
-
-    @property
-    def vocab(self) -> DraftVocab:
-        return self.use.side.vocab
-
-    @property
-    def head(self) -> "HeadBundle":
-        return self.use.side.head
 
 
 def save(run: Path, spec: DrafterSpec, state: RunState, tensors: tuple[dict[str, Tensor], dict[str, Tensor]]) -> Path:
@@ -186,6 +155,11 @@ def read_state(path: Path) -> RunState:
     return unseal(_read(path / STATE_JSON), RunState, str(path / STATE_JSON))
 
 
+def read_spec(path: Path) -> DrafterSpec:
+    """``drafter.json`` of a checkpoint folder."""
+    return unseal(_read(path / DRAFTER_JSON), DrafterSpec, str(path / DRAFTER_JSON))
+
+
 def load(path: Path) -> Checkpoint:
     """Read one checkpoint and check every digest.
 
@@ -204,58 +178,6 @@ def load(path: Path) -> Checkpoint:
             )
         parts[name] = data
     return Checkpoint(path, state, load_tensors(parts[DRAFTER]), load_tensors(parts[OPTIMIZER]))
-
-
-def load_drafter(
-    run_or_checkpoint: str | Path,
-    device: str | torch.device = "cpu",
-    *,
-    head: "HeadBundle | None" = None,
-    final_norm: NormState = "pre_norm",
-    untrained: bool = False,
-) -> LoadedDrafter:
-    """The drafter of a run (its newest checkpoint) or of one ``step-N`` folder.
-
-    The head bundle comes from the store the run names unless ``head`` is given. ``final_norm`` is the norm state of the
-    final hidden the drafter will be shown. ``untrained`` gives the drafter the run started from instead.
-
-    Raises:
-        NotFoundError: no checkpoint there.
-        CorruptionError: the checkpoint or vocabulary is damaged.
-    """
-    from trainer.drafters import drafter_kind
-    from trainer.drafters.base import DrafterInUse, TargetSide
-    from trainer.run.warm_start import load_start, started_from
-
-    path = resolve(Path(run_or_checkpoint))
-    checkpoint = load(path)
-    spec = unseal(_read(path / DRAFTER_JSON), DrafterSpec, str(path / DRAFTER_JSON))
-    head = head or _own_head(spec)
-    side = TargetSide(head, DraftVocab.load(path.parent.parent / VOCAB, head.vocab_size), final_norm)
-    kind = drafter_kind(str(spec.config.get("name")))
-    model = kind.build(spec.drafter, side, spec.seed)
-    if not untrained:
-        model.load_state_dict(checkpoint.drafter)
-    elif (began := started_from(path.parent.parent)) is not None:
-        load_start(model, began)
-    side = TargetSide(head.to(device), side.vocab.to(device), final_norm)
-    model.to(device).eval()
-    model.borrow(side.head)
-    return LoadedDrafter(DrafterInUse(kind, model, side), spec.target, 0 if untrained else checkpoint.state.step)
-
-
-def _own_head(spec: DrafterSpec) -> "HeadBundle":
-    from hiddenstore.head import HeadBundle
-    from hiddenstore.store import Store
-
-    store = Store.open(spec.store)
-    if store.capture.target != spec.target:
-        raise ConfigError(
-            f"{spec.store} now holds states of {store.capture.target.name}, the drafter was trained for another "
-            f"capture of {spec.target.name}",
-            kind="target-mismatch",
-        )
-    return HeadBundle.load(store)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -320,11 +242,3 @@ def _sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a run folder."""
-    found = json.loads(path.read_bytes())
-    if not isinstance(found, dict):
-        raise CorruptionError(f"{path} holds no JSON object", kind="run-corrupt", path=str(path))
-    return found

@@ -130,7 +130,7 @@ def _validation_text(session: Session, is_best: bool) -> str:
         return ""
     accepted = "" if found["accepted_length"] is None else f", accepted length {found['accepted_length']:.3f}"
     mark = " (kept as best)" if is_best else ""
-    return f"step {session.step:,}: validation loss {found['loss']:.4f}{accepted}{mark}"
+    return f"step {session.step:,}: validation loss {found['loss']:.4f} (mean over depths){accepted}{mark}"
 
 
 def _check_validation(session: Session) -> None:

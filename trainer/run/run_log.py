@@ -74,7 +74,7 @@ class RunLog:
         self._line(metrics.__dict__)
         shown = {
             "loss": f"{metrics.loss:.3f}",
-            "acc": " ".join(f"{a:.2f}" for a in metrics.acc),
+            "acc": "/".join(f"{a:.2f}" for a in metrics.acc),
             "tok/s": f"{metrics.tokens_per_s:,.0f}",
             "wait": f"{metrics.data_wait_fraction:.0%}",
             "lr": f"{metrics.lr:.1e}",

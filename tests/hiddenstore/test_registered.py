@@ -1,0 +1,71 @@
+"""What a store remembers of an input: rows, and a digest that sees every damaged byte."""
+
+import hashlib
+import io
+
+import pyarrow.parquet as pq
+import pytest
+
+from hiddenstore import layout
+from hiddenstore.errors import CorruptionError
+from hiddenstore.registered import parse_registered
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import make_store, memory_input
+from hiddenstore.testing.faults import FaultFilesystem
+from hiddenstore.verify import verify
+from hiddenstore.writer import register_input
+
+PREPARED = memory_input(3)
+DATA = PREPARED.registration(64)
+
+
+def without_file_digest() -> bytes:
+    """The same rows in a file that names the digest of its rows alone, as the format allows."""
+    table = pq.read_table(io.BytesIO(DATA))
+    rows = "".join("\t".join(map(str, row.values())) + "\n" for row in table.to_pylist())
+    sink = io.BytesIO()
+    named = {"hiddenstore.sha256": hashlib.sha256(rows.encode()).hexdigest()}
+    pq.write_table(table.replace_schema_metadata(named), sink)
+    return sink.getvalue()
+
+
+def test_a_flipped_bit_in_any_byte_of_the_file_is_an_error_that_names_it() -> None:
+    for place in range(len(DATA)):
+        damaged = bytearray(DATA)
+        damaged[place] ^= 1 << place % 8
+        with pytest.raises(CorruptionError, match="inputs/one is damaged"):
+            parse_registered(bytes(damaged), PREPARED.info.digest, "inputs/one")
+
+
+def test_the_file_digest_is_that_of_the_file_with_zeros_in_its_place() -> None:
+    named = pq.read_metadata(io.BytesIO(DATA)).metadata[b"hiddenstore.sha256"]
+    digest = named[-64:]
+    assert DATA.count(named) == 1
+    assert hashlib.sha256(DATA.replace(digest, b"0" * 64)).hexdigest().encode() == digest
+
+
+def test_a_file_without_its_own_digest_reads_and_registers_again() -> None:
+    data = without_file_digest()
+    rows = parse_registered(DATA, PREPARED.info.digest, "x")
+    assert parse_registered(data, PREPARED.info.digest, "x").equals(rows)
+    fs = FaultFilesystem()
+    store = make_store(fs, samples=3)
+    path = layout.input_path(next(iter(store.inputs())))
+    fs.disk.overwrite(f"{fs.root}/{path}", data)
+    assert register_input(Store.open(fs), memory_input(3)) == PREPARED.info.digest
+    assert fs.read(path) == data
+
+
+def test_verify_notes_which_input_is_gone_and_registering_brings_it_back() -> None:
+    fs = FaultFilesystem()
+    store = make_store(fs, samples=3)
+    (digest,) = store.inputs()
+    path = layout.input_path(digest)
+    kept = fs.read(path)
+    fs.remove_tree(path)
+    report = verify(fs)
+    assert report.ok
+    assert [(note.kind, note.path) for note in report.notes] == [("input-missing", path)]
+    register_input(store, memory_input(3))
+    assert fs.read(path) == kept
+    assert verify(fs).notes == []

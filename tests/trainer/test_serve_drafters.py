@@ -1,0 +1,158 @@
+"""Which drafter a folder holds and whether an engine serves it to this target: refusals, warnings, versions."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, NotFoundError
+from tests.trainer.serve_cases import TARGET_CONFIG, asked, planned, published, write_exports
+from trainer.serve.versions import is_within, parse
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return write_exports(tmp_path_factory.mktemp("exports"), "eagle3", "dflash", "medusa")
+
+
+@pytest.mark.parametrize(
+    ("engine", "words", "said", "fix"),
+    [
+        (
+            "sglang",
+            {"drafter": "eagle3 for vllm"},
+            "exported for vllm",
+            "hiddenstore export RUN --engine sglang -o DIR",
+        ),
+        ("trtllm", {"drafter": "dflash for sglang"}, "exported for sglang", "--engine trtllm"),
+        ("vllm", {"drafter": "medusa for vllm", "version": "0.33.0"}, "removed Medusa", "--engine-version 0.32"),
+        (
+            "trtllm",
+            {"drafter": "dflash for trtllm", "version": "1.2.1"},
+            "DFlash came with 1.3",
+            "--engine-version 1.3",
+        ),
+        ("sglang", {"drafter": "eagle3 for sglang", "version": "0.5.0"}, "another layout", "--engine-version 0.5.0"),
+        ("vllm", {"drafter": "dflash for vllm", "draft_len": 4}, "drafts at most 3", "--draft-len 3"),
+        ("vllm", {"drafter": "eagle3 for vllm", "method": "medusa"}, "is eagle3, not medusa", "leave --method out"),
+        ("vllm", {"method": "user-provided", "drafter": "a:B"}, "does not draft with user-provided", "--method draft"),
+        ("vllm", {"method": "draft-target"}, "needs a small model", "hiddenstore serve DIR --method draft-target"),
+        ("vllm", {"method": "ngram", "drafter": "eagle3 for vllm"}, "takes no drafter", "leave the folder out"),
+        ("vllm", {"method": "ngrams"}, "no method 'ngrams'", "--method ngram"),
+        ("vllm", {}, "nothing says what drafts", "--method ngram"),
+        ("trtllm", {"method": "ngram", "version": "new"}, "'new' is no version", "--engine-version 1.3.0rc12"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_way_out(
+    exports: dict[str, str], engine: str, words: dict[str, Any], said: str, fix: str
+) -> None:
+    words = {key: exports.get(value, value) if key == "drafter" else value for key, value in words.items()}
+    with pytest.raises(HiddenstoreError) as raised:
+        planned(engine, **words)
+    assert said in raised.value.message
+    assert fix in str(raised.value.hint)
+
+
+def test_a_local_target_is_compared_with_the_one_drafted_for(exports: dict[str, str], tmp_path: Path) -> None:
+    drafter = exports["eagle3 for vllm"]
+    assert asked("vllm", drafter=drafter, target=exports["target"])[0].warnings == []
+    other = published(tmp_path / "other", **{**TARGET_CONFIG, "num_hidden_layers": 9})
+    with pytest.raises(FormatError, match="num_layers: 8 expected, 9 found") as raised:
+        asked("vllm", drafter=drafter, target=other)
+    assert raised.value.kind == "target-mismatch"
+    assert "--target maker/target, or hiddenstore export" in str(raised.value.hint)
+    same_sizes = published(tmp_path / "same", **TARGET_CONFIG, rope_theta=7.0)
+    with pytest.raises(FormatError, match=r"config\.json differs"):
+        asked("vllm", drafter=drafter, target=same_sizes)
+    quantised = published(tmp_path / "fp4", **TARGET_CONFIG, quantization_config={"quant_method": "modelopt"})
+    assert asked("vllm", drafter=drafter, target=quantised)[0].warnings == []
+    assert "was trained for maker/target" in asked("vllm", drafter=drafter, target="maker/target-fp4")[0].warnings[0]
+
+
+def test_longer_drafts_than_trained_are_served_with_a_warning(exports: dict[str, str]) -> None:
+    resolved, _ = asked("vllm", drafter=exports["eagle3 for vllm"], draft_len=9)
+    assert resolved.request.draft_len == 9
+    assert resolved.warnings == ["the drafter was trained to draft 5; further tokens are accepted less"]
+
+
+@pytest.mark.parametrize(
+    ("config", "method", "draft_len"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 20}, "eagle3", 3),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "fc_norm": True}, "eagle3.1", 3),
+        ({"architectures": ["LlamaForCausalLM"], "eagle_config": {"use_aux_hidden_state": True}}, "eagle3", 3),
+        (
+            {
+                "architectures": ["Eagle3Speculator"],
+                "speculators_config": {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}]},
+            },
+            "eagle3",
+            5,
+        ),
+        ({"architectures": ["DFlashDraftModel"], "block_size": 16}, "dflash", 15),
+        ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle1", 3),
+        ({"model_type": "medusa", "medusa_num_heads": 4}, "medusa", 4),
+    ],
+)
+def test_a_published_drafter_is_told_by_its_config(
+    tmp_path: Path, config: dict[str, Any], method: str, draft_len: int
+) -> None:
+    resolved, plan = asked("vllm", drafter=published(tmp_path / "drafter", **config))
+    assert (resolved.request.method, resolved.request.draft_len) == (method, draft_len)
+    assert json.loads(plan.command[4])["num_speculative_tokens"] == draft_len
+
+
+def test_a_published_drafter_of_another_width_or_unknown_kind_is_refused(
+    tmp_path: Path, exports: dict[str, str]
+) -> None:
+    wide = published(tmp_path / "wide", architectures=["LlamaForCausalLMEagle3"], hidden_size=64, vocab_size=99)
+    with pytest.raises(FormatError, match="hidden_size: 64 expected, 32 found") as raised:
+        asked("vllm", drafter=wide, target=exports["target"])
+    assert "vocab_size: 99 expected, 50 found" in raised.value.message
+    plain = published(tmp_path / "plain", architectures=["LlamaForCausalLM"])
+    with pytest.raises(ConfigError, match="does not say which drafter it is"):
+        asked("vllm", drafter=plain)
+    assert asked("vllm", drafter=plain, method="draft-target")[0].request.method == "draft-target"
+    assert asked("vllm", drafter="maker/eagle", method="eagle3")[0].request.drafter == "maker/eagle"
+    with pytest.raises(NotFoundError, match="does not exist"):
+        asked("vllm", drafter=str(tmp_path / "absent"))
+
+
+def test_layers_in_another_engine_s_numbering_are_warned_about(tmp_path: Path, exports: dict[str, str]) -> None:
+    def warnings(name: str, ids: list[int], engine: str) -> list[str]:
+        words = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": ids}
+        drafter = published(tmp_path / name, **words)
+        return asked(engine, drafter=drafter, target=exports["target"])[0].warnings
+
+    assert warnings("a", [2, 4, 5], "vllm") == []
+    assert "a layer off" in warnings("b", [1, 3, 4], "vllm")[0]
+    assert warnings("c", [1, 3, 4], "sglang") == []
+    assert "a layer off" in warnings("d", [2, 4, 5], "trtllm")[0]
+    assert warnings("e", [0, 3, 6], "vllm") == []
+
+
+def test_mixed_attention_layers_are_warned_about_in_vllm(tmp_path: Path) -> None:
+    drafter = published(
+        tmp_path / "d", architectures=["DFlashDraftModel"], layer_types=["full_attention", "sliding_attention"]
+    )
+    assert "VLLM_USE_V2_MODEL_RUNNER=1" in asked("vllm", drafter=drafter)[0].warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("version", "since", "before", "expected"),
+    [
+        ("1.3.0rc12", "1.3", None, True),
+        ("1.2.1", "1.3", None, False),
+        ("0.32.0", None, "0.33", True),
+        ("0.33.0", None, "0.33", False),
+        ("v0.5.23", "0.5.3", None, True),
+        ("1.2.0.post1", "1.2", "1.3", True),
+    ],
+)
+def test_versions_are_compared_as_numbers(version: str, since: str, before: str, expected: bool) -> None:
+    assert is_within(version, since, before) is expected
+
+
+def test_candidates_come_before_their_release() -> None:
+    assert parse("1.3.0rc2") < parse("1.3.0rc12") < parse("1.3.0") < parse("1.3.1rc1")

@@ -1,0 +1,124 @@
+"""The configuration file TensorRT-LLM gets: its values, spellings by version, and settings in their sections."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.trainer.serve_cases import planned, the_file, write_exports
+from trainer.serve.trtllm import SPELLINGS
+from trainer.serve.trtllm_check import file_problems
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return write_exports(tmp_path_factory.mktemp("exports"), "eagle3")
+
+
+def test_the_default_trtllm_file_has_the_playbook_s_values(exports: dict[str, str]) -> None:
+    folder = exports["eagle3 for trtllm"]
+    plan = planned("trtllm", drafter=folder, draft_len=5)
+    assert the_file(plan) == {
+        "enable_attention_dp": False,
+        "disable_overlap_scheduler": False,
+        "enable_autotuner": False,
+        "cuda_graph_config": {"max_batch_size": 1},
+        "kv_cache_config": {"free_gpu_memory_fraction": 0.9, "enable_block_reuse": False},
+        "speculative_config": {"decoding_type": "Eagle3", "max_draft_len": 5, "speculative_model": folder},
+    }
+    assert plan.command == (
+        *("trtllm-serve", "maker/target", "--backend", "pytorch", "--max_batch_size", "1"),
+        *("--config", "extra-llm-api-config.yml"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "version", "expected"),
+    [
+        ("draft-target", None, {"decoding_type": "DraftTarget", "max_draft_len": 3, "speculative_model": "small"}),
+        (
+            "draft-target",
+            "1.2.1",
+            {"decoding_type": "Draft_Target", "max_draft_len": 3, "speculative_model_dir": "small"},
+        ),
+        (
+            "draft-target",
+            "1.1.0",
+            {"decoding_type": "DraftTarget", "max_draft_len": 3, "speculative_model_dir": "small"},
+        ),
+        ("mtp", None, {"decoding_type": "MTP", "max_draft_len": 3}),
+        ("mtp", "1.2.1", {"decoding_type": "MTP", "num_nextn_predict_layers": 3}),
+    ],
+)
+def test_older_trtllm_versions_get_the_older_spellings(
+    method: str, version: str | None, expected: dict[str, Any]
+) -> None:
+    plan = planned("trtllm", method=method, drafter="small" if method == "draft-target" else None, version=version)
+    assert the_file(plan)["speculative_config"] == expected
+    assert ("--config" if version is None else "--extra_llm_api_options") in plan.command
+
+
+def test_an_older_trtllm_calls_eagle3_eagle_and_gets_no_overlap_before_1_2(exports: dict[str, str]) -> None:
+    folder = exports["eagle3 for trtllm"]
+    for version, without_overlap in (("1.2.1", False), ("1.1.0", True)):
+        settings = the_file(planned("trtllm", drafter=folder, version=version))
+        assert settings["speculative_config"]["decoding_type"] == "Eagle"
+        assert settings["speculative_config"]["speculative_model_dir"] == folder
+        assert settings["disable_overlap_scheduler"] is without_overlap
+
+
+def test_the_other_spelling_of_a_draft_model_can_be_chosen() -> None:
+    plan = planned("trtllm", method="draft-target", drafter="small", settings=("decoding_type=Draft_Target",))
+    assert the_file(plan)["speculative_config"] == {
+        "decoding_type": "Draft_Target",
+        "max_draft_len": 3,
+        "speculative_model": "small",
+    }
+    assert "Draft_Target" in plan.notes[0]
+
+
+@pytest.mark.parametrize("version", [row.since if row.since != "0" else "1.0" for row in SPELLINGS])
+@pytest.mark.parametrize("profile", ["latency", "throughput"])
+@pytest.mark.parametrize("method", ["ngram", "mtp", "draft-target", "none"])
+def test_every_trtllm_file_we_write_passes_our_own_check_at_its_version(
+    method: str, profile: str, version: str
+) -> None:
+    drafter = "small" if method == "draft-target" else None
+    plan = planned("trtllm", method=method, drafter=drafter, settings=(f"profile={profile}",), version=version)
+    (text,) = plan.files.values()
+    assert list(file_problems(yaml.safe_load(text), version)) == []
+
+
+def test_ngram_has_its_pool_and_settings_reach_the_section_they_belong_to() -> None:
+    words = ("max_matching_ngram_size=2", "is_public_pool=false", "kv_cache_config.free_gpu_memory_fraction=0.7")
+    settings = the_file(planned("trtllm", method="ngram", settings=(*words, "print_iter_log=true")))
+    assert settings["speculative_config"] == {
+        "decoding_type": "NGram",
+        "max_draft_len": 3,
+        "max_matching_ngram_size": 2,
+        "is_keep_all": True,
+        "is_use_oldest": True,
+        "is_public_pool": False,
+    }
+    assert settings["kv_cache_config"] == {"enable_block_reuse": False, "free_gpu_memory_fraction": 0.7}
+    assert settings["print_iter_log"] is True
+    assert settings["disable_overlap_scheduler"] is True
+
+
+def test_relaxed_acceptance_brings_the_published_candidates_which_a_user_may_change() -> None:
+    relaxed = ("use_relaxed_acceptance_for_thinking=true",)
+    found = the_file(planned("trtllm", method="mtp", settings=relaxed))["speculative_config"]
+    assert (found["relaxed_topk"], found["relaxed_delta"]) == (10, 0.6)
+    found = the_file(planned("trtllm", method="mtp", settings=(*relaxed, "relaxed_topk=5")))["speculative_config"]
+    assert (found["relaxed_topk"], found["relaxed_delta"]) == (5, 0.6)
+
+
+def test_the_throughput_file_turns_attention_dp_on_and_batches() -> None:
+    plan = planned("trtllm", method="mtp", draft_len=1, settings=("profile=throughput",))
+    settings = the_file(plan)
+    assert settings["enable_attention_dp"] is True
+    assert settings["cuda_graph_config"] == {"enable_padding": True, "max_batch_size": 128}
+    assert "128" in plan.command
+    own = planned("trtllm", method="mtp", settings=("profile=throughput",), flags=("--max_batch_size", "8")).command
+    assert own.count("--max_batch_size") == 1
+    assert own[-1] == "8"
