@@ -10,9 +10,11 @@ from pathlib import Path
 
 from collectors.layers import LayerChoice
 from collectors.target import TargetFolder
+from hiddenstore.cli.terminal import size
 from hiddenstore.codecs import RECIPES, get_layout, get_recipe, recipe_name
 from hiddenstore.containers import Container, get_container
 from hiddenstore.inputs import unit_tokens
+from hiddenstore.store import Store
 from schemas.capture import TOPK, CaptureSpec, Codecs, FinalMode, TargetIdentity
 from schemas.prepared import PreparedData
 
@@ -69,6 +71,24 @@ def make_plan(
     )
     hours = None if rate is None else info.tokens / rate / 3600
     return Plan(info, choice, recipe, tuple(rows), raw_bytes(info, capture), free_bytes(place), hours)
+
+
+def short_of_room(store: Store, info: PreparedData, tokens: int) -> str | None:
+    """What to say before ``tokens`` of this input are captured into less free space than they take; None if they fit.
+
+    Space is that of the folder of a local store.
+    """
+    if "://" in store.path:
+        return None
+    codecs = store.capture.codecs
+    whole = _estimate(info, store.capture, store.manifest.recipe, codecs, get_container(store.manifest.container))
+    needed, free = int(whole.bytes_per_token * tokens), free_bytes(store.path)
+    if needed <= free:
+        return None
+    return (
+        f"warning: what is left takes about {size(needed)} and {size(free)} are free at {store.path}: collect will "
+        "stop when the disk is full, and go on once there is room; `hiddenstore plan` shows what fits"
+    )
 
 
 def raw_bytes(info: PreparedData, capture: CaptureSpec) -> int:

@@ -15,6 +15,7 @@ from collectors.calibrate import calibrate
 from collectors.check import CheckSpec, RejectBudget, check_unit
 from collectors.crosscheck import CrossCheck
 from collectors.engines import Captured, CaptureEngine, CaptureRequest, open_engine
+from collectors.estimate import short_of_room
 from collectors.job_open import (
     AUTO,
     CollectOptions,
@@ -144,6 +145,8 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
         if reference.target is not None and reference.compares:
             compare = CrossCheck(reference.target, check, wish.samples)
         with CollectJob(store, prepared, engine, check, compare, choice.final, rank, drain) as job:
+            if said := short_of_room(store, prepared.info, sum(job.pending().values())):
+                say_once(said)
             yield job
 
 

@@ -123,6 +123,17 @@ def test_plan_says_what_fits_where_the_chosen_recipe_does_not(
         assert "next: hiddenstore collect" not in told
 
 
+def test_collect_says_beforehand_that_the_disk_is_too_small_for_what_is_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: str, target: str
+) -> None:
+    asked = ("collect", data, "-o", str(tmp_path / "store"), "--target", target)
+    monkeypatch.setattr("collectors.estimate.free_bytes", lambda _place: 10)
+    assert call(*asked) == 0
+    assert "warning: what is left takes about " in capsys.readouterr().err
+    assert call(*asked) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_a_finished_collect_says_that_nothing_is_left_to_do(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, data: str, target: str
 ) -> None:
