@@ -49,6 +49,22 @@ def test_a_last_assistant_message_is_cut_off_and_the_template_asks_for_an_answer
 
 
 @pytest.mark.parametrize(
+    "row",
+    [
+        {"question_id": 81, "category": "writing", "turns": ["ab", "cd"]},
+        {"question": "ab", "answer": "cd"},
+        {"problem": "ab", "solution": "cd"},
+        {"task_id": "HumanEval/0", "prompt": "ab"},
+    ],
+)
+def test_questions_as_published_are_asked(tmp_path, row):
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    (prompt,) = read_prompts(str(file), make_tokenizer(), IDENTITY, "validation")
+    assert prompt.messages == [{"role": "user", "content": "ab"}]
+
+
+@pytest.mark.parametrize(
     "line",
     ["{", "3", '{"messages": []}', '{"messages": ["x"]}', '{"messages": [{"role": "assistant", "content": "x"}]}'],
 )

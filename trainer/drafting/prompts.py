@@ -12,6 +12,7 @@ from hiddenstore.layout import DATA_JSON, STORE_JSON
 from hiddenstore.records import Sample
 from schemas.capture import TargetIdentity
 
+_FIELDS = ("messages", "conversations", "turns", "prompt", "question", "problem")
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 
@@ -26,8 +27,8 @@ class Prompt:
 def read_prompts(source: str, tokenizer: Any, identity: TargetIdentity, split: str) -> Iterator[Prompt]:
     """Prompts in file order, each ending where the target's answer begins.
 
-    ``source`` is a JSONL file (``messages``, ``conversations`` or ``prompt`` per line; a last assistant message is cut
-    off), a DATA folder or a store; of the last two only samples of ``split``, up to their first supervised token.
+    ``source`` is a JSONL file (``messages`` or ``conversations``, ``turns`` as MT-Bench has them, of which the first
+    counts, ``prompt``, ``question`` or ``problem`` per line; a last assistant message is cut off), a DATA folder or a store; of the last two only samples of ``split``, up to their first supervised token.
 
     Raises:
         NotFoundError: no such file.
@@ -84,11 +85,15 @@ def _messages(line: str, where: str) -> list[dict[str, str]]:
         raise ConfigError(f"{where}: {error.msg} at column {error.colno}", kind="prompts-invalid") from error
     turns = row
     if isinstance(row, dict):
-        turns = row.get("messages") or row.get("conversations") or row.get("prompt")
+        name = next((name for name in _FIELDS if row.get(name)), "")
+        turns = row.get(name)
+        if name in ("turns", "prompt") and isinstance(turns, list) and isinstance(turns[0], str):
+            # A user's later turns follow on answers that nobody has given yet.
+            turns = turns[0]
     if isinstance(turns, str):
         turns = [{"role": "user", "content": turns}]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise ConfigError(f"{where}: expected messages, conversations or prompt", kind="prompts-invalid")
+        raise ConfigError(f"{where}: expected one of {', '.join(_FIELDS)}", kind="prompts-invalid")
     messages = [{"role": _role(turn), "content": str(turn.get("content", turn.get("value", "")))} for turn in turns]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
