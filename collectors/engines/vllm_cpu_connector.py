@@ -35,7 +35,7 @@ class CpuHiddenStatesConnector(ExampleHiddenStatesConnector):
         tokens = pending.token_ids.shape[0]
         first_slots = torch.tensor(pending.block_ids, dtype=torch.long)[:, None] * self._block_size
         slots = (first_slots + torch.arange(self._block_size)[None, :]).flatten()
-        states = extract_from_kv_cache(self._kv_cache, slots, tokens).contiguous().clone()
+        states = extract_from_kv_cache(self._kv_cache, slots, tokens).contiguous()
         Path(pending.filename).parent.mkdir(parents=True, exist_ok=True)
         lock = self._lock_fds.pop(pending.req_id, None)
         if lock is None and self.use_lock:

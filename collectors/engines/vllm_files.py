@@ -36,30 +36,33 @@ _STATES, _TOKENS = "hidden_states", "token_ids"
 
 @dataclass(frozen=True)
 class AskedIds:
-    """vLLM's layer ids, ascending: those of the aux layers and N, the final hidden; ``columns`` of the aux layers."""
+    """vLLM's layer ids, ascending: ``aux`` of them are the aux layers', the last one is N, the final hidden."""
 
     ids: tuple[int, ...]
-    columns: tuple[int, ...]
+    aux: int
 
     @classmethod
     def of(cls, aux_layers: tuple[int, ...], num_layers: int) -> "AskedIds":
         """
         >>> AskedIds.of((-1, 1, 3), 4)
-        AskedIds(ids=(0, 2, 4), columns=(0, 1, 2))
+        AskedIds(ids=(0, 2, 4), aux=3)
         """
-        aux = to_convention(aux_layers, "vllm")
-        ids = tuple(sorted({*aux, num_layers}))
-        return cls(ids, tuple(ids.index(one) for one in aux))
+        ids = {*to_convention(aux_layers, "vllm"), num_layers}
+        return cls(tuple(sorted(ids)), len(aux_layers))
 
     def split(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """aux [L, T, D] and final [T, D] of the states [T, n, D] of one request; raises CaptureError engine-shape."""
+        """aux [L, T, D] and final [T, D], views of the states [T, n, D] of one request.
+
+        Raises:
+            CaptureError: ``engine-shape``.
+        """
         if states.ndim != 3 or states.shape[1] != len(self.ids):
             raise CaptureError(
                 f"vLLM gave states {list(states.shape)}, expected [tokens, {len(self.ids)}, width] for its layer ids "
                 f"{list(self.ids)}",
                 kind="engine-shape",
             )
-        return states[:, list(self.columns)].transpose(0, 1), states[:, -1]
+        return states[:, : self.aux].transpose(0, 1), states[:, -1]
 
 
 def speculative_config(asked: AskedIds) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Shapes: T tokens of one request, L aux layers, D target width.
 
 import os
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ from schemas.manifest import Engine
 EXACT_CHUNKS = (0, 22)
 # States under way at one time: enough batches that the engine never waits for a file to be read.
 BATCHES_UNDER_WAY = 4
+_POLL_S = 0.001
 _OURS = ("model", "revision", "dtype", "trust_remote_code", "speculative_config", "kv_transfer_config")
 
 
@@ -184,6 +186,7 @@ class _Flow:
         while self._waiting and (self._tokens(self._waiting[0]) <= self._free_tokens or not self._under_way):
             self._send(self._waiting.popleft())
         if not self._running and not self._steps_here:
+            time.sleep(_POLL_S)
             return
         for output in self._engine.step():
             if output.finished:

@@ -12,16 +12,13 @@ import torch
 from engine_world import hiddenstore
 from torch import Tensor
 
-from collectors import job
 from collectors.demo import TARGET_DIR
 from collectors.demo.corpus import conversations
 from collectors.engines import CaptureRequest, EngineOptions, assembly
-from collectors.engines.vllm_files import AskedIds
 from collectors.engines.vllm_process import VllmProcess
 from collectors.families import probe_states
-from collectors.job_open import CollectOptions
 from collectors.target import EngineTarget, LoadedTarget, load_target, open_target
-from hiddenstore.errors import CaptureError, ConfigError, InterruptError
+from hiddenstore.errors import ConfigError, InterruptError
 from hiddenstore.store import Store
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
@@ -169,18 +166,6 @@ def test_a_store_collected_by_vllm_is_the_one_collected_by_hugging_face(data: st
             # One step of bf16 where fp32 values 1e-5 apart round to either side.
             torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=TOLERANCE)
     assert hiddenstore("verify", str(tmp_path / "vllm"), "--meaning")["ok"]
-
-
-def test_layer_ids_that_are_one_off_are_refused_at_capture(
-    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = AskedIds.of
-    monkeypatch.setattr(AskedIds, "of", lambda aux, count: right(tuple(layer - 1 for layer in aux), count))
-    options = CollectOptions(data, tmp_path / "store", str(TARGET_DIR), engine="vllm", dtype="fp32", check="hf")
-    with pytest.raises(CaptureError, match="layer ids are off by -1") as caught:
-        job.collect(options, note=lambda _text: None)
-    assert caught.value.kind == "cross-check"
-    assert len(Store.open(tmp_path / "store")) == 0
 
 
 def test_a_setting_that_vllm_does_not_have_is_named_and_leaves_no_folder(tmp_path: Path) -> None:

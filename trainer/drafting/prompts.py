@@ -28,7 +28,8 @@ def read_prompts(source: str, tokenizer: Any, identity: TargetIdentity, split: s
     """Prompts in file order, each ending where the target's answer begins.
 
     ``source`` is a JSONL file (``messages`` or ``conversations``, ``turns`` as MT-Bench has them, of which the first
-    counts, ``prompt``, ``question`` or ``problem`` per line; a last assistant message is cut off), a DATA folder or a store; of the last two only samples of ``split``, up to their first supervised token.
+    counts, ``prompt``, ``question`` or ``problem`` per line; a last assistant message is cut off), a DATA folder or a
+    store; of the last two only samples of ``split``, up to their first supervised token.
 
     Raises:
         NotFoundError: no such file.
