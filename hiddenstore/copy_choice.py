@@ -59,12 +59,19 @@ def _bring_input(registered: RegisteredInput, destination: Store, digest: str) -
         )
 
 
-def chosen_units(sources: Sequence[Store], destination: Store, keep: Test) -> tuple[list[CopyUnit], int, int]:
-    """Register the samples that pass ``keep`` and are not there; units to copy, samples there already, units without.
+def require_choice(sources: Sequence[Store], keep: Test) -> None:
+    """Refuse a filter that nothing passes, before anything is created for it.
 
     Raises:
         ConfigError: ``selection-empty``.
     """
+    if not any(keep(record, entry) for source in sources for record, entry in source.entries):
+        raise ConfigError("no sample of the sources passes the filter", kind="selection-empty")
+
+
+def chosen_units(sources: Sequence[Store], destination: Store, keep: Test) -> tuple[list[CopyUnit], int, int]:
+    """Register the samples that pass ``keep`` and are not there; units to copy, samples there already, and
+    units that cannot be filled."""
     index = SampleIndex(sources)
     waiting, unavailable = _missing_units(destination, index)
     covered = {sample_id for unit in waiting for sample_id in unit.samples}.union(destination.sample_ids)
@@ -80,8 +87,6 @@ def chosen_units(sources: Sequence[Store], destination: Store, keep: Test) -> tu
                 there += 1
             else:
                 groups.setdefault(record.engine.model_dump_json(), []).append(entry)
-    if not chosen:
-        raise ConfigError("no sample of the sources passes the filter", kind="selection-empty")
     # One input per engine, because a commit record names one engine.
     for entries in groups.values():
         register_input(destination, _Selection(entries))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hiddenstore.copy_choice import chosen_units, whole_units
+from hiddenstore.copy_choice import chosen_units, require_choice, whole_units
 from hiddenstore.copy_destination import bring_calibration, check_sources, open_destination, rounding_notes
 from hiddenstore.copy_unit import CopyUnit, SampleIndex, copy_codes, copy_decoded, copy_verbatim
 from hiddenstore.head import HeadBundle
@@ -78,11 +78,13 @@ def plan_copy(
 
     Raises:
         ConflictError: ``capture-mismatch``, sources or destination hold another capture (codecs and container aside).
-        ConfigError: ``copy-onto-itself``; ``recipe-unknown``; ``codec-unknown``; ``final-topk``: a source holds top
-            tokens, and the destination is to hold the final hidden.
+        ConfigError: ``copy-onto-itself``; ``selection-empty``; ``recipe-unknown``; ``codec-unknown``; ``final-topk``:
+            a source holds top tokens, and the destination is to hold the final hidden.
         CorruptionError: a target file or input of a source is damaged.
     """
     check_sources(sources, location)
+    if keep is not None:
+        require_choice(sources, keep)
     destination = open_destination(sources, location, recipe, container)
     bring_calibration(sources, destination)
     if keep is None:

@@ -111,7 +111,8 @@ def _inputs(fs: Filesystem, commits: Iterable[Commit]) -> Iterator[Finding]:
         if missing:
             lost = tuple(name for unit in missing for name in members[unit])
             detail = (
-                f"{len(missing)} of {len(members)} units have no commit ({_some(missing)}): collect is not finished"
+                f"{len(missing)} of {len(members)} units have no commit ({_some(missing)}): what made it "
+                "(collect, copy, import) is not finished, and the same command goes on"
             )
             yield Finding("incomplete", path, lost, detail)
         for unit, expected in members.items():

@@ -206,6 +206,7 @@ def test_an_empty_choice_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no sample") as caught:
         plan_copy([source], tmp_path / "copy", None, parse_where(["tokens>1e9"]))
     assert caught.value.kind == "selection-empty"
+    assert not (tmp_path / "copy").exists()
 
 
 @pytest.mark.parametrize("recipe", [None, "raw"])
