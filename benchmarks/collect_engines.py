@@ -1,7 +1,7 @@
 """Collect throughput of each engine beside the same engine without us, in turn.
 
     LD_PRELOAD=.venv-engines/lib/libiomp5.so OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind PYTHONPATH=. \\
-        VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 \\
+        VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_LOGGING_LEVEL=WARNING \\
         .venv-engines/bin/python benchmarks/collect_engines.py [--conversations 1700] [--random-tokens 60000]
 
 Five processes, each with its own engine, run the same units in turn, so that whatever else the machine does costs all
