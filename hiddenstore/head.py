@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hiddenstore.errors import ConfigError, CorruptionError
+from hiddenstore.products import linear
 from schemas.capture import HeadSpec, NormState
 
 if TYPE_CHECKING:
@@ -139,12 +140,14 @@ class HeadBundle:
             x = (self.norm(x) if norm_state == "pre_norm" else x).float()
             # Converting a slice at a time keeps a 150,000-token bf16 head from doubling in memory.
             for v in range(0, weight.shape[0], VOCAB_CHUNK):
-                part = weight[v : v + VOCAB_CHUNK].detach().float().T
+                part = weight[v : v + VOCAB_CHUNK].detach().float()
                 into = out[start : start + ROW_CHUNK, v : v + VOCAB_CHUNK]
-                if x.requires_grad:
-                    into.copy_(x @ part)
+                if into.shape == out.shape:
+                    out = linear(x, part)
+                elif x.requires_grad or x.device.type == "cpu":
+                    into.copy_(linear(x, part))
                 else:
-                    torch.mm(x, part, out=into)
+                    torch.mm(x, part.T, out=into)
         return self._finished(out, bias).reshape(*h.shape[:-1], weight.shape[0])
 
     def embed(self, ids: Tensor) -> Tensor:

@@ -51,8 +51,10 @@ class _TttAttention(torch.autograd.Function):
             flash_out, flash_lse = gpu.attend_runs(runs, q, k0, v0)
             out, lse = flash_out.view_as(grouped), flash_lse.reshape(lse.shape)
         else:
+            prefix = (_shared(x, grouped.shape[2]) for x in (k0, v0))
+            heads = (_heads_first(grouped), *prefix, _heads_first(out), _heads_first(lse))
             for run in runs:
-                _attend_run(run, grouped, k0, v0, out, lse)
+                _attend_run(run, *heads)
         share = None
         if later:
             scores = _own_scores(grouped, later[0::2])
@@ -71,14 +73,7 @@ class _TttAttention(torch.autograd.Function):
         q, k0, v0, out, lse, share, *later = ctx.saved_tensors
         grouped = q.view(q.shape[0], k0.shape[1], q.shape[1] // k0.shape[1], q.shape[2])
         do = grads[0].contiguous().view_as(grouped)
-        dq, dk0, dv0 = torch.zeros_like(grouped), torch.zeros_like(k0), torch.zeros_like(v0)
-        if ctx.runs and gpu.fits(q):
-            saved = (q, k0, v0, out.view_as(q), lse.flatten(1))
-            flash_dq, dk0, dv0 = gpu.attend_runs_backward(ctx.runs, do.view_as(q), saved)
-            dq = flash_dq.view_as(grouped)
-        else:
-            for run in ctx.runs:
-                _attend_run_backward(run, (grouped, k0, v0, out, lse, do), (dq, dk0, dv0))
+        dq, dk0, dv0 = _prefix_backward(ctx.runs, q, k0, v0, out, lse, do)
         if not later:
             return None, dq.view_as(q), dk0, dv0
         scale = q.shape[-1] ** -0.5
@@ -90,6 +85,22 @@ class _TttAttention(torch.autograd.Function):
             dq.addcmul_(ds, key[:, :, None])
             own += [(ds * grouped).sum(2), (p[..., None] * do).sum(2)]
         return None, dq.view_as(q), dk0, dv0, *own
+
+
+def _prefix_backward(
+    runs: tuple[Run, ...], q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor, do: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q as [A, G, N/G, E] and of k0, v0, given the joint output and log-sum-exp."""
+    if runs and gpu.fits(q):
+        dq, dk0, dv0 = gpu.attend_runs_backward(runs, do.view_as(q), (q, k0, v0, out.view_as(q), lse.flatten(1)))
+        return dq.view_as(do), dk0, dv0
+    dq = torch.empty_like(do)
+    dk, dv = (torch.zeros_like(x.transpose(0, 1), memory_format=torch.contiguous_format) for x in (k0, v0))
+    prefix = (_shared(x, do.shape[2]) for x in (k0, v0))
+    saved = (_heads_first(q.view_as(do)), *prefix, *(_heads_first(x) for x in (out, lse, do)))
+    for run in runs:
+        _attend_run_backward(run, saved, (_heads_first(dq), dk, dv))
+    return dq, dk.transpose(0, 1), dv.transpose(0, 1)
 
 
 def _score_dtype(q: Tensor) -> torch.dtype:
@@ -125,38 +136,43 @@ def _leaf(run: Run, q: Tensor) -> int:
     return LEAF if q.device.type == "cpu" else run.length
 
 
-def _attend_run(run: Run, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor) -> None:
+def _attend_run(run: Run, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    """All heads first: q, out [G, N/G, A, E], k, v [G, N/G, T, E], lse [G, N/G, A]."""
     shift = run.at - run.begin
     for rows, keys, causal in _spans(run, _leaf(run, q)):
-        at = slice(rows.start + shift, rows.stop + shift)
-        found, found_lse = _attend(_heads_first(q[at]), k0[keys], v0[keys], causal)
-        found, found_lse = found.permute(2, 0, 1, 3), found_lse.permute(2, 0, 1)
+        of_q, of_out, of_lse = (_rows(x, rows, shift) for x in (q, out, lse))
+        found, found_lse = _attend(of_q, _rows(k, keys), _rows(v, keys), causal)
         if causal:
-            out[at], lse[at] = found, found_lse
+            of_out.copy_(found)
+            of_lse.copy_(found_lse)
         else:
-            joint = torch.logaddexp(lse[at], found_lse)
-            out[at] *= (lse[at] - joint).exp()[..., None].to(out.dtype)
-            out[at].addcmul_(found, (found_lse - joint).exp()[..., None].to(out.dtype))
-            lse[at] = joint
+            joint = torch.logaddexp(of_lse, found_lse)
+            of_out.mul_((of_lse - joint).exp_()[..., None].to(out.dtype))
+            of_out.addcmul_(found, (found_lse - joint).exp_()[..., None].to(out.dtype))
+            of_lse.copy_(joint)
 
 
 def _attend_run_backward(run: Run, saved: tuple[Tensor, ...], grads: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k0, v0, out, lse, do = saved
-    dq, dk0, dv0 = grads
+    """``saved``: q, k, v, out, lse, do, heads first as in ``_attend_run``; ``grads``: dq likewise, dk, dv [G, T, E]."""
+    q, k, v, out, lse, do = saved
+    dq, dk, dv = grads
     shift = run.at - run.begin
     for rows, keys, causal in _spans(run, _leaf(run, q)):
-        at = slice(rows.start + shift, rows.stop + shift)
-        queries, outs, dos = _heads_first(q[at]), _heads_first(out[at]), _heads_first(do[at])
-        logs = lse[at].permute(1, 2, 0)
-        part_q, part_k, part_v = _attend_backward(dos, queries, k0[keys], v0[keys], outs, logs, causal)
-        dq[at] += part_q.permute(2, 0, 1, 3)
-        dk0[keys] += part_k.transpose(0, 1)
-        dv0[keys] += part_v.transpose(0, 1)
+        of_q, of_out, of_do, of_lse, of_dq = (_rows(x, rows, shift) for x in (q, out, do, lse, dq))
+        part_q, part_k, part_v = _attend_backward(of_do, of_q, _rows(k, keys), _rows(v, keys), of_out, of_lse, causal)
+        # The triangles come first and name every row once.
+        of_dq.copy_(part_q) if causal else of_dq.add_(part_q)
+        dk.narrow(1, keys.start, keys.stop - keys.start).add_(part_k)
+        dv.narrow(1, keys.start, keys.stop - keys.start).add_(part_v)
+
+
+def _rows(x: Tensor, rows: slice, shift: int = 0) -> Tensor:
+    return x.narrow(2, rows.start + shift, rows.stop - rows.start)
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[A, G, N/G, E] as a view [G, N/G, A, E]."""
-    return x.permute(1, 2, 0, 3)
+    """[A, G, N/G, …] as a view [G, N/G, A, …]."""
+    return x.movedim(0, 2)
 
 
 def _shared(x: Tensor, group: int) -> Tensor:
@@ -165,10 +181,9 @@ def _shared(x: Tensor, group: int) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output [G, N/G, A, E] and log-sum-exp [G, N/G, A] of queries [G, N/G, A, E] over keys [S, G, E]."""
+    """Output [G, N/G, A, E] and log-sum-exp [G, N/G, A] of queries [G, N/G, A, E] over keys [G, N/G, S, E]."""
     if q.device.type == "cpu":
-        group = q.shape[1]
-        out, lse = _flash(q, _shared(k, group), _shared(v, group), 0.0, causal)
+        out, lse = _flash(q, k, v, 0.0, causal)
         return out, lse
     return dense_attend(q, k, v, causal)
 
@@ -178,8 +193,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries [G, N/G, A, E], keys and values [G, S, E], given the joint output and log-sum-exp."""
     if q.device.type == "cpu":
-        group = q.shape[1]
-        dq, dk, dv = _flash_backward(do, q, _shared(k, group), _shared(v, group), out, lse, 0.0, causal)
+        dq, dk, dv = _flash_backward(do, q, k, v, out, lse, 0.0, causal)
         return dq, dk.sum(1), dv.sum(1)
     return dense_attend_backward(do, q, k, v, out, lse, causal)
 
@@ -191,7 +205,7 @@ def dense_attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor,
         scores = _dense_scores(q, k, start, causal)
         lse = torch.logsumexp(scores, -1)
         seen = scores.shape[-1]
-        outs.append((scores - lse[..., None]).exp().to(q.dtype) @ _shared(v[:seen], q.shape[1]))
+        outs.append((scores - lse[..., None]).exp().to(q.dtype) @ v[:, :, :seen])
         logs.append(lse)
     return torch.cat(outs, 2), torch.cat(logs, 2)
 
@@ -200,17 +214,17 @@ def dense_attend_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``_attend_backward`` written with matrix products, in blocks of query rows, on any device."""
-    group, scale = q.shape[1], q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5
     dq = torch.empty_like(q)
-    dk, dv = (torch.zeros_like(x.transpose(0, 1), dtype=lse.dtype) for x in (k, v))
+    dk, dv = (torch.zeros_like(x[:, 0], dtype=lse.dtype) for x in (k, v))
     delta = (do * out).to(lse.dtype).sum(-1)
     for start in range(0, q.shape[2], ROW_BLOCK):
         rows = slice(start, start + ROW_BLOCK)
         p = (_dense_scores(q, k, start, causal) - lse[:, :, rows, None]).exp()
         seen = p.shape[-1]
-        dp = (do[:, :, rows] @ _shared(v[:seen], group).transpose(-1, -2)).to(lse.dtype)
+        dp = (do[:, :, rows] @ v[:, :, :seen].transpose(-1, -2)).to(lse.dtype)
         ds = (p * (dp - delta[:, :, rows, None]) * scale).to(q.dtype)
-        dq[:, :, rows] = ds @ _shared(k[:seen], group)
+        dq[:, :, rows] = ds @ k[:, :, :seen]
         dk[:, :seen] += (ds.transpose(-1, -2) @ q[:, :, rows]).sum(1)
         dv[:, :seen] += (p.to(q.dtype).transpose(-1, -2) @ do[:, :, rows]).sum(1)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
@@ -219,9 +233,8 @@ def dense_attend_backward(
 def _dense_scores(q: Tensor, k: Tensor, start: int, causal: bool) -> Tensor:
     """Scaled scores of query rows ``start…`` with the keys any of them sees: [G, N/G, rows, seen]."""
     rows = q[:, :, start : start + ROW_BLOCK]
-    seen = min(start + rows.shape[2], k.shape[0]) if causal else k.shape[0]
-    keys = _shared(k[:seen], q.shape[1])
-    scores = (rows @ keys.transpose(-1, -2)).to(_score_dtype(q)) * q.shape[-1] ** -0.5
+    seen = min(start + rows.shape[2], k.shape[2]) if causal else k.shape[2]
+    scores = (rows @ k[:, :, :seen].transpose(-1, -2)).to(_score_dtype(q)) * q.shape[-1] ** -0.5
     if causal:
         at = torch.arange(start, start + rows.shape[2], device=q.device)
         scores.masked_fill_(torch.arange(seen, device=q.device) > at[:, None], float("-inf"))

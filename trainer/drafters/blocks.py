@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hiddenstore.products import Linear
 from trainer.config import DrafterConfig
 from trainer.drafters.rope import RopeScaling, frequencies
 
@@ -43,12 +44,12 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         g = grads[0]
         normed = x.to(g.dtype) * scale
-        grad_weight = (g * normed).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        along = g * normed
+        grad_weight = along.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None
-        g = g * weight
-        share = (g * normed).sum(-1, keepdim=True).div_(x.shape[-1])
-        grad_x = g.addcmul_(normed, share, value=-1).mul_(scale)
+        share = (along @ weight).div_(x.shape[-1])[..., None]
+        grad_x = (g * weight).addcmul_(normed, share, value=-1).mul_(scale)
         return grad_x.to(x.dtype), grad_weight, None
 
 
@@ -105,8 +106,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     left, right = out.chunk(2, -1)
-    left.copy_(first * cos).sub_(second * sin)
-    right.copy_(second * cos).add_(first * sin)
+    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=right).addcmul_(first, sin)
     return out
 
 
@@ -116,10 +117,10 @@ class Attention(nn.Module):
     def __init__(self, width_in: int, width_out: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.q_proj = nn.Linear(width_in, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(width_in, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(width_in, kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, width_out, bias=False)
+        self.q_proj = Linear(width_in, heads * head_dim)
+        self.k_proj = Linear(width_in, kv_heads * head_dim)
+        self.v_proj = Linear(width_in, kv_heads * head_dim)
+        self.o_proj = Linear(heads * head_dim, width_out)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, N, E], k and v [T, G, E] of inputs [T, width_in]."""
@@ -143,13 +144,29 @@ class GatedMLP(nn.Module):
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.gate_proj = Linear(width, inner)
+        self.up_proj = Linear(width, inner)
+        self.down_proj = Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gated: Tensor = _Gated.apply(self.gate_proj(x), self.up_proj(x))
+        out: Tensor = self.down_proj(gated)
         return out
+
+
+class _Gated(torch.autograd.Function):
+    """silu(gate) * up; keeps the two and makes the rest again, a tensor less than the composed form."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grads[0] * up, gate)
+        return grad_gate, F.silu(gate).mul_(grads[0])
 
 
 class DecoderLayer(nn.Module):

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError
 from hiddenstore.head import HeadBundle
+from hiddenstore.products import Linear, linear
 from schemas.layers import default_aux_layers
 from trainer.attention.block_attention import Sight, block_attention
 from trainer.config import DrafterConfig
@@ -78,10 +79,10 @@ class DFlashLayer(nn.Module):
         attention, x = self.self_attn, self.input_layernorm(x)
         weights = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
         if last - first == x.shape[1]:
-            q, k, v = attention.split(F.linear(x, torch.cat(weights)))
+            q, k, v = attention.split(linear(x, torch.cat(weights)))
         else:
             q = attention.q_proj(x[:, first:last]).unflatten(-1, (attention.heads, attention.head_dim))
-            kv = F.linear(x, torch.cat(weights[1:])).unflatten(-1, (-1, attention.head_dim))
+            kv = linear(x, torch.cat(weights[1:])).unflatten(-1, (-1, attention.head_dim))
             k, v = kv.split(attention.kv_heads, -2)
         return attention.q_norm(q), attention.k_norm(k), v
 
@@ -104,12 +105,12 @@ class DFlash(Drafter):
         super().__init__()
         self.config = config
         width = config.hidden_size
-        self.fc = nn.Linear(len(config.aux_layers) * width, width, bias=False)
+        self.fc = Linear(len(config.aux_layers) * width, width)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(width, config.rms_norm_eps)
         if config.train_head:
-            self.lm_head = nn.Linear(width, draft_size, bias=False)
+            self.lm_head = Linear(width, draft_size)
         self.register_buffer("frozen_embeddings", torch.empty(0), persistent=False)
         self.register_buffer("frozen_head", None, persistent=False)
         self._rotary = Rotary.of(config)
@@ -173,7 +174,7 @@ class DFlash(Drafter):
         attentions = [layer.self_attn for layer in self._decoder()]
         # One product serves all layers: they read the same rows.
         weight = torch.cat([part for a in attentions for part in (a.k_proj.weight, a.v_proj.weight)])
-        parts = F.linear(shared, weight).unflatten(-1, (-1, self.config.head_dim)).split(self.config.num_kv_heads, 1)
+        parts = linear(shared, weight).unflatten(-1, (-1, self.config.head_dim)).split(self.config.num_kv_heads, 1)
         turn = self._rotary.at(positions)
         return [(rotate(a.k_norm(k), *turn), v) for a, k, v in zip(attentions, parts[0::2], parts[1::2], strict=True)]
 

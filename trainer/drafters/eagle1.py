@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError
 from hiddenstore.head import HeadBundle
+from hiddenstore.products import Linear
 from trainer.attention.ttt_attention import ttt_attention
 from trainer.config import DrafterConfig
 from trainer.drafters.base import Drafter, DrafterKind, Needs, Seen, TargetFacts, TargetSide
@@ -87,7 +88,7 @@ class Eagle1(Drafter):
     def __init__(self, config: Eagle1Config) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = Linear(2 * config.hidden_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i > 0 or config.first_norm) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if config.last_norm else nn.Identity()
         self._rotary = Rotary.of(config)

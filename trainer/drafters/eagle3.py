@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
 from hiddenstore.head import HeadBundle
+from hiddenstore.products import Linear, linear
 from schemas.layers import default_aux_layers
 from trainer.config import DrafterConfig
 from trainer.drafters.base import Drafter, DrafterKind, Needs, Seen, TargetFacts, TargetSide
@@ -74,13 +75,13 @@ class Eagle3(Drafter):
         self.config = config
         aux = len(config.aux_layers)
         width = config.hidden_size
-        self.fc = nn.Linear(aux * target_hidden_size, width, bias=False)
+        self.fc = Linear(aux * target_hidden_size, width)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(target_hidden_size, config.rms_norm_eps) for _ in range(aux))
         self.midlayer = MidLayer(config)
         self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(1, config.num_layers)})
         self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, draft_size, bias=False)
+        self.lm_head = Linear(width, draft_size)
         self.lm_head.weight.requires_grad_(config.train_head)
         self.register_buffer("frozen_embeddings", None, persistent=False)
         if config.train_embeddings or width != target_hidden_size:
@@ -137,9 +138,9 @@ class Eagle3(Drafter):
             aux = torch.stack([norm(layer) for norm, layer in zip(self.fc_norm, aux, strict=True)])
         # Concatenating the layers would copy them transposed; the sum of one product per layer is the same number.
         parts = self.fc.weight.split(aux.shape[-1], -1)
-        g = F.linear(aux[0], parts[0])
+        g = linear(aux[0], parts[0])
         for layer, part in zip(aux[1:], parts[1:], strict=True):
-            g = g + F.linear(layer, part)
+            g = g + linear(layer, part)
         return g
 
     def begin(self, seen: Seen) -> Tensor:

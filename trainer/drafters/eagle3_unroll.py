@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
+from hiddenstore.products import linear
 from trainer.attention.ttt_attention import ttt_attention
 from trainer.drafters.blocks import DecoderLayer, Piece, gather_pieces, rotate
 from trainer.objectives.shift import Run, SlotPlan, document_runs
@@ -34,7 +35,7 @@ def unrolled(model: "Eagle3", batch: PackedBatch, plan: SlotPlan, steps: int) ->
     token_weight = torch.cat([p.weight[:, :width] for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
     # The embedding half of the projection depends on the token alone, so one product serves every step.
     ids = F.pad(batch.input_ids, (0, steps + 1))
-    from_tokens = F.linear(model.midlayer.input_layernorm(model.embed(ids)), token_weight)
+    from_tokens = linear(model.midlayer.input_layernorm(model.embed(ids)), token_weight)
     hidden, normed = _prefix(model, stages, batch, plan, from_tokens[1 : batch.input_ids.shape[0] + 1])
     positions = batch.positions[plan.active]
 
@@ -84,21 +85,21 @@ class _Stage:
 
     def project(self, normed: Tensor, tokens: Tensor | None) -> Tensor:
         """Joint projection [n, (N+2G)E]; ``tokens``: what the embeddings add to it."""
-        out = F.linear(normed, self.weight)
+        out = linear(normed, self.weight)
         return out if tokens is None else out + tokens
 
     def queries(self, normed: Tensor, tokens: Tensor | None) -> Tensor:
         """[n, N, E]."""
         attention = self.layer.self_attn
         wide = attention.heads * attention.head_dim
-        q = F.linear(normed, self.weight[:wide])
+        q = linear(normed, self.weight[:wide])
         return (q if tokens is None else q + tokens[:, :wide]).unflatten(-1, (-1, attention.head_dim))
 
     def keys_values(self, normed: Tensor, tokens: Tensor | None) -> KeyValue:
         """Two of [n, G, E]."""
         attention = self.layer.self_attn
         wide = attention.heads * attention.head_dim
-        kv = F.linear(normed, self.weight[wide:])
+        kv = linear(normed, self.weight[wide:])
         kv = kv if tokens is None else kv + tokens[:, wide:]
         k, v = kv.unflatten(-1, (-1, attention.head_dim)).chunk(2, 1)
         return k, v

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiddenstore.head import HeadBundle
+from hiddenstore.products import Linear
 from trainer.config import DrafterConfig
 from trainer.drafters.base import Drafter
 from trainer.drafters.frozen_head import FrozenHead
@@ -59,7 +60,7 @@ class Medusa(Drafter):
             ResBlocks(config.hidden_size, config.medusa_layers) for _ in range(config.medusa_heads)
         )
         heads = 0 if config.original_head else config.medusa_heads
-        self.lm_heads = nn.ModuleList(nn.Linear(config.hidden_size, draft_size, bias=False) for _ in range(heads))
+        self.lm_heads = nn.ModuleList(Linear(config.hidden_size, draft_size) for _ in range(heads))
         self._original: FrozenHead | None = None
 
     @classmethod

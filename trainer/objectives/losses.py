@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hiddenstore.products import Packed, linear
 from trainer.objectives.loss_kinds import LOSSES, Compared, LossKind
 
 LOGIT_BUDGET = 1 << 21
@@ -157,12 +158,12 @@ class _Pass:
         self.grad_states = states.new_zeros(states.shape[0] + 1, states.shape[1]) if how.grad_states else None
         self.grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if how.grad_weight else None
         self.rows, self.part = self._block()
-        self._logits = states.new_empty(self.rows * self.steps * self.part)
-        self._softmax = self._logits.new_empty(self._logits.shape, dtype=_wide(states.dtype))
+        self.packed = Packed(self.weight)
+        self._softmax = states.new_empty(self.rows * self.steps * self.part, dtype=_wide(states.dtype))
 
     def run(self) -> None:
         # The teacher is made for several blocks at once: alone, its few rows would wait for the target's head.
-        several = self.rows * max(1, self._logits.shape[0] // (self.rows * self.weight.shape[0]))
+        several = self.rows * max(1, self._softmax.shape[0] // (self.rows * self.weight.shape[0]))
         total = self.taught.slots.shape[0]
         for first in range(0, total, several):
             last = min(first + several, total)
@@ -220,7 +221,7 @@ class _Pass:
             error = _error(p, q[:, None, left:right], q_overlap[:, None, left:right], slopes, below)
             error = error.view(x.shape[0], -1).to(x.dtype)
             if grad is not None:
-                grad = error @ self.weight if whole else grad.addmm_(error, self.weight[left:right])
+                grad = linear(error, self.weight.T) if whole else grad.addmm_(error, self.weight[left:right])
             if self.grad_weight is not None:
                 _add_product(self.grad_weight[left:right], error, scaled)
         if self.grad_states is not None and grad is not None:
@@ -232,7 +233,7 @@ class _Pass:
         begin, end = span
         rows, shape = q.shape[0], (q.shape[0], self.steps, end - begin)
         count = x.shape[0] * (end - begin)
-        flat = torch.mm(x, self.weight[begin:end].T, out=self._logits[:count].view(x.shape[0], -1))
+        flat = self.packed(x) if end - begin == self.weight.shape[0] else linear(x, self.weight[begin:end])
         z = flat.view(shape).to(self._softmax.dtype)
         p = torch.softmax(z, -1, out=self._softmax[:count].view(shape))
         top = z.amax(-1)

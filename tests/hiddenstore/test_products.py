@@ -1,0 +1,69 @@
+"""Products by oneDNN against torch's own."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from hiddenstore import products
+from hiddenstore.products import Linear, Packed, linear
+
+needs_onednn = pytest.mark.skipif(not products._HAS_ONEDNN, reason="needs a CPU with AVX-512")
+
+
+@given(rows=st.integers(0, 40), width=st.integers(1, 70), out=st.integers(1, 70), seed=st.integers(0, 99))
+def test_values_and_gradients_are_those_of_torch(rows: int, width: int, out: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, weight = torch.randn(rows, width, requires_grad=True), torch.randn(out, width, requires_grad=True)
+    found, expected = linear(x, weight), F.linear(x, weight)
+    slope = torch.randn_like(expected)
+    ours, theirs = (torch.autograd.grad(y, (x, weight), slope) for y in (found, expected))
+    for a, b in zip((found, *ours), (expected, *theirs), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 16), (16,), (0, 16)])
+def test_rows_of_any_shape_are_taken(shape: tuple[int, ...]) -> None:
+    x, layer = torch.randn(shape, requires_grad=True), Linear(16, 8)
+    expected = F.linear(x, layer.weight)
+    found = layer(x)
+    assert found.shape == expected.shape
+    assert torch.allclose(found, expected, atol=1e-5)
+    found.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_torch_s_to_the_bit(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(9, 16, dtype=dtype), torch.randn(8, 16, dtype=dtype)
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
+
+
+def test_a_slice_of_columns_and_rows_that_are_not_contiguous_are_right() -> None:
+    x, weight = torch.randn(16, 12).T, torch.randn(8, 48)[:, 16:32]
+    assert torch.allclose(linear(x, weight), x @ weight.T, atol=1e-5)
+    assert torch.allclose(linear(x, weight.contiguous()), x @ weight.T, atol=1e-5)
+
+
+def test_a_packed_weight_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(33, 16), torch.randn(40, 16)
+    small = Packed(weight)
+    monkeypatch.setattr(products, "PACK_BYTES", 0)
+    for found in (small(x), Packed(weight)(x)):
+        assert torch.allclose(found, x @ weight.T, atol=1e-5)
+
+
+def test_autocast_decides_over_the_dtype() -> None:
+    layer = Linear(16, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.randn(4, 16)).dtype == torch.bfloat16
+
+
+@needs_onednn
+def test_fp32_rows_go_to_onednn_and_column_slices_do_not() -> None:
+    x, weight = torch.randn(9, 16), torch.randn(8, 48)
+    assert products._takes(x, weight[:, :16].contiguous())
+    assert products._takes(x, weight[:, :16].contiguous().T)
+    assert not products._takes(x, weight[:, :16])
