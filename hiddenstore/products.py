@@ -18,6 +18,8 @@ _HAS_ONEDNN = (
     and torch.backends.cpu.get_cpu_capability() == "AVX512"
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 )
+FEWEST_WITH_GRADIENT = 100_000_000
+"""Multiplications below which a step through Python's autograd costs what the kernel saves."""
 PACK_BYTES = 64 << 20
 PACK_ROWS = 512
 """Rows the layout of a packed weight is chosen for."""
@@ -27,10 +29,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T`` for x [..., I] and weight [O, I]; [..., O], with gradients for both."""
     if not _takes(x, weight):
         return F.linear(x, weight)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        out: Tensor = _Linear.apply(x, weight)
-        return out
-    return _onednn(x, weight)
+    if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+        return _onednn(x, weight)
+    if x.numel() * weight.shape[0] < FEWEST_WITH_GRADIENT:
+        return F.linear(x, weight)
+    out: Tensor = _Linear.apply(x, weight)
+    return out
 
 
 class Linear(torch.nn.Linear):

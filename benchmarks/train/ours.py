@@ -153,7 +153,16 @@ class Ours:
         return found
 
 
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::baddbmm_", "aten::matmul")
+PRODUCTS = (
+    "mkldnn::_linear_pointwise",
+    "aten::mm",
+    "aten::addmm",
+    "aten::addmm_",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::baddbmm_",
+    "aten::matmul",
+)
 
 
 class OursHeld(Ours):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -12,6 +12,12 @@ from hiddenstore.products import Linear, Packed, linear
 needs_onednn = pytest.mark.skipif(not products._HAS_ONEDNN, reason="needs a CPU with AVX-512")
 
 
+@pytest.fixture(autouse=True)
+def _small_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "FEWEST_WITH_GRADIENT", 0)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.integers(0, 40), width=st.integers(1, 70), out=st.integers(1, 70), seed=st.integers(0, 99))
 def test_values_and_gradients_are_those_of_torch(rows: int, width: int, out: int, seed: int) -> None:
     torch.manual_seed(seed)
