@@ -6,12 +6,14 @@ On CPUs with AVX-512 oneDNN multiplies fp32 matrices faster than the MKL behind 
 Shapes: n rows, I columns of the rows, O rows of the weight.
 """
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
 
 _HAS_ONEDNN = (
     torch.backends.mkldnn.is_available()
@@ -23,6 +25,7 @@ FEWEST_WITH_GRADIENT = 100_000_000
 PACK_BYTES = 64 << 20
 PACK_ROWS = 512
 """Rows the layout of a packed weight is chosen for."""
+_KEPT: MutableMapping[Tensor, tuple[int, "Packed"]] = WeakIdKeyDictionary()
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -79,6 +82,14 @@ class Packed:
         if self._packed is None or not _takes(x, self.weight):
             return linear(x, self.weight)
         return _onednn(x, self._packed)
+
+
+def frozen(weight: Tensor) -> Packed:
+    """A weight without gradient, packed at its first use and again after it has changed."""
+    kept = _KEPT.get(weight)
+    if kept is None or kept[0] != weight._version:
+        kept = _KEPT[weight] = (weight._version, Packed(weight.detach()))
+    return kept[1]
 
 
 def _takes(x: Tensor, weight: Tensor) -> bool:

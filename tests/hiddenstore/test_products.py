@@ -73,3 +73,19 @@ def test_fp32_rows_go_to_onednn_and_column_slices_do_not() -> None:
     assert products._takes(x, weight[:, :16].contiguous())
     assert products._takes(x, weight[:, :16].contiguous().T)
     assert not products._takes(x, weight[:, :16])
+
+
+def test_a_frozen_weight_is_packed_once_and_again_when_it_has_changed() -> None:
+    x, weight = torch.randn(33, 16), torch.randn(40, 16)
+    first = products.frozen(weight)
+    assert products.frozen(weight) is first
+    weight.mul_(2)
+    assert torch.allclose(products.frozen(weight)(x), x @ weight.T, atol=1e-5)
+
+
+def test_a_frozen_weight_that_is_gone_keeps_no_memory() -> None:
+    weight = torch.randn(40, 16)
+    products.frozen(weight)
+    held = len(products._KEPT)
+    del weight
+    assert len(products._KEPT) == held - 1

@@ -9,12 +9,14 @@ Shapes: S states, H drafter width, U draft vocabulary, K depths (block slots or 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.objectives.losses import LOGIT_BUDGET, LOGIT_BUDGET_DEVICE, StepLosses
+from hiddenstore.products import frozen, linear
+from trainer.objectives.losses import LOGIT_BUDGET, LOGIT_BUDGET_DEVICE, StepLosses, scaled_by
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +87,8 @@ class _FusedHead(torch.autograd.Function):
         ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, depth: Tensor, scales: Tensor, how: _How
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         pass_ = _Pass(states.detach(), weight.detach().to(how.dtype), labels, depth, scales, how)
+        if not weight.requires_grad and weight.dtype == how.dtype:
+            pass_.product = frozen(weight)
         budget = LOGIT_BUDGET if states.device.type == "cpu" else LOGIT_BUDGET_DEVICE
         rows = max(1, budget // weight.shape[0])
         with torch.autocast(states.device.type, enabled=False):
@@ -98,12 +102,7 @@ class _FusedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_states, grad_weight = ctx.saved_tensors
-        return (
-            None if grad_states is None else grad_states * grads[0],
-            None if grad_weight is None else grad_weight * grads[0],
-            *(None,) * 4,
-        )
+        return *scaled_by(grads[0], ctx.saved_tensors), *(None,) * 4
 
 
 def _chunks(labels: Tensor, rows: int, adapt: Adapt | None) -> tuple[Tensor, ...]:
@@ -123,6 +122,7 @@ class _Pass:
     ) -> None:
         self.states, self.weight, self.labels, self.depth, self.scales = states, weight, labels, depth, scales
         self.how = how
+        self.product: Callable[[Tensor], Tensor] = partial(linear, weight=weight)
         self.value = torch.zeros((), dtype=torch.float64, device=states.device)
         self.sums = torch.zeros(how.depths, dtype=torch.float64, device=states.device)
         self.hits = torch.zeros(how.depths, dtype=torch.int64, device=states.device)
@@ -132,7 +132,7 @@ class _Pass:
     def add(self, at: Tensor) -> None:
         """Losses, hits and gradients of the states ``at`` int64 [n]."""
         x = self.states.index_select(0, at).to(self.how.dtype)
-        z = x @ self.weight.T
+        z = self.product(x)
         z = z.to(_wide(z.dtype))
         labels, depth = self.labels[at], self.depth[at]
         taught, label = labels >= 0, labels.clamp(min=0)[:, None]
@@ -156,7 +156,7 @@ class _Pass:
         error = (p if q is None else p.sub_(q, alpha=share)).to(self.how.dtype)
         by_row = scale[:, None].to(self.how.dtype)
         if self.grad_states is not None:
-            self.grad_states.index_copy_(0, at, (error @ self.weight).mul_(by_row).to(self.grad_states.dtype))
+            self.grad_states.index_copy_(0, at, linear(error, self.weight.T).mul_(by_row).to(self.grad_states.dtype))
         if self.grad_weight is not None:
             if self.grad_weight.dtype == error.dtype:
                 self.grad_weight.addmm_(error.T, x * by_row)

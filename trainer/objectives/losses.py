@@ -122,11 +122,15 @@ class _FusedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_states, grad_weight = ctx.saved_tensors
-        # The usual factor is one, and to read it costs nothing on CPU.
-        if grads[0].device.type != "cpu" or grads[0] != 1:
-            grad_states, grad_weight = (g if g is None else g * grads[0] for g in (grad_states, grad_weight))
-        return grad_states, grad_weight, None, None, None
+        return *scaled_by(grads[0], ctx.saved_tensors), None, None, None
+
+
+def scaled_by(factor: Tensor, made: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Gradients times the scalar that comes from above."""
+    # It is nearly always one, and to read it costs nothing on CPU.
+    if factor.device.type == "cpu" and factor == 1:
+        return made
+    return [g if g is None else g * factor for g in made]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
