@@ -1,6 +1,6 @@
-"""Training benchmark: ``python -m benchmarks.train [--rounds 7] [--folder DIR] [--results DIR]``.
+"""Training benchmark: ``python -m benchmarks.train [--rounds 15] [--folder DIR] [--results DIR]``.
 
-Run it through ``make bench-train``, which makes the peers' environment. About ten minutes on two quiet cores.
+Run it through ``make bench-train``, which makes the peers' environment. About fifteen minutes on two quiet cores.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def load() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--folder", type=Path, default=None, help="where to work (default: temporary)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--note", default="")
