@@ -5,6 +5,7 @@ string and ``no`` as False; a ``float`` field gets 0.0001 and a ``str`` field ge
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
@@ -39,31 +40,67 @@ def load(
             problem, one a line, with where it was written. ``config-unreadable``: the file is no YAML mapping.
         NotFoundError: the file does not exist.
     """
-    problems: list[str] = []
-    values: dict[str, Any] = _copied(defaults or {})
-    origins: dict[str, str] = {}
-    for origin, layer in _layers(file, dotlist, problems):
-        for path, value in _leaves(layer):
-            default = _at(defaults or {}, path)
-            if value == AUTO and default is not _ABSENT:
-                _put(values, path, default)
-                continue
-            origins[".".join(path)] = origin
-            _put(values, path, value)
-    unknown = list(unknown_keys(model, values))
-    hint = first_hint(model, next(_leaves_below(values, unknown[0]))) if unknown else None
-    for path in unknown:
-        problems += [unknown_message(model, leaf, origins) for leaf in _leaves_below(values, path)]
-        _remove(values, path)
+    said = _said(model, file, dotlist, defaults or {})
     try:
-        settings = model.model_validate(_typed(model, values))
+        settings = model.model_validate(_typed(model, said.values))
     except ValidationError as error:
-        problems += [_invalid_message(item, origins) for item in error.errors(include_url=False)]
+        said.problems += [_invalid_message(item, said.origins) for item in error.errors(include_url=False)]
     else:
-        if not problems:
+        if not said.problems:
             return settings
-    kind = "config-unknown-key" if unknown else "config-invalid"
-    raise ConfigError(_all_problems(problems), kind=kind, hint=hint)
+    raise said.error()
+
+
+def check(model: type[M], file: str | Path | None = None, dotlist: Sequence[str] = ()) -> None:
+    """Refuse unknown settings and values that are none of their setting's, whatever the defaults; the rest may lack.
+
+    Raises:
+        ConfigError: as ``load``.
+        NotFoundError: the file does not exist.
+    """
+    said = _said(model, file, dotlist, {})
+    given = {".".join(path) for path, value in _leaves(said.values) if value != AUTO}
+    try:
+        model.model_validate(_typed(model, said.values))
+    except ValidationError as error:
+        wrong = [item for item in error.errors(include_url=False) if _origin(item, {key: key for key in given})]
+        said.problems += [_invalid_message(item, said.origins) for item in wrong]
+    if said.problems:
+        raise said.error()
+
+
+@dataclass
+class _Said:
+    """What file and words say, over the defaults, and what is wrong with it so far."""
+
+    values: dict[str, Any]
+    origins: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    unknown: bool = False
+    hint: str | None = None
+
+    def error(self) -> ConfigError:
+        kind = "config-unknown-key" if self.unknown else "config-invalid"
+        return ConfigError(all_problems(self.problems), kind=kind, hint=self.hint)
+
+
+def _said(model: type[M], file: str | Path | None, dotlist: Sequence[str], defaults: Mapping[str, Any]) -> _Said:
+    found = _Said(_copied(defaults))
+    for origin, layer in _layers(file, dotlist, found.problems):
+        for path, value in _leaves(layer):
+            default = _at(defaults, path)
+            if value == AUTO and default is not _ABSENT:
+                _put(found.values, path, default)
+                continue
+            found.origins[".".join(path)] = origin
+            _put(found.values, path, value)
+    unknown = list(unknown_keys(model, found.values))
+    found.unknown = bool(unknown)
+    found.hint = first_hint(model, next(_leaves_below(found.values, unknown[0]))) if unknown else None
+    for path in unknown:
+        found.problems += [unknown_message(model, leaf, found.origins) for leaf in _leaves_below(found.values, path)]
+        _remove(found.values, path)
+    return found
 
 
 def dump(settings: BaseModel) -> str:
@@ -190,9 +227,15 @@ def _value_type(annotation: Any) -> Any:
     return arguments[1] if get_origin(annotation) in (dict, Mapping) and len(arguments) == 2 else str
 
 
+def _origin(item: Any, origins: Mapping[str, str]) -> str:
+    """Where the setting of a problem, or what it is a part of, was written."""
+    key = ".".join(str(part) for part in item["loc"])
+    return next((origin for name, origin in origins.items() if key == name or key.startswith(name + ".")), "")
+
+
 def _invalid_message(item: Any, origins: Mapping[str, str]) -> str:
     key = ".".join(str(part) for part in item["loc"])
-    where = next((origin for name, origin in origins.items() if key == name or key.startswith(name + ".")), "")
+    where = _origin(item, origins)
     place = f" ({where})" if where else ""
     text = str(item["msg"])
     text = text.removeprefix("Value error, ")
@@ -201,7 +244,8 @@ def _invalid_message(item: Any, origins: Mapping[str, str]) -> str:
     return f"{key or 'settings'}{place}: {text}{given}"
 
 
-def _all_problems(problems: Sequence[str]) -> str:
+def all_problems(problems: Sequence[str]) -> str:
+    """One message of several: a line each where there is more than one."""
     if len(problems) == 1:
         return problems[0]
     return f"{len(problems)} settings are wrong\n" + "\n".join(f"  {problem}" for problem in problems)

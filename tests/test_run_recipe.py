@@ -143,6 +143,22 @@ def test_a_value_that_an_option_does_not_take_is_refused_before_anything_is_done
     assert not (tmp_path / "out").exists()
 
 
+def test_every_mistake_of_a_recipe_is_named_at_once_before_anything_is_done(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafters = {
+        "a": {"drafter": "eagle3", "settings": {"optim": {"lrr": 1}, "loss": {"steps": "many"}}},
+        "b": {"config": "eagle3.1", "settings": {**SMALL, "train": {"max_steps": 2}}},
+    }
+    recipe = write_recipe(world, tmp_path, drafters=drafters, collect={"layer": "1,2"}, eval={"draft-len": "x"})
+    assert run("run", recipe) == USAGE
+    message = " ".join(error_of(capsys.readouterr().err)[0].split())
+    for part in ("collect takes no 'layer' here; did you mean layers?", "optim.lrr", "loss.steps", "draft-len"):
+        assert part in message
+    assert "b/train" not in message
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_a_changed_recipe_would_make_otherwise_is_refused_with_both_commands(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -179,6 +179,22 @@ def load_config(
     return settings.load(config_class(name), file, words, defaults)
 
 
+def check_settings(drafter: str | None, file: str | Path | None, words: Sequence[str]) -> None:
+    """Refuse settings that no store could make right.
+
+    Raises:
+        ConfigError: every unknown setting and every value of a wrong type, or ``drafter-contradiction``.
+    """
+    if (
+        drafter is None
+        and settings.said("train.init_from", file, words)
+        and not settings.said("drafter.name", file, words)
+    ):
+        # Which drafter it is, only what it starts from can tell.
+        return
+    settings.check(config_class(_drafter_name(drafter, file, words, None)), file, words)
+
+
 def _drafter_name(flag: str | None, file: str | Path | None, words: Sequence[str], start: DrafterConfig | None) -> str:
     """What the flag, the file, the words and the drafter to start from agree on; ``eagle3`` when nobody says."""
     named = [("--drafter", flag)] if flag is not None else []

@@ -15,6 +15,14 @@ from hiddenstore.errors import CaptureError, InterruptError
 INTERRUPTED_EXIT = 75
 
 
+class Foreseeing(click.Command):
+    """A command whose words can be judged before what it reads is there."""
+
+    def foresee(self, **params: Any) -> None:
+        """Take the parameters of the command; raise what it would raise because of them alone."""
+        raise NotImplementedError
+
+
 def find(name: str) -> click.Command:
     """The installed command ``name``."""
     context = click.get_current_context()
@@ -41,9 +49,12 @@ def check(name: str, words: Sequence[str]) -> None:
 
     Raises:
         click.UsageError: it takes no such option or value.
+        HiddenstoreError: it refuses what its words say, whatever it would read.
     """
     with swapped_output("silent"):
-        _context(name, words)
+        context = _context(name, words)
+    if isinstance(context.command, Foreseeing):
+        context.command.foresee(**context.params)
 
 
 def _context(name: str, words: Sequence[str]) -> click.Context:

@@ -12,11 +12,15 @@ from typing import Any
 import click
 
 from hiddenstore.cli.inner import check, find
-from hiddenstore.errors import ConfigError
+from hiddenstore.config import all_problems
+from hiddenstore.errors import ConfigError, HiddenstoreError
 from hiddenstore.pipeline.recipe import DrafterSection, Recipe
 
 GIVEN = ("--out", "--target", "--drafter", "--config", "--resume", "--json", "--quiet", "--verbose")
 """Options that a recipe has its own place for, or that belong to the whole run."""
+
+SECTIONS = ("regenerate", "prepare", "collect", "verify", "eval", "decode", "export")
+"""Sections of a recipe that hold the options of the command of their name."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +40,36 @@ def stages_of(recipe: Recipe) -> list[Stage]:
     """Every stage in order.
 
     Raises:
-        ConfigError: ``recipe-option``: a section holds an option that its command does not have.
-        click.UsageError: a value is none of that option's.
+        ConfigError: ``recipe-option``: a section holds an option that its command does not have, or a value that is
+            none of that option's; the message lists every one.
     """
     drafters = (stage for name, one in recipe.drafters.items() for stage in _drafter(recipe, name, one))
-    stages = [*_capture(recipe), *drafters]
+    stages, problems = [*_capture(recipe), *drafters], _unknown_options(recipe)
     for stage in stages:
-        check(stage.command, stage.words)
+        try:
+            check(stage.command, stage.words)
+        except click.UsageError as error:
+            problems.setdefault(f"{stage.command}: {error.format_message()}", stage.command)
+        except HiddenstoreError as error:
+            problems.setdefault(f"{stage.name}: {error}", stage.command)
+    if problems:
+        first = next(iter(problems.values()))
+        raise ConfigError(all_problems(list(problems)), kind="recipe-option", hint=f"hiddenstore {first} --help")
     return stages
+
+
+def _unknown_options(recipe: Recipe) -> dict[str, str]:
+    """Every key of a section that is no option of its command, as a message, with the command."""
+    problems: dict[str, str] = {}
+    for command in SECTIONS:
+        known = _known(command)
+        for key in getattr(recipe, command) or {}:
+            name = _name(key)
+            if name not in known:
+                close = get_close_matches(name, known, n=1)
+                there = f"did you mean {close[0]}?" if close else f"it takes {', '.join(sorted(known))}"
+                problems[f"{command}: hiddenstore {command} takes no {name!r} here; {there}"] = command
+    return problems
 
 
 def _capture(recipe: Recipe) -> Iterator[Stage]:
@@ -77,27 +103,28 @@ def _drafter(recipe: Recipe, name: str, section: DrafterSection) -> Iterator[Sta
 
 
 def _options(command: str, section: Mapping[str, Any]) -> tuple[str, ...]:
-    """A section as the words of its command."""
-    known = {
+    """A section as the words of its command; what the command does not have is left to ``_unknown_options``."""
+    known, words = _known(command), []
+    for key, value in section.items():
+        name = _name(key)
+        if name in known:
+            words += _words(f"--{name}", known[name], value)
+    return tuple(words)
+
+
+def _known(command: str) -> dict[str, click.Option]:
+    """Options of a command by their long names, but those that a recipe says elsewhere."""
+    return {
         option.removeprefix("--"): parameter
         for parameter in find(command).params
         if isinstance(parameter, click.Option)
         for option in parameter.opts
         if option.startswith("--") and option not in GIVEN
     }
-    words: list[str] = []
-    for key, value in section.items():
-        name = str(key).replace("_", "-")
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"{command}: hiddenstore {command} takes no {name!r} here"
-                + (f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(sorted(known))}"),
-                kind="recipe-option",
-                hint=f"hiddenstore {command} --help",
-            )
-        words += _words(f"--{name}", known[name], value)
-    return tuple(words)
+
+
+def _name(key: Any) -> str:
+    return str(key).replace("_", "-")
 
 
 def _words(option: str, parameter: click.Option, value: Any) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hiddenstore import config
 from hiddenstore.config_keys import known_keys
@@ -30,6 +30,25 @@ class Settings(BaseModel):
     steps: int = Field(10, gt=0)
     train: Optimizer = Optimizer()
     engine: dict[str, Any] = {}
+
+
+class Strict(Settings):
+    width: int
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Strict":
+        if self.steps > self.width:
+            raise ValueError("too many steps")
+        return self
+
+
+def test_a_check_names_what_no_default_could_make_right_and_nothing_else() -> None:
+    config.check(Strict, None, ["steps=20", "train.clip=1", "layers=auto"])
+    with pytest.raises(ConfigError) as caught:
+        config.check(Strict, None, ["steps=no", "train.lrr=1", "drafter=medusa"])
+    assert caught.value.kind == "config-unknown-key"
+    assert all(part in str(caught.value) for part in ("steps", "train.lrr", "drafter", "3 settings are wrong"))
+    assert "width" not in str(caught.value)
 
 
 def test_command_line_words_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hiddenstore.cli.inner import Foreseeing
 from hiddenstore.cli.output import common_options, examples, output
 from trainer.drafters import DRAFTERS
 from trainer.recipes import recipe_names
@@ -16,14 +17,24 @@ if TYPE_CHECKING:
 _SAID_BY_THE_FIRST = {"another-rank", "interrupted", "loss-not-finite", "loss-stays-high"}
 
 
+class _Train(Foreseeing):
+    def foresee(self, **params: Any) -> None:
+        from trainer.config import check_settings
+        from trainer.recipes import settings_file
+
+        file = None if params["file"] is None else settings_file(params["file"])
+        check_settings(params["drafter"], file, params["words"])
+
+
 @click.command(
+    cls=_Train,
     epilog=examples(
         "hiddenstore train STORE -o runs/first",
         "hiddenstore train STORE -o runs/first loss.steps=3 optim.lr=5e-3 train.max_steps=600",
         "hiddenstore train STORE -o runs/second -c eagle3.1 train.init_from=runs/first",
         "hiddenstore train STORE -o runs/first --resume",
         "torchrun --nproc-per-node 8 --no-python hiddenstore train STORE -o runs/first",
-    )
+    ),
 )
 @click.argument("store")
 @click.argument("words", nargs=-1, metavar="[KEY.PATH=VALUE]...")
