@@ -21,7 +21,7 @@ from tests.bad_input import (
     text,
     train,
 )
-from tests.tiny_world import TRAIN, World, chat, run
+from tests.tiny_world import TRAIN, World, run
 
 CASES = [
     # look and care
@@ -175,10 +175,10 @@ CASES = [
     ),
     Case(
         "prompts no JSON",
-        lambda w, f: ("decode", w / "run", "--target", w / "target", "--prompts", rows(chat(1), "{")(f)),
+        lambda w, f: ("decode", w / "run", "--target", w / "target", "--prompts", rows("{")(f)),
         USAGE,
-        "prompts-invalid",
-        ("rows.jsonl:2",),
+        "prompts-empty",
+        ("rows.jsonl:1",),
     ),
     Case(
         "prompts of an empty split",

@@ -51,7 +51,9 @@ def stages_of(recipe: Recipe) -> list[Stage]:
         except click.UsageError as error:
             problems.setdefault(f"{stage.command}: {error.format_message()}", stage.command)
         except HiddenstoreError as error:
-            problems.setdefault(f"{stage.name}: {error}", stage.command)
+            # Of several problems the first line is their number; and the words come from the recipe.
+            said = str(error).replace(" (command line)", "").splitlines()
+            problems |= {f"{stage.name}: {line.strip()}": stage.command for line in said[1:] or said}
     if problems:
         first = next(iter(problems.values()))
         raise ConfigError(all_problems(list(problems)), kind="recipe-option", hint=f"hiddenstore {first} --help")

@@ -181,13 +181,13 @@ def test_decode_refuses_another_target_and_eval_another_store(made, tmp_path):
     assert "weights_sha256" in error["message"]
 
 
-def test_decode_names_the_bad_line_of_a_prompt_file(made, tmp_path):
+def test_decode_counts_and_names_the_bad_lines_of_a_prompt_file(made, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "a"}\n{"nothing": 1}\n')
-    words = ["decode", str(made / "run"), "--target", str(made / "target"), "--prompts", str(prompts), "--json"]
-    error = json.loads(run(words, 2).stderr.strip().splitlines()[-1])
-    assert error["kind"] == "prompts-invalid"
-    assert "prompts.jsonl:2" in error["message"]
+    prompts.write_text('{"nothing": 1}\n{"prompt": "ab"}\n{"prompt": "cd"}\n')
+    words = ["decode", str(made / "run"), "--target", str(made / "target"), "--prompts", str(prompts), "-n", "1"]
+    shown = run([*words, "--json"])
+    assert json.loads(shown.stdout)["prompts_unusable"] == 1
+    assert "prompts.jsonl:1: expected one of" in " ".join(shown.stderr.split())
 
 
 def test_a_run_whose_training_store_is_gone_still_decodes_and_says_that_it_has_no_floor(made):

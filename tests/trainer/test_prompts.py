@@ -68,10 +68,19 @@ def test_questions_as_published_are_asked(tmp_path, row):
     "line",
     ["{", "3", '{"messages": []}', '{"messages": ["x"]}', '{"messages": [{"role": "assistant", "content": "x"}]}'],
 )
-def test_a_line_that_is_no_conversation_is_named(tmp_path, line):
+def test_a_line_that_is_no_conversation_is_left_out_and_named(tmp_path, line):
     file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt": "fine"}\n' + line + "\n")
-    with pytest.raises(ConfigError, match=r"p\.jsonl:2"):
+    file.write_text('{"prompt": "fine"}\n' + line + '\n{"prompt": "too"}\n')
+    found = read_prompts(str(file), make_tokenizer(), IDENTITY, "validation")
+    assert [prompt.messages[0]["content"] for prompt in found] == ["fine", "too"]
+    (unusable,) = found.unusable
+    assert "p.jsonl:2: " in unusable
+
+
+def test_a_file_without_a_prompt_says_why_of_its_first_row(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(b'{"text": "a"}\n{\n"\xff\xfe"\n')
+    with pytest.raises(ConfigError, match=r"of 3 rows the first: .*p\.jsonl:1: expected one of"):
         ids(file)
 
 

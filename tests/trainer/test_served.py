@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from fake_server import RECORDED, fake_server
 
 from hiddenstore.cli import main
+from trainer.drafting.questions import read_questions
 from trainer.served.counts import DraftCounts, sglang_counts, vllm_counts
-from trainer.served.questions import read_questions
 
 ACCEPTS = (3, 0, 1, 2)
 MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Rewrite it."]}
@@ -143,7 +143,7 @@ def test_a_benchmark_s_own_files_are_read_and_second_turns_follow_the_first_answ
     for name, row in (("mt", MT_BENCH), ("gsm8k", GSM8K), ("humaneval", HUMANEVAL)):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     files = [str(tmp_path / f"{name}.jsonl") for name in ("mt", "gsm8k", "humaneval")]
-    found = read_questions(files)
+    found = read_questions(files, [])
     assert [question.task for question in found] == ["writing", "gsm8k", "humaneval"]
     assert found[1].history[-1]["content"] == GSM8K["question"]
     with fake_server(accepts=ACCEPTS) as server:
@@ -153,11 +153,23 @@ def test_a_benchmark_s_own_files_are_read_and_second_turns_follow_the_first_answ
     assert [message["content"] for message in spoken[1]] == ["Write a post.", "WRITE A POST.", "Rewrite it."]
 
 
+def test_rows_that_ask_nothing_are_counted_and_named(prompts, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "fine"}\n{\n3\n\n{"messages": []}\n[{"role": "assistant", "content": "x"}]\n')
+    with fake_server(accepts=ACCEPTS) as server:
+        shown = run(words("vllm", server, str(file), "--json"))
+    assert json.loads(shown.stdout)["prompts_unusable"] == 4
+    said = " ".join(shown.stderr.split())
+    assert "4 rows hold no prompt, left out" in said
+    assert all(f"rows.jsonl:{number}: " in said for number in (2, 3, 5))
+    assert "and 1 more" in said
+
+
 def test_an_answer_recorded_with_the_question_is_not_shown_to_the_server(tmp_path):
     file = tmp_path / "chats.jsonl"
     turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     file.write_text(json.dumps({"conversations": turns}) + "\n")
-    (question,) = read_questions([str(file)])
+    (question,) = read_questions([str(file)], [])
     assert question.history == ({"role": "system", "content": "s"}, {"role": "user", "content": "q"})
 
 

@@ -9,7 +9,7 @@ import click
 from hiddenstore.cli.output import output
 
 if TYPE_CHECKING:
-    from trainer.served.questions import Question
+    from trainer.drafting.questions import Question
     from trainer.served.servers import Render, Server
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,14 +50,17 @@ def measure_servers(asked: dict[str, Any]) -> None:
         StorageError: ``server-unreachable``.
     """
     from hiddenstore.errors import ConfigError
+    from trainer.drafting.questions import left_out, read_questions
     from trainer.served.measure import require_one_model
-    from trainer.served.questions import read_questions
     from trainer.served.servers import Sampling
 
     for name, given in (("--server URL", asked["servers"]), ("--prompts FILE", asked["prompts"])):
         if not given:
             raise ConfigError(f"eval --engine {asked['engine']} needs {name}", kind="usage", hint=name)
-    questions = read_questions(asked["prompts"], asked["count"])
+    unusable: list[str] = []
+    questions = read_questions(asked["prompts"], unusable, asked["count"])
+    if unusable:
+        output().warn(left_out(unusable))
     render = _renderer(asked["target"]) if asked["target"] else None
     servers = [_open(asked, url, render) for url in asked["servers"]]
     plain = _open(asked, asked["baseline_server"], render) if asked["baseline_server"] else None
@@ -73,6 +76,7 @@ def measure_servers(asked: dict[str, Any]) -> None:
         "server": asked["servers"][0],
         "baseline_server": asked["baseline_server"],
         "prompts_from": list(asked["prompts"]),
+        "prompts_unusable": len(unusable),
         "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_new_tokens,
         "concurrency": asked["concurrency"],

@@ -1,7 +1,6 @@
 """Prompts to decode, as token ids: chat messages from JSONL, or the held-out text of prepared DATA or of a store."""
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -11,9 +10,7 @@ from hiddenstore.errors import ConfigError, FormatError, NotFoundError
 from hiddenstore.layout import DATA_JSON, STORE_JSON
 from hiddenstore.records import Sample
 from schemas.capture import TargetIdentity
-
-_FIELDS = ("messages", "conversations", "turns", "prompt", "question", "problem")
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+from trainer.drafting.questions import no_prompt, questions_of
 
 
 @dataclass(frozen=True)
@@ -24,16 +21,27 @@ class Prompt:
     messages: list[dict[str, str]] | None = None
 
 
-def read_prompts(source: str, tokenizer: Any, identity: TargetIdentity, split: str) -> Iterator[Prompt]:
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts, read as they are asked for. unusable: rows read so far that hold none, each as ``file:line: why``."""
+
+    found: Iterator[Prompt]
+    unusable: list[str]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return self.found
+
+
+def read_prompts(source: str, tokenizer: Any, identity: TargetIdentity, split: str) -> Prompts:
     """Prompts in file order, each ending where the target's answer begins.
 
-    ``source`` is a JSONL file (``messages`` or ``conversations``, ``turns`` as MT-Bench has them, of which the first
-    counts, ``prompt``, ``question`` or ``problem`` per line; a last assistant message is cut off), a DATA folder or a
-    store; of the last two only samples of ``split``, up to their first supervised token.
+    ``source`` is a JSONL file of questions (`trainer.drafting.questions`; of several turns the first, as the others
+    follow on answers that nobody has given yet), a DATA folder or a store; of the last two only samples of ``split``,
+    up to their first supervised token.
 
     Raises:
         NotFoundError: no such file.
-        ConfigError: a line that is no conversation, naming it; ``prompts-empty``.
+        ConfigError: ``prompts-empty``: there is none, with the first line that holds none and why.
         FormatError: DATA or store of another tokenizer.
     """
     path = Path(source)
@@ -43,69 +51,43 @@ def read_prompts(source: str, tokenizer: Any, identity: TargetIdentity, split: s
         store = Store.open(path)
         _require_tokenizer(source, store.capture.target.tokenizer_sha256, identity)
         chosen = (entry.id for _, entry in store.entries if entry.split == split)
-        return _at_least_one(_cut_before_answers(store.sample(sample_id) for sample_id in chosen), source, split)
+        found = _cut_before_answers(store.sample(sample_id) for sample_id in chosen)
+        return Prompts(_at_least_one(found, source, split=split), [])
     if (path / DATA_JSON).is_file():
         from hiddenstore.inputs import PreparedInput
 
         prepared = PreparedInput.open(path)
         _require_tokenizer(source, prepared.info.tokenizer_sha256, identity)
         held_out = (sample for sample in prepared.samples() if sample.split == split)
-        return _at_least_one(_cut_before_answers(held_out), source, split)
-    if not path.is_file():
+        return Prompts(_at_least_one(_cut_before_answers(held_out), source, split=split), [])
+    if not path.exists():
         raise NotFoundError(f"no prompts at {source}: expected a JSONL file, DATA or a store", kind="prompts-missing")
-    return _at_least_one(_from_jsonl(path, tokenizer), source)
+    unusable: list[str] = []
+    return Prompts(_at_least_one(_from_jsonl(path, tokenizer, unusable), source, unusable), unusable)
 
 
-def _at_least_one(prompts: Iterator[Prompt], source: str, split: str | None = None) -> Iterator[Prompt]:
+def _at_least_one(
+    prompts: Iterator[Prompt], source: str, unusable: Sequence[str] = (), *, split: str | None = None
+) -> Iterator[Prompt]:
     first = next(prompts, None)
     if first is None:
-        what = f"no {split} sample with an answer" if split else "no prompt"
+        if split is None:
+            raise no_prompt(source, unusable)
         raise ConfigError(
-            f"{source} holds {what}",
+            f"{source} holds no {split} sample with an answer",
             kind="prompts-empty",
-            hint="--prompts FILE.jsonl with messages, or DATA prepared with a larger --val" if split else None,
+            hint="--prompts FILE.jsonl with messages, or DATA prepared with a larger --val",
         )
     return chain([first], prompts)
 
 
-def _from_jsonl(path: Path, tokenizer: Any) -> Iterator[Prompt]:
+def _from_jsonl(path: Path, tokenizer: Any, unusable: list[str]) -> Iterator[Prompt]:
     if tokenizer.chat_template is None:
         raise ConfigError("the target's tokenizer has no chat template", kind="template-missing")
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                messages = _messages(line, f"{path}:{number}")
-                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-                yield Prompt([int(token) for token in ids], messages)
-
-
-def _messages(line: str, where: str) -> list[dict[str, str]]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: {error.msg} at column {error.colno}", kind="prompts-invalid") from error
-    turns = row
-    if isinstance(row, dict):
-        name = next((name for name in _FIELDS if row.get(name)), "")
-        turns = row.get(name)
-        if name in ("turns", "prompt") and isinstance(turns, list) and isinstance(turns[0], str):
-            # A user's later turns follow on answers that nobody has given yet.
-            turns = turns[0]
-    if isinstance(turns, str):
-        turns = [{"role": "user", "content": turns}]
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise ConfigError(f"{where}: expected one of {', '.join(_FIELDS)}", kind="prompts-invalid")
-    messages = [{"role": _role(turn), "content": str(turn.get("content", turn.get("value", "")))} for turn in turns]
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages:
-        raise ConfigError(f"{where}: nothing is left to answer", kind="prompts-invalid")
-    return messages
-
-
-def _role(turn: dict[str, Any]) -> str:
-    role = str(turn.get("role", turn.get("from", "user")))
-    return _ROLES.get(role, role)
+    for question in questions_of(path, unusable):
+        messages = list(question.history)
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        yield Prompt([int(token) for token in ids], messages)
 
 
 def _cut_before_answers(samples: Iterable[Sample]) -> Iterator[Prompt]:

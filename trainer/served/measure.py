@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from hiddenstore.errors import CaptureError, ConfigError
+from trainer.drafting.questions import Message, Question
 from trainer.served.counts import DraftCounts
-from trainer.served.questions import Message, Question
 from trainer.served.servers import Answer, Sampling, Server
 
 WARM_UP_TOKENS = 8

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hiddenstore.errors import CaptureError, ConfigError
+from trainer.drafting.questions import Message
 from trainer.served.client import Client
 from trainer.served.counts import DraftCounts, sglang_counts, vllm_counts
-from trainer.served.questions import Message
 
 Render = Callable[[Sequence[Message]], list[int]]
 """Messages to the token ids of a prompt, by the target's own chat template."""
