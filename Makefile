@@ -89,6 +89,7 @@ bench: install
 	$(BIN)/python benchmarks/storage_codecs.py
 	$(BIN)/python benchmarks/collect_overhead.py
 	$(BIN)/python benchmarks/trainer_memory.py
+	$(BIN)/python benchmarks/products.py
 
 # Size, read and write beside the formats others use, in an environment of their own; about twenty minutes.
 bench-storage: $(VENV)/.installed $(VENV)-bench/.installed

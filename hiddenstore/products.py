@@ -1,7 +1,8 @@
 """Products of rows with a weight matrix, by the fastest kernel torch holds for them.
 
-On CPUs with AVX-512 oneDNN multiplies fp32 matrices faster than the MKL behind ``torch.mm``: on an AMD EPYC by 8 to
-20 % on one thread and 20 to 50 % on two (``benchmarks/products.py``). Both accumulate in fp32.
+On CPUs with AVX-512 oneDNN multiplies fp32 matrices faster than the MKL behind ``torch.mm``: on an AMD EPYC by 5 to
+25 % on one thread, by 10 to 30 % on two, and twice as fast for eight rows (``benchmarks/products.py``). Both sum in
+fp32.
 
 Shapes: n rows, I columns of the rows, O rows of the weight.
 """
