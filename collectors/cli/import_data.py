@@ -10,7 +10,7 @@ from collectors.importers import FORMATS
 from hiddenstore.cli.output import common_options, examples, output
 
 if TYPE_CHECKING:
-    from collectors.importers.job import ImportReport
+    from collectors.importers.report import ImportReport
 
 
 @click.command(
@@ -65,7 +65,8 @@ def import_data(peer: str, norm: str | None, **asked: Any) -> None:
     What no file says is asked for. Samples that cannot be used are listed with their reason. Torch files are read by a
     limited process that runs no code of theirs.
     """
-    from collectors.importers.job import ImportOptions, import_dump
+    from collectors.importers.job import import_dump
+    from collectors.importers.opening import ImportOptions
     from hiddenstore.rank import drain_on_signal
 
     out = output()

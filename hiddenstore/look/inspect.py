@@ -114,6 +114,10 @@ def samples(store: "Store", keep: Test | None = None, limit: int | None = None) 
     return rows, passed
 
 
+SHORTEST_ID = 6
+"""Digits alone that are fewer than these are an index, never the start of an id."""
+
+
 def find_sample(store: "Store", key: str) -> str:
     """The id a person meant: an index from 0 (negative from the end), a whole id, or the start of one.
 
@@ -123,8 +127,15 @@ def find_sample(store: "Store", key: str) -> str:
     """
     if key in store:
         return key
-    if key.lstrip("-").isdigit() and -len(store) <= int(key) < len(store):
-        return store.sample_ids[int(key)]
+    if key.lstrip("-").isdigit():
+        if -len(store) <= int(key) < len(store):
+            return store.sample_ids[int(key)]
+        if len(store) and len(key) < SHORTEST_ID:
+            raise NotFoundError(
+                f"{store.path} holds {len(store):,} samples, 0 to {len(store) - 1:,}: there is none at {key}",
+                kind="sample-missing",
+                hint=f"hiddenstore ls {store.path}",
+            )
     found = [sample_id for sample_id in store.sample_ids if sample_id.startswith(key.lower())] if key else []
     if len(found) == 1:
         return found[0]

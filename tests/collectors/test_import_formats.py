@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectors.importers import AMBIGUOUS, FORMATS
-from collectors.importers.job import ImportOptions, ImportReport, import_dump
+from collectors.importers.job import import_dump
 from collectors.importers.matching import rows_of, supervised_spans, text_end
+from collectors.importers.opening import ImportOptions
 from collectors.importers.peer import PeerSample, Unusable
+from collectors.importers.report import ImportReport
 from collectors.importers.torch_files import TorchFiles
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError
 from hiddenstore.records import Sample, sample_id

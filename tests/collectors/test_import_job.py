@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from collectors.importers import job
-from collectors.importers.job import ImportOptions, ImportReport, import_dump
+from collectors.importers import input_job
+from collectors.importers.job import import_dump
+from collectors.importers.opening import ImportOptions
 from collectors.importers.peer import Unusable
+from collectors.importers.report import ImportReport
 from collectors.importers.torch_files import TorchFiles
 from hiddenstore.cli import main
 from hiddenstore.errors import CaptureError, ConfigError, CorruptionError, FormatError, InterruptError
@@ -193,13 +195,13 @@ def test_an_interrupted_import_goes_on_with_the_same_command_and_gives_the_same_
     bring: Importer, dump: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bring(store=tmp_path / "whole")
-    drain, write = Drain(), job.write_unit
+    drain, write = Drain(), input_job.write_unit
 
     def once(*args: Any) -> Any:
         drain.request()
         return write(*args)
 
-    monkeypatch.setattr(job, "write_unit", once)
+    monkeypatch.setattr(input_job, "write_unit", once)
     with pytest.raises(InterruptError):
         bring(drain=drain)
     monkeypatch.undo()
@@ -219,7 +221,7 @@ def test_sources_stay_unless_asked_and_go_only_once_they_are_in_the_store(
     (dump / "data_2.ckpt").write_bytes(b"cut")
     bring(store=tmp_path / "other")
     assert len(list(dump.iterdir())) == 10
-    read_back, calls = job.read_back, []
+    read_back, calls = input_job.read_back, []
 
     def fail_second(*args: Any) -> None:
         calls.append(args)
@@ -227,7 +229,7 @@ def test_sources_stay_unless_asked_and_go_only_once_they_are_in_the_store(
             raise CorruptionError("it does not come back", kind="read-back")
         read_back(*args)
 
-    monkeypatch.setattr(job, "read_back", fail_second)
+    monkeypatch.setattr(input_job, "read_back", fail_second)
     with pytest.raises(CorruptionError):
         bring(delete_source=True)
     monkeypatch.undo()

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from collectors.importers.job import ImportOptions, ImportReport, import_dump
+from collectors.importers.job import import_dump
+from collectors.importers.opening import ImportOptions
+from collectors.importers.report import ImportReport
 from collectors.importers.torch_files import TorchFiles
 from hiddenstore.errors import FormatError
 from hiddenstore.head import HeadBundle

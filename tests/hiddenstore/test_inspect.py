@@ -127,6 +127,15 @@ def test_samples_are_found_by_index_id_and_start_of_id(store: Store) -> None:
         inspect.find_sample(store, "")
 
 
+def test_an_index_past_the_end_is_never_taken_for_an_id(tmp_path: Path) -> None:
+    many = make_store(tmp_path, samples=40)
+    starts = {sample_id[:2] for sample_id in many.sample_ids if sample_id[:2].isdigit() and int(sample_id[:2]) >= 40}
+    assert starts, "no id starts with the digits this is about"
+    for key in (*starts, "99999", "-41"):
+        with pytest.raises(NotFoundError, match=f"0 to 39: there is none at {key}"):
+            inspect.find_sample(many, key)
+
+
 def test_an_ambiguous_start_of_an_id_lists_the_candidates(tmp_path: Path) -> None:
     many = make_store(tmp_path, samples=40)
     first = next(c for c in "abcdef" if sum(s.startswith(c) for s in many.sample_ids) > 1)

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from collectors.demo.corpus import conversations
-from collectors.importers.job import ImportOptions, ImportReport, import_dump
+from collectors.importers.job import import_dump
+from collectors.importers.opening import ImportOptions
+from collectors.importers.report import ImportReport
 from collectors.importers.torch_files import TorchFiles
 from collectors.job import collect
 from collectors.job_open import CollectOptions
