@@ -19,7 +19,7 @@ from collectors.prepare_batches import Recipe, SampleBatch, batches_of, ordered_
 from collectors.prepare_parts import PartWriter, RejectsWriter, new_folder, refuse_existing, write_document
 from collectors.prepare_tally import Tally
 from collectors.presets.opening import find_preset
-from collectors.rows import Row, Source
+from collectors.rows import NO_ANSWER, Row, Source
 from collectors.target import TargetFolder, open_target
 from collectors.template import NOT_STABLE, ChatTemplate, read_template
 from collectors.template_check import check_template, refuse_if_unstable
@@ -199,10 +199,15 @@ def _check_ids(batch: SampleBatch, folder: TargetFolder) -> None:
 
 
 def _nothing_usable(tally: Tally) -> ConfigError:
-    reasons = [f"{count.reason}: {plural(count.rows, 'row')}, first {count.examples[0]}" for count in tally.counts()]
+    counts = tally.counts()
+    unanswered = counts[0].reason == NO_ANSWER
+    reasons = [f"{count.reason}: {plural(count.rows, 'row')}, first {count.examples[0]}" for count in counts]
     return ConfigError(
         "\n".join([f"none of {plural(tally.rows, 'row')} can be used; nothing was written", *reasons]),
         kind="nothing-usable",
+        hint="hiddenstore regenerate INPUT -o answers.jsonl --target TARGET, then prepare those"
+        if unanswered
+        else None,
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from collectors.conversations import Conversation, parse_row
-from collectors.rows import Problem, Row
+from collectors.rows import NO_ANSWER, Problem, Row
 from collectors.template import ChatTemplate, Tokenised
 from hiddenstore.errors import InterruptError, StorageError
 from hiddenstore.records import sample_id
@@ -228,7 +228,7 @@ def _tokenised(recipe: Recipe, rows: Sequence[Row]) -> list[Tokenised | Problem]
     for row in rows:
         conversation = parse_row(row)
         if isinstance(conversation, Conversation) and recipe.template.loss_on != "all" and not conversation.has_answer:
-            conversation = Problem(row.place, "no-assistant", "no message of the assistant to learn from")
+            conversation = Problem(row.place, NO_ANSWER, "no message of the assistant to learn from")
         parsed.append(conversation)
     tokenised = iter(recipe.template.tokenise([item for item in parsed if isinstance(item, Conversation)]))
     return [item if isinstance(item, Problem) else next(tokenised) for item in parsed]

@@ -6,6 +6,8 @@ from typing import Any
 
 from hiddenstore.errors import ConfigError
 
+NO_ANSWER = "no-assistant"
+"""Why a row cannot be learned from that holds a question alone."""
 TABLE_BATCH_ROWS = 64
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
 TOOLS_COLUMN = "tools"

@@ -184,11 +184,14 @@ def _show(answer: dict[str, Any]) -> None:
     if len(answer["sources"]) > 1 or answer["mix_seed"] is not None:
         _show_sources(answer["sources"], "samples", "tokens")
     if answer["rejects"]:
+        from collectors.rows import NO_ANSWER
         from hiddenstore.cli.table import Column
 
         found = [(reject["reason"], f"{reject['rows']:,}", reject["examples"][0]) for reject in answer["rejects"]]
         output().table(["rejected because", ">rows", Column("first", wide=True)], found)
         output().note(f"all rejected rows: {answer['path'].rstrip('/')}/rejects.jsonl")
+        if any(reject["reason"] == NO_ANSWER for reject in answer["rejects"]):
+            output().note("rows without an answer: hiddenstore regenerate has the target write them")
 
 
 def _show_sources(sources: list[dict[str, Any]], *counts: str) -> None:

@@ -221,6 +221,13 @@ def fails(out: Path, *args: Any, **more: Any) -> HiddenstoreError:
     return caught.value
 
 
+def test_questions_without_answers_are_sent_to_regenerate(tmp_path: Path, target: str) -> None:
+    source = write_rows(tmp_path / "a.jsonl", [{"messages": chat("q")}, {"messages": chat("r")}])
+    error = fails(tmp_path / "data", [source], target)
+    assert error.kind == "nothing-usable"
+    assert (error.hint or "").startswith("hiddenstore regenerate INPUT -o ")
+
+
 def test_nothing_usable_is_an_error_with_the_reasons_and_leaves_nothing(tmp_path: Path, target: str) -> None:
     source = write_rows(tmp_path / "a.jsonl", [b"{oops", {"messages": chat("q")}, b"]"])
     error = fails(tmp_path / "data", [source], target)
