@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hiddenstore.products import Packed, linear
+from hiddenstore.products import HAS_ONEDNN, Packed, linear
 from trainer.scale.memory import keep_freed_memory
 
 RESULTS = Path(__file__).parent / "results"
@@ -68,7 +68,12 @@ def main() -> None:
             shown = "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
             print(f"{count} threads  {rows:>5} x {width:>5} x {out:>5}  {shown}")
     today = datetime.now(UTC).date().isoformat()
-    machine = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "cores": threads}
+    machine = {
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "onednn": HAS_ONEDNN,
+        "cores": threads,
+    }
     body = {"date": today, "machine": machine, "products": found}
     (RESULTS / f"products-{today}.json").write_text(json.dumps(body, indent=1) + "\n")
 

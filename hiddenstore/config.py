@@ -4,7 +4,7 @@ Every problem is reported at once. The annotation decides the type of a value, n
 string and ``no`` as False; a ``float`` field gets 0.0001 and a ``str`` field gets "no" where it was written so.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
@@ -52,7 +52,8 @@ def load(
 
 
 def check(model: type[M], file: str | Path | None = None, dotlist: Sequence[str] = ()) -> None:
-    """Refuse unknown settings and values that are none of their setting's, whatever the defaults; the rest may lack.
+    """Refuse unknown settings, values that are none of their setting's and those that contradict each other, as far as
+    no default has a part in it; settings may lack.
 
     Raises:
         ConfigError: as ``load``.
@@ -63,7 +64,7 @@ def check(model: type[M], file: str | Path | None = None, dotlist: Sequence[str]
     try:
         model.model_validate(_typed(model, said.values))
     except ValidationError as error:
-        wrong = [item for item in error.errors(include_url=False) if _origin(item, {key: key for key in given})]
+        wrong = [item for item in error.errors(include_url=False) if _is_of(item, given)]
         said.problems += [_invalid_message(item, said.origins) for item in wrong]
     if said.problems:
         raise said.error()
@@ -81,7 +82,7 @@ class _Said:
 
     def error(self) -> ConfigError:
         kind = "config-unknown-key" if self.unknown else "config-invalid"
-        return ConfigError(all_problems(self.problems), kind=kind, hint=self.hint)
+        return ConfigError(all_problems(self.problems), kind=kind, hint=self.hint, problems=self.problems)
 
 
 def _said(model: type[M], file: str | Path | None, dotlist: Sequence[str], defaults: Mapping[str, Any]) -> _Said:
@@ -225,6 +226,13 @@ def _value_type(annotation: Any) -> Any:
     """The annotation of a mapping's values: ``Any`` of ``dict[str, Any]``."""
     arguments = get_args(annotation)
     return arguments[1] if get_origin(annotation) in (dict, Mapping) and len(arguments) == 2 else str
+
+
+def _is_of(item: Any, given: Collection[str]) -> bool:
+    """Whether a problem is one of these settings, of a part of one, or of a section that holds one."""
+    section = ".".join(str(part) for part in item["loc"]) + "."
+    inside = item["type"] == "value_error" and any(key.startswith(section) for key in given)
+    return inside or bool(_origin(item, {key: key for key in given}))
 
 
 def _origin(item: Any, origins: Mapping[str, str]) -> str:

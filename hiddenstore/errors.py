@@ -4,6 +4,8 @@ Each carries a stable kebab-case ``kind`` for scripts, an optional ``hint`` (the
 code of the command line.
 """
 
+from collections.abc import Sequence
+
 
 class HiddenstoreError(Exception):
     """Base of every error a user can cause or meet. ``message`` says what, where, expected and found."""
@@ -21,9 +23,16 @@ class HiddenstoreError(Exception):
 
 
 class ConfigError(HiddenstoreError, ValueError):
-    """What was asked for cannot be: wrong option, bad input file, unknown setting."""
+    """What was asked for cannot be: wrong option, bad input file, unknown setting.
+
+    ``problems``: where there are several, each in a line of its own.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, *, kind: str, hint: str | None = None, problems: Sequence[str] = ()) -> None:
+        super().__init__(message, kind=kind, hint=hint)
+        self.problems = tuple(problems) or (message,)
 
 
 class NotFoundError(HiddenstoreError, KeyError):

@@ -134,21 +134,9 @@ class HeadBundle:
         """
         weight, bias = self._output(token_ids)
         rows = h.reshape(-1, h.shape[-1])
-        out = torch.empty(rows.shape[0], weight.shape[0], dtype=torch.float32, device=h.device)
-        for start in range(0, rows.shape[0], ROW_CHUNK):
-            x = rows[start : start + ROW_CHUNK]
-            x = (self.norm(x) if norm_state == "pre_norm" else x).float()
-            # Converting a slice at a time keeps a 150,000-token bf16 head from doubling in memory.
-            for v in range(0, weight.shape[0], VOCAB_CHUNK):
-                part = weight[v : v + VOCAB_CHUNK].detach().float()
-                into = out[start : start + ROW_CHUNK, v : v + VOCAB_CHUNK]
-                if into.shape == out.shape:
-                    out = linear(x, part)
-                elif x.requires_grad or x.device.type == "cpu":
-                    into.copy_(linear(x, part))
-                else:
-                    torch.mm(x, part.T, out=into)
-        return self._finished(out, bias).reshape(*h.shape[:-1], weight.shape[0])
+        with torch.autocast(h.device.type, enabled=False):
+            out = self._products(rows, weight, norm_state)
+            return self._finished(out, bias).reshape(*h.shape[:-1], weight.shape[0])
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., D] in the target's dtype, scaled as the family scales them (cast before scaling)."""
@@ -156,14 +144,38 @@ class HeadBundle:
         scale = self.spec.embed_scale
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype, device=rows.device)
 
+    def _products(self, rows: Tensor, weight: Tensor, norm_state: NormState) -> Tensor:
+        """Normed rows [N, D] times the head: fp32 [N, V]."""
+
+        def normed(x: Tensor) -> Tensor:
+            return (self.norm(x) if norm_state == "pre_norm" else x).float()
+
+        if rows.shape[0] <= ROW_CHUNK and weight.shape[0] <= VOCAB_CHUNK:
+            return linear(normed(rows), weight.detach().float())
+        out = torch.empty(rows.shape[0], weight.shape[0], dtype=torch.float32, device=rows.device)
+        for start in range(0, rows.shape[0], ROW_CHUNK):
+            x = normed(rows[start : start + ROW_CHUNK])
+            # Converting a slice at a time keeps a 150,000-token bf16 head from doubling in memory.
+            for v in range(0, weight.shape[0], VOCAB_CHUNK):
+                part = weight[v : v + VOCAB_CHUNK].detach().float()
+                into = out[start : start + ROW_CHUNK, v : v + VOCAB_CHUNK]
+                if x.requires_grad or x.device.type == "cpu":
+                    into.copy_(linear(x, part))
+                else:
+                    torch.mm(x, part.T, out=into)
+        return out
+
     def _finished(self, logits: Tensor, bias: Tensor | None) -> Tensor:
-        """Bias, scale and softcap, in place."""
+        """Bias, scale and softcap, in place where it can be."""
         if bias is not None:
             logits.add_(bias.detach().float())
         if self.spec.logit_scale != 1.0:
             logits.mul_(self.spec.logit_scale)
         cap = self.spec.final_logit_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        if cap is None:
+            return logits
+        # tanh keeps its result for the backward, so that nothing may be written over it.
+        return torch.tanh(logits / cap) * cap if logits.requires_grad else logits.div_(cap).tanh_().mul_(cap)
 
     def _output(self, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if token_ids is None:

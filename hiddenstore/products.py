@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-_HAS_ONEDNN = (
+HAS_ONEDNN = (
     torch.backends.mkldnn.is_available()
     and torch.backends.cpu.get_cpu_capability() == "AVX512"
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -26,11 +26,11 @@ FEWEST_WITH_GRADIENT = 100_000_000
 PACK_BYTES = 64 << 20
 PACK_ROWS = 512
 """Rows the layout of a packed weight is chosen for."""
-_KEPT: MutableMapping[Tensor, tuple[int, "Packed"]] = WeakIdKeyDictionary()
+_KEPT: MutableMapping[Tensor, tuple[tuple[object, ...], "Packed"]] = WeakIdKeyDictionary()
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` for x [..., I] and weight [O, I]; [..., O], with gradients for both."""
+    """``x @ weight.T`` for x [..., I] and weight [O, I]; [..., O], with gradients for both, but none of gradients."""
     if not _takes(x, weight):
         return F.linear(x, weight)
     if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
@@ -54,7 +54,8 @@ class Linear(torch.nn.Linear):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        for_x, for_weight = ctx.needs_input_grad
+        ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
         return _onednn(x, weight)
 
     @staticmethod
@@ -86,24 +87,33 @@ class Packed:
 
 
 def frozen(weight: Tensor) -> Packed:
-    """A weight without gradient, packed at its first use and again after it has changed."""
+    """A weight without gradient, packed at its first use and again after it has changed.
+
+    What is written through ``.data`` or numpy goes unnoticed; whoever does that packs anew.
+    """
+    if weight.is_inference():
+        return Packed(weight)
+    state = (weight.data_ptr(), weight.dtype, weight._version)
     kept = _KEPT.get(weight)
-    if kept is None or kept[0] != weight._version:
-        kept = _KEPT[weight] = (weight._version, Packed(weight.detach()))
+    if kept is None or kept[0] != state:
+        kept = _KEPT[weight] = (state, Packed(weight.detach()))
     return kept[1]
 
 
 def _takes(x: Tensor, weight: Tensor) -> bool:
-    """Any other layout of the weight would go to a kernel that is slower by orders of magnitude."""
+    """Whether oneDNN multiplies these. Any other layout of the weight would go to a kernel slower by orders of
+    magnitude."""
     return (
-        _HAS_ONEDNN
+        HAS_ONEDNN
         and x.dtype is weight.dtype is torch.float32
         and x.device.type == "cpu"
         and x.ndim > 1
+        and x.shape[-1] == weight.shape[1] > 0
         and type(weight) in (Tensor, torch.nn.Parameter)
         and (weight.is_contiguous() or weight.T.is_contiguous())
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
+        and bool(torch.backends.mkldnn.enabled)
     )
 
 

@@ -149,14 +149,30 @@ def test_every_mistake_of_a_recipe_is_named_at_once_before_anything_is_done(
     drafters = {
         "a": {"drafter": "eagle3", "settings": {"optim": {"lrr": 1}, "loss": {"steps": "many"}}},
         "b": {"config": "eagle3.1", "settings": {**SMALL, "train": {"max_steps": 2}}},
+        "c": {"settings": {"train": {"patience": 3, "validate_every": 0}}},
     }
     recipe = write_recipe(world, tmp_path, drafters=drafters, collect={"layer": "1,2"}, eval={"draft-len": "x"})
     assert run("run", recipe) == USAGE
     message = " ".join(error_of(capsys.readouterr().err)[0].split())
-    for part in ("collect takes no 'layer' here; did you mean layers?", "optim.lrr", "loss.steps", "draft-len"):
+    for part in (
+        "collect takes no 'layer' here; did you mean layers?",
+        "optim.lrr",
+        "loss.steps",
+        "draft-len",
+        "c/train: train",
+    ):
         assert part in message
     assert "b/train" not in message
     assert not (tmp_path / "out").exists()
+
+
+def test_one_mistake_of_a_drafter_keeps_what_fixes_it(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", write_recipe(world, tmp_path, drafters={"a": {"config": "eagel3"}})) == USAGE
+    message, fix = error_of(capsys.readouterr().err)
+    assert message.startswith("a/train: -c eagel3: no file of that name")
+    assert fix == "-c eagle3"
 
 
 def test_what_a_changed_recipe_would_make_otherwise_is_refused_with_both_commands(

@@ -180,7 +180,7 @@ def load_config(
 
 
 def check_settings(drafter: str | None, file: str | Path | None, words: Sequence[str]) -> None:
-    """Refuse settings that no store could make right.
+    """Refuse settings before there is a store: what `settings.check` finds.
 
     Raises:
         ConfigError: every unknown setting and every value of a wrong type, or ``drafter-contradiction``.

@@ -15,10 +15,10 @@ from hiddenstore.errors import CaptureError, InterruptError
 INTERRUPTED_EXIT = 75
 
 
-class Foreseeing(click.Command):
+class CheckedCommand(click.Command):
     """A command whose words can be judged before what it reads is there."""
 
-    def foresee(self, **params: Any) -> None:
+    def check(self, **params: Any) -> None:
         """Take the parameters of the command; raise what it would raise because of them alone."""
         raise NotImplementedError
 
@@ -53,8 +53,8 @@ def check(name: str, words: Sequence[str]) -> None:
     """
     with swapped_output("silent"):
         context = _context(name, words)
-    if isinstance(context.command, Foreseeing):
-        context.command.foresee(**context.params)
+    if isinstance(context.command, CheckedCommand):
+        context.command.check(**context.params)
 
 
 def _context(name: str, words: Sequence[str]) -> click.Context:

@@ -3,6 +3,7 @@
 Every function returns plain values, ready for JSON: counts, bytes, and rms = sqrt(mean over channels of h²).
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -119,7 +120,8 @@ SHORTEST_ID = 6
 
 
 def find_sample(store: "Store", key: str) -> str:
-    """The id a person meant: an index from 0 (negative from the end), a whole id, or the start of one.
+    """The id a person meant: an index from 0 (negative from the end), a whole id, or the start of one; digits alone
+    are the start of an id from ``SHORTEST_ID`` on.
 
     Raises:
         NotFoundError: ``sample-missing``.
@@ -127,10 +129,10 @@ def find_sample(store: "Store", key: str) -> str:
     """
     if key in store:
         return key
-    if key.lstrip("-").isdigit():
+    if re.fullmatch(r"-?[0-9]+", key):
         if -len(store) <= int(key) < len(store):
             return store.sample_ids[int(key)]
-        if len(store) and len(key) < SHORTEST_ID:
+        if len(store) and len(key.removeprefix("-")) < SHORTEST_ID:
             raise NotFoundError(
                 f"{store.path} holds {len(store):,} samples, 0 to {len(store) - 1:,}: there is none at {key}",
                 kind="sample-missing",

@@ -13,7 +13,7 @@ import click
 
 from hiddenstore.cli.inner import check, find
 from hiddenstore.config import all_problems
-from hiddenstore.errors import ConfigError, HiddenstoreError
+from hiddenstore.errors import ConfigError, NotFoundError
 from hiddenstore.pipeline.recipe import DrafterSection, Recipe
 
 GIVEN = ("--out", "--target", "--drafter", "--config", "--resume", "--json", "--quiet", "--verbose")
@@ -49,20 +49,22 @@ def stages_of(recipe: Recipe) -> list[Stage]:
         try:
             check(stage.command, stage.words)
         except click.UsageError as error:
-            problems.setdefault(f"{stage.command}: {error.format_message()}", stage.command)
-        except HiddenstoreError as error:
-            # Of several problems the first line is their number; and the words come from the recipe.
-            said = str(error).replace(" (command line)", "").splitlines()
-            problems |= {f"{stage.name}: {line.strip()}": stage.command for line in said[1:] or said}
+            problems.setdefault(f"{stage.command}: {error.format_message()}", f"hiddenstore {stage.command} --help")
+        except ConfigError as error:
+            # The words come from the recipe.
+            said = [problem.replace(" (command line)", "") for problem in error.problems]
+            problems |= {f"{stage.name}: {problem}": error.hint for problem in said}
+        except NotFoundError as error:
+            problems[f"{stage.name}: {error.message}"] = error.hint
     if problems:
-        first = next(iter(problems.values()))
-        raise ConfigError(all_problems(list(problems)), kind="recipe-option", hint=f"hiddenstore {first} --help")
+        hint = next(iter(problems.values()))
+        raise ConfigError(all_problems(list(problems)), kind="recipe-option", hint=hint)
     return stages
 
 
-def _unknown_options(recipe: Recipe) -> dict[str, str]:
-    """Every key of a section that is no option of its command, as a message, with the command."""
-    problems: dict[str, str] = {}
+def _unknown_options(recipe: Recipe) -> dict[str, str | None]:
+    """Every key of a section that is no option of its command, as a message, with what fixes it."""
+    problems: dict[str, str | None] = {}
     for command in SECTIONS:
         known = _known(command)
         for key in getattr(recipe, command) or {}:
@@ -70,7 +72,9 @@ def _unknown_options(recipe: Recipe) -> dict[str, str]:
             if name not in known:
                 close = get_close_matches(name, known, n=1)
                 there = f"did you mean {close[0]}?" if close else f"it takes {', '.join(sorted(known))}"
-                problems[f"{command}: hiddenstore {command} takes no {name!r} here; {there}"] = command
+                problems[f"{command}: hiddenstore {command} takes no {name!r} here; {there}"] = (
+                    f"hiddenstore {command} --help"
+                )
     return problems
 
 

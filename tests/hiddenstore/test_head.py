@@ -127,6 +127,25 @@ def test_logits_in_chunks_equal_one_product(monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(head.logits(h), whole)
 
 
+@pytest.mark.parametrize("chunk", [7, 16384])
+def test_logits_are_fp32_products_under_autocast_too(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiddenstore.head.VOCAB_CHUNK", chunk)
+    model, norm, spec = family("llama", torch.float32)
+    head, h = bundle(model, norm, spec), torch.randn(11, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = head.logits(h)
+    torch.testing.assert_close(found, head.logits(h))
+
+
+def test_gradients_reach_the_hidden_through_a_soft_cap() -> None:
+    model, norm, spec = family("gemma2", torch.float32)
+    head, h = bundle(model, norm, spec), torch.randn(5, 32, requires_grad=True)
+    (found,) = torch.autograd.grad(head.logits(h, norm_state="post_norm").square().sum(), h)
+    weight = model.get_input_embeddings().weight.detach()
+    (expected,) = torch.autograd.grad((torch.tanh(h @ weight.T / 3.0) * 3.0).square().sum(), h)
+    torch.testing.assert_close(found, expected)
+
+
 def test_gradients_reach_the_hidden_through_the_head() -> None:
     model, norm, spec = family("llama", torch.float32)
     h = torch.randn(4, 32, requires_grad=True)

@@ -123,6 +123,9 @@ def test_samples_are_found_by_index_id_and_start_of_id(store: Store) -> None:
     assert inspect.find_sample(store, ids[5][:10].upper()) == ids[5]
     with pytest.raises(NotFoundError, match="12 samples"):
         inspect.find_sample(store, "zz")
+    for odd in ("--1", "²"):
+        with pytest.raises(NotFoundError):
+            inspect.find_sample(store, odd)
     with pytest.raises(NotFoundError):
         inspect.find_sample(store, "")
 
@@ -131,7 +134,7 @@ def test_an_index_past_the_end_is_never_taken_for_an_id(tmp_path: Path) -> None:
     many = make_store(tmp_path, samples=40)
     starts = {sample_id[:2] for sample_id in many.sample_ids if sample_id[:2].isdigit() and int(sample_id[:2]) >= 40}
     assert starts, "no id starts with the digits this is about"
-    for key in (*starts, "99999", "-41"):
+    for key in (*starts, "99999", "-41", "-99999"):
         with pytest.raises(NotFoundError, match=f"0 to 39: there is none at {key}"):
             inspect.find_sample(many, key)
 

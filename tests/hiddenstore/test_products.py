@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from hiddenstore import products
 from hiddenstore.products import Linear, Packed, linear
 
-needs_onednn = pytest.mark.skipif(not products._HAS_ONEDNN, reason="needs a CPU with AVX-512")
+needs_onednn = pytest.mark.skipif(not products.HAS_ONEDNN, reason="needs a CPU with AVX-512")
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_autocast_decides_over_the_dtype() -> None:
 def test_fp32_rows_go_to_onednn_and_column_slices_do_not() -> None:
     x, weight = torch.randn(9, 16), torch.randn(8, 48)
     assert products._takes(x, weight[:, :16].contiguous())
-    assert products._takes(x, weight[:, :16].contiguous().T)
+    assert products._takes(x[:, :8], weight[:, :16].contiguous().T)
     assert not products._takes(x, weight[:, :16])
 
 
@@ -89,3 +89,51 @@ def test_a_frozen_weight_that_is_gone_keeps_no_memory() -> None:
     held = len(products._KEPT)
     del weight
     assert len(products._KEPT) == held - 1
+
+
+def test_a_frozen_weight_of_other_memory_or_dtype_is_packed_anew() -> None:
+    x, weight = torch.randn(33, 16), torch.randn(40, 16)
+    products.frozen(weight)
+    weight.data = torch.randn(40, 16)
+    assert torch.allclose(products.frozen(weight)(x), x @ weight.T, atol=1e-5)
+    weight.data = weight.data.double()
+    assert torch.equal(products.frozen(weight)(x.double()), F.linear(x.double(), weight))
+
+
+def test_a_weight_made_for_inference_is_taken() -> None:
+    x = torch.randn(33, 16)
+    with torch.inference_mode():
+        weight = torch.randn(40, 16)
+    assert torch.allclose(products.frozen(weight)(x), x @ weight.T, atol=1e-5)
+
+
+@pytest.mark.parametrize("trained", ["x", "weight"])
+def test_only_what_a_gradient_needs_is_kept(trained: str) -> None:
+    x = torch.randn(9, 16, requires_grad=trained == "x")
+    weight = torch.randn(8, 16, requires_grad=trained == "weight")
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = linear(x, weight)
+    assert [tensor.shape for tensor in kept] == [weight.shape if trained == "x" else x.shape]
+    found.sum().backward()
+    expected = weight.sum(0).expand(9, -1) if trained == "x" else x.sum(0).expand(8, -1)
+    grad = x.grad if trained == "x" else weight.grad
+    assert grad is not None
+    assert torch.allclose(grad, expected, atol=1e-5)
+
+
+def test_a_width_that_does_not_fit_is_refused_in_torch_s_words() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        linear(torch.randn(4, 15), torch.randn(12, 16))
+    assert linear(torch.randn(4, 0), torch.randn(12, 0)).abs().sum() == 0
+
+
+@needs_onednn
+def test_onednn_switched_off_is_left_alone() -> None:
+    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
+        assert not products._takes(torch.randn(4, 16), torch.randn(12, 16))

@@ -84,6 +84,29 @@ def test_a_file_without_a_prompt_says_why_of_its_first_row(tmp_path):
         ids(file)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"prompt": ' + "9" * 5000 + "}",
+        '{"messages": [{"role": "user", "content": null}]}',
+        '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+        '{"messages": [{"role": "system", "content": "x"}]}',
+    ],
+)
+def test_rows_without_a_user_s_text_are_left_out(tmp_path, line):
+    file = tmp_path / "p.jsonl"
+    file.write_text(line + '\n{"messages": [{"role": "user", "content": [{"type": "text", "text": "ab"}]}]}\n')
+    found = read_prompts(str(file), make_tokenizer(), IDENTITY, "validation")
+    assert [prompt.messages for prompt in found] == [[{"role": "user", "content": "ab"}]]
+    assert len(found.unusable) == 1
+
+
+def test_a_folder_that_is_neither_data_nor_a_store_is_refused(tmp_path):
+    with pytest.raises(NotFoundError, match="expected a JSONL file, DATA or a store"):
+        ids(tmp_path)
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(NotFoundError, match="nowhere"):
         ids(tmp_path / "nowhere")

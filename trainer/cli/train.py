@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.inner import Foreseeing
+from hiddenstore.cli.inner import CheckedCommand
 from hiddenstore.cli.output import common_options, examples, output
 from trainer.drafters import DRAFTERS
 from trainer.recipes import recipe_names
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _SAID_BY_THE_FIRST = {"another-rank", "interrupted", "loss-not-finite", "loss-stays-high"}
 
 
-class _Train(Foreseeing):
-    def foresee(self, **params: Any) -> None:
+class _Train(CheckedCommand):
+    def check(self, **params: Any) -> None:
         from trainer.config import check_settings
         from trainer.recipes import settings_file
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from hiddenstore.products import Linear
@@ -48,7 +49,7 @@ class _RmsNorm(torch.autograd.Function):
         grad_weight = along.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None
-        share = (along @ weight).div_(x.shape[-1])[..., None]
+        share = (along @ weight.to(along.dtype)).div_(x.shape[-1])[..., None]
         grad_x = (g * weight).addcmul_(normed, share, value=-1).mul_(scale)
         return grad_x.to(x.dtype), grad_weight, None
 
@@ -163,6 +164,7 @@ class _Gated(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         grad_gate = torch.ops.aten.silu_backward(grads[0] * up, gate)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
 from hiddenstore.head import HeadBundle
-from hiddenstore.products import Linear, linear
+from hiddenstore.products import Linear
 from schemas.layers import default_aux_layers
 from trainer.config import DrafterConfig
 from trainer.drafters.base import Drafter, DrafterKind, Needs, Seen, TargetFacts, TargetSide
@@ -138,9 +138,9 @@ class Eagle3(Drafter):
             aux = torch.stack([norm(layer) for norm, layer in zip(self.fc_norm, aux, strict=True)])
         # Concatenating the layers would copy them transposed; the sum of one product per layer is the same number.
         parts = self.fc.weight.split(aux.shape[-1], -1)
-        g = linear(aux[0], parts[0])
+        g = F.linear(aux[0], parts[0])
         for layer, part in zip(aux[1:], parts[1:], strict=True):
-            g = g + linear(layer, part)
+            g = g + F.linear(layer, part)
         return g
 
     def begin(self, seen: Seen) -> Tensor:

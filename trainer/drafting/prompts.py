@@ -60,7 +60,7 @@ def read_prompts(source: str, tokenizer: Any, identity: TargetIdentity, split: s
         _require_tokenizer(source, prepared.info.tokenizer_sha256, identity)
         held_out = (sample for sample in prepared.samples() if sample.split == split)
         return Prompts(_at_least_one(_cut_before_answers(held_out), source, split=split), [])
-    if not path.exists():
+    if not path.is_file():
         raise NotFoundError(f"no prompts at {source}: expected a JSONL file, DATA or a store", kind="prompts-missing")
     unusable: list[str] = []
     return Prompts(_at_least_one(_from_jsonl(path, tokenizer, unusable), source, unusable), unusable)

@@ -91,6 +91,9 @@ def _question(line: bytes, stem: str) -> Question | str:
         return f"{error.msg} at column {error.colno}"
     except UnicodeDecodeError as error:
         return f"no UTF-8 at byte {error.start}"
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, or brackets in thousands.
+        return f"no JSON that can be read: {error}"
     row = {"messages": row} if isinstance(row, list) else row
     if not isinstance(row, dict):
         return "expected an object"
@@ -102,17 +105,29 @@ def _question(line: bytes, stem: str) -> Question | str:
     if name in TURNS and isinstance(asked, list) and all(isinstance(turn, str) for turn in asked):
         return Question(task, ({"role": "user", "content": asked[0]},), tuple(asked[1:]))
     if isinstance(asked, list) and all(isinstance(turn, dict) for turn in asked):
-        history = _history(asked)
-        return Question(task, history) if history else "nothing is left to answer"
+        return _from_messages(task, asked)
     return f"expected one of {', '.join(FIELDS)}"
 
 
-def _history(turns: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+def _from_messages(task: str, turns: Sequence[Mapping[str, Any]]) -> Question | str:
     """The messages up to the last one of the user; answers after it are cut off."""
     messages = []
-    for turn in turns:
+    for number, turn in enumerate(turns):
         role = str(turn.get("role", turn.get("from", "user")))
-        messages.append({"role": _ROLES.get(role, role), "content": str(turn.get("content", turn.get("value", "")))})
+        text = _text(turn.get("content", turn.get("value")))
+        if text is None:
+            return f"message {number} holds no text"
+        messages.append({"role": _ROLES.get(role, role), "content": text})
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    return tuple(messages)
+    if all(message["role"] != "user" for message in messages):
+        return "nothing is left to answer"
+    return Question(task, tuple(messages))
+
+
+def _text(content: Any) -> str | None:
+    """The text of a message; of several parts, as chat APIs have them, those that are text."""
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        texts = [part["text"] for part in content if isinstance(part.get("text"), str)]
+        return "\n".join(texts) if texts else None
+    return content if isinstance(content, str) else None

@@ -11,6 +11,7 @@ block, P tokens of a part of the vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ LOGIT_BUDGET = 1 << 21
 LOGIT_BUDGET_DEVICE = 1 << 26
 FEWEST_STATES = 64
 """A block has no fewer states: below that the matrix products wait for the weights."""
+FEWEST_TO_PACK = 1024
+"""States for which packing the head costs less than it saves."""
 WIDEST_BLOCK = 4
 """Budgets a block may take before the vocabulary is cut into parts, whose logits are then made twice."""
 
@@ -162,7 +165,8 @@ class _Pass:
         self.grad_states = states.new_zeros(states.shape[0] + 1, states.shape[1]) if how.grad_states else None
         self.grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if how.grad_weight else None
         self.rows, self.part = self._block()
-        self.packed = Packed(self.weight)
+        many = taught.slots.numel() >= FEWEST_TO_PACK
+        self.product: Callable[[Tensor], Tensor] = Packed(self.weight) if many else partial(linear, weight=self.weight)
         self._softmax = states.new_empty(self.rows * self.steps * self.part, dtype=_wide(states.dtype))
 
     def run(self) -> None:
@@ -233,11 +237,11 @@ class _Pass:
             self.grad_states.index_copy_(0, at, grad.mul_(scale.view(-1, 1).to(x.dtype)))
 
     def _measure(self, x: Tensor, q: Tensor, target: Tensor, span: tuple[int, int]) -> _Part:
-        """Logits and softmax of one part of the vocabulary; the buffers are those of the part before."""
+        """Logits and softmax of one part of the vocabulary; the softmax is where that of the part before was."""
         begin, end = span
         rows, shape = q.shape[0], (q.shape[0], self.steps, end - begin)
         count = x.shape[0] * (end - begin)
-        flat = self.packed(x) if end - begin == self.weight.shape[0] else linear(x, self.weight[begin:end])
+        flat = self.product(x) if end - begin == self.weight.shape[0] else linear(x, self.weight[begin:end])
         z = flat.view(shape).to(self._softmax.dtype)
         p = torch.softmax(z, -1, out=self._softmax[:count].view(shape))
         top = z.amax(-1)
