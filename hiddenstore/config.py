@@ -51,7 +51,12 @@ def load(
     raise said.error()
 
 
-def check(model: type[M], file: str | Path | None = None, dotlist: Sequence[str] = ()) -> None:
+def check(
+    model: type[M],
+    file: str | Path | None = None,
+    dotlist: Sequence[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
     """Refuse unknown settings, values that are none of their setting's and those that contradict each other, as far as
     no default has a part in it; settings may lack.
 
@@ -59,8 +64,8 @@ def check(model: type[M], file: str | Path | None = None, dotlist: Sequence[str]
         ConfigError: as ``load``.
         NotFoundError: the file does not exist.
     """
-    said = _said(model, file, dotlist, {})
-    given = {".".join(path) for path, value in _leaves(said.values) if value != AUTO}
+    said = _said(model, file, dotlist, defaults or {})
+    given = {".".join(path) for path, value in _leaves(said.values) if value != AUTO} & said.origins.keys()
     try:
         model.model_validate(_typed(model, said.values))
     except ValidationError as error:

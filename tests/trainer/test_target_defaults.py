@@ -9,7 +9,8 @@ import pytest
 from hiddenstore.testing.builders import capture_spec
 from schemas.capture import HeadSpec
 from schemas.layers import default_aux_layers
-from trainer.config import config_class, derived
+from trainer.config import config_class
+from trainer.derived import derived
 from trainer.drafters import DRAFTERS
 
 LLAMA31 = {

@@ -1,6 +1,7 @@
 """Settings: derived defaults, precedence, errors."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from hiddenstore.errors import ConfigError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
-from trainer.config import default_lr, derived, load_config
+from trainer.config import check_settings, load_config
+from trainer.derived import default_lr, derived
 
 
 @pytest.fixture
@@ -70,3 +72,31 @@ def test_every_wrong_setting_is_named_at_once(store: Store) -> None:
 @pytest.mark.parametrize(("width", "rate"), [(4096, 1e-4), (192, 5e-3), (2048, 2.4e-4)])
 def test_rate_falls_with_width(width: int, rate: float) -> None:
     assert default_lr(width) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.batch_tokens=100"],
+        ["optim.lr=auto", "drafter.num_heads=3"],
+        ["train.init_from=runs/first", "loss.no_such=1"],
+        ["loss.steps=3", "loss.step_weights=1,0.8,0.6"],
+    ],
+)
+def test_settings_that_a_store_can_make_right_pass_before_there_is_one(words):
+    check_settings(None, None, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["data.batch_tokens=100", "data.pack_tokens=200"], "pack_tokens 200 is more than batch_tokens 100"),
+        (["train.patience=2", "train.validate_every=0"], "patience waits for validations"),
+        (["loss.step_weights=1,0.8"], "2 entries for 7 steps"),
+        (["drafter.rope_scaling={rope_type: yarn}"], "rope_type yarn needs"),
+        (["optim.lrr=1"], "did you mean optim.lr?"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_before_there_is_a_store(words, part):
+    with pytest.raises(ConfigError, match=re.escape(part)):
+        check_settings(None, None, words)

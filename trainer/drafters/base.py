@@ -163,7 +163,7 @@ class DrafterKind(ABC, Generic[M, C, S]):
 
     @abstractmethod
     def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
-        """Defaults by section that differ from the common ones (`trainer.config.derived`)."""
+        """Defaults by section that differ from the common ones (`trainer.derived`)."""
 
     @abstractmethod
     def needs(self, config: C, loss: S | None) -> Needs:

@@ -6,7 +6,7 @@ import torch
 
 from hiddenstore.cli.output import output
 from hiddenstore.cli.terminal import amount, plural
-from trainer.config import derived
+from trainer.derived import derived
 from trainer.run.session import Session
 
 _COLUMNS = 2

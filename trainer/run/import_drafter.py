@@ -11,7 +11,8 @@ from hiddenstore.errors import ConflictError, NotFoundError
 from hiddenstore.head import HeadBundle
 from hiddenstore.store import Store
 from schemas.layers import LayerConvention
-from trainer.config import config_class, derived
+from trainer.config import config_class
+from trainer.derived import derived
 from trainer.drafters import check_store, drafter_kind
 from trainer.drafters.base import TargetSide
 from trainer.run import checkpoint
