@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import click
 
@@ -15,12 +15,12 @@ from hiddenstore.errors import CaptureError, InterruptError
 INTERRUPTED_EXIT = 75
 
 
-class CheckedCommand(click.Command):
+@runtime_checkable
+class Checked(Protocol):
     """A command whose words can be judged before what it reads is there."""
 
     def check(self, **params: Any) -> None:
         """Take the parameters of the command; raise what it would raise because of them alone."""
-        raise NotImplementedError
 
 
 def find(name: str) -> click.Command:
@@ -53,7 +53,7 @@ def check(name: str, words: Sequence[str]) -> None:
     """
     with swapped_output("silent"):
         context = _context(name, words)
-    if isinstance(context.command, CheckedCommand):
+    if isinstance(context.command, Checked):
         context.command.check(**context.params)
 
 

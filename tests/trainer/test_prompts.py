@@ -14,7 +14,7 @@ IDENTITY = capture_spec().target
 
 
 def ids(source, split="validation", identity=IDENTITY):
-    return [prompt.ids for prompt in read_prompts(str(source), make_tokenizer(), identity, split)]
+    return [prompt.ids for prompt in read_prompts(str(source), make_tokenizer(), identity, split, [])]
 
 
 def test_prompts_of_data_and_of_its_store_are_the_held_out_text_before_the_answer(tmp_path):
@@ -43,7 +43,7 @@ def test_a_last_assistant_message_is_cut_off_and_the_template_asks_for_an_answer
     file = tmp_path / "p.jsonl"
     turns = [("user", "ab"), ("assistant", "cd"), ("user", "e"), ("assistant", "fg")]
     file.write_text(json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}) + "\n\n")
-    (prompt,) = read_prompts(str(file), make_tokenizer(), IDENTITY, "validation")
+    (prompt,) = read_prompts(str(file), make_tokenizer(), IDENTITY, "validation", [])
     assert make_tokenizer().decode(prompt.ids).replace(" ", "") == "<user>ab<assistant>cd</s><user>e<assistant>"
     assert [m["role"] for m in prompt.messages] == ["user", "assistant", "user"]
 
@@ -60,7 +60,7 @@ def test_a_last_assistant_message_is_cut_off_and_the_template_asks_for_an_answer
 def test_questions_as_published_are_asked(tmp_path, row):
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    (prompt,) = read_prompts(str(file), make_tokenizer(), IDENTITY, "validation")
+    (prompt,) = read_prompts(str(file), make_tokenizer(), IDENTITY, "validation", [])
     assert prompt.messages == [{"role": "user", "content": "ab"}]
 
 
@@ -71,10 +71,11 @@ def test_questions_as_published_are_asked(tmp_path, row):
 def test_a_line_that_is_no_conversation_is_left_out_and_named(tmp_path, line):
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "fine"}\n' + line + '\n{"prompt": "too"}\n')
-    found = read_prompts(str(file), make_tokenizer(), IDENTITY, "validation")
+    unusable = []
+    found = read_prompts(str(file), make_tokenizer(), IDENTITY, "validation", unusable)
     assert [prompt.messages[0]["content"] for prompt in found] == ["fine", "too"]
-    (unusable,) = found.unusable
-    assert "p.jsonl:2: " in unusable
+    (why,) = unusable
+    assert "p.jsonl:2: " in why
 
 
 def test_a_file_without_a_prompt_says_why_of_its_first_row(tmp_path):
@@ -97,9 +98,10 @@ def test_a_file_without_a_prompt_says_why_of_its_first_row(tmp_path):
 def test_rows_without_a_user_s_text_are_left_out(tmp_path, line):
     file = tmp_path / "p.jsonl"
     file.write_text(line + '\n{"messages": [{"role": "user", "content": [{"type": "text", "text": "ab"}]}]}\n')
-    found = read_prompts(str(file), make_tokenizer(), IDENTITY, "validation")
+    unusable = []
+    found = read_prompts(str(file), make_tokenizer(), IDENTITY, "validation", unusable)
     assert [prompt.messages for prompt in found] == [[{"role": "user", "content": "ab"}]]
-    assert len(found.unusable) == 1
+    assert len(unusable) == 1
 
 
 def test_a_folder_that_is_neither_data_nor_a_store_is_refused(tmp_path):

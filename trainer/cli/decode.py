@@ -1,7 +1,7 @@
 """``hiddenstore decode``: real speculative decoding beside the plain greedy baseline."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,8 @@ def decode(run: str, target: str, prompts: str, count: int, answers: str | None,
     live = load_live_target(target, info.spec.drafter.aux_layers, info.spec.target, where, options["dtype"])
     head = bundle_of(live.model, info.spec.head)
     drafter = load_drafter(run, where, head=head)
-    source = read_prompts(prompts, live.tokenizer, live.identity, "validation")
+    unusable: list[str] = []
+    source = read_prompts(prompts, live.tokenizer, live.identity, "validation", unusable)
     asked: list[Prompt] = []
     with Progress("decode", total=count, unit="prompts") as progress:
         decoded = engine.decode(
@@ -82,22 +83,22 @@ def decode(run: str, target: str, prompts: str, count: int, answers: str | None,
         "step": drafter.step,
         "target": live.identity.name,
         "prompts_from": prompts,
-        "prompts_unusable": len(source.unusable),
+        "prompts_unusable": len(unusable),
         "temperature": temperature,
         **_document(decoded, found, floor, temperature),
     }
     if answers:
         _write_answers(Path(answers), decoded, asked, live.tokenizer)
     output().data(document, human=lambda: _show(document))
-    if source.unusable:
-        output().warn(left_out(source.unusable))
+    if unusable:
+        output().warn(left_out(unusable))
     if len(decoded.prompts) < count:
         output().warn(f"{prompts} had only {len(decoded.prompts)} prompts to decode, {count} were asked for")
     _judge(document, live.identity.dtype)
     output().hint("hiddenstore", "export", run, "--engine", "vllm", "-o", "drafter")
 
 
-def _kept(prompts: "Iterable[Prompt]", asked: "list[Prompt]") -> Iterator[list[int]]:
+def _kept(prompts: "Iterator[Prompt]", asked: "list[Prompt]") -> Iterator[list[int]]:
     """Token ids of prompts, read only as they are needed; each prompt given out is also put into ``asked``."""
     for prompt in prompts:
         asked.append(prompt)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.inner import CheckedCommand
 from hiddenstore.cli.output import common_options, examples, output
 from trainer.drafters import DRAFTERS
 from trainer.recipes import recipe_names
@@ -17,7 +16,9 @@ if TYPE_CHECKING:
 _SAID_BY_THE_FIRST = {"another-rank", "interrupted", "loss-not-finite", "loss-stays-high"}
 
 
-class _Train(CheckedCommand):
+class _Train(click.Command):
+    """What `hiddenstore.cli.inner.Checked` asks for."""
+
     def check(self, **params: Any) -> None:
         from trainer.config import check_settings
         from trainer.recipes import settings_file

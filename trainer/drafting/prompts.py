@@ -21,19 +21,10 @@ class Prompt:
     messages: list[dict[str, str]] | None = None
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Prompts, read as they are asked for. unusable: rows read so far that hold none, each as ``file:line: why``."""
-
-    found: Iterator[Prompt]
-    unusable: list[str]
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return self.found
-
-
-def read_prompts(source: str, tokenizer: Any, identity: TargetIdentity, split: str) -> Prompts:
-    """Prompts in file order, each ending where the target's answer begins.
+def read_prompts(
+    source: str, tokenizer: Any, identity: TargetIdentity, split: str, unusable: list[str]
+) -> Iterator[Prompt]:
+    """Prompts in file order, each ending where the target's answer begins; rows without one are put into ``unusable``.
 
     ``source`` is a JSONL file of questions (`trainer.drafting.questions`; of several turns the first, as the others
     follow on answers that nobody has given yet), a DATA folder or a store; of the last two only samples of ``split``,
@@ -52,18 +43,17 @@ def read_prompts(source: str, tokenizer: Any, identity: TargetIdentity, split: s
         _require_tokenizer(source, store.capture.target.tokenizer_sha256, identity)
         chosen = (entry.id for _, entry in store.entries if entry.split == split)
         found = _cut_before_answers(store.sample(sample_id) for sample_id in chosen)
-        return Prompts(_at_least_one(found, source, split=split), [])
+        return _at_least_one(found, source, split=split)
     if (path / DATA_JSON).is_file():
         from hiddenstore.inputs import PreparedInput
 
         prepared = PreparedInput.open(path)
         _require_tokenizer(source, prepared.info.tokenizer_sha256, identity)
         held_out = (sample for sample in prepared.samples() if sample.split == split)
-        return Prompts(_at_least_one(_cut_before_answers(held_out), source, split=split), [])
+        return _at_least_one(_cut_before_answers(held_out), source, split=split)
     if not path.is_file():
         raise NotFoundError(f"no prompts at {source}: expected a JSONL file, DATA or a store", kind="prompts-missing")
-    unusable: list[str] = []
-    return Prompts(_at_least_one(_from_jsonl(path, tokenizer, unusable), source, unusable), unusable)
+    return _at_least_one(_from_jsonl(path, tokenizer, unusable), source, unusable)
 
 
 def _at_least_one(

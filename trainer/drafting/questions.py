@@ -1,4 +1,4 @@
-"""Benchmark questions by task: MT-Bench, GSM8K and HumanEval files as published, or JSONL of one's own."""
+"""Benchmark questions by task: MT-Bench, GSM8K, MATH and HumanEval files as published, or JSONL of one's own."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
