@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo test check test-parity test-engines test-transformers-457 reliability wheel-smoke bench bench-storage bench-train schemas tree clean
+.PHONY: install demo test check test-parity test-engines test-transformers-457 reliability wheel-smoke bench bench-storage bench-train schemas clean
 
 install: $(VENV)/.installed
 
@@ -28,6 +28,7 @@ test: install
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
 # Every kill, crash point and damaged byte, at length; figures in benchmarks/results.
@@ -81,20 +82,13 @@ wheel-smoke: install
 schemas: install
 	$(BIN)/python -m schemas.generate
 
-# docs/tree.md, from the first sentence of every module.
-tree: install
-	$(BIN)/python -m tests.tree
-
 bench: install
-	$(BIN)/python benchmarks/storage_codecs.py
 	$(BIN)/python benchmarks/collect_overhead.py
 	$(BIN)/python benchmarks/trainer_memory.py
-	$(BIN)/python benchmarks/products.py
 
 # Size, read and write beside the formats others use, in an environment of their own; about twenty minutes.
-bench-storage: $(VENV)/.installed $(VENV)-bench/.installed
-	$(VENV)/bin/python -m benchmarks.storage.genuine build/genuine
-	OMP_NUM_THREADS=1 $(VENV)-bench/bin/python -m benchmarks.storage --genuine build/genuine
+bench-storage: $(VENV)-bench/.installed
+	OMP_NUM_THREADS=1 $(VENV)-bench/bin/python -m benchmarks.storage
 
 $(VENV)-bench/.installed: benchmarks/requirements-storage.txt constraints.txt
 	$(PYTHON) -m venv $(VENV)-bench

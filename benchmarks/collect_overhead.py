@@ -1,13 +1,11 @@
-"""Tokens per second of `collect` beside the target's bare forward over the same batches, and where the rest goes.
+"""What `collect` spends outside the target's forward, in CPU seconds by part.
 
     python benchmarks/collect_overhead.py [--target DIR --data DIR] [--recipe safe] [--tokens 20000]
 
-Goal: at least 90 % of the bare forward's tokens per second at q8 on a target of 50 M parameters or more. Without
---target a random one of 55 M is used (12 layers, width 640; 3 aux layers + final); without --data, random conversations
-of 40 to 400 tokens. The bare forward runs before and after `collect`, and both count together: a machine changes its
-clock. Rates are given per second of wall clock and, for a machine that others use too, per second of CPU, which adds up
-the forward and the thread that encodes and writes beside it. The forward is timed by the CPU clock of its thread, less
-the time inside the hooks; one thread, so that this clock holds all of its matrix products.
+Without --target a random one of 55 M is used (12 layers, width 640; 3 aux layers + final); without --data, random
+conversations of 40 to 400 tokens. The forward is timed by the CPU clock of its thread, less the time inside the hooks;
+one thread, so that this clock holds all of its matrix products. `benchmarks/collect_engines.py` has the rate beside the
+bare forward's.
 """
 
 import os
@@ -15,39 +13,24 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
-import argparse
 import json
-import platform
+import random
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import transformers
 
-from collectors import job, job_open
-from collectors.batching import plan_batches
-from collectors.engines.hf import HfEngine, _pad
-from collectors.hooks import StateTap
-from collectors.target import load_target
-from hiddenstore import layout
-from hiddenstore.documents import seal, sha256_hex
-from hiddenstore.identity import chat_template_sha256, tokenizer_sha256
-from hiddenstore.inputs import PreparedInput
-from hiddenstore.records import sample_id
-from hiddenstore.registered import input_digest
-from schemas.manifest import FileEntry
-from schemas.prepared import PreparedData
+from benchmarks import report
+from benchmarks.commands import prepare
+from collectors.capture import job
+from collectors.capture import options as job_open
+from collectors.engines.hf import HfEngine, StateTap
 
-RESULTS = Path(__file__).parent / "results"
 WIDTH, LAYERS, VOCAB = 640, 12, 1024
 
 
@@ -56,32 +39,24 @@ class CpuClock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._inner = 0.0
+        self._nested = 0.0
 
-    def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, owner: Any, name: str, part: str, *, nests: bool = True) -> None:
+        """Time a function of ``owner``; those of the worker thread do not nest."""
+        function: Callable[..., Any] = getattr(owner, name)
+
         def timed(*args: Any, **kwargs: Any) -> Any:
-            outer, self._inner = self._inner, 0.0
-            began = time.thread_time()
+            before, began = self._nested, time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
                 spent = time.thread_time() - began
-                self.seconds[part] += spent - self._inner
-                self._inner = outer + spent
+                self.seconds[part] += spent
+                if nests:
+                    self.seconds[part] -= self._nested - before
+                    self._nested = before + spent
 
-        return timed
-
-    def wrap_in_worker(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """For the worker thread, whose parts do not nest."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.thread_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds[part] += time.thread_time() - began
-
-        return timed
+        setattr(owner, name, timed)
 
 
 def random_target(folder: Path) -> Path:
@@ -105,105 +80,51 @@ def random_target(folder: Path) -> Path:
     return folder
 
 
-def random_data(folder: Path, target: str, tokens: int) -> Path:
-    """One parquet part of random conversations, the second half of each supervised."""
-    tokenizer = load_target(target).tokenizer
-    rng = np.random.default_rng(0)
-    rows: list[dict[str, Any]] = []
-    total = 0
-    while total < tokens:
-        n = int(rng.integers(40, 400))
-        ids, mask = rng.integers(3, VOCAB, n).astype(np.int32), (np.arange(n) >= n // 2).astype(np.uint8)
-        spans = [{"role": 1, "start": 0, "end": n // 2}, {"role": 2, "start": n // 2, "end": n}]
-        rows.append({"sample_id": sample_id(ids, mask), "input_ids": ids, "loss_mask": mask, "spans": spans})
-        total += n
-    for row in rows:
-        row |= {"split": "train", "source": "random"}
+def random_data(folder: Path, target: Path, tokens: int) -> Path:
+    """Random conversations of single characters, the second half of each supervised; the prepared data."""
+    chance, rows = random.Random(0), []
+    while tokens > 0:
+        half = chance.randrange(20, 200)
+        texts = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=half)) for _ in range(2)]
+        roles = zip(("user", "assistant"), texts, strict=True)
+        rows.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in roles]}))
+        tokens -= 2 * half
     folder.mkdir()
-    part = folder / layout.part_name(0)
-    pq.write_table(pa.Table.from_pylist(rows), part)
-    entry = FileEntry(path=part.name, size=part.stat().st_size, sha256=sha256_hex(part.read_bytes()))
-    info = PreparedData(
-        digest=input_digest((row["sample_id"], "train") for row in rows),
-        target="random",
-        tokenizer_sha256=tokenizer_sha256(tokenizer),
-        chat_template_sha256=chat_template_sha256(tokenizer.chat_template),
-        vocab_size=VOCAB,
-        loss_on="assistant",
-        mask_from="all",
-        max_tokens=None,
-        overlong="cut",
-        validation_share=0.0,
-        rows_read=len(rows),
-        samples=len(rows),
-        validation_samples=0,
-        tokens=total,
-        supervised_tokens=total // 2,
-        longest=400,
-        cut=0,
-        duplicates=0,
-        files=(entry,),
-    )
-    (folder / layout.DATA_JSON).write_bytes(seal(info))
-    return folder
-
-
-@dataclass(frozen=True)
-class Bare:
-    """The backbone over the batches that collect makes, no hooks: tokens, wall-clock and CPU seconds."""
-
-    tokens: int
-    wall_s: float
-    cpu_s: float
-
-    def __add__(self, other: "Bare") -> "Bare":
-        return Bare(self.tokens + other.tokens, self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
-
-
-def run_bare(options: job_open.CollectOptions) -> Bare:
-    loaded = load_target(options.target, options.dtype, options.device)
-    ran = Bare(0, 0.0, 0.0)
-    for unit in PreparedInput.open(options.data).units():
-        lengths = [sample.tokens for sample in unit.samples]
-        for batch in plan_batches(lengths, options.batch_tokens):
-            ids = torch.from_numpy(_pad([unit.samples[i].input_ids for i in batch])).to(loaded.device)
-            began, cpu = time.perf_counter(), time.process_time()
-            with torch.inference_mode():
-                loaded.parts.backbone(input_ids=ids, use_cache=False).last_hidden_state.sum().item()
-            spent = Bare(sum(lengths[i] for i in batch), time.perf_counter() - began, time.process_time() - cpu)
-            ran = ran + spent
-    return ran
+    chats, data = folder / "chats.jsonl", folder / "data"
+    chats.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    prepare(chats, data, target)
+    return data
 
 
 def measure(options: job_open.CollectOptions) -> dict[str, Any]:
     """One collect run with its CPU seconds by part."""
     clock = CpuClock()
-    HfEngine._forward = clock.wrap("forward", HfEngine._forward)  # type: ignore[method-assign]
-    StateTap._take = clock.wrap("hooks", StateTap._take)  # type: ignore[method-assign]
-    StateTap._take_final = clock.wrap("hooks", StateTap._take_final)  # type: ignore[method-assign]
-    job.check_unit = clock.wrap_in_worker("check", job.check_unit)  # type: ignore[attr-defined]
-    job.write_unit = clock.wrap_in_worker("encode and write", job.write_unit)  # type: ignore[attr-defined]
+    clock.wrap(HfEngine, "_forward", "forward")
+    clock.wrap(StateTap, "_take", "hooks")
+    clock.wrap(StateTap, "_take_final", "hooks")
+    clock.wrap(job, "check_unit", "check", nests=False)
+    clock.wrap(job, "write_unit", "encode and write", nests=False)
     run = job.CollectJob.run
 
     def timed_run(self: job.CollectJob) -> job.CollectReport:
         began = time.process_time()
-        report = run(self)
+        result = run(self)
         clock.seconds["capture"] = time.process_time() - began
-        return report
+        return result
 
     job.CollectJob.run = timed_run  # type: ignore[method-assign]
     began = time.process_time()
-    report = job.collect(options)
+    collected = job.collect(options)
     whole = time.process_time() - began
     parts = dict(clock.seconds)
     capture = parts.pop("capture")
     parts["rest"] = capture - sum(parts.values())
     return {
-        "tokens": report.tokens,
-        "bytes_stored": report.bytes_stored,
-        "wall_s": round(report.seconds, 2),
-        "tokens_per_s": round(report.tokens_per_s, 1),
-        "cpu_s": {part: round(seconds, 3) for part, seconds in parts.items()},
+        "tokens": collected.tokens,
+        "bytes_stored": collected.bytes_stored,
+        "wall_s": round(collected.seconds, 2),
+        "tokens_per_s": round(collected.tokens_per_s, 1),
+        "cpu_s": {name: round(seconds, 3) for name, seconds in parts.items()},
         "capture_cpu_s": round(capture, 3),
         "start_cpu_s": round(whole - capture, 3),
         "outside_forward_share": round(1 - parts["forward"] / capture, 4),
@@ -212,57 +133,26 @@ def measure(options: job_open.CollectOptions) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target")
-    parser.add_argument("--data")
+    parser = report.parser(__doc__)
+    parser.add_argument("--target", type=Path)
+    parser.add_argument("--data", type=Path)
     parser.add_argument("--recipe", default="safe")
     parser.add_argument("--dtype")
     parser.add_argument("--layers", default="eagle3")
     parser.add_argument("--batch-tokens", type=int, default=job_open.CollectOptions.batch_tokens)
     parser.add_argument("--tokens", type=int, default=20_000)
-    parser.add_argument("--no-result", action="store_true", help="print only")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
+    names = ("recipe", "dtype", "layers", "batch_tokens")
+    settings: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        target = asked.target or str(random_target(place / "target"))
-        data = asked.data or str(random_data(place / "data", target, asked.tokens))
-        options = job_open.CollectOptions(
-            data,
-            place / "store",
-            target,
-            recipe=asked.recipe,
-            layers=asked.layers,
-            batch_tokens=asked.batch_tokens,
-            dtype=asked.dtype,
-        )
-        bare = run_bare(options)
-        found = measure(options)
-        bare = bare + run_bare(options)
-        parameters = sum(weight.numel() for weight in load_target(target).model.parameters())
-    bare_rate, bare_cpu_rate = bare.tokens / bare.wall_s, bare.tokens / bare.cpu_s
-    found = {
-        "parameters": parameters,
-        "bare_tokens_per_s": round(bare_rate, 1),
-        "bare_tokens_per_cpu_s": round(bare_cpu_rate, 1),
-        "share_of_bare_forward": round(found["tokens_per_s"] / bare_rate, 3),
-        "share_of_bare_forward_cpu": round(found["tokens"] / found["capture_cpu_s"] / bare_cpu_rate, 3),
-        **found,
-    }
-    result = {
-        "benchmark": "collect_overhead",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "target": "random" if asked.target is None else Path(asked.target).name,
-        "options": {key: getattr(asked, key) for key in ("recipe", "dtype", "layers", "batch_tokens")},
-        "machine": {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": 1},
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        **found,
-    }
-    print(json.dumps(result, indent=2))
-    if not asked.no_result:
-        RESULTS.mkdir(exist_ok=True)
-        name = f"collect_overhead_{asked.recipe}_{result['date']}.json"
-        (RESULTS / name).write_text(json.dumps(result, indent=2) + "\n")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        target = arguments.target or random_target(folder / "target")
+        data = arguments.data or random_data(folder / "chats", target, arguments.tokens)
+        figures = measure(job_open.CollectOptions(str(data), folder / "store", str(target), **settings))
+    kind = "random" if arguments.target is None else target.name
+    result = {"target": kind, "options": settings, **figures}
+    report.publish(f"collect_overhead_{arguments.recipe}", result, arguments.results)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,23 @@
-"""The trainer's peak memory does not know how deep the target is: growth for an 8- and a 24-layer target of one width.
+"""The trainer's peak memory does not depend on how deep the target is: growth for 8 and 24 layers of one width.
 
 Each depth trains in a process of its own on a store of random states; growth is peak resident memory less that after
-the imports. Usage: python benchmarks/trainer_memory.py [--json] [--repeat N]
+the imports. Usage: python benchmarks/trainer_memory.py [--repeat N]
 """
 
 import argparse
+import contextlib
 import json
-import subprocess
+import statistics
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.workers import resident
 
 WIDTH, SAMPLES, TOKENS = 256, 48, 512
 DEPTHS = {8: (1, 3, 4), 24: (1, 11, 20)}
@@ -19,27 +27,13 @@ WORDS = [
     "train.max_steps=8", "train.validate_every=0",
 ]  # fmt: skip
 
-CHILD = """
-import json, resource, sys
-import torch
-torch.set_num_threads(1)
-from trainer.run import loop
-from trainer.drafters import eagle3
-import torch._dynamo  # what the first optimizer step would import
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
-before = resident()
-loop.train(sys.argv[1], sys.argv[2], words=sys.argv[3:])
-print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before))
-"""
-
 
 def make_store(folder: Path, depth: int) -> str:
     """A store of random states, as if captured from a target of ``depth`` layers."""
     import numpy as np
 
+    from hiddenstore.inputs.registered import input_digest
     from hiddenstore.records import Sample, sample_id
-    from hiddenstore.registered import input_digest
     from hiddenstore.testing import builders
     from hiddenstore.writer import create_store, write_unit
 
@@ -61,41 +55,40 @@ def make_store(folder: Path, depth: int) -> str:
     return str(store.path)
 
 
-def growth(store: str, run: Path) -> int:
+def growth(store: str, run: str) -> int:
     """Bytes a short training run adds to a process that has imported everything."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, store, str(run), *WORDS], capture_output=True, text=True, check=True
-    )
-    return int(json.loads(done.stdout.splitlines()[-1]))
+    import torch
+    import torch._dynamo  # the first optimizer step would import it
+
+    from trainer.drafters import eagle3  # noqa: F401
+    from trainer.train import loop
+
+    torch.set_num_threads(1)
+    before = resident("VmRSS")
+    with contextlib.redirect_stdout(sys.stderr):
+        loop.train(store, run, words=WORDS)
+    return resident("VmHWM") - before
 
 
-def measure(repeat: int) -> dict[str, object]:
-    """Median growth per depth and how far apart they are."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        stores = {depth: make_store(folder, depth) for depth in DEPTHS}
-        found: dict[int, list[int]] = {depth: [] for depth in DEPTHS}
+def measure(repeat: int) -> dict[str, Any]:
+    """Growth per depth and how far apart their medians are."""
+    values: dict[int, list[int]] = {depth: [] for depth in DEPTHS}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as fresh,
+    ):
+        stores = {depth: make_store(Path(folder), depth) for depth in DEPTHS}
         for turn in range(repeat):
             for depth, store in stores.items():
-                found[depth].append(growth(store, folder / f"run-{depth}-{turn}"))
-    median = {depth: sorted(values)[len(values) // 2] for depth, values in found.items()}
-    shallow, deep = median[8], median[24]
-    return {"growth_bytes": {str(d): v for d, v in found.items()}, "difference": abs(deep - shallow) / shallow}
+                values[depth].append(fresh.submit(growth, store, f"{folder}/run-{depth}-{turn}").result())
+    shallow, deep = (statistics.median_low(values[depth]) for depth in DEPTHS)
+    return {"growth_bytes": values, "difference": abs(deep - shallow) / shallow}
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--repeat", type=int, default=3)
-    options = parser.parse_args()
-    result = measure(options.repeat)
-    if options.json:
-        print(json.dumps(result))
-        return
-    for depth, values in result["growth_bytes"].items():  # type: ignore[attr-defined]
-        print(f"{depth:>3} layers   growth {', '.join(f'{v / 1e6:.1f}' for v in values)} MB")
-    print(f"difference of the medians: {result['difference']:.2%}")
+    print(json.dumps(measure(parser.parse_args().repeat)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hiddenstore import layout
 from hiddenstore.documents import load, read_bounded, seal, sha256_hex, unseal
 from hiddenstore.errors import CorruptionError, HiddenstoreError, NotFoundError, StorageError
-from hiddenstore.fs import Filesystem, is_inside
+from hiddenstore.fs.seam import Filesystem, is_inside
 from schemas.manifest import CommitRecord, Snapshot, SnapshotEntry
 
 READ_THREADS = 8
@@ -43,14 +43,11 @@ class Scan:
 
 def scan_commits(fs: Filesystem) -> Scan:
     """Read every commit record that counts; a damaged one is reported, never skipped in silence."""
-    found: list[Commit] = []
-    damaged: list[HiddenstoreError] = []
-    for item in _read_many(fs, latest_names(fs)):
-        if isinstance(item, Commit):
-            found.append(item)
-        else:
-            damaged.append(item)
-    return Scan(tuple(found), tuple(damaged))
+    items = _read_many(fs, latest_names(fs))
+    return Scan(
+        tuple(item for item in items if isinstance(item, Commit)),
+        tuple(item for item in items if not isinstance(item, Commit)),
+    )
 
 
 def latest_names(fs: Filesystem) -> list[str]:
@@ -75,10 +72,10 @@ def read_commit(fs: Filesystem, name: str) -> Commit:
     Raises:
         CorruptionError: its bytes, its name or its numbers do not hold together.
     """
-    where = f"{layout.COMMITS_DIR}/{name}"
-    data = read_bounded(fs, where)
-    record = unseal(data, CommitRecord, f"{fs.root}/{where}")
-    _check_record(record, name, f"{fs.root}/{where}")
+    path = f"{layout.COMMITS_DIR}/{name}"
+    data, where = read_bounded(fs, path), f"{fs.root}/{path}"
+    record = unseal(data, CommitRecord, where)
+    _check_record(record, name, where)
     return Commit(name, sha256_hex(data), record)
 
 
@@ -105,8 +102,10 @@ def read_snapshot(fs: Filesystem, snapshot: Snapshot) -> Scan:
     Raises:
         CorruptionError: ``snapshot-mismatch`` when one is missing or has other bytes than were frozen.
     """
-    scan = Scan(tuple(_raise_first(_read_many(fs, [entry.record for entry in snapshot.commits]))), ())
-    for entry, commit in zip(snapshot.commits, scan.commits, strict=True):
+    commits = []
+    for entry, commit in zip(snapshot.commits, _read_many(fs, [e.record for e in snapshot.commits]), strict=True):
+        if not isinstance(commit, Commit):
+            raise commit
         if commit.sha256 != entry.sha256:
             raise CorruptionError(
                 f"{fs.root}/{layout.COMMITS_DIR}/{entry.record} is not the record that snapshot {snapshot.name} froze: "
@@ -115,7 +114,8 @@ def read_snapshot(fs: Filesystem, snapshot: Snapshot) -> Scan:
                 path=f"{layout.COMMITS_DIR}/{entry.record}",
                 samples=tuple(sample.id for sample in commit.record.samples),
             )
-    return scan
+        commits.append(commit)
+    return Scan(tuple(commits), ())
 
 
 def make_snapshot(name: str, commits: Iterable[Commit]) -> Snapshot:
@@ -150,23 +150,13 @@ def _read_many(fs: Filesystem, names: list[str]) -> list[Commit | HiddenstoreErr
 @contextmanager
 def _collector_paused() -> Iterator[None]:
     """Records hold no cycles, yet a million new objects would make Python look for some: half of the time to open."""
-    if not gc.isenabled():
-        yield
-        return
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
-
-
-def _raise_first(items: Iterable[Commit | HiddenstoreError]) -> list[Commit]:
-    commits = []
-    for item in items:
-        if not isinstance(item, Commit):
-            raise item
-        commits.append(item)
-    return commits
+        if was_enabled:
+            gc.enable()
 
 
 def _check_record(record: CommitRecord, name: str, where: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError
-from hiddenstore.fs import Filesystem
+from hiddenstore.fs.seam import Filesystem
 from hiddenstore.layout import COMMITS_DIR, STORE_JSON
 from schemas.base import FORMAT_VERSION, Document
 
@@ -74,10 +74,9 @@ def unseal(data: bytes, model: type[M], where: str) -> M:
         return model.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "document"
-        raise FormatError(
-            f"{where} is not a {model.__name__}: {place}: {first['msg']}", kind="document-invalid"
-        ) from error
+        member = ".".join(map(str, first["loc"])) or "document"
+        message = f"{where} is not a {model.__name__}: {member}: {first['msg']}"
+        raise FormatError(message, kind="document-invalid") from error
 
 
 def load(fs: Filesystem, path: str, model: type[M]) -> M:
@@ -100,9 +99,9 @@ def _checked_body(data: bytes, where: str) -> bytes:
     if match is None:
         raise _corrupt(where, "it does not end with its sha256")
     body = data[: -len(match[0])] + b"}"
-    found = sha256_hex(body)
-    if found != match[1].decode():
-        raise _corrupt(where, f"expected sha256 {match[1].decode()}, found {found}")
+    expected, sha256 = match[1].decode(), sha256_hex(body)
+    if sha256 != expected:
+        raise _corrupt(where, f"expected sha256 {expected}, found {sha256}")
     return body
 
 
@@ -156,9 +155,10 @@ def _members(content: object) -> int:
 
 
 def _corrupt(where: str, reason: str) -> CorruptionError:
-    store, found, _ = where.rpartition(f"/{COMMITS_DIR}/")
-    hint = shlex.join(["hiddenstore", "verify", store]) if found else None
-    folder, found, _ = where.rpartition(f"/{STORE_JSON}")
-    if found:
-        hint = f"{shlex.join(['mv', where, f'{folder}/.damaged-{STORE_JSON}'])}; then the same collect writes it again"
+    hint = None
+    if f"/{COMMITS_DIR}/" in where:
+        hint = shlex.join(["hiddenstore", "verify", where.rpartition(f"/{COMMITS_DIR}/")[0]])
+    if f"/{STORE_JSON}" in where:
+        new_name = f"{where.rpartition('/')[0]}/.damaged-{STORE_JSON}"
+        hint = f"{shlex.join(['mv', where, new_name])}; then the same collect writes it again"
     return CorruptionError(f"{where} is damaged: {reason}", kind="document-corrupt", path=where, hint=hint)

@@ -4,7 +4,9 @@ Each carries a stable kebab-case ``kind`` for scripts, an optional ``hint`` (the
 code of the command line.
 """
 
+import copyreg
 from collections.abc import Sequence
+from typing import Any
 
 
 class HiddenstoreError(Exception):
@@ -20,6 +22,10 @@ class HiddenstoreError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Whole in another process: an exception's own pickling would call the class without its keywords."""
+        return copyreg.__newobj__, (type(self), self.message), vars(self)  # type: ignore[attr-defined]
 
 
 class ConfigError(HiddenstoreError, ValueError):

@@ -30,12 +30,10 @@ TOP_NAMES = {
 }  # fmt: skip
 """What lies in the folder of a store: its own, and what mkfs leaves on a fresh disk."""
 DATA_JSON = "data.json"
-CONTAINER_NAMES = ("zarr", "webdataset")
-"""What a segment can be, the default first: the names in ``hiddenstore.containers``, known without importing it."""
 
-_UNIT = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,119}"
-_COMMIT = re.compile(rf"({_UNIT})(?:\.r([1-9][0-9]{{0,8}}))?\.json")
-_SEGMENT = re.compile(rf"({_UNIT})-([0-9a-f]{{8}})")
+_UNIT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,119}")
+_COMMIT = re.compile(rf"({_UNIT.pattern})(?:\.r([1-9][0-9]{{0,8}}))?\.json")
+_SEGMENT = re.compile(rf"({_UNIT.pattern})-([0-9a-f]{{8}})")
 _INPUT = re.compile(r"([0-9a-f]{64})\.parquet")
 _SLICE = re.compile(r"slice-[0-9a-f]{16}\.safetensors")
 _ADVICE = re.compile(r"([1-9][0-9]{0,5})\.json")
@@ -61,40 +59,40 @@ def new_attempt() -> str:
 
 def commit_path(unit: str, revision: int = 0) -> str:
     """Path of a commit record."""
-    _require(re.fullmatch(_UNIT, unit), unit, "unit name")
+    _require(_UNIT, unit, "unit name")
     return f"{COMMITS_DIR}/{unit}{f'.r{revision}' if revision else ''}.json"
 
 
 def segment_path(unit: str, attempt: str) -> str:
     """Path of the segment that one attempt at a unit writes."""
     name = f"{unit}-{attempt}"
-    _require(_SEGMENT.fullmatch(name), name, "segment name")
+    _require(_SEGMENT, name, "segment name")
     return f"{SEGMENTS_DIR}/{name}"
 
 
 def input_path(digest: str) -> str:
     """Path of a registered input."""
-    _require(_INPUT.fullmatch(f"{digest}.parquet"), digest, "input digest")
+    _require(_INPUT, f"{digest}.parquet", "input digest")
     return f"{INPUTS_DIR}/{digest}.parquet"
 
 
 def snapshot_path(name: str) -> str:
     """Path of a saved snapshot."""
-    _require(_SNAPSHOT.fullmatch(name), name, "snapshot name")
+    _require(_SNAPSHOT, name, "snapshot name")
     return f"{SNAPSHOTS_DIR}/{name}.json"
 
 
 def slice_path(sha256: str) -> str:
     """Path of the states of a calibration slice, by the digest of the file."""
     name = f"slice-{sha256[:16]}.safetensors"
-    _require(_SLICE.fullmatch(name), name, "slice name")
+    _require(_SLICE, name, "slice name")
     return f"{CALIBRATION_DIR}/{name}"
 
 
 def advice_path(number: int) -> str:
     """Path of an advice document; numbers start at 1."""
     name = f"{number}.json"
-    _require(_ADVICE.fullmatch(name), name, "advice name")
+    _require(_ADVICE, name, "advice name")
     return f"{ADVICE_DIR}/{name}"
 
 
@@ -105,20 +103,17 @@ def part_name(index: int) -> str:
 
 def parse_commit(name: str) -> CommitName | None:
     """What a name under ``commits/`` says; None for anything that is not a commit record."""
-    match = _COMMIT.fullmatch(name)
-    return CommitName(match[1], int(match[2] or 0)) if match else None
+    return CommitName(match[1], int(match[2] or 0)) if (match := _COMMIT.fullmatch(name)) else None
 
 
 def parse_segment(name: str) -> str | None:
     """The unit of a name under ``segments/``; None for anything that is not a segment."""
-    match = _SEGMENT.fullmatch(name)
-    return match[1] if match else None
+    return match[1] if (match := _SEGMENT.fullmatch(name)) else None
 
 
 def parse_input(name: str) -> str | None:
     """The digest of a name under ``inputs/``; None for anything that is not a registered input."""
-    match = _INPUT.fullmatch(name)
-    return match[1] if match else None
+    return match[1] if (match := _INPUT.fullmatch(name)) else None
 
 
 def is_slice(name: str) -> bool:
@@ -128,10 +123,9 @@ def is_slice(name: str) -> bool:
 
 def parse_advice(name: str) -> int | None:
     """The number of a name under ``advice/``; None for anything that is not an advice document."""
-    match = _ADVICE.fullmatch(name)
-    return int(match[1]) if match else None
+    return int(match[1]) if (match := _ADVICE.fullmatch(name)) else None
 
 
-def _require(ok: object, value: str, what: str) -> None:
-    if not ok:
+def _require(pattern: re.Pattern[str], value: str, what: str) -> None:
+    if not pattern.fullmatch(value):
         raise ConfigError(f"{value!r} cannot be a {what}", kind="name-invalid")

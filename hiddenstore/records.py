@@ -96,15 +96,16 @@ class Record:
 def final_row_positions(loss_mask: np.ndarray, mode: FinalMode) -> np.ndarray:
     """Token positions at which the final hidden is held: int32 [R], ascending.
 
-    ``supervised`` holds rows a-1 … e+1 of each supervised span [a, e], which serves mask offsets -1, 0 and +1.
+    ``supervised`` holds rows a-1 … e+1 of each supervised span [a, e], which serves mask offsets -1, 0 and +1
+    (docs/design/005).
     """
     tokens = loss_mask.shape[0]
     if mode == "none":
         return np.zeros(0, dtype=np.int32)
     if mode == "all":
         return np.arange(tokens, dtype=np.int32)
-    held = loss_mask.astype(bool)
-    reach = held.copy()
-    reach[:-1] |= held[1:]
-    reach[1:] |= held[:-1]
+    supervised = loss_mask.astype(bool)
+    reach = supervised.copy()
+    reach[:-1] |= supervised[1:]
+    reach[1:] |= supervised[:-1]
     return np.flatnonzero(reach).astype(np.int32)

@@ -9,35 +9,41 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hiddenstore import layout
+from hiddenstore.codecs import CODECS, LAYOUTS
 from hiddenstore.commit import Commit, Scan, make_snapshot, read_snapshot, scan_commits
 from hiddenstore.documents import load, seal, sha256_hex
-from hiddenstore.errors import ConflictError, CorruptionError, NotFoundError
-from hiddenstore.fs import Filesystem, is_inside, open_filesystem
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, NotFoundError
+from hiddenstore.fs import open_filesystem
+from hiddenstore.fs.seam import Filesystem, is_inside
+from hiddenstore.registry import Registry
+from hiddenstore.segments import CONTAINERS
 from schemas.capture import CaptureSpec
-from schemas.manifest import CommitRecord, SampleEntry, Snapshot, StoreManifest
+from schemas.manifest import CommitRecord, PackageRole, SampleEntry, Snapshot, StoreManifest
 
 if TYPE_CHECKING:
-    import numpy as np
+    import torch
+    import webdataset
+    import zarr
     from torch import Tensor
 
-    from hiddenstore.codecs import Encoded
+    from hiddenstore.inputs.registered import RegisteredInput
     from hiddenstore.records import Record, Sample
-    from hiddenstore.registered import RegisteredInput
-    from hiddenstore.segment import SegmentReader
+    from hiddenstore.segments.segment import SegmentReader
+    from hiddenstore.targets.head import HeadBundle
 
 OPEN_SEGMENTS = 64
 
 
 def no_store(fs: Filesystem) -> NotFoundError:
     """``store-missing``: what to raise where there is no store.json."""
-    place = shlex.quote(fs.root)
+    path = shlex.quote(fs.root)
     if fs.size(layout.DATA_JSON) is not None:
-        what, command = "it holds prepared data", f"hiddenstore collect {place} -o STORE --target TARGET"
+        what, command = "it holds prepared data", f"hiddenstore collect {path} -o STORE --target TARGET"
     else:
-        what, command = f"{layout.STORE_JSON} is missing", f"hiddenstore collect DATA -o {place} --target TARGET"
+        what, command = f"{layout.STORE_JSON} is missing", f"hiddenstore collect DATA -o {path} --target TARGET"
     return NotFoundError(f"{fs.root} is no store: {what}", kind="store-missing", hint=command)
 
 
@@ -68,13 +74,20 @@ class Store:
         Raises:
             NotFoundError: no store or no such snapshot.
             CorruptionError: a document is damaged; the message names the file.
-            FormatError: ``format-future``.
+            FormatError: ``format-future``; ``plugin-missing``, a codec or the container is of a package that is not
+                installed.
             ConfigError: ``scheme-unsupported`` for a URL.
         """
         fs = open_filesystem(location)
         if fs.size(layout.STORE_JSON) is None:
             raise no_store(fs)
-        manifest = load_manifest(fs)
+        manifest = load(fs, layout.STORE_JSON, StoreManifest)
+        outside = [file.path for file in manifest.target_files if not is_inside(file.path)]
+        if outside:
+            reason = f"it names {outside[0]!r}, which is not inside {layout.TARGET_DIR}"
+            message = f"{fs.root}/{layout.STORE_JSON} is damaged: {reason}"
+            raise CorruptionError(message, kind="store-invalid", path=layout.STORE_JSON)
+        _require_tables(fs, manifest)
         if snapshot is None:
             scan = scan_commits(fs)
         else:
@@ -153,36 +166,39 @@ class Store:
             NotFoundError: ``sample-missing``.
             CorruptionError: bytes disagree with their checksum; names file and samples.
         """
-        record, index = self.locate(sample_id)
-        return self._reader(record).read(index, layers, final)
+        reader, index = self.reader_of(sample_id)
+        return reader.read(index, layers, final)
 
     def read_into(
         self, sample_id: str, aux: "Tensor", final: "Tensor | None", layers: Sequence[int] | None = None
     ) -> "Record":
         """One record decoded into memory of the caller: see ``SegmentReader.read_into``; raises as ``read`` does."""
-        record, index = self.locate(sample_id)
-        return self._reader(record).read_into(index, aux, final, layers)
+        reader, index = self.reader_of(sample_id)
+        return reader.read_into(index, aux, final, layers)
 
-    def read_encoded(
-        self,
-        sample_id: str,
-        layers: Sequence[int] | None = None,
-        final: bool = True,
-        out: "tuple[Sequence[Tensor], Sequence[Tensor]] | None" = None,
-    ) -> "tuple[Encoded, Encoded, np.ndarray]":
-        """One record's states as they are stored: see ``SegmentReader.read_encoded``; raises as ``read`` does."""
-        record, index = self.locate(sample_id)
-        return self._reader(record).read_encoded(index, layers, final, out)
+    def sample(self, sample_id: str) -> "Sample":
+        """Tokens, mask and spans of one sample, without its states."""
+        reader, index = self.reader_of(sample_id)
+        return reader.sample(index)
 
     def reader_of(self, sample_id: str) -> "tuple[SegmentReader, int]":
         """The open unit that holds a sample and the sample's index in it; NotFoundError ``sample-missing``."""
         record, index = self.locate(sample_id)
-        return self._reader(record), index
+        with self._lock:
+            reader = self._readers.get(record.segment)
+            if reader is None:
+                reader = self._readers[record.segment] = self.open_unit(record)
+                if len(self._readers) > OPEN_SEGMENTS:
+                    self._readers.popitem(last=False)
+            else:
+                self._readers.move_to_end(record.segment)
+        return reader, index
 
-    def sample(self, sample_id: str) -> "Sample":
-        """Tokens, mask and spans of one sample, without its states."""
-        record, index = self.locate(sample_id)
-        return self._reader(record).sample(index)
+    def open_unit(self, record: CommitRecord) -> "SegmentReader":
+        """A new reader of one unit, with nothing cached from before."""
+        from hiddenstore.segments.segment import SegmentReader
+
+        return SegmentReader(self.fs, record.segment, record, self.capture, self.manifest.container)
 
     def target_file(self, name: str) -> bytes:
         """One file of ``target/``, checked against ``store.json``.
@@ -196,23 +212,34 @@ class Store:
         if entry is None:
             raise NotFoundError(f"{self.path} holds no {path}", kind="target-file-missing")
         size = self.fs.size(path)
-        data = self.fs.read(path) if size == entry.size else b""
-        if size != entry.size or sha256_hex(data) != entry.sha256:
-            found = "no file" if size is None else f"{size:,} bytes"
-            if size == entry.size:
-                found = f"sha256 {sha256_hex(data)}"
-            raise CorruptionError(
-                f"{self.path}/{path} is damaged: expected {entry.size:,} bytes with sha256 {entry.sha256}, "
-                f"found {found}",
-                kind="target-file-corrupt",
-                hint=shlex.join(["hiddenstore", "verify", self.path, "--full"]),
-                path=path,
-            )
-        return data
+        if size == entry.size:
+            data = self.fs.read(path)
+            if sha256_hex(data) == entry.sha256:
+                return data
+            stored = f"sha256 {sha256_hex(data)}"
+        else:
+            stored = "no file" if size is None else f"{size:,} bytes"
+        raise CorruptionError(
+            f"{self.path}/{path} is damaged: expected {entry.size:,} bytes with sha256 {entry.sha256}, found {stored}",
+            kind="target-file-corrupt",
+            hint=shlex.join(["hiddenstore", "verify", self.path, "--full"]),
+            path=path,
+        )
+
+    def head(self, device: "torch.device | str | None" = None) -> "HeadBundle":
+        """What turns final hiddens into logits: ``target/head.safetensors``, on ``device`` (default: CPU).
+
+        Raises:
+            CorruptionError: the bytes disagree with store.json, or a tensor is missing.
+        """
+        from hiddenstore.targets.head import HEAD_FILE, HeadBundle
+
+        head = HeadBundle.from_bytes(self.target_file(HEAD_FILE), self.manifest.head, where=f"target/{HEAD_FILE}")
+        return head if device is None else head.to(device)
 
     def inputs(self) -> "dict[str, RegisteredInput]":
         """The inputs this store was asked to hold, by digest."""
-        from hiddenstore.registered import registered_inputs
+        from hiddenstore.inputs.registered import registered_inputs
 
         return registered_inputs(self.fs)
 
@@ -238,38 +265,85 @@ class Store:
     def _index(self) -> dict[str, tuple[CommitRecord, int]]:
         index: dict[str, tuple[CommitRecord, int]] = {}
         for commit in self._commits:
-            for place, sample in enumerate(commit.record.samples):
-                index.setdefault(sample.id, (commit.record, place))
+            for position, sample in enumerate(commit.record.samples):
+                index.setdefault(sample.id, (commit.record, position))
         return index
 
-    def _reader(self, record: CommitRecord) -> "SegmentReader":
-        from hiddenstore.segment import open_segment
+    def zarr(self, unit: str) -> "zarr.Group":
+        """The arrays of a committed unit as a stock ``zarr.Group``, read-only; docs/format.md says what they hold.
 
-        with self._lock:
-            reader = self._readers.get(record.segment)
-            if reader is not None:
-                self._readers.move_to_end(record.segment)
-                return reader
-        reader = open_segment(self, record)
-        with self._lock:
-            reader = self._readers.setdefault(record.segment, reader)
-            while len(self._readers) > OPEN_SEGMENTS:
-                self._readers.popitem(last=False)
-        return reader
+        Raises:
+            NotFoundError: ``unit-missing``, no such unit, or one that holds no sample.
+            ConfigError: ``container-mismatch``, the store holds tars.
+        """
+        self._require_container("zarr")
+        import zarr
 
+        return zarr.open_group(Path(self.path, self._unit_record(unit).segment), mode="r")
 
-def load_manifest(fs: Filesystem) -> StoreManifest:
-    """``store.json``, whose target files lie inside ``target/``."""
-    manifest = load(fs, layout.STORE_JSON, StoreManifest)
-    leaving = [file.path for file in manifest.target_files if not is_inside(file.path)]
-    if leaving:
-        raise CorruptionError(
-            f"{fs.root}/{layout.STORE_JSON} is damaged: it names {leaving[0]!r}, which is not inside "
-            f"{layout.TARGET_DIR}",
-            kind="store-invalid",
-            path=layout.STORE_JSON,
+    def webdataset(self, unit: str | None = None) -> "webdataset.WebDataset":
+        """The samples as a stock ``webdataset.WebDataset`` over the tars of one unit or, in order, of all.
+
+        Nothing is shuffled; docs/webdataset.md says what a sample holds.
+
+        Raises:
+            NotFoundError: ``unit-missing``, no such unit, or one that holds no sample.
+            ConfigError: ``container-mismatch``, the store holds Zarr groups; ``store-empty``.
+        """
+        self._require_container("webdataset")
+        import webdataset
+
+        from hiddenstore.segments.tar import TAR
+
+        records = self.commits() if unit is None else [self._unit_record(unit)]
+        tars = [str(Path(self.path, record.segment, TAR)) for record in records if record.files]
+        if not tars:
+            raise ConfigError(f"{self.path} holds no sample yet", kind="store-empty")
+        return webdataset.WebDataset(tars, shardshuffle=False)
+
+    def _require_container(self, container: str) -> None:
+        if self.manifest.container != container:
+            raise ConfigError(
+                f"{self.path} is a {self.manifest.container} store, not a {container} one",
+                kind="container-mismatch",
+                hint=shlex.join(
+                    ["hiddenstore", "copy", self.path, f"{self.path}-{container}", "--container", container]
+                ),
+            )
+
+    def _unit_record(self, unit: str) -> CommitRecord:
+        for record in self.commits():
+            if record.unit == unit and record.files:
+                return record
+        raise NotFoundError(
+            f"{self.path} holds no samples of a unit {unit!r}",
+            kind="unit-missing",
+            hint=shlex.join(["hiddenstore", "ls", self.path]),
         )
-    return manifest
+
+
+def tables_of(capture: CaptureSpec, container: str) -> dict[PackageRole, tuple[Registry[Any], str]]:
+    """The table and the name that reading needs, by ``aux``, ``final`` and ``container``."""
+    codecs = capture.codecs
+    return {
+        "aux": (CODECS, codecs.aux),
+        "final": (CODECS if codecs.final in CODECS else LAYOUTS, codecs.final),
+        "container": (CONTAINERS, container),
+    }
+
+
+def _require_tables(fs: Filesystem, manifest: StoreManifest) -> None:
+    for role, (table, name) in tables_of(manifest.capture, manifest.container).items():
+        if name in table:
+            continue
+        package = manifest.packages.get(role)
+        source = f"{package.name} {package.version} brings it" if package else "store.json names no package for it"
+        wanted = f"{package.name}=={package.version}" if package else "--upgrade hiddenstore"
+        raise FormatError(
+            f"{fs.root} is stored with the {table.thing} {name!r}, which is not installed: {source}",
+            kind="plugin-missing",
+            hint=f"pip install {wanted}",
+        )
 
 
 def load_snapshot(fs: Filesystem, name: str) -> Snapshot:

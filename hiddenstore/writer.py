@@ -5,6 +5,7 @@ record (the segment is garbage) or a whole unit.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +13,16 @@ from hiddenstore import layout
 from hiddenstore.commit import committed_units, publish_commit
 from hiddenstore.documents import seal, sha256_hex
 from hiddenstore.errors import ConflictError, HiddenstoreError, StorageError
-from hiddenstore.fs import Filesystem, open_filesystem
-from hiddenstore.store import Store
+from hiddenstore.fs import open_filesystem
+from hiddenstore.fs.seam import Filesystem
+from hiddenstore.store import Store, tables_of
 from schemas.capture import CaptureSpec, HeadSpec
-from schemas.manifest import CommitRecord, Container, Engine, FileEntry, Reject, StoreManifest
+from schemas.manifest import CommitRecord, Container, Engine, FileEntry, Package, PackageRole, Reject, StoreManifest
 
 if TYPE_CHECKING:
-    from hiddenstore.inputs import PreparedInput
+    from hiddenstore.inputs.prepared import PreparedInput
     from hiddenstore.records import Record
-    from hiddenstore.registered import RegisteredInput
-    from hiddenstore.segment import EncodedUnit
+    from hiddenstore.segments.base import EncodedUnit
 
 # A name, a branch and a loading dtype are for people; digests decide whether two targets are one.
 _NOT_COMPARED = {"capture.target.name", "capture.target.revision", "capture.target.dtype"}
@@ -47,22 +48,47 @@ def create_store(
     entries = tuple(
         FileEntry(path=name, size=len(data), sha256=sha256_hex(data)) for name, data in sorted(target_files.items())
     )
-    wanted = StoreManifest(container=container, recipe=recipe, capture=capture, head=head, target_files=entries)
+    manifest = StoreManifest(
+        container=container,
+        recipe=recipe,
+        capture=capture,
+        head=head,
+        target_files=entries,
+        packages=_packages(capture, container),
+    )
     if fs.size(layout.STORE_JSON) is None:
-        _require_own_folder(fs)
+        _refuse_foreign_files(fs)
         for entry in entries:
             _publish_target_file(fs, entry, target_files[entry.path])
-        fs.put_if_absent(layout.STORE_JSON, seal(wanted))
+        fs.put_if_absent(layout.STORE_JSON, seal(manifest))
     store = Store.open(fs)
-    _require_same_capture(store, wanted)
+    differences = capture_differences(store.manifest, manifest)
+    if differences:
+        lines = "\n".join(f"  {line}" for line in differences)
+        raise ConflictError(
+            f"{store.path} holds another capture:\n{lines}",
+            kind="capture-mismatch",
+            hint="collect into another folder, or ask for what is stored: hiddenstore info " + store.path,
+        )
     for entry in store.manifest.target_files:
         if entry in entries and fs.size(f"{layout.TARGET_DIR}/{entry.path}") is None:
             _publish_target_file(fs, entry, target_files[entry.path])
     return store
 
 
-def _require_own_folder(fs: Filesystem) -> None:
-    """Refuse a folder of somebody else's files; what a store is made of may be there, by another rank or a crash."""
+def _packages(capture: CaptureSpec, container: str) -> dict[PackageRole, Package]:
+    """Which distributions bring codecs and container; all are loaded, and so checked, before anything is made."""
+    packages: dict[PackageRole, Package] = {}
+    for role, (table, name) in tables_of(capture, container).items():
+        table[name]
+        dist = table.packages[name][0].dist if name in table.packages else None
+        if dist is not None:
+            packages[role] = Package(name=dist.name, version=dist.version)
+    return packages
+
+
+def _refuse_foreign_files(fs: Filesystem) -> None:
+    """What a store is made of may be there, by another rank or a crash."""
     foreign = [name for name in fs.list("") if name not in layout.TOP_NAMES and not name.startswith(".")]
     if foreign:
         raise ConflictError(
@@ -72,11 +98,10 @@ def _require_own_folder(fs: Filesystem) -> None:
         )
 
 
-def capture_differences(stored: StoreManifest, asked: StoreManifest) -> list[str]:
+def capture_differences(stored: StoreManifest, requested: StoreManifest) -> list[str]:
     """Every field in which two stores differ, as ``capture.aux_layers: [1, 3] stored, [1, 4] asked``."""
-    keep = {"container", "capture", "head"}
-    one = _flat(stored.model_dump(mode="json", include=keep))
-    other = _flat(asked.model_dump(mode="json", include=keep))
+    members = {"container", "capture", "head"}
+    one, other = (_flat(manifest.model_dump(mode="json", include=members)) for manifest in (stored, requested))
     return [
         f"{name}: {_short(one.get(name))} stored, {_short(other.get(name))} asked"
         for name in one | other
@@ -97,7 +122,7 @@ def write_unit(
     A lost race sweeps this attempt's own segment and nothing else. A unit whose samples were all rejected has a record
     without files. Equal records give equal bytes, apart from the random digits of the segment's name.
     """
-    from hiddenstore.segment import encode_records
+    from hiddenstore.segments.encode import encode_records
 
     encoded = encode_records(unit, records, store.capture) if records else None
     return write_encoded_unit(store, unit, input_digest, encoded, rejects, engine)
@@ -111,8 +136,8 @@ def write_encoded_unit(
     rejects: Sequence[Reject],
     engine: Engine,
 ) -> CommitRecord | None:
-    """``write_unit`` for a unit encoded elsewhere (``hiddenstore.segment.encode_records``); None holds no sample."""
-    from hiddenstore.segment import write_encoded
+    """``write_unit`` for a unit encoded elsewhere (``encode_records``); None holds no sample."""
+    from hiddenstore.segments.segment import write_encoded
 
     fs, path = store.fs, layout.segment_path(unit, layout.new_attempt())
     commit = CommitRecord(
@@ -120,30 +145,26 @@ def write_encoded_unit(
     )
     if encoded is not None:
         try:
-            written = write_encoded(fs, path, encoded, store.capture, store.manifest.container)
+            files = write_encoded(fs, path, encoded, store.capture, store.manifest.container)
         except BaseException:
             sweep(fs, path)
             raise
-        commit = CommitRecord(
-            **{**dict(commit), "files": written.files, "samples": written.samples, "stats": written.stats}
-        )
+        commit = CommitRecord(**{**dict(commit), "files": files, "samples": encoded.samples, "stats": encoded.stats})
     try:
-        won = publish_commit(fs, commit)
+        if publish_commit(fs, commit):
+            return commit
     except StorageError as error:
         if error.kind == "disk-full" and fs.size(layout.commit_path(unit)) is None:
             sweep(fs, path)
         raise
-    if not won:
-        sweep(fs, path)
-    return commit if won else None
+    sweep(fs, path)
+    return None
 
 
 def sweep(fs: Filesystem, segment: str) -> None:
     """Remove a segment that no record names; what the disk refuses to remove stays for ``hiddenstore gc``."""
-    try:
+    with suppress(HiddenstoreError):
         fs.remove_tree(segment)
-    except HiddenstoreError:
-        return
 
 
 def register_input(store: Store, prepared: "PreparedInput") -> str:
@@ -154,60 +175,45 @@ def register_input(store: Store, prepared: "PreparedInput") -> str:
     Raises:
         ConflictError: ``input-units-differ`` when the same input is registered with other unit borders.
     """
-    from hiddenstore.inputs import unit_tokens
-    from hiddenstore.registered import RegisteredInput
+    from hiddenstore.inputs.registered import RegisteredInput, parse_registered
+    from hiddenstore.segments.base import unit_tokens
 
     digest = prepared.info.digest
     path = layout.input_path(digest)
-    known = store.fs.size(path) is not None
     data = prepared.registration(unit_tokens(store.capture))
-    if known or not store.fs.put_if_absent(path, data):
-        stored = RegisteredInput(store.fs, digest)
-        if store.fs.read(path) != data and not _same_rows(stored, data):
-            raise ConflictError(
-                f"{store.path}/{path} cuts this input into other units than this version would",
-                kind="input-units-differ",
-                hint="collect into a new store and merge with: hiddenstore copy",
-            )
+    if store.fs.size(path) is None and store.fs.put_if_absent(path, data):
+        return digest
+    # Another version of Arrow may have written the same rows in other bytes.
+    if store.fs.read(path) == data:
+        return digest
+    if not RegisteredInput(store.fs, digest).table.equals(parse_registered(data, digest, "this input")):
+        raise ConflictError(
+            f"{store.path}/{path} cuts this input into other units than this version would",
+            kind="input-units-differ",
+            hint="collect into a new store and merge with: hiddenstore copy",
+        )
     return digest
 
 
 def pending_units(store: Store, digest: str) -> list[str]:
     """Units of a registered input without a commit record, in input order; reads the folder as it is now."""
-    from hiddenstore.registered import RegisteredInput
+    from hiddenstore.inputs.registered import RegisteredInput
 
     done = committed_units(store.fs)
     return [unit for unit in RegisteredInput(store.fs, digest).units if unit not in done]
-
-
-def _same_rows(stored: "RegisteredInput", data: bytes) -> bool:
-    from hiddenstore.registered import parse_registered
-
-    return bool(stored.table.equals(parse_registered(data, stored.digest, "this input")))
 
 
 def _publish_target_file(fs: Filesystem, entry: FileEntry, data: bytes) -> None:
     path = f"{layout.TARGET_DIR}/{entry.path}"
     if fs.put_if_absent(path, data):
         return
-    found = sha256_hex(fs.read(path))
-    if found != entry.sha256:
+    sha256 = sha256_hex(fs.read(path))
+    if sha256 != entry.sha256:
         raise ConflictError(
             f"{fs.root}/{path} is left from a store that was never finished: expected sha256 {entry.sha256}, "
-            f"found {found}",
+            f"found {sha256}",
             kind="target-files-differ",
             hint=f"rm -r {fs.root}/{layout.TARGET_DIR}, unless another job is creating this store now",
-        )
-
-
-def _require_same_capture(store: Store, wanted: StoreManifest) -> None:
-    differences = capture_differences(store.manifest, wanted)
-    if differences:
-        lines = "\n".join(f"  {line}" for line in differences)
-        raise ConflictError(
-            f"{store.path} holds another capture:\n{lines}",
-            kind="capture-mismatch",
-            hint="collect into another folder, or ask for what is stored: hiddenstore info " + store.path,
         )
 
 

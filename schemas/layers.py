@@ -8,11 +8,11 @@ Conventions of others (sources: transformers 5.23, vLLM 0.32, SGLang 0.5.23, Ten
 * ``output``: TensorRT-LLM, SpecForge, ModelOpt, Automodel, DFlash ``target_layer_ids``, SGLang's explicit ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 LayerConvention = Literal["hf", "vllm", "output"]
-DrafterName = Literal["eagle3", "dflash", "eagle1", "medusa"]
 
 _OFFSET: dict[LayerConvention, int] = {"hf": 1, "vllm": 1, "output": 0}
 
@@ -32,31 +32,54 @@ def field_name(layer: int) -> str:
     return "embeddings" if layer == -1 else f"layer_{layer}"
 
 
-def default_aux_layers(drafter: DrafterName, num_layers: int, count: int | None = None) -> list[int]:
-    """The field's default aux layers, ascending and distinct.
+@dataclass(frozen=True)
+class LayerRule:
+    """What a drafter reads of a target unless told otherwise: a row of ``hiddenstore.targets.layer_rules``.
 
-    EAGLE-3: 1, n//2-1, n-4 (SafeAILab, vLLM, SGLang, TensorRT-LLM agree). DFlash: round(1 + i(n-4)/(m-1)) with m=5
-    (z-lab). EAGLE-1 and Medusa read the final hidden only. On a shallow target a colliding or negative id moves up to
-    the next free layer.
-
-    Raises:
-        ValueError: the target has fewer layers than the drafter reads.
+    ``published``: the field's formula for its aux layers, of the target's number of layers and of how many are read
+    (None: as many as is usual). ``final``: rows of the final hidden; ``reads_final``: it reads that hidden itself, so
+    that the target's top tokens do not stand in for it.
     """
-    wanted = published_aux_layers(drafter, num_layers, count)
-    if len(wanted) > num_layers:
-        raise ValueError(f"{drafter} reads {len(wanted)} aux layers, but the target has {num_layers} layers")
-    return _separate(wanted, num_layers)
+
+    name: str
+    published: Callable[[int, int | None], list[int]]
+    final: Literal["supervised", "all"]
+    reads_final: bool
+
+    def layers(self, num_layers: int, count: int | None = None) -> list[int]:
+        """The default aux layers, ascending and distinct: on a shallow target a colliding or negative id moves up to
+        the next free layer.
+
+        Raises:
+            ValueError: the target has fewer layers than the drafter reads.
+        """
+        published = self.published(num_layers, count)
+        if len(published) > num_layers:
+            raise ValueError(f"{self.name} reads {len(published)} aux layers, but the target has {num_layers} layers")
+        return _separate(published, num_layers)
 
 
-def published_aux_layers(drafter: DrafterName, num_layers: int, count: int | None = None) -> list[int]:
+def _dflash(n: int, count: int | None) -> list[int]:
+    m = count or 5
+    return [n // 2] if m == 1 else [round(1 + i * (n - 4) / (m - 1)) for i in range(m)]
+
+
+# SafeAILab, vLLM, SGLang and TensorRT-LLM agree on EAGLE-3; DFlash: z-lab.
+EAGLE3 = LayerRule("eagle3", lambda n, count: [1, n // 2 - 1, n - 4], "supervised", reads_final=False)
+DFLASH = LayerRule("dflash", _dflash, "supervised", reads_final=False)
+EAGLE1 = LayerRule("eagle1", lambda n, count: [], "all", reads_final=True)
+MEDUSA = LayerRule("medusa", lambda n, count: [], "supervised", reads_final=True)
+_RULES = {rule.name: rule for rule in (EAGLE3, DFLASH, EAGLE1, MEDUSA)}
+
+
+def default_aux_layers(drafter: str, num_layers: int, count: int | None = None) -> list[int]:
+    """``LayerRule.layers`` of one of our drafters."""
+    return _RULES[drafter].layers(num_layers, count)
+
+
+def published_aux_layers(drafter: str, num_layers: int, count: int | None = None) -> list[int]:
     """What the published formula gives, before colliding or negative ids are moved: 1, 2, 2 for EAGLE-3 on 6 layers."""
-    n = num_layers
-    if drafter == "eagle3":
-        return [1, n // 2 - 1, n - 4]
-    if drafter == "dflash":
-        m = count or 5
-        return [n // 2] if m == 1 else [round(1 + i * (n - 4) / (m - 1)) for i in range(m)]
-    return []
+    return _RULES[drafter].published(num_layers, count)
 
 
 def _separate(wanted: Sequence[int], num_layers: int) -> list[int]:

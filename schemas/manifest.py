@@ -1,13 +1,14 @@
 """The documents of a store: store.json, commit records and snapshots."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from schemas.base import FORMAT_VERSION, Document
 from schemas.capture import CaptureSpec, HeadSpec
 
-Container = Literal["zarr", "webdataset"]
+Container = str
+PackageRole = Literal["aux", "final", "container"]
 Split = Literal["train", "validation"]
 
 
@@ -19,8 +20,19 @@ class FileEntry(Document):
     sha256: str
 
 
+class Package(Document):
+    """A distribution that has to be installed to read a store."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    version: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.!+_-]*$")
+
+
 class StoreManifest(Document):
-    """``store.json``: immutable, written once before anything else is trusted."""
+    """``store.json``: immutable, written once before anything else is trusted.
+
+    ``packages``: which distribution brings a codec or the container, where hiddenstore does not have it itself: by
+    ``aux``, ``final`` or ``container``. Absent where there is none.
+    """
 
     format: int = FORMAT_VERSION
     container: Container = "zarr"
@@ -28,6 +40,12 @@ class StoreManifest(Document):
     capture: CaptureSpec
     head: HeadSpec
     target_files: tuple[FileEntry, ...]
+    packages: dict[PackageRole, Package] = Field(default_factory=dict)
+
+    @model_serializer(mode="wrap")
+    def _without_empty_packages(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        members: dict[str, Any] = dump(self)
+        return {name: value for name, value in members.items() if name != "packages" or value}
 
 
 class Engine(Document):

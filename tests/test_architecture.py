@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import names
+
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "schemas": {"schemas"},
@@ -16,7 +18,7 @@ MAY_IMPORT = {
 HEAVY = {"torch", "zarr", "transformers", "datasets", "webdataset", "matplotlib", "pyarrow", "numcodecs"}
 FORBIDDEN_CALLS = {"eval", "exec"}
 # SpecForge and ModelOpt read torch's own files and nothing else.
-WRITES_TORCH_FILES = "hiddenstore/interop/torch_file.py"
+WRITES_TORCH_FILES = "hiddenstore/dumps/common.py"
 FORBIDDEN_ATTRIBUTES = {("torch", "save"), ("yaml", "load"), ("yaml", "unsafe_load"), ("tarfile", "extractall")}
 SOURCES = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
 COMMANDS = [path for path in SOURCES if path.parent.name == "cli"]
@@ -76,3 +78,15 @@ def test_no_source_file_calls_what_can_run_code_or_swallow_errors(path: Path) ->
             assert not shell, f"{name_of(path)}:{node.lineno} shell="
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None, f"{name_of(path)}:{node.lineno} bare except"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_nothing_outside_a_command_line_imports_one(path: Path) -> None:
+    if "cli" not in path.relative_to(ROOT).parts:
+        lines = {module for module in imported(ast.parse(path.read_text())) if "cli" in module.split(".")}
+        assert not lines, f"{name_of(path)} imports {sorted(lines)}"
+
+
+def test_names_are_nouns() -> None:
+    dialect, total = names.count(*(ROOT / package for package in MAY_IMPORT))
+    assert len(dialect) <= names.MOST * total, "python -m tests.names lists them"

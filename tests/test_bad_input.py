@@ -192,7 +192,7 @@ CASES = [
         "export over a folder",
         on("export", "run", "--engine", "vllm", "-o", "exported"),
         CONFLICT,
-        "out-exists",
+        "output-exists",
         ("exported",),
     ),
     Case(
@@ -224,7 +224,7 @@ CASES = [
         "export-data over a folder",
         on("export-data", "store", "--to", "speculators", "-o", "exported", "--missing-final", "zeros"),
         CONFLICT,
-        "out-exists",
+        "output-exists",
         ("exported",),
     ),
     Case(

@@ -3,30 +3,88 @@
 Precedence: defaults here < derived from the target < file < ``key.path=value``; unknown keys are errors.
 """
 
-from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
-from pydantic import Field, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hiddenstore import config as settings
-from hiddenstore.errors import ConfigError
-from trainer.drafters.rope import RopeScaling
-from trainer.section import Section
+RopeType = Literal["linear", "llama3", "yarn", "longrope"]
+ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+}
+ROPE_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "llama3": (),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("factor", "attention_factor"),
+}
 
-if TYPE_CHECKING:
-    from hiddenstore.store import Store
+
+class Section(BaseModel):
+    """A group of settings; unknown keys are errors. The docstring under a field is its description."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+
+class RopeScaling(Section):
+    """The field's ``rope_scaling`` under its own key names."""
+
+    rope_type: RopeType
+    """How rotary frequencies are stretched."""
+    factor: float | None = Field(None, ge=1)
+    """How many times longer than the original window texts may be."""
+    original_max_position_embeddings: int | None = Field(None, gt=0)
+    """The original window, in tokens."""
+    low_freq_factor: float | None = Field(None, gt=0)
+    """llama3: wavelengths above the original window over this are divided by ``factor``."""
+    high_freq_factor: float | None = Field(None, gt=0)
+    """llama3: wavelengths below the original window over this stay."""
+    attention_factor: float | None = Field(None, gt=0)
+    """yarn, longrope: what cos and sin are multiplied by; derived where it is not set."""
+    beta_fast: float | None = Field(None, gt=0)
+    """yarn: channels that turn more often than this in the original window stay; 32 where it is not set."""
+    beta_slow: float | None = Field(None, gt=0)
+    """yarn: channels that turn less often than this are divided by ``factor``; 1 where it is not set."""
+    mscale: float | None = None
+    """yarn: numerator of DeepSeek's attention factor; read together with ``mscale_all_dim``."""
+    mscale_all_dim: float | None = None
+    """yarn: denominator of DeepSeek's attention factor."""
+    truncate: bool | None = None
+    """yarn: round the limits of the blend to whole channels, as where it is not set."""
+    short_factor: tuple[float, ...] | None = None
+    """longrope: a divisor of every frequency for windows up to the original one; head_dim / 2 numbers."""
+    long_factor: tuple[float, ...] | None = None
+    """longrope: a divisor of every frequency for longer windows; head_dim / 2 numbers."""
+
+    @model_validator(mode="after")
+    def _has_what_its_type_reads(self) -> "RopeScaling":
+        names = {name for name, value in self if value is not None and name != "rope_type"}
+        missing = [name for name in ROPE_REQUIRED[self.rope_type] if name not in names]
+        if missing:
+            raise ValueError(f"rope_type {self.rope_type} needs {', '.join(missing)}")
+        foreign = sorted(names - {*ROPE_REQUIRED[self.rope_type], *ROPE_OPTIONAL[self.rope_type]})
+        if foreign:
+            raise ValueError(f"rope_type {self.rope_type} has no {', '.join(foreign)}")
+        return self
+
+    def written(self) -> dict[str, Any]:
+        """What config.json says: only what is set."""
+        return self.model_dump(mode="json", exclude_none=True)
 
 
 class DataConfig(Section):
-    """batch_tokens: tokens of one optimizer step over all ranks. pack_tokens: tokens of one forward; a batch of several
-    packs accumulates their gradients."""
+    """How the store is read."""
 
     batch_tokens: int = Field(2048, gt=0)
+    """Tokens of one optimizer step, over all ranks."""
     pack_tokens: int = Field(2048, gt=0)
+    """Tokens of one forward; a batch of several packs accumulates their gradients."""
     seed: int = Field(0, ge=0)
+    """Seed of the order of samples."""
     prefetch_mb: int = Field(512, gt=0)
+    """Memory that packs read ahead may take on a rank, in MB."""
 
     @model_validator(mode="after")
     def _packs_fit(self) -> "DataConfig":
@@ -36,22 +94,34 @@ class DataConfig(Section):
 
 
 class DrafterConfig(Section):
-    """What every drafter has; each kind adds its own. The dimensions default to those of the target. ``vocab_file``
-    wins over ``vocab_size``."""
+    """What every drafter has; each kind adds its own. The dimensions default to those of the target."""
 
     name: str
+    """The kind of drafter."""
     aux_layers: tuple[int, ...]
+    """Layers of the target whose states are read, as the store numbers them."""
     hidden_size: int = Field(gt=0)
+    """Width of the residual stream."""
     intermediate_size: int = Field(gt=0)
+    """Width inside the MLP."""
     num_heads: int = Field(gt=0)
+    """Query heads."""
     num_kv_heads: int = Field(gt=0)
+    """Key and value heads; divides ``num_heads``."""
     head_dim: int = Field(gt=0)
+    """Width of a head; even."""
     rms_norm_eps: float = Field(1e-5, gt=0)
+    """What is added to the mean square in every norm."""
     rope_theta: float = Field(10000.0, gt=0)
+    """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
+    """How rotary frequencies are stretched for long texts; none for plain ones."""
     max_position: int = Field(4096, gt=0)
+    """Longest text the drafter is served with, in tokens."""
     vocab_size: int = Field(gt=0)
+    """Tokens of the draft vocabulary: the most frequent supervised ones of the store."""
     vocab_file: str | None = None
+    """A draft vocabulary to load (safetensors, npy or pt); wins over ``vocab_size``."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "DrafterConfig":
@@ -71,51 +141,71 @@ class LossConfig(Section):
 
 
 class OptimConfig(Section):
-    """The rate rises linearly over ``warmup_ratio`` of the steps, then falls to ``min_lr_ratio`` of it. kind: ``muon``
-    updates matrices by Muon at twice ``lr`` and the rest, embeddings and LM head included, by AdamW at ``lr``."""
+    """The optimizer and its schedule."""
 
     kind: Literal["adamw", "muon"] = "adamw"
+    """``muon``: Muon for matrices at twice ``lr``, AdamW at ``lr`` for the rest, embeddings and LM head included."""
     lr: float = Field(1e-4, gt=0)
+    """The highest learning rate."""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW: decay of the mean of gradients."""
     beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW: decay of the mean of their squares."""
     eps: float = Field(1e-8, gt=0)
+    """AdamW: what is added to the root of that mean."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay, multiplied by the rate."""
     clip: float = Field(1.0, gt=0)
+    """The largest global norm of the gradient; a larger one is scaled down to it."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the rate falls after the warm-up."""
     warmup_ratio: float = Field(0.04, ge=0, lt=1)
+    """Share of the steps over which the rate rises linearly."""
     min_lr_ratio: float = Field(0.02, ge=0, le=1)
+    """The last rate, as a share of ``lr``."""
 
 
 class LoopConfig(Section):
-    """Length and upkeep of the run. ``max_steps`` wins over ``epochs``. Intervals are in steps, 0 for never.
-
-    init_from: a run or checkpoint whose weights to start from. keep, keep_best: how many of the newest and of the best
-    checkpoints stay, by validation ``best_by``. patience: validations without a better one that end the run.
-    spike_factor: a step whose loss exceeds this many running medians changes nothing (`run.spikes`).
-
-    parallel: every rank a copy of the drafter, or a shard (`scale.parallel`). context_parallel: ranks that share a
-    pack. checkpoint_activations: recompute layers in the backward. compile: torch.compile on the drafter's blocks.
-    """
+    """Length and upkeep of the run. Intervals are in steps, 0 for never."""
 
     epochs: int = Field(1, gt=0)
+    """Passes over the training split."""
     max_steps: int | None = Field(None, gt=0)
+    """Optimizer steps; wins over ``epochs``."""
     seed: int = Field(0, ge=0)
+    """Seed of the first weights and of what a step draws."""
     validate_every: int = Field(500, ge=0)
+    """Steps between validations."""
     validation_tokens: int = Field(65536, gt=0)
+    """Tokens of the validation split after which a validation ends."""
     checkpoint_every: int = Field(500, ge=0)
+    """Steps between checkpoints."""
     keep: int = Field(3, gt=0)
+    """How many of the newest checkpoints stay."""
     device: str = "auto"
+    """A torch device; ``auto`` is the GPU where there is one."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of the forward; ``auto`` is bf16 on a GPU. Weights and optimizer stay fp32."""
     tensorboard: bool = False
+    """Write the log for TensorBoard too."""
     init_from: str | None = None
+    """A run or checkpoint whose weights to start from."""
     keep_best: int = Field(1, ge=0)
+    """How many of the best checkpoints stay, by ``best_by``."""
     best_by: Literal["loss", "accepted_length"] = "loss"
+    """The figure of the validation that tells which checkpoint is best."""
     patience: int | None = Field(None, gt=0)
+    """Validations without a better one that end the run; none for no such end."""
     spike_factor: float | None = Field(10.0, gt=1)
+    """A step whose loss exceeds this many running medians changes nothing; none to take every step."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
+    """What a rank holds of the drafter: a copy, or a shard of every parameter."""
     context_parallel: int = Field(1, gt=0)
+    """Ranks that share the sequence of a pack; divides their number."""
     checkpoint_activations: bool = False
+    """Compute the layers again in the backward instead of storing what it reads."""
     compile: bool = False
+    """Compile norms and MLPs of the drafter by torch.compile."""
 
     @model_validator(mode="after")
     def _patience_has_validations(self) -> "LoopConfig":
@@ -125,83 +215,15 @@ class LoopConfig(Section):
 
 
 class TrainConfig(Section):
-    """The resolved settings, saved as ``config.yaml`` beside every run; ``config_class`` gives that of a drafter."""
+    """The resolved settings, saved as ``config.yaml`` beside every run."""
 
     data: DataConfig
+    """How the store is read."""
     drafter: DrafterConfig
+    """The drafter; its kind decides which settings there are."""
     loss: LossConfig
+    """What is taught; the kind of drafter decides which settings there are."""
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig())
+    """The optimizer and its schedule."""
     train: LoopConfig = Field(default_factory=lambda: LoopConfig())
-
-
-@cache
-def config_class(drafter: str) -> type[TrainConfig]:
-    """The settings of a run that trains this kind of drafter.
-
-    Raises:
-        ConfigError: there is no such drafter.
-    """
-    from trainer.drafters import drafter_kind
-
-    kind = drafter_kind(drafter)
-    loss = (kind.loss, Field(default_factory=kind.loss))
-    return create_model("TrainConfig", __base__=TrainConfig, drafter=(kind.config, ...), loss=loss)
-
-
-def load_config(
-    store: "Store",
-    drafter: str | None = None,
-    file: str | Path | None = None,
-    words: Sequence[str] = (),
-    start: DrafterConfig | None = None,
-) -> TrainConfig:
-    """Settings for a run over ``store``. ``start``: those of the drafter to start from, which then are the defaults.
-
-    Raises:
-        ConfigError: every unknown or invalid setting at once, or ``drafter-contradiction``.
-    """
-    from trainer.derived import derived
-
-    name = _drafter_name(drafter, file, words, start)
-    defaults = derived(store, name)
-    if start is not None:
-        defaults["drafter"] = start.model_dump(mode="json", exclude={"vocab_file"})
-    if settings.said("drafter.rope_scaling", file, words):
-        # One scaling is not the other with a key changed.
-        defaults["drafter"]["rope_scaling"] = None
-    for _, batch_tokens in settings.said("data.batch_tokens", file, words)[-1:]:
-        if str(batch_tokens).isdecimal() and int(batch_tokens) > 0:
-            # A smaller batch is one smaller pack; a larger one is several.
-            defaults["data"]["pack_tokens"] = min(defaults["data"]["pack_tokens"], int(batch_tokens))
-    return settings.load(config_class(name), file, words, defaults)
-
-
-def check_settings(drafter: str | None, file: str | Path | None, words: Sequence[str]) -> None:
-    """Refuse settings before there is a store: what `settings.check` finds.
-
-    Raises:
-        ConfigError: every unknown setting and every value of a wrong type, or ``drafter-contradiction``.
-    """
-    if (
-        drafter is None
-        and settings.said("train.init_from", file, words)
-        and not settings.said("drafter.name", file, words)
-    ):
-        # Which drafter it is, only what it starts from can tell.
-        return
-    # Where only the batch is said, the pack becomes no larger.
-    settings.check(config_class(_drafter_name(drafter, file, words, None)), file, words, {"data": {"pack_tokens": 1}})
-
-
-def _drafter_name(flag: str | None, file: str | Path | None, words: Sequence[str], start: DrafterConfig | None) -> str:
-    """What the flag, the file, the words and the drafter to start from agree on; ``eagle3`` when nobody says."""
-    named = [("--drafter", flag)] if flag is not None else []
-    named += [(f"drafter.name ({origin})", str(value)) for origin, value in settings.said("drafter.name", file, words)]
-    named += [("train.init_from", start.name)] if start is not None else []
-    if len({name for _, name in named}) > 1:
-        raise ConfigError(
-            "which drafter? " + ", ".join(f"{origin} says {name}" for origin, name in named),
-            kind="drafter-contradiction",
-            hint=f"leave out all but one, or name {named[-1][1]} everywhere",
-        )
-    return named[0][1] if named else "eagle3"
+    """Length and upkeep of the run."""

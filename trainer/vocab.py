@@ -121,16 +121,16 @@ def _read_d2t(path: Path) -> Tensor:
 
     try:
         if path.suffix == ".safetensors":
-            found: object = load_tensors(path.read_bytes())
+            stored: object = load_tensors(path.read_bytes())
         elif path.suffix == ".npy":
-            found = torch.from_numpy(np.load(path, allow_pickle=False))
+            stored = torch.from_numpy(np.load(path, allow_pickle=False))
         else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            stored = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, UnpicklingError, RuntimeError, EOFError, ValueError, TypeError) as error:
         raise CorruptionError(
             f"{path} cannot be read: {_reason(error)}", kind="vocab-corrupt", path=str(path)
         ) from error
-    d2t = found.get("d2t") if isinstance(found, dict) else found
+    d2t = stored.get("d2t") if isinstance(stored, dict) else stored
     if not isinstance(d2t, Tensor) or d2t.ndim != 1:
         raise ConfigError(f"{path} holds no tensor d2t [U]", kind="vocab-invalid")
     return d2t
@@ -146,8 +146,8 @@ def count_tokens(samples: Iterable[tuple[np.ndarray, np.ndarray]], vocab_size: i
 
 def count_store(store: "Store", vocab_size: int, split: str = "train") -> np.ndarray:
     """Supervised token counts int64 [V] over one split of a store; reads tokens and masks only."""
-    chosen = (store.sample(sample_id) for sample_id in store.sample_ids)
-    return count_tokens(((s.input_ids, s.loss_mask) for s in chosen if s.split == split), vocab_size)
+    samples = (store.sample(sample_id) for sample_id in store.sample_ids)
+    return count_tokens(((s.input_ids, s.loss_mask) for s in samples if s.split == split), vocab_size)
 
 
 def coverage(vocab: DraftVocab, counts: np.ndarray) -> float:
@@ -160,8 +160,8 @@ def coverage_curve(counts: np.ndarray, sizes: Iterable[int]) -> list[tuple[int, 
     """(size, coverage) of the vocabularies that ``of_counts`` gives for counts int64 [V]: distinct sizes, ascending."""
     ordered = np.sort(counts)[::-1].cumsum()
     total = int(ordered[-1]) if len(ordered) else 0
-    chosen = sorted({min(size, len(counts)) for size in sizes if size > 0})
-    return [(size, float(ordered[size - 1]) / total if total else 1.0) for size in chosen]
+    samples = sorted({min(size, len(counts)) for size in sizes if size > 0})
+    return [(size, float(ordered[size - 1]) / total if total else 1.0) for size in samples]
 
 
 def curve_sizes(target_size: int, distinct: int) -> list[int]:

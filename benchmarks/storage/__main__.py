@@ -1,124 +1,268 @@
-"""Storage benchmark: ``python -m benchmarks.storage [--gb 2] [--rounds 3] [--store GENUINE …] [--folder DIR]``.
+"""Storage benchmark: ``python -m benchmarks.storage [--gb 2] [--rounds 3] [--against CHECKOUT]``.
 
 Run it through ``make bench-storage``, whose environment has the peers. Needs about 7 bytes of disk and of page cache
-per byte of ``--gb``; less cache makes reads from disk part of the figures. Twenty minutes on two idle cores.
+per byte of ``--gb``; less cache makes reads from disk part of the figures. Twenty minutes on two idle cores. Against
+another checkout, each reading row is timed in both in turn over the same files, without peers; any environment does.
 """
 
-import argparse
-import datetime
+import json
 import os
-import platform
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.storage import report, sizes
-from benchmarks.storage.ours import write_store
-from benchmarks.storage.run import BUDGET, GROUPS, Bench
-from benchmarks.storage.states import SEED, WIDTH, synthetic_sample
+from benchmarks import report
+from benchmarks.report import Bar, progress, table
+from benchmarks.storage import cases
+from benchmarks.storage.ours import recipe_sizes, write_store
+from benchmarks.storage.states import PT_BF16, SEED, WIDTH, RawStates, peer_sizes, sample_lengths, synthetic_sample
+from benchmarks.workers import Answer, Row, Timing, Turns, WorkerProcess, running
 
-RESULTS = Path(__file__).parents[1] / "results"
+BUDGET = 256 << 20
 SMALL_WIDTH, SMALL_SAMPLES = 64, 10_000
-DATA = f"""Synthetic, seed {SEED}, generator `benchmarks/storage/states.py`: normal noise, AR(1) along tokens,
-channel scales exp(0.6 n) with six channels x 60, token norms exp(0.3 n), one token in a thousand x 1500; samples of
-lognormal length (median 700 tokens, sigma 0.7, 64 to 2,048), the last 60 % supervised. The formula is that of
-`benchmarks/storage_codecs.py`, unchanged since before q4 and top-k existed; drawing it sample by sample, and the
-lengths, came with this benchmark."""
+# Writes are judged by their smallest figure, which takes more rounds to find.
+WRITE_ROUNDS = 2
+
+Groups = dict[str, list[Timing]]
 
 
-def many_small(folder: Path, samples: int) -> None:
-    """A q8 store of ``samples`` short samples at D=64."""
-    lengths = np.random.default_rng(SEED).integers(32, 96, samples).tolist()
+class Bench:
+    """The folders of one run under ``root``; ``width`` is smaller in tests only."""
 
-    def states() -> Iterator[np.ndarray]:
-        for index, tokens in enumerate(lengths):
-            yield synthetic_sample(index, 0, tokens, SMALL_WIDTH).view(torch.uint16).numpy()
+    def __init__(self, root: Path, gb: float, rounds: int, width: int, device: str = "cpu") -> None:
+        self.root, self.rounds, self.device = root, rounds, device
+        self.raw = RawStates(root / "raw" / "raw.u16", sample_lengths(int(gb * 1e9), width), width)
+        self.quarter = replace(self.raw, lengths=sample_lengths(int(gb * 1e9 / 4), width))
+        self.written: dict[str, Answer] = {}
 
-    write_store(folder, "safe", states, lengths, SMALL_WIDTH)
+    def group(self, name: str) -> list[Timing]:
+        """Write what a group reads, then measure its rows in turn."""
+        if name in ("write", "codecs"):
+            rounds = self.rounds * (WRITE_ROUNDS if name == "write" else 1)
+            return self.in_turn(cases.GROUPS[name], self.quarter, rounds)
+        return self.in_turn(self.write(cases.GROUPS[name]), self.raw, self.rounds)
+
+    def write(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """The folders that the rows read, each once in a run; the rows."""
+
+        def write_one(row: Row) -> None:
+            writer = replace(row, kind=cases.WRITERS.get(row.folder, row.kind))
+            self.written[row.folder] = self.ask_alone(writer, "write", keep=True)
+
+        missing = {row.folder: row for row in rows if row.folder not in {*self.written, "raw"}}
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(write_one, missing.values()))
+        return rows
+
+    def in_turn(self, rows: Sequence[Row], raw: RawStates, rounds: int) -> list[Timing]:
+        """Every round of these rows, seconds per logical GB."""
+        timings = [self._timing(row) for row in rows]
+
+        def requests(turn: int) -> dict[str, dict[str, Any]]:
+            options = {"write": {"keep": False}, "random": {"seed": turn}, "layer": {"seed": turn}}
+            return {measure: options.get(measure, {}) for row in rows for measure in row.measures}
+
+        with running(lambda row: self._worker(row, raw), rows) as workers:
+            for timing, worker in zip(timings, workers, strict=True):
+                if timing.failed is None and "write" not in timing.row.measures:
+                    timing.failed = self._opened(timing.row, worker)
+            # Nobody pays for writing back what another left in the page cache.
+            before = os.sync if "write" in rows[0].measures else lambda: None
+            Turns(rounds, requests, raw.logical_bytes / 1e9, True, before).take(timings, workers)
+        return timings
+
+    def drop(self, *folders: str) -> None:
+        """Free the page cache and the disk of what later groups do not read."""
+        for folder in folders:
+            shutil.rmtree(self.root / folder, ignore_errors=True)
+            shutil.rmtree(self.root / f"{folder}-cache", ignore_errors=True)
+
+    def ask_alone(self, row: Row, op: str, **options: Any) -> Answer:
+        """One question to a fresh process."""
+        with running(lambda row: self._worker(row, self.raw), [row]) as (worker,):
+            return worker.ask(op, **options)
+
+    def _timing(self, row: Row) -> Timing:
+        written = self.written.get(row.folder, {})
+        facts = {"stored_bytes": written["stored_bytes"]} if "stored_bytes" in written else {}
+        return Timing(row, facts=facts, failed=written.get("failed"))
+
+    def _opened(self, row: Row, worker: WorkerProcess) -> str | None:
+        if "encode" in row.measures:
+            return worker.ask("load", device=self.device).get("failed")
+        answer = worker.ask("open")
+        if "failed" not in answer:
+            answer = worker.ask("check")
+        is_exact = row.folder not in cases.LOSSY and row.kind != "TorchFilesDropped"
+        differs = "did not give back what was written" if is_exact and not answer.get("same") else None
+        failed: str | None = answer.get("failed", differs)
+        return failed
+
+    def _worker(self, row: Row, raw: RawStates) -> WorkerProcess:
+        facts = [str(raw.path), json.dumps(raw.lengths), str(raw.width)]
+        module = "benchmarks.storage.worker"
+        return WorkerProcess(row, module, [row.kind, str(self.root / row.folder), *facts], self.root / "errors.log")
 
 
-def genuine_stores(folder: Path | None) -> list[Path]:
-    """Every store in a folder, those of one target and the smallest recipe first."""
-    return [] if folder is None else sorted(path.parent for path in folder.glob("*/store.json"))
+def many_small(folder: Path) -> Path:
+    """A q8 store of many short samples at D=64."""
+    lengths = np.random.default_rng(SEED).integers(32, 96, SMALL_SAMPLES).tolist()
+    samples = (synthetic_sample(i, 0, n, SMALL_WIDTH).view(torch.uint16).numpy() for i, n in enumerate(lengths))
+    write_store(folder, "safe", samples, lengths, SMALL_WIDTH)
+    return folder
 
 
-def measure(arguments: argparse.Namespace, root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure(bench: Bench) -> tuple[dict[str, Any], Groups]:
     """Everything of one run: the facts, and the rows by group."""
-    bench = Bench(root, arguments.gb, arguments.rounds, arguments.width)
-    say(f"generating {bench.raw.logical_bytes / 1e9:.2f} GB")
-    bench.generate()
-    say("stored bytes")
-    found: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "logical_bytes": bench.raw.logical_bytes,
-        "width": arguments.width,
-        "samples": len(bench.raw.lengths),
-        "rounds": arguments.rounds,
-        "data": DATA,
-        "sizes": sizes.recipe_sizes(bench.raw, root / "sizes", min(12, len(bench.raw.lengths))),
-        "peer_sizes": sizes.peer_sizes(bench.raw, root),
-        "statistics": sizes.synthetic_statistics(bench.raw),
-        "genuine": [sizes.store_sizes(path) for path in genuine_stores(arguments.genuine)],
+    raw, root = bench.raw, bench.root
+    progress(f"generating {raw.logical_bytes / 1e9:.2f} GB")
+    raw.write()
+    progress("stored bytes")
+    facts: dict[str, Any] = {
+        "logical_bytes": raw.logical_bytes,
+        "width": raw.width,
+        "samples": len(raw.lengths),
+        "rounds": bench.rounds,
+        "sizes": recipe_sizes(raw, root / "sizes", min(12, len(raw.lengths))),
+        "peer_sizes": peer_sizes(raw, root),
     }
     bench.drop("sizes")
-    groups = {}
-    for name in GROUPS:
-        say(f"measuring: {name}")
+    groups: Groups = {}
+    for name in cases.GROUPS:
+        progress(f"measuring: {name}")
         groups[name] = bench.group(name)
         if name == "read":
-            found["memory"] = {
-                "budget": BUDGET,
-                **bench.ask_alone("Ours", "raw-store", "memory_of_loader", budget=BUDGET, tokens=2048),
-            }
-            bench.drop("safetensors", "safe-store", "compact-store")
-        if name == "loaders":
-            bench.drop("mds", "litdata", "webdataset", "lance", "raw-store")
-    say("first batch")
-    many_small(root / "small", arguments.small_samples)
-    found["first_batch"] = bench.ask_alone("Ours", "small", "first_batch")
-    return found, groups
+            facts["memory"] = bench.ask_alone(cases.CHECKED, "memory_of_loader", budget=BUDGET, tokens=2048)
+        bench.drop(*cases.READ_AWAY.get(name, ()))
+    progress("first batch")
+    small = many_small(root / "small")
+    facts["first_batch"] = bench.ask_alone(replace(cases.CHECKED, folder=small.name), "first_batch")
+    return facts, groups
 
 
-def machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }
+def judged(facts: dict[str, Any], groups: Groups) -> list[tuple[str, str, str, str]]:
+    """Every bar, judged by this run."""
+    sizes = {row["recipe"]: row for row in facts["sizes"]}
+    pt, memory = facts["peer_sizes"][PT_BF16], facts["memory"]
+    lines = [
+        Bar(f"stored size, {recipe}, final {final}, against .pt bf16", limit).judge(pt / sizes[recipe][final])
+        for recipe, final, limit in cases.SIZES
+    ]
+    lines += [ratio.judge(groups) for ratio in cases.RATIOS]
+    lossless = next((one for one in groups.get("lossless", ()) if one.row == cases.LOSSLESS), None)
+    stored = lossless.facts.get("stored_bytes") if lossless else None
+    over = (memory["growth_bytes"] - memory["budget"]) / 1e6 if "growth_bytes" in memory else None
+    return [
+        *lines,
+        cases.STORED_SHARE.judge(stored and stored / facts["logical_bytes"]),
+        cases.FIRST_BATCH.judge(facts["first_batch"].get("wall")),
+        cases.READER_MEMORY.judge(over),
+    ]
 
 
-def say(text: str) -> None:
-    print(f"{datetime.datetime.now(datetime.UTC):%H:%M:%S}  {text}", flush=True)
+def group_table(timings: Sequence[Timing], logical_bytes: int) -> str:
+    """Stored share and every measure of a group's rows."""
+    measures = list(dict.fromkeys(measure for timing in timings for measure in timing.row.measures))
+
+    def cell(timing: Timing, measure: str) -> str:
+        if timing.failed:
+            return f"did not run: {timing.failed[:80]}"
+        return report.spread(timing.cpu[measure]) if measure in timing.cpu else "–"
+
+    rows = []
+    for timing in timings:
+        stored = timing.facts.get("stored_bytes")
+        share = f"{stored / logical_bytes:.3f}" if stored else ""
+        rows.append([timing.row.label, share, *(cell(timing, measure) for measure in measures)])
+    return table(["format", "stored share", *measures], rows)
+
+
+def sizes_table(facts: dict[str, Any]) -> str:
+    """Bytes a token of every recipe."""
+    pt, rows = facts["peer_sizes"][PT_BF16], []
+    for row in facts["sizes"]:
+        cells = [f"{row[final]:,.0f} ({pt / row[final]:.2f}x)" for final in ("all", "supervised")]
+        rows.append([row["recipe"], *cells, f"{1 - row['supervised'] / row['all']:.1%}"])
+    rows += [[name, f"{size:,.0f} ({pt / size:.2f}x)", "", ""] for name, size in facts["peer_sizes"].items()]
+    return table(["recipe", "every final row (smaller than .pt)", "supervised rows", "dropped rows save"], rows)
+
+
+def page(facts: dict[str, Any], groups: Groups) -> list[str]:
+    """Markdown."""
+    lines = [
+        f"# Storage: size, read and write, {report.today()}",
+        "",
+        f"`make bench-storage`, {facts['logical_bytes'] / 1e9:.2f} GB of synthetic bf16 states (seed {SEED}, "
+        f"`benchmarks/storage/states.py`; D={facts['width']}, 3 aux layers and the final hidden, {facts['samples']} "
+        f"samples), {facts['rounds']} rounds, each format in a process of its own, the formats of a round one after "
+        "the other in an order of its own. Medians of **CPU seconds of all threads per logical GB** (10^9 bytes of "
+        "the bf16 states), lowest and highest in brackets; wall seconds are in the JSON. Every read ends in the same "
+        "page-aligned memory and comes from the page cache; three samples of each format are compared with what was "
+        "written before.",
+        "",
+        report.machine_line(),
+        "",
+        "## Bars",
+        "",
+        "Medians of all rounds, of writes the smallest round of either side.",
+        "",
+        table(report.BAR_HEAD, judged(facts, groups)),
+        "",
+        "## Stored bytes a token",
+        "",
+        sizes_table(facts),
+    ]
+    for name, timings in groups.items():
+        lines += ["", f"## {cases.TITLES[name]}", "", group_table(timings, facts["logical_bytes"])]
+    return lines
+
+
+def against(bench: Bench, checkout: Path) -> tuple[dict[str, Any], list[str]]:
+    """Reading rows of this checkout and of another over the same files, in turn: the figures and their table."""
+    bench.raw.write()
+    theirs = [replace(row, checkout=checkout.resolve()) for row in cases.AGAINST]
+    rows = [row for pair in zip(bench.write(cases.AGAINST), theirs, strict=True) for row in pair]
+    timings = bench.in_turn(rows, bench.raw, bench.rounds)
+    return {"rows": [timing.document() for timing in timings]}, [
+        "CPU s per logical GB",
+        "",
+        report.paired_table(timings),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--gb", type=float, default=2.0, help="logical GB of bf16 states")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--width", type=int, default=WIDTH)
-    parser.add_argument("--small-samples", type=int, default=SMALL_SAMPLES)
-    parser.add_argument("--genuine", type=Path, help="a folder of stores that benchmarks.storage.genuine wrote")
     parser.add_argument("--folder", type=Path, default=None, help="where to work (default: temporary)")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--note", default="CPU seconds are the figure to use, wall seconds are in the JSON.")
-    arguments = parser.parse_args()
+    parser.add_argument("--device", help="cuda: only the codecs alone, on it")
+    parser.add_argument("--against", type=Path, help="another checkout: only its reading rows beside ours")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        found, groups = measure(arguments, Path(folder))
-    found |= {"machine": machine(), "note": arguments.note}
-    path = report.write(found, groups, arguments.results)
-    print(report.page(found, groups))
-    print(f"written: {path}")
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        bench = Bench(Path(folder), options.gb, options.rounds, options.width, options.device or "cpu")
+        if options.device:
+            bench.raw.write()
+            timings = bench.group("codecs")
+            result = {"device": options.device, "rows": [timing.document() for timing in timings]}
+            report.publish("storage-device", result, options.results)
+            return
+        if options.against:
+            document, lines = against(bench, options.against)
+            report.publish("storage-against", document, options.results, lines)
+            return
+        facts, groups = measure(bench)
+    rows = {name: [timing.document() for timing in timings] for name, timings in groups.items()}
+    document = {**facts, "bars": judged(facts, groups), "rows": rows}
+    report.publish("storage", document, options.results, page(facts, groups))
 
 
 if __name__ == "__main__":

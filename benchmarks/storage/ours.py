@@ -3,21 +3,30 @@
 Stores here hold the final hidden of every token, so that every format reads the same states.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.storage.peers import Format, Samples
-from benchmarks.storage.states import loss_mask
-from hiddenstore import zarr_read
-from hiddenstore.data.buffers import Buffers
-from hiddenstore.data.fill import Decoded, Filler, SampleSlot, StillEncoded, places_of
+from benchmarks.storage.formats import Format, Samples
+from benchmarks.storage.states import RawStates, loss_mask
+from hiddenstore.codecs import get_codec
+from hiddenstore.codecs.base import Encoded
+from hiddenstore.codecs.topk import with_top_tokens
+from hiddenstore.data.fill import (
+    DecodedFiller,
+    EncodedFiller,
+    Filler,
+    SampleSlot,
+    packed_samples,
+)
+from hiddenstore.data.packed import Buffers, small_on
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
-from hiddenstore.segment import encode_records, write_encoded
+from hiddenstore.segments import zarr_read
 from hiddenstore.store import Store
+from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing import builders
 from hiddenstore.writer import create_store, write_unit
 from schemas.capture import FINAL, CaptureSpec, FinalMode
@@ -39,9 +48,6 @@ def make_sample(index: int, tokens: int) -> Sample:
 
 def make_record(index: int, states: torch.Tensor, capture: CaptureSpec) -> Record:
     """States bf16 [L, t, D], the last layer the final hidden, as this capture holds them."""
-    from hiddenstore.codecs.topk import with_top_tokens
-    from hiddenstore.head import HeadBundle
-
     sample = make_sample(index, states.shape[1])
     rows = final_row_positions(sample.loss_mask, capture.final)
     final = states[-1] if len(rows) == states.shape[1] else states[-1][torch.from_numpy(rows).long()]
@@ -65,12 +71,17 @@ def units(lengths: Sequence[int], width: int, layers: int) -> Iterator[range]:
 
 
 def write_store(
-    folder: Path, recipe: str, samples: Samples, lengths: Sequence[int], width: int, final: FinalMode = "all"
+    folder: Path,
+    recipe: str,
+    samples: Iterable[np.ndarray],
+    lengths: Sequence[int],
+    width: int,
+    final: FinalMode = "all",
 ) -> Store:
     """A committed store of these samples."""
     capture = builders.capture_spec(AUX_LAYERS, width, recipe, final)
     store = create_store(folder / "store", capture, builders.HEAD, recipe, builders.target_files(width))
-    source = enumerate(samples())
+    source = enumerate(samples)
     for number, unit in enumerate(units(lengths, width, len(AUX_LAYERS) + 1)):
         states = (next(source) for _ in unit)
         records = [make_record(i, torch.from_numpy(bits).view(torch.bfloat16), capture) for i, bits in states]
@@ -85,7 +96,7 @@ class Ours(Format):
     checked = True
 
     def write(self, samples: Samples) -> None:
-        write_store(self.folder, self.recipe, samples, [shape[1] for shape in self.shapes], self.shapes[0][2])
+        write_store(self.folder, self.recipe, samples(), [shape[1] for shape in self.shapes], self.shapes[0][2])
 
     def open(self) -> None:
         zarr_read.CHECK_CHUNKS = self.checked
@@ -97,6 +108,7 @@ class Ours(Format):
         self.store.read_into(self.ids[index], states[:-1], states[-1])
 
     def read_layer(self, index: int, layer: int, out: np.ndarray) -> None:
+        """One layer of a sample into ``out`` [t, D]."""
         self.store.read_into(
             self.ids[index], torch.from_numpy(out).view(torch.bfloat16)[None], None, [AUX_LAYERS[layer]]
         )
@@ -110,10 +122,18 @@ class OursLossless(Ours):
     recipe = "lossless"
 
 
+class Safe(Ours):
+    recipe = "safe"
+
+
+class Compact(Ours):
+    recipe = "compact"
+
+
 class OursPack(Ours):
     """One sample a pack, in buffers that are used again: as ``TokenBatches`` fills them for a device."""
 
-    kind: type[Any] = StillEncoded
+    kind: type[Any] = EncodedFiller
 
     def open(self) -> None:
         super().open()
@@ -124,7 +144,7 @@ class OursPack(Ours):
     def read(self, index: int, out: np.ndarray) -> None:
         slots = [self.slots[self.ids[index]]]
         pack = self.filler.empty(slots, self.buffers)
-        self.filler.fill(pack, places_of(slots)[0])
+        self.filler.fill(pack, packed_samples(slots)[0])
 
 
 class SafePacked(OursPack):
@@ -136,39 +156,38 @@ class CompactPacked(OursPack):
 
 
 class SafeDecoded(OursPack):
-    recipe, kind = "safe", Decoded
+    recipe, kind = "safe", DecodedFiller
 
 
 class CompactDecoded(OursPack):
-    recipe, kind = "compact", Decoded
+    recipe, kind = "compact", DecodedFiller
 
 
-class RawSegment(Ours):
-    """Writing the files of a unit alone: chunks, checksums, sha256, fsync; the states are encoded before."""
+class Codec:
+    """One codec in memory on a device, over samples uint16 [L, t, D]."""
 
-    def write(self, samples: Samples) -> None:
-        for number, encoded in enumerate(self.encoded):
-            write_encoded(self.fs, f"segments/u-{number}", encoded, self.capture)
+    def __init__(self, name: str, samples: Iterable[np.ndarray], device: torch.device) -> None:
+        self.codec, self.device = get_codec(name), device
+        self.states = [torch.from_numpy(bits).view(torch.bfloat16).to(device) for bits in samples]
+        self.out = [torch.zeros_like(states) for states in self.states]
+        encoded = [self.codec.encode(states) for states in self.states]
+        small = small_on([one.small for one in encoded], device)
+        codes = [[codes.to(device) for codes in one.codes] for one in encoded]
+        self.encoded = [Encoded(*pair) for pair in zip(codes, small, strict=True)]
 
-    def prepare(self, samples: Samples) -> None:
-        """What ``write`` is not to pay for."""
-        from hiddenstore.fs_local import LocalFilesystem
+    def encode(self) -> None:
+        for states in self.states:
+            self.codec.encode(states)
+        self._finish()
 
-        self.fs = LocalFilesystem(self.folder)
-        self.capture = builders.capture_spec(AUX_LAYERS, self.shapes[0][2], self.recipe, "all")
-        source = list(samples())
-        self.encoded = []
-        for unit in units([shape[1] for shape in self.shapes], self.shapes[0][2], len(AUX_LAYERS) + 1):
-            records = [make_record(i, torch.from_numpy(source[i]).view(torch.bfloat16), self.capture) for i in unit]
-            self.encoded.append(encode_records("u", records, self.capture))
+    def decode(self) -> None:
+        for encoded, out in zip(self.encoded, self.out, strict=True):
+            self.codec.decode(encoded, out)
+        self._finish()
 
-
-class Safe(Ours):
-    recipe = "safe"
-
-
-class Compact(Ours):
-    recipe = "compact"
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 class StockZarr(Format):
@@ -182,26 +201,23 @@ class StockZarr(Format):
         if self.pipeline:
             zarr.config.set({"codec_pipeline.path": self.pipeline})
         store = Store.open(self.folder / "store")
-        self.arrays, self.rows = [], []
-        for record, entry in store.entries:
-            names = [*(field_name(layer) for layer in AUX_LAYERS), FINAL]
-            self.rows.append(range(entry.start, entry.start + entry.tokens))
-            self.arrays.append([self.array(self.folder / "store" / record.segment / name) for name in names])
+        self.opened: dict[str, list[Any]] = {}
+        self.samples = [(record.segment, entry.start, entry.start + entry.tokens) for record, entry in store.entries]
+        names = [*(field_name(layer) for layer in AUX_LAYERS), FINAL]
+        for segment in {segment for segment, _, _ in self.samples}:
+            self.opened[segment] = [self.array(self.folder / "store" / segment / name) for name in names]
 
     def array(self, path: Path) -> Any:
         import zarr
 
-        self.known: dict[Path, Any] = getattr(self, "known", {})
-        if path not in self.known:
-            self.known[path] = zarr.open_array(str(path), mode="r")
-        return self.known[path]
+        return zarr.open_array(str(path), mode="r")
 
     def read(self, index: int, out: np.ndarray) -> None:
         from zarr.core.buffer import default_buffer_prototype
 
-        rows, buffer = self.rows[index], default_buffer_prototype().nd_buffer
-        for array, place in zip(self.arrays[index], out, strict=True):
-            array.get_basic_selection(slice(rows.start, rows.stop), out=buffer.from_numpy_array(place))
+        buffer, (segment, start, stop) = default_buffer_prototype().nd_buffer, self.samples[index]
+        for array, layer in zip(self.opened[segment], out, strict=True):
+            array.get_basic_selection(slice(start, stop), out=buffer.from_numpy_array(layer))
 
 
 class StockZarrs(StockZarr):
@@ -214,19 +230,29 @@ class StockTensorstore(StockZarr):
     def array(self, path: Path) -> Any:
         import tensorstore
 
-        self.known = getattr(self, "known", {})
-        if path not in self.known:
-            spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path)}}
-            self.known[path] = tensorstore.open(spec, read=True, open=True).result()
-        return self.known[path]
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path)}}
+        return tensorstore.open(spec, read=True, open=True).result()
 
     def read(self, index: int, out: np.ndarray) -> None:
         import tensorstore
 
-        rows = self.rows[index]
-        copies = [
-            tensorstore.array(place).write(array[rows.start : rows.stop])
-            for array, place in zip(self.arrays[index], out, strict=True)
-        ]
+        segment, start, stop = self.samples[index]
+        pairs = zip(self.opened[segment], out, strict=True)
+        copies = [tensorstore.array(layer).write(array[start:stop]) for array, layer in pairs]
         for copy in copies:
             copy.result()
+
+
+def recipe_sizes(raw: RawStates, folder: Path, count: int) -> list[dict[str, Any]]:
+    """Bytes a token of the first ``count`` samples as one unit of each recipe, everything on disk counted."""
+    from hiddenstore.codecs import RECIPES
+
+    lengths, rows = raw.lengths[:count], []
+    for recipe in RECIPES:
+        row: dict[str, Any] = {"recipe": recipe, "tokens": sum(lengths)}
+        for final in ("all", "supervised"):
+            samples = (raw.sample(index) for index in range(count))
+            store = write_store(folder / f"{recipe}-{final}", recipe, samples, lengths, raw.width, final)  # type: ignore[arg-type]
+            row[final] = sum(record.bytes_stored for record in store.commits()) / sum(lengths)
+        rows.append(row)
+    return rows

@@ -1,16 +1,14 @@
-"""The data of the storage benchmark: synthetic states from a fixed seed, and how they compare with genuine ones.
+"""The data of the storage benchmark, synthetic states from a fixed seed, and what it takes in each recipe.
 
-The generator is that of ``benchmarks/storage_codecs.py``, older than every codec but ``bf16``, ``lossless`` and ``q8``:
-lognormal channel scales (sigma 0.6), six massive channels (x 60), token norms (sigma 0.3), each token half the noise of
-the one before it, one token in a thousand a sink (x 1500). Here it runs sample by sample, so that any size fits into
-memory.
+Lognormal channel scales (sigma 0.6), six massive channels (x 60), token norms (sigma 0.3), each token half the noise of
+the one before it, one token in a thousand a sink (x 1500); drawn sample by sample, so that any size fits into memory.
 
 Shapes: L layers, t tokens of a sample, D width.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ SEED = 0
 SUPERVISED = 0.6
 MEDIAN_TOKENS = 700
 SINK_EVERY = 1000
+PT_BF16 = "pt bf16 per sample"
 
 
 def sample_lengths(logical_bytes: int, width: int = WIDTH) -> list[int]:
@@ -53,6 +52,14 @@ def synthetic_sample(index: int, first_token: int, tokens: int, width: int = WID
     return states
 
 
+def synthetic_bits(lengths: list[int], width: int) -> Iterator[np.ndarray]:
+    """uint16 [L, t, D] of each sample in turn."""
+    first = 0
+    for index, tokens in enumerate(lengths):
+        yield synthetic_sample(index, first, tokens, width).view(torch.uint16).numpy()
+        first += tokens
+
+
 def loss_mask(tokens: int) -> np.ndarray:
     """uint8 [t]: the last 60 % are supervised."""
     return (np.arange(tokens) >= round(tokens * (1 - SUPERVISED))).astype(np.uint8)
@@ -70,45 +77,36 @@ class RawStates:
     def logical_bytes(self) -> int:
         return sum(self.lengths) * LAYERS * self.width * 2
 
-    def offset(self, index: int) -> int:
-        """First byte of a sample."""
-        return sum(self.lengths[:index]) * LAYERS * self.width * 2
-
     def shape(self, index: int) -> tuple[int, int, int]:
         return LAYERS, self.lengths[index], self.width
 
     def sample(self, index: int) -> np.ndarray:
         """uint16 [L, t, D], read from the file."""
         shape = self.shape(index)
-        values = np.fromfile(self.path, np.uint16, count=int(np.prod(shape)), offset=self.offset(index))
+        first_byte = sum(self.lengths[:index]) * LAYERS * self.width * 2
+        values = np.fromfile(self.path, np.uint16, count=int(np.prod(shape)), offset=first_byte)
         return values.reshape(shape)
 
     def write(self) -> None:
         """Generate and write every sample."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("wb") as file:
-            for index, tokens in enumerate(self.lengths):
-                states = synthetic_sample(index, sum(self.lengths[:index]), tokens, self.width)
-                states.view(torch.uint16).numpy().tofile(file)
+            for bits in synthetic_bits(self.lengths, self.width):
+                bits.tofile(file)
 
 
-def layer_statistics(states: torch.Tensor) -> dict[str, Any]:
-    """What matters to a codec in bf16 [t, D]: row norms, channel spread, and the entropy of the exponents."""
-    values = states.float()
-    rms = values.square().mean(dim=1).sqrt()
-    typical = values[rms < 6 * rms.median()]
-    channels = typical.abs().median(dim=0).values
-    exponents = (states.view(torch.int16).int() >> 7) & 0xFF
-    share = torch.bincount(exponents.flatten(), minlength=256).double() / exponents.numel()
-    entropy = -(share[share > 0] * share[share > 0].log2()).sum()
-    neighbours = torch.nn.functional.cosine_similarity(values[1:], values[:-1], dim=1)
-    return {
-        "tokens": states.shape[0],
-        "width": states.shape[1],
-        "rms_median": float(rms.median()),
-        "rms_max_over_median": float(rms.max() / rms.median()),
-        "sink_share": float((rms >= 6 * rms.median()).double().mean()),
-        "channel_p99_over_median": float(channels.quantile(0.99) / channels.median()),
-        "channel_max_over_median": float(channels.max() / channels.median()),
-        "exponent_bits": float(entropy),
-        "neighbour_cosine": float(neighbours.mean()),
-    }
+def peer_sizes(raw: RawStates, folder: Path) -> dict[str, float]:
+    """Bytes a token of one ``torch.save`` file of bf16, and of fp8 E4M3 with one fp32 scale a token."""
+    states = torch.from_numpy(raw.sample(0)).view(torch.bfloat16)
+    ids = torch.zeros(states.shape[1], dtype=torch.int64)
+    scale = states.float().abs().amax(dim=2, keepdim=True) / 448
+    codes = (states.float() / scale).to(torch.float8_e4m3fn)
+    path, sizes = folder / "one.pt", {}
+    for name, tensors in (
+        (PT_BF16, {"hidden_states": states}),
+        ("fp8 per token", {"codes": codes, "scale": scale}),
+    ):
+        torch.save({**tensors, "input_ids": ids, "loss_mask": ids}, path)
+        sizes[name] = path.stat().st_size / states.shape[1]
+        path.unlink()
+    return sizes

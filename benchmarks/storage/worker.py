@@ -1,4 +1,4 @@
-"""One format in a process of its own: requests as JSON lines on stdin, answers on stdout.
+"""One format in a process of its own.
 
 CPU seconds are those of every thread of this process and of children it waited for; memory the samples are read into is
 one page-aligned buffer that exists before.
@@ -6,30 +6,32 @@ one page-aligned buffer that exists before.
 
 import json
 import mmap
-import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.storage import ours, peers
+from benchmarks.storage import formats, ours
 from benchmarks.storage.states import RawStates
+from benchmarks.workers import Answer, reset_peak, resident, serve, timed
+from hiddenstore.data import TokenBatches
+from hiddenstore.store import Store
 
 
 class Worker:
-    """``request["op"]`` names a method; its answer goes back as it is."""
+    """The requests of a format."""
 
-    def __init__(self, name: str, folder: Path, raw: RawStates) -> None:
-        self.name, self.folder, self.raw = name, folder, raw
-        shapes = [raw.shape(index) for index in range(len(raw.lengths))]
-        maker: Any = getattr(peers, name, None) or getattr(ours, name)
-        self.format: peers.Format = maker(folder, shapes)
-        self.count = len(shapes)
+    def __init__(self, kind: str, folder: Path, raw: RawStates) -> None:
+        self.folder, self.raw, self.count = folder, raw, len(raw.lengths)
+        shapes = [raw.shape(index) for index in range(self.count)]
+        maker: Any = getattr(formats, kind, None) or getattr(ours, kind, formats.Format)
+        self.format: Any = maker(folder, shapes)
+        self.kind = kind
         largest = max(int(np.prod(shape)) for shape in shapes)
         self.memory = np.frombuffer(mmap.mmap(-1, largest * 2), np.uint16)
         self.memory[:] = 0
@@ -41,107 +43,85 @@ class Worker:
     def samples(self) -> Iterator[np.ndarray]:
         return (self.raw.sample(index) for index in range(self.count))
 
-    def write(self, keep: bool) -> dict[str, float]:
-        """Write all samples from memory; without ``keep`` the files go again."""
-        held = list(self.samples()) if not keep else None
-        source: peers.Samples = self.samples if held is None else lambda: iter(held)
+    def write(self, keep: bool) -> Answer:
+        """Write all samples, from memory unless ``keep``; without it the files go again."""
+        states = None if keep else list(self.samples())
+        source: formats.Samples = self.samples if states is None else lambda: iter(states)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        if hasattr(self.format, "prepare"):
-            self.format.prepare(source)
-        found = timed(lambda: self.format.write(source))
-        found["stored_bytes"] = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        answer = timed(lambda: self.format.write(source))
+        answer["stored_bytes"] = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
         if not keep:
             shutil.rmtree(self.folder)
-        return found
+        return answer
 
-    def open(self) -> dict[str, float]:
+    def open(self) -> Answer:
         return timed(self.format.open)
 
-    def check(self) -> dict[str, bool]:
+    def check(self) -> Answer:
         """Whether the first, the middle and the last sample come back bit-exactly; also the warm-up."""
-        wanted = (0, self.count // 2, self.count - 1)
-        held = {index: np.zeros(self.raw.shape(index), np.uint16) for index in wanted}
+        copies = {i: np.zeros(self.raw.shape(i), np.uint16) for i in (0, self.count // 2, self.count - 1)}
         if self.format.shuffles:
-            for index, place in held.items():
-                self.format.read(index, place)
+            for index, copy in copies.items():
+                self.format.read(index, copy)
         else:
-            self.format.read_all(lambda index: held.get(index, self.out(index)))
-        return {"same": all(np.array_equal(place, self.raw.sample(index)) for index, place in held.items())}
+            self.format.read_all(lambda index: copies.get(index, self.out(index)))
+        return {"same": all(np.array_equal(copy, self.raw.sample(index)) for index, copy in copies.items())}
 
-    def sequential(self) -> dict[str, float]:
+    def sequential(self) -> Answer:
         return timed(lambda: self.format.read_all(self.out))
 
-    def random(self, seed: int) -> dict[str, float]:
-        order = np.random.default_rng(seed).permutation(self.count).tolist()
-
+    def random(self, seed: int) -> Answer:
         def work() -> None:
-            for index in order:
+            for index in self._order(seed):
                 self.format.read(index, self.out(index))
 
         return timed(work)
 
-    def layer(self, seed: int) -> dict[str, float]:
-        order = np.random.default_rng(seed).permutation(self.count).tolist()
-
+    def layer(self, seed: int) -> Answer:
         def work() -> None:
-            for index in order:
+            for index in self._order(seed):
                 self.format.read_layer(index, 1, self.out(index)[1])
 
         return timed(work)
 
-    def memory_of_loader(self, budget: int, tokens: int) -> dict[str, float]:
-        """Growth of resident memory while ``TokenBatches`` reads the store once, its budget in bytes."""
-        from hiddenstore.data import TokenBatches
-        from hiddenstore.store import Store
+    def _order(self, seed: int) -> list[int]:
+        order: list[int] = np.random.default_rng(seed).permutation(self.count).tolist()
+        return order
 
+    def load(self, device: str) -> Answer:
+        """The codec that is this worker's kind, its states in memory."""
+        self.codec = ours.Codec(self.kind, self.samples(), torch.device(device))
+        return {}
+
+    def encode(self) -> Answer:
+        return timed(self.codec.encode)
+
+    def decode(self) -> Answer:
+        return timed(self.codec.decode)
+
+    def memory_of_loader(self, budget: int, tokens: int) -> Answer:
+        """Growth of resident memory while ``TokenBatches`` reads the store once, its budget in bytes."""
         batches = TokenBatches(Store.open(self.folder / "store"), batch_tokens=tokens, prefetch_bytes=budget, epochs=1)
-        Path("/proc/self/clear_refs").write_text("5")
+        reset_peak()
         before = resident("VmRSS")
         count = sum(len(batch.packs) for batch in batches)
-        return {"growth_bytes": resident("VmHWM") - before, "packs": count}
+        return {"growth_bytes": resident("VmHWM") - before, "packs": count, "budget": budget}
 
-    def first_batch(self) -> dict[str, float]:
+    def first_batch(self) -> Answer:
         """Seconds from opening the store to its first batch; imports are done."""
-        from hiddenstore.data import TokenBatches
-        from hiddenstore.store import Store
-
         started = time.perf_counter()
         batches = TokenBatches(Store.open(self.folder / "store"), batch_tokens=8192)
         next(iter(batches))
         return {"wall": time.perf_counter() - started, "samples": len(batches.sample_ids)}
 
 
-def timed(work: Callable[[], Any]) -> dict[str, float]:
-    wall, cpu = time.perf_counter(), cpu_seconds()
-    work()
-    return {"wall": time.perf_counter() - wall, "cpu": cpu_seconds() - cpu}
-
-
-def cpu_seconds() -> float:
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
-
-
-def resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
-def main() -> None:
-    name, folder, raw, lengths, width = sys.argv[1:]
+def make() -> Worker:
+    """Of the command line: class, folder, raw file, lengths as JSON, width."""
+    kind, folder, raw, lengths, width = sys.argv[1:]
     torch.set_num_threads(1)
-    answers, sys.stdout = sys.stdout, sys.stderr
-    states = RawStates(Path(raw), json.loads(lengths), int(width))
-    worker = Worker(name, Path(folder), states)
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            answer = getattr(worker, request.pop("op"))(**request)
-        except Exception as error:  # noqa: BLE001 - a peer's failure is a row of the results, whatever it is
-            answer = {"failed": f"{type(error).__name__}: {error}"[:300]}
-        print(json.dumps(answer), file=answers, flush=True)
+    return Worker(kind, Path(folder), RawStates(Path(raw), json.loads(lengths), int(width)))
 
 
 if __name__ == "__main__":
-    main()
+    serve(make)

@@ -1,14 +1,48 @@
 """``hiddenstore collect``."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
-from collectors.cli.options import container_option, own_code_option, revision_option
-from hiddenstore.cli.output import common_options, examples, output
+from collectors.cli.options import (
+    container_option,
+    engine_flags,
+    engine_option,
+    remote_code_option,
+    revision_option,
+    server_option,
+    tensor_parallel_option,
+)
+from hiddenstore.codecs import DEFAULT_RECIPE, RECIPE_HELP
+from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.targets.layer_rules import LAYER_RULES
 
 if TYPE_CHECKING:
-    from collectors.job import CollectReport
+    from collectors.capture.job import CollectReport
+    from schemas.capture import FinalMode
+    from schemas.manifest import Container
+
+
+class _Options(TypedDict):
+    """Each is the member of ``CollectOptions`` of its name."""
+
+    data: str
+    target: str
+    revision: str | None
+    template: str | None
+    trust_remote_code: bool
+    engine: str
+    check: str
+    layers: str
+    final: "FinalMode | None"
+    recipe: str
+    container: "Container"
+    batch_tokens: int
+    dtype: str | None
+    device: str
+    tensor_parallel: int
+    server: str | None
+    scratch: str | None
 
 
 @click.command(
@@ -26,7 +60,7 @@ if TYPE_CHECKING:
 @click.option("--target", required=True, help="A local folder or a hub id.")
 @revision_option
 @click.option("--template", type=click.Path(), help="The chat template file that prepare was given.")
-@click.option("--engine", default="hf", show_default=True, help="What runs the target: hf, vllm or trtllm.")
+@engine_option
 @click.option(
     "--check",
     default="auto",
@@ -38,26 +72,23 @@ if TYPE_CHECKING:
     "--layers",
     default="eagle3",
     show_default=True,
-    help="eagle3, dflash, eagle1, medusa, all-drafters, or numbers such as 1,15,28 (-1 = embeddings).",
+    help=f"{', '.join(LAYER_RULES)}, all-drafters, or numbers such as 1,15,28 (-1 = embeddings).",
 )
 @click.option("--final", type=click.Choice(["supervised", "all", "none"]), help="Rows of the final hidden to keep.")
 @click.option(
     "--recipe",
-    default="safe",
+    default=DEFAULT_RECIPE,
     show_default=True,
-    help="safe, compact, tiny, lossless or raw; per field: aux=q4,final=q8; auto: measure first, as advise does.",
+    help=f"{RECIPE_HELP}; auto: measure first, as advise does.",
 )
 @container_option
 @click.option("--batch-tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens per forward.")
 @click.option("--dtype", help="bf16, fp16 or fp32; default: the checkpoint's own.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 … for Hugging Face.")
-@click.option("--device-map", help="Engine hf: auto spreads the blocks over every GPU (accelerate).")
-@click.option("--attention", help="Engine hf: sdpa, eager or flash_attention_2; default: transformers' own choice.")
-@click.option(
-    "--tensor-parallel", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs per engine: vllm, trtllm."
-)
+@engine_flags
+@tensor_parallel_option
 @click.option("--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="A setting of the engine's own.")
-@click.option("--server", metavar="URL", help="Engine vllm: a server that runs already.")
+@server_option
 @click.option("--scratch", type=click.Path(), help="RAM-backed folder for states in passing; default: /dev/shm.")
 @click.option(
     "--launcher",
@@ -65,10 +96,10 @@ if TYPE_CHECKING:
     show_default=True,
     help="What starts the workers: local (this process, or torchrun's and SLURM's), ray, or ray:N for N workers.",
 )
-@own_code_option
+@remote_code_option
 @common_options
 def collect(
-    store: str, engine_args: tuple[str, ...], device_map: str | None, attention: str | None, launcher: str, **asked: Any
+    store: str, engine_args: tuple[str, ...], engine_flags: dict[str, str], launcher: str, **options: Unpack[_Options]
 ) -> None:
     """Capture the target's hidden states over prepared DATA into a store.
 
@@ -76,17 +107,15 @@ def collect(
     Ray).
     Ctrl-C or SIGTERM drops the open unit and exits 75.
     """
-    from collectors.job_open import CollectOptions, read_engine_args
+    from collectors.capture.options import CollectOptions, read_engine_args
     from collectors.launch import launch
-    from hiddenstore.cli.terminal import plural
-    from hiddenstore.rank import drain_on_signal
+    from hiddenstore.console.text import plural
+    from hiddenstore.process import drain_on_signal
 
     out = output()
-    extra = read_engine_args(engine_args)
-    extra |= {name: value for name, value in (("device_map", device_map), ("attention", attention)) if value}
-    options = CollectOptions(store=store, extra=extra, **asked)
+    extra = read_engine_args(engine_args) | engine_flags
     with drain_on_signal() as drain:
-        report = launch(launcher, options, drain, out.note)
+        report = launch(launcher, CollectOptions(store=store, extra=extra, **options), drain, out.note)
     out.data(_document(report), human=lambda: out.pairs(_lines(report)))
     if report.pending_units:
         out.note(
@@ -96,8 +125,6 @@ def collect(
 
 
 def _document(report: "CollectReport") -> dict[str, object]:
-    from collectors.launch.report import documents
-
     document: dict[str, object] = {
         "store": report.store,
         "input": report.input,
@@ -115,14 +142,12 @@ def _document(report: "CollectReport") -> dict[str, object]:
         "tokens_per_s": round(report.tokens_per_s, 1),
     }
     if report.workers:
-        document["workers"] = documents(report.workers)
-        document["workers_lost"] = sum(worker.losses for worker in report.workers)
+        document |= {"workers": report.workers, "workers_lost": report.workers_lost}
     return document
 
 
 def _lines(report: "CollectReport") -> list[tuple[str, str]]:
-    from collectors.launch.report import lines as worker_lines
-    from hiddenstore.cli.terminal import size
+    from hiddenstore.console.text import size
 
     rejects = ", ".join(f"{count} {reason}" for reason, count in sorted(report.rejects.items())) or "none"
     if report.resumed_units and not report.units and not report.pending_units:
@@ -140,8 +165,10 @@ def _lines(report: "CollectReport") -> list[tuple[str, str]]:
     if report.compared_samples:
         lines.append(("compared", f"{report.compared_samples} samples equal Hugging Face's"))
     if report.workers:
-        lines += worker_lines(report.workers)
-    elif report.seconds:
-        forward, wait = 100 * report.forward_s / report.seconds, 100 * report.wait_s / report.seconds
+        lost = f", {report.workers_lost} lost and replaced" if report.workers_lost else ""
+        lines.append(("workers", f"{report.workers}{lost}"))
+    if report.seconds:
+        share = 100 / (report.seconds * max(report.workers, 1))
+        forward, wait = share * report.forward_s, share * report.wait_s
         lines.append(("time", f"{report.seconds:.1f} s: target {forward:.0f} %, waiting for writes {wait:.0f} %"))
     return lines

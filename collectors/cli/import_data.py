@@ -1,16 +1,18 @@
 """``hiddenstore import``: another project's dump into a store."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from collectors.cli.options import container_option, revision_option
 from collectors.cli.prepare import Share
-from collectors.importers import FORMATS
-from hiddenstore.cli.output import common_options, examples, output
+from collectors.engines.dump import FORMATS
+from hiddenstore.codecs import DEFAULT_RECIPE, RECIPE_HELP
+from hiddenstore.console.output import common_options, examples, output
 
 if TYPE_CHECKING:
-    from collectors.importers.report import ImportReport
+    from collectors.capture.import_job import ImportReport
+    from schemas.manifest import Container
 
 
 @click.command(
@@ -42,9 +44,9 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--recipe",
-    default="safe",
+    default=DEFAULT_RECIPE,
     show_default=True,
-    help="safe, compact, tiny, lossless or raw; per field: aux=q4,final=q8.",
+    help=f"{RECIPE_HELP}.",
 )
 @container_option
 @click.option(
@@ -58,26 +60,61 @@ if TYPE_CHECKING:
 )
 @click.option("--delete-source", is_flag=True, help="Delete each file once all it holds is committed and read back.")
 @common_options
-def import_data(peer: str, norm: str | None, **asked: Any) -> None:
+def import_data(
+    source: str,
+    peer: str,
+    store: str,
+    target: str,
+    revision: str | None,
+    template: str | None,
+    layers: str | None,
+    peer_layers: str | None,
+    norm: Literal["pre", "post"] | None,
+    tokens_from: str | None,
+    loss_on: str | None,
+    validation: float,
+    recipe: str,
+    container: "Container",
+    max_rejects: float,
+    check: str,
+    delete_source: bool,
+) -> None:
     """Bring another project's dump of hidden states into a store.
 
     What the numbers mean follows from FORMAT, and the first samples are held against it before anything is written.
-    What no file says is asked for. Samples that cannot be used are listed with their reason. Torch files are read by a
-    limited process that runs no code of theirs.
+    What no file says is asked for. Samples that cannot be used are listed with their reason. No code of a torch file
+    runs.
     """
-    from collectors.importers.job import import_dump
-    from collectors.importers.opening import ImportOptions
-    from hiddenstore.rank import drain_on_signal
+    from collectors.capture.import_job import ImportOptions, import_dump
+    from hiddenstore.process import drain_on_signal
 
     out = output()
-    options = ImportOptions(peer=peer, norm=None if norm is None else f"{norm}_norm", **asked)  # type: ignore[arg-type]
+    options = ImportOptions(
+        source,
+        peer,
+        store,
+        target,
+        revision=revision,
+        template=template,
+        layers=layers,
+        peer_layers=peer_layers,
+        norm=None if norm is None else "pre_norm" if norm == "pre" else "post_norm",
+        recipe=recipe,
+        container=container,
+        tokens_from=tokens_from,
+        loss_on=loss_on,
+        validation=validation,
+        max_rejects=max_rejects,
+        check=check,
+        delete_source=delete_source,
+    )
     with drain_on_signal() as drain:
         report = import_dump(options, drain, out.note)
     out.data(_document(report), human=lambda: out.pairs(_lines(report)))
     if report.rounded:
         out.warn(f"{report.rounded:,} samples held wider numbers than bf16 and were rounded")
-    if options.delete_source and report.kept_files:
-        out.note(f"{report.kept_files:,} source files stay: not everything in them is in the store")
+    if delete_source and report.remaining_files:
+        out.note(f"{report.remaining_files:,} source files stay: not everything in them is in the store")
     if report.units or report.resumed_units:
         out.hint("hiddenstore", "verify", report.store, "--meaning")
 
@@ -106,7 +143,7 @@ def _document(report: "ImportReport") -> dict[str, object]:
 
 
 def _lines(report: "ImportReport") -> list[tuple[str, str]]:
-    from hiddenstore.cli.terminal import size
+    from hiddenstore.console.text import size
 
     before = f" ({report.resumed_units} were committed before)" if report.resumed_units else ""
     per_token = f", {report.bytes_stored / report.tokens:,.0f} bytes per token" if report.tokens else ""
@@ -124,10 +161,9 @@ def _lines(report: "ImportReport") -> list[tuple[str, str]]:
         lines.append(("padding", f"{report.padding:,} rows left behind"))
     if report.deleted_files:
         lines.append(("deleted", f"{report.deleted_files:,} source files"))
-    found = report.evidence
-    if found.next_token_top1 is not None:
-        text = f"top-1 of the next token {found.next_token_top1:.0%} on supervised spans of {found.samples} samples"
-        lines.append(("meaning", text))
+    top1, samples = report.evidence.next_token_top1, report.evidence.samples
+    if top1 is not None:
+        lines.append(("meaning", f"top-1 of the next token {top1:.0%} on supervised spans of {samples} samples"))
     return lines
 
 

@@ -1,15 +1,29 @@
 """``hiddenstore plan``."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
 from collectors.cli.options import revision_option
-from hiddenstore.cli.output import common_options, examples, output
-from hiddenstore.layout import CONTAINER_NAMES
+from hiddenstore.codecs import DEFAULT_RECIPE
+from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.segments import CONTAINERS
 
 if TYPE_CHECKING:
-    from collectors.estimate import Plan
+    from collectors.capture.estimate import Plan
+    from schemas.capture import FinalMode
+
+
+class _Options(TypedDict):
+    """What is captured, into which store, and how fast."""
+
+    revision: str | None
+    layers: str
+    final: "FinalMode | None"
+    recipe: str
+    container: str
+    out: str
+    rate: float | None
 
 
 @click.command(
@@ -24,88 +38,89 @@ if TYPE_CHECKING:
 @click.option("--template", type=click.Path(), help="The chat template file that prepare was given.")
 @click.option("--layers", default="eagle3", show_default=True, help="As for collect.")
 @click.option("--final", type=click.Choice(["supervised", "all", "none"]), help="As for collect.")
-@click.option("--recipe", default="safe", show_default=True, help="The recipe to mark, as for collect.")
-@click.option("--container", type=click.Choice(CONTAINER_NAMES), default=CONTAINER_NAMES[0], help="As for collect.")
+@click.option("--recipe", default=DEFAULT_RECIPE, show_default=True, help="The recipe to mark, as for collect.")
+@click.option(
+    "--container", type=click.Choice(tuple(CONTAINERS)), default=next(iter(CONTAINERS)), help="As for collect."
+)
 @click.option("-o", "--out", default=".", type=click.Path(), help="Where the store will be: its free space is shown.")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Tokens/s that collect reached; gives hours.")
 @common_options
-def plan(data: str, target: str, template: str | None, **asked: Any) -> None:
+def plan(data: str, target: str, template: str | None, **options: Unpack[_Options]) -> None:
     """How many bytes, files and hours a collect needs, before anything is written."""
-    from collectors.estimate import make_plan
-    from collectors.job_open import require_data_fits, resolve_recipe
-    from collectors.layers import choose_layers
-    from collectors.target import open_target
-    from collectors.template import read_template
-    from hiddenstore.inputs import PreparedInput
+    from collectors.capture.estimate import make_plan
+    from collectors.capture.options import require_data_fits, resolve_recipe
+    from collectors.targets.layers import choose_layers
+    from collectors.targets.load import open_target
+    from collectors.tokenize.template import read_template
+    from hiddenstore.inputs.prepared import PreparedInput
 
     out = output()
     info = PreparedInput.open(data).info
-    folder = open_target(target, asked["revision"], None if template is None else read_template(template))
+    folder = open_target(target, options["revision"], None if template is None else read_template(template))
     require_data_fits(info, folder)
-    choice = choose_layers(asked["layers"], asked["final"], folder.num_layers)
-    found = make_plan(
-        info, folder, choice, resolve_recipe(asked["recipe"], choice), asked["out"], asked["rate"], asked["container"]
-    )
+    choice = choose_layers(options["layers"], options["final"], folder.num_layers)
+    recipe = resolve_recipe(options["recipe"], choice)
+    needs = make_plan(info, folder, choice, recipe, options["out"], options["rate"], options["container"])
     document = {
         "samples": info.samples,
         "tokens": info.tokens,
         "supervised_tokens": info.supervised_tokens,
         "layers": list(choice.aux_layers),
         "final": choice.final,
-        "recipe": found.recipe,
-        "container": asked["container"],
-        "bytes_raw": found.bytes_raw,
-        "bytes_free": found.bytes_free,
-        "hours": found.hours,
-        "recipes": [vars(row) | {"fits": row.bytes_stored < found.bytes_free} for row in found.estimates],
+        "recipe": needs.recipe,
+        "container": options["container"],
+        "bytes_raw": needs.bytes_raw,
+        "bytes_free": needs.bytes_free,
+        "hours": needs.hours,
+        "recipes": [vars(row) | {"fits": row.recipe in needs.fitting} for row in needs.estimates],
     }
-    out.data(document, human=lambda: _show(found))
-    if not all(row.bytes_stored < found.bytes_free for row in found.estimates if row.recipe == found.recipe):
-        _say_what_fits(found)
+    out.data(document, human=lambda: _show(needs))
+    if needs.recipe not in needs.fitting:
+        _warn_of_room(needs)
         out.hint("hiddenstore", "plan", data, "--target", target, "-o", "ANOTHER_DISK/STORE")
         return
-    store = "STORE" if asked["out"] == "." else asked["out"]
-    same = {"template": template, **{name: asked[name] for name in ("revision", "layers", "final", "container")}}
-    usual = (None, "eagle3", "zarr")
-    words = [word for name, value in same.items() if value not in usual for word in (f"--{name}", value)]
-    out.hint("hiddenstore", "collect", data, "-o", store, "--target", target, "--recipe", found.recipe, *words)
+    store = "STORE" if options["out"] == "." else options["out"]
+    capture = {"template": template, "revision": options["revision"], "layers": options["layers"]}
+    capture |= {"final": options["final"], "container": options["container"]}
+    defaults = (None, "eagle3", "zarr")
+    words = [word for name, value in capture.items() if value not in defaults for word in (f"--{name}", str(value))]
+    out.hint("hiddenstore", "collect", data, "-o", store, "--target", target, "--recipe", needs.recipe, *words)
 
 
-def _say_what_fits(found: "Plan") -> None:
-    from hiddenstore.cli.terminal import size
+def _warn_of_room(needs: "Plan") -> None:
+    from hiddenstore.console.text import size
 
-    needed = next(row.bytes_stored for row in found.estimates if row.recipe == found.recipe)
-    fitting = [row.recipe for row in found.estimates if row.bytes_stored < found.bytes_free]
-    others = f"what fits: {', '.join(fitting)}" if fitting else "no recipe fits"
-    output().warn(f"{found.recipe} needs {size(needed)} and {size(found.bytes_free)} are free; {others}")
+    needed = next(row.bytes_stored for row in needs.estimates if row.recipe == needs.recipe)
+    others = f"what fits: {', '.join(needs.fitting)}" if needs.fitting else "no recipe fits"
+    output().warn(f"{needs.recipe} needs {size(needed)} and {size(needs.bytes_free)} are free; {others}")
 
 
-def _show(found: "Plan") -> None:
-    from hiddenstore.cli.terminal import count, plural, seconds, size
+def _show(needs: "Plan") -> None:
+    from hiddenstore.console.text import count, plural, seconds, size
 
     out = output()
     hours = (
-        "give --rate TOKENS_PER_S for hours" if found.hours is None else f"{seconds(3600 * found.hours)} at that rate"
+        "give --rate TOKENS_PER_S for hours" if needs.hours is None else f"{seconds(3600 * needs.hours)} at that rate"
     )
     out.pairs(
         [
-            ("tokens", f"{count(found.info.tokens)} in {plural(found.info.samples, 'sample')}"),
-            ("captured", found.choice.explained),
-            ("raw", f"{size(found.bytes_raw)}: bf16 of every layer and of the final hidden at every token"),
-            ("free", size(found.bytes_free)),
+            ("tokens", f"{count(needs.info.tokens)} in {plural(needs.info.samples, 'sample')}"),
+            ("captured", needs.choice.explained),
+            ("raw", f"{size(needs.bytes_raw)}: bf16 of every layer and of the final hidden at every token"),
+            ("free", size(needs.bytes_free)),
             ("time", hours),
         ]
     )
     rows = [
         (
-            f"{row.recipe} (chosen)" if row.recipe == found.recipe else row.recipe,
+            f"{row.recipe} (chosen)" if row.recipe == needs.recipe else row.recipe,
             size(row.bytes_stored),
-            f"{found.bytes_raw / row.bytes_stored:.1f}x",
+            f"{needs.bytes_raw / row.bytes_stored:.1f}x",
             f"{row.bytes_per_token:,.0f}",
             count(row.segments),
             count(row.files),
-            "yes" if row.bytes_stored < found.bytes_free else "no",
+            "yes" if row.recipe in needs.fitting else "no",
         )
-        for row in found.estimates
+        for row in needs.estimates
     ]
     out.table(["recipe", ">size", ">smaller", ">bytes/token", ">segments", ">files", "fits"], rows)

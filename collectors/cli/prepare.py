@@ -1,12 +1,17 @@
 """``hiddenstore prepare``: conversations → tokens, loss mask and turn spans, or prompts to have answered."""
 
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
-from collectors.cli.options import own_code_option, revision_option
-from hiddenstore.cli.output import common_options, examples, output
+from collectors.cli.options import remote_code_option, revision_option
+from hiddenstore.console.output import common_options, examples, output
+
+if TYPE_CHECKING:
+    from collectors.conversations.mix import Mix
+    from schemas.prepared import LossOn, Overlong
 
 
 class Share(click.ParamType):
@@ -24,10 +29,21 @@ class Share(click.ParamType):
         return share
 
 
-TRAIN_ONLY = (
-    *("target", "revision", "trust_remote_code", "template"),
-    *("loss_on", "think_loss", "max_tokens", "overlong", "validation", "workers"),
-)
+class _TokenOptions(TypedDict):
+    """Options of ``--mode train`` alone; each is the member of ``PrepareOptions`` of its name."""
+
+    loss_on: "LossOn"
+    think_loss: bool
+    max_tokens: int | None
+    overlong: "Overlong"
+    validation: float
+    template: str | None
+    workers: int | None
+    revision: str | None
+    trust_remote_code: bool
+
+
+TRAIN_ONLY = ("target", *_TokenOptions.__annotations__)
 
 
 @click.command(
@@ -42,7 +58,7 @@ TRAIN_ONLY = (
 @click.option("-o", "--out", type=click.Path(), metavar="DATA", help="Folder (generate: JSONL file) to write; new.")
 @click.option("--target", metavar="T", help="Target folder or hub id: its tokenizer and chat template.")
 @revision_option
-@own_code_option
+@remote_code_option
 @click.option("--mix", type=click.Path(), metavar="FILE", help="YAML of sources with caps or weights, for INPUT.")
 @click.option(
     "--mode",
@@ -77,11 +93,24 @@ TRAIN_ONLY = (
     "--val", "validation", type=Share(), default="1%", show_default=True, help="Share held out, by sample id."
 )
 @click.option("--workers", type=click.IntRange(min=1), metavar="W", help="Processes; default: all cores when worth it.")
-@click.option("--preset-root", type=click.Path(), metavar="DIR", help="Local copies of presets: DIR/OWNER/NAME.")
+@click.option(
+    "--preset-root", "dataset_root", type=click.Path(), metavar="DIR", help="Local copies of presets: DIR/OWNER/NAME."
+)
 @click.option("--list-presets", is_flag=True, help="Show the presets and stop.")
 @common_options
 @click.pass_context
-def prepare(ctx: click.Context, inputs: tuple[str, ...], list_presets: bool, mode: str, **asked: Any) -> None:
+def prepare(
+    ctx: click.Context,
+    inputs: tuple[str, ...],
+    out: str | None,
+    target: str | None,
+    mix: str | None,
+    mode: str,
+    augment: str | None,
+    dataset_root: str | None,
+    list_presets: bool,
+    **options: Unpack[_TokenOptions],
+) -> None:
     """Turn conversations into tokens with a loss mask (DATA) that collect takes.
 
     INPUT is a JSONL, JSON or parquet file of OpenAI messages or ShareGPT conversations, a folder of them, a preset by
@@ -89,57 +118,54 @@ def prepare(ctx: click.Context, inputs: tuple[str, ...], list_presets: bool, mod
     from the {% generation %} tags of the chat template; where it has none, from comparing rendered prefixes.
     """
     if list_presets:
-        _show_presets()
+        _show_datasets()
         return
-    chosen = _mixed_inputs(inputs, asked.pop("mix"))
-    out = asked.pop("out")
+    sources = _sources(inputs, mix)
     if out is None:
         raise click.UsageError("Missing option '-o' / '--out'.")
     if mode == "generate":
-        given = [
-            name for name in TRAIN_ONLY if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        ]
-        if given:
-            raise click.UsageError(f"--mode generate writes no tokens: it takes no {_flag(given[0])}")
-        _generate(chosen, out, asked["augment"], asked["preset_root"])
+        for name in TRAIN_ONLY:
+            if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+                flag = "--val" if name == "validation" else f"--{name.replace('_', '-')}"
+                raise click.UsageError(f"--mode generate writes no tokens: it takes no {flag}")
+        _generate(sources, out, augment, dataset_root)
         return
-    if asked.pop("augment") is not None:
+    if augment is not None:
         raise click.UsageError("--augment needs --mode generate: changed prompts have no answers to learn from")
-    if asked["target"] is None:
+    if target is None:
         raise click.UsageError("Missing option '--target'.")
-    _train(chosen, out, asked.pop("target"), asked)
+    _train(sources, out, target, dataset_root, options)
 
 
-def _mixed_inputs(inputs: tuple[str, ...], mix: str | None) -> Any:
+def _sources(inputs: tuple[str, ...], mix: str | None) -> "Sequence[str] | Mix":
     if mix is None:
         if not inputs:
             raise click.UsageError("Missing argument 'INPUT…' (or --mix FILE).")
-        return list(inputs)
+        return inputs
     if inputs:
         raise click.UsageError("--mix names its own sources; leave INPUT out, or name it in the mix")
-    from collectors.mix import read_mix
+    from collectors.conversations.mix import read_mix
 
     return read_mix(mix)
 
 
-def _flag(name: str) -> str:
-    return {"validation": "--val"}.get(name, f"--{name.replace('_', '-')}")
-
-
-def _train(chosen: Any, out: str, target: str, asked: dict[str, Any]) -> None:
+def _train(
+    sources: "Sequence[str] | Mix", out: str, target: str, dataset_root: str | None, options: _TokenOptions
+) -> None:
     import time
 
-    from collectors.prepare import PrepareOptions
-    from collectors.prepare import prepare as run
-    from hiddenstore.cli.terminal import plural
-    from hiddenstore.rank import drain_on_signal
+    from collectors.tokenize.prepare import PrepareOptions
+    from collectors.tokenize.prepare import prepare as run
+    from hiddenstore.console.text import plural
+    from hiddenstore.process import drain_on_signal
 
     started_s = time.monotonic()
     with drain_on_signal() as drain:
-        document = run(chosen, out, target, PrepareOptions(**asked), stopping=lambda: drain.requested)
+        settings = PrepareOptions(dataset_root=dataset_root, **options)
+        document = run(sources, out, target, settings, stopping=lambda: drain.requested)
     elapsed_s = time.monotonic() - started_s
     answer = {**document.model_dump(mode="json"), "path": out, "elapsed_s": round(elapsed_s, 3)}
-    output().data(answer, human=lambda: _show(answer))
+    output().data(answer, human=lambda: _show_data(answer))
     if document.validation_share > 0 and not document.validation_samples:
         output().warn(
             f"none of the {plural(document.samples, 'sample')} fell into the validation split of "
@@ -150,31 +176,28 @@ def _train(chosen: Any, out: str, target: str, asked: dict[str, Any]) -> None:
             f"{plural(document.reasoning_lost, 'sample')} lost the reasoning of the last answer: this chat template "
             "writes none; --template FILE names one that does"
         )
-    pinned = ("--revision", asked["revision"]) if asked["revision"] else ()
-    own_code = ("--trust-remote-code",) if asked["trust_remote_code"] else ()
-    where = f"{out.rstrip('/')}-store"
-    output().hint("hiddenstore", "collect", out, "-o", where, "--target", target, *pinned, *own_code)
+    revision = ("--revision", settings.revision) if settings.revision else ()
+    own_code = ("--trust-remote-code",) if settings.trust_remote_code else ()
+    store = f"{out.rstrip('/')}-store"
+    output().hint("hiddenstore", "collect", out, "-o", store, "--target", target, *revision, *own_code)
 
 
-def _show(answer: dict[str, Any]) -> None:
-    from hiddenstore.cli.terminal import percent, size
+def _show_data(answer: dict[str, Any]) -> None:
+    from collectors.conversations.rows import NO_ANSWER
+    from hiddenstore.console.text import percent, size
 
     rows, samples, tokens = answer["rows_read"], answer["samples"], answer["tokens"]
-    held_out, longest, supervised = answer["validation_samples"], answer["longest"], answer["supervised_tokens"]
+    validation, longest, supervised = answer["validation_samples"], answer["longest"], answer["supervised_tokens"]
     limit = f"{answer['max_tokens']:,}" if answer["max_tokens"] is not None else "none"
     masks = {"generation-tags": "generation tags", "prefixes": "rendered prefixes", "all": "every token"}
-    thoughts = "" if answer["think_loss"] else ", without thoughts"
+    learned = f"{answer['loss_on']}{'' if answer['think_loss'] else ', without thoughts'}"
     stored = sum(file["size"] for file in answer["files"])
     output().pairs(
         [
             ("rows read", f"{rows:,}  ({rows / max(answer['elapsed_s'], 1e-3):,.0f} rows/s)"),
-            ("samples", f"{samples:,}  (train {samples - held_out:,}, validation {held_out:,})"),
+            ("samples", f"{samples:,}  (train {samples - validation:,}, validation {validation:,})"),
             ("tokens", f"{tokens:,}  (mean {tokens / samples:,.0f}, longest {longest:,}, limit {limit})"),
-            (
-                "supervised",
-                f"{percent(supervised / tokens)}  ({answer['loss_on']}{thoughts}, mask from "
-                f"{masks[answer['mask_from']]})",
-            ),
+            ("supervised", f"{percent(supervised / tokens)}  ({learned}, mask from {masks[answer['mask_from']]})"),
             ("cut", f"{answer['cut']:,}"),
             ("duplicates", f"{answer['duplicates']:,} dropped"),
             ("rejected", f"{sum(reject['rows'] for reject in answer['rejects']):,}"),
@@ -183,40 +206,20 @@ def _show(answer: dict[str, Any]) -> None:
     )
     if len(answer["sources"]) > 1 or answer["mix_seed"] is not None:
         _show_sources(answer["sources"], "samples", "tokens")
+    _show_rejects([(reject["reason"], reject["rows"], reject["examples"][0]) for reject in answer["rejects"]])
     if answer["rejects"]:
-        from collectors.rows import NO_ANSWER
-        from hiddenstore.cli.table import Column
-
-        found = [(reject["reason"], f"{reject['rows']:,}", reject["examples"][0]) for reject in answer["rejects"]]
-        output().table(["rejected because", ">rows", Column("first", wide=True)], found)
         output().note(f"all rejected rows: {answer['path'].rstrip('/')}/rejects.jsonl")
-        if any(reject["reason"] == NO_ANSWER for reject in answer["rejects"]):
-            output().note("rows without an answer: hiddenstore regenerate has the target write them")
+    if any(reject["reason"] == NO_ANSWER for reject in answer["rejects"]):
+        output().note("rows without an answer: hiddenstore regenerate has the target write them")
 
 
-def _show_sources(sources: list[dict[str, Any]], *counts: str) -> None:
-    from hiddenstore.cli.table import Column
-
-    names = ("rows", *counts)
-    rows = [
-        (
-            source["source"],
-            f"{source['available']:,}" if source["available"] is not None else "",
-            *(f"{source[name]:,}" for name in names),
-        )
-        for source in sources
-    ]
-    output().table([Column("source", wide=True), ">of", *(f">{name}" for name in names)], rows)
-
-
-def _generate(chosen: Any, out: str, augment: str | None, preset_root: str | None) -> None:
-    from collectors.augment import read_augmentation
-    from collectors.skeletons import write_skeletons
-    from hiddenstore.rank import drain_on_signal
+def _generate(sources: "Sequence[str] | Mix", out: str, augment: str | None, dataset_root: str | None) -> None:
+    from collectors.conversations.prompts import read_augmentation, write_prompts
+    from hiddenstore.process import drain_on_signal
 
     augmentation = None if augment is None else read_augmentation(augment)
     with drain_on_signal() as drain:
-        report = write_skeletons(chosen, out, augmentation, preset_root, lambda: drain.requested)
+        report = write_prompts(sources, out, augmentation, dataset_root, lambda: drain.requested)
     answer = {
         "path": report.out,
         "rows_read": report.read,
@@ -234,8 +237,6 @@ def _generate(chosen: Any, out: str, augment: str | None, preset_root: str | Non
 
 
 def _show_prompts(answer: dict[str, Any]) -> None:
-    from hiddenstore.cli.table import Column
-
     variants = ", ".join(f"{name} {count:,}" for name, count in answer["variants"].items())
     output().pairs(
         [
@@ -249,27 +250,44 @@ def _show_prompts(answer: dict[str, Any]) -> None:
     )
     if len(answer["sources"]) > 1 or answer["mix"]:
         _show_sources(answer["sources"], "prompts")
-    if answer["rejects"]:
-        found = [(reject["reason"], f"{reject['rows']:,}", reject["first"]) for reject in answer["rejects"]]
-        output().table(["rejected because", ">rows", Column("first", wide=True)], found)
+    _show_rejects([(reject["reason"], reject["rows"], reject["first"]) for reject in answer["rejects"]])
 
 
-def _show_presets() -> None:
-    from collectors.presets.table import preset_rows
-    from hiddenstore.cli.table import Column
+def _show_sources(sources: list[dict[str, Any]], *counts: str) -> None:
+    from hiddenstore.console.text import Column
 
-    presets = preset_rows()
+    names = ("available", "rows", *counts)
+    rows = [
+        (source["source"], *(f"{source[name]:,}" if source[name] is not None else "" for name in names))
+        for source in sources
+    ]
+    output().table([Column("source", wide=True), ">of", *(f">{name}" for name in names[1:])], rows)
+
+
+def _show_rejects(rejects: list[tuple[str, int, str]]) -> None:
+    from hiddenstore.console.text import Column
+
+    if rejects:
+        rows = [(reason, f"{count:,}", first) for reason, count, first in rejects]
+        output().table(["rejected because", ">rows", Column("first", wide=True)], rows)
+
+
+def _show_datasets() -> None:
+    from collectors.conversations.datasets import dataset_rows
+    from hiddenstore.console.text import Column
+
+    rows = dataset_rows()
 
     def human() -> None:
-        rows = [
+        table = [
             (
                 row["name"],
                 row["about"] + ("" if row["answers"] else " (questions only)"),
                 row["parts"][0] + (f" and {len(row['parts']) - 1} more" if len(row["parts"]) > 1 else ""),
             )
-            for row in presets
+            for row in rows
         ]
-        output().table(["preset", "what", Column("from", wide=True)], rows)
+        output().table(["preset", "what", Column("from", wide=True)], table)
 
-    output().data({"presets": presets}, human=human)
-    output().hint("hiddenstore", "prepare", f"preset:{presets[0]['name']}", "-o", "data", "--target", "T")
+    output().data({"presets": rows}, human=human)
+    output().hint("hiddenstore", "prepare", f"preset:{rows[0]['name']}", "-o", "data", "--target", "T")

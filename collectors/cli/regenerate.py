@@ -1,11 +1,11 @@
 """``hiddenstore regenerate``."""
 
 import re
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import click
 
-from hiddenstore.cli.output import common_options, examples, output
+from hiddenstore.console.output import common_options, examples, output
 
 
 class Shard(click.ParamType):
@@ -20,6 +20,27 @@ class Shard(click.ParamType):
         if not match or int(match[1]) > int(match[2]):
             self.fail(f"{value!r} is not a shard such as 1/4 … 4/4", param, ctx)
         return int(match[1]), int(match[2])
+
+
+class _Options(TypedDict):
+    """Each is the member of ``RegenerateOptions`` of its name."""
+
+    inputs: tuple[str, ...]
+    out: str
+    target: str | None
+    server: str | None
+    model: str | None
+    api_key_env: str | None
+    concurrency: int
+    shard: tuple[int, int]
+    system: str | None
+    template: str | None
+    temperature: float
+    max_new_tokens: int
+    max_samples: int | None
+    workers: int
+    seed: int
+    device: str
 
 
 @click.command(
@@ -55,33 +76,25 @@ class Shard(click.ParamType):
 )
 @common_options
 @click.pass_context
-def regenerate(ctx: click.Context, more: tuple[str, ...], **asked: Any) -> None:
+def regenerate(ctx: click.Context, more: tuple[str, ...], **options: Unpack[_Options]) -> None:
     """Let the target write the answers of conversations itself, turn by turn.
 
     A drafter has to predict the target, not the people or models who wrote the data. Conversations without answers get
     one after every user turn. Answers with more than 30 % repeated 4-grams are dropped with their conversation, and the
     share is shown. Answers are kept as they come: after a kill the same command goes on.
     """
-    from collectors.regenerate import RegenerateOptions
-    from collectors.regenerate import regenerate as run
-    from collectors.regenerating.options import MoreSettings
-    from hiddenstore.config import load
-    from hiddenstore.rank import drain_on_signal
+    from collectors.regenerate.job import regenerate as run
+    from collectors.regenerate.options import MoreSettings, RegenerateOptions
+    from hiddenstore.process import drain_on_signal
+    from hiddenstore.settings import load
 
-    _refuse_misfits(ctx, asked)
+    _refuse_misfits(ctx, options)
     settings = load(MoreSettings, dotlist=more).model_dump()
     out = output()
     with drain_on_signal() as drain:
-        report = run(RegenerateOptions(**asked, **settings), out.note, lambda: drain.requested)
-    document = {
-        "out": report.out,
-        "read": report.read,
-        "written": report.written,
-        "answers": report.answers,
-        "tokens": report.tokens,
-        "cut": report.cut,
-        "short": report.short,
-        "resumed": report.resumed,
+        report = run(RegenerateOptions(**options, **settings), out.note, lambda: drain.requested)
+    names = ("out", "read", "written", "answers", "tokens", "cut", "short", "resumed")
+    document = {name: getattr(report, name) for name in names} | {
         "dropped": dict(report.dropped),
         "examples": report.examples,
         "waiting_for_shards": report.waiting,
@@ -89,28 +102,27 @@ def regenerate(ctx: click.Context, more: tuple[str, ...], **asked: Any) -> None:
         "seconds": round(report.seconds, 3),
         "tokens_per_s": round(report.tokens_per_s, 1),
     }
-    out.data(document, human=lambda: _show(document, asked["shard"]))
+    out.data(document, human=lambda: _show(document, options["shard"]))
     if report.waiting:
-        shard = f"{report.waiting[0]}/{asked['shard'][1]}"
-        out.hint("hiddenstore", "regenerate", *asked["inputs"], "-o", report.out, "--shard", shard, "…")
+        shard = f"{report.waiting[0]}/{options['shard'][1]}"
+        out.hint("hiddenstore", "regenerate", *options["inputs"], "-o", report.out, "--shard", shard, "…")
     else:
-        out.hint("hiddenstore", "prepare", report.out, "-o", "DATA", "--target", asked["target"] or "T")
+        out.hint("hiddenstore", "prepare", report.out, "-o", "DATA", "--target", options["target"] or "T")
 
 
-def _refuse_misfits(ctx: click.Context, asked: dict[str, Any]) -> None:
+def _refuse_misfits(ctx: click.Context, options: _Options) -> None:
     """Options of the other way to answer would be ignored in silence."""
-    if (asked["target"] is None) == (asked["server"] is None):
+    if (options["target"] is None) == (options["server"] is None):
         raise click.UsageError("Give either '--target T' (answers in this process) or '--server URL'.")
     server_only, target_only = ("model", "api_key_env", "concurrency"), ("template", "workers", "device")
-    chosen, other = ("--server", target_only) if asked["server"] is not None else ("--target", server_only)
-    for name in other:
+    flag, others = ("--server", target_only) if options["server"] is not None else ("--target", server_only)
+    for name in others:
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')} has no meaning with {chosen}")
+            raise click.UsageError(f"--{name.replace('_', '-')} has no meaning with {flag}")
 
 
 def _show(document: dict[str, Any], shard: tuple[int, int]) -> None:
-    from hiddenstore.cli.table import Column
-    from hiddenstore.cli.terminal import percent, plural
+    from hiddenstore.console.text import Column, percent, plural
 
     out = output()
     looping = document["dropped"].get("looping", 0)

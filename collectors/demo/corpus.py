@@ -48,12 +48,12 @@ def conversations(library: Path | None = None) -> list[dict[str, list[dict[str, 
         NotFoundError: the installation carries no library sources.
     """
     folder = library or Path(sysconfig.get_path("stdlib"))
-    rows, seen = [], set()
+    rows, answers = [], set()
     for entry in _entries(folder):
         answer = f"{entry.signature}\n\n{entry.text}" if entry.signature else entry.text
-        if answer in seen:
+        if answer in answers:
             continue
-        seen.add(answer)
+        answers.add(answer)
         choice = hashlib.sha256(entry.name.encode()).digest()[0]
         questions = _TOPIC_QUESTIONS if entry.kind == "topic" else _QUESTIONS
         question = questions[choice % len(questions)].format(name=entry.name, kind=entry.kind)
@@ -75,7 +75,7 @@ def _entries(folder: Path) -> Iterator[Entry]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError):
             continue
-        module = ".".join(part for part in parts if part != "__init__")
+        module = ".".join(name for name in parts if name != "__init__")
         yield from _documented(tree, module, "module")
     yield from _topics(folder)
 

@@ -1,4 +1,4 @@
-"""What a capture engine is: token ids in, named states out. Adding one is a file here and a line in ``ENGINES``.
+"""What a capture engine is: token ids in, named states out. Adding one is a file here and a row in ``ENGINES``.
 
 Shapes: N tokens of the unit end to end, R final rows of the unit, L aux layers, D target width, C checked rows.
 """
@@ -10,58 +10,78 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-from torch import Tensor
-
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, InterruptError
+from hiddenstore.registry import Registry
 from schemas.capture import NormState
 from schemas.manifest import Engine
 
 if TYPE_CHECKING:
-    from collectors.target import EngineTarget
+    import numpy as np
+    from torch import Tensor
+
+    from collectors.targets.load import EngineTarget
+    from schemas.capture import NormState
+    from schemas.manifest import Engine
 
 
 @dataclass(frozen=True, eq=False)
 class CaptureRequest:
-    """One sample to run: input_ids int32 [T]; final_rows int32 [r], ascending positions of the final hidden."""
+    """One sample to run: input_ids int32 [T]; final_rows int32 [r], ascending positions of the final hidden.
 
-    input_ids: np.ndarray
-    final_rows: np.ndarray
+    ``source``: where the sample came from, for an engine that looks states up instead of computing them.
+    """
+
+    input_ids: "np.ndarray"
+    final_rows: "np.ndarray"
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A request without states: its ``index``, a kebab-case ``reason`` and a sentence for people."""
+
+    index: int
+    reason: str
+    detail: str
 
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """States of one unit, samples end to end in request order.
+    """States of one unit, samples end to end in request order, without those of the requests in ``refusals``.
 
     token_ids int32 [N] as the engine read them; aux bfloat16 [L, N, D], layers ascending; final bfloat16 [R, D];
     next_rows int64 [C] rows of ``final`` for which the engine said which token it would emit next, next_tokens
     int64 [C] those tokens; both empty where it said nothing.
     """
 
-    token_ids: np.ndarray
-    aux: Tensor
-    final: Tensor
-    next_rows: Tensor
-    next_tokens: Tensor
+    token_ids: "np.ndarray"
+    aux: "Tensor"
+    final: "Tensor"
+    next_rows: "Tensor"
+    next_tokens: "Tensor"
+    refusals: tuple[Refusal, ...] = ()
 
 
 class CaptureEngine(Protocol):
     """Runs a target over token ids and hands out its states.
 
-    ``target`` is the target as the engine holds it; ``final_norm`` says what ``Captured.final`` is.
+    ``target`` is the target as the engine sees it; ``final_norm`` says what ``Captured.final`` is, None where the
+    engine has no final hidden.
     """
 
     target: "EngineTarget"
-    final_norm: NormState
 
-    def describe(self) -> Engine:
+    @property
+    def final_norm(self) -> "NormState | None": ...
+
+    def describe(self) -> "Engine":
         """Name, version, what it stands on, and the settings that decide what its states are."""
         ...
 
     def capture(self, requests: Sequence[CaptureRequest], stop: Callable[[], bool]) -> Captured:
         """Capture one unit, into memory that is never used again: the unit before may still be on its way to disk.
 
-        Raises InterruptError soon after ``stop()`` turns true.
+        Raises InterruptError soon after ``stop()`` turns true (``raise_if_stopped``).
         """
         ...
 
@@ -72,13 +92,13 @@ class CaptureEngine(Protocol):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What every engine is asked.
+    """What every engine is started with.
 
     aux_layers ascending, -1 = embeddings; batch_tokens = most tokens in one forward; longest = tokens of the longest
-    sample, 0 where unknown; dtype and device as ``collectors.target`` reads them; tensor_parallel = devices per
-    engine; extra = the engine's own settings; scratch = folder for engines that hand states over in files, None for
-    one in memory; server = URL of a running server in place of an engine in this process; local_rank = which of the
-    processes on this machine, for engines that take devices of their own.
+    sample, 0 where unknown; dtype and device as ``collectors.targets.load`` reads them; tensor_parallel = devices per
+    engine; extra = the settings of this engine alone; scratch = folder for engines that hand states over in files,
+    None for one in memory; server = URL of a running server in place of an engine in this process; local_rank = which
+    of the processes on this machine, for engines that take devices of their own.
     """
 
     aux_layers: tuple[int, ...]
@@ -93,49 +113,85 @@ class EngineOptions:
     local_rank: int = 0
 
 
-ENGINES: dict[str, str] = {
-    "hf": "collectors.engines.hf:HfEngine",
-    "trtllm": "collectors.engines.trtllm:TrtllmEngine",
-    "vllm": "collectors.engines.vllm:open_vllm",
+@dataclass(frozen=True)
+class EngineRow:
+    """What ``collect`` and ``doctor`` know of an engine before anything of it is imported.
+
+    ``opener``: ``module:callable`` of (EngineTarget, EngineOptions). ``doctor``: ``module:function`` that yields its
+    checks. ``flags``: settings of this engine that are options of ``collect`` too, with their help. ``server`` and
+    ``tensor_parallel``: whether it takes these options; ``server`` is the help of ``--server``.
+    """
+
+    opener: str
+    doctor: str
+    flags: Mapping[str, str] = field(default_factory=dict)
+    server: str = ""
+    tensor_parallel: bool = False
+
+
+_ROWS: dict[str, str | EngineRow] = {
+    "hf": EngineRow(
+        "collectors.engines.hf:HfEngine",
+        "collectors.engines.hf:checks",
+        flags={
+            "device_map": "auto spreads the blocks over every GPU (accelerate).",
+            "attention": "sdpa, eager or flash_attention_2; default: transformers' own choice.",
+        },
+    ),
+    "vllm": EngineRow(
+        "collectors.engines.vllm_process:open_vllm",
+        "collectors.engines.vllm_process:checks",
+        server="a server that runs already.",
+        tensor_parallel=True,
+    ),
+    "trtllm": EngineRow(
+        "collectors.engines.trtllm:TrtllmEngine", "collectors.engines.trtllm_install:checks", tensor_parallel=True
+    ),
 }
+ENGINES: Registry[EngineRow] = Registry(
+    "engine", "hiddenstore.engines", _ROWS, "collectors.engines:EngineRow", option="--engine", default="hf"
+)
+
+
+def load_attribute(reference: str) -> Any:
+    """What ``module:attribute`` names."""
+    module, _, attribute = reference.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 def open_engine(name: str, target: "EngineTarget", options: EngineOptions) -> CaptureEngine:
     """Start the engine ``name`` for a target.
 
     Raises:
-        ConfigError: ``engine-unknown``; ``engine-missing``: its package is not installed here; ``engine-arg``.
+        ConfigError: ``engine-unknown``; ``engine-missing``: its package is not installed here; ``engine-arg``;
+            ``plugin-broken``.
     """
-    if name not in ENGINES:
-        near = get_close_matches(name, ENGINES, n=1)
-        raise ConfigError(
-            f"unknown engine {name!r}, expected one of: {', '.join(ENGINES)}",
-            kind="engine-unknown",
-            hint=f"--engine {near[0] if near else 'hf'}",
-        )
-    module, _, attribute = ENGINES[name].partition(":")
-    engine: CaptureEngine = getattr(import_module(module), attribute)(target, options)
+    row = ENGINES[name]
+    if options.server is not None and not row.server:
+        raise ConfigError(f"engine {name} runs in this process and takes no --server", kind="engine-arg")
+    engine: CaptureEngine = load_attribute(row.opener)(target, options)
+    ENGINES.check(name, engine, "collectors.engines:CaptureEngine")
     return engine
 
 
-def take_settings(engine: str, extra: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """``known`` names with their defaults, overridden by ``extra``; for engines whose settings are a closed list.
+def read_settings(engine: str, extra: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """``defaults`` overridden by ``extra``, for engines whose settings are a closed list.
 
     Raises:
         ConfigError: ``engine-arg``: a name that the engine does not know.
     """
     for name in extra:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
+        if name not in defaults:
+            near = get_close_matches(name, defaults, n=1)
             raise ConfigError(
-                f"engine {engine} has no setting {name!r}, it has: {', '.join(known) or 'none'}",
+                f"engine {engine} has no setting {name!r}, it has: {', '.join(defaults) or 'none'}",
                 kind="engine-arg",
                 hint=f"--engine-arg {near[0]}=…" if near else None,
             )
-    return {**known, **extra}
+    return {**defaults, **extra}
 
 
-def no_server(engine: str, options: EngineOptions) -> None:
-    """Refuse ``--server`` for an engine that runs in this process only."""
-    if options.server is not None:
-        raise ConfigError(f"engine {engine} runs in this process and takes no --server", kind="engine-arg")
+def raise_if_stopped(stop: Callable[[], bool]) -> None:
+    """InterruptError ``interrupted`` once ``stop()`` is true; the open unit is dropped."""
+    if stop():
+        raise InterruptError("stopped by a signal; the open unit was dropped", kind="interrupted")

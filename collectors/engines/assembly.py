@@ -1,4 +1,4 @@
-"""What engines hand over one request at a time, put together in request order whatever order it comes in.
+"""The states of one unit, put together in request order whatever order an engine hands them over in.
 
 Shapes: N tokens of the unit, R final rows of the unit, L aux layers, T tokens of one request, D target width.
 """
@@ -50,10 +50,10 @@ class Assembly:
                 kind="engine-tokens",
             )
         layers, _, width = self._aux.shape
-        for name, found, expected in (("aux", aux, (layers, tokens, width)), ("final", final, (tokens, width))):
-            if tuple(found.shape) != expected:
+        for name, states, expected in (("aux", aux, (layers, tokens, width)), ("final", final, (tokens, width))):
+            if tuple(states.shape) != expected:
                 raise CaptureError(
-                    f"the engine gave {name} states {list(found.shape)} for {where}, expected {list(expected)}; fewer "
+                    f"the engine gave {name} states {list(states.shape)} for {where}, expected {list(expected)}; fewer "
                     f"positions than tokens are what a prefix cache or a chunked prefill leaves behind",
                     kind="engine-shape",
                 )

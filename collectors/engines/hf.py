@@ -3,23 +3,145 @@
 Shapes: B batch, T tokens of the padded batch, N tokens of the unit, R final rows, L aux layers, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from collectors.batching import plan_batches, rope_boundary, rope_kind
-from collectors.engines import Captured, CaptureRequest, EngineOptions, no_server, take_settings
-from collectors.hooks import Placement, StateTap
-from collectors.target import EngineTarget, LoadedTarget, LoadOptions, load_weights
-from hiddenstore.errors import ConfigError, InterruptError
+from collectors.engines import ENGINES, Captured, CaptureRequest, EngineOptions, raise_if_stopped, read_settings
+from collectors.engines.versions import optional_package
+from collectors.targets.families import Parts, first_tensor
+from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
+from hiddenstore.codecs.base import fresh
+from hiddenstore.doctor.installation import DoctorCheck, install_command, version_of
+from hiddenstore.errors import ConfigError
 from schemas.capture import NormState
 from schemas.manifest import Engine
 
+# Below this share of real tokens a batch is closed: a padded token costs as much as a real one.
+MIN_FILL = 0.75
+
+
+def plan_batches(lengths: Sequence[int], batch_tokens: int, boundary: int | None = None) -> list[list[int]]:
+    """Group sample indices into batches of at most ``batch_tokens`` padded tokens.
+
+    Shortest first, ties by index; a sample longer than the budget is a batch of its own. No batch mixes samples up to
+    ``boundary`` tokens with longer ones (``rope_boundary``).
+
+    >>> plan_batches([5, 90, 6, 100], 200)
+    [[0, 2], [1, 3]]
+    """
+    batches: list[list[int]] = []
+    real = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        length = lengths[index]
+        padded = (len(batches[-1]) + 1) * length if batches else 0
+        crosses = boundary is not None and batches and lengths[batches[-1][-1]] <= boundary < length
+        if not batches or padded > batch_tokens or crosses or real + length < MIN_FILL * padded:
+            batches.append([])
+            real = 0
+        batches[-1].append(index)
+        real += length
+    return batches
+
+
+def rope_kind(config: object) -> str:
+    """The kind of rotary embedding a text config names, ``default`` when it names none."""
+    parameters = _rope_parameters(config)
+    return str(parameters.get("rope_type") or parameters.get("type") or "default")
+
+
+def rope_boundary(config: object) -> int | None:
+    """Length at which a text config's rotary embedding changes its frequencies for the whole batch, if it does.
+
+    Phi-3's ``longrope`` picks its long factors when the longest row exceeds the original context, so a long sample
+    would change the states of the short ones beside it.
+    """
+    if rope_kind(config) not in ("longrope", "dynamic"):
+        return None
+    original = _rope_parameters(config).get("original_max_position_embeddings")
+    original = original or getattr(config, "original_max_position_embeddings", None)
+    original = original or getattr(config, "max_position_embeddings", None)
+    return None if original is None else int(original)
+
+
+def _rope_parameters(config: object) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where one row of a batch goes: aux rows ``start … start + tokens``, final rows ``final_start … + len(rows)``.
+
+    ``rows`` int64 [r] are ascending token positions, or a slice when they are consecutive.
+    """
+
+    start: int
+    tokens: int
+    final_start: int
+    final_rows: int
+    rows: Tensor | slice
+
+
+class StateTap:
+    """Context manager that installs the hooks for one unit and owns its buffers.
+
+    aux bf16 [L, N, D] and final bf16 [R, D], on the target's device. Set ``batch`` before each forward.
+    """
+
+    def __init__(self, parts: Parts, aux_layers: Sequence[int], tokens: int, final_rows: int) -> None:
+        self._parts = parts
+        self._layers = tuple(aux_layers)
+        self._handles: list[RemovableHandle] = []
+        width, device = parts.head.hidden_size, parts.head.norm_weight.device
+        self.aux = fresh((len(self._layers), tokens, width), torch.bfloat16, device)
+        self.final = fresh((final_rows, width), torch.bfloat16, device)
+        self.batch: Sequence[Placement] = ()
+
+    def __enter__(self) -> "StateTap":
+        blocks = self._parts.blocks
+        for slot, layer in enumerate(self._layers):
+            if layer == -1:
+                # The input of block 0, not the output of the embedding module: Granite scales in between.
+                hook = blocks[0].register_forward_pre_hook(partial(self._take_input, slot), with_kwargs=True)
+            else:
+                hook = blocks[layer].register_forward_hook(partial(self._take_output, slot))
+            self._handles.append(hook)
+        self._handles.append(self._parts.final_norm.register_forward_pre_hook(self._take_final))
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _take_output(self, slot: int, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        self._take(slot, first_tensor(output))
+
+    def _take_input(self, slot: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._take(slot, first_tensor(args if args else kwargs["hidden_states"]))
+
+    def _take(self, slot: int, states: Tensor) -> None:
+        for row, placement in enumerate(self.batch):
+            out = self.aux[slot, placement.start : placement.start + placement.tokens]
+            out.copy_(states[row, : placement.tokens])
+
+    def _take_final(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        states = first_tensor(args)
+        for row, placement in enumerate(self.batch):
+            if placement.final_rows:
+                out = self.final[placement.final_start : placement.final_start + placement.final_rows]
+                out.copy_(states[row, placement.rows])
+
+
 CHECKED_ROWS = 2
-SETTINGS = {"device_map": None, "attention": None}
+SETTINGS = dict.fromkeys(ENGINES["hf"].flags)
 
 
 class HfEngine:
@@ -31,8 +153,7 @@ class HfEngine:
     final_norm: NormState = "pre_norm"
 
     def __init__(self, target: EngineTarget, options: EngineOptions) -> None:
-        no_server("hf", options)
-        settings = take_settings("hf", options.extra, SETTINGS)
+        settings = read_settings("hf", options.extra, SETTINGS)
         if options.tensor_parallel != 1:
             raise ConfigError(
                 "engine hf has no tensor parallelism", kind="engine-arg", hint="--device-map auto spreads the layers"
@@ -61,21 +182,22 @@ class HfEngine:
         """States of one unit; its bytes depend on the unit, the options and the machine only."""
         lengths = [len(request.input_ids) for request in requests]
         self._require_stateless_positions(max(lengths, default=0))
-        places = _placements(requests, self.target.device)
+        placements = _placements(requests, self.target.device)
         token_ids = np.empty(sum(lengths), dtype=np.int32)
         next_rows: list[Tensor] = []
         next_tokens: list[Tensor] = []
-        tap = StateTap(self.target.parts, self._options.aux_layers, sum(lengths), _total_rows(places))
+        final_rows = sum(placement.final_rows for placement in placements)
+        tap = StateTap(self.target.parts, self._options.aux_layers, sum(lengths), final_rows)
         with tap, torch.inference_mode():
             for batch in plan_batches(lengths, self._options.batch_tokens, self._boundary):
-                if stop():
-                    raise InterruptError("stopped by a signal; the open unit was dropped", kind="interrupted")
+                raise_if_stopped(stop)
                 ids = _pad([requests[i].input_ids for i in batch])
-                tap.batch = [places[i] for i in batch]
+                tap.batch = [placements[i] for i in batch]
                 last = self._forward(torch.from_numpy(ids).to(self.target.device))
-                for row, i in enumerate(batch):
-                    token_ids[places[i].start : places[i].start + lengths[i]] = ids[row, : lengths[i]]
-                rows, tokens = self._own_next(last, [requests[i] for i in batch], tap.batch)
+                for row, placement in enumerate(tap.batch):
+                    end = placement.start + placement.tokens
+                    token_ids[placement.start : end] = ids[row, : placement.tokens]
+                rows, tokens = self._next_tokens(last, [requests[i] for i in batch], tap.batch)
                 next_rows.append(rows)
                 next_tokens.append(tokens)
         return Captured(token_ids, tap.aux, tap.final, torch.cat(next_rows), torch.cat(next_tokens))
@@ -95,19 +217,19 @@ class HfEngine:
         states: Tensor = self.target.parts.backbone(input_ids=ids, use_cache=False).last_hidden_state
         return states
 
-    def _own_next(
-        self, last: Tensor, requests: Sequence[CaptureRequest], places: Sequence[Placement]
+    def _next_tokens(
+        self, last: Tensor, requests: Sequence[CaptureRequest], placements: Sequence[Placement]
     ) -> tuple[Tensor, Tensor]:
         """The model's own top-1 at a few captured rows: its own norm, its own LM head. Returns int64 [C], [C].
 
         Scale and softcap of the logits are monotone, so the LM head alone decides the top-1.
         """
         batch_rows, positions, final_rows = [], [], []
-        for row, (request, place) in enumerate(zip(requests, places, strict=True)):
+        for row, (request, placement) in enumerate(zip(requests, placements, strict=True)):
             for k in _spread(len(request.final_rows)):
                 batch_rows.append(row)
                 positions.append(int(request.final_rows[k]))
-                final_rows.append(place.final_start + k)
+                final_rows.append(placement.final_start + k)
         picked = last[torch.tensor(batch_rows, dtype=torch.long), torch.tensor(positions, dtype=torch.long)]
         tokens = self.target.lm_head(picked).argmax(dim=-1)
         return torch.tensor(final_rows, dtype=torch.long), tokens.cpu()
@@ -135,10 +257,6 @@ def _rows(request: CaptureRequest, device: torch.device) -> Tensor | slice:
     return torch.from_numpy(rows.astype(np.int64)).to(device)
 
 
-def _total_rows(places: Sequence[Placement]) -> int:
-    return places[-1].final_start + places[-1].final_rows if places else 0
-
-
 def _pad(ids: Sequence[np.ndarray]) -> np.ndarray:
     """int64 [B, T], right-padded with the row's first token, which every vocabulary has."""
     padded = np.empty((len(ids), max(len(row) for row in ids)), dtype=np.int64)
@@ -146,3 +264,14 @@ def _pad(ids: Sequence[np.ndarray]) -> np.ndarray:
         out[: len(row)] = row
         out[len(row) :] = row[0]
     return padded
+
+
+def checks() -> Iterator[DoctorCheck]:
+    """What ``doctor`` says of transformers and of accelerate beside it."""
+    version = version_of("transformers")
+    if version is None:
+        yield DoctorCheck("engine hf", "problem", "transformers is not installed", install_command("transformers"))
+    else:
+        detail = f"transformers {version} · layers taken by forward hooks, final hidden pre-norm"
+        yield DoctorCheck("engine hf", "ok", detail)
+    yield optional_package("accelerate", "hf", "targets over several GPUs, quantised targets")

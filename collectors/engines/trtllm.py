@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collectors.engines import Captured, CaptureRequest, EngineOptions, no_server
+from collectors.engines import Captured, CaptureRequest, EngineOptions, raise_if_stopped
 from collectors.engines.assembly import Assembly
-from collectors.engines.devices import choose_devices
-from collectors.engines.scratch import Scratch
-from collectors.engines.trtllm_files import SavedFolder
-from collectors.engines.trtllm_requests import Finished, Waiting
-from collectors.target import DTYPE_ALIASES, EngineTarget
-from collectors.trtllm_install import load_tensorrt_llm, missing_parts, version_of
-from hiddenstore.errors import CaptureError, ConfigError, InterruptError
+from collectors.engines.resources import Scratch, choose_devices
+from collectors.engines.trtllm_files import SavedFolder, SavedStates
+from collectors.engines.trtllm_install import load_package, missing_parts, package_version
+from collectors.engines.trtllm_requests import RunningRequests
+from collectors.targets.load import DTYPE_ALIASES, EngineTarget
+from hiddenstore.errors import CaptureError, ConfigError
 from hiddenstore.verify.probes import unit_scale_error
 from schemas.capture import NormState
 from schemas.layers import to_convention
@@ -41,12 +40,8 @@ NORM_ROWS = 64
 UNIT_SCALE_ERROR = 0.02
 """Rows after the final norm miss its unit scale by bf16's rounding; others by tens of percent."""
 RECORDED = (
-    "dtype",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "moe_expert_parallel_size",
-    "moe_tensor_parallel_size",
-    "attn_backend",
+    *("dtype", "tensor_parallel_size", "pipeline_parallel_size"),
+    *("moe_expert_parallel_size", "moe_tensor_parallel_size", "attn_backend"),
 )
 
 FIXED_ARGUMENTS: dict[str, str] = {
@@ -69,19 +64,26 @@ class TrtllmEngine:
     final_norm: NormState = "post_norm"
 
     def __init__(self, target: EngineTarget, options: EngineOptions) -> None:
-        no_server("trtllm", options)
         # Before tensorrt_llm is imported: MPI hands the environment of that moment to its workers.
         _require_gpus(options)
-        _allow_whole_context(target, options)
-        self._module = load_tensorrt_llm()
-        _require_parts(self._module)
+        if options.longest + SPARE_TOKENS > int(getattr(target.config, "max_position_embeddings", 0) or 0):
+            # A sample as long as the target's context leaves no room for the token sampled after it, which never runs.
+            os.environ["TLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+        self._package = load_package()
+        if missing := missing_parts():
+            raise ConfigError(
+                f"TensorRT-LLM {package_version(self._package)} lacks {', '.join(missing)}",
+                kind="engine-version",
+                hint="use the release container of TensorRT-LLM 1.2: docs/tensorrt-llm.md",
+            )
         self.target, self._layers = target, options.aux_layers
         self._arguments = llm_arguments(target, options)
         saved = [layer for layer in options.aux_layers if layer != EMBEDDINGS]
         self._scratch = Scratch(options.scratch)
         try:
             # The final hidden is saved twice, alone and among the layers.
-            self._scratch.require(AHEAD * options.longest * (len(saved) + 2) * _row_bytes(target))
+            row_bytes = target.head.hidden_size * target.head.norm_weight.element_size()
+            self._scratch.require(AHEAD * options.longest * (len(saved) + 2) * row_bytes)
             self._llm = self._start({*to_convention(saved, "output"), FINAL_ID})
         except BaseException:
             self._scratch.close()
@@ -89,17 +91,12 @@ class TrtllmEngine:
         self._max_tokens = int(self._arguments["max_num_tokens"])
         self._saved = SavedFolder(self._scratch.path, len(saved), target.head.hidden_size)
         self._saved.clear()
-        self._sampling = self._module.SamplingParams(max_tokens=1, temperature=0.0)
-
-    @property
-    def peak_scratch_bytes(self) -> int:
-        """The most bytes seen in the folder at once."""
-        return self._saved.peak_bytes
+        self._sampling = self._package.SamplingParams(max_tokens=1, temperature=0.0)
 
     def describe(self) -> Engine:
         return Engine(
             name="trtllm",
-            version=version_of(self._module),
+            version=package_version(self._package),
             versions={"torch": torch.__version__},
             settings={name: str(self._arguments[name]) for name in RECORDED if name in self._arguments},
         )
@@ -120,24 +117,24 @@ class TrtllmEngine:
                 ``SavedFolder.take``.
         """
         unit = Assembly(requests, len(self._layers), self.target.head.hidden_size)
-        waiting = Waiting(requests)
+        running = RunningRequests(requests)
         try:
             for index, request in enumerate(requests):
-                self._advance(unit, waiting, stop, until=AHEAD - 1)
+                self._advance(unit, running, stop, until=AHEAD - 1)
                 self._require_fits(request)
-                waiting.add(index, self._send(index, request))
-            self._advance(unit, waiting, stop, until=0)
+                running.add(index, self._send(index, request))
+            self._advance(unit, running, stop, until=0)
         except BaseException:
-            waiting.abort()
+            running.abort()
             raise
         return unit.captured()
 
     def _start(self, capture_ids: set[int]) -> Any:
-        llmapi = self._module.llmapi
+        llmapi = self._package.llmapi
         arguments = dict(self._arguments)
         try:
             cache = {**arguments.pop("kv_cache_config", {}), "enable_block_reuse": False}
-            return self._module.LLM(
+            return self._package.LLM(
                 **arguments,
                 kv_cache_config=llmapi.KvCacheConfig(**cache),
                 max_batch_size=1,
@@ -152,7 +149,7 @@ class TrtllmEngine:
             )
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"TensorRT-LLM {version_of(self._module)} refuses its arguments: {error}", kind="engine-arg"
+                f"TensorRT-LLM {package_version(self._package)} refuses its arguments: {error}", kind="engine-arg"
             ) from error
 
     def _send(self, index: int, request: CaptureRequest) -> Any:
@@ -164,37 +161,36 @@ class TrtllmEngine:
                 kind="engine-request",
             ) from error
 
-    def _advance(self, unit: Assembly, waiting: Waiting, stop: Callable[[], bool], until: int) -> None:
+    def _advance(self, unit: Assembly, running: RunningRequests, stop: Callable[[], bool], until: int) -> None:
         """Take states until at most ``until`` requests are under way."""
         while True:
-            if stop():
-                raise InterruptError("stopped by a signal; the open unit was dropped", kind="interrupted")
+            raise_if_stopped(stop)
             for saved in self._saved.take():
-                waiting.match(saved)
-            for request in waiting.finished(self._saved):
-                self._place(unit, request)
-            if len(waiting) <= until:
+                running.match(saved)
+            for index, saved, next_token in running.finished(self._saved):
+                if index == 0:
+                    self._require_normed(saved.final[:NORM_ROWS])
+                unit.put(index, saved.token_ids, self._all_layers(saved), saved.final, next_token)
+                self._saved.done(saved)
+            if len(running) <= until:
                 return
             time.sleep(POLL_S)
 
-    def _place(self, unit: Assembly, request: Finished) -> None:
-        saved, aux = request.saved, request.saved.aux
-        if request.index == 0:
-            self._require_normed(saved.final[:NORM_ROWS])
-        if EMBEDDINGS in self._layers:
-            # TensorRT-LLM has no id for them; its -1 is the final hidden.
-            embedded = self.target.head.embed(torch.from_numpy(saved.token_ids.astype(np.int64)))
-            aux = torch.cat([embedded[None].to(aux.dtype), aux])
-        unit.put(request.index, saved.token_ids, aux, saved.final, request.next_token)
-        self._saved.done(saved)
+    def _all_layers(self, saved: SavedStates) -> Tensor:
+        """aux [L, T, D] with the embeddings, for which TensorRT-LLM has no id: its -1 is the final hidden."""
+        if EMBEDDINGS not in self._layers:
+            return saved.aux
+        embedded = self.target.head.embed(torch.from_numpy(saved.token_ids.astype(np.int64)))
+        return torch.cat([embedded[None].to(saved.aux.dtype), saved.aux])
 
     def _require_normed(self, final: Tensor) -> None:
-        error = unit_scale_error(self.target.head, final)
-        error = error[np.isfinite(error)]
-        if len(error) and float(np.median(error)) > UNIT_SCALE_ERROR:
+        errors = unit_scale_error(self.target.head, final)
+        errors = errors[np.isfinite(errors)]
+        error = float(np.median(errors)) if len(errors) else 0.0
+        if error > UNIT_SCALE_ERROR:
             raise CaptureError(
-                f"hidden_state misses the unit scale of the final norm by {float(np.median(error)):.1%}, so it is not "
-                f"the final hidden after the norm that TensorRT-LLM documents",
+                f"hidden_state misses the unit scale of the final norm by {error:.1%}, so it is not the final hidden "
+                f"after the norm that TensorRT-LLM documents",
                 kind="norm-state",
             )
 
@@ -229,17 +225,18 @@ def llm_arguments(target: EngineTarget, options: EngineOptions) -> dict[str, Any
         arguments["max_seq_len"] = options.longest + SPARE_TOKENS
     for key, value in options.extra.items():
         outer, _, inner = key.partition(".")
-        named = [f"{key}.{member}" for member in value] if isinstance(value, Mapping) else [key]
-        for name in (outer, *named):
+        members = [f"{key}.{member}" for member in value] if isinstance(value, Mapping) else [key]
+        for name in (outer, *members):
             if name in FIXED_ARGUMENTS:
                 raise ConfigError(
                     f"TensorRT-LLM's {name} cannot be chosen here: {FIXED_ARGUMENTS[name]}",
                     kind="engine-arg",
                     hint=f"without --engine-arg {key}=…",
                 )
-        given = {inner: value} if inner else value
-        before = arguments.get(outer)
-        arguments[outer] = {**before, **given} if isinstance(before, dict) and isinstance(given, Mapping) else given
+        argument, before = {inner: value} if inner else value, arguments.get(outer)
+        if isinstance(before, dict) and isinstance(argument, Mapping):
+            argument = {**before, **argument}
+        arguments[outer] = argument
     return arguments
 
 
@@ -256,23 +253,3 @@ def _require_gpus(options: EngineOptions) -> None:
             hint=f"CUDA_VISIBLE_DEVICES={index} hiddenstore collect …",
         )
     choose_devices(options)
-
-
-def _allow_whole_context(target: EngineTarget, options: EngineOptions) -> None:
-    """A sample as long as the target's context leaves no room for the token sampled after it, which never runs."""
-    if options.longest + SPARE_TOKENS > int(getattr(target.config, "max_position_embeddings", 0) or 0):
-        os.environ["TLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-
-
-def _require_parts(module: Any) -> None:
-    lacking = missing_parts()
-    if lacking:
-        raise ConfigError(
-            f"TensorRT-LLM {version_of(module)} lacks {', '.join(lacking)}",
-            kind="engine-version",
-            hint="use the release container of TensorRT-LLM 1.2: docs/tensorrt-llm.md",
-        )
-
-
-def _row_bytes(target: EngineTarget) -> int:
-    return target.head.hidden_size * target.head.norm_weight.element_size()

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from collectors.targets.folder import first_line
 from hiddenstore.errors import CaptureError
 
 SUFFIX = ".pt"
@@ -39,11 +40,10 @@ class SavedStates:
 
 
 class SavedFolder:
-    """The folder an engine writes into. ``peak_bytes`` is the most it was seen to hold."""
+    """The folder an engine writes into."""
 
     def __init__(self, folder: Path, layers: int, width: int) -> None:
         self.folder = folder
-        self.peak_bytes = 0
         self._layers, self._width = layers, width
         self._in_use: dict[Path, int] = {}
 
@@ -60,7 +60,7 @@ class SavedFolder:
                 ``engine-dtype``: the states are not those of the tokens and layers.
         """
         for path in self._files():
-            if path in self._in_use or not _is_whole(path):
+            if path in self._in_use or not _is_complete(path):
                 continue
             saved = _load(path)
             self._in_use[path] = len(saved)
@@ -76,19 +76,13 @@ class SavedFolder:
 
     def unfinished(self) -> list[str]:
         """``name (bytes)`` of every file that is not whole."""
-        return [f"{path.name} ({path.stat().st_size} bytes)" for path in self._files() if not _is_whole(path)]
+        return [f"{path.name} ({path.stat().st_size} bytes)" for path in self._files() if not _is_complete(path)]
 
     def _files(self) -> list[Path]:
-        found, held = [], 0
-        for path in self.folder.iterdir():
-            if path.suffix == SUFFIX:
-                found.append(path)
-                held += path.stat().st_size
-        self.peak_bytes = max(self.peak_bytes, held)
-        return found
+        return [path for path in self.folder.iterdir() if path.suffix == SUFFIX]
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     """A torch file ends with the directory of its zip, which is written last."""
     return zipfile.is_zipfile(path)
 
@@ -97,8 +91,7 @@ def _load(path: Path) -> list[Any]:
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        message = f"cannot read TensorRT-LLM's file {path.name}: {first}"
+        message = f"cannot read TensorRT-LLM's file {path.name}: {first_line(error)}"
         raise CaptureError(message, kind="engine-file") from error
     return saved if isinstance(saved, list) else [saved]
 
@@ -124,7 +117,7 @@ def read_entry(entry: object, layers: int, width: int, path: Path, position: int
     if key is not None:
         aux = _tensor(entry, key, where)
         _require_states(aux, tokens, key, where)
-        aux = _own_layers(aux, final, layers, key, where)
+        aux = _without_final(aux, final, layers, key, where)
     elif layers == 0:
         aux = final[:, :0]
     else:
@@ -135,17 +128,16 @@ def read_entry(entry: object, layers: int, width: int, path: Path, position: int
     return SavedStates(path, token_ids.to(torch.int32).numpy(), layered, final)
 
 
-def _own_layers(aux: Tensor, final: Tensor, layers: int, key: str, where: str) -> Tensor:
+def _without_final(aux: Tensor, final: Tensor, layers: int, key: str, where: str) -> Tensor:
     """aux [T, (L or L+1)·D] without the columns of the final hidden, which some versions repeat there: [T, L·D]."""
-    width = final.shape[1]
-    own = aux
+    width, columns = final.shape[1], aux
     if aux.shape[1] and _same_bits(aux[:, -width:], final):
-        own = aux[:, :-width]
+        columns = aux[:, :-width]
     elif aux.shape[1] and _same_bits(aux[:, :width], final):
-        own = aux[:, width:]
-    if own.shape[1] == layers * width:
-        return own
-    repeats = f", {width} of it hidden_state once more" if own is not aux else ""
+        columns = aux[:, width:]
+    if columns.shape[1] == layers * width:
+        return columns
+    repeats = f", {width} of it hidden_state once more" if columns is not aux else ""
     raise CaptureError(
         f"{key} of {where} is {aux.shape[1]} wide{repeats}, but {layers} layers of {width} make {layers * width}: "
         f"TensorRT-LLM's code of this model does not hand out every layer that was asked for",
@@ -179,5 +171,5 @@ def _require_states(states: Tensor, tokens: int, key: str, where: str) -> None:
         )
 
 
-def _no_entry(where: str, found: str) -> CaptureError:
-    return CaptureError(f"{where} is no request saved by TensorRT-LLM: {found}", kind="engine-file")
+def _no_entry(where: str, reason: str) -> CaptureError:
+    return CaptureError(f"{where} is no request saved by TensorRT-LLM: {reason}", kind="engine-file")

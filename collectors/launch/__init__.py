@@ -1,59 +1,36 @@
-"""What starts the workers of a collect job. Adding a launcher is a file here and a line in ``LAUNCHERS``."""
+"""What starts the workers of a collect job: this process, or one of the ranks around it, or Ray."""
 
+import re
 from collections.abc import Callable
-from difflib import get_close_matches
-from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
 
+from collectors.capture.job import CollectReport, collect
+from collectors.capture.options import CollectOptions
 from hiddenstore.errors import ConfigError
-from hiddenstore.rank import Drain
+from hiddenstore.process import Drain, from_environment
 
-if TYPE_CHECKING:
-    from collectors.job import CollectReport
-    from collectors.job_open import CollectOptions
-
-LAUNCHERS: dict[str, str] = {
-    "local": "collectors.launch.local:launch",
-    "ray": "collectors.launch.ray:launch",
-}
+LAUNCHERS = ("local", "ray")
 
 
-class LauncherChoice(NamedTuple):
-    """What ``--launcher`` asks; ``workers`` None: as many as there is room for."""
-
-    name: str
-    workers: int | None = None
-
-
-def read_launcher(text: str) -> LauncherChoice:
-    """Read ``NAME`` or ``NAME:WORKERS``.
-
-    >>> read_launcher("ray:3")
-    LauncherChoice(name='ray', workers=3)
+def launch(launcher: str, options: CollectOptions, drain: Drain, note: Callable[[str], None]) -> CollectReport:
+    """Run the job under a launcher, ``local``, ``ray``, or ``ray:WORKERS``; without a number as many as fit.
 
     Raises:
-        ConfigError: ``launcher-unknown``, ``launcher-workers``.
+        ConfigError: ``launcher-unknown``, ``launcher-workers``, ``ray-missing``; and whatever ``collect`` raises.
     """
-    name, colon, count = text.partition(":")
-    if name not in LAUNCHERS:
-        near = get_close_matches(name, LAUNCHERS, n=1)
+    name, colon, count = launcher.partition(":")
+    if name not in LAUNCHERS or (colon and not re.fullmatch("ray:[1-9][0-9]*", launcher)):
         raise ConfigError(
-            f"unknown launcher {name!r}, expected one of: {', '.join(LAUNCHERS)}",
-            kind="launcher-unknown",
-            hint=f"--launcher {near[0] if near else 'local'}",
+            f"--launcher should be {', '.join(LAUNCHERS)} or ray:WORKERS, found {launcher!r}",
+            kind="launcher-workers" if name in LAUNCHERS else "launcher-unknown",
+            hint="--launcher ray:4; or torchrun --nproc-per-node 4 -m hiddenstore.cli collect …",
         )
-    if colon and not (count.isdecimal() and int(count) > 0):
-        raise ConfigError(
-            f"--launcher {text!r} should end in a number of workers, found {count!r}",
-            kind="launcher-workers",
-            hint=f"--launcher {name}:4",
-        )
-    return LauncherChoice(name, int(count) if colon else None)
-
-
-def launch(asked: str, options: "CollectOptions", drain: Drain, note: Callable[[str], None]) -> "CollectReport":
-    """Run the job under the launcher ``asked`` for; raises as ``collectors.job.collect`` and ``read_launcher``."""
-    choice = read_launcher(asked)
-    module, _, attribute = LAUNCHERS[choice.name].partition(":")
-    report: CollectReport = getattr(import_module(module), attribute)(options, choice.workers, drain, note)
-    return report
+    if name == "local":
+        return collect(options, from_environment(), drain, note)
+    try:
+        from collectors.launch.ray import on_ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        hint = "pip install 'hiddenstore[ray]'"
+        raise ConfigError("ray is not installed here", kind="ray-missing", hint=hint) from error
+    return on_ray(options, int(count) if colon else None, drain, note)

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import click
 
 from hiddenstore.cli.commands import OTHER_WORDS, SECTIONS, find_commands
-from hiddenstore.cli.output import Output
 from hiddenstore.cli.translate import INTERRUPTED_EXIT, PIPE_EXIT, RUN_AGAIN, as_hiddenstore_error, usage_error
+from hiddenstore.console.output import Output
 from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, NotFoundError
 
 __all__ = ["main"]
@@ -82,7 +82,7 @@ class CommandGroup(click.Group):
 
 def _run(click_main: Any, arguments: list[str], *rest: Any, **extra: Any) -> int:
     """Run the command; the exit code. Every error is printed here and nowhere else."""
-    from hiddenstore.cli.packages import check_packages
+    from hiddenstore.doctor.installation import check_packages
 
     printer = _printer_of(arguments)
     try:
@@ -124,9 +124,9 @@ def _unknown_command(name: str) -> HiddenstoreError:
 def _printer_of(arguments: Sequence[str]) -> Output:
     """The printer for errors: the command's own may not exist yet when its options cannot be parsed."""
     printer = Output()
-    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    printer.mode = "json" if "--json" in own else "human"
-    printer.verbose = sum(a == "--verbose" or (a[:1] == "-" and a[1:].strip("vq") == "" and "v" in a) for a in own)
+    words = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    printer.mode = "json" if "--json" in words else "human"
+    printer.verbose = sum(w == "--verbose" or (w[:1] == "-" and w[1:].strip("vq") == "" and "v" in w) for w in words)
     return printer
 
 

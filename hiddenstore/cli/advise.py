@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.output import common_options, examples, output
 from hiddenstore.cli.stores import open_store
+from hiddenstore.codecs import DEFAULT_RECIPE
+from hiddenstore.console.output import common_options, examples, output
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 HOOKS = "hiddenstore.advise"
 PAIRED = "paired"
 """Entry point ``paired`` of the group ``hiddenstore.advise``: called as ``_paired`` calls it, gives PairedRow's."""
+
+_COMPARED = (DEFAULT_RECIPE, "compact")
 
 
 @click.command(
@@ -36,7 +39,12 @@ PAIRED = "paired"
     help="Of the worst aux layer, channels counted alike; 0.1 lets q4 pass.",
 )
 @click.option("--paired", is_flag=True, help="Also train short drafters on original and on decoded states.")
-@click.option("--recipe", "recipes", multiple=True, help="With --paired: compare this one; default: safe and compact.")
+@click.option(
+    "--recipe",
+    "recipes",
+    multiple=True,
+    help=f"With --paired: compare this one; default: {' and '.join(_COMPARED)}.",
+)
 @click.option(
     "--seeds", default=3, show_default=True, type=click.IntRange(min=2), help="With --paired: pairs to train."
 )
@@ -55,16 +63,16 @@ def advise(
     Measured on the raw slice that collect keeps, or on the states themselves where they are exact. Chosen is the
     smallest recipe within both limits; the table is kept in the store. SETTINGS are those of train, for --paired.
     """
-    from hiddenstore.advise.document import write_advice
-    from hiddenstore.advise.run import Limits, advise_store, trials
-    from hiddenstore.look.inspect import raw_bytes_per_token
-    from hiddenstore.progress import Progress
+    from hiddenstore.console.progress import Progress
+    from hiddenstore.inspect.advice import write_advice
+    from hiddenstore.inspect.advise import RecipeLimits, advise_store, trials
+    from hiddenstore.inspect.facts import raw_bytes_per_token
 
     if not paired and (settings or recipes):
         raise click.UsageError(f"{(*settings, *recipes)[0]} is for --paired, which was not asked for")
     opened = open_store(store)
     with Progress("advise", total=trials(opened.capture), unit="recipes") as progress:
-        advice = advise_store(opened, Limits(max_kl, max_channel_error), progress.advance)
+        advice = advise_store(opened, RecipeLimits(max_kl, max_channel_error), progress.advance)
     if paired:
         advice = advice.model_copy(update={"paired": tuple(_paired(opened, recipes, seeds, settings))})
     path = write_advice(opened.fs, advice)
@@ -77,25 +85,22 @@ def advise(
 
 
 def _show(advice: "Advice", bytes_raw: float) -> None:
-    from hiddenstore.advise.view import paired_lines, smaller_line, table_lines, verdict
+    from hiddenstore.inspect.advice import paired_lines, smaller_line, table_lines, verdict
 
     out = output()
-    for line in table_lines(advice, bytes_raw):
-        out.print(line)
-    out.print(
-        f"measured on {advice.tokens:,} tokens, {advice.final_rows:,} of them with a final hidden; channel: error"
+    about = (
+        f"measured on {advice.tokens:,} tokens, {advice.final_rows:,} of them with a final hidden; channel: error",
+        "of the worst layer with its channels counted alike; raw rows: kept bit for bit",
     )
-    out.print("of the worst layer with its channels counted alike; raw rows: kept bit for bit")
-    for line in paired_lines(advice.paired):
+    for line in (*table_lines(advice, bytes_raw), *about, *paired_lines(advice.paired), verdict(advice)):
         out.print(line)
-    out.print(verdict(advice))
-    more = smaller_line(advice)
-    if more is not None:
-        out.note(more)
+    smaller = smaller_line(advice)
+    if smaller is not None:
+        out.note(smaller)
 
 
 def _paired(store: "Store", recipes: Sequence[str], seeds: int, settings: Sequence[str]) -> "list[PairedRow]":
-    from hiddenstore.progress import Progress
+    from hiddenstore.console.progress import Progress
 
     measure = _hook()
     with Progress("paired", unit="steps") as progress:
@@ -104,7 +109,7 @@ def _paired(store: "Store", recipes: Sequence[str], seeds: int, settings: Sequen
             progress.total = total
             progress.advance(1, **fields)
 
-        return measure(store, recipes or ("safe", "compact"), range(seeds), settings, advance)
+        return measure(store, recipes or _COMPARED, range(seeds), settings, advance)
 
 
 def _hook() -> "Callable[..., list[PairedRow]]":
@@ -117,5 +122,5 @@ def _hook() -> "Callable[..., list[PairedRow]]":
             kind="paired-missing",
             hint="pip install --force-reinstall hiddenstore",
         )
-    found: Callable[..., list[PairedRow]] = points[0].load()
-    return found
+    measure: Callable[..., list[PairedRow]] = points[0].load()
+    return measure

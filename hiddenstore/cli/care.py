@@ -2,23 +2,32 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.padding import Padding
+from rich.text import Text
 
-from hiddenstore.cli.output import common_options, examples, output
 from hiddenstore.cli.stores import open_store
-from hiddenstore.layout import CONTAINER_NAMES
+from hiddenstore.codecs import RECIPE_HELP
+from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.console.text import Column, clean, clean_line, count, plural, seconds, size
+from hiddenstore.segments import CONTAINERS
 
 if TYPE_CHECKING:
-    from hiddenstore.copying import CopyPlan, CopyReport
+    from hiddenstore.care.copy import Copy, CopyReport
+    from hiddenstore.verify import Report
     from schemas.manifest import Container
 
-FOUND_EXIT = 3
+_FINDINGS_EXIT = 3
+_MOST_SHOWN = 20
+_SEGMENT_PATH = re.compile(r"^\S*segments/[^/\s]+/")
 _SAME_COLLECT = "hiddenstore collect DATA -o {} --target T   (the same command does the rest)"
 _UNREADABLE = ("file-", "commit-", "document-", "segment-", "chunk-", "array-", "shard-", "input-")
+
+_yes = click.option("-y", "--yes", is_flag=True, help="Do it; without this the plan is printed and nothing changes.")
 
 
 @click.command(epilog=examples("hiddenstore verify my-store", "hiddenstore verify my-store --full --meaning --json"))
@@ -27,42 +36,32 @@ _UNREADABLE = ("file-", "commit-", "document-", "segment-", "chunk-", "array-", 
 @click.option(
     "--meaning", is_flag=True, help="Check that the states are those of these tokens, layers and this target."
 )
+@click.option("--stock", is_flag=True, help="Read all of it with stock zarr-python or webdataset too, and compare.")
 @click.option(
-    "--share", default=1.0, show_default=True, type=click.FloatRange(0, 1), help="Share of the samples to read."
+    "--share", default=1.0, show_default=True, type=click.FloatRange(0, 1), help="Share of the samples --meaning reads."
 )
 @common_options
-def verify(store: str, full: bool, meaning: bool, share: float) -> None:
+def verify(store: str, full: bool, meaning: bool, stock: bool, share: float) -> None:
     """Check STORE: every file there with its size; with --full every byte; with --meaning what the numbers say.
 
     Exits 3 when there are findings.
     """
-    from hiddenstore.cli.care_views import verify_view
-    from hiddenstore.progress import Progress
+    from hiddenstore.console.progress import Progress
     from hiddenstore.verify import verify as run_verify
 
     depth: Any = "meaning" if meaning else "bytes" if full else "structure"
     total = _bytes_to_read(store) if full else None
     with Progress("verify", total=total, unit="bytes" if full else "samples") as progress:
-        report = run_verify(store, depth, share, also_bytes=full, advance=progress.advance)
+        report = run_verify(store, depth, share, also_bytes=full, also_stock=stock, advance=progress.advance)
     document = {"path": store, **report.to_json(), "full": full or depth == "bytes"}
-    output().data(document, human=lambda: verify_view(document), quiet="")
+    output().data(document, human=lambda: _show_findings(document), quiet="")
     if not report.ok:
-        output().hint(*_remedy(store, report.kinds, report.affected))
-        raise click.exceptions.Exit(FOUND_EXIT)
+        output().hint(*_remedy(store, report))
+        raise click.exceptions.Exit(_FINDINGS_EXIT)
     if depth == "structure":
         output().hint("hiddenstore", "verify", store, "--full", "--meaning")
     else:
         output().hint("hiddenstore", "train", store, "-o", "RUN")
-
-
-def _remedy(store: str, kinds: Iterable[str], affected: Sequence[str]) -> tuple[str, ...]:
-    """The command that helps: repair drops bytes that cannot be read, but not states that mean something else."""
-    kinds = set(kinds)
-    if any(kind.startswith(_UNREADABLE) for kind in kinds):
-        return "hiddenstore", "repair", store
-    if kinds == {"incomplete"}:
-        return (_SAME_COLLECT.format(shlex.quote(store)),)
-    return ("hiddenstore", "show", store, affected[0][:12]) if affected else ("hiddenstore", "info", store)
 
 
 def _bytes_to_read(store: str) -> int | None:
@@ -70,10 +69,88 @@ def _bytes_to_read(store: str) -> int | None:
 
     try:
         opened = open_store(store, strict=False)
-        target = sum(file.size for file in opened.manifest.target_files)
-        return target + sum(record.bytes_stored for record in opened.commits())
     except HiddenstoreError:
         return None  # verify will say what is wrong
+    target = sum(file.size for file in opened.manifest.target_files)
+    return target + sum(record.bytes_stored for record in opened.commits())
+
+
+def _remedy(store: str, report: "Report") -> tuple[str, ...]:
+    """The command that helps: repair drops bytes that cannot be read, but not states that mean something else."""
+    if any(kind.startswith(_UNREADABLE) for kind in report.kinds):
+        return "hiddenstore", "repair", store
+    if set(report.kinds) == {"incomplete"}:
+        return (_SAME_COLLECT.format(shlex.quote(store)),)
+    if not report.affected:
+        return "hiddenstore", "info", store
+    return "hiddenstore", "show", store, report.affected[0][:12]
+
+
+def _show_findings(document: Mapping[str, Any]) -> None:
+    """A line or two for each kind of finding in each segment, or one calm line."""
+    out, findings = output(), document["findings"]
+    if findings:
+        groups = _grouped(findings, _place)
+        for group in groups[:_MOST_SHOWN]:
+            _show_group(group, "✗", "red")
+        hidden = sum(len(group) for group in groups[_MOST_SHOWN:])
+        if hidden:
+            out.print(Text(f"  … and {count(hidden)} more (--json lists all)", style="dim"))
+        affected = len({sample for item in findings for sample in item["samples"]})
+        # Samples of units without a commit are affected, but not in the store.
+        of_all = "" if affected > document["samples"] else f"{count(affected)} of "
+        samples = plural(max(affected, document["samples"]), "sample")
+        out.print(f"{plural(len(findings), 'finding')}, {of_all}{samples} affected")
+    else:
+        words = [f"all {count(document['files'])} files are there with their size"]
+        if document["full"]:
+            words = [f"all {size(document['bytes_checked'])} are as they were written"]
+        if document["stock_samples"]:
+            words.append(f"stock software reads the same of {plural(document['stock_samples'], 'sample')}")
+        if document["depth"] == "meaning":
+            words.append(f"the states of {plural(document['samples_checked'], 'sample')} mean what the store says")
+        _well(f"{document['path']}: {', '.join(words)}")
+    for group in _grouped(document["notes"], lambda _: ""):
+        _show_group(group, "!", "yellow")
+
+
+def _well(text: str) -> None:
+    """One line whatever the width, so that it can be grepped."""
+    output().out.print(Text.assemble(("✓ ", "green"), text), soft_wrap=True)
+
+
+def _place(finding: Mapping[str, Any]) -> str:
+    """The path of a finding, of a file in a segment that of the segment: one that is gone is one thing."""
+    path: str = finding["path"]
+    return "/".join(path.split("/")[:2]) if path.startswith("segments/") else path
+
+
+def _grouped(
+    findings: Sequence[Mapping[str, Any]], place: Callable[[Mapping[str, Any]], str]
+) -> list[list[Mapping[str, Any]]]:
+    """Findings of one kind in one place, together."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for item in findings:
+        groups.setdefault((item["kind"], place(item)), []).append(item)
+    return list(groups.values())
+
+
+def _show_group(findings: Sequence[Mapping[str, Any]], mark: str, style: str) -> None:
+    """Two lines: kind, where and how much; then what exactly, of the first."""
+    first, several = findings[0], len(findings) > 1
+    places = {"/".join(item["path"].split("/")[:2]) for item in findings}
+    where = first["path"] if not several else places.pop() if len(places) == 1 else ""
+    samples = {sample for item in findings for sample in item["samples"]}
+    numbers = [f"{count(len(findings))} times"] if several else []
+    numbers += [plural(len(samples), "sample")] if samples else []
+    head = Text.assemble((f"{mark} ", style), (clean_line(first["kind"]), "bold"), f"   {clean_line(where)}".rstrip())
+    head.append(f"   {' · '.join(numbers)}".rstrip(), style="dim")
+    output().print(head)
+    _indented(("first: " if several else "") + first["detail"])
+
+
+def _indented(text: str) -> None:
+    output().print(Padding(Text(clean(text)), (0, 0, 0, 4)))
 
 
 @click.command(
@@ -87,9 +164,9 @@ def _bytes_to_read(store: str) -> int | None:
 @click.option(
     "--recipe",
     metavar="NAME",
-    help="safe, compact, tiny, lossless or raw; or per field: aux=q4,final=q8. Default: as DST, else as the first SRC.",
+    help=f"{RECIPE_HELP}. Default: as DST, else as the first SRC.",
 )
-@click.option("--container", type=click.Choice(CONTAINER_NAMES), help="Default: as DST, else as the first SRC.")
+@click.option("--container", type=click.Choice(tuple(CONTAINERS)), help="Default: as DST, else as the first SRC.")
 @click.option("--where", multiple=True, metavar="TEST", help="Only samples with tokens>4096, supervised>0, …")
 @click.option("--split", type=click.Choice(["train", "validation"]), help="Only samples of this split.")
 @common_options
@@ -105,66 +182,84 @@ def copy(
 
     Equal codecs and no filter: codes are copied as they are. The same command again continues where it stopped.
     """
-    from hiddenstore.cli.care_views import copy_view
-    from hiddenstore.copying import plan_copy
-    from hiddenstore.where import parse_where
+    from hiddenstore.care.copy import open_copy
+    from hiddenstore.inspect.where import parse_where
 
     keep = parse_where(where, split) if where or split else None
-    plan = plan_copy([open_store(source) for source in sources], destination, recipe, keep, container)
+    opened = open_copy([open_store(source) for source in sources], destination, recipe, keep, container)
     out = output()
-    for note in plan.notes:
+    for note in opened.notes:
         out.warn(note)
-    if plan.unavailable:
-        out.warn(f"{plan.unavailable:,} units of the inputs are in no source; the copy stays as incomplete as they are")
-    report = _copy_with_progress(plan)
-    duplicates = open_store(plan.destination.path).duplicates
-    if duplicates:
-        out.note(f"{duplicates:,} samples are in more than one unit: they are stored twice and read once")
+    if opened.unavailable:
+        out.warn(
+            f"{opened.unavailable:,} units of the inputs are in no source; the copy stays as incomplete as they are"
+        )
+    report = _copy_with_progress(opened)
+    copied = open_store(opened.destination.path)
+    if copied.duplicates:
+        out.note(f"{copied.duplicates:,} samples are in more than one unit: they are stored twice and read once")
     document = {
-        "sources": [source.path for source in plan.sources],
-        "destination": plan.destination.path,
-        "recipe": plan.destination.manifest.recipe,
-        "container": plan.destination.manifest.container,
+        "sources": [source.path for source in opened.sources],
+        "destination": copied.path,
+        "recipe": copied.manifest.recipe,
+        "container": copied.manifest.container,
         "units": report.units - report.lost_races,
-        "units_verbatim": plan.verbatim,
-        "units_decoded": sum(not plan.keeps_codes(unit) for unit in plan.units),
-        "units_there_already": plan.there_already,
-        "units_unavailable": plan.unavailable,
-        "duplicates": duplicates,
+        "units_verbatim": opened.verbatim,
+        "units_decoded": sum(not opened.keeps_codes(unit) for unit in opened.units),
+        "units_there_already": opened.present,
+        "units_unavailable": opened.unavailable,
+        "duplicates": copied.duplicates,
         "samples": report.samples,
         "tokens": report.tokens,
         "bytes_written": report.bytes_written,
-        "notes": plan.notes,
+        "notes": opened.notes,
     }
-    out.data(document, human=lambda: copy_view(document), quiet="")
+    out.data(document, human=lambda: _show_copy(document), quiet="")
     out.hint("hiddenstore", "verify", destination, "--full")
 
 
-def _copy_with_progress(plan: "CopyPlan") -> "CopyReport":
-    from hiddenstore.copying import run_copy
+def _copy_with_progress(opened: "Copy") -> "CopyReport":
+    from hiddenstore.care.copy import run_copy
+    from hiddenstore.console.progress import Progress
     from hiddenstore.errors import InterruptError
-    from hiddenstore.progress import Progress
-    from hiddenstore.rank import drain_on_signal
+    from hiddenstore.process import drain_on_signal
 
-    with drain_on_signal() as drain, Progress("copy", total=plan.samples, unit="samples") as progress:
+    with drain_on_signal() as drain, Progress("copy", total=opened.samples, unit="samples") as progress:
 
         def advance(report: "CopyReport") -> bool:
             progress.update(report.samples, written=f"{report.bytes_written / 1e6:.1f}MB")
             return not drain.requested
 
-        report = run_copy(plan, advance)
-    if drain.requested and report.units < len(plan.units):
+        report = run_copy(opened, advance)
+    if drain.requested and report.units < len(opened.units):
         raise InterruptError(
-            f"stopped by {drain.signal_name} after {report.units:,} of {len(plan.units):,} units; they are committed",
+            f"stopped by {drain.signal_name} after {report.units:,} of {len(opened.units):,} units; they are committed",
             kind="interrupted",
             hint="the same command continues",
         )
     return report
 
 
+def _show_copy(document: Mapping[str, Any]) -> None:
+    """What was brought over, and how."""
+    if not document["units"]:
+        text = "nothing to do"
+    else:
+        how = f"codes as they are, as {document['container']}"
+        if document["units_decoded"]:
+            how = "decoded and encoded again"
+        elif document["units_verbatim"] == document["units"]:
+            how = "byte for byte"
+        numbers = f"{plural(document['samples'], 'sample')} in {plural(document['units'], 'unit')}"
+        text = f"{numbers}, {how}, {size(document['bytes_written'])} written"
+    output().print(Text.assemble(("✓ ", "green"), f"{document['destination']}: {text}"))
+    if document["units_there_already"]:
+        output().print(f"  {count(document['units_there_already'])} were there already")
+
+
 @click.command(epilog=examples("hiddenstore repair my-store", "hiddenstore repair my-store -y"))
 @click.argument("store")
-@click.option("-y", "--yes", is_flag=True, help="Do it; without this the plan is printed and nothing changes.")
+@_yes
 @common_options
 def repair(store: str, yes: bool) -> None:
     """Make a damaged STORE whole by leaving out the samples that cannot be read.
@@ -172,27 +267,41 @@ def repair(store: str, yes: bool) -> None:
     Everything readable is kept bit for bit; old records and segments stay until gc. Damaged files beside the samples
     (target, inputs, snapshots) move to quarantine/. Prints a plan unless -y is given.
     """
-    from hiddenstore.cli.care_views import repair_view
-    from hiddenstore.maintain import repair as run_repair
+    from hiddenstore.care.repair import repair as run_repair
 
-    plan = run_repair(store, dry_run=not yes)
-    document = {
-        "path": store,
-        "done": plan.done,
-        "dropped": plan.dropped,
-        "units": [
-            {"unit": u.unit, "record": u.record, "kept": u.kept, "dropped": u.dropped, "forget": u.forget}
-            for u in plan.units
-        ],
-        "aside": plan.aside,
-    }
-    output().data(document, human=lambda: repair_view(document))
-    if (plan.units or plan.aside) and not yes:
+    result = run_repair(store, dry_run=not yes)
+    document = {"path": store, "dropped": result.dropped, **asdict(result)}
+    output().data(document, human=lambda: _show_repair(document))
+    if (result.units or result.aside) and not yes:
         output().hint("hiddenstore", "repair", store, "-y")
-    elif plan.aside:
+    elif result.aside:
         output().hint(_SAME_COLLECT.format(shlex.quote(store)))
     else:
         output().hint("hiddenstore", "verify", store, "--full")
+
+
+def _show_repair(document: Mapping[str, Any]) -> None:
+    """What repair drops and keeps, unit by unit, and what it sets aside."""
+    out, units, aside = output(), document["units"], document["aside"]
+    if not units and not aside:
+        out.print(Text.assemble(("✓ ", "green"), f"{document['path']}: nothing to repair"))
+    verb, later = ("", "") if document["done"] else ("would be ", "; nothing has changed yet")
+    if units:
+        columns = ("unit", ">dropped", ">kept", Column("why", wide=True))
+        out.table(columns, (_repair_row(unit) for unit in units))
+        out.print(f"{plural(document['dropped'], 'sample')} in {plural(len(units), 'unit')} {verb}dropped{later}")
+    for path, why in aside.items():
+        out.print(Text(clean_line(path)))
+        _indented(why)
+    if aside:
+        out.print(f"{plural(len(aside), 'file')} {verb}moved to quarantine/{later}")
+
+
+def _repair_row(unit: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    if unit["forget"]:
+        return unit["unit"], "record", "–", "its commit record cannot be read"
+    why = next(iter(unit["dropped"].values()), "damaged beside its samples")
+    return unit["unit"], count(len(unit["dropped"])), count(unit["kept"]), _SEGMENT_PATH.sub("", why)
 
 
 @click.command(epilog=examples("hiddenstore gc my-store", "hiddenstore gc my-store --older-than 7d -y"))
@@ -200,29 +309,37 @@ def repair(store: str, yes: bool) -> None:
 @click.option(
     "--older-than", default="24h", show_default=True, metavar="AGE", help="Spare what is younger: 30m, 12h, 7d."
 )
-@click.option("-y", "--yes", is_flag=True, help="Do it; without this the plan is printed and nothing changes.")
+@_yes
 @common_options
 def gc(store: str, older_than: str, yes: bool) -> None:
     """Sweep what no commit of STORE names: segments of killed writers and what repairs replaced.
 
     What is younger than --older-than may belong to a running writer and stays. Prints a plan unless -y is given.
     """
-    from hiddenstore.cli.care_views import gc_view
-    from hiddenstore.maintain import gc as run_gc
+    from hiddenstore.care.repair import gc as run_gc
 
-    plan = run_gc(store, dry_run=not yes, older_than_s=parse_age(older_than))
-    document = {
-        "path": store,
-        "done": plan.done,
-        "bytes": plan.size_bytes,
-        "remove": [asdict(item) for item in plan.remove],
-        "wait": [asdict(item) for item in plan.wait],
-    }
-    output().data(document, human=lambda: gc_view(document))
-    if plan.remove and not yes:
+    sweep = run_gc(store, dry_run=not yes, older_than_s=parse_age(older_than))
+    document = {"path": store, "bytes": sweep.size_bytes, **asdict(sweep)}
+    output().data(document, human=lambda: _show_sweep(document))
+    if sweep.remove and not yes:
         output().hint("hiddenstore", "gc", store, "--older-than", older_than, "-y")
     else:
         output().hint("hiddenstore", "info", store)
+
+
+def _show_sweep(document: Mapping[str, Any]) -> None:
+    """What goes, and what is too young to."""
+    out, remove = output(), document["remove"]
+    if remove:
+        rows = ((size(item["size_bytes"]), seconds(item["age_s"]), item["reason"], item["path"]) for item in remove)
+        out.table((">size", ">age", "reason", "path"), rows)
+        done = "removed" if document["done"] else "would be removed; nothing has changed yet"
+        out.print(f"{size(document['bytes'])} in {plural(len(remove), 'place')} {done}")
+    else:
+        out.print(Text.assemble(("✓ ", "green"), f"{document['path']}: nothing to sweep"))
+    if document["wait"]:
+        young = size(sum(item["size_bytes"] for item in document["wait"]))
+        out.print(Text(f"  {young} more are too young: a writer may still be at work", style="dim"))
 
 
 def parse_age(text: str) -> float:

@@ -5,8 +5,57 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 
-SECTIONS = ("Make", "Look", "Care", "Train", "System", "Added")
 ENTRY_POINT_GROUP = "hiddenstore.commands"
+_ADDED = "Added"
+
+# Section, name and one line of every command of ours, in the order of ``--help``.
+_SUMMARIES: Mapping[str, Mapping[str, str]] = {
+    "Make": {
+        "demo": "The whole path on CPU with a tiny bundled target.",
+        "run": "Conversations → exported drafter from one pipeline file.",
+        "prepare": "Conversations → tokens, loss mask and turn spans.",
+        "regenerate": "Let the target rewrite the answers itself.",
+        "plan": "Bytes, files and hours, before anything is written.",
+        "collect": "Capture the target's hidden states into a store; resumable.",
+        "import": "Another project's dump of hidden states into a store; resumable.",
+    },
+    "Look": {
+        "info": "What a store holds, on one screen.",
+        "ls": "The samples of a store.",
+        "show": "One sample: its text, what is trained on, norms per layer.",
+        "stats": "Lengths, splits and norms per layer over the whole store.",
+        "diff": "How two stores differ: capture, samples, numbers.",
+        "advise": "Which recipe the states can take, measured on them.",
+    },
+    "Care": {
+        "verify": "Every byte there, intact, and meaning what it says.",
+        "copy": "Merge, subset or re-encode stores; resumable.",
+        "repair": "Drop what is damaged, keep the rest; prints a plan first.",
+        "gc": "Sweep what no commit names; prints a plan first.",
+    },
+    "Train": {
+        "vocab": "The draft vocabulary, from supervised tokens.",
+        "train": "Train a drafter from a store.",
+        "import-drafter": "A published drafter as a run to start from.",
+        "eval": "Accepted length on recorded text.",
+        "decode": "Accepted length in real speculative decoding.",
+        "export": "A drafter as an engine loads it.",
+        "serve": "A drafter in an engine: the exact command and file, or run it.",
+        "export-data": "A store's samples as another trainer reads them.",
+    },
+    "System": {"doctor": "This machine: versions, engines, disk speed."},
+}
+SECTIONS = (*_SUMMARIES, _ADDED)
+OUR_COMMANDS = frozenset(name for commands in _SUMMARIES.values() for name in commands)
+
+# Commands of this package by module. Those of the upper packages come from entry points: nothing points upward.
+_BUILT_IN = {
+    "look": ("info", "ls", "show", "stats", "diff"),
+    "care": ("verify", "copy", "repair", "gc"),
+    "advise": ("advise",),
+    "doctor": ("doctor",),
+    "run": ("run",),
+}
 
 
 @dataclass(frozen=True)
@@ -18,36 +67,6 @@ class CommandSpec:
     summary: str
     target: str
 
-
-# name, section, summary. Those without a module here come from an entry point, so that nothing points upward.
-_KNOWN: tuple[tuple[str, str, str, str], ...] = (
-    ("demo", "Make", "The whole path on CPU with a tiny bundled target.", ""),
-    ("run", "Make", "Conversations → served drafter from one recipe file; resumable.", "hiddenstore.cli.run:run"),
-    ("prepare", "Make", "Conversations → tokens, loss mask and turn spans.", ""),
-    ("regenerate", "Make", "Let the target rewrite the answers itself.", ""),
-    ("plan", "Make", "Bytes, files and hours, before anything is written.", ""),
-    ("collect", "Make", "Capture the target's hidden states into a store; resumable.", ""),
-    ("import", "Make", "Another project's dump of hidden states into a store; resumable.", ""),
-    ("info", "Look", "What a store holds, on one screen.", "hiddenstore.cli.look:info"),
-    ("ls", "Look", "The samples of a store.", "hiddenstore.cli.look:ls"),
-    ("show", "Look", "One sample: its text, what is trained on, norms per layer.", "hiddenstore.cli.look:show"),
-    ("stats", "Look", "Lengths, splits and norms per layer over the whole store.", "hiddenstore.cli.look:stats"),
-    ("diff", "Look", "How two stores differ: capture, samples, numbers.", "hiddenstore.cli.look:diff"),
-    ("advise", "Look", "Which recipe the states can take, measured on them.", "hiddenstore.cli.advise:advise"),
-    ("verify", "Care", "Every byte there, intact, and meaning what it says.", "hiddenstore.cli.care:verify"),
-    ("copy", "Care", "Merge, subset or re-encode stores; resumable.", "hiddenstore.cli.care:copy"),
-    ("repair", "Care", "Drop what is damaged, keep the rest; prints a plan first.", "hiddenstore.cli.care:repair"),
-    ("gc", "Care", "Sweep what no commit names; prints a plan first.", "hiddenstore.cli.care:gc"),
-    ("vocab", "Train", "The draft vocabulary, from supervised tokens.", ""),
-    ("train", "Train", "Train a drafter from a store.", ""),
-    ("import-drafter", "Train", "A published drafter as a run to start from.", ""),
-    ("eval", "Train", "Accepted length on recorded text.", ""),
-    ("decode", "Train", "Accepted length in real speculative decoding.", ""),
-    ("export", "Train", "A drafter as an engine loads it.", ""),
-    ("serve", "Train", "A drafter in an engine: the exact command and file, or run it.", ""),
-    ("export-data", "Train", "A store's samples as another trainer reads them.", ""),
-    ("doctor", "System", "This machine: versions, engines, disk speed.", "hiddenstore.cli.doctor:doctor"),
-)
 
 # What people type first, coming from other tools.
 OTHER_WORDS: Mapping[str, str] = {
@@ -77,23 +96,21 @@ OTHER_WORDS: Mapping[str, str] = {
 
 @cache
 def find_commands() -> Mapping[str, CommandSpec]:
-    """Every command of this installation in the order of ``--help``: built-in, ours by entry point, then others'.
+    """Every command of this installation in the order of ``--help``: ours, then others'.
 
-    A foreign entry point never replaces a built-in command nor one of ours.
+    A foreign entry point never replaces a command of ours.
     """
-    installed: dict[str, metadata.EntryPoint] = {}
+    targets: dict[str, tuple[str, str]] = {}
     for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
-        if point.name not in installed or _distribution(point) == "hiddenstore":
-            installed[point.name] = point
-    found: dict[str, CommandSpec] = {}
-    for name, section, summary, target in _KNOWN:
-        entry = installed.pop(name, None)
-        if target or entry is not None:
-            found[name] = CommandSpec(name, section, summary, target or (entry.value if entry else ""))
-    for name in sorted(installed):
-        found[name] = CommandSpec(name, "Added", f"From {_distribution(installed[name])}.", installed[name].value)
-    return found
-
-
-def _distribution(point: metadata.EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else "another package"
+        owner = point.dist.name if point.dist is not None else "another package"
+        if point.name not in targets or owner == "hiddenstore":
+            targets[point.name] = (point.value, owner)
+    for module, names in _BUILT_IN.items():
+        targets |= {name: (f"hiddenstore.cli.{module}:{name}", "hiddenstore") for name in names}
+    added = {name: f"From {targets[name][1]}." for name in sorted(targets.keys() - OUR_COMMANDS)}
+    return {
+        name: CommandSpec(name, section, summary, targets[name][0])
+        for section, summaries in {**_SUMMARIES, _ADDED: added}.items()
+        for name, summary in summaries.items()
+        if name in targets
+    }

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hiddenstore.cli.output import common_options, examples, output
+from hiddenstore.console.output import common_options, examples, output
 
 if TYPE_CHECKING:
-    from hiddenstore.doctor.check import Check
+    from hiddenstore.doctor.installation import DoctorCheck
 
 _MARKS = {"ok": ("✓", "green"), "absent": ("·", "dim"), "warning": ("!", "yellow"), "problem": ("✗", "red")}
 _PROBLEM_EXIT = 5
@@ -22,7 +22,7 @@ def doctor(folder: Path) -> None:
 
     Writes and removes a 32 MB trial file in FOLDER. Exits 5 when something would not work.
     """
-    from hiddenstore.doctor import examine
+    from hiddenstore.doctor.machine import examine
 
     checks = examine(folder)
     problems = [check for check in checks if check.status == "problem"]
@@ -39,7 +39,7 @@ def doctor(folder: Path) -> None:
     output().hint("hiddenstore demo")
 
 
-def _view(checks: "list[Check]") -> None:
+def _view(checks: "list[DoctorCheck]") -> None:
     from rich.text import Text
 
     rows = []

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import click
 
-from hiddenstore.cli.output import output, swapped_output
+from hiddenstore.console.output import output, swapped_output
 from hiddenstore.errors import CaptureError, InterruptError
 
 INTERRUPTED_EXIT = 75

@@ -6,86 +6,77 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.output import common_options, examples, output
+from hiddenstore.console.output import common_options, examples, output
 
 if TYPE_CHECKING:
-    from hiddenstore.pipeline.recipe import Recipe
-    from hiddenstore.pipeline.run import Ran
+    from hiddenstore.cli.pipeline import Pipeline, StageResult
 
 
 @click.command(
     epilog=examples(
-        "hiddenstore run recipe.yaml",
-        "hiddenstore run recipe.yaml out=second drafters.eagle3.settings.optim.lr=1e-3",
+        "hiddenstore run pipeline.yaml",
+        "hiddenstore run pipeline.yaml out=second drafters.eagle3.settings.optim.lr=1e-3",
     )
 )
-@click.argument("recipe", type=click.Path())
+@click.argument("pipeline", type=click.Path())
 @click.argument("words", nargs=-1, metavar="[KEY.PATH=VALUE]...")
 @common_options
-def run(recipe: str, words: tuple[str, ...]) -> None:
-    """Prepare, collect, verify, then train, evaluate and export every drafter of a recipe.
+def run(pipeline: str, words: tuple[str, ...]) -> None:
+    """Prepare, collect, verify, then train, evaluate and export every drafter of a PIPELINE file.
 
     Each stage is a command that is printed before it runs. Finished stages are not repeated: after a stop, whatever the
     reason, the same command goes on. Sections hold the options of their commands: see docs/run.md.
     """
-    from hiddenstore.config import load
-    from hiddenstore.pipeline.recipe import Recipe
-    from hiddenstore.pipeline.run import run as run_recipe
+    from hiddenstore.cli.pipeline import Pipeline
+    from hiddenstore.cli.pipeline import run as run_pipeline
+    from hiddenstore.settings import load
 
-    asked = load(Recipe, recipe, words)
-    ran = run_recipe(asked)
-    out = output()
-    rows = [_summary(name, ran, asked) for name in asked.drafters]
+    settings = load(Pipeline, pipeline, words)
+    results = run_pipeline(settings)
+    rows = [_summary(name, results, settings) for name in settings.drafters]
     stages = [
-        {"stage": one.stage.name, "command": ["hiddenstore", one.stage.command, *one.stage.words]}
-        | {"seconds": one.seconds, "was_done": one.was_done}
-        for one in ran
+        {
+            "stage": result.stage.name,
+            "command": ["hiddenstore", result.stage.command, *result.stage.words],
+            "seconds": result.seconds,
+            "was_done": result.was_done,
+        }
+        for result in results
     ]
-    document = {"out": asked.out, "drafters": rows, "stages": stages}
-    out.data(document, human=lambda: _show(rows, ran))
-    first = next(iter(asked.drafters))
-    engine = str(asked.export.get("engine", ""))
-    out.hint(
-        "hiddenstore", "serve", str(Path(asked.out, first, "drafter")), "--target", asked.target, "--engine", engine
-    )
+    document = {"out": settings.out, "drafters": rows, "stages": stages}
+    output().data(document, human=lambda: _show(rows, results))
+    engine = str(settings.export.get("engine", ""))
+    output().hint("hiddenstore", "serve", rows[0]["folder"], "--target", settings.target, "--engine", engine)
 
 
-def _summary(name: str, ran: "Sequence[Ran]", asked: "Recipe") -> dict[str, Any]:
-    answers = {one.stage.name: one.answer for one in ran}
+def _summary(name: str, results: "Sequence[StageResult]", pipeline: "Pipeline") -> dict[str, Any]:
+    answers = {result.stage.name: result.answer for result in results}
     simulated, live = answers[f"{name}/eval"], answers.get(f"{name}/decode", {})
-    sweep = simulated.get("sweep") or [simulated]
+    longest = (simulated.get("sweep") or [simulated])[-1]
     return {
         "drafter": name,
-        "draft_len": sweep[-1].get("draft_len"),
-        "simulated": sweep[-1].get("accepted_length"),
-        "ngram": sweep[-1].get("ngram_accepted_length", simulated.get("ngram_accepted_length")),
+        "draft_len": longest.get("draft_len"),
+        "simulated": longest.get("accepted_length"),
+        "ngram": longest.get("ngram_accepted_length", simulated.get("ngram_accepted_length")),
         "live": live.get("accepted_length"),
-        "folder": str(Path(asked.out, name, "drafter")),
+        "folder": str(Path(pipeline.out, name, "drafter")),
     }
 
 
-def _show(rows: Sequence[dict[str, Any]], ran: "Sequence[Ran]") -> None:
-    from hiddenstore.cli.terminal import seconds
+def _show(rows: Sequence[dict[str, Any]], results: "Sequence[StageResult]") -> None:
+    from hiddenstore.console.text import seconds
+
+    def figures(row: dict[str, Any]) -> list[str]:
+        values = (row[key] for key in ("ngram", "simulated", "live"))
+        return [f"{value:.2f}" if isinstance(value, float) else "–" for value in values]
 
     out = output()
-
-    def figure(value: Any) -> str:
-        return f"{value:.2f}" if isinstance(value, float) else "–"
-
     out.print()
     out.table(
         ["drafter", ">draft", ">n-gram", ">simulated", ">live", "exported to"],
-        [
-            [
-                row["drafter"],
-                row["draft_len"],
-                *(figure(row[key]) for key in ("ngram", "simulated", "live")),
-                row["folder"],
-            ]
-            for row in rows
-        ],
+        [[row["drafter"], row["draft_len"], *figures(row), row["folder"]] for row in rows],
     )
     out.print()
-    before = sum(one.was_done for one in ran)
-    here = seconds(sum(one.seconds for one in ran if not one.was_done))
-    out.pairs([("stages", f"{len(ran)} ({before} done before)" if before else str(len(ran))), ("took", here)])
+    before = sum(result.was_done for result in results)
+    spent = seconds(sum(result.seconds for result in results if not result.was_done))
+    out.pairs([("stages", f"{len(results)} ({before} done before)" if before else str(len(results))), ("took", spent)])

@@ -44,7 +44,7 @@ def as_hiddenstore_error(error: Exception, arguments: Sequence[str]) -> Hiddenst
     if isinstance(error, FileNotFoundError) and error.filename:
         return NotFoundError(f"{error.filename} does not exist", kind="file-missing")
     if isinstance(error, OSError) and error.errno in _STORAGE:
-        from hiddenstore.fs import storage_error
+        from hiddenstore.fs.seam import storage_error
 
         return storage_error(error, str(error.filename or "the disk"))
     if isinstance(error, OSError) and error.errno in _OS_KINDS:
@@ -64,7 +64,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _bug(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:
-    from hiddenstore.cli.logs import write_crash_log
+    from hiddenstore.console.logs import write_crash_log
 
     try:
         log = str(write_crash_log(error, arguments))

@@ -1,20 +1,30 @@
-"""How states become bytes: one file per codec and one line in ``CODECS``; recipes choose a codec per field."""
+"""How states become bytes: one file per codec and one line in ``CODECS``; recipes choose a codec per field.
 
-import difflib
-from collections.abc import Iterable
+Importing this loads no codec, so that names are known before torch is.
+"""
 
-from hiddenstore.codecs.base import Codec, CodeLayout, Encoded, RowPart, SmallField
-from hiddenstore.codecs.bf16 import BF16
-from hiddenstore.codecs.lossless import LOSSLESS
-from hiddenstore.codecs.q4 import Q4
-from hiddenstore.codecs.q8 import Q8
-from hiddenstore.codecs.topk import TOPK_CODEC
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
 from hiddenstore.errors import ConfigError
-from schemas import Codecs
+from hiddenstore.registry import Registry, unknown
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (BF16, LOSSLESS, Q8, Q4)}
+if TYPE_CHECKING:
+    from hiddenstore.codecs.base import Codec, CodeLayout
+    from schemas.capture import Codecs
+
+_STATES = {
+    "bf16": "hiddenstore.codecs.verbatim:BF16",
+    "lossless": "hiddenstore.codecs.verbatim:LOSSLESS",
+    "q8": "hiddenstore.codecs.q8:Q8",
+    "q4": "hiddenstore.codecs.q4:Q4",
+}
+_GROUP = "hiddenstore.codecs"
+CODECS: "Registry[Codec]" = Registry("codec", _GROUP, {**_STATES}, "hiddenstore.codecs.base:Codec")
 # What may stand at the final rows: states in any codec, or the target's top tokens.
-LAYOUTS: dict[str, CodeLayout] = {**CODECS, TOPK_CODEC.name: TOPK_CODEC}
+LAYOUTS: "Registry[CodeLayout]" = Registry(
+    "codec", _GROUP, {**_STATES, "topk": "hiddenstore.codecs.topk:TOPK_CODEC"}, "hiddenstore.codecs.base:CodeLayout"
+)
 
 RECIPES: dict[str, tuple[str, str]] = {
     "raw": ("bf16", "bf16"),
@@ -24,21 +34,21 @@ RECIPES: dict[str, tuple[str, str]] = {
     "tiny": ("q4", "topk"),
 }
 DEFAULT_RECIPE = "safe"
+RECIPE_HELP = f"{', '.join(RECIPES)}; per field: aux=q4,final=q8"
+"""What ``--recipe`` takes, for help texts."""
 
-_CHOICES: dict[str, Iterable[str]] = {"aux": CODECS, "final": LAYOUTS}
 
-
-def get_codec(name: str) -> Codec:
+def get_codec(name: str) -> "Codec":
     """The codec of states of that name; ConfigError ``codec-unknown`` with the nearest name otherwise."""
-    return CODECS[_known(name, CODECS, "codec")]
+    return CODECS[name]
 
 
-def get_layout(name: str) -> CodeLayout:
+def get_layout(name: str) -> "CodeLayout":
     """The arrays of a codec, ``topk`` included; ConfigError ``codec-unknown`` with the nearest name otherwise."""
-    return LAYOUTS[_known(name, LAYOUTS, "codec")]
+    return CODECS[name] if name in CODECS else LAYOUTS[name]
 
 
-def get_recipe(text: str) -> Codecs:
+def get_recipe(text: str) -> "Codecs":
     """The codecs of a recipe, by name or per field: ``compact``, ``aux=q4,final=q8``, ``final=topk``.
 
     A field left out takes the codec of the default recipe.
@@ -46,52 +56,36 @@ def get_recipe(text: str) -> Codecs:
     Raises:
         ConfigError: ``recipe-unknown`` or ``codec-unknown``, with the nearest name.
     """
+    from schemas.capture import Codecs
+
     if "=" not in text:
-        aux, final = RECIPES[_known(text, RECIPES, "recipe")]
+        if text not in RECIPES:
+            raise unknown("recipe", text, RECIPES, "--recipe", DEFAULT_RECIPE)
+        aux, final = RECIPES[text]
         return Codecs(aux=aux, final=final)
-    aux, final = RECIPES[DEFAULT_RECIPE]
-    chosen: dict[str, str] = {}
+    codecs: dict[str, str] = {}
     for word in text.split(","):
         field, _, codec = (piece.strip() for piece in word.partition("="))
-        _known(field, _CHOICES, "recipe", f"{text!r}: ", "field")
-        if field in chosen:
+        if field in codecs:
             raise ConfigError(f"recipe {text!r} names {field} twice", kind="recipe-unknown")
-        chosen[field] = _known(codec, _CHOICES[field], "codec", f"recipe {text!r}, {field}: ")
-    return Codecs(aux=chosen.get("aux", aux), final=chosen.get("final", final))
+        codecs[field] = _codec_of_field(text, field, codec)
+    return Codecs(**{**dict(zip(_CHOICES, RECIPES[DEFAULT_RECIPE], strict=True)), **codecs})
 
 
-def recipe_name(codecs: Codecs) -> str:
+_CHOICES: dict[str, Collection[str]] = {"aux": CODECS, "final": LAYOUTS}
+
+
+def _codec_of_field(text: str, field: str, codec: str) -> str:
+    if field not in _CHOICES:
+        error = unknown("field", field, _CHOICES)
+        raise ConfigError(f"recipe {text!r}: {error}", kind="recipe-unknown")
+    if codec not in _CHOICES[field]:
+        error = unknown("codec", codec, _CHOICES[field])
+        raise ConfigError(f"recipe {text!r}, {field}: {error}", kind=error.kind)
+    return codec
+
+
+def recipe_name(codecs: "Codecs") -> str:
     """The name of the recipe with these codecs, else one word per field: what ``get_recipe`` reads back."""
-    named = {choice: name for name, choice in RECIPES.items()}
-    return named.get((codecs.aux, codecs.final), f"aux={codecs.aux},final={codecs.final}")
-
-
-def _known(name: str, table: Iterable[str], what: str, where: str = "", thing: str | None = None) -> str:
-    """``name`` if the table has it; ``what`` is the kind of the error and, unless ``thing`` says more, what it is."""
-    names = list(table)
-    if name in names:
-        return name
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    guess = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(
-        f"{where}unknown {thing or what} {name!r}, expected one of: {', '.join(names)}{guess}",
-        kind=f"{what}-unknown",
-        hint=f"--{what} {near[0] if near else DEFAULT_RECIPE}" if what == "recipe" and thing is None else None,
-    )
-
-
-__all__ = [
-    "CODECS",
-    "DEFAULT_RECIPE",
-    "LAYOUTS",
-    "RECIPES",
-    "CodeLayout",
-    "Codec",
-    "Encoded",
-    "RowPart",
-    "SmallField",
-    "get_codec",
-    "get_layout",
-    "get_recipe",
-    "recipe_name",
-]
+    names = {choice: name for name, choice in RECIPES.items()}
+    return names.get((codecs.aux, codecs.final), f"aux={codecs.aux},final={codecs.final}")

@@ -5,13 +5,14 @@
 
 A codec turns y into codes with a scale per token and back; the rest is here. A row is kept raw, bit-exact, when it has
 non-finite values, when its largest |y| is far above the unit's median (attention sinks, or one element that would take
-all the codes), or when its numbers could overflow. Source: the codec study, section 6; the limit on max |y| alone in
-place of one on the norm is ours: a row whose norm is large but even loses nothing by its own scale.
+all the codes), or when its numbers could overflow. The limit is on max |y| and not on the norm: a row whose norm is
+large but even loses nothing by its own scale. Measurements: docs/design/003.
 
 Shapes: L layers, T tokens of the unit, m rows of a block, D width, C columns of a code array, S sampled tokens, N raw
 rows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -56,12 +57,15 @@ _SMALL = {
 
 
 @dataclass(frozen=True)
-class AffineCodec:
+class AffineCodec(ABC):
     """Base of the codecs that store y in codes. A subclass gives the three methods at the end, and what they make."""
 
     name: str
     code_dtype: str
     formula: str
+    nominal_bits: float
+    reach: float
+    same_layer: float
     exact: bool = False
     compressed: bool = False
     small: Mapping[str, SmallField] = field(default_factory=lambda: dict(_SMALL))
@@ -154,16 +158,17 @@ class AffineCodec:
         """Values of a row as the codec groups them: ``width``, filled up with zeros where it must be."""
         return width
 
+    @abstractmethod
     def code_columns(self, width: int) -> int:
-        raise NotImplementedError
+        """Columns of the codes of a row of ``width`` values."""
 
+    @abstractmethod
     def codes_of(self, y: Tensor, codes: Tensor, token_scale: Tensor, peak: Tensor) -> None:
         """Fill codes [m, C], token_scale and peak = max |y| fp32 [m] from y fp32 [m, columns], which may be spent."""
-        raise NotImplementedError
 
+    @abstractmethod
     def values_of(self, codes: Tensor, token_scale: Tensor, values: Tensor) -> None:
         """Fill values fp32 [m, columns], what codes [m, C] say of y."""
-        raise NotImplementedError
 
 
 def channel_statistics(*parts: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,9 @@ class Q4Codec(AffineCodec):
         "verbatim; with G group scales (E4M3 bits) in a row, channel d is in group d mod G, its signed 4-bit code the "
         "low half of byte d if d < 16 G, else the high half of byte d - 16 G"
     )
+    nominal_bits: float = 4.5
+    reach: float = _FAR_SIDE * _E4M3_LARGEST
+    same_layer: float = 4e-3
 
     def columns(self, width: int) -> int:
         return GROUP * _groups(width)

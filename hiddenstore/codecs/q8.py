@@ -25,6 +25,10 @@ class Q8Codec(AffineCodec):
     name: str = "q8"
     code_dtype: str = "int8"
     formula: str = "bf16((code * token_scale) * channel_scale + channel_offset) in float32; rows in raw_index verbatim"
+    nominal_bits: float = 8.5
+    # Half a step beyond the last code is within the bound.
+    reach: float = _LARGEST_CODE + 0.5
+    same_layer: float = 3e-4
 
     def code_columns(self, width: int) -> int:
         return width

@@ -21,7 +21,7 @@ from hiddenstore.records import Record, TopK
 from schemas.capture import TOPK, CaptureSpec, NormState, topk_of
 
 if TYPE_CHECKING:
-    from hiddenstore.head import HeadBundle
+    from hiddenstore.targets.head import HeadBundle
 
 # Logits in memory at once: 256 rows of a vocabulary of 150,000 are 150 MB.
 _LOGITS_AT_ONCE = 1 << 25
@@ -37,6 +37,7 @@ class TopKCodec:
     compressed: bool = False
     formula: str = "row = token ids, then log-probs (log softmax over all tokens), then logsumexp of all logits"
     small: Mapping[str, SmallField] = field(default_factory=dict)
+    nominal_bits: float = 6.5
 
     def chunk_tokens(self, width: int) -> int:
         return FIXED_CHUNK_TOKENS

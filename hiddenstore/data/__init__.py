@@ -1,8 +1,7 @@
 """Reading a store for training: order, packing and prefetch. Any world size, any restart point, one global order."""
 
 from hiddenstore.data.batches import PREFETCH_BYTES, Cursor, GlobalBatch, TokenBatches
-from hiddenstore.data.order import Order, permutation
-from hiddenstore.data.pack import BatchPlan, first_fit, global_batches
+from hiddenstore.data.order import BatchPlan, Order, first_fit, global_batches, permutation
 from hiddenstore.data.packed import EncodedPack, PackedBatch
 
 __all__ = [

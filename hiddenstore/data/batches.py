@@ -3,24 +3,22 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hiddenstore.data.fill import Decoded, SampleSlot, StillEncoded
-from hiddenstore.data.order import Order
-from hiddenstore.data.pack import BatchPlan, global_batches
+from hiddenstore.data.fill import DecodedFiller, EncodedFiller, SampleSlot
+from hiddenstore.data.order import BatchPlan, Order, global_batches
 from hiddenstore.data.packed import PackedBatch
 from hiddenstore.data.read import Job, Prefetch
 from hiddenstore.errors import ConfigError, ConflictError
-from hiddenstore.identity import target_word
+from hiddenstore.targets.identity import target_argument
 from schemas.manifest import Split
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from hiddenstore.store import Store
 
 PREFETCH_BYTES = 1 << 30
@@ -53,7 +51,7 @@ class Cursor:
 class GlobalBatch:
     """One step of a run as one rank sees it.
 
-    packs: this rank's, possibly none; cursor: the place after this batch; samples and all_sample_ids: those of every
+    packs: this rank's, possibly none; cursor: the position after this batch; samples and all_sample_ids: those of every
     rank together, in the global order; wait_s: seconds the consumer waited for this batch, the
     start of its copies to the device included.
     """
@@ -65,13 +63,12 @@ class GlobalBatch:
     wait_s: float
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class TokenBatches(IterableDataset[GlobalBatch]):
     """The global batches of one split of a store, packed to a token budget.
 
-    Every ``iter()`` starts at the cursor given at construction or to ``load_state_dict``. ``state_dict()`` is the place
-    after the batch handed out last. ``epochs`` ends the iteration once that many epochs are complete; None never ends.
-    ``pack_tokens`` defaults to ``batch_tokens`` (one pack a batch on each rank).
-    Packs come on ``device``; to any but the CPU their stored bytes move from pinned memory and are decoded there.
+    Every ``iter()`` starts at ``cursor`` or at what ``load_state_dict`` got. ``state_dict()`` is the position after
+    the batch handed out last.
 
     Example:
         for batch in TokenBatches(hiddenstore.open("store"), batch_tokens=16384, device="cuda"):
@@ -79,40 +76,46 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                 loss = model(pack)
     """
 
-    def __init__(
-        self,
-        store: "Store",
-        *,
-        split: Split = "train",
-        layers: Sequence[int] | None = None,
-        final: bool = True,
-        batch_tokens: int,
-        pack_tokens: int | None = None,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        epochs: int | None = None,
-        cursor: Cursor | None = None,
-        prefetch_bytes: int = PREFETCH_BYTES,
-        threads: int = 4,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__()
-        self.store = store
-        self.split = split
-        self.layers = _chosen_layers(store, layers)
-        self.final = final and store.capture.final != "none"
-        self.batch_tokens = batch_tokens
-        self.pack_tokens = batch_tokens if pack_tokens is None else pack_tokens
-        self.rank, self.world_size, self.epochs = rank, world_size, epochs
-        self.prefetch_bytes, self.threads, self.device = prefetch_bytes, threads, torch.device(device)
+    store: "Store" = field(kw_only=False)
+    batch_tokens: int
+    """Tokens of a global batch, over all ranks."""
+    pack_tokens: int | None = None
+    """Tokens of a pack; default: ``batch_tokens``, one pack a batch on each rank."""
+    split: Split = "train"
+    layers: Sequence[int] | None = None
+    """Aux layers to read; default: all."""
+    final: bool = True
+    """Whether to read what the store holds at the final rows."""
+    seed: int = 0
+    """Of the order, unless a cursor names another."""
+    rank: int = 0
+    world_size: int = 1
+    epochs: int | None = None
+    """The iteration ends once so many epochs are complete; None never ends."""
+    cursor: Cursor | None = None
+    """Where to start; default: the first sample of epoch 0."""
+    prefetch_bytes: int = PREFETCH_BYTES
+    """Memory for the packs read ahead and the one handed out."""
+    threads: int = 4
+    """Threads that read."""
+    device: torch.device | str = "cpu"
+    """Where packs come; to any but the CPU their stored bytes move from pinned memory and are decoded there."""
+
+    def __post_init__(self) -> None:
         self.wait_s = 0.0
-        self._slots = _slots_of(store, split, self.final)
+        self._layers = _layers_of(self.store, self.layers)
+        self._final = self.final and self.store.capture.final != "none"
+        self._pack_tokens = self.batch_tokens if self.pack_tokens is None else self.pack_tokens
+        self._slots = [
+            SampleSlot(entry.id, entry.tokens, entry.final_rows if self._final else 0)
+            for _, entry in self.store.entries
+            if entry.split == self.split
+        ]
         self._check()
+        self._lengths = np.array([slot.tokens for slot in self._slots], dtype=np.int64)
         self._order = Order([slot.id for slot in self._slots])
-        self._start = cursor or Cursor(seed, 0, 0, self._order.digest)
-        self._reached = self._start
-        self.load_state_dict(self._start.to_json())
+        start = self.cursor or Cursor(self.seed, 0, 0, self._order.digest)
+        self.load_state_dict(start.to_json())
 
     @property
     def digest(self) -> str:
@@ -127,13 +130,12 @@ class TokenBatches(IterableDataset[GlobalBatch]):
     @property
     def tokens(self) -> int:
         """Tokens of one epoch, over all ranks."""
-        return sum(slot.tokens for slot in self._slots)
+        return int(self._lengths.sum())
 
     def plan(self, epoch: int, start: int = 0) -> Iterator[tuple[BatchPlan, list[str]]]:
         """Every global batch of an epoch from sample ``start`` on, with its sample ids in the global order."""
-        order = self._order.permutation(self._start.seed, epoch)
-        for batch in global_batches(self._lengths(), order, self.batch_tokens, self.pack_tokens, start):
-            yield batch, [self._slots[int(i)].id for i in order[batch.start : batch.stop]]
+        for batch, slots in self._plan(self._start.seed, epoch, start):
+            yield batch, [slot.id for slot in slots]
 
     def batches_per_epoch(self, epoch: int = 0) -> int:
         """Global batches of an epoch; epochs differ a little because their orders do."""
@@ -167,94 +169,82 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                 "TokenBatches reads ahead in threads; a DataLoader over it must have num_workers=0", kind="workers"
             )
         self._reached = self._start
-        filler = (Decoded if self.device.type == "cpu" else StillEncoded)(self.store, self.layers, self.final)
-        pinned = torch.cuda.is_available()
-        ahead = Prefetch[_Note](filler, self.prefetch_bytes, self.threads, pinned).run(self._jobs())
+        device = torch.device(self.device)
+        filler = (DecodedFiller if device.type == "cpu" else EncodedFiller)(self.store, self._layers, self._final)
+        prefetch = Prefetch[_JobKey](filler, self.prefetch_bytes, self.threads, pinned=torch.cuda.is_available())
+        jobs = prefetch.run(self._jobs())
         try:
             while True:
-                asked = time.perf_counter()
-                found = next(ahead, None)
-                if found is None:
+                begun = time.perf_counter()
+                job = next(jobs, None)
+                if job is None:
                     return
-                note, packs = found[0], [pack.to(self.device) for pack in found[1]]
-                del found
-                wait_s = time.perf_counter() - asked
+                key, packs = job[0], [pack.to(device) for pack in job[1]]
+                # The memory of what was read is free for others once it has moved.
+                del job
+                wait_s = time.perf_counter() - begun
                 self.wait_s += wait_s
-                self._reached = note.cursor
-                yield GlobalBatch(packs, note.cursor, len(note.ids), note.ids, wait_s)
+                self._reached = key.cursor
+                yield GlobalBatch(packs, key.cursor, len(key.ids), key.ids, wait_s)
         finally:
-            ahead.close()
+            jobs.close()
 
-    def _jobs(self) -> "Iterator[Job[_Note]]":
-        cursor = self._start
-        while self.epochs is None or cursor.epoch < self.epochs:
-            order = self._order.permutation(cursor.seed, cursor.epoch)
-            last = cursor
-            batches = global_batches(self._lengths(), order, self.batch_tokens, self.pack_tokens, cursor.samples)
-            for batch in batches:
-                slots = [self._slots[int(i)] for i in order[batch.start : batch.stop]]
-                mine = batch.packs_of(self.rank, self.world_size)
-                packs = tuple(tuple(slots[p - batch.start] for p in pack) for pack in mine)
-                cursor = self._after(last, batch.stop)
-                yield Job(_Note(cursor, [slot.id for slot in slots]), packs)
-            cursor = replace(last, epoch=last.epoch + 1, samples=0)
+    def _plan(self, seed: int, epoch: int, start: int) -> Iterator[tuple[BatchPlan, list[SampleSlot]]]:
+        order = self._order.permutation(seed, epoch)
+        for batch in global_batches(self._lengths, order, self.batch_tokens, self._pack_tokens, start):
+            yield batch, [self._slots[int(i)] for i in order[batch.start : batch.stop]]
 
-    def _after(self, cursor: Cursor, consumed: int) -> Cursor:
-        if consumed == len(self._slots):
-            return replace(cursor, epoch=cursor.epoch + 1, samples=0)
-        return replace(cursor, samples=consumed)
-
-    def _lengths(self) -> "np.ndarray":
-        import numpy as np
-
-        return np.array([slot.tokens for slot in self._slots], dtype=np.int64)
+    def _jobs(self) -> "Iterator[Job[_JobKey]]":
+        seed, epoch, start = self._start.seed, self._start.epoch, self._start.samples
+        while self.epochs is None or epoch < self.epochs:
+            for batch, slots in self._plan(seed, epoch, start):
+                packs = tuple(
+                    tuple(slots[position - batch.start] for position in pack)
+                    for pack in batch.packs_of(self.rank, self.world_size)
+                )
+                is_last = batch.stop == len(self._slots)
+                cursor = Cursor(seed, epoch + is_last, 0 if is_last else batch.stop, self._start.snapshot)
+                yield Job(_JobKey(cursor, [slot.id for slot in slots]), packs)
+            epoch, start = epoch + 1, 0
 
     def _check(self) -> None:
         if not self._slots:
-            held = sorted({entry.split for _, entry in self.store.entries})
+            splits = sorted({entry.split for _, entry in self.store.entries})
             raise ConfigError(
-                f"{self.store.path} holds no {self.split} samples; splits with samples: {', '.join(held) or 'none'}",
+                f"{self.store.path} holds no {self.split} samples; splits with samples: {', '.join(splits) or 'none'}",
                 kind="split-empty",
             )
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"rank {self.rank} is outside 0…{self.world_size - 1}", kind="rank")
-        if not 0 < self.pack_tokens <= self.batch_tokens:
+        if not 0 < self._pack_tokens <= self.batch_tokens:
             raise ConfigError(
-                f"pack_tokens {self.pack_tokens} must lie in 1…batch_tokens ({self.batch_tokens})", kind="pack-tokens"
+                f"pack_tokens {self._pack_tokens} must lie in 1…batch_tokens ({self.batch_tokens})", kind="pack-tokens"
             )
         longest = max(self._slots, key=lambda slot: slot.tokens)
-        if longest.tokens > self.pack_tokens:
+        if longest.tokens > self._pack_tokens:
             raise ConfigError(
                 f"sample {longest.id} of {self.store.path} has {longest.tokens} tokens, "
-                f"more than pack_tokens ({self.pack_tokens})",
+                f"more than pack_tokens ({self._pack_tokens})",
                 kind="sample-too-long",
                 hint=f"set pack_tokens (and batch_tokens) to at least {longest.tokens}",
             )
 
 
 @dataclass(frozen=True)
-class _Note:
+class _JobKey:
     cursor: Cursor
     ids: list[str]
 
 
-def _chosen_layers(store: "Store", layers: Sequence[int] | None) -> tuple[int, ...]:
-    held = store.capture.aux_layers
-    chosen = held if layers is None else tuple(sorted(set(layers)))
-    missing = [layer for layer in chosen if layer not in held]
+def _layers_of(store: "Store", layers: Sequence[int] | None) -> tuple[int, ...]:
+    stored = store.capture.aux_layers
+    missing = sorted(set(layers or ()) - set(stored))
     if missing:
-        wanted = ",".join(str(layer) for layer in sorted({*held, *missing}))
+        numbers = ",".join(str(layer) for layer in sorted({*stored, *missing}))
+        target = target_argument(store.capture.target)
         raise ConfigError(
-            f"{store.path} holds layers {list(held)}, not {missing}",
+            f"{store.path} holds layers {list(stored)}, not {missing}",
             kind="layers-missing",
-            hint=f"hiddenstore collect DATA -o STORE --target {target_word(store.capture.target)} --layers {wanted}",
+            hint=f"hiddenstore collect DATA -o STORE --target {target} --layers {numbers}",
         )
-    return chosen
-
-
-def _slots_of(store: "Store", split: str, final: bool) -> list[SampleSlot]:
-    return [
-        SampleSlot(entry.id, entry.tokens, entry.final_rows if final else 0)
-        for _, entry in store.entries
-        if entry.split == split
-    ]
+    return stored if layers is None else tuple(sorted(set(layers)))

@@ -4,6 +4,9 @@ Shapes: T tokens of a pack, L layers read, D target width, R final rows of a pac
 array, t and r tokens and final rows of one sample.
 """
 
+import math
+import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -12,11 +15,89 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiddenstore.codecs import Encoded, get_codec
+from hiddenstore.codecs import get_codec
+from hiddenstore.codecs.base import Encoded
 from hiddenstore.codecs.topk import unpack_rows
-from hiddenstore.data.buffers import Members, carve, room_bytes
 from hiddenstore.records import TopK
 from schemas.capture import TOPK, Codecs
+
+PAGE_BYTES = 4096
+
+_LINE_BYTES = 64
+
+Members = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class Buffers:
+    """Lends flat uint8 tensors and takes their memory back once no tensor over it is left.
+
+    What is lent and what lies free is at most ``limit_bytes`` together, unless more is lent. Pinned memory comes from
+    torch's allocator instead, which reuses it too and knows which copies to the device are still under way.
+    """
+
+    def __init__(self, limit_bytes: int, pinned: bool = False) -> None:
+        self.pinned = pinned
+        self._limit = limit_bytes
+        # Given back from whatever thread drops the last tensor; appending to a deque needs no lock.
+        self._returned: deque[np.ndarray] = deque()
+        self._free: list[np.ndarray] = []
+        self._total = 0
+
+    def take(self, size: int) -> Tensor:
+        """uint8 [size] that starts on a page; one thread at a time may ask."""
+        if self.pinned:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        memory = self._reused(size)
+        if memory is None:
+            memory = _pages(size)
+            self._total += memory.size
+        lent = memory[:size]
+        # ``from_numpy`` holds this very array for as long as the storage lives.
+        weakref.finalize(lent, self._returned.append, memory).atexit = False
+        return torch.from_numpy(lent)
+
+    def _reused(self, size: int) -> np.ndarray | None:
+        """The smallest free memory that fits; the rest goes while there is more than the limit allows."""
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        self._free.sort(key=lambda memory: memory.size)
+        fitting = next((index for index, memory in enumerate(self._free) if memory.size >= size), None)
+        reused = None if fitting is None else self._free.pop(fitting)
+        needed = 0 if reused is not None else size
+        while self._free and self._total + needed > self._limit:
+            self._total -= self._free.pop().size
+        return reused
+
+
+def room_bytes(members: Members) -> int:
+    """Bytes that ``carve`` needs."""
+    return sum(_lines(_size(shape, dtype)) for shape, dtype in members.values())
+
+
+def carve(flat: Tensor, members: Members) -> dict[str, Tensor]:
+    """Tensors of the given shapes over one flat uint8 tensor, each at a multiple of 64 bytes."""
+    tensors, start = {}, 0
+    for name, (shape, dtype) in members.items():
+        size = _size(shape, dtype)
+        tensors[name] = flat[start : start + size].view(dtype).view(shape)
+        start += _lines(size)
+    return tensors
+
+
+def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _lines(size: int) -> int:
+    return -(-size // _LINE_BYTES) * _LINE_BYTES
+
+
+def _pages(size: int) -> np.ndarray:
+    """uint8 of at least ``size``, a little more so that the next pack fits too, from the start of a page on."""
+    room = -(-(size + size // 16) // PAGE_BYTES) * PAGE_BYTES
+    memory = np.empty(room + PAGE_BYTES, dtype=np.uint8)
+    first = -memory.ctypes.data % PAGE_BYTES
+    return memory[first : first + room]
 
 
 @dataclass(eq=False)
@@ -57,12 +138,12 @@ class PackedBatch:
 class EncodedPack:
     """A pack as it is stored: what crosses to the device is a half or a quarter of the decoded bytes.
 
-    places: ``input_ids`` … ``final_rows`` as in ``PackedBatch``; aux_codes [L, T, C] and final_codes [1, R, C] of their
-    codecs' types (no first axis where the final is not read); small: per sample the small arrays of its aux and of its
-    final; rows and final_rows: where each sample lies.
+    tensors: ``input_ids`` … ``final_rows`` as in ``PackedBatch``; aux_codes [L, T, C] and final_codes [1, R, C] of
+    their codecs' types (no first axis where the final is not read); small: per sample the small arrays of its aux and
+    of its final; rows and final_rows: where each sample lies.
     """
 
-    places: dict[str, Tensor]
+    tensors: dict[str, Tensor]
     aux_codes: Tensor
     final_codes: Tensor
     rows: list[slice]
@@ -80,7 +161,7 @@ class EncodedPack:
     def to(self, device: torch.device | str) -> PackedBatch:
         """Move the codes and the small arrays in one copy each, and decode there: the bits a decoded pack has."""
         device = torch.device(device)
-        places = {name: tensor.to(device, non_blocking=True) for name, tensor in self.places.items()}
+        tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors.items()}
         aux = self._decoded(self.codecs.aux, self.aux_codes, self.rows, self.aux_small, device)
         final = torch.empty((0, self.width), dtype=torch.bfloat16, device=device)
         topk = None
@@ -88,7 +169,7 @@ class EncodedPack:
             topk = unpack_rows(Encoded(list(self.final_codes))).to(device)
         elif len(self.final_codes):
             final = self._decoded(self.codecs.final, self.final_codes, self.final_rows, self.final_small, device)[0]
-        return PackedBatch(**places, aux=aux, final=final, sample_ids=self.sample_ids, topk=topk)
+        return PackedBatch(**tensors, aux=aux, final=final, sample_ids=self.sample_ids, topk=topk)
 
     def _decoded(
         self,
@@ -102,31 +183,31 @@ class EncodedPack:
         if not codec.small:
             return moved.view(torch.bfloat16)
         out = torch.empty((*codes.shape[:2], self.width), dtype=torch.bfloat16, device=device)
-        for here, part in zip(rows, small_on(small, device), strict=True):
-            if len(codes) and here.stop > here.start:
-                codec.decode(Encoded([layer[here] for layer in moved], part), out[:, here])
+        for span, arrays in zip(rows, small_on(small, device), strict=True):
+            if len(codes) and span.stop > span.start:
+                codec.decode(Encoded([layer[span] for layer in moved], arrays), out[:, span])
         return out
 
 
-def small_on(parts: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> list[dict[str, Any]]:
+def small_on(samples: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> list[dict[str, Any]]:
     """The small arrays of every sample, ready to be decoded with on ``device``."""
-    return [dict(part) for part in parts] if device.type == "cpu" else moved_together(parts, device)
+    return [dict(arrays) for arrays in samples] if device.type == "cpu" else moved_at_once(samples, device)
 
 
-def moved_together(parts: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> list[dict[str, Any]]:
+def moved_at_once(samples: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> list[dict[str, Any]]:
     """The arrays of bf16 bits on ``device`` after one copy from pinned memory; the others as they are."""
     moving = {
         f"{number} {name}": array
-        for number, part in enumerate(parts)
-        for name, array in part.items()
+        for number, arrays in enumerate(samples)
+        for name, array in arrays.items()
         if array.dtype == np.uint16
     }
     members: Members = {name: (array.shape, torch.uint16) for name, array in moving.items()}
     flat = torch.empty(room_bytes(members), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for name, tensor in carve(flat, members).items():
         tensor.copy_(torch.from_numpy(np.ascontiguousarray(moving[name])))
-    there = carve(flat.to(device, non_blocking=True), members)
+    moved = carve(flat.to(device, non_blocking=True), members)
     return [
-        {name: there.get(f"{number} {name}", array) for name, array in part.items()}
-        for number, part in enumerate(parts)
+        {name: moved.get(f"{number} {name}", array) for name, array in arrays.items()}
+        for number, arrays in enumerate(samples)
     ]

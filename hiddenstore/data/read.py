@@ -6,8 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from hiddenstore.data.buffers import Buffers, room_bytes
-from hiddenstore.data.fill import Filler, Pack, SampleSlot, places_of
+from hiddenstore.data.fill import Filler, Pack, SampleSlot, packed_samples
+from hiddenstore.data.packed import Buffers, room_bytes
 
 # Tiny samples would otherwise fill the byte budget with thousands of jobs before the first is handed out.
 JOBS_AHEAD = 32
@@ -29,7 +29,7 @@ class Job(Generic[K]):
 class _Running(Generic[K]):
     key: K
     packs: list[Pack]
-    parts: list[Future[None]]
+    reads: list[Future[None]]
     size_bytes: int
 
 
@@ -38,8 +38,8 @@ class Prefetch(Generic[K]):
 
     The packs waiting in at most ``JOBS_AHEAD`` jobs and those handed out last take at most ``budget_bytes``, or as much
     as one job that waits and one that is out. Threads, not processes: records are large, and moving them between
-    processes costs five times the reading. An error of a read is raised at its job and ends the iteration; no sample is
-    ever left out.
+    processes costs five times the reading (docs/design/004). An error of a read is raised at its job and ends the
+    iteration; no sample is ever left out.
     """
 
     def __init__(self, filler: Filler, budget_bytes: int, threads: int, pinned: bool = False) -> None:
@@ -52,41 +52,41 @@ class Prefetch(Generic[K]):
         """``(key, packs)`` of every job, in the order of ``jobs``."""
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="hiddenstore-read")
         waiting: deque[_Running[K]] = deque()
-        held = handed_out = 0
+        used_bytes = out_bytes = 0
         upcoming = next(jobs, None)
         try:
             while waiting or upcoming is not None:
                 for _ in range(STARTED_AT_ONCE):
-                    if upcoming is not None and (not waiting or self._fits(held, len(waiting), upcoming)):
+                    if upcoming is not None and (not waiting or self._fits(used_bytes, len(waiting), upcoming)):
                         waiting.append(self._start(pool, upcoming))
-                        held += waiting[-1].size_bytes
+                        used_bytes += waiting[-1].size_bytes
                         upcoming = next(jobs, None)
                 done = waiting.popleft()
-                for part in done.parts:
-                    part.result()
-                # The consumer still holds the packs before these while it waits.
-                held -= handed_out
-                handed_out = done.size_bytes
+                for read in done.reads:
+                    read.result()
+                # The consumer still has the packs before these while it waits.
+                used_bytes -= out_bytes
+                out_bytes = done.size_bytes
                 key, packs = done.key, done.packs
                 del done
                 yield key, packs
                 del packs
         finally:
             for job in waiting:
-                for part in job.parts:
-                    part.cancel()
+                for read in job.reads:
+                    read.cancel()
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _fits(self, held: int, ahead: int, job: Job[K]) -> bool:
-        return ahead < JOBS_AHEAD and held + self._size(job) <= self._budget
+    def _fits(self, used_bytes: int, ahead: int, job: Job[K]) -> bool:
+        return ahead < JOBS_AHEAD and used_bytes + self._size(job) <= self._budget
 
     def _size(self, job: Job[K]) -> int:
         return sum(room_bytes(self._filler.members(pack)) for pack in job.packs)
 
     def _start(self, pool: ThreadPoolExecutor, job: Job[K]) -> _Running[K]:
-        packs, parts = [], []
+        packs, reads = [], []
         for slots in job.packs:
             pack = self._filler.empty(slots, self._buffers)
-            parts += [pool.submit(self._filler.fill, pack, place) for place in places_of(slots)]
+            reads += [pool.submit(self._filler.fill, pack, sample) for sample in packed_samples(slots)]
             packs.append(pack)
-        return _Running(job.key, packs, parts, self._size(job))
+        return _Running(job.key, packs, reads, self._size(job))

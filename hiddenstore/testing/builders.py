@@ -16,12 +16,12 @@ from hiddenstore import layout
 from hiddenstore.codecs import CODECS, get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.documents import seal, sha256_hex
-from hiddenstore.fs import Filesystem
-from hiddenstore.head import HeadBundle
-from hiddenstore.inputs import PreparedInput, Unit
+from hiddenstore.fs.seam import Filesystem
+from hiddenstore.inputs.prepared import PreparedInput, Unit
+from hiddenstore.inputs.registered import input_digest
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
-from hiddenstore.registered import input_digest
 from hiddenstore.store import Store
+from hiddenstore.targets.head import HeadBundle
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.capture import CaptureSpec, Codecs, FinalMode, HeadSpec, TargetIdentity
 from schemas.manifest import Container, Engine, FileEntry
@@ -30,7 +30,7 @@ from schemas.prepared import ROLES, PreparedData
 VOCAB = 64
 NUM_LAYERS = 8
 UNIT_TOKENS = 64
-ROWS_PER_PART = 4
+ROWS_PER_FILE = 4
 ENGINE = Engine(name="random", version="1")
 HEAD = HeadSpec(norm_flavour="rms", norm_eps=1e-5, tied=False)
 
@@ -116,14 +116,14 @@ def random_records(samples: Sequence[Sample], capture: CaptureSpec, seed: int = 
 
 
 def make_data(folder: Path, *, samples: int = 6, seed: int = 0) -> Path:
-    """A prepared DATA folder of random conversations, four rows a part; returns ``folder``."""
+    """A prepared DATA folder of random conversations, four rows a file; returns ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = make_samples(samples, seed)
     files = []
-    for index in range(max(1, -(-len(rows) // ROWS_PER_PART))):
-        part = rows[index * ROWS_PER_PART : (index + 1) * ROWS_PER_PART]
+    for index in range(max(1, -(-len(rows) // ROWS_PER_FILE))):
         path = folder / layout.part_name(index)
-        pq.write_table(pa.Table.from_pylist([_row(sample) for sample in part], schema=DATA_SCHEMA), path)
+        samples_of_file = rows[index * ROWS_PER_FILE : (index + 1) * ROWS_PER_FILE]
+        pq.write_table(pa.Table.from_pylist([_row(sample) for sample in samples_of_file], schema=DATA_SCHEMA), path)
         data = path.read_bytes()
         files.append(FileEntry(path=path.name, size=len(data), sha256=sha256_hex(data)))
     (folder / layout.DATA_JSON).write_bytes(seal(_prepared(rows, tuple(files))))
@@ -147,8 +147,8 @@ def make_store(
     and its DATA exists in memory only.
     """
     capture = capture_spec(layers, width, codec, final)
-    place = location / "store" if isinstance(location, Path) else location
-    store = create_store(place, capture, HEAD, recipe_name(capture.codecs), target_files(width, seed), container)
+    root = location / "store" if isinstance(location, Path) else location
+    store = create_store(root, capture, HEAD, recipe_name(capture.codecs), target_files(width, seed), container)
     if isinstance(location, Path):
         prepared: PreparedInput = _SmallUnits.open(make_data(location / "data", samples=samples, seed=seed))
     else:
@@ -179,7 +179,7 @@ class _MemoryInput(_SmallUnits):
 
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         table = pa.Table.from_pylist([_row(sample) for sample in self._samples], schema=DATA_SCHEMA)
-        yield from table.select(columns).to_batches(ROWS_PER_PART)
+        yield from table.select(columns).to_batches(ROWS_PER_FILE)
 
 
 def _row(sample: Sample) -> dict[str, object]:

@@ -6,12 +6,14 @@ random digits of their segments are.
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from hiddenstore import layout
 from hiddenstore.documents import sha256_hex
 from hiddenstore.errors import HiddenstoreError
-from hiddenstore.fs import Filesystem, is_temporary
+from hiddenstore.fs.seam import Filesystem, is_temporary
 from hiddenstore.store import Store
 from schemas.manifest import CommitRecord
 
@@ -27,13 +29,14 @@ FOLDERS = {
 
 def problems(store: Store, *, finished: bool = False) -> list[str]:
     """Everything that is wrong; empty for a sound store. ``finished`` also demands every unit of every input."""
-    found = [problem for record in store.commits() for problem in _file_problems(store, record)]
-    found += _target_problems(store)
-    found += _sample_problems(store)
-    found += _input_problems(store, finished)
-    found += _snapshot_problems(store)
-    found += [f"{name} is no name of a store" for name in _strangers(store.fs)]
-    return found
+    return [
+        *(problem for record in store.commits() for problem in _file_problems(store, record)),
+        *_target_problems(store),
+        *_sample_problems(store),
+        *_input_problems(store, finished),
+        *_snapshot_problems(store),
+        *(f"{name} is no name of a store" for name in _strangers(store.fs)),
+    ]
 
 
 def fingerprint(fs: Filesystem) -> dict[str, Any]:
@@ -81,74 +84,65 @@ def garbage(fs: Filesystem) -> list[str]:
     return [path for path in segments if path not in named] + temps
 
 
-def _file_problems(store: Store, record: CommitRecord) -> list[str]:
-    found = []
+def _file_problems(store: Store, record: CommitRecord) -> Iterator[str]:
     for file in record.files:
         path = f"{record.segment}/{file.path}"
         size = store.fs.size(path)
         if size != file.size:
-            found.append(f"{path}: expected {file.size} bytes, found {size}")
+            yield f"{path}: expected {file.size} bytes, found {size}"
         elif sha256_hex(store.fs.read(path)) != file.sha256:
-            found.append(f"{path}: its bytes are not the ones its record names")
-    return found
+            yield f"{path}: its bytes are not the ones its record names"
 
 
-def _target_problems(store: Store) -> list[str]:
-    found = []
+def _target_problems(store: Store) -> Iterator[str]:
     for file in store.manifest.target_files:
-        try:
-            store.target_file(file.path)
-        except HiddenstoreError as error:
-            found.append(error.message)
-    return found
+        yield from _refusal(partial(store.target_file, file.path))
 
 
-def _sample_problems(store: Store) -> list[str]:
-    counted = Counter(sample.id for record in store.commits() for sample in record.samples)
+def _refusal(read: Callable[[], object]) -> Iterator[str]:
+    try:
+        read()
+    except HiddenstoreError as error:
+        yield error.message
+
+
+def _sample_problems(store: Store) -> Iterator[str]:
+    counts = Counter(sample.id for record in store.commits() for sample in record.samples)
     rejected = {reject.id for record in store.commits() for reject in record.rejects}
-    found = [f"sample {name} is held {count} times" for name, count in counted.items() if count > 1]
-    found += [f"sample {name} is both held and rejected" for name in sorted(rejected & set(counted))]
+    yield from (f"sample {name} is stored {count} times" for name, count in counts.items() if count > 1)
+    yield from (f"sample {name} is both stored and rejected" for name in sorted(rejected & set(counts)))
     for name in store.sample_ids:
         try:
             if store.read(name).sample.id != name:
-                found.append(f"sample {name} reads as another one")
+                yield f"sample {name} reads as another one"
         except HiddenstoreError as error:
-            found.append(error.message)
-    return found
+            yield error.message
 
 
-def _input_problems(store: Store, finished: bool) -> list[str]:
-    found = []
+def _input_problems(store: Store, finished: bool) -> Iterator[str]:
     inputs = {}
     for digest, registered in store.inputs().items():
         try:
             inputs[digest] = registered.unit_samples()
         except HiddenstoreError as error:
-            found.append(error.message)
+            yield error.message
     committed = {record.unit: record for record in store.commits()}
     for record in committed.values():
-        held = [sample.id for sample in record.samples] + [reject.id for reject in record.rejects]
+        members = [sample.id for sample in record.samples] + [reject.id for reject in record.rejects]
         expected = inputs.get(record.input, {}).get(record.unit)
-        if expected is not None and sorted(held) != sorted(expected):
-            found.append(f"unit {record.unit} is not what its input says")
+        if expected is not None and sorted(members) != sorted(expected):
+            yield f"unit {record.unit} is not what its input says"
         if finished and expected is None:
-            found.append(f"unit {record.unit} is of no registered input")
+            yield f"unit {record.unit} is of no registered input"
     if finished:
         units = [unit for members in inputs.values() for unit in members]
-        found += [f"unit {unit} is incomplete" for unit in units if unit not in committed]
-    return found
+        yield from (f"unit {unit} is incomplete" for unit in units if unit not in committed)
 
 
-def _snapshot_problems(store: Store) -> list[str]:
-    found = []
+def _snapshot_problems(store: Store) -> Iterator[str]:
     for name in store.fs.list(layout.SNAPSHOTS_DIR):
-        if is_temporary(name):
-            continue
-        try:
-            Store.open(store.fs, snapshot=name.removesuffix(".json"))
-        except HiddenstoreError as error:
-            found.append(error.message)
-    return found
+        if not is_temporary(name):
+            yield from _refusal(partial(Store.open, store.fs, snapshot=name.removesuffix(".json")))
 
 
 def _strangers(fs: Filesystem) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hiddenstore.data.order import splitmix64
 from hiddenstore.documents import load, seal
-from hiddenstore.fs import Filesystem
+from hiddenstore.fs.seam import Filesystem
 from hiddenstore.layout import CALIBRATION_DIR
 from schemas.base import FORMAT_VERSION, Document
 
@@ -73,11 +73,9 @@ class LayerProfile(Document):
 
     def common_prefix(self, input_ids: np.ndarray) -> int:
         """How many first tokens of a sample are the profile's, as far as the profile has every position."""
-        places = np.asarray(self.positions)
-        gap = np.flatnonzero(places != np.arange(len(places)))
-        count = min(int(gap[0]) if len(gap) else len(places), len(input_ids))
-        differs = np.flatnonzero(np.asarray(self.tokens[:count]) != input_ids[:count])
-        return int(differs[0]) if len(differs) else count
+        positions = np.asarray(self.positions)
+        count = min(first_true(positions != np.arange(len(positions))), len(input_ids))
+        return first_true(np.asarray(self.tokens[:count]) != input_ids[:count])
 
 
 def make_profile(
@@ -95,14 +93,15 @@ def make_profile(
     states from one plain forward over the whole sample, by another way than the capture itself
     (``output_hidden_states``), so that a mistake in one does not repeat in the other.
     """
-    held = np.arange(len(input_ids)) if final_rows is None else np.asarray(final_rows, dtype=np.int64)
-    spread = held[np.linspace(0, len(held) - 1, min(PROFILE_TOKENS // 2, len(held))).astype(np.int64)]
-    places = np.union1d(np.arange(min(PROFILE_TOKENS // 2, len(input_ids))), spread).astype(np.int64)
-    rows = torch.from_numpy(places).to(states.device)
+    candidates = np.arange(len(input_ids)) if final_rows is None else np.asarray(final_rows, dtype=np.int64)
+    most = min(PROFILE_TOKENS // 2, len(candidates))
+    spread = candidates[np.linspace(0, len(candidates) - 1, most).astype(np.int64)]
+    positions = np.union1d(np.arange(min(PROFILE_TOKENS // 2, len(input_ids))), spread).astype(np.int64)
+    rows = torch.from_numpy(positions).to(states.device)
     return LayerProfile(
         sample_id=sample_id,
-        positions=tuple(places.tolist()),
-        tokens=tuple(int(token) for token in np.asarray(input_ids)[places]),
+        positions=tuple(positions.tolist()),
+        tokens=tuple(int(token) for token in np.asarray(input_ids)[positions]),
         layers=tuple(_sketches(layer[rows]) for layer in states),
         normed=None if normed is None else _sketches(normed[rows]),
     )
@@ -118,21 +117,26 @@ def read_profile(fs: Filesystem) -> LayerProfile | None:
     return None if fs.size(PROFILE_PATH) is None else load(fs, PROFILE_PATH, LayerProfile)
 
 
-def match_layer(profile: LayerProfile, rows: Tensor, places: Sequence[int] | np.ndarray) -> dict[int | str, float]:
-    """Distance of stored rows [n, D] to every layer of the profile; ``places`` [n] index its ``positions``.
+def first_true(flags: np.ndarray) -> int:
+    """Index of the first True of bool [n], n where there is none."""
+    return int(flags.argmax()) if flags.any() else len(flags)
+
+
+def match_layer(profile: LayerProfile, rows: Tensor, indices: Sequence[int] | np.ndarray) -> dict[int | str, float]:
+    """Distance of stored rows [n, D] to every layer of the profile; ``indices`` [n] are those of its ``positions``.
 
     About 0.5 |a - b|² for rows of unit length (1 - cosine) plus the squared log ratio of their norms, averaged over
     rows: 1e-4 for an 8-bit codec, 1e-2 and more for a neighbouring layer, about 1 for an unrelated one.
     """
-    found_rms, found = sketch(rows)
-    where = np.asarray(places, dtype=np.int64)
+    row_rms, row_projections = sketch(rows)
+    picked = np.asarray(indices, dtype=np.int64)
     distances: dict[int | str, float] = {}
     candidates = [*profile.layers, *([profile.normed] if profile.normed is not None else [])]
     for name, candidate in zip(profile.names, candidates, strict=True):
-        rms = np.asarray(candidate.rms)[where]
-        projections = np.asarray(candidate.projections)[where]
-        angle = np.square(projections - found).mean(axis=1) / 2
-        scale = np.square(np.log(np.maximum(rms, 1e-12) / np.maximum(found_rms, 1e-12)))
+        rms = np.asarray(candidate.rms)[picked]
+        projections = np.asarray(candidate.projections)[picked]
+        angle = np.square(projections - row_projections).mean(axis=1) / 2
+        scale = np.square(np.log(np.maximum(rms, 1e-12) / np.maximum(row_rms, 1e-12)))
         distances[name] = float(np.mean(angle + scale))
     return distances
 

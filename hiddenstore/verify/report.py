@@ -25,13 +25,16 @@ class Finding:
     @classmethod
     def of(cls, error: HiddenstoreError, path: str = "", samples: tuple[str, ...] = ()) -> "Finding":
         """An error met while looking, as a finding."""
-        found = getattr(error, "samples", ()) or samples
-        return cls(error.kind, getattr(error, "path", "") or path, tuple(found), error.message)
+        affected = tuple(getattr(error, "samples", ()) or samples)
+        return cls(error.kind, getattr(error, "path", "") or path, affected, error.message)
 
 
 @dataclass
 class Report:
-    """``findings`` make a store bad; ``notes`` are worth knowing (orphans, duplicates, what could not be decided)."""
+    """``findings`` make a store bad; ``notes`` are worth knowing (orphans, duplicates, what could not be decided).
+
+    ``stock_samples``: how many were compared with what stock software reads.
+    """
 
     depth: Depth
     findings: list[Finding] = field(default_factory=list)
@@ -41,6 +44,7 @@ class Report:
     files: int = 0
     bytes_checked: int = 0
     samples_checked: int = 0
+    stock_samples: int = 0
     measures: dict[str, float] = field(default_factory=dict)
 
     @property

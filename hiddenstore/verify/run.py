@@ -4,9 +4,10 @@ from pathlib import Path
 
 from hiddenstore import layout
 from hiddenstore.errors import ConfigError
-from hiddenstore.fs import Filesystem, open_filesystem
+from hiddenstore.fs import open_filesystem
+from hiddenstore.fs.seam import Filesystem
 from hiddenstore.store import no_store
-from hiddenstore.verify.content import check_content
+from hiddenstore.verify.bytes import check_content
 from hiddenstore.verify.report import DEPTHS, Advance, Depth, Report
 from hiddenstore.verify.structure import check_structure
 
@@ -17,12 +18,14 @@ def verify(
     sample_share: float = 1.0,
     *,
     also_bytes: bool = False,
+    also_stock: bool = False,
     advance: Advance = lambda _: None,
 ) -> Report:
     """Look at a store and name everything that is wrong; nothing is changed.
 
     ``structure`` reads metadata only; ``bytes`` also every byte; ``meaning`` also the states of a share of the samples
-    (and every byte with ``also_bytes``). ``advance`` is told bytes read, then at ``meaning`` samples looked at.
+    (and every byte with ``also_bytes``). ``also_stock`` compares what stock zarr-python or webdataset reads with what
+    our reader gives. ``advance`` is told bytes read, then samples looked at.
 
     Raises:
         NotFoundError: there is no store.
@@ -41,6 +44,10 @@ def verify(
     store = check_structure(fs, report)
     if store is not None and (depth == "bytes" or also_bytes):
         check_content(store, report, advance)
+    if store is not None and also_stock:
+        from hiddenstore.verify.stock import check_stock
+
+        check_stock(store, report, advance)
     if store is not None and depth == "meaning":
         from hiddenstore.verify.meaning import check_meaning
 

@@ -7,21 +7,31 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from hiddenstore import layout
-from hiddenstore.calibration import SLICE_PATH, slice_document, unnamed_slices
-from hiddenstore.cli.terminal import plural
-from hiddenstore.commit import Commit, committed_units, read_commit, read_snapshot, scan_commits
+from hiddenstore.commit import Commit, committed_units, latest_names, read_commit, read_snapshot, scan_commits
+from hiddenstore.console.text import plural
 from hiddenstore.documents import load
 from hiddenstore.errors import CorruptionError, HiddenstoreError
-from hiddenstore.fs import TEMP_PREFIX, Filesystem
-from hiddenstore.registered import registered_inputs
+from hiddenstore.fs.seam import TEMP_PREFIX, Filesystem
+from hiddenstore.inputs.registered import registered_inputs
 from hiddenstore.store import Store, load_snapshot
+from hiddenstore.targets.calibration import SLICE_PATH, slice_document, unnamed_slices
 from hiddenstore.verify.report import Finding, Report
 from schemas.manifest import CommitRecord, StoreManifest
 
 THREADS = 8
 SHOWN = 3
+_FOLDERS = (
+    "",
+    layout.COMMITS_DIR,
+    layout.INPUTS_DIR,
+    layout.TARGET_DIR,
+    layout.SNAPSHOTS_DIR,
+    layout.CALIBRATION_DIR,
+    layout.ADVICE_DIR,
+)
 
 
 def check_structure(fs: Filesystem, report: Report) -> Store | None:
@@ -35,16 +45,14 @@ def check_structure(fs: Filesystem, report: Report) -> Store | None:
     records = [commit.record for commit in scan.commits]
     report.units = len(records)
     report.samples = sum(len(record.samples) for record in records)
+    report.files = sum(len(record.files) for record in records)
     with ThreadPoolExecutor(THREADS) as pool:
         for findings in pool.map(lambda record: list(_files_of(fs, record)), records):
             report.findings += findings
-    report.files = sum(len(record.files) for record in records)
-    report.findings += _inputs(fs, scan.commits)
-    report.findings += _snapshots(fs)
-    report.findings += _calibration(fs)
-    found, notes = _duplicates(records)
-    report.findings += found
-    report.notes += notes + list(_unregistered(fs, records)) + list(_orphans(fs, records)) + list(_leftovers(fs))
+    report.findings += [*_inputs(fs, scan.commits), *_snapshots(fs), *_calibration(fs)]
+    for finding, is_error in _duplicates(records):
+        (report.findings if is_error else report.notes).append(finding)
+    report.notes += [*_unregistered(fs, records), *_orphans(fs, records)]
     return None if manifest is None else Store(fs, manifest, scan)
 
 
@@ -54,12 +62,11 @@ def _manifest(fs: Filesystem, report: Report) -> StoreManifest | None:
     except HiddenstoreError as error:
         report.findings.append(Finding.of(error, layout.STORE_JSON))
         return None
-    names = [file.path for file in manifest.target_files]
-    if layout.HEAD_NAME not in names:
+    if layout.HEAD_NAME not in [file.path for file in manifest.target_files]:
         detail = f"{layout.STORE_JSON} names no {layout.HEAD_PATH}: there is no way to logits"
         report.findings.append(Finding("head-missing", layout.STORE_JSON, (), detail))
     for file in manifest.target_files:
-        report.findings += _size(fs, f"{layout.TARGET_DIR}/{file.path}", file.size, ())
+        report.findings += _size(fs, f"{layout.TARGET_DIR}/{file.path}", file.size)
     return manifest
 
 
@@ -85,15 +92,15 @@ def require_files(store: Store) -> None:
         )
 
 
-def _size(fs: Filesystem, path: str, expected: int, samples: tuple[str, ...]) -> list[Finding]:
+def _size(fs: Filesystem, path: str, expected: int, samples: tuple[str, ...] = ()) -> list[Finding]:
     try:
-        found = fs.size(path)
+        size = fs.size(path)
     except HiddenstoreError as error:
         return [Finding.of(error, path, samples)]
-    if found is None:
+    if size is None:
         return [Finding("file-missing", path, samples, f"named with {expected:,} bytes, but it does not exist")]
-    if found != expected:
-        return [Finding("file-size", path, samples, f"expected {expected:,} bytes, found {found:,}")]
+    if size != expected:
+        return [Finding("file-size", path, samples, f"expected {expected:,} bytes, found {size:,}")]
     return []
 
 
@@ -103,45 +110,42 @@ def _inputs(fs: Filesystem, commits: Iterable[Commit]) -> Iterator[Finding]:
     for digest, registered in registered_inputs(fs).items():
         path = layout.input_path(digest)
         try:
-            members = registered.unit_samples()
+            units = registered.unit_samples()
         except HiddenstoreError as error:
             yield Finding.of(error, path)
             continue
-        missing = [unit for unit in members if unit not in named]
+        missing = [unit for unit in units if unit not in named]
         if missing:
-            lost = tuple(name for unit in missing for name in members[unit])
+            lost = tuple(name for unit in missing for name in units[unit])
             detail = (
-                f"{len(missing)} of {len(members)} units have no commit ({_some(missing)}): what made it "
+                f"{len(missing)} of {len(units)} units have no commit ({_some(missing)}): what made it "
                 "(collect, copy, import) is not finished, and the same command goes on"
             )
             yield Finding("incomplete", path, lost, detail)
-        for unit, expected in members.items():
+        for unit, samples in units.items():
             if unit in by_unit:
-                yield from _members(by_unit[unit], expected)
+                yield from _membership(by_unit[unit], samples)
 
 
-def _members(commit: Commit, expected: list[str]) -> Iterator[Finding]:
-    """Samples and rejects of a unit are together what its input says."""
+def _membership(commit: Commit, expected: list[str]) -> Iterator[Finding]:
+    """Samples and rejects of a unit must add up to what its input says."""
     record, path = commit.record, f"{layout.COMMITS_DIR}/{commit.name}"
-    held = Counter([sample.id for sample in record.samples] + [reject.id for reject in record.rejects])
-    wanted = Counter(expected)
-    if lost := tuple((wanted - held).elements()):
+    named = Counter([sample.id for sample in record.samples] + [reject.id for reject in record.rejects])
+    if lost := tuple((Counter(expected) - named).elements()):
         detail = f"{len(lost)} samples of the input are neither stored nor rejected: {_some(lost)}"
         yield Finding("samples-missing", path, lost, detail)
-    if extra := tuple((held - wanted).elements()):
+    if extra := tuple((named - Counter(expected)).elements()):
         detail = f"{len(extra)} samples are not in the input: {_some(extra)}"
         yield Finding("samples-unexpected", path, extra, detail)
 
 
 def _snapshots(fs: Filesystem) -> Iterator[Finding]:
     for name in fs.list(layout.SNAPSHOTS_DIR):
-        if name.startswith(TEMP_PREFIX):
-            continue
-        path = f"{layout.SNAPSHOTS_DIR}/{name}"
-        try:
-            read_snapshot(fs, load_snapshot(fs, name.removesuffix(".json")))
-        except HiddenstoreError as error:
-            yield Finding.of(error, path)
+        if not name.startswith(TEMP_PREFIX):
+            try:
+                read_snapshot(fs, load_snapshot(fs, name.removesuffix(".json")))
+            except HiddenstoreError as error:
+                yield Finding.of(error, f"{layout.SNAPSHOTS_DIR}/{name}")
 
 
 def _calibration(fs: Filesystem) -> list[Finding]:
@@ -149,27 +153,24 @@ def _calibration(fs: Filesystem) -> list[Finding]:
         document = slice_document(fs)
     except HiddenstoreError as error:
         return [Finding.of(error, SLICE_PATH)]
-    return [] if document is None else _size(fs, layout.slice_path(document.file_sha256), document.size, ())
+    return [] if document is None else _size(fs, layout.slice_path(document.file_sha256), document.size)
 
 
-def _duplicates(records: Iterable[CommitRecord]) -> tuple[list[Finding], list[Finding]]:
-    """Twice in one input is an error; the same conversation in two inputs is read once and noted."""
+def _duplicates(records: Iterable[CommitRecord]) -> Iterator[tuple[Finding, bool]]:
+    """Twice in one input is an error (True); the same conversation in two inputs is read once and noted."""
     homes: dict[str, list[CommitRecord]] = defaultdict(list)
     for record in records:
         for sample in record.samples:
             homes[sample.id].append(record)
-    found: list[Finding] = []
-    noted: list[Finding] = []
-    for name, held in homes.items():
-        if len(held) > 1:
-            detail = f"sample {name} is in units {', '.join(record.unit for record in held)}; the first one is read"
-            finding = Finding("duplicate", held[1].segment, (name,), detail)
-            (noted if len({record.input for record in held}) == len(held) else found).append(finding)
-    return found, noted
+    for name, units in homes.items():
+        if len(units) > 1:
+            detail = f"sample {name} is in units {', '.join(record.unit for record in units)}; the first one is read"
+            in_one_input = len({record.input for record in units}) < len(units)
+            yield Finding("duplicate", units[1].segment, (name,), detail), in_one_input
 
 
 def _unregistered(fs: Filesystem, records: Iterable[CommitRecord]) -> Iterator[Finding]:
-    """``collect`` registers an input before its first unit, so one that is named but not there was there."""
+    """``collect`` registers an input before its first unit, so one that is named but absent has been lost."""
     named = Counter(record.input for record in records)
     for digest in sorted(named.keys() - registered_inputs(fs).keys()):
         detail = (
@@ -187,6 +188,8 @@ def _orphans(fs: Filesystem, records: Iterable[CommitRecord]) -> Iterator[Findin
     for path, record in superseded_segments(fs).items():
         if fs.list(path):
             yield Finding("superseded", path, (), f"a repair replaced {record}; hiddenstore gc removes it")
+    for path in leftovers(fs):
+        yield Finding("orphan", path, (), "a temporary file of a writer that was stopped")
 
 
 def orphan_segments(fs: Filesystem, records: Iterable[CommitRecord]) -> list[str]:
@@ -201,39 +204,19 @@ def orphan_segments(fs: Filesystem, records: Iterable[CommitRecord]) -> list[str
 def superseded_segments(fs: Filesystem) -> dict[str, str]:
     """Segments of commit records that a later revision replaced, with the record that named them."""
     replaced: dict[str, str] = {}
-    latest: dict[str, int] = {}
-    parsed = {name: p for name in fs.list(layout.COMMITS_DIR) if (p := layout.parse_commit(name))}
-    for name in parsed.values():
-        latest[name.unit] = max(latest.get(name.unit, 0), name.revision)
-    for file, name in parsed.items():
-        if name.revision < latest[name.unit]:
-            try:
-                replaced[read_commit(fs, file).record.segment] = file
-            except HiddenstoreError:
-                continue
+    for name in sorted(set(fs.list(layout.COMMITS_DIR)) - set(latest_names(fs))):
+        if layout.parse_commit(name) is not None:
+            with suppress(HiddenstoreError):
+                replaced[read_commit(fs, name).record.segment] = name
     return replaced
-
-
-def _leftovers(fs: Filesystem) -> Iterator[Finding]:
-    for path in leftovers(fs):
-        yield Finding("orphan", path, (), "a temporary file of a writer that was stopped")
 
 
 def leftovers(fs: Filesystem) -> Iterator[str]:
     """Temporary files that an interrupted publication left."""
-    folders = (
-        "",
-        layout.COMMITS_DIR,
-        layout.INPUTS_DIR,
-        layout.TARGET_DIR,
-        layout.SNAPSHOTS_DIR,
-        layout.CALIBRATION_DIR,
-        layout.ADVICE_DIR,
-    )
-    for folder in folders:
+    for folder in _FOLDERS:
         for name in fs.list(folder):
             if name.startswith(TEMP_PREFIX):
-                yield f"{folder}/{name}" if folder else name
+                yield f"{folder}/{name}".lstrip("/")
 
 
 def _some(names: Iterable[str]) -> str:

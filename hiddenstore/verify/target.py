@@ -9,9 +9,9 @@ import numpy as np
 
 from hiddenstore import layout
 from hiddenstore.errors import HiddenstoreError
-from hiddenstore.head import HeadBundle
-from hiddenstore.identity import tokenizer_sha256, weights_sha256
 from hiddenstore.store import Store
+from hiddenstore.targets.head import HeadBundle
+from hiddenstore.targets.identity import tokenizer_sha256, weights_sha256
 from hiddenstore.verify.report import Finding, Report
 
 RETOKENISED_TOKENS = 512
@@ -22,14 +22,14 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def load_head(store: Store, report: Report) -> HeadBundle | None:
     """The head bundle, checked against the fingerprint of the target; None (and a finding) when it cannot be used."""
     try:
-        head = HeadBundle.load(store)
+        head = store.head()
     except HiddenstoreError as error:
         report.findings.append(Finding.of(error, layout.HEAD_PATH))
         return None
-    found = weights_sha256(head.embed_tokens, head.norm_weight, head.lm_head)
+    digest = weights_sha256(head.embed_tokens, head.norm_weight, head.lm_head)
     expected = store.capture.target.weights_sha256
-    if found != expected:
-        detail = f"embeddings, norm and LM head have sha256 {found[:12]}…, the capture names {expected[:12]}…"
+    if digest != expected:
+        detail = f"embeddings, norm and LM head have sha256 {digest[:12]}…, the capture names {expected[:12]}…"
         report.findings.append(Finding("head-mismatch", layout.HEAD_PATH, (), detail))
     return head
 
@@ -48,9 +48,9 @@ def load_tokenizer(store: Store, report: Report) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         report.findings.append(Finding("tokenizer-unreadable", layout.TARGET_DIR, (), str(error)))
         return None
-    found, expected = tokenizer_sha256(tokenizer), store.capture.target.tokenizer_sha256
-    if found != expected:
-        detail = f"the tokenizer of target/ has sha256 {found[:12]}…, the capture names {expected[:12]}…"
+    digest, expected = tokenizer_sha256(tokenizer), store.capture.target.tokenizer_sha256
+    if digest != expected:
+        detail = f"the tokenizer of target/ has sha256 {digest[:12]}…, the capture names {expected[:12]}…"
         report.findings.append(Finding("tokenizer", layout.TARGET_DIR, (), detail))
     return tokenizer
 

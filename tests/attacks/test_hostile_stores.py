@@ -13,7 +13,7 @@ import pytest
 from hiddenstore import layout
 from hiddenstore.documents import canonical, seal, sha256_hex
 from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError
-from hiddenstore.inputs import PreparedInput
+from hiddenstore.inputs.prepared import PreparedInput
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_data, make_store
 from hiddenstore.testing.faults import FaultFilesystem

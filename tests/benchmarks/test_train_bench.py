@@ -1,26 +1,23 @@
-"""The training benchmark runs in a tiny form: engines on one case, growth, its page, and the GPU script."""
+"""The training benchmark in a tiny form: engines on one case, growth, its page, two checkouts, and large shapes."""
 
-import argparse
 import io
 import json
-import math
 import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.train import gpu, growth, report, worker
+from benchmarks.train import __main__ as suite
+from benchmarks.train import device, worker
 from benchmarks.train.case import Case
-from benchmarks.train.ours import Ours, OursHeld
-from benchmarks.train.run import OURS, Found, Row
+from benchmarks.train.ours import Ours, OursInMemory
+from benchmarks.workers import Timing, serve
 
 TINY = Case("eagle3", 24, vocab=96, draft=48, width=64, wider=96, heads=1, kv_heads=1, supervised=0.5, steps=2)
 SMALL = {
     "width": 64, "wider": 96, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512, "draft": 256, "tokens": 96,
-    "steps": 3, "layers": 2, "block": 4, "anchors": 95,
+    "steps": 3, "layers": 2, "block": 4, "anchors": 8,
 }  # fmt: skip
 
 
@@ -34,74 +31,68 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_reading_the_store_trains_the_same_steps_as_the_batch_in_memory(folder: Path, tmp_path: Path) -> None:
     loaded = Case.load(folder)
-    reading, held = Ours(*loaded, tmp_path / "reading"), OursHeld(*loaded, tmp_path / "held")
+    reading, in_memory = Ours(*loaded, tmp_path / "reading"), OursInMemory(*loaded, tmp_path / "memory")
     losses = [reading.step() for _ in range(3)]
-    assert losses == [held.step() for _ in range(3)]
+    assert losses == [in_memory.step() for _ in range(3)]
     assert losses[2] < losses[0]
 
 
-def test_losses_are_those_of_the_weights_in_the_file(folder: Path, tmp_path: Path) -> None:
+def test_a_loss_is_that_of_the_weights_in_the_file(folder: Path, tmp_path: Path) -> None:
     case, tensors = Case.load(folder)
     engine = Ours(case, tensors, tmp_path / "first")
     settings = {"steps": 2, "mask_offset": 0}
-    found = engine.losses(settings)
+    loss = engine.loss(settings, [])
     tensors.weights["lm_head.weight"].mul_(2)
-    assert Ours(case, tensors, tmp_path / "second").losses(settings) != pytest.approx(found, rel=1e-3)
-    assert engine.losses(settings) == found
+    assert Ours(case, tensors, tmp_path / "second").loss(settings, []) != pytest.approx(loss, rel=1e-3)
+    assert engine.loss(settings, []) == loss
 
 
 def test_a_worker_that_cannot_do_its_work_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = json.dumps({"op": "open", "folder": str(tmp_path / "nowhere")})
     answers = io.StringIO()
-    monkeypatch.setattr(sys, "argv", ["worker", "OursHeld"])
+    monkeypatch.setattr(sys, "argv", ["worker", "OursInMemory"])
     monkeypatch.setattr(sys, "stdin", io.StringIO(request + "\n"))
     monkeypatch.setattr(sys, "stdout", answers)
-    worker.main()
+    serve(worker.make)
     assert "FileNotFoundError" in json.loads(answers.getvalue())["failed"]
 
 
+def timing(row: Any, cpu: list[float], **more: Any) -> Timing:
+    return Timing(row, {"steps": cpu}, {"steps": cpu}, **more)
+
+
 def test_the_page_names_every_row_and_says_whether_a_bar_is_met() -> None:
-    best = Found(Row("SpecForge 0.2, sdpa", "SpecForge"), [3.0, 2.0, 2.4], [4.0, 4.0, 4.0], [1.0], [1.0 + 1e-6])
-    slow = Found(Row("ModelOpt 0.47, sdpa", "ModelOpt"), failed="ModuleNotFoundError: modelopt")
-    ours = Found(OURS, [1.9, 2.1, 2.0], [2.0, 2.0, 2.0])
-    bars = report.bars({"full": [ours, best, slow], "half": [ours, best]}, {}, {})
-    assert bars[0][1:] == ("1.20x", ">= 1.2x", "yes")
-    assert bars[1][1:] == ("1.20x", ">= 1.5x", "no")
-    page = report.speed_table([ours, best, slow])
+    best = timing(suite.EAGLE3[0], [3.0, 2.0, 2.4], facts={"loss": 1.0, "our_loss": 1.0 + 1e-6})
+    slow = Timing(suite.EAGLE3[3], failed="ModuleNotFoundError: modelopt")
+    ours = timing(suite.OURS, [1.9, 2.1, 2.0])
+    full, half, _ = suite.CASES
+    bars = suite.judged({full: [ours, best, slow], half: [ours, best]}, {})
+    assert bars[0][1:] == ("1.20x", ">= 1.20x", "yes")
+    assert bars[1][1:] == ("1.20x", ">= 1.50x", "no")
+    page = suite.speed_table([ours, best, slow])
     assert "ModuleNotFoundError" in page
     assert "1.20x" in page
 
 
-def test_growth_tells_a_square_from_a_line(tmp_path: Path) -> None:
-    points = [{"tokens": t, "steps": 7, "cpu": 1e-4 * t, "bytes": 1e5 * t} for t in growth.TOKENS]
-    points += [{"tokens": 1024, "steps": k, "cpu": 0.1 * k, "bytes": 1e6 * k} for k in range(1, 7)]
-    found = growth.fits(points)
-    assert found["exponent_cpu"] == pytest.approx(1, abs=1e-6)
-    assert abs(found["memory_square"]) < 1e-6
-    squares = [point | {"bytes": 8.0 * point["tokens"] ** 2} for point in points]
-    assert growth.fits(squares)["memory_square"] == pytest.approx(8, rel=1e-6)
-    growth.plot(points, tmp_path / "growth.png")
-    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+def test_growth_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    (point,) = suite.growth(suite.Bench(tmp_path), [TINY])
+    assert point["cpu"] > 0
+    assert point["bytes"] > 0
+    assert "| 24 | 2 |" in suite.points_table([point])
 
 
-def test_the_gpu_script_runs_in_a_tiny_form_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = argparse.Namespace(
-        only=["eagle3-8b-2048", "dflash-8b-2048", "eagle3-70b"], steps=1, recompute=True, peak_tflops=1.0,
-        device="cpu", shrink={**SMALL, "anchors": 8},
-    )  # fmt: skip
-    found = gpu.every_row(arguments)
-    rows = [found[label] for label in ("eagle3-8b-2048", "dflash-8b-2048", "eagle3-70b-8192")]
-    assert all(row["tokens_per_s"] > 0 and 0 < row["mfu"] < 1 for row in rows)
-    assert json.loads(capsys.readouterr().out.splitlines()[0].split(maxsplit=1)[1])["tokens"] == SMALL["tokens"]
+def test_two_checkouts_train_the_same_steps_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "CASES", {"tiny": (TINY, 1.0)})
+    document, page = suite.against(suite.Bench(tmp_path), suite.ROOT, 2)
+    assert [(row["row"], row["failed"]) for row in document["tiny"]] == [
+        (row.label, None) for row in (suite.OURS, suite.OURS, suite.OURS_Q8, suite.OURS_Q8)
+    ]
+    assert "here / there" in "\n".join(page)
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
-def test_counted_products_are_those_torch_counts(drafter: str) -> None:
-    """But for attention, whose CPU kernel torch does not count."""
-    shape = replace(gpu.Shape(drafter, 1), **SMALL)
-    run = gpu.Run(shape, torch.device("cpu"))
-    # torch counts its own products, not oneDNN's.
-    onednn = {torch.ops.mkldnn._linear_pointwise: lambda x, weight, *_, **__: 2 * math.prod(x) * weight[0]}
-    with FlopCounterMode(display=False, custom_mapping=onednn) as counter:
-        run.update(0)
-    assert counter.get_total_flops() == pytest.approx(shape.products, rel=0.1)
+def test_large_shapes_run_in_a_tiny_form_on_the_cpu(tmp_path: Path) -> None:
+    labels = ["eagle3-8b-2048", "dflash-8b-2048", "eagle3-70b-8192"]
+    result = device.every_case(tmp_path, labels, SMALL, 1, device="cpu", checkpoint_activations=True)
+    for label in labels:
+        assert [answer.get("failed") for answer in result[label].values()] == [None, None]
+        assert all(answer["tokens_per_s"] > 0 and answer["flop"] > 0 for answer in result[label].values())

@@ -26,11 +26,12 @@ def plain_answer(asked: Asked) -> Asked:
 
 @dataclass
 class ChatDouble:
-    """``fault(asked, tries)`` names what goes wrong with the ``tries``-th try of a request, None for nothing."""
+    """``fault(asked, tries)`` names what goes wrong with the ``tries``-th try of a request, or is what is answered in
+    place of an answer; None for nothing."""
 
     url: str
     answer: Callable[[Asked], Asked] = plain_answer
-    fault: Callable[[Asked, int], str | None] = lambda _asked, _tries: None
+    fault: Callable[[Asked, int], str | bytes | None] = lambda _asked, _tries: None
     asked: list[Asked] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     tries: Counter[str] = field(default_factory=Counter)
@@ -85,8 +86,10 @@ def chat_double(**given: Any) -> Iterator[ChatDouble]:
 FAULTS = ("500", "429", "503", "not-json", "no-choices", "an-array", "reset", "closed", "truncated", "silent")
 
 
-def _misbehave(handler: BaseHTTPRequestHandler, fault: str, double: ChatDouble) -> None:
-    if fault.isdigit():
+def _misbehave(handler: BaseHTTPRequestHandler, fault: str | bytes, double: ChatDouble) -> None:
+    if isinstance(fault, bytes):
+        _send(handler, 200, fault)
+    elif fault.isdigit():
         more = {"Retry-After": "0"} if fault == "429" else {}
         _send(handler, int(fault), {"error": {"message": f"fault {fault}"}}, more)
     elif fault == "not-json":

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from hiddenstore import layout
 from hiddenstore.documents import seal, unseal
-from hiddenstore.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.store import Store
+from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.testing.builders import make_data
 from schemas.prepared import PreparedData
 from tests.collectors.tiny import TEMPLATE, VOCAB, tiny_tokenizer

@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectors import job
+from collectors.capture import job, open_store
+from collectors.capture.job import collect
+from collectors.capture.options import CollectOptions
 from collectors.cli.collect import collect as command
 from collectors.engines.hf import HfEngine
-from collectors.job import CollectOptions, collect
-from hiddenstore.advise.document import read_advice
-from hiddenstore.advise.run import Limits, advise_store
-from hiddenstore.calibration import read_slice, write_slice
 from hiddenstore.codecs import DEFAULT_RECIPE
 from hiddenstore.errors import InterruptError
-from hiddenstore.rank import Drain, Rank
+from hiddenstore.inspect.advice import read_advice
+from hiddenstore.inspect.advise import RecipeLimits, advise_store
+from hiddenstore.process import Drain, Rank
 from hiddenstore.store import Store
+from hiddenstore.targets.calibration import read_slice, write_slice
 from hiddenstore.verify import verify
 from tests.collectors.prepared import data_for_tiny
 from tests.collectors.tiny import save_target
@@ -26,7 +27,7 @@ from tests.collectors.tiny import save_target
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 80)
+    monkeypatch.setattr("hiddenstore.inputs.prepared.UNIT_TOKENS", 80)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def test_the_slice_holds_the_first_unit_before_any_codec(options: CollectOptions
     assert torch.equal(taken.aux.view(torch.int16), torch.cat([r.aux for r in records], 1).view(torch.int16))
     assert torch.equal(taken.final.view(torch.int16), torch.cat([r.final for r in records]).view(torch.int16))
     assert verify(store.path, "bytes").ok
-    assert advise_store(store, Limits()).chosen
+    assert advise_store(store, RecipeLimits()).chosen
 
 
 def test_top_tokens_in_the_store_leave_the_final_hidden_in_the_slice(options: CollectOptions) -> None:
@@ -71,7 +72,7 @@ def test_top_tokens_in_the_store_leave_the_final_hidden_in_the_slice(options: Co
     taken = read_slice(store.fs, store.capture)
     assert taken is not None
     assert len(taken.final) == sum(sample.final_rows for sample in store.commits()[0].samples) > 0
-    assert all(row.kl is not None for row in advise_store(store, Limits()).rows)
+    assert all(row.kl is not None for row in advise_store(store, RecipeLimits()).rows)
 
 
 @pytest.mark.parametrize("recipe", ["safe", "auto"])
@@ -138,14 +139,14 @@ def test_a_rank_that_would_have_chosen_otherwise_takes_what_another_rank_settled
 ) -> None:
     settled = replace(options, store=tmp_path / "settled", recipe="lossless")
     run(settled)
-    measure = job.calibrate
+    measure = open_store.calibrate
 
     def slower(*words: object) -> object:
         found = measure(*words)  # type: ignore[arg-type]
         shutil.copytree(settled.store, options.store)
         return found
 
-    monkeypatch.setattr(job, "calibrate", slower)
+    monkeypatch.setattr(open_store, "calibrate", slower)
     run(replace(options, recipe="auto"), Rank(1, 2))
     assert Store.open(options.store).manifest.recipe == "lossless"
 

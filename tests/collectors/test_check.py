@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from collectors.check import CheckSpec, RejectBudget, check_unit
+from collectors.checks.capture import CheckSpec, RejectBudget, check_unit
 from collectors.engines import Captured, CaptureRequest, EngineOptions
 from collectors.engines.hf import HfEngine
-from collectors.target import LoadedTarget
+from collectors.targets.load import LoadedTarget
 from hiddenstore.errors import CaptureError
 from hiddenstore.records import Sample
 from hiddenstore.testing.builders import make_samples

@@ -69,7 +69,7 @@ def test_a_wrong_rank_environment_is_refused(
 def test_data_prepared_with_another_template_is_collected_with_that_template(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str
 ) -> None:
-    from hiddenstore.identity import chat_template_sha256
+    from hiddenstore.targets.identity import chat_template_sha256
 
     own = TEMPLATE + "{# another #}"
     data = str(data_for_tiny(tmp_path / "other", chat_template_sha256=chat_template_sha256(own)))
@@ -115,7 +115,7 @@ def test_plan_says_what_fits_where_the_chosen_recipe_does_not(
         row["recipe"]: row["bytes_stored"] for row in call_json(capsys, "plan", data, "--target", target)["recipes"]
     }
     for free, said in ((needed["safe"], "what fits: compact, tiny"), (10, "no recipe fits")):
-        monkeypatch.setattr("collectors.estimate.free_bytes", lambda _place, free=free: free)
+        monkeypatch.setattr("collectors.capture.estimate.free_bytes", lambda _place, free=free: free)
         assert call("plan", data, "--target", target) == 0
         told = capsys.readouterr().err
         assert "warning: safe needs " in told
@@ -127,7 +127,7 @@ def test_collect_says_beforehand_that_the_disk_is_too_small_for_what_is_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: str, target: str
 ) -> None:
     asked = ("collect", data, "-o", str(tmp_path / "store"), "--target", target)
-    monkeypatch.setattr("collectors.estimate.free_bytes", lambda _place: 10)
+    monkeypatch.setattr("collectors.capture.estimate.free_bytes", lambda _place: 10)
     assert call(*asked) == 0
     assert "warning: what is left takes about " in capsys.readouterr().err
     assert call(*asked) == 0

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectors import byte_streams
-from collectors.conversations import Conversation, parse_row, read_conversations
-from collectors.rows import Problem, Row
-from collectors.sources import open_sources
+from collectors.conversations import files
+from collectors.conversations.open import open_sources
+from collectors.conversations.parse import Conversation, parse_row
+from collectors.conversations.rows import Problem, Row
 from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError, StorageError
 from schemas.prepared import ROLES
 
@@ -92,6 +93,7 @@ def test_an_image_is_refused_naming_the_message_and_the_part() -> None:
         ({"messages": [{"role": "assistant", "content": None}]}, "empty-content"),
         ({"messages": [{"role": "user", "content": 5}]}, "content-not-text"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "content-not-text"),
+        ({"messages": [{"role": "user", "content": [{"type": []}]}]}, "content-not-text"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not-unicode"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": "x"}]}, "tool-calls-invalid"),
         ({"messages": CHAT, "tools": "{broken"}, "tools-invalid"),
@@ -137,7 +139,7 @@ def test_no_json_value_can_break_the_parser(value: Any) -> None:
         assert result.messages
         assert all(message["role"] in ROLES and isinstance(message["content"], str) for message in result.messages)
     else:
-        assert result.place == "f:1"
+        assert result.location == "f:1"
         assert result.reason
         assert result.detail
 
@@ -162,6 +164,10 @@ def test_a_conversation_survives_json_and_both_dialects(turns: list[tuple[str, s
     assert messages({"messages": openai}) == messages({"conversations": sharegpt}) == openai
 
 
+def read_conversations(inputs: list[str]) -> Iterator[Conversation | Problem]:
+    return (parse_row(row) for source in open_sources(inputs) for row in source.rows())
+
+
 def conversation_row(number: int) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": f"question {number}"}, CHAT[1]]}
 
@@ -177,9 +183,9 @@ def test_jsonl_places_name_the_line_and_blank_lines_count_as_lines(tmp_path: Pat
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(conversation_row(0)).encode() + b"\n\n{oops\r\n")
     first, second = read_conversations([str(path)])
     assert isinstance(first, Conversation)
-    assert first.place == "a.jsonl:1"
+    assert first.location == "a.jsonl:1"
     assert isinstance(second, Problem)
-    assert (second.place, second.reason) == ("a.jsonl:3", "invalid-json")
+    assert (second.location, second.reason) == ("a.jsonl:3", "invalid-json")
 
 
 def test_every_format_gives_the_same_conversations(tmp_path: Path) -> None:
@@ -207,7 +213,7 @@ def test_parquet_members_that_were_absent_do_not_come_back_as_null(tmp_path: Pat
     first, second = read_conversations([str(tmp_path / "a.parquet")])
     assert isinstance(first, Conversation)
     assert isinstance(second, Conversation)
-    assert first.place == "a.parquet:1"
+    assert first.location == "a.parquet:1"
     assert second.messages == [{**CHAT[0], "name": "bob"}, CHAT[1]]
     assert first.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
@@ -221,9 +227,9 @@ def test_a_json_array_is_decoded_in_pieces_with_the_line_of_each_element(
     path.write_text("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n")
     expected = [row["messages"][0]["content"] for row in rows]
     for chunk in (1, 2, 3, 7, 64):
-        monkeypatch.setattr(byte_streams, "_CHUNK", chunk)
+        monkeypatch.setattr(files, "_PIECE_BYTES", chunk)
         found = list(read_conversations([str(path)]))
-        assert [item.place for item in found] == [f"a.json:{line}" for line in range(2, 22)]
+        assert [item.location for item in found] == [f"a.json:{line}" for line in range(2, 22)]
         assert [item.messages[0]["content"] for item in found if isinstance(item, Conversation)] == expected
 
 
@@ -236,12 +242,50 @@ def test_a_broken_json_array_is_an_error_naming_the_line(tmp_path: Path, text: s
     assert caught.value.kind == "input-unreadable"
 
 
+def test_the_values_of_a_json_array_are_those_of_its_text(tmp_path: Path) -> None:
+    values = [
+        {"a": 12345678901234567890, "b": [1e-3, -2, None, True]},
+        "\ud800",
+        '\\"\u00e4',
+        7,
+        [],
+        {},
+        {"c": {"d": []}},
+    ]
+    path = tmp_path / "a.json"
+    path.write_bytes(b"\xef\xbb\xbf \n" + json.dumps(values).encode())
+    (source,) = open_sources([str(path)])
+    assert [row.payload for row in source.rows()] == values
+    assert {row.location for row in source.rows()} == {"a.json:2"}
+
+
+def test_an_element_nested_without_end_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("[" + "[" * 600 + "]" * 600 + "]")
+    with pytest.raises(ConfigError, match="line 1: it is nested too deeply"):
+        read_all(path)
+
+
+def test_an_element_beyond_the_limit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_ROW_BYTES", 5_000)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([conversation_row(number) for number in range(200)], indent=1))
+    assert len(read_all(path)) == 200
+    path.write_text(json.dumps([{"messages": ["x" * 100_000]}]))
+    with pytest.raises(ConfigError, match="a row may have"):
+        read_all(path)
+
+
+def read_all(path: Path) -> list[Conversation | Problem]:
+    return list(read_conversations([str(path)]))
+
+
 def test_folders_are_read_in_sorted_order_without_hidden_files(tmp_path: Path) -> None:
     folder = tmp_path / "chats"
     for name in ("b/2.jsonl", "a/1.jsonl", ".hidden/3.jsonl", "notes.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(conversation_row(0)))
-    assert [item.place for item in read_conversations([str(folder)])] == ["chats/a/1.jsonl:1", "chats/b/2.jsonl:1"]
+    assert [item.location for item in read_conversations([str(folder)])] == ["chats/a/1.jsonl:1", "chats/b/2.jsonl:1"]
 
 
 def test_labels_tell_files_of_one_name_apart_without_showing_home_folders(tmp_path: Path) -> None:
@@ -295,15 +339,15 @@ def test_an_input_that_cannot_be_read_is_an_error_of_its_own_kind(tmp_path: Path
 def test_a_row_beyond_the_limit_is_refused_and_the_next_one_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectors.sources.MAX_ROW_BYTES", 200)
+    monkeypatch.setattr("collectors.conversations.files.MAX_ROW_BYTES", 200)
     path = tmp_path / "a.jsonl"
     huge = json.dumps({"messages": [{"role": "user", "content": "x" * 1000}]})
     path.write_text(huge + "\n" + json.dumps(conversation_row(1)) + "\n")
     first, second = read_conversations([str(path)])
     assert isinstance(first, Problem)
-    assert (first.reason, first.place) == ("row-too-large", "a.jsonl:1")
+    assert (first.reason, first.location) == ("row-too-large", "a.jsonl:1")
     assert isinstance(second, Conversation)
-    assert second.place == "a.jsonl:2"
+    assert second.location == "a.jsonl:2"
 
 
 @pytest.fixture
@@ -325,7 +369,7 @@ def test_a_dataset_is_read_by_split_and_slice(tmp_path: Path) -> None:
     assert questions(f"{folder}:train[2:5]") == ["question 2", "question 3", "question 4"]
     assert questions(f"{folder}[default]:train[:25%]") == ["question 0", "question 1", "question 2"]
     first = next(iter(read_conversations([f"{folder}:train[2:5]"])))
-    assert first.place == "chats:train[2:5]:1"
+    assert first.location == "chats:train[2:5]:1"
 
 
 @pytest.mark.usefixtures("dataset_cache")

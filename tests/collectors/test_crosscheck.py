@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from collectors.check import CheckSpec
-from collectors.crosscheck import CrossCheck
+from collectors.capture.job import collect
+from collectors.capture.options import CollectOptions
+from collectors.capture.unit_records import requests_of
+from collectors.checks.capture import CheckSpec
+from collectors.checks.crosscheck import CrossCheck
+from collectors.checks.mistakes import row_errors
+from collectors.checks.reference import Check, parse_check
 from collectors.engines import Captured, CaptureRequest, EngineOptions
 from collectors.engines.hf import HfEngine
-from collectors.job import collect
-from collectors.job_open import CollectOptions
-from collectors.mistakes import row_errors
-from collectors.reference import Check, parse_check
-from collectors.target import LoadedTarget
-from collectors.unit_records import requests_of
+from collectors.targets.load import LoadedTarget
 from hiddenstore.errors import CaptureError, ConfigError
 from hiddenstore.records import Sample, sample_id
 from hiddenstore.store import Store

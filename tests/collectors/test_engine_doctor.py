@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from collectors import doctor
-from hiddenstore.doctor.check import Check
+from collectors.engines import ENGINES, load_attribute, vllm_process
+from hiddenstore.doctor.installation import DoctorCheck
 
 DOUBLE = Path(__file__).with_name("double_trtllm")
 CONNECTOR = "distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
@@ -25,8 +26,8 @@ def package(folder: Path, name: str, source: str = "") -> Path:
     return folder / name
 
 
-def engine(name: str) -> Check:
-    return next(check for check in (doctor._vllm(), doctor._trtllm()) if check.name == f"engine {name}")
+def engine(name: str) -> DoctorCheck:
+    return next(iter(load_attribute(ENGINES[name].doctor)()))
 
 
 def test_an_installation_with_all_that_is_used_is_fine(installed: Path) -> None:
@@ -65,7 +66,7 @@ def test_vllm_is_judged_by_its_connector_and_by_versions_that_were_measured(
     installed: Path, monkeypatch: pytest.MonkeyPatch, version: str, status: str
 ) -> None:
     vllm = package(installed, "vllm", "raise AssertionError('doctor must not import vllm')")
-    monkeypatch.setattr(doctor, "version_of", lambda *_names: version)
+    monkeypatch.setattr(vllm_process, "version_of", lambda *_names: version)
     assert engine("vllm").status == "problem"
     assert "no hidden-states connector" in engine("vllm").detail
     (vllm / CONNECTOR).parent.mkdir(parents=True)
@@ -74,7 +75,7 @@ def test_vllm_is_judged_by_its_connector_and_by_versions_that_were_measured(
 
 
 def test_a_small_shared_memory_is_warned_of_with_the_containers_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectors.engines.scratch._SMALL_BYTES", 1 << 60)
+    monkeypatch.setattr("collectors.engines.resources._SMALL_BYTES", 1 << 60)
     found = doctor._scratch()
     assert found.status == ("warning" if doctor.MEMORY.is_dir() else "ok")
     assert found.status == "ok" or found.fix == "docker run --ipc host, or --shm-size 16g"

@@ -5,14 +5,19 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
-from collectors.engines import CaptureRequest, take_settings
+from collectors import doctor
+from collectors.capture.options import read_engine_args
+from collectors.cli.options import engine_flags
+from collectors.engines import ENGINES, CaptureRequest, EngineOptions, EngineRow, open_engine, read_settings
 from collectors.engines.assembly import Assembly
-from collectors.engines.scratch import PREFIX, Scratch
-from collectors.job_open import read_engine_args
+from collectors.engines.resources import PREFIX, Scratch
+from hiddenstore.doctor.installation import DoctorCheck
 from hiddenstore.errors import CaptureError, ConfigError
 
 WIDTH, LAYERS = 8, 2
@@ -68,7 +73,7 @@ def test_a_scratch_folder_goes_with_its_owner(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
-    code = f"from collectors.engines.scratch import Scratch; Scratch(__import__('pathlib').Path({str(tmp_path)!r})); "
+    code = f"from collectors.engines.resources import Scratch; Scratch(__import__('pathlib').Path({str(tmp_path)!r})); "
     code += "__import__('time').sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code])
     while not list(tmp_path.glob(f"{PREFIX}*")):
@@ -96,12 +101,49 @@ def test_a_scratch_folder_that_is_missing_or_too_small_is_named(tmp_path: Path) 
 
 
 def test_settings_are_a_closed_list_and_read_as_yaml() -> None:
-    assert take_settings("x", {"a": 1}, {"a": 0, "b": 2}) == {"a": 1, "b": 2}
+    assert read_settings("x", {"a": 1}, {"a": 0, "b": 2}) == {"a": 1, "b": 2}
     with pytest.raises(ConfigError, match="engine x has no setting 'concurency', it has: concurrency") as caught:
-        take_settings("x", {"concurency": 1}, {"concurrency": 8})
+        read_settings("x", {"concurency": 1}, {"concurrency": 8})
     assert caught.value.hint == "--engine-arg concurrency=…"
     read = read_engine_args(["enforce-eager=true", "gpu_memory_utilization=0.5", "extra={a: 1}", "name=x=y"])
     assert read == {"enforce_eager": True, "gpu_memory_utilization": 0.5, "extra": {"a": 1}, "name": "x=y"}
     for wrong in ("alone", "=3", "a={"):
         with pytest.raises(ConfigError, match="no KEY=VALUE"):
             read_engine_args([wrong])
+
+
+class EchoEngine:
+    """An engine of a file that the table of engines names."""
+
+    final_norm = None
+
+    def __init__(self, target: object, options: EngineOptions) -> None:
+        self.target, self.volume = target, options.extra["volume"]
+
+    def describe(self) -> None: ...
+
+    def capture(self, requests: object, stop: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def echo_checks() -> list[DoctorCheck]:
+    return [DoctorCheck("engine echo", "ok", "made of air")]
+
+
+def test_an_engine_is_a_file_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = EngineRow(f"{__name__}:EchoEngine", f"{__name__}:echo_checks", flags={"volume": "how loud."})
+    monkeypatch.setitem(ENGINES.rows, "echo", row)
+
+    @click.command()
+    @engine_flags
+    @click.option("--data")
+    def collect(data: str, engine_flags: dict[str, str]) -> None:
+        engine = open_engine("echo", None, EngineOptions((), 1, extra=engine_flags))  # type: ignore[arg-type]
+        click.echo(f"{data} {engine.volume} {engine_flags}")  # type: ignore[attr-defined]
+
+    assert CliRunner().invoke(collect, ["--volume", "3", "--data", "d"]).output == "d 3 {'volume': '3'}\n"
+    assert "Engine echo: how loud." in CliRunner().invoke(collect, ["--help"]).output
+    assert "engine echo" in [check.name for check in doctor.checks()]
+    with pytest.raises(ConfigError, match="engine echo runs in this process and takes no --server"):
+        open_engine("echo", None, EngineOptions((), 1, server="http://localhost"))  # type: ignore[arg-type]

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from collectors.capture.job import collect
+from collectors.capture.options import CollectOptions
 from collectors.engines import CaptureRequest, EngineOptions, open_engine
 from collectors.engines.hf import HfEngine
-from collectors.engines.vllm_files import AskedIds, StateFile, kv_transfer_config, speculative_config
-from collectors.engines.vllm_process import version_of
+from collectors.engines.versions import major_minor
+from collectors.engines.vllm_files import LayerIds, StateFile, kv_transfer_config, speculative_config
 from collectors.engines.vllm_server import VllmServer
-from collectors.job import collect
-from collectors.job_open import CollectOptions
-from collectors.target import EngineTarget, LoadedTarget, load_target
+from collectors.targets.load import EngineTarget, LoadedTarget, load_target
 from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, InterruptError
 from hiddenstore.store import Store
 from tests.collectors.prepared import data_for_tiny
@@ -51,7 +51,7 @@ def target(loaded: LoadedTarget) -> EngineTarget:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectors.engines.vllm_server.WAIT_S", 0.001)
+    monkeypatch.setattr("hiddenstore.http.FIRST_WAIT_S", 0.001)
 
 
 def requests(lengths: tuple[int, ...] = (1, 2, 9, 30, 30, 17, 40, 5)) -> list[CaptureRequest]:
@@ -81,10 +81,10 @@ def test_files_are_removed_while_requests_run(target: EngineTarget, double: Vllm
 
 
 def test_the_last_layer_is_the_final_hidden_and_is_asked_for_once() -> None:
-    assert AskedIds.of((-1, 1, 3), 4) == AskedIds((0, 2, 4), 3)
-    assert AskedIds.of((1,), 4) == AskedIds((2, 4), 1)
-    assert AskedIds.of((), 4) == AskedIds((4,), 0)
-    aux, final = AskedIds.of((1, 3), 4).split(torch.arange(6.0).reshape(3, 2, 1))
+    assert LayerIds.of((-1, 1, 3), 4) == LayerIds((0, 2, 4), 3)
+    assert LayerIds.of((1,), 4) == LayerIds((2, 4), 1)
+    assert LayerIds.of((), 4) == LayerIds((4,), 0)
+    aux, final = LayerIds.of((1, 3), 4).split(torch.arange(6.0).reshape(3, 2, 1))
     assert (tuple(aux.shape), aux[0, :, 0].tolist(), aux[1, :, 0].tolist()) == ((2, 3, 1), [0, 2, 4], [1, 3, 5])
     assert torch.equal(final, aux[1])
 
@@ -97,7 +97,7 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(
 
 
 @pytest.mark.parametrize(
-    ("refusals", "kind"), [([500] * 9, "server-refused"), ([400], "server-refused"), ([401], "server-refused")]
+    ("refusals", "kind"), [([500] * 9, "server-failing"), ([400], "server-refused"), ([401], "server-refused")]
 )
 def test_a_server_that_refuses_stops_the_run(
     target: EngineTarget, double: VllmDouble, options: EngineOptions, refusals: list[int], kind: str
@@ -107,7 +107,18 @@ def test_a_server_that_refuses_stops_the_run(
         VllmServer(target, options).capture(requests((5,)))
     assert caught.value.kind == kind
     if refusals == [401]:
-        assert "OPENAI_API_KEY" in str(caught.value.hint)
+        assert "--engine-arg api_key_env=NAME" in str(caught.value.hint)
+
+
+def test_a_key_is_sent_only_from_the_variable_that_is_named(
+    target: EngineTarget, double: VllmDouble, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "for-another-server")
+    monkeypatch.setenv("VLLM_KEY", "for-this-one")
+    VllmServer(target, options).close()
+    assert double.keys == {None}
+    VllmServer(target, replace(options, extra={"api_key_env": "VLLM_KEY"})).close()
+    assert double.keys == {None, "Bearer for-this-one"}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +161,7 @@ def test_a_stop_leaves_no_file(target: EngineTarget, double: VllmDouble, options
 def test_a_server_that_cannot_serve_the_job_is_refused_first(
     target: EngineTarget, options: EngineOptions, change: dict[str, object], kind: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(HiddenstoreError) as caught:
         VllmServer(target, replace(options, **change))  # type: ignore[arg-type]
     assert caught.value.kind == kind
 
@@ -221,7 +232,7 @@ def test_layers_one_off_from_a_server_are_refused(double: VllmDouble, loaded: Lo
 
 
 def test_what_vllm_is_told_is_json_and_says_its_own_connector() -> None:
-    asked = AskedIds.of((1, 3), 8)
+    asked = LayerIds.of((1, 3), 8)
     assert speculative_config(asked)["draft_model_config"]["hf_config"] == {
         "eagle_aux_hidden_state_layer_ids": [2, 4, 8]
     }
@@ -231,7 +242,7 @@ def test_what_vllm_is_told_is_json_and_says_its_own_connector() -> None:
 
 
 def test_versions_are_compared_by_their_numbers() -> None:
-    assert version_of("0.9.2") < version_of("0.22.0rc1") < version_of("0.32.0+cpu") < version_of("1.0")
+    assert major_minor("0.9.2") < major_minor("0.22.0rc1") < major_minor("0.32.0+cpu") < major_minor("1.0")
 
 
 def test_without_vllm_the_package_is_named(target: EngineTarget) -> None:

@@ -8,11 +8,11 @@ import torch
 import transformers
 from transformers import LlamaConfig, Phi3Config
 
-from collectors import families
 from collectors.engines import Captured, CaptureRequest, EngineOptions
 from collectors.engines.hf import HfEngine
-from collectors.families import FAMILIES, find_parts, verify_parts
-from collectors.target import LoadedTarget
+from collectors.targets import families
+from collectors.targets.families import FAMILIES, find_parts, verify_parts
+from collectors.targets.load import LoadedTarget
 from hiddenstore.errors import CaptureError, ConfigError
 from schemas.layers import to_convention
 from tests.collectors.tiny import CONFIGS, LAYERS, VOCAB, tiny_target

@@ -1,6 +1,6 @@
 """Every peer's format, written from its documented keys, comes back as the states it was written from."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectors.importers import AMBIGUOUS, FORMATS
-from collectors.importers.job import import_dump
-from collectors.importers.matching import rows_of, supervised_spans, text_end
-from collectors.importers.opening import ImportOptions
-from collectors.importers.peer import PeerSample, Unusable
-from collectors.importers.report import ImportReport
-from collectors.importers.torch_files import TorchFiles
+from collectors.capture.import_job import ImportOptions, ImportReport, import_dump
+from collectors.engines.dump import AMBIGUOUS, FORMATS
+from collectors.engines.dump.matching import rows_of, supervised_spans, text_end
+from collectors.engines.dump.peer import PeerSample, PeerSource, Unusable, files_below
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError
 from hiddenstore.records import Sample, sample_id
 from hiddenstore.store import Store
@@ -38,20 +35,11 @@ def spoken() -> list[Spoken]:
     return peer_dumps.speak(7)
 
 
-@pytest.fixture(scope="module")
-def files() -> Iterator[TorchFiles]:
-    """One limited process for all tests here; an import closes it, and the next starts it again."""
-    kept = TorchFiles()
-    end, kept.close = kept.close, lambda: None  # type: ignore[method-assign]
-    yield kept
-    end()
-
-
 Importer = Callable[..., ImportReport]
 
 
 @pytest.fixture
-def bring(tmp_path: Path, target: str, files: TorchFiles) -> Importer:
+def bring(tmp_path: Path, target: str) -> Importer:
     def run(peer: str, **more: Any) -> ImportReport:
         given = {
             "store": tmp_path / "store",
@@ -60,7 +48,7 @@ def bring(tmp_path: Path, target: str, files: TorchFiles) -> Importer:
             "check": "none",
             "validation": 0.0,
         } | more
-        return import_dump(ImportOptions(tmp_path / "dump", peer, **given), note=lambda _text: None, files=files)
+        return import_dump(ImportOptions(tmp_path / "dump", peer, **given), note=lambda _text: None)
 
     return run
 
@@ -300,16 +288,42 @@ def test_rows_of_a_shifted_cache_stand_under_their_own_tokens(text: list[int], c
     """The cache lost the first id: what it names begins at row 1."""
     peer = peer_row(text[1:], [1] * (len(text) - 1), first_row=1)
     kept = np.array(text[1:][: max(1, min(cut, len(text) - 1))], np.int32)
-    mask = np.ones_like(kept, np.uint8)
-    sample = Sample(sample_id(kept, mask), kept, mask, supervised_spans(mask))
-    rows = rows_of(peer, sample)
+    rows = rows_of(peer, kept)
     assert text[rows] == kept.tolist()
 
 
 def test_a_file_that_changed_since_its_tokens_were_read_is_refused() -> None:
-    mask = np.ones(3, np.uint8)
-    ids = np.array([1, 2, 3], np.int32)
-    sample = Sample(sample_id(ids, mask), ids, mask, supervised_spans(mask))
     with pytest.raises(Unusable) as caught:
-        rows_of(peer_row([1, 2, 4], [1, 1, 1]), sample)
+        rows_of(peer_row([1, 2, 4], [1, 1, 1]), np.array([1, 2, 3], np.int32))
     assert caught.value.reason == "changed"
+
+
+class NumpyFiles(PeerSource):
+    """A format of a file that the table of formats names: a layer and the final hidden before its norm."""
+
+    final = "pre_norm"
+    last_is_final = False
+    layers_note = ". They are in its log"
+
+    def locations(self) -> Sequence[str]:
+        return files_below(self.folder, ".npz")
+
+    def read(self, location: str, states: bool) -> PeerSample:
+        arrays = {name: torch.from_numpy(array) for name, array in np.load(self.file_of(location)).items()}
+        ids, mask = arrays["ids"].numpy(), arrays["mask"].numpy()
+        return PeerSample(ids, mask, len(ids), 64, columns=arrays["layer"][:, None], final=arrays["final"])
+
+
+def test_a_format_is_a_file_and_a_line(
+    bring: Importer, tmp_path: Path, spoken: list[Spoken], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FORMATS.rows, "numpy", f"{__name__}:NumpyFiles")
+    (tmp_path / "dump").mkdir()
+    for index, one in enumerate(spoken):
+        arrays = {"ids": one.ids.int(), "mask": one.mask.byte()}
+        arrays |= {"layer": one.states[2].float(), "final": one.states[-1].float()}
+        np.savez(tmp_path / "dump" / f"{index}.npz", **{name: array.numpy() for name, array in arrays.items()})
+    assert refusal(bring, "numpy").message.endswith("counts by their output, from 0. They are in its log")
+    report = bring("numpy", layers="1", check="hf")
+    assert (report.samples, report.rounded, report.final_norm) == (7, 7, "pre_norm")
+    assert {record.engine.name for record in Store.open(tmp_path / "store").commits()} == {"import:numpy"}

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from collectors.importers import input_job
-from collectors.importers.job import import_dump
-from collectors.importers.opening import ImportOptions
-from collectors.importers.peer import Unusable
-from collectors.importers.report import ImportReport
-from collectors.importers.torch_files import TorchFiles
+from collectors.capture import job
+from collectors.capture.import_job import ImportOptions, ImportReport, import_dump
+from collectors.engines.dump import delete_source
+from collectors.engines.dump.peer import Unusable
+from collectors.engines.dump.torch_files import read_dicts, tensor_of
 from hiddenstore.cli import main
 from hiddenstore.errors import CaptureError, ConfigError, CorruptionError, FormatError, InterruptError
-from hiddenstore.rank import Drain
+from hiddenstore.process import Drain
 from hiddenstore.store import Store
 from tests.collectors import peer_dumps
 from tests.collectors.peer_dumps import Spoken, saved
@@ -34,7 +33,7 @@ LAYERS = (0, 1, 2)
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 64)
+    monkeypatch.setattr("hiddenstore.inputs.prepared.UNIT_TOKENS", 64)
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +46,15 @@ def spoken() -> list[Spoken]:
     return peer_dumps.speak(10, seed=1)
 
 
-@pytest.fixture(scope="module")
-def files() -> Iterator[TorchFiles]:
-    kept = TorchFiles()
-    end, kept.close = kept.close, lambda: None  # type: ignore[method-assign]
-    yield kept
-    end()
-
-
 Importer = Callable[..., ImportReport]
 
 
 @pytest.fixture
-def bring(tmp_path: Path, target: str, files: TorchFiles) -> Importer:
+def bring(tmp_path: Path, target: str) -> Importer:
     def run(peer: str = "specforge-eagle3", drain: Drain | None = None, **more: Any) -> ImportReport:
         asked = {"store": tmp_path / "store", "target": target, "recipe": "raw", "check": "none", "layers": "0,1,2"}
         options = ImportOptions(tmp_path / "dump", peer, **(asked | {"max_rejects": 0.5} | more))
-        return import_dump(options, drain, lambda _text: None, files)
+        return import_dump(options, drain, lambda _text: None)
 
     return run
 
@@ -85,52 +76,77 @@ class _Runs:
         return os.system, (f"touch {self._marker}",)
 
 
-def verdict(files: TorchFiles, path: Path) -> str:
+def verdict(path: Path) -> str:
     with pytest.raises(Unusable) as caught:
-        files.read(path)
+        read_dicts(path)
     return caught.value.reason
 
 
-def test_a_poisoned_pickle_is_refused_and_its_code_does_not_run(files: TorchFiles, tmp_path: Path) -> None:
+def test_a_poisoned_pickle_is_refused_and_its_code_does_not_run(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     saved(tmp_path / "data_0.ckpt", {"input_ids": torch.arange(3), "loss_mask": _Runs(marker)})
     saved(tmp_path / "data_1.ckpt.gz", {"input_ids": torch.arange(3), "loss_mask": _Runs(marker)})
-    assert verdict(files, tmp_path / "data_0.ckpt") == "refused"
-    assert verdict(files, tmp_path / "data_1.ckpt.gz") == "refused"
+    assert verdict(tmp_path / "data_0.ckpt") == "refused"
+    assert verdict(tmp_path / "data_1.ckpt.gz") == "refused"
     assert not marker.exists()
 
 
-def test_files_that_unpack_to_far_more_than_they_are_do_not_take_the_memory(files: TorchFiles, tmp_path: Path) -> None:
+def test_files_that_unpack_to_far_more_than_they_are_do_not_take_the_memory(tmp_path: Path) -> None:
     (tmp_path / "bomb.ckpt.gz").write_bytes(gzip.compress(bytes(64 << 20), compresslevel=1) * 5)
-    assert verdict(files, tmp_path / "bomb.ckpt.gz") == "too-large"
+    assert verdict(tmp_path / "bomb.ckpt.gz") == "too-large"
     saved(tmp_path / "packed.ckpt", {"input_ids": torch.zeros(1000, dtype=torch.long)})
     packed = io.BytesIO()
     with zipfile.ZipFile(tmp_path / "packed.ckpt") as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
         for entry in old.infolist():
             new.writestr(entry.filename, old.read(entry))
     (tmp_path / "packed.ckpt").write_bytes(packed.getvalue())
-    assert verdict(files, tmp_path / "packed.ckpt") == "refused"
+    assert verdict(tmp_path / "packed.ckpt") == "refused"
     saved(tmp_path / "spread.ckpt", {"input_ids": torch.zeros(1, dtype=torch.long).expand(1 << 34)})
-    assert verdict(files, tmp_path / "spread.ckpt") == "refused"
+    assert verdict(tmp_path / "spread.ckpt") == "refused"
 
 
-def test_the_process_that_reads_goes_on_after_a_file_that_ended_it(tmp_path: Path) -> None:
-    saved(tmp_path / "good.ckpt", {"input_ids": torch.arange(5)})
-    with TorchFiles() as own:
-        own.read(tmp_path / "good.ckpt")
-        assert own._child is not None
-        own._child.kill()
-        own._child.wait()
-        assert own.read(tmp_path / "good.ckpt").tensors["input_ids"].tolist() == [0, 1, 2, 3, 4]
+def test_records_that_share_their_bytes_are_refused(tmp_path: Path) -> None:
+    """Fifty entries of the directory point at one record: reading them all would take fifty times the file."""
+    saved(tmp_path / "good.ckpt", {"input_ids": torch.arange(1000)})
+    shared = io.BytesIO((tmp_path / "good.ckpt").read_bytes())
+    with zipfile.ZipFile(shared, "a") as archive:
+        archive.writestr("again", bytes(10_000))
+        last = archive.infolist()[-1]
+        archive.filelist.extend([last] * 50)
+    gathered = gzip.compress(shared.getvalue())
+    (tmp_path / "shared.ckpt").write_bytes(shared.getvalue())
+    (tmp_path / "shared.ckpt.gz").write_bytes(gathered)
+    assert verdict(tmp_path / "shared.ckpt") == verdict(tmp_path / "shared.ckpt.gz") == "refused"
+
+
+def test_what_a_file_holds_must_be_what_its_format_says(tmp_path: Path) -> None:
+    saved(tmp_path / "one.pt", {"input_ids": torch.arange(5)})
+    saved(tmp_path / "many.pt", [{"input_ids": torch.arange(5)}, {"input_ids": torch.arange(3)}])
+    assert [len(entry["input_ids"]) for entry in read_dicts(tmp_path / "many.pt", is_list=True)] == [5, 3]
+    assert verdict(tmp_path / "many.pt") == "wrong-content"
+    with pytest.raises(Unusable, match="it holds a dict, expected a list of dicts"):
+        read_dicts(tmp_path / "one.pt", is_list=True)
+    with pytest.raises(Unusable, match="there is no tensor loss_mask; the file holds input_ids"):
+        tensor_of(read_dicts(tmp_path / "one.pt")[0], "loss_mask")
+
+
+def test_torch_files_are_not_read_by_a_torch_with_a_known_hole(
+    bring: Importer, dump: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    with pytest.raises(ConfigError) as caught:
+        bring()
+    assert (caught.value.kind, caught.value.hint) == ("torch-unsafe", "pip install 'torch>=2.10'")
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"no torch file", gzip.compress(b"no torch file", mtime=0)], ids=["empty", "text", "gzip"]
 )
-def test_what_is_no_torch_file_is_named_as_such(files: TorchFiles, tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_torch_file_is_named_as_such(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / ("a.ckpt.gz" if content[:2] == b"\x1f\x8b" else "a.ckpt")
     path.write_bytes(content)
-    assert verdict(files, path) in ("truncated", "unreadable", "refused")
+    assert verdict(path) in ("truncated", "unreadable", "refused")
 
 
 def test_broken_samples_are_counted_by_reason_and_the_others_imported(
@@ -165,6 +181,20 @@ def test_broken_samples_are_counted_by_reason_and_the_others_imported(
     assert not (tmp_path / "ran").exists()
 
 
+def test_states_that_nobody_can_read_are_rejects_of_their_unit(bring: Importer, dump: Path, tmp_path: Path) -> None:
+    """Tokens are read first and states later: what is wrong with states is found in the middle of a unit."""
+    for number in (1, 8):
+        entry = torch.load(dump / f"data_{number}.ckpt", weights_only=True)
+        saved(dump / f"data_{number}.ckpt", entry | {"aux_hidden_state": entry["aux_hidden_state"].to(torch.int16)})
+    assert bring().rejects == {"wrong-dtype": 2}
+    store = Store.open(tmp_path / "store")
+    assert len(store) == 8
+    details = [reject.detail for record in store.commits() for reject in record.rejects]
+    assert sorted(details) == [
+        f"rows_0-2000/data_{number}.ckpt: aux_hidden_state is int16, expected bf16, fp16 or fp32" for number in (1, 8)
+    ]
+
+
 def test_more_rejects_than_allowed_stop_the_import_before_there_is_a_store(
     bring: Importer, dump: Path, tmp_path: Path
 ) -> None:
@@ -195,17 +225,17 @@ def test_an_interrupted_import_goes_on_with_the_same_command_and_gives_the_same_
     bring: Importer, dump: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bring(store=tmp_path / "whole")
-    drain, write = Drain(), input_job.write_unit
+    drain, write = Drain(), job.write_unit
 
     def once(*args: Any) -> Any:
         drain.request()
         return write(*args)
 
-    monkeypatch.setattr(input_job, "write_unit", once)
+    monkeypatch.setattr(job, "write_unit", once)
     with pytest.raises(InterruptError):
         bring(drain=drain)
     monkeypatch.undo()
-    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 64)
+    monkeypatch.setattr("hiddenstore.inputs.prepared.UNIT_TOKENS", 64)
     before = len(Store.open(tmp_path / "store").commits())
     assert 0 < before < len(Store.open(tmp_path / "whole").commits())
     report = bring()
@@ -221,7 +251,7 @@ def test_sources_stay_unless_asked_and_go_only_once_they_are_in_the_store(
     (dump / "data_2.ckpt").write_bytes(b"cut")
     bring(store=tmp_path / "other")
     assert len(list(dump.iterdir())) == 10
-    read_back, calls = input_job.read_back, []
+    read_back, calls = delete_source.read_back, []
 
     def fail_second(*args: Any) -> None:
         calls.append(args)
@@ -229,24 +259,24 @@ def test_sources_stay_unless_asked_and_go_only_once_they_are_in_the_store(
             raise CorruptionError("it does not come back", kind="read-back")
         read_back(*args)
 
-    monkeypatch.setattr(input_job, "read_back", fail_second)
+    monkeypatch.setattr(delete_source, "read_back", fail_second)
     with pytest.raises(CorruptionError):
         bring(delete_source=True)
     monkeypatch.undo()
-    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 64)
+    monkeypatch.setattr("hiddenstore.inputs.prepared.UNIT_TOKENS", 64)
     left = {path.name for path in dump.iterdir()}
     assert "data_2.ckpt" in left
     assert 2 < len(left) < 10
     report = bring(delete_source=True)
     assert {path.name for path in dump.iterdir()} == {"data_2.ckpt"}
-    assert report.kept_files == 1
+    assert report.remaining_files == 1
     assert len(Store.open(tmp_path / "store")) == 9
 
 
 def test_rows_whose_states_are_gone_are_counted_apart_and_do_not_hide_the_others(
     bring: Importer, tmp_path: Path, spoken: list[Spoken], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectors.importers.opening.TRIES", 1)
+    monkeypatch.setattr("collectors.engines.dump.meaning.TRIES", 1)
     peer_dumps.speculators(tmp_path / "dump", spoken, LAYERS)
     (tmp_path / "dump" / "hidden_states" / "hs_0.safetensors").unlink()
     report = bring("speculators")
@@ -272,7 +302,7 @@ def test_a_dump_that_has_grown_adds_what_is_new(
 
 
 def test_prepared_data_gives_true_ends_masks_turns_and_split(bring: Importer, tmp_path: Path, target: str) -> None:
-    from hiddenstore.inputs import PreparedInput
+    from hiddenstore.inputs.prepared import PreparedInput
 
     data = data_for_tiny(tmp_path / "data", samples=8, seed=3)
     samples = list(PreparedInput.open(data).samples())
@@ -296,7 +326,7 @@ def test_prepared_data_gives_true_ends_masks_turns_and_split(bring: Importer, tm
 def test_prepared_data_ends_padded_rows_and_names_the_token_a_shifted_cache_lost(
     bring: Importer, tmp_path: Path
 ) -> None:
-    from hiddenstore.inputs import PreparedInput
+    from hiddenstore.inputs.prepared import PreparedInput
 
     data = data_for_tiny(tmp_path / "data", samples=8, seed=4)
     samples = list(PreparedInput.open(data).samples())
@@ -316,12 +346,12 @@ def test_prepared_data_ends_padded_rows_and_names_the_token_a_shifted_cache_lost
     assert set(Store.open(tmp_path / "padded").sample_ids) == {sample.id for sample in samples}
 
 
-def test_tokens_and_states_shifted_against_each_other_are_refused(tmp_path: Path, files: TorchFiles) -> None:
+def test_tokens_and_states_shifted_against_each_other_are_refused(tmp_path: Path) -> None:
     """The bundled target is trained, so that its final hidden knows its next token."""
     from importlib.resources import files as packaged
 
-    from collectors.families import probe_states
-    from collectors.target import load_target
+    from collectors.targets.families import probe_states
+    from collectors.targets.load import load_target
 
     folder = str(packaged("collectors.demo") / "target")
     loaded = load_target(folder)
@@ -340,7 +370,7 @@ def test_tokens_and_states_shifted_against_each_other_are_refused(tmp_path: Path
         options = ImportOptions(
             tmp_path / name, "modelopt-hf", tmp_path / f"{name}-store", folder, layers="1", loss_on="all", check="none"
         )
-        return import_dump(options, None, lambda _text: None, files)
+        return import_dump(options, None, lambda _text: None)
 
     assert (bring("good").evidence.next_token_top1 or 0) > 0.3
     with pytest.raises(FormatError) as caught:

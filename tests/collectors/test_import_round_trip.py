@@ -1,21 +1,16 @@
 """Store → export-data → import gives an equal store, bit for bit, split and turns included."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from collectors.importers.job import import_dump
-from collectors.importers.opening import ImportOptions
-from collectors.importers.report import ImportReport
-from collectors.importers.torch_files import TorchFiles
+from collectors.capture.import_job import ImportOptions, ImportReport, import_dump
+from hiddenstore.dumps import get_layout
+from hiddenstore.dumps.common import export_samples
 from hiddenstore.errors import FormatError
-from hiddenstore.head import HeadBundle
-from hiddenstore.interop import get_layout
-from hiddenstore.interop.common import export_samples
-from hiddenstore.look.compare import compare
+from hiddenstore.inspect.compare import compare
 from hiddenstore.store import Store
 from tests.collectors import peer_dumps
 from tests.collectors.tiny import save_target
@@ -28,17 +23,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_target(tmp_path_factory.mktemp("target"), dtype=torch.bfloat16))
 
 
-@pytest.fixture(scope="module")
-def files() -> Iterator[TorchFiles]:
-    kept = TorchFiles()
-    end, kept.close = kept.close, lambda: None  # type: ignore[method-assign]
-    yield kept
-    end()
-
-
-def bring(folder: Path, peer: str, store: Path, target: str, files: TorchFiles, **more: Any) -> ImportReport:
+def bring(folder: Path, peer: str, store: Path, target: str, **more: Any) -> ImportReport:
     asked: dict[str, Any] = {"check": "none", "recipe": "raw"} | more
-    return import_dump(ImportOptions(folder, peer, store, target, **asked), None, lambda _text: None, files)
+    return import_dump(ImportOptions(folder, peer, store, target, **asked), None, lambda _text: None)
 
 
 @pytest.fixture(scope="module")
@@ -62,40 +49,38 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_nothing_differs_after_a_round_trip(
-    peer: str, first: str, recipe: str, container: str, dumps: Path, tmp_path: Path, target: str, files: TorchFiles
+    peer: str, first: str, recipe: str, container: str, dumps: Path, tmp_path: Path, target: str
 ) -> None:
     more = {"recipe": recipe, "container": container}
-    bring(dumps / first, first, tmp_path / "a", target, files, layers="0,1,2", validation=0.3, **more)
+    bring(dumps / first, first, tmp_path / "a", target, layers="0,1,2", validation=0.3, **more)
     a = Store.open(tmp_path / "a")
     report = export_samples(a, tmp_path / "out", get_layout(peer))
     assert (report.normed, report.zero_rows) == (False, 0)
     # Layers, split and turns need not be said again: the export wrote them down.
-    bring(tmp_path / "out", peer, tmp_path / "b", target, files, validation=0.0, **more)
+    bring(tmp_path / "out", peer, tmp_path / "b", target, validation=0.0, **more)
     found = compare(a, Store.open(tmp_path / "b"))
     assert len(found.both) == 9
     assert not found.different, found.document()
 
 
-def test_an_export_says_which_target_it_is_of(dumps: Path, tmp_path: Path, target: str, files: TorchFiles) -> None:
-    bring(dumps / "modelopt-vllm", "modelopt-vllm", tmp_path / "a", target, files, layers="0,1,2")
+def test_an_export_says_which_target_it_is_of(dumps: Path, tmp_path: Path, target: str) -> None:
+    bring(dumps / "modelopt-vllm", "modelopt-vllm", tmp_path / "a", target, layers="0,1,2")
     export_samples(Store.open(tmp_path / "a"), tmp_path / "out", get_layout("speculators"))
     other = str(save_target(tmp_path / "other", seed=5, dtype=torch.bfloat16))
     with pytest.raises(FormatError) as caught:
-        bring(tmp_path / "out", "speculators", tmp_path / "b", other, files)
+        bring(tmp_path / "out", "speculators", tmp_path / "b", other)
     assert caught.value.kind == "target-mismatch"
 
 
-def test_a_norm_is_applied_on_the_way_out_and_never_undone(
-    dumps: Path, tmp_path: Path, target: str, files: TorchFiles
-) -> None:
-    bring(dumps / "modelopt-vllm", "modelopt-vllm", tmp_path / "pre", target, files, layers="0,1,2")
+def test_a_norm_is_applied_on_the_way_out_and_never_undone(dumps: Path, tmp_path: Path, target: str) -> None:
+    bring(dumps / "modelopt-vllm", "modelopt-vllm", tmp_path / "pre", target, layers="0,1,2")
     pre = Store.open(tmp_path / "pre")
     assert export_samples(pre, tmp_path / "out", get_layout("specforge-eagle3")).normed
-    bring(tmp_path / "out", "specforge-eagle3", tmp_path / "post", target, files)
+    bring(tmp_path / "out", "specforge-eagle3", tmp_path / "post", target)
     post = Store.open(tmp_path / "post")
-    found, head = compare(pre, post), HeadBundle.load(pre)
+    found, head = compare(pre, post), pre.head()
     assert [difference["field"] for difference in found.schema] == ["capture.final_norm"]
-    assert found.top1.share == 1.0
+    assert found.top1_share == 1.0
     for name in pre.sample_ids:
         assert torch.equal(post[name].aux, pre[name].aux)
         assert torch.equal(post[name].final, head.norm(pre[name].final).bfloat16())

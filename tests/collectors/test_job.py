@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from collectors import job
-from collectors.engines import Captured
+from collectors.capture import job
+from collectors.capture.job import CollectOptions, CollectReport, collect
+from collectors.engines import Captured, CaptureRequest
 from collectors.engines.hf import HfEngine
-from collectors.job import CollectOptions, CollectReport, collect
-from collectors.target import load_target
+from collectors.targets.load import load_target
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, FormatError, HiddenstoreError, InterruptError
-from hiddenstore.inputs import PreparedInput
-from hiddenstore.rank import Drain, Rank
+from hiddenstore.inputs.prepared import PreparedInput
+from hiddenstore.process import Drain, Rank
 from hiddenstore.store import Store
 from hiddenstore.testing.invariants import contents
 from tests.collectors.prepared import data_for_tiny, segment_bytes
@@ -24,7 +24,7 @@ from tests.collectors.tiny import LAYERS, save_target
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 80)
+    monkeypatch.setattr("hiddenstore.inputs.prepared.UNIT_TOKENS", 80)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_a_target_that_computes_nan_writes_nothing(options: CollectOptions, tmp_
 def sicken(monkeypatch: pytest.MonkeyPatch, damage: object) -> None:
     capture = HfEngine.capture
 
-    def sick(self: HfEngine, requests: list[job.CaptureRequest], stop: object) -> Captured:
+    def sick(self: HfEngine, requests: list[CaptureRequest], stop: object) -> Captured:
         captured = capture(self, requests, stop)  # type: ignore[arg-type]
         damage(captured)  # type: ignore[operator]
         return captured

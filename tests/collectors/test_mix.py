@@ -1,4 +1,4 @@
-"""Mixes and prompts: caps, weights, seeds, counts per source; skeletons, variants and what is left out."""
+"""Mixes and prompts: caps, weights, seeds, counts per source; prompts, variants and what is left out."""
 
 import json
 from pathlib import Path
@@ -8,13 +8,12 @@ import pytest
 import yaml
 from tiny_templates import chat, tiny_target, write_rows
 
-from collectors.augment import Augmentation, read_augmentation
-from collectors.conversations import Conversation
-from collectors.mix import Mix, open_inputs, read_mix
-from collectors.prepare import PrepareOptions, prepare
-from collectors.regenerating.rewrite import Rewrite
-from collectors.rows import Problem
-from collectors.skeletons import skeleton, write_skeletons
+from collectors.conversations.mix import Mix, open_inputs, read_mix
+from collectors.conversations.parse import Conversation
+from collectors.conversations.prompts import Augmentation, prompt_of, read_augmentation, write_prompts
+from collectors.conversations.rows import Problem
+from collectors.regenerate.rewrite import Rewrite
+from collectors.tokenize.prepare import PrepareOptions, prepare
 from hiddenstore.cli import main
 from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError
 
@@ -40,7 +39,7 @@ def mix_file(folder: Path, **mix: Any) -> Path:
 
 
 def taken(path: Path) -> list[list[str]]:
-    return [[row.place for row in mixed.source.rows()] for mixed in open_inputs(read_mix(path))]
+    return [[row.location for row in mixed.source.rows()] for mixed in open_inputs(read_mix(path))]
 
 
 def test_a_cap_takes_so_many_rows_by_seed_in_their_order(files: Path) -> None:
@@ -112,21 +111,21 @@ def conversation(*turns: tuple[str, str], **more: Any) -> Conversation:
     return Conversation("f:1", [{"role": role, "content": text, **more} for role, text in turns])
 
 
-def test_a_skeleton_keeps_system_and_user_turns() -> None:
-    found = skeleton(conversation(("system", "s"), ("user", "u1"), ("assistant", "a1"), ("user", "u2")))
+def test_a_prompt_keeps_system_and_user_turns() -> None:
+    found = prompt_of(conversation(("system", "s"), ("user", "u1"), ("assistant", "a1"), ("user", "u2")))
     assert found == [{"role": r, "content": c} for r, c in (("system", "s"), ("user", "u1"), ("user", "u2"))]
 
 
 def test_user_turns_without_an_answer_between_them_stay_one_turn() -> None:
-    found = skeleton(conversation(("user", "u1"), ("user", "u2"), ("assistant", "a")))
+    found = prompt_of(conversation(("user", "u1"), ("user", "u2"), ("assistant", "a")))
     assert found == [{"role": "user", "content": "u1\n\nu2"}]
-    questions = skeleton(conversation(("user", "u1"), ("user", "u2")))
+    questions = prompt_of(conversation(("user", "u1"), ("user", "u2")))
     assert isinstance(questions, list)
     assert len(questions) == 2, "a row of questions alone is a list of turns"
 
 
 def test_conversations_with_tools_are_left_to_regenerate() -> None:
-    found = skeleton(conversation(("user", "u"), ("assistant", ""), ("tool", "r"), ("assistant", "a")))
+    found = prompt_of(conversation(("user", "u"), ("assistant", ""), ("tool", "r"), ("assistant", "a")))
     assert isinstance(found, Problem)
     assert found.reason == "tool-turns"
 
@@ -140,7 +139,7 @@ TWO = {"variants": [{"name": "brief", "user_suffix": " Be brief."}, {"name": "ki
 
 def test_variants_follow_the_seed_and_each_is_counted(files: Path) -> None:
     source = str(files / "a" / "chats.jsonl")
-    report = write_skeletons([source], files / "p.jsonl", Augmentation(**TWO))
+    report = write_prompts([source], files / "p.jsonl", Augmentation(**TWO))
     assert report.variants["plain"] == 40
     assert report.variants["brief"] + report.variants["kind"] == 40
     assert min(report.variants.values()) > 8
@@ -150,18 +149,18 @@ def test_variants_follow_the_seed_and_each_is_counted(files: Path) -> None:
             assert row["messages"][-1]["content"].endswith(" Be brief.")
         elif row.get("variant") == "kind":
             assert row["messages"][0] == {"role": "system", "content": "Be kind."}
-    write_skeletons([source], files / "again.jsonl", Augmentation(**TWO))
+    write_prompts([source], files / "again.jsonl", Augmentation(**TWO))
     assert (files / "again.jsonl").read_bytes() == (files / "p.jsonl").read_bytes()
-    write_skeletons([source], files / "other.jsonl", Augmentation(**TWO, seed=1))
+    write_prompts([source], files / "other.jsonl", Augmentation(**TWO, seed=1))
     assert (files / "other.jsonl").read_bytes() != (files / "p.jsonl").read_bytes()
 
 
 def test_a_suffix_ends_every_user_turn_and_a_system_message_is_never_replaced() -> None:
     brief, kind = Augmentation(**TWO).variants
     asked = [{"role": "system", "content": "s"}, *({"role": "user", "content": text} for text in ("x", "y"))]
-    assert [message["content"] for message in brief.of(asked)] == ["s", "x Be brief.", "y Be brief."]
+    assert [message["content"] for message in brief.apply(asked)] == ["s", "x Be brief.", "y Be brief."]
     assert not kind.fits(asked)
-    assert Augmentation(**TWO, copies=2).chosen(asked) == [brief]
+    assert Augmentation(**TWO, copies=2).select(asked) == [brief]
 
 
 def test_the_no_think_variant_is_there_and_off() -> None:
@@ -169,7 +168,7 @@ def test_the_no_think_variant_is_there_and_off() -> None:
     (no_think,) = [variant for variant in default.variants if "/no_think" in (variant.user_suffix or "")]
     assert not no_think.enabled
     asked = [{"role": "user", "content": f"q {i}"} for i in range(1)]
-    chosen = {variant.name for i in range(300) for variant in default.chosen([{**asked[0], "content": f"q {i}"}])}
+    chosen = {variant.name for i in range(300) for variant in default.select([{**asked[0], "content": f"q {i}"}])}
     assert chosen == {variant.name for variant in default.variants if variant.enabled}
 
 
@@ -207,24 +206,24 @@ def test_generate_mode_writes_prompts_that_regenerate_takes_and_the_mix_beside_t
         assert rewrite.advance()
         assert rewrite.done[-1]["role"] == "user"
     with pytest.raises(ConflictError):
-        write_skeletons(read_mix(path), out)
+        write_prompts(read_mix(path), out)
 
 
 def test_rows_without_a_prompt_are_counted_and_all_of_them_is_an_error(tmp_path: Path) -> None:
     rows: list[Any] = [{"messages": chat("q", "a")}, b"{oops", {"messages": [{"role": "system", "content": "s"}]}]
     source = write_rows(tmp_path / "a.jsonl", [*rows, rows[0]])
-    report = write_skeletons([source], tmp_path / "p.jsonl")
+    report = write_prompts([source], tmp_path / "p.jsonl")
     assert (report.read, report.written, report.duplicates) == (4, 1, 1)
     assert {reason: count for reason, (count, _first) in report.rejects.items()} == {"invalid-json": 1, "no-user": 1}
     bad = write_rows(tmp_path / "bad.jsonl", rows[1:])
     with pytest.raises(HiddenstoreError, match="none of 2 rows"):
-        write_skeletons([bad], tmp_path / "none.jsonl")
+        write_prompts([bad], tmp_path / "none.jsonl")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "bad.jsonl", "p.jsonl"]
 
 
 def test_questions_alone_are_refused_where_answers_are_learned(tmp_path: Path, target: str) -> None:
     (tmp_path / "mt-bench.jsonl").write_text('{"prompt": ["q"], "prompt_id": 1}\n')
-    options = PrepareOptions(workers=1, preset_root=str(tmp_path))
+    options = PrepareOptions(workers=1, dataset_root=str(tmp_path))
     with pytest.raises(ConfigError, match="questions without answers") as caught:
         prepare(["preset:mt-bench"], tmp_path / "data", target, options)
     assert caught.value.kind == "preset-prompts-only"

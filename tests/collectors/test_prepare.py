@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_templates import CHATML, STRIPS_THOUGHTS, chat, tiny_target, write_rows
 
-from collectors import prepare_batches, prepare_parts
-from collectors.prepare import PrepareOptions, prepare
-from collectors.prepare_batches import batches_of, is_validation, ordered_batches
-from collectors.rows import Row
-from hiddenstore.disk import PosixDisk
+from collectors.conversations.rows import Row
+from collectors.tokenize import batches
+from collectors.tokenize import write as parts
+from collectors.tokenize.batches import batches_of, is_validation, ordered_batches
+from collectors.tokenize.prepare import PrepareOptions, prepare
 from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, InterruptError, NotFoundError, StorageError
-from hiddenstore.inputs import PreparedInput
+from hiddenstore.fs.disk import PosixDisk
+from hiddenstore.inputs.prepared import PreparedInput
 from hiddenstore.records import sample_id
 from schemas.prepared import PreparedData
 
@@ -42,7 +43,7 @@ def options(**more: Any) -> PrepareOptions:
 
 
 def left_beside(out: Path) -> list[str]:
-    return sorted(path.name for path in out.parent.iterdir() if "preparing" in path.name or path == out)
+    return sorted(path.name for path in out.parent.iterdir() if "writing" in path.name or path == out)
 
 
 def rejects_of(out: Path) -> list[dict[str, str]]:
@@ -82,17 +83,17 @@ def test_workers_change_nothing_in_the_bytes(tmp_path: Path, target: str, monkey
     mixed: list[Any] = rows(400)
     mixed[7], mixed[133] = b"{broken", mixed[5]
     source = write_rows(tmp_path / "a.jsonl", mixed)
-    monkeypatch.setattr(prepare_batches, "BATCH_ROWS", 4)
+    monkeypatch.setattr(batches, "BATCH_ROWS", 4)
     prepare([source], tmp_path / "one", target, ONE)
     here: list[int] = []
-    make = prepare_batches.make_batch
+    make = batches.make_batch
 
     def slow_in_this_process(*args: Any) -> Any:
         time.sleep(0.5)
         here.append(1)
         return make(*args)
 
-    monkeypatch.setattr(prepare_batches, "make_batch", slow_in_this_process)
+    monkeypatch.setattr(batches, "make_batch", slow_in_this_process)
     prepare([source], tmp_path / "two", target, options(workers=2))
     assert len(here) < 100, "the workers did nothing"
     for file in ("data.json", "part-00000.parquet", "rejects.jsonl"):
@@ -208,10 +209,10 @@ def test_a_larger_validation_share_only_adds_samples(name: bytes, one: float, ot
 @given(st.lists(st.integers(1, 700_000), max_size=200))
 def test_batches_hold_every_row_once_within_bounds(sizes: list[int]) -> None:
     found = list(batches_of(Row(str(i), b"", size) for i, size in enumerate(sizes)))
-    assert [row.place for batch in found for row in batch] == [str(i) for i in range(len(sizes))]
+    assert [row.location for batch in found for row in batch] == [str(i) for i in range(len(sizes))]
     for batch in found:
-        assert 0 < len(batch) <= prepare_batches.BATCH_ROWS
-        assert sum(row.size for row in batch[:-1]) < prepare_batches.BATCH_BYTES
+        assert 0 < len(batch) <= batches.BATCH_ROWS
+        assert sum(row.size for row in batch[:-1]) < batches.BATCH_BYTES
 
 
 def fails(out: Path, *args: Any, **more: Any) -> HiddenstoreError:
@@ -327,7 +328,7 @@ def test_a_full_disk_leaves_nothing(
     tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch, full_after: int
 ) -> None:
     source = write_rows(tmp_path / "a.jsonl", [b"{oops", *rows(100)])
-    monkeypatch.setattr(prepare_parts, "GROUP_ROWS", 10)
+    monkeypatch.setattr(parts, "GROUP_ROWS", 10)
     written: list[int] = []
     write = PosixDisk.write
 
@@ -345,8 +346,8 @@ def test_a_full_disk_leaves_nothing(
 def test_large_data_is_written_in_several_parts_and_row_groups(
     tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_parts, "GROUP_ROWS", 64)
-    monkeypatch.setattr(prepare_parts, "PART_TOKENS", 8000)
+    monkeypatch.setattr(parts, "GROUP_ROWS", 64)
+    monkeypatch.setattr(parts, "PART_TOKENS", 8000)
     source = write_rows(tmp_path / "a.jsonl", rows(600))
     info = prepare([source], tmp_path / "data", target, ONE)
     assert [file.path for file in info.files] == [f"part-{i:05d}.parquet" for i in range(len(info.files))]
@@ -357,7 +358,7 @@ def test_large_data_is_written_in_several_parts_and_row_groups(
 
 def test_what_a_killed_run_left_is_swept_and_a_living_one_is_not(tmp_path: Path, target: str) -> None:
     source = write_rows(tmp_path / "a.jsonl", rows(2))
-    dead, living = tmp_path / ".data.preparing-00000000", tmp_path / ".data.preparing-11111111"
+    dead, living = tmp_path / ".data.writing-00000000", tmp_path / ".data.writing-11111111"
     for folder in (dead, living):
         folder.mkdir()
         (folder / "part-00000.parquet").write_bytes(b"half")
@@ -367,20 +368,20 @@ def test_what_a_killed_run_left_is_swept_and_a_living_one_is_not(tmp_path: Path,
         prepare([source], tmp_path / "data", target, ONE)
     finally:
         os.close(handle)
-    assert left_beside(tmp_path / "data") == [".data.preparing-11111111", "data"]
+    assert left_beside(tmp_path / "data") == [".data.writing-11111111", "data"]
 
 
 def test_small_inputs_start_no_worker(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> Iterator[Any]:
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr(prepare_batches, "_pooled", never)
+    monkeypatch.setattr(batches, "_pooled", never)
     source = write_rows(tmp_path / "a.jsonl", rows(20))
     assert prepare([source], tmp_path / "data", target).samples == 20
 
 
 def test_a_source_is_read_only_a_little_ahead(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_batches, "make_batch", lambda _recipe, batch: batch)
+    monkeypatch.setattr(batches, "make_batch", lambda _recipe, batch: batch)
     taken: list[int] = []
 
     def endless() -> Iterator[list[Row]]:
@@ -389,7 +390,7 @@ def test_a_source_is_read_only_a_little_ahead(target: str, monkeypatch: pytest.M
             yield [Row(f"f:{number}", b"", 1 << 20)]
 
     results = ordered_batches(None, endless(), None, lambda: False)  # type: ignore[arg-type]
-    monkeypatch.setattr(prepare_batches, "MOST_WORKERS", 1)
+    monkeypatch.setattr(batches, "MOST_WORKERS", 1)
     next(results)
     assert len(taken) <= 10
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectors.generate import Answer, Sampling, generate_batch, nucleus, prompt_batches
-from collectors.regenerate import RegenerateOptions, RegenerateReport, regenerate
-from collectors.regenerating import in_process as module
+from collectors.regenerate import in_process as module
+from collectors.regenerate.in_process import Answer, Sampling, generate_batch, nucleus, prompt_batches
+from collectors.regenerate.job import regenerate
+from collectors.regenerate.options import RegenerateOptions, RegenerateReport
 from hiddenstore.errors import ConfigError, ConflictError, InterruptError
 from tests.collectors.tiny import save_target, tiny_target
 
@@ -70,7 +71,7 @@ def test_compacting_the_batch_changes_no_greedy_answer(monkeypatch: pytest.Monke
     # Many end tokens make rows finish at different steps.
     monkeypatch.setattr(type(target), "eos_token_ids", lambda _self: list(range(0, 96, 9)))
     compacted = generate_batch(target, PROMPTS, Sampling(0, 30), "t")
-    monkeypatch.setattr("collectors.generate.COMPACT_BELOW", 0.0)
+    monkeypatch.setattr("collectors.regenerate.in_process.COMPACT_BELOW", 0.0)
     assert generate_batch(target, PROMPTS, Sampling(0, 30), "t") == compacted
     assert len({len(answer.token_ids) for answer in compacted}) > 1
 

@@ -14,17 +14,19 @@ from typing import Any
 import pytest
 from chat_double import FAULTS, Asked, ChatDouble, chat_double, plain_answer
 
-from collectors.regenerate import RegenerateOptions, RegenerateReport, regenerate
-from collectors.regenerating import chat_server
-from collectors.regenerating.chat_server import ChatServer, GivenUpError, ServerSettings, split_url
+from collectors.regenerate.job import regenerate
+from collectors.regenerate.options import RegenerateOptions, RegenerateReport
+from collectors.regenerate.server import ChatServer, ServerSettings, UnansweredError
+from hiddenstore import http
 from hiddenstore.errors import ConfigError, ConflictError, StorageError
+from hiddenstore.http import ServerAccess
 
 KEY = "sk-1234567890"
 
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_server, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.001)
 
 
 @pytest.fixture
@@ -130,17 +132,13 @@ def test_a_server_that_stays_silent_is_given_up_after_the_timeout(tmp_path: Path
     assert texts(report.out) == expected(2)
 
 
-def test_retry_after_is_waited_for_and_other_waits_double() -> None:
-    waits: list[float] = []
+def test_a_server_that_goes_on_failing_is_given_up_with_its_own_words_first() -> None:
     with chat_double() as double:
-        double.fault = lambda _asked, _tries: "429" if len(waits) == 1 else "500"
-        server = ChatServer(ServerSettings(double.url, "m", 0.0, 4, retries=4), wait=waits.append)
-        with pytest.raises(GivenUpError, match=r"fault 500 \(5 tries\)"):
+        double.fault = lambda _asked, tries: "429" if tries == 2 else "500"
+        server = ChatServer(ServerSettings(ServerAccess(double.url, tries=5), "m", 0.0, 4))
+        with pytest.raises(UnansweredError, match=r"^fault 500 \(HTTP 500 from .*\) \(5 tries\)$"):
             server.reply([{"role": "user", "content": "hi"}], None, 0)
         server.close()
-    assert waits[1] == 0.0
-    for attempt in (0, 2, 3):
-        assert 0.5 <= waits[attempt] / (chat_server.FIRST_WAIT_S * 2**attempt) <= 1.0
 
 
 def test_a_request_that_is_refused_drops_its_conversation_and_is_counted(tmp_path: Path, double: ChatDouble) -> None:
@@ -148,14 +146,14 @@ def test_a_request_that_is_refused_drops_its_conversation_and_is_counted(tmp_pat
     report = run(options(tmp_path, double, two_turns(3)))
     assert texts(report.out) == [expected(3)[0], expected(3)[2]]
     assert report.dropped == {"refused": 1}
-    assert report.examples["refused"] == "conversation 2: HTTP 400 fault 400"
+    assert report.examples["refused"] == f"conversation 2: fault 400 (HTTP 400 from {double.url}/v1/chat/completions)"
 
 
 @pytest.mark.parametrize("status", ["401", "404"])
 def test_a_wrong_key_or_model_ends_the_run_at_once(tmp_path: Path, double: ChatDouble, status: str) -> None:
     double.fault = lambda _asked, _tries: status
     chosen = options(tmp_path, double)
-    with pytest.raises(ConfigError, match=f"HTTP {status} fault {status}") as caught:
+    with pytest.raises(ConfigError, match=rf"^fault {status} \(HTTP {status} from ") as caught:
         run(chosen)
     assert caught.value.kind == "server-refused"
     assert not Path(f"{chosen.out}.answers").exists(), "nothing was answered, so nothing is left"
@@ -281,12 +279,31 @@ def test_the_key_reaches_the_server_and_nothing_else(
     assert not any(KEY.encode() in path.read_bytes() for path in files)
 
 
-def test_a_server_that_repeats_the_key_does_not_make_us_say_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ChatServer(ServerSettings("http://x", "m", 0.0, 4, api_key=KEY))
-    assert server._said(json.dumps({"error": {"message": f"bad key {KEY}"}}).encode()) == "bad key …"
+def test_a_variable_that_holds_no_key_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
         run(RegenerateOptions((write(tmp_path / "a.jsonl", two_turns(1)),), "o", server="x", api_key_env="NO_SUCH_KEY"))
+
+
+BAD_ANSWERS = {
+    "deep": b"[" * 100_000,
+    "infinite": b'{"choices": [{"message": {"content": "x"}}], "usage": {"completion_tokens": 1e999}}',
+    "long": b'{"choices": [{"message": {"content": "x"}}], "usage": {"completion_tokens": ' + b"9" * 4000 + b"}}",
+    "surrogate": b'{"choices": [{"message": {"content": "\\ud800"}}]}',
+    "call": b'{"choices": [{"message": {"tool_calls": ["add"]}}]}',
+    "function": b'{"choices": [{"message": {"tool_calls": [{"function": null}]}}]}',
+    "calls": b'{"choices": [{"message": {"tool_calls": {"name": "add"}}}]}',
+    "reasoning": b'{"choices": [{"message": {"content": "x", "reasoning": [1]}}]}',
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ANSWERS)
+def test_a_bad_answer_costs_its_own_conversation_and_no_other(tmp_path: Path, double: ChatDouble, bad: str) -> None:
+    double.fault = lambda asked, _tries: BAD_ANSWERS[bad] if asked["messages"][-1]["content"] == "second 1" else None
+    report = run(options(tmp_path, double, two_turns(3), retries=1))
+    assert texts(report.out) == [expected(3)[0], expected(3)[2]]
+    assert report.dropped == {"server-failed": 1}
+    assert "is no answer" in report.examples["server-failed"]
 
 
 def test_cut_looping_empty_and_reasoned_answers_are_told_apart(tmp_path: Path, double: ChatDouble) -> None:
@@ -359,30 +376,11 @@ def test_recorded_tool_results_are_used_while_the_target_calls_the_same_tools(
 def test_the_answers_go_straight_into_prepare(tmp_path: Path, double: ChatDouble) -> None:
     from tiny_templates import tiny_target
 
-    from collectors.prepare import PrepareOptions, prepare
+    from collectors.tokenize.prepare import PrepareOptions, prepare
 
     report = run(options(tmp_path, double))
     info = prepare([report.out], tmp_path / "data", tiny_target(tmp_path / "target"), PrepareOptions(workers=1))
     assert (info.samples, info.rejects) == (12, ())
-
-
-@pytest.mark.parametrize(
-    ("url", "found"),
-    [
-        ("localhost:8000", ("localhost", 8000, False, "/v1")),
-        ("http://h:1/v1/", ("h", 1, False, "/v1")),
-        ("https://h/api/v1/chat/completions", ("h", None, True, "/api/v1")),
-    ],
-)
-def test_addresses_are_read_as_people_write_them(url: str, found: tuple[str, int | None, bool, str]) -> None:
-    assert split_url(url) == found
-
-
-@pytest.mark.parametrize("url", ["http://u:p@h", "ftp://h", "http://h?key=1", "http://h:port", "http://"])
-def test_addresses_with_secrets_or_nonsense_are_refused(url: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        split_url(url)
-    assert caught.value.kind == "server-invalid"
 
 
 @pytest.mark.parametrize(
@@ -394,7 +392,7 @@ def test_addresses_with_secrets_or_nonsense_are_refused(url: str) -> None:
         (("--target", "t", "--concurrency", "2"), "--concurrency has no meaning with --target"),
         (("--server", "http://x", "--shard", "3/2"), "3/2"),
         (("--server", "http://x", "--set", "topp=1"), "top_p"),
-        (("--server", "http://u:p@x", "--model", "m"), "server-invalid"),
+        (("--server", "http://u:p@x", "--model", "m"), "server-url"),
     ],
 )
 def test_wrong_words_are_usage_errors(

@@ -11,15 +11,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from collectors.engines import CaptureRequest, EngineOptions
+from collectors.checks.reference import Check, open_reference
+from collectors.engines import CaptureRequest, EngineOptions, open_engine
 from collectors.engines.hf import HfEngine
-from collectors.prepare import PrepareOptions, prepare
-from collectors.reference import Check, open_reference
-from collectors.target import EngineTarget, LoadOptions, load_target, load_weights
-from collectors.target_folder import open_target
-from collectors.target_head import read_head, weights_bytes
+from collectors.targets.folder import open_target
+from collectors.targets.head import read_head, weights_bytes
+from collectors.targets.load import EngineTarget, LoadOptions, load_target, load_weights
+from collectors.tokenize.prepare import PrepareOptions, prepare
 from hiddenstore.errors import ConfigError
-from hiddenstore.rank import Rank
+from hiddenstore.process import Rank
 from tests.collectors.tiny import CONFIGS, VOCAB, save_target
 
 AUX = (-1, 1, 3)
@@ -131,7 +131,7 @@ def test_the_engine_record_says_how_attention_ran(llama: Path) -> None:
 )
 def test_settings_the_engine_does_not_have_are_refused(llama: Path, options: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
-        HfEngine(engine_target(llama), EngineOptions(AUX, 64, **options))  # type: ignore[arg-type]
+        open_engine("hf", engine_target(llama), EngineOptions(AUX, 64, **options))  # type: ignore[arg-type]
     assert caught.value.kind in ("attention-unknown", "engine-arg")
 
 
@@ -227,7 +227,7 @@ def test_the_copy_to_compare_with_is_loaded_where_it_fits(llama: Path, monkeypat
     assert open_reference(Check("hf"), target, options, Rank(1, 2)).target is not None
     loaded = found.target
     assert open_reference(Check("auto"), loaded, options, first) == replace(found, compares=False, explained=None)
-    monkeypatch.setattr("collectors.reference.free_bytes", lambda: 1000)
+    monkeypatch.setattr("collectors.checks.reference.free_bytes", lambda: 1000)
     too_big = open_reference(Check("auto"), target, options, first)
     assert too_big.target is None
     assert "--check hf compares all the same" in str(too_big.explained)
@@ -239,7 +239,7 @@ def test_a_copy_that_cannot_be_loaded_is_no_reason_to_stop_unless_it_was_asked_f
     def refuse(*_words: object) -> None:
         raise ConfigError("no kernel for it", kind="target-unreadable")
 
-    monkeypatch.setattr("collectors.reference.load_weights", refuse)
+    monkeypatch.setattr("collectors.checks.reference.load_weights", refuse)
     found = open_reference(Check("auto"), engine_target(llama), LoadOptions(), Rank())
     assert found.target is None
     assert "no kernel for it" in str(found.explained)

@@ -27,11 +27,17 @@ from tiny_templates import (
 )
 from transformers import ByT5Tokenizer
 
-from collectors.conversations import Conversation, parse_row
-from collectors.rows import Problem, Row
-from collectors.target import open_target
-from collectors.template import ChatTemplate, Tokenised, read_template, tokenizer_digests
-from collectors.template_check import check_template, refuse_if_unstable
+from collectors.conversations.parse import Conversation, parse_row
+from collectors.conversations.rows import Problem, Row
+from collectors.targets.load import open_target
+from collectors.tokenize.template import (
+    ChatTemplate,
+    Tokenised,
+    check_template,
+    read_template,
+    refuse_if_unstable,
+    tokenizer_digests,
+)
 from hiddenstore.errors import ConfigError, NotFoundError
 from schemas.prepared import ROLES, LossOn
 
@@ -145,7 +151,7 @@ def test_a_refusal_of_the_template_is_the_reason_and_the_next_row_is_fine() -> N
     rows = [Conversation("f:1", chat("hi", "yo", system="no")), Conversation("f:2", chat("hi", "yo"))]
     refused, fine = ChatTemplate(tokenizer).tokenise(rows)
     assert isinstance(refused, Problem)
-    assert (refused.place, refused.reason) == ("f:1", "template-refused")
+    assert (refused.location, refused.reason) == ("f:1", "template-refused")
     assert refused.detail == "System role not supported"
     assert isinstance(fine, Tokenised)
 

@@ -11,8 +11,8 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from collectors.target import LoadedTarget, TargetFolder, wrap_model
-from hiddenstore.identity import chat_template_sha256, config_sha256, tokenizer_sha256
+from collectors.targets.load import LoadedTarget, TargetFolder, wrap_model
+from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_sha256
 
 VOCAB = 96
 WIDTH = 64

@@ -19,11 +19,13 @@ Damage = Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, list[int]]]
 
 
 class VllmDouble:
-    """``ids`` are vLLM's; ``refusals`` are HTTP codes answered before the first good answer."""
+    """``ids`` are vLLM's; ``refusals`` are HTTP codes answered before the first good answer; ``keys`` are
+    those that were sent."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str, folder: Path, ids: list[int]) -> None:
         self.model, self.tokenizer, self.name, self.folder, self.ids = model, tokenizer, name, folder, ids
         self.refusals: list[int] = []
+        self.keys: set[str | None] = set()
         self.damage: Damage = lambda states, tokens: (states, tokens)
         self.most_files = 0
         self.delay_s = 0.0
@@ -37,6 +39,7 @@ class VllmDouble:
                 self._send({"version": "0.32.0"} if self.path == "/version" else {"data": [card]})
 
             def do_POST(self) -> None:
+                double.keys.add(self.headers["Authorization"])
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if self.path == "/tokenize":
                     text = double.tokenizer.encode(asked["prompt"], add_special_tokens=asked["add_special_tokens"])

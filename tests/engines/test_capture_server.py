@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from collectors.checks.mistakes import row_errors
 from collectors.demo import TARGET_DIR
 from collectors.engines import CaptureRequest, EngineOptions
-from collectors.engines.vllm_files import AskedIds, kv_transfer_config, speculative_config
+from collectors.engines.vllm_files import LayerIds, kv_transfer_config, speculative_config
 from collectors.engines.vllm_server import VllmServer
-from collectors.families import probe_states
-from collectors.mistakes import row_errors
-from collectors.target import EngineTarget, load_target, open_target
+from collectors.targets.families import probe_states
+from collectors.targets.load import EngineTarget, load_target, open_target
 from hiddenstore.errors import ConfigError
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
@@ -40,7 +40,7 @@ def server(states: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    asked = AskedIds.of(tuple(range(-1, 8)), 8)
+    asked = LayerIds.of(tuple(range(-1, 8)), 8)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(TARGET_DIR)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512"]
     command += [

@@ -19,15 +19,15 @@ import torch
 from engine_world import hiddenstore
 from torch import Tensor
 
-from collectors import job
+from collectors.capture import job
+from collectors.capture.options import CollectOptions
 from collectors.demo import TARGET_DIR
 from collectors.demo.corpus import conversations
 from collectors.engines import Captured, CaptureRequest, EngineOptions, hf
 from collectors.engines.hf import HfEngine
-from collectors.engines.vllm_files import AskedIds
+from collectors.engines.vllm_files import LayerIds
 from collectors.engines.vllm_process import VllmProcess
-from collectors.job_open import CollectOptions
-from collectors.target import EngineTarget, LoadedTarget, load_target, open_target
+from collectors.targets.load import EngineTarget, LoadedTarget, load_target, open_target
 from hiddenstore.errors import CaptureError
 from hiddenstore.store import Store
 
@@ -178,9 +178,9 @@ def spoil_vllm(patch: pytest.MonkeyPatch, spoil: Spoil) -> None:
 
 def ask_one_on(patch: pytest.MonkeyPatch) -> None:
     """Both engines are asked for the layers above those that collect wants."""
-    tap, asked = hf.StateTap, AskedIds.of
+    tap, asked = hf.StateTap, LayerIds.of
     patch.setattr(hf, "StateTap", lambda parts, aux, *rest: tap(parts, above(aux), *rest))
-    patch.setattr(AskedIds, "of", lambda aux, count: asked(above(aux), count))
+    patch.setattr(LayerIds, "of", lambda aux, count: asked(above(aux), count))
 
 
 def above(layers: Sequence[int]) -> tuple[int, ...]:

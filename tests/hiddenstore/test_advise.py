@@ -10,18 +10,26 @@ import torch
 from click.testing import CliRunner, Result
 from torch import Tensor
 
-from hiddenstore.advise.document import advice_numbers, read_advice, write_advice
-from hiddenstore.advise.formats import clipped_values, fp8_per_token, through_codec
-from hiddenstore.advise.measure import channel_error, distribution_change, truncation_change
-from hiddenstore.advise.run import FP8, Limits, advise_store
-from hiddenstore.calibration import take_slice, write_slice
+from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.cli import main
 from hiddenstore.codecs import CODECS
 from hiddenstore.codecs.topk import top_tokens
-from hiddenstore.copying import plan_copy, run_copy
 from hiddenstore.errors import ConfigError
-from hiddenstore.head import HeadBundle
+from hiddenstore.inspect.advice import advice_numbers, read_advice, write_advice
+from hiddenstore.inspect.advise import (
+    FP8,
+    RecipeLimits,
+    advise_store,
+    channel_error,
+    clipped_values,
+    distribution_change,
+    fp8_per_token,
+    through_codec,
+    truncation_change,
+)
 from hiddenstore.store import Store
+from hiddenstore.targets.calibration import take_slice, write_slice
+from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import (
     ENGINE,
     HEAD,
@@ -64,11 +72,12 @@ def outlier_channels() -> Tensor:
 
 
 def test_kl_overlap_and_flips_are_those_of_the_two_distributions(raw: Store) -> None:
-    head = HeadBundle.load(raw)
+    head = raw.head()
     final = raw.read(raw.sample_ids[0]).final
     decoded = (final.float() + 0.2 * torch.randn(final.shape)).bfloat16()
     p, q = probabilities(head, final), probabilities(head, decoded)
     found = distribution_change(head.to("cpu"), final, decoded, "pre_norm")
+    assert found is not None
     assert found.kl == pytest.approx((p * np.log(p / q)).sum(1).mean(), rel=2e-2)
     assert found.overlap == pytest.approx(np.minimum(p, q).sum(1).mean(), rel=2e-3)
     assert found.top1_flips == pytest.approx((p.argmax(1) != q.argmax(1)).mean())
@@ -76,13 +85,26 @@ def test_kl_overlap_and_flips_are_those_of_the_two_distributions(raw: Store) -> 
 
 
 def test_top_tokens_lose_the_mass_they_leave_out(raw: Store) -> None:
-    head = HeadBundle.load(raw)
+    head = raw.head()
     final = raw.read(raw.sample_ids[0]).final
     kept = np.sort(probabilities(head, final), axis=1)[:, -12:].sum(1)
     found = truncation_change(head, final, top_tokens(head, final, "pre_norm", 12), "pre_norm")
+    assert found is not None
     assert found.overlap == pytest.approx(kept.mean(), rel=2e-3)
     assert found.kl == pytest.approx(-np.log(kept).mean(), rel=2e-2)
     assert found.top1_flips == 0
+
+
+def test_rows_whose_logits_overflow_say_nothing_and_decoded_ones_are_no_agreement(raw: Store) -> None:
+    head = raw.head()
+    final = raw.read(raw.sample_ids[0]).final
+    huge = final.clone()
+    huge[0] = 3e38
+    assert distribution_change(head, huge, huge, "post_norm") == distribution_change(
+        head, final[1:], final[1:], "post_norm"
+    )
+    assert distribution_change(head, final, huge, "post_norm") is None
+    assert distribution_change(head, huge[:1], huge[:1], "post_norm") is None
 
 
 def test_channel_error_lets_every_channel_and_every_token_count_alike() -> None:
@@ -150,9 +172,9 @@ def test_bytes_per_token_are_those_a_copy_then_takes(tmp_path: Path, container: 
     made = create_store(tmp_path / "made", capture, HEAD, "raw", target_files(256), container)
     write_unit(made, "only-000000", "0" * 64, random_records(make_samples(120), capture), (), ENGINE)
     store = Store.open(made.path)
-    advice = advise_store(store, Limits())
+    advice = advise_store(store, RecipeLimits())
     for name in ("lossless", "safe", "compact", "tiny"):
-        run_copy(plan_copy([store], tmp_path / name, name))
+        run_copy(open_copy([store], tmp_path / name, name))
         copied = Store.open(tmp_path / name)
         tokens = sum(record.tokens for record in copied.commits())
         stored = sum(record.bytes_stored for record in copied.commits())
@@ -162,7 +184,7 @@ def test_bytes_per_token_are_those_a_copy_then_takes(tmp_path: Path, container: 
 
 def test_the_smallest_recipe_within_both_limits_is_chosen_and_top_tokens_never_are(raw: Store) -> None:
     def chosen(kl: float, error: float) -> str:
-        return advise_store(raw, Limits(kl, error)).chosen
+        return advise_store(raw, RecipeLimits(kl, error)).chosen
 
     assert chosen(0.0, 0.0) == "lossless"
     assert chosen(1e-2, 0.03) == "safe"
@@ -172,7 +194,7 @@ def test_the_smallest_recipe_within_both_limits_is_chosen_and_top_tokens_never_a
 
 
 def test_fp8_is_measured_and_never_chosen(raw: Store) -> None:
-    advice = advise_store(raw, Limits(100.0, 0.05))
+    advice = advise_store(raw, RecipeLimits(100.0, 0.05))
     row = next(row for row in advice.rows if row.recipe == FP8)
     assert row.within
     assert not row.chosen
@@ -184,13 +206,16 @@ def test_a_rounded_store_is_advised_from_its_slice_alone(tmp_path: Path, raw: St
     with pytest.raises(
         ConfigError, match="no calibration slice, and its aux layers and final rows are rounded"
     ) as caught:
-        advise_store(store, Limits())
+        advise_store(store, RecipeLimits())
     assert caught.value.kind == "calibration-missing"
     capture = capture_spec(codec="raw", width=96)
     taken = take_slice(random_records(make_samples(20), capture), capture)
     assert taken is not None
     write_slice(store.fs, taken, store.capture)
-    assert advise_store(store, Limits()).rows[2].channel_error == advise_store(raw, Limits()).rows[2].channel_error
+    assert (
+        advise_store(store, RecipeLimits()).rows[2].channel_error
+        == advise_store(raw, RecipeLimits()).rows[2].channel_error
+    )
 
 
 def test_a_slice_without_final_rows_lets_no_rounding_of_them_pass(tmp_path: Path) -> None:
@@ -199,22 +224,22 @@ def test_a_slice_without_final_rows_lets_no_rounding_of_them_pass(tmp_path: Path
     assert taken is not None
     samples = tuple(sample.model_copy(update={"final_rows": 0}) for sample in taken.samples)
     write_slice(store.fs, type(taken)(samples, taken.aux, taken.final[:0]), store.capture)
-    advice = advise_store(store, Limits(100.0, 100.0))
+    advice = advise_store(store, RecipeLimits(100.0, 100.0))
     assert [row.recipe for row in advice.rows if row.within] == ["raw", "lossless"]
 
 
 def test_captures_without_aux_layers_or_without_finals_are_advised_too(tmp_path: Path) -> None:
-    finals = advise_store(make_store(tmp_path / "f", layers=(), final="all", codec="raw"), Limits(1.0, 0.03))
+    finals = advise_store(make_store(tmp_path / "f", layers=(), final="all", codec="raw"), RecipeLimits(1.0, 0.03))
     assert [row.recipe for row in finals.rows] == ["raw", "lossless", "safe", "compact", FP8]
     assert finals.rows[2].channel_errors.keys() == {"final"}
-    layers = advise_store(make_store(tmp_path / "l", final="none", codec="raw"), Limits())
+    layers = advise_store(make_store(tmp_path / "l", final="none", codec="raw"), RecipeLimits())
     assert {row.kl for row in layers.rows} == {None}
     assert layers.chosen == "safe"
 
 
 def test_advice_is_numbered_and_the_same_advice_is_kept_once(tmp_path: Path) -> None:
     store = make_store(tmp_path, codec="raw")
-    one, other = advise_store(store, Limits()), advise_store(store, Limits(0.0, 0.0))
+    one, other = advise_store(store, RecipeLimits()), advise_store(store, RecipeLimits(0.0, 0.0))
     assert [write_advice(store.fs, advice) for advice in (one, one, other)] == [
         "advice/1.json", "advice/1.json", "advice/2.json",
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numcodecs import blosc
 
-from hiddenstore import blosc_chunks
+from hiddenstore.codecs import blosc_chunks
 
 
 def states(rows: int, width: int) -> np.ndarray:

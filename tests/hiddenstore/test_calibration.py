@@ -7,15 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from hiddenstore import calibration
-from hiddenstore.calibration import SLICE_PATH, read_slice, slice_document, slice_tokens, take_slice, write_slice
-from hiddenstore.copying import plan_copy, run_copy
+from hiddenstore.care.copy import open_copy, run_copy
+from hiddenstore.care.repair import gc
 from hiddenstore.errors import CorruptionError
-from hiddenstore.fs_local import LocalFilesystem
+from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.layout import slice_path
-from hiddenstore.maintain import gc
 from hiddenstore.records import Record
 from hiddenstore.store import Store
+from hiddenstore.targets import calibration
+from hiddenstore.targets.calibration import (
+    SLICE_PATH,
+    read_slice,
+    slice_document,
+    slice_tokens,
+    take_slice,
+    write_slice,
+)
 from hiddenstore.testing.builders import capture_spec, make_samples, make_store, random_records
 from hiddenstore.verify import verify
 from schemas.capture import CaptureSpec
@@ -125,7 +132,7 @@ def test_gc_sweeps_states_that_lost_the_race_and_keeps_the_others(store: Store) 
 
 
 def test_a_copy_brings_the_slice(store: Store, tmp_path: Path) -> None:
-    run_copy(plan_copy([store], tmp_path / "copy", "compact"))
+    run_copy(open_copy([store], tmp_path / "copy", "compact"))
     copied = Store.open(tmp_path / "copy")
     ours, theirs = read_slice(store.fs, store.capture), read_slice(copied.fs, copied.capture)
     assert ours is not None

@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 
 from hiddenstore.cli import main
 from hiddenstore.cli.commands import CommandSpec, find_commands
-from hiddenstore.cli.output import common_options, output
-from hiddenstore.cli.packages import check_packages
+from hiddenstore.console.output import common_options, output
+from hiddenstore.doctor.installation import check_packages
 from hiddenstore.errors import (
     CaptureError,
     ConfigError,
@@ -70,6 +70,7 @@ def test_help_lists_every_command_in_its_section_and_imports_nothing_heavy() -> 
         "import sys\nfrom hiddenstore.cli import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit as e:\n    assert e.code == 0\n"
         "heavy = {'torch', 'zarr', 'transformers', 'numpy', 'pyarrow', 'rich', 'pydantic', 'datasets', 'webdataset'}\n"
+        "heavy |= {'httpx2', 'asyncio', 'ssl'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     done = python(code)
@@ -86,7 +87,7 @@ def test_metadata_commands_import_neither_torch_nor_zarr_nor_transformers(tmp_pa
     code = (
         "import sys\nfrom hiddenstore.cli import main\n"
         f"try:\n    main([{command!r}, {store.path!r}])\nexcept SystemExit as e:\n    assert e.code == 0\n"
-        "heavy = {'torch', 'zarr', 'transformers', 'datasets', 'webdataset', 'matplotlib'}\n"
+        "heavy = {'torch', 'zarr', 'transformers', 'datasets', 'webdataset', 'matplotlib', 'httpx2'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     done = python(code)

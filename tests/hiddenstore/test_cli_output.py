@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiddenstore.cli import terminal
-from hiddenstore.cli.output import common_options, json_text, output
-from hiddenstore.cli.table import Column
+from hiddenstore.console import text as terminal
+from hiddenstore.console.output import common_options, json_text, output
+from hiddenstore.console.text import Column
 
 
 def run(body: object, *arguments: str) -> Result:
@@ -61,6 +61,10 @@ def test_cleaned_text_has_the_same_length_and_no_control_characters(text: str) -
         (terminal.plural(2000, "batch"), "2,000 batches"),
         (terminal.spark([0, 1, 4, 8]), " ▁▄█"),
         (terminal.spark([]), ""),
+        (terminal.spark([0, math.nan, 4, math.inf, 8]), " ×▄×█"),
+        (terminal.spark([math.nan]), "×"),
+        (terminal.bar(math.nan, 4), "    "),
+        (terminal.bar(math.inf, 4), "████"),
         (terminal.bar(0.5, 4), "██  "),
         (terminal.bar(1e-9, 4), "▏   "),
     ],

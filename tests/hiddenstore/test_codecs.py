@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hiddenstore.codecs import CODECS, Encoded, get_codec
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, fresh
+from hiddenstore.codecs import CODECS, get_codec
+from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, Encoded, fresh
 from hiddenstore.errors import ConfigError
 
 QUANTISED = ("q8", "q4")

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hiddenstore import config
-from hiddenstore.config_keys import known_keys
+from hiddenstore import settings as config
 from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.settings import key_paths
 
 
 class Optimizer(BaseModel):
@@ -131,7 +131,15 @@ def test_all_problems_are_reported_at_once_with_where_they_were_written(tmp_path
 
 @pytest.mark.parametrize(
     "text",
-    ["- a\n- b\n", "steps: [1\n", "steps: 1\nsteps: 2\n", "name: &a x\ntrain: *a\n", "just words\n", "\x00"],
+    [
+        "- a\n- b\n",
+        "steps: [1\n",
+        "steps: 1\nsteps: 2\n",
+        "name: &a x\ntrain: *a\n",
+        "just words\n",
+        "? [a]\n: b\n",
+        "\x00",
+    ],
 )
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "run.yaml"
@@ -149,8 +157,8 @@ def test_an_empty_file_changes_nothing_and_a_missing_one_is_an_error(tmp_path: P
         config.load(Settings, tmp_path / "absent.yaml")
 
 
-def test_known_keys_lists_every_leaf_in_order() -> None:
-    assert known_keys(Settings)[-4:] == ["train.lr", "train.betas", "train.clip", "engine"]
+def test_key_paths_lists_every_leaf_in_order() -> None:
+    assert key_paths(Settings)[-4:] == ["train.lr", "train.betas", "train.clip", "engine"]
 
 
 @given(
@@ -191,7 +199,7 @@ class Named(BaseModel):
     parts: dict[str, Optimizer]
 
 
-def test_sections_under_free_names_are_typed_and_their_unknown_keys_found(tmp_path: Path) -> None:
+def test_sections_under_free_names_are_typed_and_their_unkey_paths_found(tmp_path: Path) -> None:
     file = tmp_path / "named.yaml"
     file.write_text("parts:\n  eagle3.1: {lr: 1e-4}\n  second: {}\n")
     assert config.load(Named, file).parts["eagle3.1"].lr == 1e-4

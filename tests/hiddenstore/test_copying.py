@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hiddenstore.copying import CopyReport, plan_copy, run_copy
+from hiddenstore.care.copy import CopyReport, open_copy, run_copy
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
-from hiddenstore.registered import RegisteredInput
+from hiddenstore.inputs.registered import RegisteredInput
+from hiddenstore.inspect.where import parse_where
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
     ENGINE,
@@ -19,13 +20,12 @@ from hiddenstore.testing.builders import (
     target_files,
 )
 from hiddenstore.verify import verify
-from hiddenstore.where import parse_where
 from hiddenstore.writer import create_store, write_unit
 from schemas.manifest import Engine, Reject
 
 
 def copy(sources: list[Store], place: Path, recipe: str | None = None, where: str | None = None) -> Store:
-    run_copy(plan_copy(sources, place, recipe, parse_where([where]) if where else None))
+    run_copy(open_copy(sources, place, recipe, parse_where([where]) if where else None))
     return Store.open(place)
 
 
@@ -74,7 +74,7 @@ def test_re_encoding_keeps_units_inputs_and_rejects_and_decodes_exactly_where_th
     reject = Reject(id="f" * 32, tokens=9, reason="too-long", detail="9 > 8")
     write_unit(source, "u-000000", "0" * 64, (), [reject], ENGINE)
     source = Store.open(source.fs)
-    plan = plan_copy([source], tmp_path / "copy", "lossless")
+    plan = open_copy([source], tmp_path / "copy", "lossless")
     assert (plan.verbatim, plan.notes) == (0, [])
     run_copy(plan)
     found = Store.open(tmp_path / "copy")
@@ -99,7 +99,7 @@ def test_rounding_is_stated(
     tmp_path: Path, codec: str, recipe: str | None, where: str | None, words: str | None
 ) -> None:
     source = make_store(tmp_path, samples=3, codec=codec)
-    plan = plan_copy([source], tmp_path / "copy", recipe, parse_where([where]) if where else None)
+    plan = open_copy([source], tmp_path / "copy", recipe, parse_where([where]) if where else None)
     if words is None:
         assert plan.notes == []
     else:
@@ -139,13 +139,13 @@ def test_an_interrupted_copy_continues_and_ends_like_an_uninterrupted_one(tmp_pa
     straight = copy([source], tmp_path / "straight", where=where)
     place = tmp_path / "resumed"
     for _ in range(30):
-        plan = plan_copy([source], place, None, keep)
+        plan = open_copy([source], place, None, keep)
         if not plan.units:
             break
         run_copy(plan, advance=lambda _report: False)
     resumed = Store.open(place)
     assert segment_bytes(resumed) == segment_bytes(straight)
-    assert plan.there_already == len(straight.commits()) if where is None else len(straight)
+    assert plan.present == len(straight.commits()) if where is None else len(straight)
     assert verify(place, "bytes").ok
 
 
@@ -161,7 +161,7 @@ def test_a_source_that_grew_adds_to_the_copy_and_what_is_there_is_not_written_ag
 
 def test_a_unit_in_two_sources_is_copied_once(tmp_path: Path) -> None:
     source = make_store(tmp_path, samples=4)
-    plan = plan_copy([source, source], tmp_path / "copy")
+    plan = open_copy([source, source], tmp_path / "copy")
     assert len(plan.units) == len(source.commits())
 
 
@@ -169,7 +169,7 @@ def test_units_no_source_holds_are_counted(tmp_path: Path) -> None:
     source = make_store(tmp_path, samples=6)
     (registered,) = source.inputs().values()
     Path(source.path, "commits", f"{registered.units[0]}.json").unlink()
-    plan = plan_copy([Store.open(source.fs)], tmp_path / "copy")
+    plan = open_copy([Store.open(source.fs)], tmp_path / "copy")
     assert plan.unavailable == 1
     assert len(plan.units) == len(registered.units) - 1
 
@@ -180,7 +180,7 @@ def test_without_a_recipe_the_destination_decides_when_it_exists(tmp_path: Path)
     found = copy([raw], Path(q8.path))
     assert found.manifest.recipe == "safe"
     with pytest.raises(ConflictError, match="codecs") as caught:
-        plan_copy([raw], q8.path, "raw")
+        open_copy([raw], q8.path, "raw")
     assert caught.value.kind == "capture-mismatch"
 
 
@@ -188,7 +188,7 @@ def test_sources_with_other_layers_are_refused_before_anything_is_written(tmp_pa
     one = make_store(tmp_path / "1", layers=(1, 3), samples=2)
     other = make_store(tmp_path / "2", layers=(1, 4), samples=2)
     with pytest.raises(ConflictError, match="aux_layers") as caught:
-        plan_copy([one, other], tmp_path / "copy")
+        open_copy([one, other], tmp_path / "copy")
     assert caught.value.kind == "capture-mismatch"
     assert caught.value.exit_code == 6
     assert not (tmp_path / "copy").exists()
@@ -197,14 +197,14 @@ def test_sources_with_other_layers_are_refused_before_anything_is_written(tmp_pa
 def test_a_store_cannot_be_copied_onto_itself(tmp_path: Path) -> None:
     source = make_store(tmp_path, samples=2)
     with pytest.raises(ConfigError) as caught:
-        plan_copy([source], source.path)
+        open_copy([source], source.path)
     assert caught.value.kind == "copy-onto-itself"
 
 
 def test_an_empty_choice_is_an_error(tmp_path: Path) -> None:
     source = make_store(tmp_path, samples=2)
     with pytest.raises(ConfigError, match="no sample") as caught:
-        plan_copy([source], tmp_path / "copy", None, parse_where(["tokens>1e9"]))
+        open_copy([source], tmp_path / "copy", None, parse_where(["tokens>1e9"]))
     assert caught.value.kind == "selection-empty"
     assert not (tmp_path / "copy").exists()
 
@@ -238,7 +238,7 @@ def test_a_damaged_source_stops_the_copy_and_leaves_whole_units_only(
 def test_the_report_counts_what_was_written(tmp_path: Path) -> None:
     source = make_store(tmp_path, samples=6)
     seen: list[CopyReport] = []
-    plan = plan_copy([source], tmp_path / "copy")
+    plan = open_copy([source], tmp_path / "copy")
     report = run_copy(plan, advance=lambda r: seen.append(r) or True)
     assert report == CopyReport(
         units=len(source.commits()),

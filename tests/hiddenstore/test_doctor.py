@@ -1,18 +1,22 @@
 """What doctor says of dependencies, cores and checks that other packages add."""
 
+import ast
 import json
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from packaging.requirements import Requirement
 
 from hiddenstore.cli import main
-from hiddenstore.doctor import GROUP, _added, compute, installation
-from hiddenstore.doctor.check import Check, install_command
+from hiddenstore.doctor import installation
+from hiddenstore.doctor.installation import DoctorCheck, install_command
+from hiddenstore.doctor.machine import GROUP, _added, compute_checks
 
 
-def needing(monkeypatch: pytest.MonkeyPatch, *lines: str) -> dict[str, Check]:
+def needing(monkeypatch: pytest.MonkeyPatch, *lines: str) -> dict[str, DoctorCheck]:
     monkeypatch.setattr(metadata, "requires", lambda _name: list(lines))
     return {check.name: check for check in installation.checks()}
 
@@ -28,7 +32,7 @@ def test_a_dependency_outside_its_bounds_is_a_problem_with_the_command_that_fixe
     assert (found["torch"].status, found["torch"].fix) == ("problem", "pip install 'torch>=99'")
     assert found["libraries"].detail == f"click {metadata.version('click')}"
     assert "nothing-of-that-name" not in found
-    monkeypatch.setattr("hiddenstore.doctor.disk.TRIAL_BYTES", 1 << 20)
+    monkeypatch.setattr("hiddenstore.doctor.machine.TRIAL_BYTES", 1 << 20)
     result = doctor(str(tmp_path), "--json")
     assert result.exit_code == 5
     assert json.loads(result.stdout)["ok"] is False
@@ -58,7 +62,7 @@ def test_threads_that_spin_or_crowd_are_warned_of(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    (cpu,) = [check for check in compute.checks() if check.name == "cpu"]
+    (cpu,) = [check for check in compute_checks() if check.name == "cpu"]
     assert cpu.status == status
     assert (cpu.fix or "").startswith(fix)
 
@@ -77,3 +81,28 @@ def test_checks_of_other_packages_are_asked_and_a_broken_one_is_named(monkeypatc
 def test_an_extra_of_ours_is_offered_where_there_is_one() -> None:
     assert install_command("accelerate", "hf") == "pip install 'hiddenstore[hf]'"
     assert install_command("something", "no-such-extra") == "pip install something"
+
+
+def test_every_base_dependency_is_imported_by_our_source() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    imported = {
+        name.split(".")[0]
+        for package in installation.PACKAGES
+        for path in (root / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in _imports(node)
+    }
+    modules = {name: name.replace("-", "_") for name in map(_name, project["dependencies"])} | {"PyYAML": "yaml"}
+    assert [name for name, module in modules.items() if module not in imported] == []
+    assert "tensorrt-llm" in map(_name, project["optional-dependencies"]["trtllm"])
+
+
+def _name(requirement: str) -> str:
+    return Requirement(requirement).name
+
+
+def _imports(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hiddenstore.disk import OPEN_FILES, PosixDisk
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError, StorageError
-from hiddenstore.fs import Filesystem, is_inside, is_temporary, open_filesystem
-from hiddenstore.fs_local import LocalFilesystem
+from hiddenstore.fs import open_filesystem
+from hiddenstore.fs.disk import OPEN_FILES, PosixDisk
+from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.fs.seam import Filesystem, is_inside, is_temporary
 from hiddenstore.testing.faults import Fault, FaultFilesystem, SimulatedCrash
 
 

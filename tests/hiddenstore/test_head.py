@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hiddenstore.errors import ConfigError, CorruptionError
-from hiddenstore.head import HeadBundle
+from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import HEAD, capture_spec, target_files
 from hiddenstore.writer import create_store
 from schemas.capture import HeadSpec
@@ -122,14 +122,14 @@ def test_logits_in_chunks_equal_one_product(monkeypatch: pytest.MonkeyPatch) -> 
     model, norm, spec = family("llama", torch.float32)
     head, h = bundle(model, norm, spec), torch.randn(11, 32)
     whole = head.logits(h)
-    monkeypatch.setattr("hiddenstore.head.ROW_CHUNK", 3)
-    monkeypatch.setattr("hiddenstore.head.VOCAB_CHUNK", 7)
+    monkeypatch.setattr("hiddenstore.targets.head.ROW_CHUNK", 3)
+    monkeypatch.setattr("hiddenstore.targets.head.VOCAB_CHUNK", 7)
     torch.testing.assert_close(head.logits(h), whole)
 
 
 @pytest.mark.parametrize("chunk", [7, 16384])
 def test_logits_are_fp32_products_under_autocast_too(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiddenstore.head.VOCAB_CHUNK", chunk)
+    monkeypatch.setattr("hiddenstore.targets.head.VOCAB_CHUNK", chunk)
     model, norm, spec = family("llama", torch.float32)
     head, h = bundle(model, norm, spec), torch.randn(11, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -165,12 +165,12 @@ def test_a_bundle_whose_shapes_disagree_is_refused() -> None:
 def test_load_reads_the_store_s_bundle_and_refuses_a_flipped_byte(tmp_path: Path) -> None:
     files = target_files()
     store = create_store(tmp_path, capture_spec(), HEAD, "safe", files)
-    assert HeadBundle.load(store).save_bytes() == HeadBundle.from_bytes(files["head.safetensors"], HEAD).save_bytes()
+    assert store.head().save_bytes() == HeadBundle.from_bytes(files["head.safetensors"], HEAD).save_bytes()
     path = tmp_path / "target" / "head.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CorruptionError) as caught:
-        HeadBundle.load(store)
+        store.head()
     assert caught.value.kind == "target-file-corrupt"
 
 

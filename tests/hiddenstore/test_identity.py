@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hiddenstore.identity import (
+from hiddenstore.targets.identity import (
     chat_template_sha256,
     config_sha256,
     identity_differences,

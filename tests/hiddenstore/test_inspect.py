@@ -8,10 +8,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hiddenstore.errors import ConfigError, NotFoundError
-from hiddenstore.look import inspect
-from hiddenstore.look.compare import compare, schema_differences, spread
-from hiddenstore.look.differences import FieldError
-from hiddenstore.look.sample_view import PROFILE_BINS, layer_norms, load_tokenizer, pieces, view
+from hiddenstore.inspect import facts as inspect
+from hiddenstore.inspect.compare import FieldError, compare, schema_differences, spread
+from hiddenstore.inspect.sample import PROFILE_BINS, layer_norms, load_tokenizer, pieces, view
+from hiddenstore.inspect.where import parse_where
 from hiddenstore.records import Sample
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
@@ -23,7 +23,6 @@ from hiddenstore.testing.builders import (
     random_records,
     target_files,
 )
-from hiddenstore.where import parse_where
 from hiddenstore.writer import create_store, write_unit
 from schemas.manifest import Reject
 
@@ -210,7 +209,7 @@ def test_norms_leave_the_sink_out_of_the_profile(store: Store) -> None:
 def test_a_store_equals_itself_in_every_bit(store: Store) -> None:
     found = compare(store, store)
     assert not found.different
-    assert found.top1.share == 1.0
+    assert found.top1_share == 1.0
     for error in found.fields:
         assert (error.different_rows, error.max_abs, error.document()["relative"]) == (0, 0.0, 0.0)
         assert error.document()["cosine"] == 1.0
@@ -228,8 +227,8 @@ def test_two_codecs_differ_in_schema_and_by_a_small_error(tmp_path: Path) -> Non
         document = error.document()
         assert 0 < document["relative"] < 0.02
         assert document["cosine"] > 0.9995
-    assert found.top1.share is not None
-    assert found.top1.share > 0.9
+    assert found.top1_share is not None
+    assert found.top1_share > 0.9
 
 
 def test_two_codecs_are_the_same_thing_within_the_error_of_the_codec(tmp_path: Path) -> None:

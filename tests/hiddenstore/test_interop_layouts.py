@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from hiddenstore.dumps import LAYOUTS, SHORT_NAMES, get_layout
+from hiddenstore.dumps.common import ExportOptions, export_samples
 from hiddenstore.errors import ConfigError, FormatError
-from hiddenstore.head import HeadBundle
-from hiddenstore.interop import LAYOUTS, SHORT_NAMES, get_layout
-from hiddenstore.interop.common import ExportOptions, export_samples
 from hiddenstore.records import Record
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
@@ -27,7 +26,7 @@ def by_tokens(store: Store) -> dict[tuple[int, ...], Record]:
 
 
 def normed(store: Store, record: Record) -> torch.Tensor:
-    return HeadBundle.load(store).norm(record.final).bfloat16()
+    return store.head().norm(record.final).bfloat16()
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_torch_dicts_hold_the_documented_keys_and_the_normed_final_hidden(
 def test_a_deepspec_cache_is_found_through_its_index(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hiddenstore.interop.deepspec.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("hiddenstore.dumps.deepspec.SHARD_BYTES", 20_000)
     export_samples(store, tmp_path / "out", get_layout("deepspec"))
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert (manifest["version"], manifest["num_samples"], manifest["target_layer_ids"]) == (2, 5, [1, 3, 5])

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hiddenstore import layout
+from hiddenstore.care.repair import DAMAGED, gc, repair
 from hiddenstore.errors import CorruptionError
-from hiddenstore.maintain import DAMAGED, gc, repair
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from hiddenstore.verify import verify

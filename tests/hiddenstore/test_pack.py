@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiddenstore.data.pack import first_fit, global_batches
+from hiddenstore.data.order import first_fit, global_batches
 
 lengths_lists = st.lists(st.integers(1, 50), max_size=60)
 

@@ -6,15 +6,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from hiddenstore import products
-from hiddenstore.products import Linear, Packed, linear
+from hiddenstore.targets import matmul
+from hiddenstore.targets.matmul import Linear, linear
 
-needs_onednn = pytest.mark.skipif(not products.HAS_ONEDNN, reason="needs a CPU with AVX-512")
+needs_onednn = pytest.mark.skipif(not matmul.HAS_ONEDNN, reason="needs a CPU with AVX-512")
 
 
 @pytest.fixture(autouse=True)
 def _small_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "FEWEST_WITH_GRADIENT", 0)
+    monkeypatch.setattr(matmul, "FEWEST_WITH_GRADIENT", 0)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -53,14 +53,6 @@ def test_a_slice_of_columns_and_rows_that_are_not_contiguous_are_right() -> None
     assert torch.allclose(linear(x, weight.contiguous()), x @ weight.T, atol=1e-5)
 
 
-def test_a_packed_weight_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = torch.randn(33, 16), torch.randn(40, 16)
-    small = Packed(weight)
-    monkeypatch.setattr(products, "PACK_BYTES", 0)
-    for found in (small(x), Packed(weight)(x)):
-        assert torch.allclose(found, x @ weight.T, atol=1e-5)
-
-
 def test_autocast_decides_over_the_dtype() -> None:
     layer = Linear(16, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -70,41 +62,9 @@ def test_autocast_decides_over_the_dtype() -> None:
 @needs_onednn
 def test_fp32_rows_go_to_onednn_and_column_slices_do_not() -> None:
     x, weight = torch.randn(9, 16), torch.randn(8, 48)
-    assert products._takes(x, weight[:, :16].contiguous())
-    assert products._takes(x[:, :8], weight[:, :16].contiguous().T)
-    assert not products._takes(x, weight[:, :16])
-
-
-def test_a_frozen_weight_is_packed_once_and_again_when_it_has_changed() -> None:
-    x, weight = torch.randn(33, 16), torch.randn(40, 16)
-    first = products.frozen(weight)
-    assert products.frozen(weight) is first
-    weight.mul_(2)
-    assert torch.allclose(products.frozen(weight)(x), x @ weight.T, atol=1e-5)
-
-
-def test_a_frozen_weight_that_is_gone_keeps_no_memory() -> None:
-    weight = torch.randn(40, 16)
-    products.frozen(weight)
-    held = len(products._KEPT)
-    del weight
-    assert len(products._KEPT) == held - 1
-
-
-def test_a_frozen_weight_of_other_memory_or_dtype_is_packed_anew() -> None:
-    x, weight = torch.randn(33, 16), torch.randn(40, 16)
-    products.frozen(weight)
-    weight.data = torch.randn(40, 16)
-    assert torch.allclose(products.frozen(weight)(x), x @ weight.T, atol=1e-5)
-    weight.data = weight.data.double()
-    assert torch.equal(products.frozen(weight)(x.double()), F.linear(x.double(), weight))
-
-
-def test_a_weight_made_for_inference_is_taken() -> None:
-    x = torch.randn(33, 16)
-    with torch.inference_mode():
-        weight = torch.randn(40, 16)
-    assert torch.allclose(products.frozen(weight)(x), x @ weight.T, atol=1e-5)
+    assert matmul.onednn_pays(x, weight[:, :16].contiguous())
+    assert matmul.onednn_pays(x[:, :8], weight[:, :16].contiguous().T)
+    assert not matmul.onednn_pays(x, weight[:, :16])
 
 
 @pytest.mark.parametrize("trained", ["x", "weight"])
@@ -136,4 +96,4 @@ def test_a_width_that_does_not_fit_is_refused_in_torch_s_words() -> None:
 @needs_onednn
 def test_onednn_switched_off_is_left_alone() -> None:
     with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
-        assert not products._takes(torch.randn(4, 16), torch.randn(12, 16))
+        assert not matmul.onednn_pays(torch.randn(4, 16), torch.randn(12, 16))

@@ -7,9 +7,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from hiddenstore import progress as progress_module
-from hiddenstore.cli.output import common_options
-from hiddenstore.progress import Progress
+from hiddenstore.console import progress as progress_module
+from hiddenstore.console.output import common_options
+from hiddenstore.console.progress import Progress
 
 
 def run(body: Callable[[], object], *arguments: str) -> Result:

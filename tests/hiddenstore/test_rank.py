@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hiddenstore.errors import ConfigError
-from hiddenstore.rank import Rank, drain_on_signal, from_environment
+from hiddenstore.process import Rank, drain_on_signal, from_environment
 
 
 def test_without_a_launcher_this_is_rank_0_of_1() -> None:
@@ -66,7 +66,7 @@ def test_a_signal_sets_the_flag_and_the_old_handler_comes_back(number: signal.Si
 
 def test_a_second_signal_exits_130_at_once() -> None:
     code = (
-        "import os, signal, time\nfrom hiddenstore.rank import drain_on_signal\n"
+        "import os, signal, time\nfrom hiddenstore.process import drain_on_signal\n"
         "with drain_on_signal() as d:\n"
         "    os.kill(os.getpid(), signal.SIGUSR1); os.kill(os.getpid(), signal.SIGUSR1); time.sleep(0.01)\n"
         "    print('alive', flush=True); os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)\n"

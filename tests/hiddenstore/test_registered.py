@@ -8,7 +8,7 @@ import pytest
 
 from hiddenstore import layout
 from hiddenstore.errors import CorruptionError
-from hiddenstore.registered import parse_registered
+from hiddenstore.inputs.registered import parse_registered
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store, memory_input
 from hiddenstore.testing.faults import FaultFilesystem

@@ -12,31 +12,33 @@ import zarr
 
 from hiddenstore.codecs import CODECS, get_codec
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError
-from hiddenstore.fs_local import LocalFilesystem
+from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.records import Record, Sample, final_row_positions
-from hiddenstore.segment import SegmentReader, SegmentWritten, encode_records, write_encoded, write_segment
-from hiddenstore.segment_write import row_norms
+from hiddenstore.segments.base import EncodedUnit
+from hiddenstore.segments.encode import encode_records, row_norms
+from hiddenstore.segments.segment import SegmentReader, write_encoded
 from hiddenstore.testing.builders import capture_spec, make_samples, random_records
-from schemas import CaptureSpec, CommitRecord, Engine
+from schemas import CaptureSpec, CommitRecord, Engine, FileEntry
 
 FOLDER = "segments/u-00000000"
 
 
-def commit(written: SegmentWritten) -> CommitRecord:
+def commit(unit: EncodedUnit, files: tuple[FileEntry, ...]) -> CommitRecord:
     return CommitRecord(
         unit="u",
         input="i",
         segment="u-00000000",
         engine=Engine(name="random", version="1"),
-        files=written.files,
-        samples=written.samples,
-        stats=written.stats,
+        files=files,
+        samples=unit.samples,
+        stats=unit.stats,
     )
 
 
 def write(root: Path, records: Sequence[Record], capture: CaptureSpec) -> SegmentReader:
     fs = LocalFilesystem(root)
-    return SegmentReader(fs, FOLDER, commit(write_segment(fs, FOLDER, "u", records, capture)), capture)
+    unit = encode_records("u", records, capture)
+    return SegmentReader(fs, FOLDER, commit(unit, write_encoded(fs, FOLDER, unit, capture)), capture)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -128,16 +130,18 @@ def test_a_sample_is_read_without_the_bytes_of_the_others(tmp_path: Path) -> Non
 def test_a_redone_unit_has_the_same_bytes(tmp_path: Path, codec: str) -> None:
     capture = capture_spec(codec=codec)
     records = random_records(make_samples(6), capture)
-    first = write_segment(LocalFilesystem(tmp_path / "one"), FOLDER, "u", records, capture)
-    second = write_segment(LocalFilesystem(tmp_path / "two"), FOLDER, "u", records, capture)
+    first, second = (
+        write_encoded(LocalFilesystem(tmp_path / root), FOLDER, encode_records("u", records, capture), capture)
+        for root in ("one", "two")
+    )
     assert first == second
-    assert [file.path for file in first.files] == sorted(file.path for file in first.files)
+    assert [file.path for file in first] == sorted(file.path for file in first)
     on_disk = {
         path.relative_to(tmp_path / "one" / FOLDER).as_posix()
         for path in (tmp_path / "one").rglob("*")
         if path.is_file()
     }
-    assert on_disk == {file.path for file in first.files}
+    assert on_disk == {file.path for file in first}
 
 
 @pytest.mark.parametrize("codec", [*sorted(CODECS), "tiny"])

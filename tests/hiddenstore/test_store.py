@@ -113,7 +113,7 @@ def test_a_sample_in_two_units_is_read_from_the_first_and_counted(store: Store) 
     assert again.duplicates == 2
     assert len(again) == 8
     assert contents(again) == before
-    assert [problem for problem in problems(again) if "held 2 times" in problem]
+    assert [problem for problem in problems(again) if "stored 2 times" in problem]
 
 
 def test_a_snapshot_freezes_what_is_read(store: Store) -> None:

@@ -13,18 +13,18 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hiddenstore.care.copy import open_copy, run_copy
+from hiddenstore.care.repair import repair
 from hiddenstore.codecs.topk import TOPK_CODEC, pack_rows, top_tokens, unpack_rows, with_top_tokens
-from hiddenstore.copying import plan_copy, run_copy
 from hiddenstore.data import TokenBatches
+from hiddenstore.dumps.common import ExportOptions, export_samples
+from hiddenstore.dumps.speculators import LAYOUT
 from hiddenstore.errors import ConfigError, FormatError
-from hiddenstore.head import HeadBundle
-from hiddenstore.interop.speculators import export_speculators
-from hiddenstore.look.compare import compare
-from hiddenstore.look.differences import FieldError
-from hiddenstore.maintain import repair
+from hiddenstore.inspect.compare import FieldError, compare
 from hiddenstore.records import TopK
-from hiddenstore.segment import encode_records
+from hiddenstore.segments.encode import encode_records
 from hiddenstore.store import Store
+from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import HEAD, VOCAB, capture_spec, make_samples, make_store, random_records
 from hiddenstore.testing.invariants import contents
 from hiddenstore.verify.run import verify
@@ -44,7 +44,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 def plain_top_tokens(store: Store, sample_id: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids [R, k], log-probs and lse in float64 from the stored final hidden; a Llama rounds its norm to bf16 twice."""
-    tensors = HeadBundle.load(store)
+    tensors = store.head()
     h = store[sample_id].final.double()
     scaled = (h / (h.square().mean(-1, keepdim=True) + HEAD.norm_eps).sqrt()).bfloat16()
     normed = (scaled.double() * tensors.norm_weight.double()).bfloat16()
@@ -146,7 +146,7 @@ def test_equal_logits_go_by_the_lower_id_and_do_not_depend_on_the_block() -> Non
 
 
 def test_a_copy_makes_the_same_top_tokens_as_a_capture(raw: Store, tiny: Store, tmp_path: Path) -> None:
-    plan = plan_copy([raw], tmp_path / "copy", "final=topk,aux=q4")
+    plan = open_copy([raw], tmp_path / "copy", "final=topk,aux=q4")
     assert plan.destination.manifest.recipe == "tiny"
     assert "final: bf16 → topk keeps the target's top tokens; the hidden cannot be brought back" in plan.notes
     run_copy(plan)
@@ -158,17 +158,17 @@ def test_a_copy_makes_the_same_top_tokens_as_a_capture(raw: Store, tiny: Store, 
 
 
 def test_a_copy_of_top_tokens_keeps_them_as_they_are(tiny: Store, tmp_path: Path) -> None:
-    plan = plan_copy([tiny], tmp_path / "copy", "aux=bf16,final=topk")
+    plan = open_copy([tiny], tmp_path / "copy", "aux=bf16,final=topk")
     run_copy(plan)
     result = compare(tiny, Store.open(tmp_path / "copy"))
     assert result.fields[-1].different_rows == 0
-    assert result.top1.share == 1.0
+    assert result.top1_share == 1.0
 
 
 @pytest.mark.parametrize("recipe", ["safe", "raw", "compact", "aux=q4"])
 def test_top_tokens_never_become_a_final_hidden_again(tiny: Store, tmp_path: Path, recipe: str) -> None:
     with pytest.raises(ConfigError, match="in place of the final hidden") as error:
-        plan_copy([tiny], tmp_path / "copy", recipe)
+        open_copy([tiny], tmp_path / "copy", recipe)
     assert error.value.kind == "final-topk"
     assert not (tmp_path / "copy").exists()
 
@@ -176,14 +176,14 @@ def test_top_tokens_never_become_a_final_hidden_again(tiny: Store, tmp_path: Pat
 def test_a_store_of_finals_alone_is_not_copied_to_top_tokens(tmp_path: Path) -> None:
     finals = make_store(tmp_path, layers=(), codec="q8", final="all")
     with pytest.raises(ConfigError, match="nothing to train from"):
-        plan_copy([finals], tmp_path / "copy", "tiny")
+        open_copy([finals], tmp_path / "copy", "tiny")
 
 
 def test_a_hidden_and_top_tokens_are_compared_by_their_first_token(raw: Store, tiny: Store) -> None:
     result = compare(raw, tiny)
     assert [error.field for error in result.fields] == ["layer_1", "layer_3"]
-    assert result.top1.rows > 0
-    assert result.top1.share == 1.0
+    assert result.top1_rows > 0
+    assert result.top1_share == 1.0
 
 
 def test_one_other_log_prob_is_a_difference(tiny: Store) -> None:
@@ -198,7 +198,7 @@ def test_one_other_log_prob_is_a_difference(tiny: Store) -> None:
 
 def test_what_needs_the_hidden_refuses_a_store_of_top_tokens(tiny: Store, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="only the target's top tokens in its place"):
-        export_speculators(tiny, tmp_path / "out", missing_final="zeros")
+        export_samples(tiny, tmp_path / "out", LAYOUT, ExportOptions(missing_final="zeros"))
 
 
 def test_records_without_top_tokens_are_refused_by_name() -> None:

@@ -22,10 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hiddenstore.codecs import CODECS, get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
-from hiddenstore.head import HeadBundle
-from hiddenstore.identity import tokenizer_sha256, weights_sha256
 from hiddenstore.records import Record, Sample, TopK, final_row_positions, sample_id
 from hiddenstore.store import Store
+from hiddenstore.targets.head import HeadBundle
+from hiddenstore.targets.identity import tokenizer_sha256, weights_sha256
 from hiddenstore.verify import Report, verify
 from hiddenstore.verify.profile import LayerProfile, make_profile, write_profile
 from hiddenstore.writer import create_store, write_unit

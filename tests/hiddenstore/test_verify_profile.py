@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hiddenstore.errors import CorruptionError
-from hiddenstore.fs_local import LocalFilesystem
+from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.verify.profile import (
     NORMED,
     PROFILE_PATH,

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from hiddenstore.care.copy import open_copy, run_copy
+from hiddenstore.care.repair import gc, repair
 from hiddenstore.cli import main
-from hiddenstore.copying import plan_copy, run_copy
 from hiddenstore.errors import ConflictError
-from hiddenstore.maintain import gc, repair
+from hiddenstore.inspect.where import parse_where
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import HEAD, capture_spec, make_store, target_files
 from hiddenstore.testing.invariants import contents, problems
 from hiddenstore.verify import verify
-from hiddenstore.where import parse_where
 from hiddenstore.writer import create_store
 from schemas.manifest import Container
 
@@ -28,7 +28,7 @@ def run(*arguments: str) -> Result:
 
 
 def copy(source: Store, place: Path, container: Container | None, recipe: str | None = None) -> Store:
-    run_copy(plan_copy([source], place, recipe, container=container))
+    run_copy(open_copy([source], place, recipe, container=container))
     return Store.open(place)
 
 
@@ -66,20 +66,20 @@ def test_a_copy_to_tars_and_back_has_the_bytes_it_began_with(tmp_path: Path, cod
 
 def test_a_copy_keeps_the_container_unless_told(tmp_path: Path) -> None:
     source = make_store(tmp_path, container="webdataset")
-    plan = plan_copy([source], tmp_path / "same")
+    plan = open_copy([source], tmp_path / "same")
     assert plan.verbatim == len(plan.units)
     run_copy(plan)
     assert files_of(Store.open(tmp_path / "same")) == files_of(source)
     exact = copy(make_store(tmp_path / "raw", codec="bf16"), tmp_path / "exact", "webdataset", "lossless")
     assert (exact.manifest.container, exact.manifest.recipe) == ("webdataset", "lossless")
     assert contents(exact) == contents(Store.open(tmp_path / "raw/store"))
-    assert plan_copy([source], tmp_path / "same").destination.manifest.container == "webdataset"
+    assert open_copy([source], tmp_path / "same").destination.manifest.container == "webdataset"
 
 
 def test_chosen_samples_are_cut_into_tars_of_their_own(tmp_path: Path) -> None:
     source = make_store(tmp_path, codec="bf16", samples=8)
     keep = parse_where([], "train")
-    run_copy(plan_copy([source], tmp_path / "part", keep=keep, container="webdataset"))
+    run_copy(open_copy([source], tmp_path / "part", keep=keep, container="webdataset"))
     part = Store.open(tmp_path / "part")
     assert part.manifest.container == "webdataset"
     assert contents(part) == {name: digest for name, digest in contents(source).items() if name in part}

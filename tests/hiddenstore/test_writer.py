@@ -8,7 +8,7 @@ import torch
 
 from hiddenstore import layout, writer
 from hiddenstore.errors import ConflictError, StorageError
-from hiddenstore.fs_local import LocalFilesystem
+from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
     ENGINE,

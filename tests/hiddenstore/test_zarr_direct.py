@@ -8,12 +8,19 @@ import pytest
 import tensorstore
 import zarr
 
-from hiddenstore import zarr_read
 from hiddenstore.errors import CorruptionError
-from hiddenstore.fs_local import LocalFilesystem
-from hiddenstore.zarr_read import ShardReader
-from hiddenstore.zarr_spec import ALIGNMENT, CHUNK_CRCS, ArraySpec, crc32c, parse_metadata
-from hiddenstore.zarr_write import ShardWriter, write_array
+from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.segments import zarr_read
+from hiddenstore.segments.files import crc32c
+from hiddenstore.segments.zarr_read import ShardReader
+from hiddenstore.segments.zarr_write import (
+    ALIGNMENT,
+    CHUNK_CRCS,
+    ArraySpec,
+    parse_metadata,
+    write_array,
+    write_sharded,
+)
 
 ROWS, WIDTH, CHUNK_ROWS = 75, 2056, 16
 PATH = "g/x/c/0/0"
@@ -64,9 +71,8 @@ def test_any_rows_come_back_whatever_the_size_of_a_request(
 
 
 def test_rows_appended_in_pieces_give_the_same_file(tmp_path: Path, fs: LocalFilesystem, values: np.ndarray) -> None:
-    with ShardWriter(fs, "g", "y", ArraySpec(values.shape, "uint16", ("token", "channel"), CHUNK_ROWS)) as shard:
-        for piece in np.split(values, [1, 20, 52, 53]):
-            shard.append(piece)
+    spec = ArraySpec(values.shape, "uint16", ("token", "channel"), CHUNK_ROWS)
+    write_sharded(fs, "g", "y", spec, np.split(values, [1, 20, 52, 53]))
     assert fs.read("g/y/c/0/0") == fs.read(PATH)
 
 

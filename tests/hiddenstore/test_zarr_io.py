@@ -14,12 +14,12 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiddenstore.disk import PosixDisk
 from hiddenstore.errors import CorruptionError, FormatError
-from hiddenstore.fs_local import LocalFilesystem
-from hiddenstore.zarr_read import ShardReader, read_small
-from hiddenstore.zarr_spec import ArraySpec, crc32c, parse_metadata
-from hiddenstore.zarr_write import HashedFile, ShardWriter, write_array, write_group
+from hiddenstore.fs.disk import PosixDisk
+from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.segments.files import HashedFile, crc32c
+from hiddenstore.segments.zarr_read import ShardReader, read_small
+from hiddenstore.segments.zarr_write import ArraySpec, parse_metadata, write_array, write_group, write_sharded
 
 
 def random_values(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
@@ -127,10 +127,8 @@ def test_bytes_do_not_depend_on_how_the_rows_arrive(tmp_path: Path) -> None:
         "odd": np.split(values, [3, 20, 21]),
     }.items():
         spec = shard_spec(50, 8, 8)
-        with ShardWriter(fs, "g", name, spec) as shard:
-            for piece in pieces:
-                shard.append(piece)
-        digests.add(tuple((entry.size, entry.sha256) for entry in shard.entries))
+        entries = write_sharded(fs, "g", name, spec, pieces)
+        digests.add(tuple((entry.size, entry.sha256) for entry in entries))
     assert len(digests) == 1
 
 
@@ -168,17 +166,13 @@ def test_a_hashed_file_holds_its_pieces_in_calls_that_end_at_whole_blocks(
 
 def test_a_part_of_another_type_or_width_is_refused(tmp_path: Path) -> None:
     for wrong in (random_values((3, 4), "int8"), random_values((3, 5), "uint16")):
-        with (
-            pytest.raises(ValueError, match=r"x: expected uint16 \[n, 4\]"),
-            ShardWriter(LocalFilesystem(tmp_path), "g", "x", shard_spec(3, 4, 4)) as shard,
-        ):
-            shard.append(wrong)
+        with pytest.raises(ValueError, match=r"x: expected uint16 \[n, 4\]"):
+            write_sharded(LocalFilesystem(tmp_path), "g", "x", shard_spec(3, 4, 4), [wrong])
 
 
 def test_a_shard_with_missing_rows_is_refused_and_leaves_no_data_file(tmp_path: Path) -> None:
-    writer = ShardWriter(LocalFilesystem(tmp_path), "g", "x", shard_spec(10, 4, 4))
-    with pytest.raises(ValueError, match="10 rows announced, 3 written"), writer:
-        writer.append(random_values((3, 4), "uint16"))
+    with pytest.raises(ValueError, match="10 rows announced, 3 written"):
+        write_sharded(LocalFilesystem(tmp_path), "g", "x", shard_spec(10, 4, 4), [random_values((3, 4), "uint16")])
     assert not (tmp_path / "g/x/c/0/0").exists()
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH
 from tests.trainer.test_dflash import BLOCK, MASK_ID, Case, make_case, our_loss
-from trainer.objectives.anchors import candidate_anchors
-from trainer.objectives.block_objective import BlockLoss
+from trainer.losses.block import BlockLoss
+from trainer.slots.anchors import candidate_anchors
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
@@ -69,7 +69,7 @@ def speculators_model(core: ModuleType, case: Case, attention: str) -> Any:
 
     config = DFlashSpeculatorConfig(
         transformer_layer_config=qwen3(case, attention),
-        draft_vocab_size=case.side.vocab.size,
+        draft_vocab_size=case.target.vocab.size,
         block_size=BLOCK,
         aux_hidden_state_layer_ids=[layer + 1 for layer in case.model.config.aux_layers],
         mask_token_id=MASK_ID,
@@ -82,7 +82,7 @@ def speculators_model(core: ModuleType, case: Case, attention: str) -> Any:
         ),
     )
     model = core.DFlashDraftModel(config)
-    vocab, head = case.side.vocab, case.side.head
+    vocab, head = case.target.vocab, case.target.head
     if not vocab.is_full:
         model.load_vocab_mappings(vocab.t2d, vocab.d2t)
     rows = head.output_weight[vocab.target_ids]
@@ -115,8 +115,8 @@ def test_speculators_losses_and_gradients_are_equal(
 
     case = make_case(lengths, known=known, dtype=torch.float32)
     # They drop no slot whose token is off the draft vocabulary; there are none here.
-    token = case.side.head.logits(case.batch.final).argmax(-1)
-    case.batch.loss_mask[1:] &= case.side.vocab.t2d[token[:-1]]
+    token = case.target.head.logits(case.batch.final).argmax(-1)
+    case.batch.loss_mask[1:] &= case.target.vocab.t2d[token[:-1]]
     anchors = candidate_anchors(case.batch, BLOCK, "whole")[::2]
     monkeypatch.setattr(
         core, "select_anchors", lambda mask, count, block: (anchors, torch.ones(count, dtype=torch.bool))
@@ -161,7 +161,7 @@ def test_specforge_losses_and_gradients_are_equal(monkeypatch: pytest.MonkeyPatc
     )
     model.load_state_dict(case.model.state_dict())
     embed, head = torch.nn.Embedding(VOCAB, WIDTH), torch.nn.Linear(WIDTH, VOCAB, bias=False)
-    embed.weight.data, head.weight.data = case.side.head.embed_tokens, case.side.head.output_weight
+    embed.weight.data, head.weight.data = case.target.head.embed_tokens, case.target.head.output_weight
     peer = family.OnlineDFlashModel(
         model, head, embed, MASK_ID, block_size=BLOCK, attention_backend=attention, loss_decay_gamma=GAMMA,
         loss_type=kind,

@@ -10,12 +10,14 @@ speculators = pytest.importorskip("speculators")
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from hiddenstore.interop.speculators import export_speculators  # noqa: E402
+from hiddenstore.dumps.common import export_samples  # noqa: E402
+from hiddenstore.dumps.speculators import LAYOUT  # noqa: E402
 from hiddenstore.records import final_row_positions  # noqa: E402
 from hiddenstore.testing.builders import make_store  # noqa: E402
 from schemas.capture import HeadSpec, TargetIdentity  # noqa: E402
 from trainer.drafters.eagle3 import Eagle3, Eagle3Config  # noqa: E402
-from trainer.export import Checkpoint, export  # noqa: E402
+from trainer.export.write import export  # noqa: E402
+from trainer.formats.base import Checkpoint  # noqa: E402
 from trainer.vocab import DraftVocab  # noqa: E402
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
@@ -30,7 +32,7 @@ def dataset(folder, split, ratio):
 
 def test_speculators_own_dataset_reads_every_sample_with_our_states_mask_and_split(tmp_path):
     store = make_store(tmp_path, samples=11, layers=(1, 3, 5), codec="bf16", final="all")
-    report = export_speculators(store, tmp_path / "out")
+    report = export_samples(store, tmp_path / "out", LAYOUT)
     by_tokens = {tuple(store.sample(i).input_ids.tolist()): i for i in store.sample_ids}
     seen = set()
     for split, ours in (("train", "train"), ("val", "validation")):
@@ -52,7 +54,7 @@ def test_their_collate_packs_our_samples_shifted_as_their_eagle3_wants(tmp_path)
     from speculators.train.data import CollateFn
 
     store = make_store(tmp_path, samples=4, layers=(1, 3, 5), codec="bf16", final="all")
-    export_speculators(store, tmp_path / "out")
+    export_samples(store, tmp_path / "out", LAYOUT)
     rows = dataset(tmp_path / "out", "train", 1.0)
     batch = CollateFn(256, 32, 3, preprocess=shift_batch)([rows[i] for i in range(len(rows))])
     assert batch["hidden_states"].shape == (1, 256, 96)
@@ -123,7 +125,7 @@ def test_their_eagle3_takes_a_training_step_on_our_data_and_zero_rows_do_not_rea
     from speculators.losses import resolve_loss_config
 
     store = make_store(tmp_path, samples=4, layers=(1, 3, 5), codec="bf16", final="all")
-    export_speculators(store, tmp_path / "out")
+    export_samples(store, tmp_path / "out", LAYOUT)
     rows, model, found = dataset(tmp_path / "out", "train", 1.0), their_model(), []
     for zeros in (False, True):
         model.zero_grad()
@@ -138,7 +140,7 @@ def test_their_eagle3_takes_a_training_step_on_our_data_and_zero_rows_do_not_rea
 
 
 def make_checkpoint(target_hidden=64):
-    from hiddenstore.head import HeadBundle
+    from hiddenstore.targets.head import HeadBundle
 
     config = Eagle3Config(
         aux_layers=(1, 3, 4),

@@ -8,7 +8,7 @@ those of a plain Hugging Face forward, one conversation at a time. ``HIDDENSTORE
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files as packaged
 from pathlib import Path
@@ -19,19 +19,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from collectors.capture.import_job import ImportOptions, ImportReport, import_dump
+from collectors.capture.job import collect
+from collectors.capture.options import CollectOptions
 from collectors.demo.corpus import conversations
-from collectors.importers.job import import_dump
-from collectors.importers.opening import ImportOptions
-from collectors.importers.report import ImportReport
-from collectors.importers.torch_files import TorchFiles
-from collectors.job import collect
-from collectors.job_open import CollectOptions
-from collectors.prepare import PrepareOptions, prepare
-from hiddenstore.inputs import PreparedInput
-from hiddenstore.interop import get_layout
-from hiddenstore.interop.common import export_samples
+from collectors.tokenize.prepare import PrepareOptions, prepare
+from hiddenstore.dumps import get_layout
+from hiddenstore.dumps.common import export_samples
+from hiddenstore.inputs.prepared import PreparedInput
 from hiddenstore.store import Store
-from trainer.run.loop import train
+from trainer.train.loop import train
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
@@ -90,23 +87,15 @@ def spoken(data: Path) -> list[Spoken]:
     return found
 
 
-@pytest.fixture(scope="module")
-def files() -> Iterator[TorchFiles]:
-    kept = TorchFiles()
-    end, kept.close = kept.close, lambda: None  # type: ignore[method-assign]
-    yield kept
-    end()
-
-
 Importer = Callable[..., ImportReport]
 
 
 @pytest.fixture
-def bring(tmp_path: Path, files: TorchFiles) -> Importer:
+def bring(tmp_path: Path) -> Importer:
     def run(folder: Path, peer: str, store: str, **more: Any) -> ImportReport:
         asked: dict[str, Any] = {"recipe": "raw", "check": "hf", "validation": 0.0} | more
         options = ImportOptions(folder, peer, tmp_path / store, TARGET, **asked)
-        return import_dump(options, None, lambda _text: None, files)
+        return import_dump(options, None, lambda _text: None)
 
     return run
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from hiddenstore.data import PackedBatch
-from hiddenstore.head import HeadBundle
+from hiddenstore.targets.head import HeadBundle
 from schemas import HeadSpec
-from trainer.drafters.base import TargetSide
-from trainer.drafters.medusa import MEDUSA, MedusaLoss, MedusaObjective
-from trainer.drafters.medusa_heads import Medusa, MedusaConfig
+from trainer.drafters.medusa import MEDUSA, Medusa, MedusaConfig, MedusaLoss, MedusaObjective
+from trainer.losses.teacher import TargetInterface
 from trainer.vocab import DraftVocab
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
@@ -53,22 +52,22 @@ def our_name(name: str) -> str:
     return f"lm_heads.{head}.weight" if int(layer) == LAYERS else f"blocks.{head}.layers.{layer}.{rest[-1]}"
 
 
-def our_side(model: Any) -> TargetSide:
+def our_target(model: Any) -> TargetInterface:
     head = HeadBundle(
         HeadSpec(norm_flavour="rms", norm_eps=1e-6, tied=False),
         model.model.embed_tokens.weight.detach(),
         model.lm_head.weight.detach(),
         model.model.norm.weight.detach(),
     )
-    return TargetSide(head, DraftVocab.full(VOCAB), "post_norm")
+    return TargetInterface(head, DraftVocab.full(VOCAB), "post_norm")
 
 
-def our_model(model: Any, side: TargetSide) -> Medusa:
+def our_model(model: Any, target: TargetInterface) -> Medusa:
     config = MedusaConfig(
         hidden_size=WIDTH, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8, vocab_size=VOCAB,
         medusa_heads=HEADS, medusa_layers=LAYERS,
     )  # fmt: skip
-    ours = MEDUSA.build(config, side, 0)
+    ours = MEDUSA.build(config, target, 0)
     ours.load_state_dict({our_name(name): p.detach() for name, p in model.medusa_heads.named_parameters()})
     return ours
 
@@ -95,11 +94,11 @@ def test_losses_and_gradients_are_equal(speculative: ModuleType) -> None:
     theirs.backward()
     with torch.no_grad():
         final = model.model(input_ids=ids).last_hidden_state
-    side = our_side(model)
-    ours = our_model(model, side)
-    objective = MedusaObjective(ours, side, MedusaLoss())
-    work = objective.plan(pack_of(ids, final))
-    result = objective.losses(work, objective.divisors(work))
+    target = our_target(model)
+    ours = our_model(model, target)
+    objective = MedusaObjective(ours, target, MedusaLoss())
+    work = objective.prepare(pack_of(ids, final))
+    result = objective.losses(work, objective.denominators(work))
     assert float(result.value) == pytest.approx(float(theirs.detach()), rel=1e-6)
     result.total.backward()  # type: ignore[no-untyped-call]
     found = dict(ours.named_parameters())

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, Setting, make_batch, make_setting
-from trainer.objectives.losses import StepLosses
-from trainer.objectives.teacher import Teacher
-from trainer.objectives.ttt import TttLoss, TttObjective, TttWork
+from trainer.losses.fused_head import StepLosses
+from trainer.losses.teacher import Teacher
+from trainer.losses.ttt import TttInputs, TttLoss, TttObjective
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
@@ -84,12 +84,12 @@ def peer_losses(model: Any, setting: Setting) -> tuple[Tensor, Tensor]:
     return torch.stack(losses), torch.stack(overlaps)
 
 
-def ours(setting: Setting, **options: object) -> tuple[StepLosses, TttWork, Teacher]:
+def ours(setting: Setting, **options: object) -> tuple[StepLosses, TttInputs, Teacher]:
     loss = TttLoss.model_validate({"steps": STEPS, "step_decay": 0.8, "mask_offset": -1, **options})
     teacher = Teacher(setting.head, setting.vocab)
     objective = TttObjective(setting.model, teacher, loss)
-    work = objective.plan(setting.batch)
-    return objective.losses(work, objective.divisors(work)), work, teacher
+    work = objective.prepare(setting.batch)
+    return objective.losses(work, objective.denominators(work)), work, teacher
 
 
 def packed(known: int, **options: object) -> Setting:
@@ -153,7 +153,7 @@ def test_the_lambda_loss_is_equal_once_its_cross_entropy_is_taken_over_the_taugh
     found, work, teacher = ours(setting, kind="lk_lambda", lk_blend="step")
     q = teacher.distribution(work.teacher).double()
     entropy = -(q * q.log()).sum(-1)
-    entropies = torch.stack([entropy[work.plan.slots[:, i] >= 0].mean() for i in range(STEPS)])
+    entropies = torch.stack([entropy[work.slot_map.slots[:, i] >= 0].mean() for i in range(STEPS)])
     blend = torch.exp(-3 * overlaps.detach())
     assert torch.allclose((found.sums / found.counts).float(), theirs.detach() - blend * entropies.float(), rtol=1e-4)
     assert_gradients_equal(setting, model, found.total, theirs)

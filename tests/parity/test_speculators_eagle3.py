@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, Setting, make_batch, make_setting
-from trainer.objectives.teacher import Teacher
-from trainer.objectives.ttt import TttLoss, TttObjective
+from trainer.losses.teacher import Teacher
+from trainer.losses.ttt import TttLoss, TttObjective
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
@@ -102,8 +102,8 @@ def our_losses(setting: Setting, kind: str) -> tuple[Tensor, Tensor]:
     """Per-step means and the total."""
     loss = TttLoss(steps=STEPS, kind=kind, step_decay=1.0, mask_offset=0, drop_off_vocab=False, overlap_mass="draft")
     objective = TttObjective(setting.model, Teacher(setting.head, setting.vocab, drop_off_vocab=False), loss)
-    work = objective.plan(setting.batch)
-    result = objective.losses(work, objective.divisors(work))
+    work = objective.prepare(setting.batch)
+    result = objective.losses(work, objective.denominators(work))
     return result.sums / result.counts, result.total
 
 

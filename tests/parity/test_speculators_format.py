@@ -12,12 +12,12 @@ speculators = pytest.importorskip("speculators")
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from hiddenstore.head import HeadBundle  # noqa: E402
+from hiddenstore.targets.head import HeadBundle  # noqa: E402
 from schemas.capture import HeadSpec  # noqa: E402
 from tests.trainer.export_cases import LAYERS, D, E, F, G, N, V, make  # noqa: E402
-from trainer.drafters.blocks import KVCache  # noqa: E402
-from trainer.export import export  # noqa: E402
-from trainer.objectives.anchors import Blocks  # noqa: E402
+from trainer.attention.cache import KVCache  # noqa: E402
+from trainer.export.write import export  # noqa: E402
+from trainer.slots.anchors import Blocks  # noqa: E402
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 

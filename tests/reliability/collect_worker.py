@@ -2,9 +2,9 @@
 
 import sys
 
-from collectors.job import CollectOptions, collect
-from hiddenstore import inputs
-from hiddenstore.rank import Rank
+from collectors.capture.job import CollectOptions, collect
+from hiddenstore.inputs import prepared as inputs
+from hiddenstore.process import Rank
 
 UNIT_TOKENS = 120
 

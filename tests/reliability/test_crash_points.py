@@ -15,7 +15,8 @@ import pytest
 from hiddenstore import layout, writer
 from hiddenstore.codecs import recipe_name
 from hiddenstore.errors import HiddenstoreError, StorageError
-from hiddenstore.segment import EncodedUnit, encode_records
+from hiddenstore.segments.base import EncodedUnit
+from hiddenstore.segments.encode import encode_records
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
     ENGINE,
@@ -25,8 +26,7 @@ from hiddenstore.testing.builders import (
     random_records,
     target_files,
 )
-from hiddenstore.testing.disk_tree import SURVIVALS
-from hiddenstore.testing.faults import Fault, FaultDisk, FaultFilesystem, SimulatedCrash
+from hiddenstore.testing.faults import SURVIVALS, Fault, FaultDisk, FaultFilesystem, SimulatedCrash
 from hiddenstore.testing.invariants import contents, fingerprint, garbage, problems
 from hiddenstore.writer import create_store, register_input, write_encoded_unit
 from schemas.capture import CaptureSpec

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hiddenstore.data import PackedBatch
-from hiddenstore.head import HeadBundle
+from hiddenstore.targets.head import HeadBundle
 from schemas import HeadSpec
 from trainer.drafters.eagle3 import Eagle3, Eagle3Config
 from trainer.vocab import DraftVocab

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from hiddenstore.head import HeadBundle
+from hiddenstore.targets.head import HeadBundle
 from schemas.capture import HeadSpec, TargetIdentity
 from trainer.drafters import drafter_kind
-from trainer.drafters.base import TargetSide
-from trainer.export import Checkpoint
+from trainer.formats.base import Checkpoint
+from trainer.losses.teacher import TargetInterface
 from trainer.vocab import DraftVocab
 
 V, U, D, N, G, E, F, LAYERS = 50, 20, 32, 2, 1, 16, 48, 8
@@ -57,7 +57,7 @@ def make(
     if drafter == "medusa":
         settings |= {"medusa_heads": 3}
     kind = drafter_kind(drafter)
-    model = kind.build(kind.config.model_validate({**settings, **flags}), TargetSide(head, vocab), 0)
+    model = kind.build(kind.config.model_validate({**settings, **flags}), TargetInterface(head, vocab), 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name == "embed_tokens.weight":

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.drafters.base import DrafterInUse
-from trainer.drafting.acceptance import DraftShape
-from trainer.drafting.decode import Decoded, Limits, decode, recorded_packs
-from trainer.drafting.evaluate import evaluate_packs
+from trainer.evaluate.acceptance import DraftShape
+from trainer.evaluate.decode import DecodeLimits, DecodeResult, decode, recorded_packs
+from trainer.evaluate.simulate import evaluate_packs
 
 
 def assert_live_equals_eval(
-    target: Any, drafter: DrafterInUse, prompts: list[list[int]], shapes: Sequence[DraftShape], limits: Limits
-) -> Decoded:
+    target: Any, drafter: DrafterInUse, prompts: list[list[int]], shapes: Sequence[DraftShape], limits: DecodeLimits
+) -> DecodeResult:
     live = decode(target, drafter, prompts, shapes, limits)
     assert live.prompts
-    for run in live.runs:
+    for run in live.by_shape:
         assert run.differences == []
         assert run.target_forwards == run.tally.drafts + len(live.prompts)
         (simulated,) = evaluate_packs([drafter], recorded_packs(target, live.prompts, run), [run.tally.shape])

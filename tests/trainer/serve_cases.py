@@ -7,13 +7,13 @@ from typing import Any
 
 import yaml
 
-from hiddenstore.identity import config_sha256
+from hiddenstore.targets.identity import config_sha256
 from tests.trainer.export_cases import case
-from trainer.export import export
+from trainer.export.write import export
 from trainer.serve import serving_engine
-from trainer.serve.plan import ServePlan
-from trainer.serve.resolve import Asked, Resolved, plan_of, resolve
-from trainer.serve.trtllm_check import file_problems
+from trainer.serve.plan import ServeOptions, ServePlan
+from trainer.serve.resolve import Resolved, plan_of, resolve
+from trainer.serve.trtllm_rules import file_problems
 
 TARGET_CONFIG = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 8, "vocab_size": 50}
 EXPORTS = (
@@ -47,7 +47,7 @@ def write_exports(root: Path, *drafters: str) -> dict[str, str]:
 
 
 def asked(engine: str, **words: Any) -> tuple[Resolved, ServePlan]:
-    resolved = resolve(serving_engine(engine), Asked(**{"target": "maker/target", **words}))
+    resolved = resolve(serving_engine(engine), ServeOptions(**{"target": "maker/target", **words}))
     return resolved, plan_of(serving_engine(engine), resolved.request)
 
 

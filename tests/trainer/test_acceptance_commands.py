@@ -16,9 +16,9 @@ from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, memory_input
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.capture import CaptureSpec, Codecs, HeadSpec, TargetIdentity
-from trainer.cli.evaluate import positions_text
-from trainer.drafting.speculate import plain
-from trainer.drafting.target import LiveTarget, bundle_of, identity_of
+from trainer.cli.acceptance import positions_text
+from trainer.evaluate.speculate import plain
+from trainer.evaluate.target import LiveTarget, bundle_of, identity_of
 
 LAYERS = (0, 1, 2)
 NEW_TOKENS = 32
@@ -231,7 +231,7 @@ def test_export_data_refuses_or_fills_as_asked(made, tmp_path):
 
 def test_the_identity_of_a_target_is_that_of_capture(made):
     """Decode and capture load targets on their own; this holds their fingerprints together."""
-    from collectors.target import load_target
+    from collectors.targets.load import load_target
 
     captured = load_target(str(made / "target"), device="cpu").identity
     assert isinstance(captured, TargetIdentity)

@@ -1,5 +1,6 @@
 """Checkpoints: publishing, keeping, damage, kills."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,10 @@ from hiddenstore.errors import CorruptionError, NotFoundError
 from schemas import HeadSpec
 from tests.trainer.conftest import drafter_config
 from tests.trainer.runs import WORDS, tiny_store
-from trainer.run import checkpoint
-from trainer.run.checkpoint import DrafterSpec, RunState
-from trainer.run.loaded import load_drafter
-from trainer.run.loop import train
+from trainer.train import checkpoint
+from trainer.train.checkpoint import CheckpointState, DrafterSpec
+from trainer.train.loaded import load_drafter
+from trainer.train.loop import train
 
 TENSORS = ({"fc.weight": torch.arange(6.0).view(2, 3)}, {"exp_avg.fc.weight": torch.ones(2, 3)})
 
@@ -30,8 +31,8 @@ def spec(step: int) -> DrafterSpec:
     )
 
 
-def state(step: int) -> RunState:
-    return RunState(step=step, cursor={"seed": 0}, total_steps=9, files={})
+def state(step: int) -> CheckpointState:
+    return CheckpointState(step=step, cursor={"seed": 0}, total_steps=9, files={})
 
 
 def save(run: Path, step: int) -> Path:
@@ -51,8 +52,8 @@ def test_checkpoint_reads_back_and_latest_names_it(tmp_path: Path) -> None:
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (2, 9, 10, 11):
         save(tmp_path, step)
-        checkpoint.keep(tmp_path, 2)
-    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step-10", "step-11"]
+        checkpoint.remove_old(tmp_path, 2)
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-10", "step-11"]
 
 
 @pytest.mark.parametrize("name", ["drafter.safetensors", "optimizer.safetensors", "drafter.json", "state.json"])
@@ -87,7 +88,7 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_old_or_the_new(
 
         return call
 
-    monkeypatch.setattr("trainer.run.checkpoint.os.fsync", dying(checkpoint.os.fsync))
+    monkeypatch.setattr(os, "fsync", dying(os.fsync))
     monkeypatch.setattr(Path, "rename", dying(Path.rename))
     monkeypatch.setattr(Path, "replace", dying(Path.replace))
     save(tmp_path / "count", 2)
@@ -105,7 +106,7 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_old_or_the_new(
         assert found is not None
         seen.add(checkpoint.load(found).state.step)
         assert checkpoint.load(save(run, 2)).state.step == 2
-        assert not list((run / "checkpoints").glob(".tmp-*"))
+        assert not list((run / "checkpoints").glob(".*"))
     assert seen == {1, 2}
 
 

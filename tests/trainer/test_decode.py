@@ -8,15 +8,16 @@ import torch
 from tiny_target import make_model, make_tokenizer, save_target
 
 from hiddenstore.errors import CaptureError, ConfigError, FormatError
-from hiddenstore.loops import repeated_share
+from hiddenstore.repetition import repeated_share
 from schemas.capture import HeadSpec
 from tests.trainer.live import assert_live_equals_eval
-from trainer.drafters.base import DrafterInUse, TargetSide
+from trainer.drafters.base import DrafterInUse
 from trainer.drafters.eagle3 import EAGLE3, Eagle3Config
-from trainer.drafting.acceptance import DraftShape, Tally, hits_of_next_token, walk
-from trainer.drafting.decode import Limits, decode
-from trainer.drafting.speculate import plain, speculative
-from trainer.drafting.target import LiveTarget, bundle_of, identity_of, load_live_target
+from trainer.evaluate.acceptance import AcceptanceTally, DraftShape, hits_of_next_token, walk
+from trainer.evaluate.decode import DecodeLimits, decode
+from trainer.evaluate.speculate import plain, speculative
+from trainer.evaluate.target import LiveTarget, bundle_of, identity_of, load_live_target
+from trainer.losses.teacher import TargetInterface
 from trainer.vocab import DraftVocab
 
 AUX_LAYERS = (0, 1, 2)
@@ -64,7 +65,7 @@ def test_speculative_output_is_the_greedy_output_for_good_and_bad_drafters(targe
         prompt, dice = prompt_of(seed), random.Random(seed)
         misses = {i for i in range(80) if dice.random() < miss_share}
         baseline = plain(target, prompt, 40)
-        tally, before = Tally(draft_len), target.forwards
+        tally, before = AcceptanceTally(draft_len), target.forwards
         answer = speculative(target, Scripted(prompt, baseline.tokens, misses.__contains__), prompt, 40, tally)
         assert answer.tokens == baseline.tokens
         assert target.forwards - before == tally.drafts + 1
@@ -75,7 +76,7 @@ def test_speculative_output_is_the_greedy_output_for_good_and_bad_drafters(targe
 def test_live_counts_equal_the_walk_over_the_recorded_answer(target, miss_every):
     prompt = prompt_of(9)
     answer = plain(target, prompt, 50).tokens
-    live, walked = Tally(3), Tally(3)
+    live, walked = AcceptanceTally(3), AcceptanceTally(3)
     speculative(target, Scripted(prompt, answer, lambda i: i % miss_every == 0), prompt, 50, live)
     correct = torch.tensor([True] * len(prompt) + [False] * len(answer))
     for index in range(len(answer) - 1):
@@ -93,7 +94,7 @@ def test_decoding_stops_at_the_stop_token_inside_an_accepted_draft(target):
     try:
         baseline = plain(target, prompt, 30).tokens
         assert baseline == free[: free.index(stop) + 1]
-        tally = Tally(7)
+        tally = AcceptanceTally(7)
         assert speculative(target, Scripted(prompt, free), prompt, 30, tally).tokens == baseline
         assert tally.tokens == len(baseline) - 1
     finally:
@@ -104,7 +105,7 @@ def test_what_is_accepted_past_the_end_of_an_answer_is_counted_as_engines_do_and
     prompt = prompt_of(9)
     text = plain(target, prompt, 40).tokens
     assert len(text) == 40
-    tally = Tally(7)
+    tally = AcceptanceTally(7)
     answer = speculative(target, Scripted(prompt, text), prompt, 20, tally)
     assert answer.tokens == text[:20]
     # 1 token of the prefill, then drafts of 7 + 1 tokens: 8, 8 and 3 of the last 8.
@@ -135,12 +136,12 @@ class AlwaysZero:
 
 
 def run(target, prompts, count=4, max_new_tokens=24):
-    return decode(target, Drafting(AlwaysZero()), prompts, [DraftShape(3)], Limits(count, max_new_tokens))
+    return decode(target, Drafting(AlwaysZero()), prompts, [DraftShape(3)], DecodeLimits(count, max_new_tokens))
 
 
 def test_forwards_equal_drafts_and_prefills_and_every_answer_is_greedy(target):
     result = run(target, [prompt_of(seed) for seed in range(12)])
-    (only,) = result.runs
+    (only,) = result.by_shape
     assert len(only.answers) == 4
     assert only.target_forwards == only.tally.drafts + 4
     assert only.differences == []
@@ -148,7 +149,7 @@ def test_forwards_equal_drafts_and_prefills_and_every_answer_is_greedy(target):
 
 
 def test_looping_answers_are_left_out_and_counted(target, monkeypatch):
-    monkeypatch.setattr("trainer.drafting.decode.LOOP_SHARE", -1.0)
+    monkeypatch.setattr("trainer.evaluate.decode.LOOP_SHARE", -1.0)
     with pytest.raises(ConfigError) as caught:
         run(target, [prompt_of(0), prompt_of(1)])
     assert caught.value.kind == "nothing-decoded"
@@ -172,7 +173,7 @@ def test_without_forgetting_rejected_tokens_the_output_is_not_the_greedy_one(tar
     prompt = prompt_of(2)
     baseline = plain(target, prompt, 30).tokens
     monkeypatch.setattr(LiveTarget, "drop_last", staticmethod(lambda cache, tokens: None))
-    assert speculative(target, AlwaysZero(), prompt, 30, Tally(3)).tokens != baseline
+    assert speculative(target, AlwaysZero(), prompt, 30, AcceptanceTally(3)).tokens != baseline
 
 
 def eagle3_for(target, answers, seed=0):
@@ -189,8 +190,8 @@ def eagle3_for(target, answers, seed=0):
     counts = torch.bincount(torch.tensor([token for answer in answers for token in answer]), minlength=99)
     vocab = DraftVocab.of_counts(counts.numpy(), 4)
     spec = HeadSpec(norm_flavour="rms", norm_eps=1e-6, tied=False)
-    side = TargetSide(bundle_of(target.model, spec), vocab)
-    return DrafterInUse(EAGLE3, EAGLE3.build(config, side, seed).eval(), side)
+    interface = TargetInterface(bundle_of(target.model, spec), vocab)
+    return DrafterInUse(EAGLE3, EAGLE3.build(config, interface, seed).eval(), interface)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,7 @@ def eagle3_for(target, answers, seed=0):
 def test_an_eagle3_drafter_decodes_the_greedy_text_and_eval_on_that_text_counts_the_same(target, shapes):
     prompts = [prompt_of(seed) for seed in range(6)]
     drafter = eagle3_for(target, [plain(target, prompt, 32).tokens for prompt in prompts])
-    assert_live_equals_eval(target, drafter, prompts, shapes, Limits(5, 32))
+    assert_live_equals_eval(target, drafter, prompts, shapes, DecodeLimits(5, 32))
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,20 @@ from torch import Tensor
 
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError
-from hiddenstore.head import HeadBundle
+from hiddenstore.targets.head import HeadBundle
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.dflash_plain import dense_mask, plain_loss, plain_states
-from trainer.attention import block_attention as attention
-from trainer.drafters.base import DrafterInUse, Seen, TargetFacts, TargetSide
+from trainer.attention import block as attention
+from trainer.drafters import block_drafting
+from trainer.drafters.base import DrafterInUse, TargetFacts, Verified
 from trainer.drafters.dflash import DFLASH, DFlash, DFlashConfig
-from trainer.drafting import block_drafting
-from trainer.drafting.acceptance import DraftShape
-from trainer.drafting.decode import Limits, decode
-from trainer.drafting.evaluate import evaluate_packs
-from trainer.objectives.anchors import candidate_anchors, draw_anchors, plan_blocks
-from trainer.objectives.block_objective import BlockLoss
-from trainer.objectives.losses import StepLosses
+from trainer.evaluate.acceptance import DraftShape
+from trainer.evaluate.decode import DecodeLimits, decode
+from trainer.evaluate.simulate import evaluate_packs
+from trainer.losses.block import BlockLoss
+from trainer.losses.fused_head import StepLosses
+from trainer.losses.teacher import TargetInterface
+from trainer.slots.anchors import candidate_anchors, draw_anchors, map_blocks
 from trainer.vocab import DraftVocab
 
 BLOCK, MASK_ID = 4, 3
@@ -41,7 +42,7 @@ def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Case:
-    side: TargetSide
+    target: TargetInterface
     model: DFlash
     batch: PackedBatch
 
@@ -58,16 +59,16 @@ def make_case(lengths: list[int], known: int = VOCAB, dtype: torch.dtype = torch
     """Every weight of the drafter random, norms unequal; ``known`` tokens in the draft vocabulary."""
     head: HeadBundle = make_head(dtype=dtype)
     vocab = DraftVocab.full(VOCAB) if known == VOCAB else DraftVocab.of_ids(torch.randperm(VOCAB)[:known], VOCAB)
-    side = TargetSide(head, vocab)
-    model = DFLASH.build(config(**changes), side, 0).to(dtype)
+    target = TargetInterface(head, vocab)
+    model = DFLASH.build(config(**changes), target, 0).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread = 0.3 if parameter.ndim == 1 else 0.25
             parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if "norm" in name else 0.0))
-    model.borrow(head)
+    model.tie_weights(head)
     if model.frozen_head is not None:
         model.frozen_head = model.frozen_head.to(dtype)
-    return Case(side, model, make_batch(lengths, dtype=dtype))
+    return Case(target, model, make_batch(lengths, dtype=dtype))
 
 
 def as_lists(batch: PackedBatch) -> dict[str, list[int]]:
@@ -87,18 +88,18 @@ def plain(case: Case, anchors: list[int]) -> Tensor:
         "eps": c.rms_norm_eps, "theta": c.rope_theta, "layers": c.num_layers, "window": c.sliding_window,
     }  # fmt: skip
     weights = dict(case.model.named_parameters())
-    table = case.side.head.embed_tokens
+    table = case.target.head.embed_tokens
     return plain_states(weights, table, as_lists(case.batch), case.batch.aux, anchors, how)
 
 
 def our_loss(case: Case, loss: BlockLoss, anchors: list[int]) -> StepLosses:
-    objective = DFLASH.objective(case.model, case.side, loss)
-    work = objective.plan_at(case.batch, torch.tensor(anchors))
-    return objective.losses(work, objective.divisors(work))
+    objective = DFLASH.objective(case.model, case.target, loss)
+    work = objective.prepare_at(case.batch, torch.tensor(anchors))
+    return objective.losses(work, objective.denominators(work))
 
 
 def expected_loss(case: Case, loss: BlockLoss, anchors: list[int]) -> tuple[Tensor, list[Tensor]]:
-    vocab, head, batch = case.side.vocab, case.side.head, case.batch
+    vocab, head, batch = case.target.vocab, case.target.head, case.batch
     known = vocab.target_ids.tolist()
     target_logits = head.logits(batch.final).double()
     labels = {}
@@ -126,7 +127,7 @@ ANCHORS = [0, 2, 3, 4, 9, 14, 16, 18, 21, 25, 26, 31]
 @pytest.mark.parametrize("layers", [1, 3])
 def test_states_of_packed_documents_equal_those_under_a_dense_mask(window: int | None, layers: int) -> None:
     case = make_case(LENGTHS, num_layers=layers, sliding_window=window)
-    plan = plan_blocks(torch.tensor(ANCHORS), case.batch.document, window)
+    plan = map_blocks(torch.tensor(ANCHORS), case.batch.document, window)
     found = case.model.block_states(case.batch, plan).view(len(ANCHORS), BLOCK - 1, WIDTH)
     # Rotary tables are fp32 in ours.
     assert torch.allclose(found, plain(case, ANCHORS)[:, 1:], rtol=1e-5, atol=2e-6)
@@ -136,7 +137,7 @@ def test_states_of_packed_documents_equal_those_under_a_dense_mask(window: int |
 def test_a_group_of_blocks_sees_what_the_dense_mask_shows(window: int | None) -> None:
     case = make_case(LENGTHS)
     document = case.batch.document
-    blocks = plan_blocks(torch.arange(len(document)), document).blocks
+    blocks = map_blocks(torch.arange(len(document)), document).blocks
     sight = attention.Sight(blocks, BLOCK, 0, BLOCK, window)
     dense = dense_mask(document.tolist(), list(range(len(document))), BLOCK, window)
     seen = torch.zeros_like(dense)
@@ -157,7 +158,7 @@ def _slots(group: attention._Group) -> tuple[int, int]:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_device_path_equals_the_cpu_kernel_in_values_and_gradients(window: int | None) -> None:
-    blocks = plan_blocks(torch.tensor(ANCHORS), make_batch(LENGTHS).document, window).blocks
+    blocks = map_blocks(torch.tensor(ANCHORS), make_batch(LENGTHS).document, window).blocks
     sight = attention.Sight(blocks, BLOCK, 1, BLOCK, window)
     rows, slots = max(end for _, end in blocks.bounds), len(ANCHORS) * BLOCK
     q = torch.randn(len(ANCHORS) * (BLOCK - 1), 4, 8, dtype=torch.float64, requires_grad=True)
@@ -202,13 +203,13 @@ def test_loss_and_gradients_equal_the_plain_restatement(settings: dict[str, obje
 def test_gradients_agree_in_fp32() -> None:
     case, exact = make_case(LENGTHS, dtype=torch.float32), make_case(LENGTHS)
     exact.model.load_state_dict(case.model.state_dict())
-    exact.side = TargetSide(
+    exact.target = TargetInterface(
         replace(
-            case.side.head,
-            embed_tokens=case.side.head.embed_tokens.double(),
-            lm_head=case.side.head.output_weight.double(),
+            case.target.head,
+            embed_tokens=case.target.head.embed_tokens.double(),
+            lm_head=case.target.head.output_weight.double(),
         ),
-        case.side.vocab,
+        case.target.vocab,
     )
     exact.batch = replace(case.batch, aux=case.batch.aux.double())
     expected = torch.autograd.grad(expected_loss(exact, BlockLoss(), ANCHORS)[0], list(exact.model.parameters()))
@@ -246,15 +247,15 @@ def test_packing_changes_nothing() -> None:
             document=case.batch.document[rows] * 0, aux=case.batch.aux[:, rows], sample_ids=["a"],
         )  # fmt: skip
         here = [a - starts[index] for a in ANCHORS if starts[index] <= a < starts[index + 1]]
-        sums += our_loss(Case(case.side, case.model, alone), BlockLoss(), here).sums
+        sums += our_loss(Case(case.target, case.model, alone), BlockLoss(), here).sums
     assert torch.allclose(together.sums, sums, rtol=1e-9)
 
 
 def test_hits_count_the_label_and_open_the_slots_of_the_mask() -> None:
     case = make_case(LENGTHS, known=25)
-    work = DFLASH.objective(case.model, case.side, BlockLoss()).plan_at(case.batch, torch.tensor(ANCHORS))
+    work = DFLASH.objective(case.model, case.target, BlockLoss()).prepare_at(case.batch, torch.tensor(ANCHORS))
     result = our_loss(case, BlockLoss(), ANCHORS)
-    found = (plain(case, ANCHORS)[:, 1:] @ case.side.head.output_weight[case.side.vocab.target_ids].T).argmax(-1)
+    found = (plain(case, ANCHORS)[:, 1:] @ case.target.head.output_weight[case.target.vocab.target_ids].T).argmax(-1)
     assert result.hits.tolist() == ((found == work.labels) & (work.labels >= 0)).sum(0).tolist()
     lists, open_slots = as_lists(case.batch), [0] * (BLOCK - 1)
     for anchor in ANCHORS:
@@ -282,8 +283,8 @@ def test_anchors_depend_on_seed_step_and_sample_but_not_on_the_pack() -> None:
     assert torch.equal(drawn, draw_anchors(batch, rows, 10, (1, 5)))
     assert torch.bincount(batch.document[drawn]).tolist() == [10, 10]
     assert drawn.tolist() == sorted(set(drawn.tolist()))
-    for moment in ((2, 5), (1, 6)):
-        assert not torch.equal(drawn, draw_anchors(batch, rows, 10, moment))
+    for rng_key in ((2, 5), (1, 6)):
+        assert not torch.equal(drawn, draw_anchors(batch, rows, 10, rng_key))
     swapped = replace(batch, sample_ids=batch.sample_ids[::-1])
     other = draw_anchors(swapped, rows, 10, (1, 5))
     assert (drawn[:10] + 40).tolist() == other[10:].tolist()
@@ -293,9 +294,9 @@ def test_anchors_depend_on_seed_step_and_sample_but_not_on_the_pack() -> None:
 def test_a_pack_without_anchors_has_no_loss_and_no_gradient() -> None:
     case = make_case([9], dtype=torch.float32)
     case.batch.loss_mask[:] = False
-    objective = DFLASH.objective(case.model, case.side, BlockLoss())
-    work = objective.plan(case.batch)
-    result = objective.losses(work, objective.divisors(work))
+    objective = DFLASH.objective(case.model, case.target, BlockLoss())
+    work = objective.prepare(case.batch)
+    result = objective.losses(work, objective.denominators(work))
     result.total.backward()
     assert float(result.total.detach()) == 0.0
     assert all(p.grad is None or not p.grad.any() for p in case.model.parameters())
@@ -311,7 +312,7 @@ def test_dpace_refuses_to_divide_by_weights_it_does_not_know() -> None:
 def test_hits_over_recorded_text_equal_live_drafting_one_by_one(window: int | None, known: int) -> None:
     case = make_case([23, 4, 18], known=known, dtype=torch.float32, sliding_window=window)
     case.batch.loss_mask[:] = torch.rand(45) < 0.9
-    use, total = DrafterInUse(DFLASH, case.model, case.side), 0
+    use, total = DrafterInUse(DFLASH, case.model, case.target), 0
     write_proposals_into_the_text(case, use)
     hits = use.hits(case.batch, 3)
     for document in range(3):
@@ -322,7 +323,7 @@ def test_hits_over_recorded_text_equal_live_drafting_one_by_one(window: int | No
             if n < 1 or n + 1 >= len(ids) or not (mask[n] and mask[n + 1]):
                 assert int(hits[rows[n]]) == 0
                 continue
-            seen = Seen(aux[:, known_rows:n], aux[0, known_rows:n], ids[known_rows + 1 : n + 1])
+            seen = Verified(aux[:, known_rows:n], aux[0, known_rows:n], ids[known_rows + 1 : n + 1])
             proposals, known_rows = live.propose(seen, 3), n
             text = ids[n + 1 : n + 4]
             agree = next((i for i, (a, b) in enumerate(zip(proposals, text, strict=False)) if a != b), len(text))
@@ -337,32 +338,34 @@ def write_proposals_into_the_text(case: Case, use: DrafterInUse) -> None:
     for row in range(1, len(ids) - 3, 4):
         start = int(torch.nonzero(document == document[row])[0])
         if start < row and document[row + 3] == document[row]:
-            seen = Seen(case.batch.aux[:, start:row], case.batch.final[start:row], ids[start + 1 : row + 1].tolist())
+            seen = Verified(
+                case.batch.aux[:, start:row], case.batch.final[start:row], ids[start + 1 : row + 1].tolist()
+            )
             count = 1 + row // 4 % 3
             ids[row + 1 : row + 1 + count] = torch.tensor(use.live().propose(seen, count))
 
 
 def test_proposals_equal_the_plain_block_and_every_logit_row_is_picked_in_order() -> None:
     case = make_case([12], dtype=torch.float32)
-    live, picked = DrafterInUse(DFLASH, case.model, case.side).live(), []
+    live, picked = DrafterInUse(DFLASH, case.model, case.target).live(), []
 
     def pick(logits: Tensor) -> Tensor:
         picked.append(logits)
         return logits.argmin(-1)
 
-    seen = Seen(case.batch.aux[:, :8], case.batch.final[:8], case.batch.input_ids[1:9].tolist())
+    seen = Verified(case.batch.aux[:, :8], case.batch.final[:8], case.batch.input_ids[1:9].tolist())
     proposals = live.propose(seen, 2, pick)
-    expected = plain(case, [8])[0, 1:3] @ case.side.head.output_weight.T
+    expected = plain(case, [8])[0, 1:3] @ case.target.head.output_weight.T
     assert torch.allclose(torch.cat(picked), expected, atol=1e-4)
     assert proposals == expected.argmin(-1).tolist()
 
 
 def test_a_draft_longer_than_the_block_is_refused_with_the_length_that_fits() -> None:
     case = make_case([12])
-    use = DrafterInUse(DFLASH, case.model, case.side)
+    use = DrafterInUse(DFLASH, case.model, case.target)
     for attempt in (
         lambda: evaluate_packs([use], [case.batch], [DraftShape(2), DraftShape(4)]),
-        lambda: decode(None, use, [], [DraftShape(4)], Limits(1, 8)),  # type: ignore[arg-type]
+        lambda: decode(None, use, [], [DraftShape(4)], DecodeLimits(1, 8)),  # type: ignore[arg-type]
     ):
         with pytest.raises(ConfigError, match="at most 3 tokens at a time, not 4") as raised:
             attempt()
@@ -385,12 +388,12 @@ def test_checkpoint_names_are_those_engines_load() -> None:
 
 
 def test_a_drafter_of_another_width_or_without_the_mask_row_is_refused() -> None:
-    side = TargetSide(make_head(), DraftVocab.full(VOCAB))
+    target = TargetInterface(make_head(), DraftVocab.full(VOCAB))
     with pytest.raises(ConfigError, match="must be 16") as raised:
-        DFLASH.build(config(hidden_size=32), side, 0)
+        DFLASH.build(config(hidden_size=32), target, 0)
     assert raised.value.hint == "drafter.hidden_size=16"
     with pytest.raises(ConfigError, match="has no embedding"):
-        DFLASH.build(config(mask_token_id=VOCAB), side, 0)
+        DFLASH.build(config(mask_token_id=VOCAB), target, 0)
 
 
 @pytest.mark.parametrize(

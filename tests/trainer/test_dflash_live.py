@@ -17,15 +17,15 @@ from schemas import HeadSpec
 from tests.trainer.live import assert_live_equals_eval
 from tests.trainer.runs import WORDS, tiny_store
 from tests.trainer.tiny_target import make_model, make_tokenizer
-from trainer.drafters.base import DrafterInUse, TargetSide
-from trainer.drafters.dflash import DFLASH, DFlashConfig
-from trainer.drafters.mask_token import mask_token
-from trainer.drafting.acceptance import DraftShape
-from trainer.drafting.decode import Limits
-from trainer.drafting.speculate import plain
-from trainer.drafting.target import LiveTarget, bundle_of, identity_of
-from trainer.run import step as step_module
-from trainer.run.loop import train
+from trainer.drafters.base import DrafterInUse
+from trainer.drafters.dflash import DFLASH, DFlashConfig, mask_token
+from trainer.evaluate.acceptance import DraftShape
+from trainer.evaluate.decode import DecodeLimits
+from trainer.evaluate.speculate import plain
+from trainer.evaluate.target import LiveTarget, bundle_of, identity_of
+from trainer.losses.teacher import TargetInterface
+from trainer.train import step as step_module
+from trainer.train.loop import train
 from trainer.vocab import DraftVocab
 
 SETTINGS = [
@@ -51,10 +51,10 @@ def test_live_decoding_is_greedy_and_eval_counts_the_same(window: int | None) ->
         aux_layers=(0, 1, 2), hidden_size=64, intermediate_size=96, num_heads=2, num_kv_heads=1, head_dim=32,
         vocab_size=4, num_layers=2, block_size=4, mask_token_id=0, sliding_window=window,
     )  # fmt: skip
-    side = TargetSide(bundle_of(model, HeadSpec(norm_flavour="rms", norm_eps=1e-6, tied=False)), vocab)
-    drafter = DrafterInUse(DFLASH, DFLASH.build(config, side, 0).eval(), side)
-    live = assert_live_equals_eval(target, drafter, prompts, (DraftShape(1), DraftShape(3)), Limits(3, 24))
-    assert any(run.tally.accepted_at[0] for run in live.runs)
+    interface = TargetInterface(bundle_of(model, HeadSpec(norm_flavour="rms", norm_eps=1e-6, tied=False)), vocab)
+    drafter = DrafterInUse(DFLASH, DFLASH.build(config, interface, 0).eval(), interface)
+    live = assert_live_equals_eval(target, drafter, prompts, (DraftShape(1), DraftShape(3)), DecodeLimits(3, 24))
+    assert any(run.tally.accepted_at[0] for run in live.by_shape)
 
 
 def test_an_interrupted_run_repeats_the_uninterrupted_one_bit_for_bit(

@@ -11,26 +11,27 @@ from torch import Tensor
 
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError, FormatError
-from hiddenstore.head import HeadBundle
 from hiddenstore.records import TopK
 from hiddenstore.store import Store
+from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import make_store
 from schemas.capture import HeadSpec
 from tests.trainer.conftest import VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.eagle1_plain import PlainEagle1, plain_losses
 from tests.trainer.live import assert_live_equals_eval
-from trainer.drafters.base import DrafterInUse, Seen, TargetSide
-from trainer.drafters.blocks import KVCache
+from trainer.attention.cache import KVCache
+from trainer.drafters.base import DrafterInUse, Verified
 from trainer.drafters.eagle1 import EAGLE1, Eagle1, Eagle1Config
-from trainer.drafting.acceptance import DraftShape, drafting_positions
-from trainer.drafting.decode import Limits
-from trainer.drafting.evaluate import evaluate
-from trainer.drafting.target import LiveTarget, bundle_of, identity_of
-from trainer.objectives.losses import StepLosses
-from trainer.objectives.regression import RegressionLoss, RegressionObjective
-from trainer.run import step as step_module
-from trainer.run.loaded import load_drafter
-from trainer.run.loop import train
+from trainer.evaluate.acceptance import DraftShape, drafting_positions
+from trainer.evaluate.decode import DecodeLimits
+from trainer.evaluate.simulate import evaluate
+from trainer.evaluate.target import LiveTarget, bundle_of, identity_of
+from trainer.losses.fused_head import StepLosses
+from trainer.losses.regression import RegressionLoss, RegressionObjective
+from trainer.losses.teacher import TargetInterface
+from trainer.train import step as step_module
+from trainer.train.loaded import load_drafter
+from trainer.train.loop import train
 from trainer.vocab import DraftVocab
 
 WORDS = [
@@ -42,7 +43,7 @@ WORDS = [
 
 @dataclass
 class Setting:
-    side: TargetSide
+    target: TargetInterface
     model: Eagle1
     batch: PackedBatch
 
@@ -65,26 +66,26 @@ def make_setting(
         "hidden_size": WIDTH, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
         "vocab_size": vocab, **changes,
     }  # fmt: skip
-    side = TargetSide(head, DraftVocab.full(vocab))
-    model = EAGLE1.build(Eagle1Config.model_validate(shape), side, 0)
+    target = TargetInterface(head, DraftVocab.full(vocab))
+    model = EAGLE1.build(Eagle1Config.model_validate(shape), target, 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if "norm" in name else 0.0))
     batch = make_batch(lengths)
-    return Setting(side, model, replace(batch, input_ids=batch.input_ids % vocab))
+    return Setting(target, model, replace(batch, input_ids=batch.input_ids % vocab))
 
 
 def ours(setting: Setting, **loss: object) -> StepLosses:
     """Without noise unless asked for."""
-    objective = RegressionObjective(setting.model, setting.side, RegressionLoss.model_validate({"noise": 0} | loss))
-    work = objective.plan(setting.batch)
-    return objective.losses(work, objective.divisors(work))
+    objective = RegressionObjective(setting.model, setting.target, RegressionLoss.model_validate({"noise": 0} | loss))
+    work = objective.prepare(setting.batch)
+    return objective.losses(work, objective.denominators(work))
 
 
 def plain(setting: Setting, *, mask_offset: int = 1, squared: bool = False, shift: int = 1, norm: bool = True):  # type: ignore[no-untyped-def]
     """The restatement in fp64: parameters by name, regression, cross-entropy, slots."""
     weights = {name: p.detach().double().requires_grad_() for name, p in setting.model.named_parameters()}
-    head, batch, config = setting.side.head, setting.batch, setting.model.config
+    head, batch, config = setting.target.head, setting.batch, setting.model.config
     model = PlainEagle1(
         weights | {"embed_tokens.weight": head.embed_tokens.double()},
         heads=config.num_heads,
@@ -203,9 +204,9 @@ def test_a_pack_that_teaches_nothing_costs_nothing() -> None:
 def test_hits_count_the_target_s_own_token() -> None:
     setting = make_setting([30], vocab=3)
     setting.batch.loss_mask[:] = True
-    head, final = setting.side.head, setting.batch.final
+    head, final = setting.target.head, setting.batch.final
     model = setting.model
-    g, cache = model.begin(Seen(setting.batch.aux, final, [])), KVCache()
+    g, cache = model.begin(Verified(setting.batch.aux, final, [])), KVCache()
     _, logits = model.step(g[:-1], setting.batch.input_ids[1:], torch.arange(29), cache)
     wanted = head.logits(final).argmax(-1)[1:]
     result = ours(setting, mask_offset=0)
@@ -219,27 +220,27 @@ def noise_of(setting: Setting, **loss: object) -> Tensor:
     real = setting.model.unroll
 
     class Spy:
-        moment = setting.model.moment
+        rng_key = setting.model.rng_key
 
         def unroll(self, batch, features, plan, steps):  # type: ignore[no-untyped-def]
             taken.append(features)
             return real(batch, features, plan, steps)
 
-    objective = RegressionObjective(Spy(), setting.side, settings)
-    work = objective.plan(setting.batch)
-    objective.losses(work, objective.divisors(work))
+    objective = RegressionObjective(Spy(), setting.target, settings)
+    work = objective.prepare(setting.batch)
+    objective.losses(work, objective.denominators(work))
     return taken[0] - work.features
 
 
 def test_noise_follows_from_seed_step_and_sample_alone() -> None:
     setting = make_setting([12, 9])
-    setting.model.moment = (3, 70)
+    setting.model.rng_key = (3, 70)
     first = noise_of(setting)
     torch.manual_seed(99)
     assert torch.equal(noise_of(setting), first)
     assert torch.equal(noise_of(replace(setting, batch=part_of(setting.batch, 1))), first[12:])
     for other in ((3, 71), (4, 70)):
-        setting.model.moment = other
+        setting.model.rng_key = other
         assert not torch.isclose(noise_of(setting), first).any(-1).all()
 
 
@@ -263,10 +264,10 @@ def test_a_draft_vocabulary_another_width_and_aux_layers_are_refused() -> None:
     setting = make_setting([4])
     config = setting.model.config
     with pytest.raises(ConfigError, match="draft vocabulary") as caught:
-        EAGLE1.build(config, replace(setting.side, vocab=DraftVocab.of_ids(torch.arange(7), VOCAB)), 0)
+        EAGLE1.build(config, replace(setting.target, vocab=DraftVocab.of_ids(torch.arange(7), VOCAB)), 0)
     assert caught.value.hint == f"drafter.vocab_size={VOCAB}"
     with pytest.raises(ConfigError, match="hidden_size") as caught:
-        EAGLE1.build(config.model_copy(update={"hidden_size": 8}), setting.side, 0)
+        EAGLE1.build(config.model_copy(update={"hidden_size": 8}), setting.target, 0)
     assert caught.value.hint == f"drafter.hidden_size={WIDTH}"
     with pytest.raises(ValueError, match="aux_layers"):
         Eagle1Config.model_validate(config.model_dump() | {"aux_layers": (1,)})
@@ -285,7 +286,7 @@ def test_a_pack_without_every_final_hidden_is_refused() -> None:
         assert caught.value.kind == "final-rows-missing"
         assert "--layers eagle1" in str(caught.value.hint)
         with pytest.raises(FormatError):
-            EAGLE1.hits(setting.model, setting.side, lacking, 3)
+            EAGLE1.hits(setting.model, setting.target, lacking, 3)
 
 
 def test_checkpoint_names_are_those_engines_load() -> None:
@@ -307,7 +308,7 @@ OPTIONS = [{}, {"num_layers": 2, "last_norm": True}, {"first_norm": True, "bias"
 @pytest.mark.parametrize("changes", OPTIONS)
 def test_decoding_slot_by_slot_repeats_the_plain_restatement(changes: dict[str, object]) -> None:
     setting = make_setting([12], **changes)  # type: ignore[arg-type]
-    model, batch, head = setting.model, setting.batch, setting.side.head
+    model, batch, head = setting.model, setting.batch, setting.target.head
     weights = dict(model.named_parameters()) | {"embed_tokens.weight": head.embed_tokens}
     ids, features = batch.input_ids, head.norm(batch.final)
     expected = PlainEagle1(weights, heads=4, kv_heads=2).predicted(ids.tolist(), features, 3)
@@ -324,12 +325,12 @@ def test_decoding_slot_by_slot_repeats_the_plain_restatement(changes: dict[str, 
 
 
 def in_use(setting: Setting) -> DrafterInUse:
-    return DrafterInUse(EAGLE1, setting.model.eval(), setting.side)
+    return DrafterInUse(EAGLE1, setting.model.eval(), setting.target)
 
 
 def drafted(drafter: DrafterInUse, ids: Tensor, final: Tensor, n: int, draft_len: int) -> list[int]:
     """Proposals after token n of one text, from a chain that has seen nothing before."""
-    return drafter.live().propose(Seen(torch.empty(0), final[:n], ids[1 : n + 1].tolist()), draft_len)
+    return drafter.live().propose(Verified(torch.empty(0), final[:n], ids[1 : n + 1].tolist()), draft_len)
 
 
 @pytest.mark.parametrize("changes", OPTIONS)
@@ -357,7 +358,7 @@ def test_a_live_chain_proposes_the_same_after_many_calls_as_after_one() -> None:
     drafter, ids, final = in_use(setting), setting.batch.input_ids, setting.batch.final
     chain, n = drafter.live(), 0
     for step in (5, 1, 3, 1, 2, 4, 1, 7):
-        seen = Seen(torch.empty(0), final[n : n + step], ids[n + 1 : n + step + 1].tolist())
+        seen = Verified(torch.empty(0), final[n : n + step], ids[n + 1 : n + step + 1].tolist())
         proposals = chain.propose(seen, 3)
         n += step
         assert proposals == drafted(drafter, ids, final, n, 3)
@@ -379,12 +380,12 @@ def test_it_decodes_the_greedy_text_and_eval_on_that_text_counts_the_same(
     target: LiveTarget, draft_len: int, layers: int
 ) -> None:
     head: HeadBundle = bundle_of(target.model, HeadSpec(norm_flavour="rms", norm_eps=1e-6, tied=False))
-    side = TargetSide(head, DraftVocab.full(12))
+    interface = TargetInterface(head, DraftVocab.full(12))
     config = Eagle1Config(
         hidden_size=64, intermediate_size=96, num_heads=2, num_kv_heads=1, head_dim=32, vocab_size=12, num_layers=layers
     )
-    drafter = DrafterInUse(EAGLE1, EAGLE1.build(config, side, 1).eval(), side)
-    assert_live_equals_eval(target, drafter, prompts(), [DraftShape(draft_len)], Limits(3, 24))
+    drafter = DrafterInUse(EAGLE1, EAGLE1.build(config, interface, 1).eval(), interface)
+    assert_live_equals_eval(target, drafter, prompts(), [DraftShape(draft_len)], DecodeLimits(3, 24))
 
 
 @pytest.fixture(scope="module")
@@ -406,7 +407,7 @@ def test_a_store_of_final_hiddens_alone_trains_it_and_eval_walks_it(store: Store
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     loaded = load_drafter(tmp_path / "run")
     assert loaded.config.vocab_size == 64
-    (result,) = evaluate([loaded.use], store, "validation", [DraftShape(3)])
+    (result,) = evaluate([loaded], store, "validation", [DraftShape(3)])
     assert result.tally.drafts > 0
 
 

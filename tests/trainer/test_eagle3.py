@@ -9,18 +9,18 @@ from torch import Tensor
 from hiddenstore.records import TopK
 from tests.trainer.conftest import VOCAB, WIDTH, Setting, make_setting
 from tests.trainer.eagle3_plain import PlainEagle3, plain_losses
-from trainer.drafters.blocks import KVCache
-from trainer.objectives.losses import StepLosses
-from trainer.objectives.teacher import Teacher
-from trainer.objectives.ttt import TttLoss, TttObjective
+from trainer.attention.cache import KVCache
+from trainer.losses.fused_head import StepLosses
+from trainer.losses.teacher import Teacher
+from trainer.losses.ttt import TttLoss, TttObjective
 
 
 def ours(setting: Setting, loss: TttLoss) -> tuple[Tensor, StepLosses]:
     """Per-step mean losses and the result they come from."""
     teacher = Teacher(setting.head, setting.vocab, drop_off_vocab=loss.drop_off_vocab)
     objective = TttObjective(setting.model, teacher, loss)
-    work = objective.plan(setting.batch)
-    result = objective.losses(work, objective.divisors(work))
+    work = objective.prepare(setting.batch)
+    result = objective.losses(work, objective.denominators(work))
     return result.sums / result.counts, result
 
 
@@ -136,9 +136,9 @@ def test_slots_reduction_divides_by_every_token() -> None:
     setting = make_setting([14, 6])
     teacher = Teacher(setting.head, setting.vocab)
     objective = TttObjective(setting.model, teacher, TttLoss(steps=2, reduction="slots"))
-    assert objective.divisors(objective.plan(setting.batch)).tolist() == [20.0, 20.0]
-    both = objective.plan(setting.batch)
-    assert objective.divisors(both, both).tolist() == [40.0, 40.0]
+    assert objective.denominators(objective.prepare(setting.batch)).tolist() == [20.0, 20.0]
+    both = objective.prepare(setting.batch)
+    assert objective.denominators(both, both).tolist() == [40.0, 40.0]
 
 
 @pytest.mark.parametrize(("norm_output", "num_layers"), [(False, 1), (True, 1), (False, 2)])
@@ -201,9 +201,9 @@ def test_hard_labels_of_the_target_are_its_most_probable_tokens() -> None:
     loss = TttLoss(steps=1, kind="target_ce", drop_off_vocab=False)
     found, result = ours(setting, loss)
     objective = TttObjective(setting.model, Teacher(setting.head, setting.vocab, drop_off_vocab=False), loss)
-    work = objective.plan(setting.batch)
-    states = setting.model.unroll(setting.batch, work.plan, 1)[work.plan.slots[:, 0]]
-    best = setting.head.logits(setting.batch.final).argmax(-1)[work.plan.rows]
+    work = objective.prepare(setting.batch)
+    states = setting.model.unroll(setting.batch, work.slot_map, 1)[work.slot_map.slots[:, 0]]
+    best = setting.head.logits(setting.batch.final).argmax(-1)[work.slot_map.rows]
     labels = setting.vocab.draft_ids()[best]
     assert bool((labels >= 0).all())
     expected = torch.nn.functional.cross_entropy(states @ setting.model.lm_head.weight.T, labels)
@@ -218,13 +218,13 @@ def test_overlap_losses_take_the_mass_they_are_told_to(kind: str, overlap_mass: 
     loss = TttLoss.model_validate({"steps": 2, "kind": kind, "overlap_mass": overlap_mass})
     found, _ = ours(setting, loss)
     objective = TttObjective(setting.model, Teacher(setting.head, setting.vocab), loss)
-    work = objective.plan(setting.batch)
-    states = setting.model.unroll(setting.batch, work.plan, 2).view(2, -1, WIDTH)
-    whole = setting.head.logits(setting.batch.final)[work.plan.rows].softmax(-1)[:, setting.vocab.target_ids]
+    work = objective.prepare(setting.batch)
+    states = setting.model.unroll(setting.batch, work.slot_map, 2).view(2, -1, WIDTH)
+    whole = setting.head.logits(setting.batch.final)[work.slot_map.rows].softmax(-1)[:, setting.vocab.target_ids]
     q = whole / whole.sum(-1, keepdim=True)
     for i in range(2):
-        there = work.plan.slots[:, i] >= 0
-        log_p = (states[i, work.plan.slots[there, i]] @ setting.model.lm_head.weight.T).log_softmax(-1)
+        there = work.slot_map.slots[:, i] >= 0
+        log_p = (states[i, work.slot_map.slots[there, i]] @ setting.model.lm_head.weight.T).log_softmax(-1)
         divergence = (q[there] * (q[there].log() - log_p)).sum(-1)
         alpha = torch.minimum(whole[there] if overlap_mass == "whole" else q[there], log_p.exp()).sum(-1)
         share = torch.exp(-3 * alpha)

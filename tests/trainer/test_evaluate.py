@@ -6,14 +6,15 @@ import torch
 
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError, FormatError
-from hiddenstore.head import HeadBundle
+from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import make_store
 from schemas.capture import HeadSpec
-from trainer.drafters.base import DrafterInUse, Seen, TargetSide
+from trainer.drafters.base import DrafterInUse, Verified
 from trainer.drafters.eagle3 import EAGLE3, Eagle3, Eagle3Config
-from trainer.drafting.acceptance import DraftShape, Tally, drafting_positions, walk
-from trainer.drafting.evaluate import evaluate, floor, require_same_capture
-from trainer.drafting.ngram import ngram_floor
+from trainer.evaluate.acceptance import AcceptanceTally, DraftShape, drafting_positions, walk
+from trainer.evaluate.ngram import ngram_floor
+from trainer.evaluate.simulate import evaluate, floor, require_same_capture
+from trainer.losses.teacher import TargetInterface
 from trainer.vocab import DraftVocab
 
 WIDTH = 32
@@ -45,7 +46,7 @@ def make_drafter(vocab_size, draft_ids=None, layers=(1, 3), seed=0, **flags):
                 parameter.uniform_(0.5, 1.5, generator=generator)
             elif "lm_head" not in name:
                 parameter.mul_(2)
-    return DrafterInUse(EAGLE3, model.eval(), TargetSide(head, vocab))
+    return DrafterInUse(EAGLE3, model.eval(), TargetInterface(head, vocab))
 
 
 def make_pack(lengths, vocab_size, layers=2, seed=0):
@@ -71,7 +72,7 @@ def documents(pack):
 
 
 def seen(ids, aux, start, end):
-    return Seen(aux[:, start:end], torch.zeros(end - start, WIDTH).bfloat16(), ids[start + 1 : end + 1].tolist())
+    return Verified(aux[:, start:end], torch.zeros(end - start, WIDTH).bfloat16(), ids[start + 1 : end + 1].tolist())
 
 
 def drafted(drafter, ids, aux, n, draft_len):
@@ -129,7 +130,7 @@ def test_evaluate_walks_every_sample_of_the_split_as_a_plain_loop_would(tmp_path
     store = make_store(tmp_path, samples=21, codec="bf16")
     drafter = make_drafter(64)
     (result,) = evaluate([drafter], store, "train", [DraftShape(3)])
-    expected, texts = Tally(3), []
+    expected, texts = AcceptanceTally(3), []
     for sample_id in store.sample_ids:
         record = store[sample_id]
         if store.locate(sample_id)[0].samples[store.locate(sample_id)[1]].split != "train":

@@ -9,10 +9,9 @@ from safetensors.torch import load_file, save_file
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError
 from tests.trainer.export_cases import D, E, F, G, N, U, V, make
 from trainer.drafters.blocks import Rotary
-from trainer.export import export, write
-from trainer.export.parts import Files
-from trainer.export.proof import prove_equal, read_back
-from trainer.export.write import stretched
+from trainer.export import write
+from trainer.export.write import export, prove_equal, read_back, stretched
+from trainer.formats.base import Files
 
 
 def make_eagle3(width=D, **flags):

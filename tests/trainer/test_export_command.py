@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from hiddenstore.testing.builders import make_store
 from trainer.cli.export import export
-from trainer.run.loop import train
+from trainer.train.loop import train
 
 
 def answer(*words: str) -> str:
@@ -57,7 +57,7 @@ def test_what_is_missing_is_named(words: list[str], said: str) -> None:
 
 
 def test_the_table_is_read_without_torch() -> None:
-    code = "import sys, trainer.export as e; e.matrix(); sys.exit('torch' in sys.modules)"
+    code = "import sys, trainer.export.support as e; e.matrix(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from hiddenstore.errors import ConfigError
 from tests.trainer.engine_loaders import LOADERS
 from tests.trainer.export_cases import KINDS, case, make, make_head
-from trainer.export import ENGINES, export, support
-from trainer.export.support import drafter_word, engine_named, refusal, required
+from trainer.export.support import ENGINES, checkpoint_word, drafter_export, engine_named, refusal, required, support
+from trainer.export.write import export
 
 VERSIONS = {"vllm": ["0.32"], "sglang": ["0.5.23"], "trtllm": ["1.2.1", "1.3"]}
 
@@ -54,7 +54,7 @@ def test_a_loader_finds_every_parameter_in_the_file_and_leaves_nothing_in_it(
 
 
 def test_every_pair_of_the_table_that_is_served_was_compared() -> None:
-    compared = {(engine, drafter_word(case(name).config)) for engine, _, name in SERVED}
+    compared = {(engine, checkpoint_word(case(name))) for engine, _, name in SERVED}
     claimed = {
         (engine, drafter)
         for engine, versions in VERSIONS.items()
@@ -185,7 +185,7 @@ def test_a_drafter_without_lacks_is_not_refused() -> None:
 def test_a_drafter_that_an_engine_s_table_does_not_name_is_refused_with_one_that_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(engine_named("trtllm").drafters, "eagle1", ())  # type: ignore[arg-type]
+    monkeypatch.delitem(drafter_export("eagle1").rows, ("trtllm", "eagle1"))  # type: ignore[arg-type]
     said = support("trtllm", None, "eagle1")
     assert (said.ok, said.reason, said.nearest) == (
         False,

@@ -9,18 +9,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hiddenstore.errors import ConfigError
-from hiddenstore.head import HeadBundle
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.trainer.export_cases import KINDS, LAYERS, D, F, V, case, make, make_head
 from trainer.config import DrafterConfig
-from trainer.drafting.acceptance import DraftShape
-from trainer.drafting.evaluate import evaluate
-from trainer.export import ENGINES, Checkpoint, export
-from trainer.export.support import engine_named, required
-from trainer.run.import_drafter import import_drafter
-from trainer.run.loaded import load_drafter
-from trainer.run.published import read_published
+from trainer.evaluate.acceptance import DraftShape
+from trainer.evaluate.simulate import evaluate
+from trainer.export.import_drafter import import_drafter
+from trainer.export.published import read_published
+from trainer.export.support import ENGINES, engine_named, required
+from trainer.export.write import export
+from trainer.formats.base import Checkpoint
+from trainer.train.loaded import load_drafter
 
 NEWEST = {"vllm": "0.32", "sglang": "0.5.23", "trtllm": "1.3", "speculators": "0.9"}
 
@@ -157,22 +157,22 @@ def _store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 def test_imported_eagle_1_and_medusa_are_evaluated_and_exported_again(
     drafter: str, store: Store, tmp_path: Path
 ) -> None:
-    head = HeadBundle.load(store)
+    head = store.head()
     size = {"vocab_size": head.vocab_size}
     from trainer.drafters import drafter_kind
-    from trainer.drafters.base import TargetSide
+    from trainer.losses.teacher import TargetInterface
     from trainer.vocab import DraftVocab
 
     kind = drafter_kind(drafter)
     vocab = DraftVocab.full(head.vocab_size)
     config = kind.config.model_validate({**case(drafter).config.model_dump(), **size})
-    model = kind.build(config, TargetSide(head, vocab), 0).eval()
+    model = kind.build(config, TargetInterface(head, vocab), 0).eval()
     export(Checkpoint(model, vocab, head, store.capture.target), "vllm", tmp_path / "out", "float32")
     done = import_drafter(tmp_path / "out", tmp_path / "run", store.path)
     assert (done.drafter, done.aux_layers) == (drafter, ())
     loaded = load_drafter(tmp_path / "run")
     assert_same(loaded.model.state_dict(), model.state_dict())
-    assert evaluate([loaded.use], store, "validation", [DraftShape(2)])[0].tally.drafts > 0
+    assert evaluate([loaded], store, "validation", [DraftShape(2)])[0].tally.drafts > 0
     again = Checkpoint(loaded.model, loaded.vocab, loaded.head, loaded.identity)
     export(again, "vllm", tmp_path / "again", "float32")
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again"))

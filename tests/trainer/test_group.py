@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from hiddenstore.errors import ConfigError
-from hiddenstore.rank import Rank
+from hiddenstore.process import Rank
 from tests.trainer.runs import WORDS, tiny_store
-from trainer.run import checkpoint
-from trainer.run.loop import train
-from trainer.scale.group import joined
-from trainer.scale.threads import usable_cores
+from trainer.parallel.group import process_group, usable_cores
+from trainer.train import checkpoint
+from trainer.train.loop import train
 
 COMMAND = "from hiddenstore.cli import main; main()"
 FAILING = """
@@ -119,7 +118,7 @@ def test_a_signal_to_one_rank_stops_both_and_one_process_resumes_exactly(tmp_pat
     assert codes == [75, 75], err
     assert "a checkpoint is saved" in err[0]
     stopped = len(losses(run))
-    assert checkpoint.steps(run) == [run / f"checkpoints/step-{stopped}"]
+    assert checkpoint.checkpoints(run) == [run / f"checkpoints/step-{stopped}"]
     end = stopped + 4
     one = tmp_path / "one"
     assert train_until(store, one, words, end) == end
@@ -130,7 +129,7 @@ def test_a_signal_to_one_rank_stops_both_and_one_process_resumes_exactly(tmp_pat
 def train_until(store: str, run: Path, words: list[str], step: int) -> int:
     """Train or resume in this process and ask it to stop after ``step``; the steps done."""
     from hiddenstore.errors import InterruptError
-    from trainer.run.run_log import RunLog, StepMetrics
+    from trainer.train.log import RunLog, StepMetrics
 
     real = RunLog.step
 
@@ -173,7 +172,7 @@ def test_a_rank_that_is_killed_does_not_leave_the_other_waiting(tmp_path: Path) 
     ],
 )
 def test_ranks_that_do_not_know_where_to_meet_are_told(environment: dict[str, str], fix: str) -> None:
-    with pytest.raises(ConfigError, match="MASTER_PORT") as caught, joined(Rank(0, 2, 0), environment):
+    with pytest.raises(ConfigError, match="MASTER_PORT") as caught, process_group(Rank(0, 2, 0), environment):
         pass
     assert caught.value.kind == "rank-rendezvous"
     assert fix in str(caught.value.hint)

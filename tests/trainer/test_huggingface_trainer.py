@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.trainer.runs import tiny_store
-from trainer.run.loop import train
+from trainer.train.loop import train
 
 PAGE = Path(__file__).parents[2] / "docs/huggingface-trainer.md"
 WORDS = [

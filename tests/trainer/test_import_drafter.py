@@ -12,17 +12,17 @@ from torch import Tensor
 
 from hiddenstore.cli import main
 from hiddenstore.errors import ConfigError, HiddenstoreError
-from hiddenstore.head import HeadBundle
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import NUM_LAYERS, VOCAB, make_store
 from schemas.layers import default_aux_layers
 from trainer.cli.import_drafter import import_drafter as command
-from trainer.drafting.acceptance import DraftShape
-from trainer.drafting.evaluate import evaluate
-from trainer.export import Checkpoint, export
-from trainer.run.import_drafter import import_drafter
-from trainer.run.loaded import load_drafter
-from trainer.run.loop import train
+from trainer.evaluate.acceptance import DraftShape
+from trainer.evaluate.simulate import evaluate
+from trainer.export.import_drafter import import_drafter
+from trainer.export.write import export
+from trainer.formats.base import Checkpoint
+from trainer.train.loaded import load_drafter
+from trainer.train.loop import train
 
 D, F, N, G, E, U = 32, 48, 2, 1, 16, 40
 EAGLE3 = tuple(default_aux_layers("eagle3", NUM_LAYERS))
@@ -155,7 +155,7 @@ def test_rows_of_a_vocabulary_out_of_order_keep_their_tokens(store: Store, tmp_p
 
 
 def test_embeddings_and_a_head_that_are_the_target_s_are_shared_with_it(store: Store, tmp_path: Path) -> None:
-    head = HeadBundle.load(store)
+    head = store.head()
     tensors = {name: t for name, t in eagle3_tensors().items() if name not in ("d2t", "t2d", "lm_head.weight")}
     write(
         tmp_path / "published", {**tensors, "embed_tokens.weight": head.embed_tokens.half().bfloat16()}, eagle3_config()
@@ -175,7 +175,7 @@ def test_dflash_is_evaluated_and_started_from(store: Store, tmp_path: Path) -> N
     loaded = load_drafter(tmp_path / "run")
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in loaded.model.state_dict().items())
     assert (loaded.config.block_size, loaded.config.mask_token_id) == (8, 5)  # type: ignore[attr-defined]
-    assert evaluate([loaded.use], store, "validation", [DraftShape(3)])[0].tally.drafts > 0
+    assert evaluate([loaded], store, "validation", [DraftShape(3)])[0].tally.drafts > 0
     assert train(store.path, tmp_path / "next", words=[*SMALL, f"train.init_from={tmp_path / 'run'}"]).steps == 2
 
 
@@ -238,7 +238,7 @@ def broken(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ("missing", r"norm\.weight: missing"),
         ("rope", "rope_type"),
         ("incomplete", "lack 'rms_norm_eps'"),
-        ("other", "is no EAGLE-1, EAGLE-3, DFlash or Medusa checkpoint: architectures is MLPSpeculator"),
+        ("other", "is no checkpoint of eagle1, eagle3, dflash, medusa: architectures is MLPSpeculator"),
         ("causal", "sliding_attention"),
     ],
 )

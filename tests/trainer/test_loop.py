@@ -18,8 +18,8 @@ from hiddenstore.errors import CaptureError, ConfigError, ConflictError, Interru
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.trainer.runs import WORDS, tiny_store
-from trainer.run import step as step_module
-from trainer.run.loop import train
+from trainer.train import step as step_module
+from trainer.train.loop import train
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_a_given_vocabulary_is_used(store: Store, tmp_path: Path) -> None:
 def test_other_width_and_trainable_embeddings_train(store: Store, tmp_path: Path) -> None:
     words = [*WORDS, "drafter.hidden_size=24", "drafter.train_embeddings=true", "drafter.train_head=false"]
     report = train(store.path, tmp_path / "run", words=[*words, "train.max_steps=2"])
-    from trainer.run import checkpoint
+    from trainer.train import checkpoint
 
     saved = checkpoint.load(report.checkpoint)
     assert saved.drafter["embed_tokens.weight"].shape == (64, 24)
@@ -157,7 +157,7 @@ def test_other_width_and_trainable_embeddings_train(store: Store, tmp_path: Path
 
 def test_bfloat16_autocast_keeps_fp32_weights(store: Store, tmp_path: Path) -> None:
     report = train(store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=2", "train.precision=bf16"])
-    from trainer.run import checkpoint
+    from trainer.train import checkpoint
 
     assert math.isfinite(report.loss)
     assert all(t.dtype == torch.float32 for t in checkpoint.load(report.checkpoint).drafter.values())
@@ -251,7 +251,7 @@ def hook(event, args):
     if event == "open" and isinstance(args[0], (str, bytes)):
         opened.append(args[0] if isinstance(args[0], str) else args[0].decode())
 sys.addaudithook(hook)
-from trainer.run.loop import train
+from trainer.train.loop import train
 train(sys.argv[1], sys.argv[2], words=sys.argv[3:])
 print("\\n".join(name for name in opened if name.startswith(sys.argv[1])))
 """

@@ -18,16 +18,16 @@ from schemas.capture import Codecs, HeadSpec
 from tests.trainer.conftest import VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.live import assert_live_equals_eval
 from trainer.drafters import check_store, drafter_kind
-from trainer.drafters.base import DrafterInUse, Seen, TargetSide
-from trainer.drafters.medusa import MEDUSA, MedusaLoss, MedusaObjective
-from trainer.drafters.medusa_heads import Medusa, MedusaConfig
-from trainer.drafting.acceptance import DraftShape, drafting_positions
-from trainer.drafting.decode import Limits
-from trainer.drafting.evaluate import evaluate
-from trainer.drafting.target import LiveTarget, bundle_of, identity_of
-from trainer.objectives.losses import StepLosses
-from trainer.run.loaded import load_drafter
-from trainer.run.loop import train
+from trainer.drafters.base import DrafterInUse, Verified
+from trainer.drafters.medusa import MEDUSA, Medusa, MedusaConfig, MedusaLoss, MedusaObjective
+from trainer.evaluate.acceptance import DraftShape, drafting_positions
+from trainer.evaluate.decode import DecodeLimits
+from trainer.evaluate.simulate import evaluate
+from trainer.evaluate.target import LiveTarget, bundle_of, identity_of
+from trainer.losses.fused_head import StepLosses
+from trainer.losses.teacher import TargetInterface
+from trainer.train.loaded import load_drafter
+from trainer.train.loop import train
 from trainer.vocab import DraftVocab
 
 WORDS = [
@@ -38,7 +38,7 @@ WORDS = [
 
 @dataclass
 class Setting:
-    side: TargetSide
+    target: TargetInterface
     model: Medusa
     batch: PackedBatch
 
@@ -50,8 +50,8 @@ def make_setting(lengths: list[int], vocab: int = VOCAB, known: int | None = Non
         "hidden_size": WIDTH, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
         "vocab_size": vocab, "medusa_heads": 3, "medusa_layers": 2, **changes,
     }  # fmt: skip
-    side = TargetSide(head, DraftVocab.of_ids(torch.randperm(vocab)[: known or vocab], vocab))
-    model = MEDUSA.build(MedusaConfig.model_validate(shape), side, 0)
+    target = TargetInterface(head, DraftVocab.of_ids(torch.randperm(vocab)[: known or vocab], vocab))
+    model = MEDUSA.build(MedusaConfig.model_validate(shape), target, 0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.4)
@@ -61,13 +61,13 @@ def make_setting(lengths: list[int], vocab: int = VOCAB, known: int | None = Non
         for at in torch.arange(sum(lengths)).split(lengths)
     ])  # fmt: skip
     batch = replace(batch, input_ids=batch.input_ids % vocab, final=batch.final[rows], final_rows=rows)
-    return Setting(side, model, batch)
+    return Setting(target, model, batch)
 
 
 def ours(setting: Setting, **loss: object) -> StepLosses:
-    objective = MedusaObjective(setting.model, setting.side, MedusaLoss.model_validate(loss))
-    work = objective.plan(setting.batch)
-    return objective.losses(work, objective.divisors(work))
+    objective = MedusaObjective(setting.model, setting.target, MedusaLoss.model_validate(loss))
+    work = objective.prepare(setting.batch)
+    return objective.losses(work, objective.denominators(work))
 
 
 def residual(weights: dict[str, Tensor], head: int, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def plain(setting: Setting, *, ahead: int = 2, norm: bool = True, share: float =
     Row t of a document teaches head k where t+1 and t+2+k are supervised and the draft vocabulary has the label.
     """
     weights = {name: p.detach().double().requires_grad_() for name, p in setting.model.named_parameters()}
-    head, batch, known = setting.side.head, setting.batch, setting.side.vocab.target_ids.tolist()
+    head, batch, known = setting.target.head, setting.batch, setting.target.vocab.target_ids.tolist()
     bias = torch.zeros(head.vocab_size) if head.lm_head_bias is None else head.lm_head_bias
     stored = {}
     for row, x in zip(batch.final_rows.tolist(), batch.final.double(), strict=True):
@@ -184,9 +184,9 @@ def test_a_store_with_more_rows_teaches_the_same() -> None:
 
 def test_accuracy_counts_labels_off_the_draft_vocabulary_as_open() -> None:
     setting = make_setting([40], known=9)
-    objective = MedusaObjective(setting.model, setting.side, MedusaLoss())
-    work = objective.plan(setting.batch)
-    whole = MedusaObjective(setting.model, replace(setting.side, vocab=DraftVocab.full(VOCAB)), MedusaLoss()).plan(
+    objective = MedusaObjective(setting.model, setting.target, MedusaLoss())
+    work = objective.prepare(setting.batch)
+    whole = MedusaObjective(setting.model, replace(setting.target, vocab=DraftVocab.full(VOCAB)), MedusaLoss()).prepare(
         setting.batch
     )
     assert torch.equal(work.open, whole.counts)
@@ -222,9 +222,9 @@ def test_a_row_that_is_missing_is_named() -> None:
 
 def test_fresh_heads_say_what_the_target_s_head_says() -> None:
     setting = make_setting([9], known=17)
-    fresh = MEDUSA.build(setting.model.config, setting.side, 0)
+    fresh = MEDUSA.build(setting.model.config, setting.target, 0)
     features = torch.randn(5, WIDTH)
-    wanted = setting.side.head.logits(features, "post_norm", setting.side.vocab.target_ids)
+    wanted = setting.target.head.logits(features, "post_norm", setting.target.vocab.target_ids)
     for index in range(3):
         assert torch.allclose(fresh.states(features, index) @ fresh.head_weight(index).T, wanted, atol=1e-4)
 
@@ -240,13 +240,13 @@ def test_another_width_and_a_draft_vocabulary_under_the_original_head_are_refuse
     setting = make_setting([4], known=7)
     config = setting.model.config
     with pytest.raises(ConfigError, match="hidden_size"):
-        MEDUSA.build(config.model_copy(update={"hidden_size": 8}), setting.side, 0)
+        MEDUSA.build(config.model_copy(update={"hidden_size": 8}), setting.target, 0)
     with pytest.raises(ConfigError, match="draft vocabulary 7"):
-        MEDUSA.build(config.model_copy(update={"original_head": True}), setting.side, 0)
+        MEDUSA.build(config.model_copy(update={"original_head": True}), setting.target, 0)
 
 
 def in_use(setting: Setting) -> DrafterInUse:
-    return DrafterInUse(MEDUSA, setting.model.eval(), setting.side)
+    return DrafterInUse(MEDUSA, setting.model.eval(), setting.target)
 
 
 @pytest.mark.parametrize("changes", [{}, {"known": 2}, {"original_head": True, "bias": True}])
@@ -263,7 +263,7 @@ def test_the_hits_of_every_slot_are_those_of_drafting_from_it_alone(changes: dic
             expected = 0
             if n in allowed:
                 final = part.final[part.final_rows == n - 1]
-                proposals = drafter.live().propose(Seen(torch.empty(0), final, [int(ids[n])]), draft_len)
+                proposals = drafter.live().propose(Verified(torch.empty(0), final, [int(ids[n])]), draft_len)
                 assert len(proposals) == draft_len
                 truth = ids[n + 1 : n + 1 + len(proposals)].tolist()
                 while expected < len(truth) and proposals[expected] == truth[expected]:
@@ -282,17 +282,19 @@ def target() -> LiveTarget:
 @pytest.mark.parametrize("draft_len", [1, 3])
 def test_it_decodes_the_greedy_text_and_eval_on_that_text_counts_the_same(target: LiveTarget, draft_len: int) -> None:
     head = bundle_of(target.model, HeadSpec(norm_flavour="rms", norm_eps=1e-6, tied=False))
-    side = TargetSide(head, DraftVocab.full(12))
+    interface = TargetInterface(head, DraftVocab.full(12))
     config = MedusaConfig(
         hidden_size=64, intermediate_size=96, num_heads=2, num_kv_heads=1, head_dim=32, vocab_size=12, medusa_heads=3
     )
-    model = MEDUSA.build(config, side, 0).eval()
+    model = MEDUSA.build(config, interface, 0).eval()
     with torch.no_grad():
         for parameter in model.blocks.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3)
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(2, 12, (9,), generator=generator).tolist() for _ in range(12)]
-    assert_live_equals_eval(target, DrafterInUse(MEDUSA, model, side), prompts, [DraftShape(draft_len)], Limits(3, 24))
+    assert_live_equals_eval(
+        target, DrafterInUse(MEDUSA, model, interface), prompts, [DraftShape(draft_len)], DecodeLimits(3, 24)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -306,5 +308,5 @@ def test_a_store_of_supervised_rows_alone_trains_it_and_eval_walks_it(store: Sto
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     loaded = load_drafter(tmp_path / "run")
     assert len(loaded.vocab.target_ids) == 40
-    (result,) = evaluate([loaded.use], store, "validation", [DraftShape(3)])
+    (result,) = evaluate([loaded], store, "validation", [DraftShape(3)])
     assert result.tally.drafts > 0

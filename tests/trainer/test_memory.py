@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def test_peak_growth_is_equal_for_8_and_24_layers_of_one_width() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "trainer_memory.py"), "--json"],
+        [sys.executable, str(ROOT / "benchmarks" / "trainer_memory.py")],
         capture_output=True, text=True, env=environment, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout)["difference"] < 0.02

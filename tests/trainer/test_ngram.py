@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.drafting.acceptance import Tally, drafting_positions, hits_of_next_token, walk
-from trainer.drafting.ngram import NgramTables, ngram_floor
+from trainer.evaluate.acceptance import AcceptanceTally, drafting_positions, hits_of_next_token, walk
+from trainer.evaluate.ngram import NgramTables, ngram_floor
 
 ORDERS = range(1, 5)
 
@@ -88,7 +88,7 @@ def test_the_walk_equals_a_plain_restatement_for_any_predictor(text, draft_len):
     correct = np.array([c for c, _ in text])
     mask = np.array([held for _, held in text], dtype=np.uint8)
     ids = np.arange(len(text))
-    tally = Tally(draft_len)
+    tally = AcceptanceTally(draft_len)
     walk(hits_of_next_token(correct, draft_len), mask, tally)
     drafts, tokens, accepted_at = plain_walk(
         ids, mask, draft_len, lambda context: context[-1] + 1 if correct[context[-1]] else -1
@@ -99,7 +99,7 @@ def test_the_walk_equals_a_plain_restatement_for_any_predictor(text, draft_len):
 
 def test_every_supervised_token_but_the_first_of_an_answer_is_emitted_by_exactly_one_draft():
     mask = np.array([0, 0, 1, 1, 1, 1, 0, 1, 1, 0, 1], dtype=np.uint8)
-    tally = Tally(3)
+    tally = AcceptanceTally(3)
     walk(np.array([3] * 11), mask, tally)
     assert tally.tokens == 3 + 1 + 0
     assert tally.drafts == 2

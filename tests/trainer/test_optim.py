@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from trainer.config import OptimConfig
-from trainer.run.muon import Muon
-from trainer.run.optim import MUON_RATE, Optimizer, learning_rate
+from trainer.train.optim import MUON_RATE, Muon, Optimizer, learning_rate
 
 
 @pytest.mark.parametrize(("schedule", "middle"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)])

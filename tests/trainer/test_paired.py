@@ -8,18 +8,18 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.cli import main
-from hiddenstore.copying import plan_copy, run_copy
 from hiddenstore.errors import ConfigError
-from hiddenstore.rank import Rank
+from hiddenstore.process import Rank
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.trainer.runs import WORDS
-from trainer.objectives.shift import teacher_rows
-from trainer.paired import acceptance, measure_paired, paired_difference
-from trainer.run.run_folder import Asked
-from trainer.run.session import start, token_batches
-from trainer.scale.group import Group
+from trainer.parallel.group import ProcessGroup
+from trainer.slots.shift import teacher_rows
+from trainer.train.paired import acceptance, measure_paired, paired_difference
+from trainer.train.run_folder import TrainOptions
+from trainer.train.state import build_state, token_batches
 
 SHORT = [word for word in WORDS if not word.startswith(("train.", "drafter.vocab"))] + ["train.max_steps=2"]
 
@@ -47,19 +47,19 @@ def test_equal_states_differ_by_nothing_and_rounded_ones_by_little(raw: Store) -
 
 
 def test_acceptance_is_the_overlap_of_drafter_and_target_at_the_first_drafted_token(raw: Store, tmp_path: Path) -> None:
-    session = start(Asked(raw.path, tmp_path / "run", "eagle3", None, SHORT), Group(Rank()))
+    session = build_state(TrainOptions(raw.path, tmp_path / "run", "eagle3", None, SHORT), ProcessGroup(Rank()))
     overlaps = []
     session.model.eval()
     with torch.no_grad():
         for batch in token_batches(raw, session.config, session.group, validation=True):
             for pack in batch.packs:
                 rows = teacher_rows(pack.loss_mask, pack.document, session.config.loss.mask_offset)
-                work = session.objective.plan(pack)
-                states = session.model.unroll(pack, work.plan, 1)
+                work = session.objective.prepare(pack)
+                states = session.model.unroll(pack, work.slot_map, 1)
                 q = session.model.lm_head(states).double().softmax(-1)
                 held = pack.final[torch.searchsorted(pack.final_rows, rows)]
-                p = session.side.head.logits(held, "pre_norm").double().softmax(-1)
-                slots = work.plan.slots[:, 0]
+                p = session.target.head.logits(held, "pre_norm").double().softmax(-1)
+                slots = work.slot_map.slots[:, 0]
                 taught = slots >= 0
                 overlaps += torch.minimum(p[taught], q[slots[taught]]).sum(-1).tolist()
     assert acceptance(session, raw) == pytest.approx(sum(overlaps) / len(overlaps), abs=1e-5)
@@ -70,7 +70,7 @@ def test_a_store_without_original_states_or_held_out_text_is_refused(raw: Store,
     with pytest.raises(ConfigError, match=r"aux layers and final rows of .* are rounded already") as caught:
         measure_paired(rounded, ("compact",), (0, 1), SHORT, lambda *_: None)
     assert caught.value.kind == "states-rounded"
-    run_copy(plan_copy([raw], tmp_path / "train", None, lambda _record, entry: entry.split == "train"))
+    run_copy(open_copy([raw], tmp_path / "train", None, lambda _record, entry: entry.split == "train"))
     with pytest.raises(ConfigError, match="holds no validation samples") as caught:
         measure_paired(Store.open(tmp_path / "train"), ("compact",), (0, 1), SHORT, lambda *_: None)
     assert caught.value.kind == "validation-missing"

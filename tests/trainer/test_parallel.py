@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from hiddenstore.errors import ConfigError
-from hiddenstore.rank import Rank
+from hiddenstore.process import Rank
 from hiddenstore.store import Store
 from tests.trainer.runs import WORDS, tiny_store
 from tests.trainer.two_ranks import Job, on_two_ranks
-from trainer.run import checkpoint
-from trainer.run.loop import train
-from trainer.scale.context import meet
-from trainer.scale.group import Group
-from trainer.scale.parallel import Copies, hold
+from trainer.parallel.context import context_group
+from trainer.parallel.data_parallel import Ddp, parallelize
+from trainer.parallel.group import ProcessGroup
+from trainer.train import checkpoint
+from trainer.train.loop import train
 
 STEPS, CUT = 12, 5
 SETTINGS = [
@@ -110,13 +110,13 @@ def test_validation_over_two_ranks_counts_what_one_process_counts(runs: Runs, wa
 
 
 def test_one_process_alone_has_nothing_to_shard() -> None:
-    held = hold(torch.nn.Linear(2, 2), "fsdp", Group(Rank()), torch.device("cpu"))
-    assert isinstance(held, Copies)
+    held = parallelize(torch.nn.Linear(2, 2), "fsdp", ProcessGroup(Rank()), torch.device("cpu"))
+    assert isinstance(held, Ddp)
 
 
 def test_a_context_that_does_not_divide_the_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not divide 1 ranks") as caught:
-        meet(2, Group(Rank()))
+        context_group(2, ProcessGroup(Rank()))
     assert "nproc-per-node 2" in str(caught.value.hint)
 
 

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from tests.trainer.conftest import Setting, make_setting
 from tests.trainer.runs import WORDS, tiny_store
-from trainer.objectives.teacher import Teacher
-from trainer.objectives.ttt import TttLoss, TttObjective
-from trainer.run.loop import train
-from trainer.scale.compiled import compile_blocks
+from trainer.drafters.blocks import compile_blocks
+from trainer.losses.teacher import Teacher
+from trainer.losses.ttt import TttLoss, TttObjective
+from trainer.train.loop import train
 
 
 def loss_and_gradients(setting: Setting) -> tuple[Tensor, list[Tensor]]:
     objective = TttObjective(setting.model, Teacher(setting.head, setting.vocab), TttLoss(steps=4))
-    work = objective.plan(setting.batch)
-    total = objective.losses(work, objective.divisors(work)).total
+    work = objective.prepare(setting.batch)
+    total = objective.losses(work, objective.denominators(work)).total
     return total.detach(), list(torch.autograd.grad(total, [p for p in setting.model.parameters() if p.requires_grad]))
 
 
@@ -32,9 +32,9 @@ def saved_bytes(setting: Setting) -> int:
 
     held: list[Tensor] = []
     objective = TttObjective(setting.model, Teacher(setting.head, setting.vocab), TttLoss(steps=4))
-    work = objective.plan(setting.batch)
+    work = objective.prepare(setting.batch)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        objective.losses(work, objective.divisors(work))
+        objective.losses(work, objective.denominators(work))
     return sum(kept.values())
 
 

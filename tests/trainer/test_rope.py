@@ -6,8 +6,8 @@ from pydantic import ValidationError
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from trainer.attention.rope import RopeScaling, inherited_scaling
 from trainer.drafters.blocks import Rotary
-from trainer.drafters.rope import RopeScaling, inherited_scaling
 
 SCALINGS = {
     "none": None,

@@ -11,7 +11,7 @@ import pytest
 from hiddenstore.errors import ConfigError
 from tests.trainer.serve_cases import planned, the_file, write_exports
 from trainer.serve import ENGINES, serving_engine
-from trainer.serve.plan import shell_lines, smoke_test
+from trainer.serve.launch import shell_lines, smoke_test
 from trainer.serve.vllm import speculative_config
 
 
@@ -97,11 +97,11 @@ def test_sglang_takes_a_small_model_and_a_tree_whose_size_is_said() -> None:
     ("engine", "word", "said"),
     [
         ("vllm", "prompt_lokup_max=5", "did you mean prompt_lookup_max?"),
-        ("vllm", "prompt_lookup_max=0", "should be at least 1"),
-        ("sglang", "ngram-capcity=5", "did you mean ngram-capacity?"),
-        ("sglang", "ngram-match-type=DFS", "did you mean ngram-match-type: BFS?"),
-        ("trtllm", "is_public_pol=true", "did you mean speculative_config.is_public_pool?"),
-        ("trtllm", "kv_cache_config.dtyp=fp8", "did you mean kv_cache_config.dtype?"),
+        ("vllm", "prompt_lookup_max=0", "should be greater than 0"),
+        ("sglang", "ngram-capcity=5", "did you mean ngram_capacity?"),
+        ("sglang", "ngram-match-type=DFS", "should be 'BFS' or 'PROB', found 'DFS'"),
+        ("trtllm", "num_nextn_predict_layers=2", "must match max_draft_len, 3: found 2"),
+        ("trtllm", "speculative_config.max_draft_len=", "NGram needs how many tokens to draft"),
         ("trtllm", "is_public_pool", "should be key=value"),
         ("trtllm", "profile=fast", "there is latency, throughput"),
     ],
@@ -194,7 +194,7 @@ def test_every_engine_of_the_table_can_be_served_without_speculation() -> None:
     for name in ENGINES:
         assert serving_engine(name).name == name
         assert planned(name, method="none").command
-    with pytest.raises(ConfigError, match="no engine 'ollama'"):
+    with pytest.raises(ConfigError, match="unknown engine 'ollama'"):
         serving_engine("ollama")
 
 

@@ -93,10 +93,10 @@ def test_the_check_command_answers_for_a_file(tmp_path: Path) -> None:
     assert run("--method", "mtp", "--target", "T", "--engine", "trtllm", "--print-only", "-o", str(file)).exit_code == 0
     good = run("--check", str(file), "--json")
     assert json.loads(good.stdout)["decoding_type"] == "MTP"
-    file.write_text(file.read_text().replace("max_draft_len", "max_draft_length"))
+    file.write_text(file.read_text() + "  num_nextn_predict_layers: 2\n")
     bad = run("--check", str(file))
     assert bad.exit_code == 2
-    assert "did you mean speculative_config.max_draft_len?" in bad.stderr
+    assert "num_nextn_predict_layers: must match max_draft_len, 3: found 2" in bad.stderr
 
 
 def test_what_is_left_out_of_the_command_line_is_asked_for() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, NotFoundError
 from tests.trainer.serve_cases import TARGET_CONFIG, asked, planned, published, write_exports
-from trainer.serve.versions import is_within, parse
+from trainer.formats.base import is_within
+from trainer.formats.base import parse_version as parse
 
 
 @pytest.fixture(scope="module")

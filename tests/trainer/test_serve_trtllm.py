@@ -7,7 +7,7 @@ import yaml
 
 from tests.trainer.serve_cases import planned, the_file, write_exports
 from trainer.serve.trtllm import SPELLINGS
-from trainer.serve.trtllm_check import file_problems
+from trainer.serve.trtllm_rules import file_problems
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +102,8 @@ def test_ngram_has_its_pool_and_settings_reach_the_section_they_belong_to() -> N
     }
     assert settings["kv_cache_config"] == {"enable_block_reuse": False, "free_gpu_memory_fraction": 0.7}
     assert settings["print_iter_log"] is True
+    deep = the_file(planned("trtllm", method="none", settings=("a.b.c=1", "a.b.d=[2, x]")))
+    assert deep["a"] == {"b": {"c": 1, "d": [2, "x"]}}
     assert settings["disable_overlap_scheduler"] is True
 
 

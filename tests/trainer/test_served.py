@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from fake_server import RECORDED, fake_server
 
 from hiddenstore.cli import main
-from trainer.drafting.questions import read_questions
-from trainer.served.counts import DraftCounts, sglang_counts, vllm_counts
+from trainer.evaluate.prompts import read_questions
+from trainer.evaluate.server import DraftCounts, sglang_counts, vllm_counts
 
 ACCEPTS = (3, 0, 1, 2)
 MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Rewrite it."]}
@@ -119,12 +119,12 @@ def test_a_key_comes_from_the_environment_and_is_never_shown(prompts, monkeypatc
     monkeypatch.setenv("WRONG_KEY", "wrong-key")
     with fake_server(accepts=ACCEPTS, key="right-key") as server:
         found = document(words("vllm", server, prompts, "--api-key-env", "RIGHT_KEY"))
-        refused = error(words("vllm", server, prompts, "--api-key-env", "WRONG_KEY"), 4)
+        refused = error(words("vllm", server, prompts, "--api-key-env", "WRONG_KEY"), 2)
         unset = error(words("vllm", server, prompts, "--api-key-env", "NO_SUCH_KEY"), 2)
     assert found["rows"][-1]["answer_tokens"] == 4 * 11
     assert "right-key" not in json.dumps(found)
     assert (refused["kind"], unset["kind"]) == ("server-refused", "api-key-missing")
-    assert refused["message"].endswith("answered 401: not a key: Bearer …")
+    assert refused["message"] == f"not a key: Bearer … (HTTP 401 from {server.url}/v1/models)"
 
 
 def test_servers_of_other_draft_lengths_stand_below_each_other(prompts):
@@ -218,13 +218,13 @@ def test_a_server_that_is_not_there_and_one_that_refuses_are_said_so(prompts, tm
     long = tmp_path / "long.jsonl"
     long.write_text('{"prompt": "too long"}\n')
     with fake_server(accepts=ACCEPTS) as server:
-        found = error(words("vllm", server, str(long)), 4)
-    assert "longer than the context" in found["message"]
+        found = error(words("vllm", server, str(long)), 2)
+    assert found["message"].startswith("the prompt is longer than the context (HTTP 400 from ")
 
 
 def test_bad_words_are_usage_errors(prompts):
     assert "--prompts" in error(["--engine", "vllm", "--server", "http://127.0.0.1:1"], 2)["message"]
-    assert "http://HOST:PORT" in error(["--engine", "vllm", "--server", "here", "--prompts", prompts], 2)["message"]
+    assert "http://HOST:PORT" in error(["--engine", "vllm", "--server", "ftp://x", "--prompts", prompts], 2)["message"]
     assert "leave RUN and STORE out" in error(["run", "store", "--engine", "vllm"], 2)["message"]
     assert "RUN and STORE" in error(["run", "store", "--server", "http://127.0.0.1:1"], 2)["message"]
 

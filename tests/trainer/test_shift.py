@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.objectives.shift import document_starts, open_steps, plan_slots, teacher_rows
+from trainer.slots.shift import document_starts, map_slots, open_steps, teacher_rows
 
 
 def document_of(lengths: list[int]) -> torch.Tensor:
@@ -32,21 +32,21 @@ def test_first_row_of_a_document_teaches_nobody() -> None:
 
 
 def test_slot_of_step_i_lies_i_plus_one_before_its_teacher() -> None:
-    plan = plan_slots(torch.tensor([2, 5]), document_of([6]), 3)
+    plan = map_slots(torch.tensor([2, 5]), document_of([6]), 3)
     slots = torch.where(plan.slots >= 0, plan.active[plan.slots.clamp(min=0)], -1)
     assert slots.tolist() == [[1, 0, -1], [4, 3, 2]]
     assert plan.counts.tolist() == [2, 2, 1]
 
 
 def test_distant_answers_make_separate_runs() -> None:
-    plan = plan_slots(torch.tensor([2, 40]), document_of([50]), 2)
-    assert [(run.begin, run.end, run.at, run.document) for run in plan.runs] == [(0, 2, 0, 0), (38, 40, 2, 0)]
+    plan = map_slots(torch.tensor([2, 40]), document_of([50]), 2)
+    assert [(run.begin, run.end, run.at, run.document) for run in plan.ranges] == [(0, 2, 0, 0), (38, 40, 2, 0)]
     assert plan.active.tolist() == [0, 1, 38, 39]
 
 
 def test_nothing_taught_gives_an_empty_plan() -> None:
-    plan = plan_slots(torch.zeros(0, dtype=torch.int64), document_of([5]), 3)
-    assert plan.runs == ()
+    plan = map_slots(torch.zeros(0, dtype=torch.int64), document_of([5]), 3)
+    assert plan.ranges == ()
     assert plan.active.numel() == 0
     assert plan.counts.tolist() == [0, 0, 0]
 
@@ -65,7 +65,7 @@ def test_plan_agrees_with_the_definition(lengths: list[int], seed: int, steps: i
     total = len(document)
     mask = torch.rand(total, generator=generator) < 0.4
     rows = teacher_rows(mask, document, offset)
-    plan = plan_slots(rows, document, steps, gap)
+    plan = map_slots(rows, document, steps, gap)
     expected = set()
     for t in range(total):
         for i in range(steps):
@@ -82,8 +82,8 @@ def test_plan_agrees_with_the_definition(lengths: list[int], seed: int, steps: i
     }
     assert found == expected
     assert torch.equal(open_steps(rows, document, steps), plan.slots >= 0)
-    covered = [t for run in plan.runs for t in range(run.begin, run.end)]
+    covered = [t for run in plan.ranges for t in range(run.begin, run.end)]
     assert covered == plan.active.tolist() == sorted(set(covered))
-    for run in plan.runs:
+    for run in plan.ranges:
         assert int(document_starts(document)[run.begin]) == run.document
         assert len(set(document[run.begin : run.end].tolist())) == 1

@@ -9,10 +9,10 @@ from tiny_target import make_model, make_tokenizer
 from torch import Tensor
 
 from hiddenstore.errors import ConfigError
-from trainer.drafters.base import Pick, Seen
-from trainer.drafting.acceptance import Tally
-from trainer.drafting.speculate import Sampling, plain, speculative
-from trainer.drafting.target import LiveTarget, identity_of
+from trainer.drafters.base import Pick, Verified
+from trainer.evaluate.acceptance import AcceptanceTally
+from trainer.evaluate.speculate import RejectionSampling, plain, speculative
+from trainer.evaluate.target import LiveTarget, identity_of
 
 VOCAB = 5
 
@@ -38,7 +38,7 @@ def test_the_first_emitted_tokens_are_distributed_as_the_target_samples(draft_id
     after = torch.randn(VOCAB, VOCAB, generator=generator) * 1.5
     first = torch.randn(VOCAB, generator=generator)
     drafted = torch.randn(2, len(draft_ids), generator=generator) * 1.5
-    ids, rounds, rule = torch.tensor(draft_ids), 4_000, Sampling(0.7, torch.tensor(draft_ids), seed=3)
+    ids, rounds, rule = torch.tensor(draft_ids), 4_000, RejectionSampling(0.7, torch.tensor(draft_ids), seed=3)
     found: Counter[tuple[int, ...]] = Counter()
     lengths: Counter[int] = Counter()
     for _ in range(rounds):
@@ -55,7 +55,7 @@ def test_the_first_emitted_tokens_are_distributed_as_the_target_samples(draft_id
 
 def test_accepting_every_proposal_would_not_pass_the_same_test() -> None:
     """Negative control: the drafter's own distribution is told from the target's."""
-    rule, rounds = Sampling(1.0, torch.arange(VOCAB), seed=0), 2_000
+    rule, rounds = RejectionSampling(1.0, torch.arange(VOCAB), seed=0), 2_000
     target, draft = torch.tensor([0.0, 0.5, 1.0, 0.2, 0.1]), torch.zeros(1, VOCAB)
     found = Counter((int(rule.pick(draft)),) for _ in range(rounds))
     p = torch.softmax(target, -1)
@@ -71,7 +71,7 @@ class Drawing:
     def reset(self) -> None:
         pass
 
-    def propose(self, seen: Seen, draft_len: int, pick: Pick) -> list[int]:
+    def propose(self, seen: Verified, draft_len: int, pick: Pick) -> list[int]:
         return [int(token) for token in pick(self.logits.expand(draft_len, -1)).tolist()]
 
 
@@ -81,8 +81,8 @@ def test_two_sampled_tokens_of_a_real_target_are_distributed_as_without_a_drafte
     rounds, prompt, logits = 250, [4, 2, 3], torch.tensor([0.5, 0.0, 1.0, -0.5, 0.0])
     found: Counter[tuple[int, ...]] = Counter()
     for seed in range(rounds):
-        rule = Sampling(3.0, torch.arange(VOCAB), seed)
-        answer = speculative(target, Drawing(logits), prompt, 3, Tally(2), rule).tokens
+        rule = RejectionSampling(3.0, torch.arange(VOCAB), seed)
+        answer = speculative(target, Drawing(logits), prompt, 3, AcceptanceTally(2), rule).tokens
         found[tuple([*answer, -1, -1][:3])] += 1
     expected = dict.fromkeys(found, 0.0) | _exact(target, prompt, 3.0, rounds)
     assert chi_square(found, expected) < limit(len(expected))
@@ -111,11 +111,13 @@ def _exact(target: LiveTarget, prompt: list[int], temperature: float, rounds: in
 def test_a_seed_repeats_a_sampled_answer_and_another_seed_does_not() -> None:
     model, tokenizer = make_model(vocab=VOCAB), make_tokenizer()
     target = LiveTarget(model, tokenizer, identity_of("tiny", model, tokenizer, model.config.to_dict()), ())
-    answers = [plain(target, [4, 2], 24, Sampling(2.0, torch.arange(VOCAB), seed)).tokens for seed in (5, 5, 6, 7, 8)]
+    answers = [
+        plain(target, [4, 2], 24, RejectionSampling(2.0, torch.arange(VOCAB), seed)).tokens for seed in (5, 5, 6, 7, 8)
+    ]
     assert answers[0] == answers[1]
     assert any(answer != answers[0] for answer in answers)
 
 
 def test_a_temperature_of_zero_is_not_sampled() -> None:
     with pytest.raises(ConfigError):
-        Sampling(0.0, torch.arange(VOCAB))
+        RejectionSampling(0.0, torch.arange(VOCAB))

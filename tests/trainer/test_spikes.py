@@ -14,19 +14,17 @@ import torch
 from hiddenstore.cli import main
 from hiddenstore.data import TokenBatches
 from hiddenstore.errors import CaptureError, ConfigError, NotFoundError
-from hiddenstore.head import HeadBundle
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.trainer.runs import WORDS, tiny_store
 from trainer.config import LoopConfig
-from trainer.drafting.acceptance import DraftShape
-from trainer.drafting.evaluate import evaluate
-from trainer.run import checkpoint
-from trainer.run import loop as loop_module
-from trainer.run.loaded import load_drafter
-from trainer.run.loop import train
-from trainer.run.spikes import ENOUGH, MOST_IN_A_ROW, WINDOW, SpikeGuard
-from trainer.run.standing import Standing, StandingState
+from trainer.evaluate.acceptance import DraftShape
+from trainer.evaluate.simulate import evaluate
+from trainer.train import checkpoint
+from trainer.train import loop as loop_module
+from trainer.train.guard import ENOUGH, MOST_IN_A_ROW, WINDOW, BestCheckpoints, BestState, SpikeGuard
+from trainer.train.loaded import load_drafter
+from trainer.train.loop import train
 
 GUARDED = [
     *WORDS,
@@ -70,7 +68,7 @@ def test_a_loss_is_judged_by_the_median_of_the_last_ones_that_were_taken() -> No
         loss = 1.0 + float(torch.rand(1, generator=generator))
         loss = 50.0 if step % 17 == 5 else loss
         expected = len(taken) < ENOUGH or loss <= 4 * statistics.median(taken[-WINDOW:])
-        assert guard.takes(loss) is expected
+        assert guard.accepts(loss) is expected
         if expected:
             taken.append(loss)
         guard = SpikeGuard(4.0, type(guard.state).model_validate_json(guard.state.model_dump_json()))
@@ -123,8 +121,8 @@ def test_a_loss_that_stays_high_ends_the_run_and_names_the_samples(
 
 def test_validation_gives_the_accepted_length_that_eval_gives(store: Store, tmp_path: Path) -> None:
     report = train(store.path, tmp_path / "run", words=WORDS)
-    loaded = load_drafter(tmp_path / "run", head=HeadBundle.load(store), final_norm=store.capture.final_norm)
-    found = evaluate([loaded.use], store, "validation", [DraftShape(3)])[0].tally
+    loaded = load_drafter(tmp_path / "run", head=store.head(), final_norm=store.capture.final_norm)
+    found = evaluate([loaded], store, "validation", [DraftShape(3)])[0].tally
     assert report.validation["accepted_length"] == found.accepted_length
     assert report.validation["per_position"] == pytest.approx(found.per_position)
     assert report.validation["loss"] == pytest.approx(statistics.mean(report.validation["losses"]))
@@ -146,7 +144,7 @@ EACH = [*WORDS, "train.validate_every=1", "train.checkpoint_every=0", "train.kee
 
 
 def names(run: Path) -> list[str]:
-    return [path.name for path in checkpoint.steps(run)]
+    return [path.name for path in checkpoint.checkpoints(run)]
 
 
 def test_the_best_checkpoints_stay_beside_the_newest(
@@ -155,7 +153,7 @@ def test_the_best_checkpoints_stay_beside_the_newest(
     scripted(monkeypatch, [5, 3, 4, 2, 6, 2, 7, 8, 9, 9, 9, 9])
     report = train(store.path, tmp_path / "run", words=[*EACH, "train.keep_best=2"])
     assert names(tmp_path / "run") == ["step-4", "step-6", "step-12"]
-    assert report.best == checkpoint.best(tmp_path / "run") == tmp_path / "run/checkpoints/step-4"
+    assert report.best_checkpoint == checkpoint.best(tmp_path / "run") == tmp_path / "run/checkpoints/step-4"
     state = checkpoint.read_state(tmp_path / "run/checkpoints/step-12").standing
     assert (state.best, state.since) == ({"step-4": 2.0, "step-6": 2.0}, 8)
 
@@ -188,7 +186,7 @@ def test_accepted_length_is_better_the_larger_it_is(
     scripted(monkeypatch, [1.0, 1.5, 1.2, 1.1], "accepted_length")
     words = [*EACH, "train.max_steps=4", "train.best_by=accepted_length"]
     report = train(store.path, tmp_path / "run", words=words)
-    assert report.best == tmp_path / "run/checkpoints/step-2"
+    assert report.best_checkpoint == tmp_path / "run/checkpoints/step-2"
 
 
 def test_a_run_ends_when_patience_does_and_goes_on_when_it_is_raised(
@@ -197,7 +195,7 @@ def test_a_run_ends_when_patience_does_and_goes_on_when_it_is_raised(
     scripted(monkeypatch, [5, 3, 4, 4, 9, 9, 9, 9])
     report = train(store.path, tmp_path / "run", words=[*EACH, "train.patience=2"])
     assert (report.steps, report.stopped_early) == (4, True)
-    assert report.best == tmp_path / "run/checkpoints/step-2"
+    assert report.best_checkpoint == tmp_path / "run/checkpoints/step-2"
     again = train(store.path, tmp_path / "run", resume=True)
     assert (again.steps, again.stopped_early, again.was_finished) == (4, True, True)
     more = train(store.path, tmp_path / "run", resume=True, words=["train.patience=4"])
@@ -214,9 +212,9 @@ def test_patience_without_validations_is_refused(store: Store, tmp_path: Path) -
 
 
 def test_another_measure_starts_the_ranking_anew_and_no_value_is_no_judgement() -> None:
-    old = StandingState(by="loss", best={"step-3": 1.0}, since=2)
-    standing = Standing(LoopConfig(best_by="accepted_length"), old)
-    assert standing.state == StandingState(by="accepted_length")
+    old = BestState(by="loss", best={"step-3": 1.0}, since=2)
+    standing = BestCheckpoints(LoopConfig(best_by="accepted_length"), old)
+    assert standing.state == BestState(by="accepted_length")
     assert standing.add(4, {"accepted_length": None, "loss": 0.1}) is False
     assert standing.add(5, {"accepted_length": 1.5, "loss": math.inf}) is True
-    assert standing.kept == ["step-5"]
+    assert standing.names == ["step-5"]

@@ -9,9 +9,8 @@ import pytest
 from hiddenstore.testing.builders import capture_spec
 from schemas.capture import HeadSpec
 from schemas.layers import default_aux_layers
-from trainer.config import config_class
-from trainer.derived import derived
 from trainer.drafters import DRAFTERS
+from trainer.settings import config_class, derived
 
 LLAMA31 = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,

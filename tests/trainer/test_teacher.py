@@ -7,11 +7,11 @@ import torch
 
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import FormatError
-from hiddenstore.head import HeadBundle
 from hiddenstore.records import TopK
+from hiddenstore.targets.head import HeadBundle
 from tests.trainer.conftest import VOCAB, make_batch, make_head
-from trainer.objectives import teacher as module
-from trainer.objectives.teacher import Teacher
+from trainer.losses import teacher as module
+from trainer.losses.teacher import Teacher
 from trainer.vocab import DraftVocab
 
 
@@ -25,7 +25,7 @@ def test_token_is_the_argmax_over_the_whole_vocabulary(chunk: int, monkeypatch: 
     found = Teacher(head, vocab).read(batch, rows)
     logits = head.logits(batch.final[rows])
     assert torch.equal(found.token, logits.argmax(-1))
-    assert torch.equal(found.kept, torch.isin(found.token, vocab.target_ids))
+    assert torch.equal(found.usable, torch.isin(found.token, vocab.target_ids))
     probabilities = Teacher(head, vocab).probabilities(found.normed)
     assert torch.allclose(probabilities, logits[:, vocab.target_ids].softmax(-1), atol=1e-6)
 
@@ -70,7 +70,7 @@ def test_all_top_tokens_teach_what_the_final_hidden_does(drop: bool) -> None:
     assert hidden.token is not None
     assert tokens.token is not None
     assert torch.equal(tokens.token, hidden.token)
-    assert torch.equal(tokens.kept, hidden.kept)
+    assert torch.equal(tokens.usable, hidden.usable)
     assert torch.allclose(teacher.distribution(tokens), teacher.distribution(hidden), atol=1e-6)
     assert hidden.mass is not None
     assert tokens.mass is not None
@@ -87,7 +87,7 @@ def test_few_top_tokens_are_scaled_up_to_one_over_those_the_drafter_knows() -> N
     every = head.logits(batch.final).softmax(-1)
     for row in range(12):
         known = [int(t) for t in every[row].topk(6).indices if int(t) in vocab.target_ids]
-        assert bool(found.kept[row]) == bool(known)
+        assert bool(found.usable[row]) == bool(known)
         if known:
             expected = torch.zeros(VOCAB)
             expected[known] = every[row, known] / every[row, known].sum()
@@ -100,7 +100,7 @@ def test_the_pass_over_the_vocabulary_is_spared_where_nothing_can_be_dropped() -
     teacher = Teacher(head, DraftVocab.full(VOCAB))
     found = teacher.read(batch, torch.arange(8), token=False)
     assert found.token is None
-    assert bool(found.kept.all())
+    assert bool(found.usable.all())
     assert torch.equal(teacher.distribution(found).argmax(-1), head.logits(batch.final).argmax(-1))
 
 

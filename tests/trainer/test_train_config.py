@@ -9,8 +9,9 @@ import pytest
 from hiddenstore.errors import ConfigError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
-from trainer.config import check_settings, load_config
-from trainer.derived import default_lr, derived
+from trainer.config import RopeScaling, Section, TrainConfig
+from trainer.drafters import DRAFTERS
+from trainer.settings import check_settings, config_class, default_lr, derived, load_config
 
 
 @pytest.fixture
@@ -100,3 +101,16 @@ def test_settings_that_a_store_can_make_right_pass_before_there_is_one(words):
 def test_settings_that_contradict_each_other_are_refused_before_there_is_a_store(words, part):
     with pytest.raises(ConfigError, match=re.escape(part)):
         check_settings(None, None, words)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_setting_is_described_at_its_field(drafter: str) -> None:
+    sections: list[type[Section]] = [config_class(drafter), RopeScaling]
+    for section in sections:
+        for name, field in section.model_fields.items():
+            description = (TrainConfig.model_fields[name] if section is sections[0] else field).description
+            assert description, f"{section.__name__}.{name}"
+            assert description.endswith("."), f"{section.__name__}.{name}"
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                sections.append(field.annotation)
+    assert len(sections) == 7

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.attention import ttt_attention as module
-from trainer.attention.ttt_attention import dense_attend, dense_attend_backward, ttt_attention
-from trainer.objectives.shift import Run, plan_slots
+from trainer.attention import ttt as module
+from trainer.attention.ttt import dense_attend, dense_attend_backward, ttt_attention
+from trainer.slots.shift import SlotRange, map_slots
 
 N, G, E = 4, 2, 8
 
 
-def dense(q: Tensor, k0: Tensor, v0: Tensor, later: list[tuple[Tensor, Tensor]], runs: tuple[Run, ...]) -> Tensor:
+def dense(q: Tensor, k0: Tensor, v0: Tensor, later: list[tuple[Tensor, Tensor]], runs: tuple[SlotRange, ...]) -> Tensor:
     """Slot by slot."""
     outs = []
     for run in runs:
@@ -27,12 +27,12 @@ def dense(q: Tensor, k0: Tensor, v0: Tensor, later: list[tuple[Tensor, Tensor]],
     return torch.stack(outs)
 
 
-def problem(steps: int, dtype: torch.dtype) -> tuple[list[Tensor], tuple[Run, ...]]:
+def problem(steps: int, dtype: torch.dtype) -> tuple[list[Tensor], tuple[SlotRange, ...]]:
     document = torch.cat([torch.full((n,), i) for i, n in enumerate([37, 5, 30])])
-    plan = plan_slots(torch.tensor([4, 5, 30, 31, 40, 60, 61, 71]), document, 2, join_gap=3)
+    plan = map_slots(torch.tensor([4, 5, 30, 31, 40, 60, 61, 71]), document, 2, join_gap=3)
     total, active = len(document), len(plan.active)
     shapes = [(active, N, E), (total, G, E), (total, G, E)] + [(active, G, E)] * (2 * steps)
-    return [torch.randn(s, dtype=dtype, requires_grad=True) for s in shapes], plan.runs
+    return [torch.randn(s, dtype=dtype, requires_grad=True) for s in shapes], plan.ranges
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from tests.trainer.test_ttt_attention import E, G, N, dense, problem
-from trainer.attention import ttt_attention_gpu as module
-from trainer.attention.ttt_attention import ttt_attention
+from trainer.attention import ttt as module
+from trainer.attention.ttt import ttt_attention
 
 
 def _pieces(spans: module.Spans) -> list[tuple[slice, slice]]:

@@ -1,5 +1,6 @@
 """Draft vocabularies: choosing, files, peers' forms."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -98,3 +99,17 @@ def test_the_command_shows_and_draws_the_curve(tmp_path: Path, capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert "█" in shown
     assert "100.00%" in shown
+
+
+def test_a_curve_is_not_drawn_without_matplotlib_and_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hiddenstore.cli import main
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit) as caught:
+        main(["vocab", make_store(tmp_path, samples=6).path, "--size", "9", "--plot", str(tmp_path / "c.png")])
+    assert caught.value.code == ConfigError.exit_code
+    message = capsys.readouterr().err
+    assert "--plot needs matplotlib, which is not installed  [plot-missing]" in message
+    assert "fix: pip install" in message

@@ -11,9 +11,9 @@ from hiddenstore.errors import ConfigError, ConflictError, NotFoundError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.trainer.runs import WORDS, tiny_store
-from trainer.run import checkpoint
-from trainer.run.loaded import load_drafter
-from trainer.run.loop import train
+from trainer.train import checkpoint
+from trainer.train.loaded import load_drafter
+from trainer.train.loop import train
 
 SHAPE = [word for word in WORDS if word.startswith(("drafter.", "data.", "loss."))]
 REST = ["data.batch_tokens=160", "data.pack_tokens=80", "loss.steps=3", "train.validate_every=0"]
@@ -59,7 +59,7 @@ def test_untrained_means_the_start(store: Store, first: Path, tmp_path: Path) ->
         assert torch.equal(tensor, began.model.state_dict()[name]), name
     text = (tmp_path / "run/run.json").read_text()
     from hiddenstore.documents import seal
-    from trainer.run.run_folder import read_facts
+    from trainer.train.run_folder import read_facts
 
     facts = read_facts(tmp_path / "run")
     assert facts.init_from is not None
@@ -74,7 +74,7 @@ def test_a_resume_before_the_first_checkpoint_starts_from_it_again(store: Store,
     words = [*REST, f"train.init_from={first}", "train.max_steps=2"]
     train(store.path, tmp_path / "straight", words=words)
     train(store.path, tmp_path / "killed", words=words)
-    for path in checkpoint.steps(tmp_path / "killed"):
+    for path in checkpoint.checkpoints(tmp_path / "killed"):
         shutil.rmtree(path)
     train(store.path, tmp_path / "killed", resume=True)
     straight, killed = (load_drafter(tmp_path / name).model.state_dict() for name in ("straight", "killed"))

@@ -53,7 +53,7 @@ def free_ports(count: int) -> list[int]:
 
 def main() -> None:
     """The body of one rank."""
-    from trainer.run.loop import train
+    from trainer.train.loop import train
 
     faulthandler.dump_traceback_later(450)
     os.environ["MASTER_ADDR"] = "127.0.0.1"

@@ -1,20 +1,24 @@
 """``hiddenstore decode``: real speculative decoding beside the plain greedy baseline."""
 
 import json
-from collections.abc import Iterator
+from itertools import islice, tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.output import common_options, examples, output
-from trainer.cli.draft_len import draft_len_option
+from hiddenstore.console.output import common_options, examples, output
+from trainer.cli.acceptance import acceptance_rows, draft_len_option, floor_members, shape_text
 
 if TYPE_CHECKING:
-    from trainer.drafting.decode import Decoded, Run
-    from trainer.drafting.evaluate import Evaluation
-    from trainer.drafting.ngram import NgramFloor
-    from trainer.drafting.prompts import Prompt
+    from trainer.drafters.base import DrafterInUse
+    from trainer.evaluate.acceptance import DraftShape
+    from trainer.evaluate.decode import DecodeResult, ShapeResult
+    from trainer.evaluate.ngram import NgramFloor
+    from trainer.evaluate.prompts import Prompt
+    from trainer.evaluate.simulate import Evaluation
+    from trainer.evaluate.target import LiveTarget
+    from trainer.train.run_folder import RunInfo
 
 # Logit gaps up to here are ties of the arithmetic; a larger one means that the output is not the target's.
 TIE_GAP = {"float32": 1e-3}
@@ -41,43 +45,53 @@ TIE_GAP_HALF = 0.5
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Target weights.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
 @common_options
-def decode(run: str, target: str, prompts: str, count: int, answers: str | None, **options: Any) -> None:
+def decode(
+    run: str,
+    target: str,
+    prompts: str,
+    shapes: "tuple[DraftShape, ...]",
+    count: int,
+    max_new_tokens: int,
+    untrained: bool,
+    answers: str | None,
+    temperature: float,
+    dtype: str | None,
+    device: str,
+) -> None:
     """Speculative decoding with the live target: lossless, one prompt at a time.
 
     Prompts whose greedy answer loops (over 30 % repeated 4-grams) are left out and counted. The same answers are also
     decoded one token at a time, for comparison.
     """
-    from hiddenstore.progress import Progress
-    from trainer.drafting import decode as engine
-    from trainer.drafting.prompts import read_prompts
-    from trainer.drafting.questions import left_out
-    from trainer.drafting.speculate import Sampling
-    from trainer.drafting.target import bundle_of, load_live_target
-    from trainer.run.loaded import load_drafter
-    from trainer.run.runs import describe
-    from trainer.scale.device import pick_device
+    from hiddenstore.console.progress import Progress
+    from trainer.evaluate.decode import DecodeLimits
+    from trainer.evaluate.decode import decode as decode_prompts
+    from trainer.evaluate.prompts import left_out, read_prompts
+    from trainer.evaluate.speculate import RejectionSampling
+    from trainer.evaluate.target import bundle_of, load_live_target
+    from trainer.parallel.group import pick_device
+    from trainer.train.loaded import load_drafter
+    from trainer.train.run_folder import describe
 
-    info, where, temperature = describe(run), pick_device(options["device"]), options["temperature"]
-    live = load_live_target(target, info.spec.drafter.aux_layers, info.spec.target, where, options["dtype"])
+    info, device = describe(run), pick_device(device)
+    live = load_live_target(target, info.spec.drafter.aux_layers, info.spec.target, device, dtype)
     head = bundle_of(live.model, info.spec.head)
-    drafter = load_drafter(run, where, head=head)
+    drafter = load_drafter(run, device, head=head)
     unusable: list[str] = []
-    source = read_prompts(prompts, live.tokenizer, live.identity, "validation", unusable)
-    asked: list[Prompt] = []
+    source, copy = tee(read_prompts(prompts, live.tokenizer, live.identity, "validation", unusable))
     with Progress("decode", total=count, unit="prompts") as progress:
-        decoded = engine.decode(
+        result = decode_prompts(
             live,
-            drafter.use,
-            _kept(source, asked),
-            options["shapes"],
-            engine.Limits(count, options["max_new_tokens"]),
-            rule=(lambda place: Sampling(temperature, drafter.vocab.target_ids, place)) if temperature else None,
+            drafter,
+            (prompt.ids for prompt in source),
+            shapes,
+            DecodeLimits(count, max_new_tokens),
+            rule=(lambda n: RejectionSampling(temperature, drafter.vocab.target_ids, n)) if temperature else None,
             on_prompt=lambda done: progress.update(len(done.prompts), looping=done.looping),
         )
-    drafters = [drafter.use]
-    if options["untrained"]:
-        drafters.append(load_drafter(run, where, head=head, untrained=True).use)
-    found, floor = _on_the_same_text(decoded, live, drafters, info, where)
+    rivals = [load_drafter(run, device, head=head, untrained=True)] if untrained else []
+    drafters: list[DrafterInUse] = [drafter, *rivals]
+    simulated, floor = _simulate_same_text(result, live, drafters, info)
     document = {
         "run": run,
         "step": drafter.step,
@@ -85,71 +99,59 @@ def decode(run: str, target: str, prompts: str, count: int, answers: str | None,
         "prompts_from": prompts,
         "prompts_unusable": len(unusable),
         "temperature": temperature,
-        **_document(decoded, found, floor, temperature),
+        **_document(result, simulated, temperature),
+        **floor_members(floor),
     }
     if answers:
-        _write_answers(Path(answers), decoded, asked, live.tokenizer)
+        _write_answers(Path(answers), result, list(islice(copy, result.tried)), live.tokenizer)
     output().data(document, human=lambda: _show(document))
-    if unusable:
-        output().warn(left_out(unusable))
-    if len(decoded.prompts) < count:
-        output().warn(f"{prompts} had only {len(decoded.prompts)} prompts to decode, {count} were asked for")
+    few = f"{prompts} had only {len(result.prompts)} prompts to decode, {count} were asked for"
+    for warning in [left_out(unusable)] * bool(unusable) + [few] * (len(result.prompts) < count):
+        output().warn(warning)
     _judge(document, live.identity.dtype)
     output().hint("hiddenstore", "export", run, "--engine", "vllm", "-o", "drafter")
 
 
-def _kept(prompts: "Iterator[Prompt]", asked: "list[Prompt]") -> Iterator[list[int]]:
-    """Token ids of prompts, read only as they are needed; each prompt given out is also put into ``asked``."""
-    for prompt in prompts:
-        asked.append(prompt)
-        yield prompt.ids
-
-
-def _on_the_same_text(
-    decoded: "Decoded", live: Any, drafters: list[Any], info: Any, where: str
+def _simulate_same_text(
+    result: "DecodeResult", live: "LiveTarget", drafters: "list[DrafterInUse]", info: "RunInfo"
 ) -> "tuple[list[Evaluation], NgramFloor | None]":
     """Simulated acceptance of each drafter and the n-gram floor, over the answers of the longest draft."""
-    from trainer.drafting.decode import recorded_packs
-    from trainer.drafting.evaluate import evaluate_packs, floor
-    from trainer.run.runs import training_store
+    from trainer.evaluate.decode import recorded_packs
+    from trainer.evaluate.simulate import evaluate_packs, floor
+    from trainer.train.run_folder import training_store
 
-    shapes = [run.tally.shape for run in decoded.runs]
-    packs = recorded_packs(live, decoded.prompts, decoded.runs[-1])
-    found = evaluate_packs(drafters, packs, shapes, device=where)
+    shapes = [decoded.tally.shape for decoded in result.by_shape]
+    packs = recorded_packs(live, result.prompts, result.by_shape[-1])
+    simulated = evaluate_packs(drafters, packs, shapes, device=str(live.device))
     store = training_store(info)
     if store is None:
         output().warn(f"{info.spec.store} is gone, so there is no n-gram floor")
-        return found, None
-    return found, floor(store, found[0].texts, shapes[-1].length)
+        return simulated, None
+    return simulated, floor(store, simulated[0].texts, shapes[-1].length)
 
 
-def _document(
-    decoded: "Decoded", found: "list[Evaluation]", floor: "NgramFloor | None", temperature: float
-) -> dict[str, Any]:
-    judged = decoded.tried - decoded.too_long
+def _document(result: "DecodeResult", simulated: "list[Evaluation]", temperature: float) -> dict[str, Any]:
+    judged = result.tried - result.too_long
     # What is simulated is greedy drafting, which says nothing of drafts that were drawn.
-    simulated = [None if temperature else tally.accepted_length for tally in found[0].tallies]
-    sweep = [_row(run, value, temperature) for run, value in zip(decoded.runs, simulated, strict=True)]
+    lengths = [None if temperature else tally.accepted_length for tally in simulated[0].tallies]
+    sweep = [_row(decoded, length, temperature) for decoded, length in zip(result.by_shape, lengths, strict=True)]
     return {
         **sweep[-1],
-        "prompts": len(decoded.prompts),
-        "prompts_tried": decoded.tried,
-        "prompts_too_long": decoded.too_long,
-        "looping": decoded.looping,
-        "looping_share": decoded.looping / judged if judged else 0.0,
-        "untrained_accepted_length": found[1].tally.accepted_length if len(found) > 1 else None,
-        "ngram_accepted_length": floor.accepted_length if floor else None,
-        "ngram_order": floor.order if floor else None,
-        "ngram_training_tokens": floor.training_tokens if floor else 0,
-        "differences": [vars(one) for run in decoded.runs for one in run.differences],
-        "prefills": len(decoded.prompts),
-        "baseline_tokens_per_s": decoded.baseline_tokens / decoded.baseline_seconds,
+        "prompts": len(result.prompts),
+        "prompts_tried": result.tried,
+        "prompts_too_long": result.too_long,
+        "looping": result.looping,
+        "looping_share": result.looping / judged if judged else 0.0,
+        "untrained_accepted_length": simulated[1].tally.accepted_length if len(simulated) > 1 else None,
+        "differences": [vars(difference) for decoded in result.by_shape for difference in decoded.differences],
+        "prefills": len(result.prompts),
+        "baseline_tokens_per_s": result.baseline_tokens / result.baseline_seconds,
         "sweep": sweep,
     }
 
 
-def _row(run: "Run", simulated: float | None, temperature: float) -> dict[str, Any]:
-    tally = run.tally
+def _row(decoded: "ShapeResult", simulated: float | None, temperature: float) -> dict[str, Any]:
+    tally = decoded.tally
     return {
         "draft_len": tally.draft_len,
         "tree_width": tally.width,
@@ -158,27 +160,19 @@ def _row(run: "Run", simulated: float | None, temperature: float) -> dict[str, A
         "per_position": tally.per_position,
         "drafts": tally.drafts,
         "tokens": tally.tokens,
-        "answer_tokens": run.tokens,
+        "answer_tokens": decoded.tokens,
         "simulated_accepted_length": simulated,
-        "identical_to_greedy": None if temperature else not run.differences,
-        "target_forwards": run.target_forwards,
-        "tokens_per_s": run.tokens / run.seconds,
+        "identical_to_greedy": None if temperature else not decoded.differences,
+        "target_forwards": decoded.target_forwards,
+        "tokens_per_s": decoded.tokens / decoded.seconds,
     }
 
 
 def _show(document: dict[str, Any]) -> None:
-    from hiddenstore.cli.terminal import percent
-    from trainer.cli.evaluate import floor_text, positions_text, shape_text
+    from hiddenstore.console.text import percent
 
     identical = document["prompts"] - len(document["differences"])
-    rows = [
-        (
-            "accepted length",
-            f"{document['accepted_length']:.3f}  drafts of {shape_text(document)}, bonus token counted",
-        ),
-        ("by position", positions_text(document["per_position"])),
-        ("n-gram floor", floor_text(document)),
-    ]
+    rows = acceptance_rows(document)
     if document["simulated_accepted_length"] is not None:
         rows.append(("eval, same text", f"{document['simulated_accepted_length']:.3f}"))
     if document["untrained_accepted_length"] is not None:
@@ -227,11 +221,11 @@ def _judge(document: dict[str, Any], dtype: str) -> None:
         raise click.exceptions.Exit(3)
 
 
-def _write_answers(path: Path, decoded: "Decoded", asked: "list[Prompt]", tokenizer: Any) -> None:
+def _write_answers(path: Path, result: "DecodeResult", prompts: "list[Prompt]", tokenizer: Any) -> None:
     lines = []
-    for place, prompt, answer in zip(decoded.chosen, decoded.prompts, decoded.runs[-1].answers, strict=True):
+    for index, prompt, answer in zip(result.indices, result.prompts, result.by_shape[-1].answers, strict=True):
         text = tokenizer.decode(answer, skip_special_tokens=True)
-        messages = asked[place].messages
+        messages = prompts[index].messages
         row: dict[str, Any] = {"prompt_ids": prompt, "answer_ids": answer, "answer": text}
         if messages is not None:
             row["messages"] = [*messages, {"role": "assistant", "content": text}]

@@ -1,19 +1,38 @@
 """``hiddenstore eval``: simulated acceptance over recorded text, or what a running server gets accepted."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
-from hiddenstore.cli.output import common_options, examples, output
-from trainer.cli.draft_len import draft_len_option
-from trainer.cli.served import measure_servers, served_options
+from hiddenstore.console.output import common_options, examples, output
+from trainer.cli.acceptance import acceptance_rows, draft_len_option, floor_members, shape_text
 
 if TYPE_CHECKING:
-    from trainer.drafting.acceptance import DraftShape
-    from trainer.drafting.evaluate import Evaluation
-    from trainer.drafting.ngram import NgramFloor
+    from schemas.manifest import Split
+    from trainer.evaluate.acceptance import DraftShape
+    from trainer.evaluate.prompts import Question
+    from trainer.evaluate.server import Render, Server
+    from trainer.evaluate.server_report import TaskResult
+    from trainer.evaluate.simulate import Evaluation
+
+ENGINES = ("vllm", "sglang", "http")
+
+
+class _ServerOptions(TypedDict):
+    """The options that measure servers."""
+
+    servers: tuple[str, ...]
+    baseline_server: str | None
+    prompts: tuple[str, ...]
+    api_key_env: str | None
+    model: str | None
+    target: str | None
+    count: int | None
+    max_new_tokens: int
+    temperature: float
+    concurrency: int
+    markdown: str | None
 
 
 @click.command(
@@ -37,9 +56,30 @@ if TYPE_CHECKING:
 @click.option("--best", is_flag=True, help="The checkpoint of RUN that validated best, not its newest.")
 @click.option("--untrained", is_flag=True, help="Also walk with the drafter as it was before training.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
-@served_options
+@click.option("--engine", type=click.Choice(ENGINES), help="Measure a running server instead of walking text.")
+@click.option("--server", "servers", multiple=True, metavar="URL", help="Of the server; several make a table.")
+@click.option("--baseline-server", metavar="URL", help="The same target without speculation, for the speed-up.")
+@click.option("--prompts", "prompts", multiple=True, metavar="FILE", help="JSONL of questions; repeatable.")
+@click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the servers' key.")
+@click.option("--model", help="The served model, where a server has several.")
+@click.option("--target", help="Render prompts with this tokenizer here, and send token ids.")
+@click.option("-n", "--count", type=click.IntRange(min=1), help="Questions of each task. Default: all.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per answer.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=1, show_default=True, help="At a time.")
+@click.option("--markdown", type=click.Path(dir_okay=False), metavar="FILE", help="Also write the table there.")
 @common_options
-def evaluate(run: str | None, store: str | None, engine: str | None, **options: Any) -> None:
+def evaluate(
+    run: str | None,
+    store: str | None,
+    split: "Split",
+    shapes: "tuple[DraftShape, ...]",
+    best: bool,
+    untrained: bool,
+    device: str,
+    engine: str | None,
+    **options: Unpack[_ServerOptions],
+) -> None:
     """How many tokens a target forward yields, simulated over recorded text or measured on a running server.
 
     RUN is a training run or one of its checkpoints. The text is walked as a server drafts it: each draft starts where
@@ -51,112 +91,80 @@ def evaluate(run: str | None, store: str | None, engine: str | None, **options: 
     if engine is not None:
         if run is not None:
             raise click.UsageError("--engine measures a server: leave RUN and STORE out")
-        measure_servers({"engine": engine, **options})
-        return
-    if run is None or store is None or options["servers"]:
+        _measure_servers(engine, options)
+    elif run is None or store is None or options["servers"]:
         raise click.UsageError("expected RUN and STORE, or --engine with --server and --prompts")
-    _evaluate(run, store, **{name: options[name] for name in ("split", "shapes", "best", "untrained", "device")})
+    else:
+        _simulate(run, store, split, shapes, best, untrained, device)
 
 
-def _evaluate(
-    run: str, store: str, split: str, shapes: "tuple[DraftShape, ...]", best: bool, untrained: bool, device: str
+def _simulate(
+    run: str, store: str, split: "Split", shapes: "tuple[DraftShape, ...]", best: bool, untrained: bool, device: str
 ) -> None:
-    from hiddenstore.head import HeadBundle
-    from hiddenstore.identity import target_word
-    from hiddenstore.progress import Progress
+    from hiddenstore.console.progress import Progress
     from hiddenstore.store import Store
-    from trainer.drafting import evaluate as engine
-    from trainer.run.checkpoint import best as best_checkpoint
-    from trainer.run.loaded import load_drafter
-    from trainer.run.runs import describe, training_store
-    from trainer.scale.device import pick_device
+    from hiddenstore.targets.identity import target_argument
+    from trainer.evaluate import simulate
+    from trainer.parallel.group import pick_device
+    from trainer.train.checkpoint import best as best_checkpoint
+    from trainer.train.loaded import load_drafter
+    from trainer.train.run_folder import describe, training_store
 
     if best:
         run = str(best_checkpoint(Path(run)))
     info, text = describe(run), Store.open(store)
-    engine.require_same_capture(info.spec.target, text, f"hiddenstore eval {run} {info.spec.store}")
-    where = pick_device(device)
-    head = HeadBundle.load(text)
-    final_norm = text.capture.final_norm
-    loaded = [load_drafter(run, where, head=head, final_norm=final_norm)]
-    if untrained:
-        loaded.append(load_drafter(run, where, head=head, final_norm=final_norm, untrained=True))
+    simulate.require_same_capture(info.spec.target, text, f"hiddenstore eval {run} {info.spec.store}")
+    device = pick_device(device)
+    head, final_norm = text.head(), text.capture.final_norm
+    drafters = [
+        load_drafter(run, device, head=head, final_norm=final_norm, untrained=fresh)
+        for fresh in ([False, True] if untrained else [False])
+    ]
     total = sum(entry.tokens for _, entry in text.entries if entry.split == split)
     with Progress("eval", total=total, unit="tokens") as progress:
-        found = engine.evaluate(
-            [one.use for one in loaded],
-            text,
-            split,  # type: ignore[arg-type]
-            shapes,
-            device=where,
-            on_pack=progress.advance,
-        )
+        results = simulate.evaluate(drafters, text, split, shapes, device=device, on_pack=progress.advance)
     trained_on = training_store(info)
     if trained_on is None:
         output().warn(f"{info.spec.store} is gone: the n-gram floor is made from the training split of {store}")
-    floor = engine.floor(trained_on or text, found[0].texts, shapes[-1].length)
+    floor = simulate.floor(trained_on or text, results[0].texts, shapes[-1].length)
     document = {
         "run": run,
-        "step": loaded[0].step,
+        "step": drafters[0].step,
         "store": store,
         "split": split,
-        **_document(found[0], floor),
-        "untrained_accepted_length": found[1].tally.accepted_length if untrained else None,
-    }
-    output().data(document, human=lambda: _show(document))
-    output().hint("hiddenstore", "decode", run, "--target", target_word(text.capture.target), "--prompts", store)
-
-
-def _document(found: "Evaluation", floor: "NgramFloor") -> dict[str, Any]:
-    tally = found.tally
-    return {
-        "draft_len": tally.draft_len,
-        "tree_width": tally.width,
-        "samples": len(found.texts),
-        "accepted_length": tally.accepted_length,
-        "slot_accepted_length": tally.slot_accepted_length,
-        "per_position": tally.per_position,
-        "drafts": tally.drafts,
-        "tokens": tally.tokens,
-        "ngram_accepted_length": floor.accepted_length,
-        "ngram_order": floor.order,
+        **_simulated(results[0]),
+        **floor_members(floor),
         "ngram_per_order": list(floor.per_order),
-        "ngram_training_tokens": floor.training_tokens,
-        "sweep": [
-            {
-                "draft_len": one.draft_len,
-                "tree_width": one.width,
-                "accepted_length": one.accepted_length,
-                "slot_accepted_length": one.slot_accepted_length,
-                "per_position": one.per_position,
-                "drafts": one.drafts,
-            }
-            for one in found.tallies
-        ],
+        "untrained_accepted_length": results[1].tally.accepted_length if untrained else None,
     }
+    output().data(document, human=lambda: _show_simulated(document))
+    output().hint("hiddenstore", "decode", run, "--target", target_argument(text.capture.target), "--prompts", store)
 
 
-def _show(document: dict[str, Any]) -> None:
-    from hiddenstore.cli.terminal import plural
-
-    rows = [
-        (
-            "accepted length",
-            f"{document['accepted_length']:.3f}  drafts of {shape_text(document)}, bonus token counted",
-        ),
-        ("slot average", _number(document["slot_accepted_length"])),
-        ("by position", positions_text(document["per_position"])),
-        ("n-gram floor", floor_text(document)),
+def _simulated(result: "Evaluation") -> dict[str, Any]:
+    sweep = [
+        {
+            "draft_len": tally.draft_len,
+            "tree_width": tally.width,
+            "accepted_length": tally.accepted_length,
+            "slot_accepted_length": tally.slot_accepted_length,
+            "per_position": tally.per_position,
+            "drafts": tally.drafts,
+        }
+        for tally in result.tallies
     ]
+    return {**sweep[-1], "samples": len(result.texts), "tokens": result.tally.tokens, "sweep": sweep}
+
+
+def _show_simulated(document: dict[str, Any]) -> None:
+    from hiddenstore.console.text import plural
+
+    rows = acceptance_rows(document)
+    rows.insert(1, ("slot average", _number(document["slot_accepted_length"])))
     if document["untrained_accepted_length"] is not None:
         rows.append(("untrained", f"{document['untrained_accepted_length']:.3f}"))
-    rows.append(
-        (
-            "walked",
-            f"{plural(document['samples'], document['split'] + ' sample')}: {document['drafts']:,} drafts, "
-            f"{document['tokens']:,} tokens",
-        )
-    )
+    samples = plural(document["samples"], document["split"] + " sample")
+    rows.append(("walked", f"{samples}: {document['drafts']:,} drafts, {document['tokens']:,} tokens"))
     output().pairs(rows)
     if len(document["sweep"]) > 1:
         output().table(
@@ -168,29 +176,136 @@ def _show(document: dict[str, Any]) -> None:
         )
 
 
-def shape_text(row: dict[str, Any]) -> str:
-    """``3``, or ``5x4`` for a tree."""
-    width = row["tree_width"]
-    return f"{row['draft_len']}x{width}" if width > 1 else str(row["draft_len"])
-
-
-def positions_text(shares: Sequence[float]) -> str:
-    """``0.282  0.105  0.004``; a long draft's last positions, which were never accepted, are counted only."""
-    reached = max((at for at, share in enumerate(shares, 1) if share > 0), default=0)
-    shown = max(reached, 8)
-    never = f"  0 at {len(shares) - shown} more" if len(shares) > shown else ""
-    return "  ".join(f"{share:.3f}" for share in shares[:shown]) + never
-
-
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def floor_text(document: dict[str, Any]) -> str:
-    """The n-gram floor on one line."""
-    if document["ngram_accepted_length"] is None:
-        return "unknown: no training text"
-    return (
-        f"{document['ngram_accepted_length']:.3f}  order {document['ngram_order']} of 1–4, from "
-        f"{document['ngram_training_tokens']:,} training tokens"
-    )
+def _measure_servers(engine: str, options: _ServerOptions) -> None:
+    """Ask every question of every server and print what was measured.
+
+    Raises:
+        ConfigError: no server or prompts named; a server that does not draft, or serves another model.
+        StorageError, CaptureError: what HttpClient raises.
+    """
+    from hiddenstore.errors import ConfigError
+    from trainer.evaluate.prompts import left_out, read_questions
+    from trainer.evaluate.server_report import require_one_model
+
+    for name, values in (("--server URL", options["servers"]), ("--prompts FILE", options["prompts"])):
+        if not values:
+            raise ConfigError(f"eval --engine {engine} needs {name}", kind="usage", hint=name)
+    unusable: list[str] = []
+    questions = read_questions(options["prompts"], unusable, options["count"])
+    if unusable:
+        output().warn(left_out(unusable))
+    render = _renderer(options["target"]) if options["target"] else None
+    servers = [_open(engine, options, url, render) for url in options["servers"]]
+    baseline = _open(engine, options, options["baseline_server"], render) if options["baseline_server"] else None
+    for server in servers:
+        if baseline:
+            require_one_model(server, baseline)
+        if engine == "vllm" and server.counts() is None:
+            raise server.no_counts()
+    document = {
+        "engine": engine,
+        "model": servers[0].model,
+        "server": options["servers"][0],
+        "baseline_server": options["baseline_server"],
+        "prompts_from": list(options["prompts"]),
+        "prompts_unusable": len(unusable),
+        "temperature": options["temperature"],
+        "max_new_tokens": options["max_new_tokens"],
+        "concurrency": options["concurrency"],
+        **_measured(servers, baseline, questions, options),
+    }
+    if options["markdown"]:
+        _write_markdown(Path(options["markdown"]), document)
+    output().data(document, human=lambda: _show_measured(document))
+    if not options["markdown"] or baseline is None:
+        output().hint("--baseline-server URL gives the speed-up, --markdown FILE the table for a report")
+
+
+def _measured(
+    servers: "list[Server]", baseline: "Server | None", questions: "list[Question]", options: _ServerOptions
+) -> dict[str, Any]:
+    """The rows of all servers, and the total of the first as members of its own, as ``eval`` of a store has them."""
+    from hiddenstore.console.progress import Progress
+    from trainer.evaluate.server import SamplingOptions
+    from trainer.evaluate.server_report import ALL, measure, row_of
+
+    sampling = SamplingOptions(options["max_new_tokens"], options["temperature"])
+    turns = sum(1 + len(question.more) for question in questions)
+    rows: list[dict[str, Any]] = []
+    with Progress("eval", total=len(questions) * (len(servers) + bool(baseline)), unit="questions") as progress:
+
+        def results_of(server: "Server") -> "list[TaskResult]":
+            return measure(server, questions, sampling, options["concurrency"], lambda: progress.advance(1))
+
+        plain = {result.task: result for result in results_of(baseline)} if baseline else {}
+        for server in servers:
+            results = results_of(server)
+            if server.counts_each_answer and results[-1].counts is None:
+                raise server.no_counts()
+            rows += [row_of(server.client.url, result, plain.get(result.task)) for result in results]
+    for row in rows:
+        if row["others_were_served"] and row["task"] != ALL:
+            output().warn(f"{row['server']} drafted for others while {row['task']} ran: its accepted length is mixed")
+    if all(row["accepted_length"] is None for row in rows):
+        output().warn("the server counts no drafts where we can read it: speed only")
+    total = next(row for row in rows if row["task"] == ALL)
+    names = ("draft_len", "accepted_length", "per_position", "drafts", "tokens_per_s", "speedup")
+    return {**{name: total[name] for name in names}, "answers": turns, "rows": rows}
+
+
+def _open(engine: str, options: _ServerOptions, url: str, render: "Render | None") -> "Server":
+    from hiddenstore.http import HttpClient, ServerAccess
+    from trainer.evaluate.server import SERVERS
+
+    hint = f"start it, or look whether it is up: curl {url}/v1/models"
+    # One try: the time of a failed one would be in the figures.
+    client = HttpClient(ServerAccess(url, tries=1, api_key_env=options["api_key_env"], hint=hint))
+    return SERVERS[engine](client, options["model"], render)
+
+
+def _renderer(target: str) -> "Render":
+    from transformers import AutoTokenizer
+
+    from hiddenstore.errors import ConfigError
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target)
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"no tokenizer at {target}: {reason}", kind="target-unreadable") from error
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"the tokenizer of {target} has no chat template", kind="template-missing")
+
+    def render(messages: Any) -> list[int]:
+        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        return [int(token) for token in ids]
+
+    return render
+
+
+def _write_markdown(path: Path, document: dict[str, Any]) -> None:
+    from hiddenstore.fs.seam import storage_error
+    from trainer.evaluate.server_report import markdown
+
+    try:
+        path.write_text(markdown(document), encoding="utf-8")
+    except OSError as error:
+        raise storage_error(error, str(path)) from error
+
+
+def _show_measured(document: dict[str, Any]) -> None:
+    from trainer.evaluate.server_report import table
+
+    urls = list(dict.fromkeys(row["server"] for row in document["rows"]))
+    for url in urls:
+        if len(urls) > 1:
+            output().print(url)
+        head, cells = table([row for row in document["rows"] if row["server"] == url])
+        output().table([head[0], *(f">{name}" for name in head[1:])], cells)
+    answers = f"{document['answers']:,} answers of at most {document['max_new_tokens']:,} tokens"
+    how = f"{document['concurrency']} at a time, temperature {document['temperature']:g}"
+    output().pairs([("model", document["model"]), ("asked", f"{answers}, {how}")])

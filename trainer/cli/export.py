@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.output import common_options, examples, output
+from hiddenstore.console.output import common_options, examples, output
 
 if TYPE_CHECKING:
-    from trainer.run.loaded import LoadedDrafter
+    from trainer.export.write import ExportedDrafter
+    from trainer.train.loaded import LoadedDrafter
 
 
 @click.command(
@@ -53,17 +54,15 @@ def export(
     missing = [name for name, value in (("RUN", run), ("--engine", engine), ("--out", out)) if value is None]
     if run is None or engine is None or out is None:
         raise click.UsageError(f"{' and '.join(missing)} missing; --list shows which engine takes which drafter")
-    from trainer.export import export as write
-    from trainer.export.from_run import checkpoint_of
     from trainer.export.support import engine_named
-    from trainer.run.loaded import load_drafter
+    from trainer.export.write import checkpoint_of, stretched
+    from trainer.export.write import export as write
+    from trainer.train.loaded import load_drafter
 
     engine_named(engine)
     loaded = load_drafter(run)
     checkpoint = checkpoint_of(loaded, run, target)
     if yarn is not None:
-        from trainer.export.write import stretched
-
         checkpoint = stretched(checkpoint, *yarn)
     done = write(checkpoint, engine, Path(out), dtype, version)
     serve = _to_serve(loaded, engine, out)
@@ -82,32 +81,32 @@ def export(
         "verified": True,
         "serve": serve,
     }
-
-    def show() -> None:
-        output().table(
-            ["tensor", "dtype", "shape"],
-            [(name, kind, " × ".join(str(n) for n in shape)) for name, (kind, shape) in done.tensors.items()],
-        )
-        reads = f"{done.layer_ids} in {engine}'s numbering" if done.layer_ids else "none: the final hidden only"
-        output().pairs(
-            [
-                ("written", f"{out}: {done.bytes / 1e6:.2f} MB in {done.dtype}, step {loaded.step}"),
-                ("for", f"{engine} {done.version}: {done.drafter}, {done.draft_len} tokens a draft"),
-                ("reads layers", reads),
-                ("read back", "same logits, bit for bit"),
-            ]
-        )
-
-    output().data(document, human=show)
+    output().data(document, human=lambda: _show(done, loaded.step))
     output().hint(*serve)
 
 
+def _show(done: "ExportedDrafter", step: int) -> None:
+    output().table(
+        ["tensor", "dtype", "shape"],
+        [(name, kind, " × ".join(str(n) for n in shape)) for name, (kind, shape) in done.tensors.items()],
+    )
+    reads = f"{done.layer_ids} in {done.engine}'s numbering" if done.layer_ids else "none: the final hidden only"
+    output().pairs(
+        [
+            ("written", f"{done.path}: {done.bytes / 1e6:.2f} MB in {done.dtype}, step {step}"),
+            ("for", f"{done.engine} {done.version}: {done.drafter}, {done.draft_len} tokens a draft"),
+            ("reads layers", reads),
+            ("read back", "same logits, bit for bit"),
+        ]
+    )
+
+
 def _to_serve(loaded: "LoadedDrafter", engine: str, out: str) -> list[str]:
-    from hiddenstore.identity import target_word
+    from hiddenstore.targets.identity import target_argument
 
     if engine == "speculators":
         return ["vllm", "serve", out]
-    return ["hiddenstore", "serve", out, "--engine", engine, "--target", target_word(loaded.identity)]
+    return ["hiddenstore", "serve", out, "--engine", engine, "--target", target_argument(loaded.identity)]
 
 
 def _list(engine: str | None, version: str | None) -> None:

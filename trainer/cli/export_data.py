@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hiddenstore.cli.output import common_options, examples, output
+from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.dumps import LAYOUTS, SHORT_NAMES
 from hiddenstore.errors import ConfigError
-from hiddenstore.interop import LAYOUTS, SHORT_NAMES
 
 if TYPE_CHECKING:
-    from hiddenstore.interop.common import ExportedData
+    from hiddenstore.dumps.common import ExportedData
 
 
 @click.command(
@@ -44,47 +44,49 @@ def export_data(store: str, name: str, out: str, layers: str | None, missing_fin
     Where that project reads the final hidden after the target's final norm, a store that holds it before is normed on
     the way out; the other way round is refused.
     """
-    from hiddenstore.interop import get_layout
-    from hiddenstore.interop.common import ExportOptions, export_samples
-    from hiddenstore.interop.speculators import train_command
-    from hiddenstore.progress import Progress
+    from hiddenstore.console.progress import Progress
+    from hiddenstore.dumps import get_layout
+    from hiddenstore.dumps.common import ExportOptions, export_samples
+    from hiddenstore.dumps.speculators import train_command
     from hiddenstore.store import Store
 
     source = Store.open(store)
     total = sum(entry.tokens for _, entry in source.entries)
     options = ExportOptions(_numbers(layers), missing_final)  # type: ignore[arg-type]
     with Progress("export-data", total=total, unit="tokens") as progress:
-        done = export_samples(source, Path(out), get_layout(name), options, progress.advance)
-    output().data(_document(store, done), human=lambda: output().pairs(_lines(done)))
-    if done.zero_rows:
-        output().warn(f"{done.zero_rows:,} of {done.tokens:,} rows of the final hidden are zeros: the store lacks them")
-    if done.layout == "speculators":
-        output().hint(*train_command(done))
+        exported = export_samples(source, Path(out), get_layout(name), options, progress.advance)
+    output().data(_document(store, exported), human=lambda: output().pairs(_lines(exported)))
+    if exported.zero_rows:
+        rows = f"{exported.zero_rows:,} of {exported.tokens:,} rows"
+        output().warn(f"{rows} of the final hidden are zeros: the store lacks them")
+    if exported.layout == "speculators":
+        output().hint(*train_command(exported))
 
 
-def _document(store: str, done: "ExportedData") -> dict[str, object]:
+def _document(store: str, exported: "ExportedData") -> dict[str, object]:
     return {
         "store": store,
-        "to": done.layout,
-        "path": str(done.path),
-        "samples": done.samples,
-        "validation_samples": done.validation_samples,
-        "tokens": done.tokens,
-        "bytes": done.bytes,
-        "layers": done.layers,
-        "layer_ids": done.layer_ids,
-        "train_data_ratio": done.train_data_ratio,
-        "final_rows_of_zeros": done.zero_rows,
-        "final_norm_applied": done.normed,
+        "to": exported.layout,
+        "path": str(exported.path),
+        "samples": exported.samples,
+        "validation_samples": exported.validation_samples,
+        "tokens": exported.tokens,
+        "bytes": exported.bytes,
+        "layers": exported.layers,
+        "layer_ids": exported.layer_ids,
+        "train_data_ratio": exported.train_data_ratio,
+        "final_rows_of_zeros": exported.zero_rows,
+        "final_norm_applied": exported.normed,
     }
 
 
-def _lines(done: "ExportedData") -> list[tuple[str, str]]:
-    final = ", final norm applied" if done.normed else ""
+def _lines(exported: "ExportedData") -> list[tuple[str, str]]:
+    size = f"{exported.samples:,} samples, {exported.tokens:,} tokens, {exported.bytes / 1e6:,.1f} MB"
+    final = ", final norm applied" if exported.normed else ""
     return [
-        ("written", f"{done.path}: {done.samples:,} samples, {done.tokens:,} tokens, {done.bytes / 1e6:,.1f} MB"),
-        ("layers", f"{done.layer_ids} as {done.layout} counts{final}"),
-        ("validation", f"the last {done.validation_samples:,} samples"),
+        ("written", f"{exported.path}: {size}"),
+        ("layers", f"{exported.layer_ids} as {exported.layout} counts{final}"),
+        ("validation", f"the last {exported.validation_samples:,} samples"),
     ]
 
 
@@ -92,6 +94,6 @@ def _numbers(text: str | None) -> list[int] | None:
     if text is None:
         return None
     try:
-        return [int(part) for part in text.split(",")]
+        return [int(number) for number in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"--layers {text!r} is no list of numbers such as 1,15,28", kind="layers-invalid") from error

@@ -2,7 +2,7 @@
 
 import click
 
-from hiddenstore.cli.output import common_options, examples, output
+from hiddenstore.console.output import common_options, examples, output
 
 
 @click.command(
@@ -30,8 +30,8 @@ def import_drafter(folder: str, run: str, store: str, layer_convention: str | No
 
     DIR holds config.json and safetensors files. Nothing in it is executed.
     """
-    from hiddenstore.cli.terminal import percent
-    from trainer.run.import_drafter import import_drafter as bring_in
+    from hiddenstore.console.text import percent
+    from trainer.export.import_drafter import import_drafter as bring_in
 
     done = bring_in(folder, run, store, layer_convention)  # type: ignore[arg-type]
     document = {

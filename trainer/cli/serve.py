@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from hiddenstore.cli.output import common_options, examples, output
+from hiddenstore.console.output import common_options, examples, output
 
 _FLAGS = "hiddenstore.serve.flags"
 
@@ -59,9 +59,9 @@ def serve(drafter: str | None, **options: Any) -> None:
         return
     from hiddenstore.errors import ConfigError
     from trainer.serve import serving_engine
-    from trainer.serve.launch import become, require_installed, write_files
-    from trainer.serve.resolve import Asked, plan_of, resolve
-    from trainer.serve.show import document_of, script, show
+    from trainer.serve.launch import become, document_of, require_installed, script, show, write_files
+    from trainer.serve.plan import ServeOptions
+    from trainer.serve.resolve import plan_of, resolve
 
     missing = [f"--{name}" for name in ("target", "engine") if not options[name]]
     if missing:
@@ -71,7 +71,7 @@ def serve(drafter: str | None, **options: Any) -> None:
             hint="hiddenstore serve DIR --target Qwen/Qwen3-8B --engine vllm",
         )
     engine = serving_engine(options["engine"])
-    asked = Asked(
+    request = ServeOptions(
         target=options["target"],
         drafter=drafter,
         method=options["method"],
@@ -82,7 +82,7 @@ def serve(drafter: str | None, **options: Any) -> None:
         flags=click.get_current_context().meta[_FLAGS],
         config_file=options["file"],
     )
-    resolved = resolve(engine, asked)
+    resolved = resolve(engine, request)
     plan = plan_of(engine, resolved.request)
     runs = not options["print_only"] and output().mode != "json"
     if runs:
@@ -105,7 +105,7 @@ def serve(drafter: str | None, **options: Any) -> None:
 
 
 def _check(file: str, version: str | None) -> None:
-    from trainer.serve.trtllm_check import check_file
+    from trainer.serve.trtllm_rules import check_file
 
     settings = check_file(Path(file), version)
     kind = (settings.get("speculative_config") or {}).get("decoding_type")

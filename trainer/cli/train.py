@@ -6,22 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.output import common_options, examples, output
+from hiddenstore.console.output import common_options, examples, output
 from trainer.drafters import DRAFTERS
-from trainer.recipes import recipe_names
+from trainer.presets import preset_names
 
 if TYPE_CHECKING:
-    from trainer.run.loop import TrainReport
+    from trainer.train.loop import TrainReport
 
-_SAID_BY_THE_FIRST = {"another-rank", "interrupted", "loss-not-finite", "loss-stays-high"}
+_REFUSED_BY_DISK = {"disk-full", "io-error", "permission-denied"}
+_REPORTED_BY_RANK_0 = {"another-rank", "interrupted", "loss-not-finite", "loss-stays-high"}
 
 
 class _Train(click.Command):
-    """What `hiddenstore.cli.inner.Checked` asks for."""
+    """Its settings can be checked before the store exists: a `hiddenstore.cli.inner.Checked`."""
 
     def check(self, **params: Any) -> None:
-        from trainer.config import check_settings
-        from trainer.recipes import settings_file
+        from trainer.presets import settings_file
+        from trainer.settings import check_settings
 
         file = None if params["file"] is None else settings_file(params["file"])
         check_settings(params["drafter"], file, params["words"])
@@ -42,17 +43,17 @@ class _Train(click.Command):
 @click.option("-o", "--out", "run", required=True, metavar="RUN", help="Folder of the run.")
 @click.option("--drafter", metavar="NAME", help=f"{', '.join(DRAFTERS)}; eagle3 where nothing else names one.")
 @click.option(
-    "-c", "--config", "file", metavar="FILE", help=f"YAML settings, or a recipe by name: {', '.join(recipe_names())}."
+    "-c", "--config", "file", metavar="FILE", help=f"YAML settings, or a preset by name: {', '.join(preset_names())}."
 )
 @click.option("--resume", is_flag=True, help="Continue RUN exactly where its newest checkpoint stands.")
 @common_options
 def train(store: str, words: tuple[str, ...], run: str, drafter: str | None, file: str | None, resume: bool) -> None:
     """Train a drafter from a store; the target is not needed."""
     from hiddenstore.errors import HiddenstoreError
-    from hiddenstore.fs import storage_error
-    from hiddenstore.rank import from_environment
-    from trainer.run.loop import train as train_run
-    from trainer.scale.threads import use_all_cores
+    from hiddenstore.fs.seam import storage_error
+    from hiddenstore.process import from_environment
+    from trainer.parallel.group import use_all_cores
+    from trainer.train.loop import train as train_run
 
     use_all_cores()
     is_first = from_environment().is_first
@@ -60,46 +61,33 @@ def train(store: str, words: tuple[str, ...], run: str, drafter: str | None, fil
         output().mode = "silent"
     try:
         report = train_run(store, run, drafter=drafter, file=file, words=words, resume=resume)
+    except OSError as error:
+        refusal = storage_error(error, error.filename or run)
+        if refusal.kind in _REFUSED_BY_DISK and Path(run, "run.json").is_file():
+            refusal.hint = shlex.join(["hiddenstore", "train", store, "-o", run, "--resume"])
+        raise refusal from (None if refusal is error else error)
     except HiddenstoreError as error:
-        if is_first or error.kind not in _SAID_BY_THE_FIRST:
+        if is_first or error.kind not in _REPORTED_BY_RANK_0:
             raise
         raise click.exceptions.Exit(error.exit_code) from error
-    except OSError as error:
-        is_there = Path(run, "run.json").is_file()
-        again = shlex.join(["hiddenstore", "train", store, "-o", run, "--resume"]) if is_there else None
-        raise storage_error(error, error.filename or run, again) from error
     output().data(_document(report), human=lambda: output().pairs(_rows(report)), quiet=str(report.checkpoint))
     if report.stopped_early:
         output().note("stopped early: no better validation within train.patience; train.patience=N --resume goes on")
     elif report.was_finished:
         output().note(f"nothing to do: {run} finished at step {report.steps:,}; more steps: train.max_steps=N --resume")
-    is_best = report.best in (None, report.checkpoint)
+    is_best = report.best_checkpoint in (None, report.checkpoint)
     output().hint("hiddenstore", "eval", run, store, *([] if is_best else ["--best"]))
 
 
 def _document(report: "TrainReport") -> dict[str, Any]:
-    return {
-        "run": str(report.run),
-        "checkpoint": str(report.checkpoint),
-        "steps": report.steps,
-        "loss": report.loss,
-        "acc": report.acc,
-        "validation": report.validation,
-        "best_checkpoint": str(report.best) if report.best else None,
-        "skipped_steps": report.skipped_steps,
-        "stopped_early": report.stopped_early,
-        "seconds": report.seconds,
-        "trainable_parameters": report.trainable,
-        "vocab_coverage": report.vocab_coverage,
-        "was_finished": report.was_finished,
-    }
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(report).items()}
 
 
 def _rows(report: "TrainReport") -> list[tuple[str, str]]:
-    from hiddenstore.cli.terminal import percent
+    from hiddenstore.console.text import percent
 
     rows = [
-        ("drafter", f"{report.trainable:,} trainable parameters"),
+        ("drafter", f"{report.trainable_parameters:,} trainable parameters"),
         ("draft vocabulary", f"covers {percent(report.vocab_coverage)} of the supervised tokens"),
         ("steps", f"{report.steps:,}" + ("" if report.was_finished else f" in {report.seconds:,.0f} s")),
         ("loss", f"{report.loss:.4f}  of the last step, depths weighted"),
@@ -112,6 +100,6 @@ def _rows(report: "TrainReport") -> list[tuple[str, str]]:
     if report.skipped_steps:
         rows.append(("skipped", f"{report.skipped_steps:,} steps whose loss was a spike: see metrics.jsonl"))
     rows.append(("checkpoint", str(report.checkpoint)))
-    if report.best is not None and report.best != report.checkpoint:
-        rows.append(("best checkpoint", str(report.best)))
+    if report.best_checkpoint not in (None, report.checkpoint):
+        rows.append(("best checkpoint", str(report.best_checkpoint)))
     return rows

@@ -1,13 +1,11 @@
 """``hiddenstore vocab``."""
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import click
 
-from hiddenstore.cli.output import common_options, examples, output
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from hiddenstore.console.output import common_options, examples, output
 
 CURVE_WIDTH = 40
 
@@ -32,8 +30,6 @@ def vocab(store: str, size: int, out: str | None, existing: str | None, curve: b
     A drafter never proposes a token outside it: 99 % coverage means that one token in a hundred ends a draft. The curve
     says how much each larger vocabulary, and so each larger LM head of the drafter, would add.
     """
-    from pathlib import Path
-
     from hiddenstore.store import Store
     from trainer.vocab import DraftVocab, count_store, coverage, coverage_curve, curve_sizes
 
@@ -41,20 +37,19 @@ def vocab(store: str, size: int, out: str | None, existing: str | None, curve: b
     target_size = opened.capture.target.vocab_size
     counts = count_store(opened, target_size)
     if existing is not None:
-        chosen = DraftVocab.load(existing, target_size)
+        draft = DraftVocab.load(existing, target_size)
     else:
-        chosen = DraftVocab.of_counts(counts, min(size, target_size))
+        draft = DraftVocab.of_counts(counts, min(size, target_size))
     distinct = int((counts > 0).sum())
-    points = coverage_curve(counts, [*curve_sizes(target_size, distinct), chosen.size])
+    points = coverage_curve(counts, [*curve_sizes(target_size, distinct), draft.size])
     if out is not None:
-        _write(Path(out), chosen.save_bytes())
+        _write(Path(out), draft.save_bytes())
     if plot is not None:
-        _draw(Path(plot), coverage_curve(counts, range(1, target_size + 1)), chosen.size)
-    covered = coverage(chosen, counts)
+        _draw(Path(plot), coverage_curve(counts, range(1, target_size + 1)), draft.size)
     document: dict[str, Any] = {
-        "size": chosen.size,
+        "size": draft.size,
         "target_size": target_size,
-        "coverage": covered,
+        "coverage": coverage(draft, counts),
         "supervised_tokens": int(counts.sum()),
         "distinct_tokens": distinct,
         "path": out,
@@ -69,18 +64,18 @@ def vocab(store: str, size: int, out: str | None, existing: str | None, curve: b
         output().hint("hiddenstore", "vocab", store, "--size", "N", "-o", "vocab.safetensors")
 
 
-def _write(path: "Path", data: bytes) -> None:
+def _write(path: Path, data: bytes) -> None:
     from hiddenstore.errors import ConflictError
-    from trainer.run.checkpoint import write_atomically
+    from hiddenstore.fs.publish import replace_file
 
     if path.exists() and path.read_bytes() != data:
         raise ConflictError(f"{path} exists and holds something else", kind="file-exists")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, data)
+    replace_file(path, data)
 
 
 def _show(document: dict[str, Any], with_curve: bool) -> None:
-    from hiddenstore.cli.terminal import bar, percent
+    from hiddenstore.console.text import bar, percent
 
     output().pairs(
         [
@@ -100,19 +95,25 @@ def _show(document: dict[str, Any], with_curve: bool) -> None:
         output().table([">size", ">coverage", ""], rows)
 
 
-def _draw(path: "Path", points: list[tuple[int, float]], chosen: int) -> None:
+def _draw(path: Path, points: list[tuple[int, float]], size: int) -> None:
     from io import BytesIO
 
     from hiddenstore.errors import ConfigError
 
     if path.suffix not in (".png", ".svg"):
         raise ConfigError(f"{path} is neither .png nor .svg", kind="plot-format", hint="--plot coverage.png")
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        from hiddenstore.doctor.installation import install_command
+
+        fix = install_command("matplotlib", "plot")
+        raise ConfigError("--plot needs matplotlib, which is not installed", kind="plot-missing", hint=fix) from error
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(*zip(*points, strict=True))
-    axes.axvline(chosen, color="grey", linestyle=":", label=f"{chosen:,} chosen")
+    axes.axvline(size, color="grey", linestyle=":", label=f"{size:,} chosen")
     axes.set(xscale="log", xlabel="draft vocabulary (tokens)", ylabel="share of supervised tokens", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")

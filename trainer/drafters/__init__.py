@@ -1,39 +1,35 @@
 """The table of drafters: a new one is a file here, which defines a `DrafterKind`, and a line in ``DRAFTERS``."""
 
-import difflib
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore.errors import ConfigError
-from hiddenstore.identity import target_word
+from hiddenstore.registry import Registry
+from hiddenstore.targets.identity import target_argument
+from hiddenstore.targets.layer_rules import LAYER_RULES
 
 if TYPE_CHECKING:
     from schemas.capture import CaptureSpec
     from trainer.drafters.base import DrafterKind, Needs
 
-DRAFTERS: dict[str, str] = {
-    "eagle1": "trainer.drafters.eagle1:EAGLE1",
-    "eagle3": "trainer.drafters.eagle3:EAGLE3",
-    "dflash": "trainer.drafters.dflash:DFLASH",
-    "medusa": "trainer.drafters.medusa:MEDUSA",
-}
+DRAFTERS: "Registry[DrafterKind[Any, Any, Any]]" = Registry(
+    "drafter",
+    "hiddenstore.drafters",
+    {
+        "eagle1": "trainer.drafters.eagle1:EAGLE1",
+        "eagle3": "trainer.drafters.eagle3:EAGLE3",
+        "dflash": "trainer.drafters.dflash:DFLASH",
+        "medusa": "trainer.drafters.medusa:MEDUSA",
+    },
+    "trainer.drafters.base:DrafterKind",
+    option="--drafter",
+)
 
 
 def drafter_kind(name: str) -> "DrafterKind[Any, Any, Any]":
-    """The drafter of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name not in DRAFTERS:
-        near = difflib.get_close_matches(name, DRAFTERS, n=1)
-        raise ConfigError(
-            f"unknown drafter {name!r}; there are: {', '.join(DRAFTERS)}",
-            kind="drafter-unknown",
-            hint=f"--drafter {near[0]}" if near else None,
-        )
-    module, attribute = DRAFTERS[name].split(":")
-    kind: DrafterKind[Any, Any, Any] = getattr(import_module(module), attribute)
+    """The drafter of that name; ConfigError ``drafter-unknown``, ``plugin-broken``."""
+    kind = DRAFTERS[name]
+    if kind.layers not in LAYER_RULES:
+        raise DRAFTERS.broken(name, f"reads the layers {kind.layers!r}, of which there is no {LAYER_RULES.group}")
     return kind
 
 
@@ -61,6 +57,6 @@ def check_store(name: str, needs: "Needs", capture: "CaptureSpec", where: str) -
         raise ConfigError(
             f"{name} cannot be trained on {where}: it lacks {' and '.join(lacks)}",
             kind="store-lacks-states",
-            hint=f"hiddenstore collect DATA -o NEW_STORE --target {target_word(capture.target)} --layers {layers}"
+            hint=f"hiddenstore collect DATA -o NEW_STORE --target {target_argument(capture.target)} --layers {layers}"
             + words,
         )

@@ -5,23 +5,22 @@ U draft vocabulary, n rows of logits.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError
-from hiddenstore.head import HeadBundle
-from schemas.capture import NormState
+from hiddenstore.targets.head import HeadBundle
+from hiddenstore.targets.layer_rules import LAYER_RULES
 from trainer.config import DrafterConfig, LossConfig
-from trainer.objectives.losses import StepLosses
-from trainer.vocab import DraftVocab
-
-if TYPE_CHECKING:
-    from trainer.drafting.tree import LiveTree
+from trainer.formats.base import DrafterExport
+from trainer.losses.fused_head import StepLosses
+from trainer.losses.teacher import TargetInterface
 
 FinalRows = Literal["none", "supervised", "all"]
 
@@ -36,36 +35,36 @@ class Needs:
     hidden: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class TargetSide:
-    """What a drafter is trained and used beside: head bundle, draft vocabulary, norm state of the final hidden."""
-
-    head: HeadBundle
-    vocab: DraftVocab
-    final_norm: NormState = "pre_norm"
-
-    def normed(self, final: Tensor) -> Tensor:
-        """Final hidden after the final norm [n, D], in fp32 or the bundle's own dtype."""
-        return self.head.norm(final) if self.final_norm == "pre_norm" else final
-
-
 class Drafter(nn.Module):
-    """A drafter's weights. ``state_dict`` is what a checkpoint holds; what it borrows from the target is not in it.
+    """A drafter's weights. ``state_dict`` is what a checkpoint stores; tables of the target are not in it.
 
-    ``moment``: seed and number of the step in progress. Whatever a step draws at random is a function of these and the
+    ``rng_key``: seed and number of the step in progress. Whatever a step draws at random is a function of these and the
     sample ids, hence the same after a resume and under any number of ranks. ``recompute``: layers are made again in the
-    backward (`trainer.scale.recompute`).
+    backward (`trainer.parallel.data_parallel`).
     """
 
     config: DrafterConfig
-    moment: tuple[int, int] = (0, 0)
+    rng_key: tuple[int, int] = (0, 0)
     recompute: bool = False
 
-    def borrow(self, head: HeadBundle) -> None:
-        """Read frozen tables of the target from this bundle; called again whenever the drafter moves."""
+    def tie_weights(self, head: HeadBundle) -> None:
+        """Read frozen tables of the target from this bundle; called again whenever the drafter moves to a device."""
 
 
-class Work(Protocol):
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw fresh weights from ``seed`` alone; the generator of the process stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def rms_weight(head: HeadBundle) -> Tensor:
+    """Weight of the target's final norm as `trainer.drafters.blocks.RMSNorm` multiplies it: fp32 [D], on the CPU."""
+    return head.norm_weight.float().cpu() + float(head.spec.norm_flavour == "rms_plus_one")
+
+
+class LossInputs(Protocol):
     """One pack with its teacher read."""
 
     @property
@@ -81,7 +80,7 @@ class Work(Protocol):
         """Slots the mask admits per depth, before any is dropped: int64 [K]."""
 
 
-W = TypeVar("W", bound=Work)
+W = TypeVar("W", bound=LossInputs)
 
 
 class Objective(Protocol[W]):
@@ -91,18 +90,18 @@ class Objective(Protocol[W]):
     def depths(self) -> int:
         """K: how many depths losses and hits are reported for."""
 
-    def plan(self, batch: PackedBatch) -> W:
-        """Read the teacher and choose the slots; nothing here depends on the weights."""
+    def prepare(self, batch: PackedBatch) -> W:
+        """Read the teacher and choose the slots, which does not depend on the weights."""
 
-    def divisors(self, *works: W) -> Tensor:
-        """What the sums are divided by, over these packs: fp32, of any one shape. Ranks add theirs."""
+    def denominators(self, *packs: W) -> Tensor:
+        """What sums over these packs are divided by: fp32, of any one shape. Those of all ranks are added up."""
 
-    def losses(self, work: W, divisors: Tensor) -> StepLosses:
-        """This pack's share of the loss; over all packs and ranks the shares add up."""
+    def losses(self, inputs: W, denominators: Tensor) -> StepLosses:
+        """What this pack adds to the loss of the global batch."""
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class Verified:
     """What the target has just verified. aux bf16 [L, T, D] and final bf16 [T, D], before the final norm, of T tokens;
     ``next_ids`` [T]: the token after each, the last of which the target has not read."""
 
@@ -126,23 +125,62 @@ class Live(Protocol):
     def reset(self) -> None:
         """Forget the text."""
 
-    def propose(self, seen: Seen, draft_len: int, pick: Pick = most_probable) -> list[int]:
-        """Up to ``draft_len`` target ids that would follow ``seen.next_ids[-1]``.
+    def propose(self, verified: Verified, draft_len: int, pick: Pick = most_probable) -> list[int]:
+        """Up to ``draft_len`` target ids that would follow ``verified.next_ids[-1]``.
 
         ``pick`` is called on the logits of every proposal, in order.
         """
 
 
 @dataclass(frozen=True)
+class DraftTree:
+    """Proposed target ids and the index of each one's parent, -1 for the root, which is the newest known token; parents
+    come before their children."""
+
+    tokens: list[int]
+    parents: list[int]
+
+    def depths(self) -> list[int]:
+        """Distance of each node from the root, 1 for its children."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def visible(self) -> Tensor:
+        """Which nodes each node follows, itself included: bool [nodes, nodes]."""
+        verified = torch.eye(len(self.tokens), dtype=torch.bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                verified[node] |= verified[parent]
+        return verified
+
+    def follow(self, parent: int, token: int) -> int | None:
+        """The child of ``parent`` that proposes ``token``."""
+        pairs = zip(self.tokens, self.parents, strict=True)
+        return next((node for node, pair in enumerate(pairs) if pair == (token, parent)), None)
+
+
+class LiveTree(Protocol):
+    """A drafter in use on one text that drafts trees; holds its own KV cache."""
+
+    def reset(self) -> None:
+        """Forget the text."""
+
+    def grow(self, verified: Verified, depth: int) -> DraftTree:
+        """The tree of at most ``depth`` levels below ``verified.next_ids[-1]``."""
+
+
+@dataclass(frozen=True)
 class TargetFacts:
-    """What defaults follow from: ``shape`` is the text part of the target's ``config.json``, ``held`` the aux layers of
+    """What defaults follow from: ``shape`` is the text part of the target's ``config.json``, ``aux_layers`` those of
     the store; ``file`` gives the bytes of a file of its ``target/``, None where it holds none."""
 
     hidden_size: int
     num_layers: int
     vocab_size: int
     shape: Mapping[str, Any]
-    held: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     file: Callable[[str], bytes | None] = lambda name: None
 
 
@@ -152,36 +190,47 @@ S = TypeVar("S", bound=LossConfig)
 
 
 class DrafterKind(ABC, Generic[M, C, S]):
-    """One kind of drafter. ``layers``: the ``--layers`` word that captures what it reads. ``splits_context``: its
-    objective takes a rank's share of a pack (`trainer.scale.context`)."""
+    """One kind of drafter. ``layers``: its rule in ``hiddenstore.targets.layer_rules``, which is the ``--layers`` word
+    that captures what it reads. ``splits_context``: its objective takes a rank's shard of a pack
+    (`trainer.parallel.context`). ``export``: what engines, imports and servers know of it."""
 
     name: str
     layers: str
     splits_context: bool = False
     config: type[C]
     loss: type[S]
+    export: DrafterExport
+
+    def default_aux_layers(self, facts: TargetFacts) -> list[int]:
+        """Those of its rule where the store holds them, else all it holds; where it holds none those of the rule, so
+        that `check_store` says what is missing."""
+        try:
+            usual = LAYER_RULES[self.layers].layers(facts.num_layers)
+        except ValueError:
+            usual = []
+        return usual if usual and set(usual) <= set(facts.aux_layers) else list(facts.aux_layers) or usual
 
     @abstractmethod
     def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
-        """Defaults by section that differ from the common ones (`trainer.derived`)."""
+        """Defaults by section that differ from the common ones (`trainer.settings`)."""
 
     @abstractmethod
     def needs(self, config: C, loss: S | None) -> Needs:
         """What training reads, or with ``loss`` None what proposing over recorded text reads."""
 
     @abstractmethod
-    def build(self, config: C, side: TargetSide, seed: int) -> M:
-        """A fresh drafter on the CPU, random from ``seed`` alone, that has borrowed from ``side.head``."""
+    def build(self, config: C, target: TargetInterface, seed: int) -> M:
+        """A fresh drafter on the CPU, random from ``seed`` alone, tied to ``target.head``."""
 
     @abstractmethod
-    def objective(self, model: M, side: TargetSide, loss: S) -> Objective[Any]:
+    def objective(self, model: M, target: TargetInterface, loss: S) -> Objective[Any]:
         """What the loop optimises."""
 
     @abstractmethod
-    def hits(self, model: M, side: TargetSide, pack: PackedBatch, draft_len: int) -> Tensor:
+    def hits(self, model: M, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
         """How many proposals drafted after each token of a pack equal the text: int64 [T], by the newest token.
 
-        Zero where no draft may start (`trainer.drafting.acceptance.drafting_positions`).
+        Zero where no draft may start (`trainer.evaluate.acceptance.drafting_positions`).
         """
 
     def longest_draft(self, config: C) -> int | None:
@@ -189,10 +238,10 @@ class DrafterKind(ABC, Generic[M, C, S]):
         return None
 
     @abstractmethod
-    def live(self, model: M, side: TargetSide) -> Live:
+    def live(self, model: M, target: TargetInterface) -> Live:
         """The drafter beside a live target."""
 
-    def tree(self, model: M, side: TargetSide, width: int) -> "LiveTree":
+    def tree(self, model: M, target: TargetInterface, width: int) -> LiveTree:
         """The drafter beside a live target, drafting trees.
 
         Raises:
@@ -207,7 +256,7 @@ class DrafterInUse:
 
     kind: DrafterKind[Any, Any, Any]
     model: Drafter
-    side: TargetSide
+    target: TargetInterface
 
     @property
     def config(self) -> DrafterConfig:
@@ -234,12 +283,12 @@ class DrafterInUse:
     @torch.no_grad()
     def hits(self, pack: PackedBatch, draft_len: int) -> Tensor:
         """See `DrafterKind.hits`."""
-        return self.kind.hits(self.model, self.side, pack, draft_len)
+        return self.kind.hits(self.model, self.target, pack, draft_len)
 
     def live(self) -> Live:
         """See `DrafterKind.live`."""
-        return self.kind.live(self.model, self.side)
+        return self.kind.live(self.model, self.target)
 
-    def tree(self, width: int) -> "LiveTree":
+    def tree(self, width: int) -> LiveTree:
         """See `DrafterKind.tree`."""
-        return self.kind.tree(self.model, self.side, width)
+        return self.kind.tree(self.model, self.target, width)

@@ -3,18 +3,18 @@
 Shapes: T tokens, N query heads, G key heads, E head width, H drafter width.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from hiddenstore.products import Linear
+from hiddenstore.targets.matmul import Linear
+from trainer.attention.rope import RopeScaling, frequencies
 from trainer.config import DrafterConfig
-from trainer.drafters.rope import RopeScaling, frequencies
 
 
 class RMSNorm(nn.Module):
@@ -58,7 +58,7 @@ class Rotary:
     """Half-split rotary tables for positions 0…length-1, made once and indexed.
 
     cos, sin fp32 [length, E/2]; angle = position * theta^(-2j/E) (Llama layout), stretched where the settings say so
-    (`trainer.drafters.rope`).
+    (`trainer.attention.rope`).
     """
 
     def __init__(
@@ -115,29 +115,31 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """The four projections of grouped-query attention, without bias; the attention itself is the drafter's."""
 
-    def __init__(self, width_in: int, width_out: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(self, config: DrafterConfig, width_in: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.q_proj = Linear(width_in, heads * head_dim)
-        self.k_proj = Linear(width_in, kv_heads * head_dim)
-        self.v_proj = Linear(width_in, kv_heads * head_dim)
-        self.o_proj = Linear(heads * head_dim, width_out)
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.q_proj = Linear(width_in, self.heads * self.head_dim)
+        self.k_proj = Linear(width_in, self.kv_heads * self.head_dim)
+        self.v_proj = Linear(width_in, self.kv_heads * self.head_dim)
+        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[n, N, E] of inputs [n, width_in]."""
+        return self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Two of [n, G, E] of inputs [n, width_in]."""
+        shape = (-1, self.head_dim)
+        return self.k_proj(x).unflatten(-1, shape), self.v_proj(x).unflatten(-1, shape)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, N, E], k and v [T, G, E] of inputs [T, width_in]."""
-        each = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in each)
-        return q, k, v
+        return self.queries(x), *self.keys_values(x)
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Joint projection [T, (N+2G)E] as q [T, N, E], k and v [T, G, E]."""
-        sizes = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
-        q, k, v = qkv.split(sizes, -1)
-        return (
-            q.unflatten(-1, (self.heads, self.head_dim)),
-            k.unflatten(-1, (self.kv_heads, self.head_dim)),
-            v.unflatten(-1, (self.kv_heads, self.head_dim)),
-        )
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split([self.heads, self.kv_heads, self.kv_heads], -2)
+        return q, k, v
 
 
 class GatedMLP(nn.Module):
@@ -172,105 +174,43 @@ class _Gated(torch.autograd.Function):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama layer; the attention between its projections and ``finish`` is the drafter's. ``width_in``: columns it
-    reads, where the drafter joins something to its input."""
+    """A Llama layer; the attention between its projections and ``finish`` is the drafter's. ``width_in``: columns its
+    projections read, where the drafter joins something to the hidden."""
+
+    attention: type[Attention] = Attention
 
     def __init__(self, config: DrafterConfig, width_in: int | None = None) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = Attention(width_in or width, width, config.num_heads, config.num_kv_heads, config.head_dim)
+        self.input_layernorm: nn.Module = RMSNorm(width, eps)
+        self.self_attn = self.attention(config, width_in or width)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(width, config.intermediate_size)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Layer output [A, H] from its residual [A, H] and attended values [A, N, E]."""
-        hidden = residual + self.self_attn.o_proj(attended.flatten(1))
+        """Layer output [..., H] from its residual [..., H] and attended values [A, N, E] of its A rows."""
+        hidden = residual + self.self_attn.o_proj(attended.flatten(1)).view_as(residual)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
 
-class KVCache:
-    """Keys and values of one growing sequence, for decoding: [1, G, length, E] a layer, storage grown by doubling.
+R = TypeVar("R")
 
-    ``visible`` bool [n, length + n]: what the next n rows may read, themselves included; None where they are a chain.
+
+def recomputed(enabled: bool, layer: Callable[..., R], *args: Any) -> R:
+    """``layer(*args)``; with ``enabled`` only its arguments and results stay until the backward.
+
+    The layer must draw no random numbers, and must run no collective: ranks differ in how often they recompute.
     """
-
-    def __init__(self) -> None:
-        self.visible: Tensor | None = None
-        self._k: dict[int, Tensor] = {}
-        self._v: dict[int, Tensor] = {}
-        self._lengths: dict[int, int] = {}
-
-    @property
-    def length(self) -> int:
-        """Positions held by layer 0, which a forward appends to first."""
-        return self._lengths.get(0, 0)
-
-    def append(self, k: Tensor, v: Tensor, layer: int = 0) -> tuple[Tensor, Tensor]:
-        """Add k, v [n, G, E]; returns everything so far as views [1, G, length, E]."""
-        begin = self._lengths.get(layer, 0)
-        end = begin + k.shape[0]
-        if layer not in self._k or end > self._k[layer].shape[2]:
-            self._k[layer] = _grown(self._k.get(layer), k, begin, end)
-            self._v[layer] = _grown(self._v.get(layer), v, begin, end)
-        self._k[layer][0, :, begin:end] = k.transpose(0, 1)
-        self._v[layer][0, :, begin:end] = v.transpose(0, 1)
-        self._lengths[layer] = end
-        return self._k[layer][:, :, :end], self._v[layer][:, :, :end]
-
-    def crop(self, length: int) -> None:
-        """Forget everything from position ``length`` on, in every layer."""
-        self._lengths = {layer: min(held, length) for layer, held in self._lengths.items()}
-
-
-def attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int = 0) -> Tensor:
-    """Add k, v [n, G, E] to the cache and attend to what its rows may read with q [n, N, E]: [n, N, E]."""
-    keys, values = cache.append(k, v, layer)
-    n, held = q.shape[0], keys.shape[2]
-    mask = cache.visible
-    if mask is None and n > 1:
-        mask = torch.ones(n, held, dtype=torch.bool, device=q.device).tril(held - n)
-    attended = F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, attn_mask=mask, enable_gqa=True)
-    return attended[0].transpose(0, 1)
-
-
-def _grown(old: Tensor | None, like: Tensor, held: int, end: int) -> Tensor:
-    new = like.new_empty(1, like.shape[1], max(64, 2 * end), like.shape[2])
-    if old is not None:
-        new[:, :, :held] = old[:, :, :held]
-    return new
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows ``begin…begin+length`` of a source, laid out at ``at`` of a gather."""
-
-    begin: int
-    length: int
-    at: int
-
-
-def gather_pieces(x: Tensor, pieces: Sequence[Piece]) -> Tensor:
-    """Rows of x [T, …] named by consecutive pieces, end to end; a view when there is only one.
-
-    Cheaper than an index: forward and backward are slice copies.
-    """
-    if len(pieces) == 1:
-        return x.narrow(0, pieces[0].begin, pieces[0].length)
-    out: Tensor = _GatherPieces.apply(x, tuple(pieces))
+    if not enabled or not torch.is_grad_enabled():
+        return layer(*args)
+    out: R = checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)
     return out
 
 
-class _GatherPieces(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
-        ctx.pieces, ctx.shape = pieces, x.shape
-        return torch.cat([x[p.begin : p.begin + p.length] for p in pieces]) if pieces else x[:0].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        out = grads[0].new_zeros(ctx.shape)
-        for p in ctx.pieces:
-            out[p.begin : p.begin + p.length] += grads[0][p.at : p.at + p.length]
-        return out, None
+def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:
+    """Compile the norms and MLPs of a drafter at their first use; how many there are."""
+    blocks = [module for module in model.modules() if isinstance(module, (GatedMLP, RMSNorm))]
+    for block in blocks:
+        block.compile(dynamic=True, backend=backend)
+    return len(blocks)

@@ -3,12 +3,15 @@
 c = hidden_norm(fc([aux...])) of every token before the anchor gives the keys and values of each layer, by the same
 weights as the block's own; the block [anchor, mask x (B-1)] alone has queries. Layers are Qwen3's: per-head norms of
 queries and keys, then rotary at absolute positions. Bidirectional inside a block. Logits are the target's LM head over
-the final norm. Weight names are those engines load. Sources: drafters.md sections 1.4 and 2; z-lab ``dflash.py``.
+the final norm. Weight names are those engines load. Sources: docs/design/010; z-lab ``dflash.py``.
 
 Shapes: T tokens, L aux layers, D target width (and the drafter's), C context rows, N blocks, B slots of a block,
 U draft vocabulary, n verified rows, Q query heads, G key heads, E head width.
 """
 
+import json
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, Self, cast
 
 import torch
@@ -18,34 +21,87 @@ from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError
-from hiddenstore.head import HeadBundle
-from hiddenstore.products import Linear, linear
-from schemas.layers import default_aux_layers
-from trainer.attention.block_attention import Sight, block_attention
+from hiddenstore.targets.head import HeadBundle
+from hiddenstore.targets.matmul import Linear, linear
+from trainer.attention.block import Sight, block_attention
 from trainer.config import DrafterConfig
-from trainer.drafters.base import Drafter, DrafterKind, Needs, TargetFacts, TargetSide
-from trainer.drafters.blocks import Attention, GatedMLP, Piece, RMSNorm, Rotary, gather_pieces, rotate
-from trainer.drafters.mask_token import mask_token
-from trainer.drafting.block_drafting import KeyValues, LiveBlocks, block_hits
-from trainer.objectives.anchors import BlockPlan, Blocks
-from trainer.objectives.block_objective import BlockLoss, BlockObjective
-from trainer.objectives.teacher import FP32_HEAD_BYTES, Teacher
-from trainer.scale.recompute import recomputed
+from trainer.drafters.base import Drafter, DrafterKind, Needs, TargetFacts, rms_weight, seeded
+from trainer.drafters.block_drafting import KeyValues, LiveBlocks, block_hits
+from trainer.drafters.blocks import Attention, DecoderLayer, RMSNorm, Rotary, recomputed, rotate
+from trainer.formats.dflash import DFLASH as DFLASH_EXPORT
+from trainer.losses.block import BlockLoss, BlockObjective
+from trainer.losses.teacher import FP32_HEAD_BYTES, TargetInterface, Teacher
+from trainer.slots.anchors import BlockMap, Blocks, Piece, gather_pieces
 from trainer.vocab import DraftVocab
+
+CHAT_ROLES = frozenset({"system", "user", "assistant", "developer", "tool", "ipython", "function", "observation"})
+
+FileOf = Callable[[str], bytes | None]
+"""The bytes of a file of the store's ``target/`` by name, None where it holds none."""
+
+
+def mask_token(file: FileOf, vocab_size: int) -> int | None:
+    """The tokenizer's mask token, else its first added token without a role, else its pad token; None when there is
+    none below ``vocab_size``. Roles are those its config names one by one, the chat template's, and those of a chat.
+
+    Reads ``tokenizer.json`` and ``tokenizer_config.json`` as the store holds them.
+    """
+    settings = _object(file("tokenizer_config.json"))
+    added = _added_tokens(_object(file("tokenizer.json")), settings)
+    ids = {content: index for index, content in added.items() if index < vocab_size}
+    for name in ("mask_token", "first_unused", "pad_token"):
+        content = _first_unused(file, settings, added) if name == "first_unused" else _content(settings.get(name))
+        if content in ids:
+            return ids[content]
+    return None
+
+
+def _added_tokens(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[int, str]:
+    """Content by id, ascending."""
+    contents = {int(token["id"]): str(token["content"]) for token in tokenizer.get("added_tokens") or []}
+    for index, token in (settings.get("added_tokens_decoder") or {}).items():
+        contents.setdefault(int(index), str(_content(token)))
+    return dict(sorted(contents.items()))
+
+
+def _first_unused(file: FileOf, settings: Mapping[str, Any], added: Mapping[int, str]) -> str | None:
+    template = (file("chat_template.jinja") or b"").decode() or str(settings.get("chat_template") or "")
+    named = {_content(value) for key, value in settings.items() if key.endswith("_token")}
+    for content in added.values():
+        # A template may spell <|user|> as "<|" + role + "|>".
+        word = re.sub(r"\W|_", "", content).lower()
+        if content not in named and content not in template and word not in CHAT_ROLES:
+            return content
+    return None
+
+
+def _content(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _object(data: bytes | None) -> dict[str, Any]:
+    document = json.loads(data) if data else {}
+    return document if isinstance(document, dict) else {}
+
 
 PUBLISHED_LAYERS = 5
 
 
 class DFlashConfig(DrafterConfig):
-    """``sliding_window``: slots see keys closer than this, symmetrically. ``train_head``: an own LM head, saved, in
-    place of the target's rows of the draft vocabulary."""
+    """Settings of DFlash."""
 
     name: str = "dflash"
+    """The kind of drafter."""
     num_layers: int = Field(PUBLISHED_LAYERS, gt=0)
+    """Decoder layers."""
     block_size: int = Field(8, ge=2)
+    """Slots of a block: the newest token and those drafted after it."""
     mask_token_id: int = Field(ge=0)
+    """Target token whose embedding fills the drafted slots."""
     sliding_window: int | None = Field(None, gt=0)
+    """Slots see keys closer than this many positions, before and after; none for all."""
     train_head: bool = False
+    """Train and save an LM head of the drafter instead of reading the target's rows of the draft vocabulary."""
 
     @model_validator(mode="after")
     def _reads_states(self) -> "DFlashConfig":
@@ -57,22 +113,17 @@ class DFlashConfig(DrafterConfig):
 class NormedAttention(Attention):
     """Attention projections with Qwen3's norms of every query and key head."""
 
-    def __init__(self, width: int, config: DFlashConfig) -> None:
-        super().__init__(width, width, config.num_heads, config.num_kv_heads, config.head_dim)
+    def __init__(self, config: DrafterConfig, width_in: int) -> None:
+        super().__init__(config, width_in)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
 
-class DFlashLayer(nn.Module):
-    """A decoder layer: pre-norm attention, pre-norm gated MLP."""
+class DFlashLayer(DecoderLayer):
+    """A decoder layer whose queries are those of a block."""
 
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = NormedAttention(width, config)
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = GatedMLP(width, config.intermediate_size)
+    attention = NormedAttention
+    self_attn: NormedAttention
 
     def project(self, x: Tensor, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of slots first…last and keys, values of all, of x [N, B, D]: [N, slots, heads, E], before rotary."""
@@ -85,12 +136,6 @@ class DFlashLayer(nn.Module):
             kv = linear(x, torch.cat(weights[1:])).unflatten(-1, (-1, attention.head_dim))
             k, v = kv.split(attention.kv_heads, -2)
         return attention.q_norm(q), attention.k_norm(k), v
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Layer output [N, S, D] from its residual [N, S, D] and attended values [N*S, Q, E]."""
-        hidden = residual + self.self_attn.o_proj(attended.flatten(1)).view_as(residual)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
 
 
 class DFlash(Drafter):
@@ -123,22 +168,17 @@ class DFlash(Drafter):
             ConfigError: the drafter is not as wide as the target, or the mask token has no embedding.
         """
         _check_fits(config, head)
-        generator = torch.get_rng_state()
-        torch.manual_seed(seed)
-        try:
+        with seeded(seed):
             model = cls(config, vocab.size)
-        finally:
-            torch.set_rng_state(generator)
         model._draft_ids = None if vocab.is_full else vocab.target_ids
         with torch.no_grad():
-            plus_one = head.spec.norm_flavour == "rms_plus_one"
-            model.norm.weight.copy_(head.norm_weight.float().cpu() + float(plus_one))
+            model.norm.weight.copy_(rms_weight(head))
             if config.train_head:
                 model.lm_head.weight.copy_(model._head_rows(head).float().cpu())
-        model.borrow(head)
+        model.tie_weights(head)
         return model
 
-    def borrow(self, head: HeadBundle) -> None:
+    def tie_weights(self, head: HeadBundle) -> None:
         """Read embeddings, unscaled as engines share them, and LM head of this bundle."""
         self.frozen_embeddings = head.embed_tokens.to(self.fc.weight.device)
         if not self.config.train_head:
@@ -173,7 +213,7 @@ class DFlash(Drafter):
         shared = self.hidden_norm(self.fc(states))
         attentions = [layer.self_attn for layer in self._decoder()]
         # One product serves all layers: they read the same rows.
-        weight = torch.cat([part for a in attentions for part in (a.k_proj.weight, a.v_proj.weight)])
+        weight = torch.cat([x for a in attentions for x in (a.k_proj.weight, a.v_proj.weight)])
         parts = linear(shared, weight).unflatten(-1, (-1, self.config.head_dim)).split(self.config.num_kv_heads, 1)
         turn = self._rotary.at(positions)
         return [(rotate(a.k_norm(k), *turn), v) for a, k, v in zip(attentions, parts[0::2], parts[1::2], strict=True)]
@@ -188,9 +228,9 @@ class DFlash(Drafter):
         opening = F.embedding(F.pad(tokens, (0, 1), value=self.config.mask_token_id), self.frozen_embeddings)
         x = opening.to(self.fc.weight.dtype)[:, None]
         # What the last layer makes of slots nobody asks for would be thrown away.
-        asked, everything = (Sight(blocks, size, *span, self.window) for span in (slots, (0, size)))
+        last_sight, everything = (Sight(blocks, size, *span, self.window) for span in (slots, (0, size)))
         for index, layer in enumerate(self._decoder()):
-            sight = asked if index == self.config.num_layers - 1 else everything
+            sight = last_sight if index == self.config.num_layers - 1 else everything
             x = recomputed(self.recompute, self._through, layer, x, context[index], sight, at)
         out: Tensor = self.norm(x).flatten(0, 1)
         return out
@@ -201,7 +241,7 @@ class DFlash(Drafter):
         if x.shape[1] == 1:
             # All mask slots are one row until positions tell them apart.
             parts = layer.project(x, 0, 1)
-            x, q, k, v = (_spread(part, sight.block_size) for part in (x, *parts))
+            x, q, k, v = (_spread(rows, sight.block_size) for rows in (x, *parts))
             q = q[:, sight.first : sight.last]
         else:
             q, k, v = layer.project(x, sight.first, sight.last)
@@ -213,11 +253,11 @@ class DFlash(Drafter):
     def _decoder(self) -> list[DFlashLayer]:
         return [cast(DFlashLayer, layer) for layer in self.layers]
 
-    def block_states(self, batch: PackedBatch, plan: BlockPlan) -> Tensor:
+    def block_states(self, batch: PackedBatch, block_map: BlockMap) -> Tensor:
         """States after the final norm of slots 1…B-1 of every block: [N*(B-1), D]."""
-        context = self.context(batch.aux, batch.positions, plan.context)
-        tokens, positions = batch.input_ids[plan.anchors], batch.positions[plan.anchors]
-        return self.fill(tokens, positions, context, plan.blocks, (1, self.block_size))
+        context = self.context(batch.aux, batch.positions, block_map.context)
+        tokens, positions = batch.input_ids[block_map.anchors], batch.positions[block_map.anchors]
+        return self.fill(tokens, positions, context, block_map.blocks, (1, self.block_size))
 
 
 def _spread(x: Tensor, block_size: int) -> Tensor:
@@ -245,18 +285,13 @@ def _check_fits(config: DFlashConfig, head: HeadBundle) -> None:
 class _DFlashKind(DrafterKind[DFlash, DFlashConfig, BlockLoss]):
     name = layers = "dflash"
     config, loss = DFlashConfig, BlockLoss
+    export = DFLASH_EXPORT
 
     def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
         """Whole vocabulary, a layer for every four of the target, its mask token, and the published aux layers where
         the store holds them, else all it holds."""
-        try:
-            wanted = default_aux_layers("dflash", facts.num_layers)
-        except ValueError:
-            wanted = []
-        held = wanted if wanted and set(wanted) <= set(facts.held) else list(facts.held)
         drafter: dict[str, Any] = {
-            # Named even where the store has none, so that `check_store` says what is missing.
-            "aux_layers": held or wanted,
+            "aux_layers": self.default_aux_layers(facts),
             "num_layers": max(1, min(PUBLISHED_LAYERS, facts.num_layers // 4)),
             "vocab_size": facts.vocab_size,
         }
@@ -268,20 +303,20 @@ class _DFlashKind(DrafterKind[DFlash, DFlashConfig, BlockLoss]):
     def needs(self, config: DFlashConfig, loss: BlockLoss | None) -> Needs:
         return Needs(config.aux_layers, "supervised" if loss is not None and loss.reads_teacher else "none")
 
-    def build(self, config: DFlashConfig, side: TargetSide, seed: int) -> DFlash:
-        return DFlash.build(config, side.head, side.vocab, seed)
+    def build(self, config: DFlashConfig, target: TargetInterface, seed: int) -> DFlash:
+        return DFlash.build(config, target.head, target.vocab, seed)
 
-    def objective(self, model: DFlash, side: TargetSide, loss: BlockLoss) -> BlockObjective:
-        return BlockObjective(model, Teacher(side.head, side.vocab, side.final_norm), loss)
+    def objective(self, model: DFlash, target: TargetInterface, loss: BlockLoss) -> BlockObjective:
+        return BlockObjective(model, Teacher(target.head, target.vocab, target.final_norm), loss)
 
-    def hits(self, model: DFlash, side: TargetSide, pack: PackedBatch, draft_len: int) -> Tensor:
-        return block_hits(model, side.vocab, pack, draft_len)
+    def hits(self, model: DFlash, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
+        return block_hits(model, target.vocab, pack, draft_len)
 
     def longest_draft(self, config: DFlashConfig) -> int:
         return config.block_size - 1
 
-    def live(self, model: DFlash, side: TargetSide) -> LiveBlocks:
-        return LiveBlocks(model, side.vocab)
+    def live(self, model: DFlash, target: TargetInterface) -> LiveBlocks:
+        return LiveBlocks(model, target.vocab)
 
 
 DFLASH = _DFlashKind()

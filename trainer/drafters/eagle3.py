@@ -2,12 +2,13 @@
 
 g = fc([a; b; c]); layer input [input_layernorm(emb(x_{t+1})); hidden_norm(g)]; residual g; the layer's output is fed
 back as the next step's g before the final norm, or after it with ``norm_output``. Weight names are those engines load.
-Sources: drafters.md sections 1.2, 1.3 and 3; vLLM ``llama_eagle3.py`` for ``norm_output`` and ``norm_before_residual``.
+Sources: docs/design/009; vLLM ``llama_eagle3.py`` for ``norm_output`` and ``norm_before_residual``.
 
 Shapes: T tokens, L aux layers, D target width, H drafter width, V target vocabulary, U draft vocabulary, K TTT steps,
 A active slots, N query heads, G key heads, E head width.
 """
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -17,27 +18,142 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
-from hiddenstore.head import HeadBundle
-from hiddenstore.products import Linear
-from schemas.layers import default_aux_layers
+from hiddenstore.targets.head import HeadBundle
+from hiddenstore.targets.matmul import Linear, linear
+from trainer.attention.cache import KVCache, attend_cached
+from trainer.attention.ttt import ttt_attention
 from trainer.config import DrafterConfig
-from trainer.drafters.base import Drafter, DrafterKind, Needs, Seen, TargetFacts, TargetSide
-from trainer.drafters.blocks import (
-    DecoderLayer,
-    KVCache,
-    RMSNorm,
-    Rotary,
-    attend_cached,
-    rotate,
-)
-from trainer.drafters.eagle3_unroll import unrolled
-from trainer.drafting.chain import LiveChain, recurrent_hits
-from trainer.drafting.tree import LiveTree
-from trainer.objectives.loss_kinds import LOSSES
-from trainer.objectives.shift import SlotPlan
-from trainer.objectives.teacher import Teacher
-from trainer.objectives.ttt import TttLoss, TttObjective
+from trainer.drafters.base import Drafter, DrafterKind, Needs, TargetFacts, Verified, rms_weight, seeded
+from trainer.drafters.blocks import DecoderLayer, RMSNorm, Rotary, recomputed, rotate
+from trainer.drafters.chain import LiveChain, recurrent_hits
+from trainer.drafters.tree import DynamicTree
+from trainer.formats.eagle3 import EAGLE3 as EAGLE3_EXPORT
+from trainer.losses.kinds import LOSSES
+from trainer.losses.teacher import TargetInterface, Teacher
+from trainer.losses.ttt import TttLoss, TttObjective
+from trainer.parallel.context import gather_prefix
+from trainer.slots.anchors import Piece, gather_pieces
+from trainer.slots.shift import SlotMap, SlotRange, document_ranges
 from trainer.vocab import DraftVocab
+
+KeyValue = tuple[Tensor, Tensor]
+
+
+def unrolled(model: "Eagle3", batch: PackedBatch, slot_map: SlotMap, steps: int) -> Tensor:
+    """States after the final norm at every TTT step, step by step: [K*A, H]."""
+    stages = _stages(model)
+    attention, width = model.midlayer.self_attn, model.config.hidden_size
+    token_weight = torch.cat([p.weight[:, :width] for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
+    # The embedding half of the projection depends on the token alone, so one product serves every step.
+    ids = F.pad(batch.input_ids, (0, steps + 1))
+    from_tokens = linear(model.midlayer.input_layernorm(model.embed(ids)), token_weight)
+    hidden, normed = _prefix(model, stages, batch, slot_map, from_tokens[1 : batch.input_ids.shape[0] + 1])
+    positions = batch.positions[slot_map.active]
+
+    def first(hidden: Tensor, normed: Tensor) -> Tensor:
+        stage = stages[-1]
+        tokens = gather_pieces(from_tokens, _pieces(slot_map.ranges, 1)) if len(stages) == 1 else None
+        q = rotate(stage.queries(normed, tokens), *model.rotary.at(positions))
+        return stage.finish(hidden, normed, ttt_attention(q, *stage.prefix, [], stage.ranges))
+
+    def later(i: int, hidden: Tensor, before: list[list[KeyValue]]) -> tuple[Tensor, list[KeyValue]]:
+        tokens: Tensor | None = gather_pieces(from_tokens, _pieces(slot_map.ranges, 1 + i))
+        tables, step_keys = model.rotary.at(positions + i), []
+        for stage, later_keys in zip(stages, before, strict=True):
+            normed = stage.norm(hidden)
+            q, k, v = stage.layer.self_attn.split(stage.project(normed, tokens))
+            step_keys.append((rotate(k, *tables), v))
+            attended = ttt_attention(rotate(q, *tables), *stage.prefix, [*later_keys, step_keys[-1]], stage.ranges)
+            hidden, tokens = stage.finish(hidden, normed, attended), None
+        return hidden, step_keys
+
+    outputs = []
+    later_keys: list[list[KeyValue]] = [[] for _ in stages]
+    for i in range(steps):
+        if i == 0:
+            hidden = recomputed(model.recompute, first, hidden, normed)
+        else:
+            hidden, step_keys = recomputed(model.recompute, later, i, hidden, [list(keys) for keys in later_keys])
+            for keys, more in zip(later_keys, step_keys, strict=True):
+                keys.append(more)
+        out = model.norm(hidden)
+        outputs.append(out)
+        hidden = out if model.config.norm_output else hidden
+    return torch.cat(outputs)
+
+
+@dataclass(eq=False)
+class _Stage:
+    """A layer during an unroll. weight [(N+2G)E, H]: its joint projection of the normed hidden, made once. prefix: keys
+    and values of step 0 [T, G, E]; ranges: where the active slots lie among them."""
+
+    layer: DecoderLayer
+    norm: torch.nn.Module
+    weight: Tensor
+    residual_normed: bool
+    prefix: KeyValue = field(init=False)
+    ranges: tuple[SlotRange, ...] = ()
+
+    def project(self, normed: Tensor, tokens: Tensor | None) -> Tensor:
+        """Joint projection [n, (N+2G)E]; ``tokens``: what the embeddings add to it."""
+        out = linear(normed, self.weight)
+        return out if tokens is None else out + tokens
+
+    def queries(self, normed: Tensor, tokens: Tensor | None) -> Tensor:
+        """[n, N, E]."""
+        attention = self.layer.self_attn
+        wide = attention.heads * attention.head_dim
+        q = linear(normed, self.weight[:wide])
+        return (q if tokens is None else q + tokens[:, :wide]).unflatten(-1, (-1, attention.head_dim))
+
+    def keys_values(self, normed: Tensor, tokens: Tensor | None) -> KeyValue:
+        """Two of [n, G, E]."""
+        attention = self.layer.self_attn
+        wide = attention.heads * attention.head_dim
+        kv = linear(normed, self.weight[wide:])
+        kv = kv if tokens is None else kv + tokens[:, wide:]
+        k, v = kv.unflatten(-1, (-1, attention.head_dim)).chunk(2, 1)
+        return k, v
+
+    def finish(self, hidden: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
+        """Layer output [n, H]."""
+        return self.layer.finish(normed if self.residual_normed else hidden, attended)
+
+
+def _stages(model: "Eagle3") -> list[_Stage]:
+    width, stages = model.config.hidden_size, []
+    for layer in model.decoder_layers():
+        attention = layer.self_attn
+        joint = [p.weight[:, -width:] for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        stages.append(_Stage(layer, layer.input_layernorm, torch.cat(joint), False))
+    stages[0].norm, stages[0].residual_normed = model.midlayer.hidden_norm, model.config.norm_before_residual
+    return stages
+
+
+def _prefix(
+    model: "Eagle3", stages: list[_Stage], batch: PackedBatch, slot_map: SlotMap, tokens_in: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Give every stage the keys and values of step 0; returns the last one's input at the active slots [A, H], plain
+    and normed."""
+    tables, tokens = model.rotary.at(batch.positions), tokens_in
+    everyone = document_ranges(batch.document) if len(stages) > 1 else ()
+    hidden = model.start(batch.aux)
+    for index, stage in enumerate(stages):
+        added = tokens if index == 0 else None
+        normed = stage.norm(hidden)
+        k, v = stage.keys_values(normed, added)
+        k, v, ranges = gather_prefix(batch, rotate(k, *tables), v, (*everyone, *slot_map.ranges))
+        stage.prefix, stage.ranges = (k, v), ranges[len(everyone) :]
+        if index < len(stages) - 1:
+            q = rotate(stage.queries(normed, added), *tables)
+            hidden = stage.finish(hidden, normed, ttt_attention(q, k, v, [], ranges[: len(everyone)]))
+    pieces = _pieces(slot_map.ranges, 0)
+    return gather_pieces(hidden, pieces), gather_pieces(normed, pieces)
+
+
+def _pieces(ranges: tuple[SlotRange, ...], shift: int) -> list[Piece]:
+    return [Piece(slot_range.begin + shift, slot_range.length, slot_range.at) for slot_range in ranges]
+
 
 FC_START = 0.2
 """Scale of a fresh ``fc`` beside torch's default: the residual starts small beside what the layer adds to it. On the
@@ -45,15 +161,22 @@ bundled target after 400 steps, two seeds: accepted length over all slots 1.666 
 
 
 class Eagle3Config(DrafterConfig):
-    """``fc_norm`` and ``norm_output`` make EAGLE-3.1. Layers after the first are plain Llama layers."""
+    """Settings of EAGLE-3; ``fc_norm`` and ``norm_output`` make EAGLE-3.1."""
 
     name: str = "eagle3"
+    """The kind of drafter."""
     fc_norm: bool = False
+    """Norm every aux layer before they are fused."""
     norm_output: bool = False
+    """Feed the output back after the final norm instead of before it."""
     norm_before_residual: bool = False
+    """Take the normed hidden as the residual of layer 0."""
     num_layers: int = Field(1, gt=0)
+    """Decoder layers; those after the first are plain Llama layers."""
     train_embeddings: bool = False
+    """Train and save embeddings of the drafter instead of reading the target's."""
     train_head: bool = True
+    """Train the LM head; it starts as the target's rows of the draft vocabulary."""
 
 
 class MidLayer(DecoderLayer):
@@ -95,13 +218,9 @@ class Eagle3(Drafter):
 
         A drafter of another width than the target starts with a random projection of the target's rows.
         """
-        generator = torch.get_rng_state()
-        torch.manual_seed(seed)
-        try:
+        with seeded(seed):
             model = cls(config, head.hidden_size, head.embed_tokens.shape[0], vocab.size)
             model._start_from(head, vocab)
-        finally:
-            torch.set_rng_state(generator)
         return model
 
     @torch.no_grad()
@@ -112,14 +231,13 @@ class Eagle3(Drafter):
         project = None if same else torch.randn(head.hidden_size, self.config.hidden_size) / head.hidden_size**0.5
         self.lm_head.weight.copy_(rows if project is None else rows @ project)
         if same:
-            plus_one = head.spec.norm_flavour == "rms_plus_one"
-            self.norm.weight.copy_(head.norm_weight.float().cpu() + float(plus_one))
+            self.norm.weight.copy_(rms_weight(head))
         if hasattr(self, "embed_tokens"):
             table = head.embed_tokens.float().cpu()
             self.embed_tokens.weight.copy_(table if project is None else table @ project)
-        self.borrow(head)
+        self.tie_weights(head)
 
-    def borrow(self, head: HeadBundle) -> None:
+    def tie_weights(self, head: HeadBundle) -> None:
         """Read frozen embeddings from this bundle. The table is taken unscaled, as engines share it."""
         if not hasattr(self, "embed_tokens"):
             self.frozen_embeddings = head.embed_tokens.to(self.fc.weight.device)
@@ -139,13 +257,13 @@ class Eagle3(Drafter):
         # Concatenating the layers would copy them transposed; the sum of one product per layer is the same number.
         parts = self.fc.weight.split(aux.shape[-1], -1)
         g = F.linear(aux[0], parts[0])
-        for layer, part in zip(aux[1:], parts[1:], strict=True):
-            g = g + F.linear(layer, part)
+        for layer, layer_weight in zip(aux[1:], parts[1:], strict=True):
+            g = g + F.linear(layer, layer_weight)
         return g
 
-    def begin(self, seen: Seen) -> Tensor:
+    def begin(self, verified: Verified) -> Tensor:
         """The g [T, H] of verified tokens."""
-        return self.start(seen.aux.to(self.fc.weight.device))
+        return self.start(verified.aux.to(self.fc.weight.device))
 
     def step(
         self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache, last: int | None = None
@@ -165,9 +283,9 @@ class Eagle3(Drafter):
         normed = self.norm(hidden)
         return (normed if self.config.norm_output else hidden), self.lm_head(normed if last is None else normed[-last:])
 
-    def unroll(self, batch: PackedBatch, plan: SlotPlan, steps: int) -> Tensor:
+    def unroll(self, batch: PackedBatch, slot_map: SlotMap, steps: int) -> Tensor:
         """States after the final norm at every TTT step, step by step: [K*A, H]."""
-        return unrolled(self, batch, plan, steps)
+        return unrolled(self, batch, slot_map, steps)
 
     def decoder_layers(self) -> list[DecoderLayer]:
         """Layer 0 first."""
@@ -178,35 +296,30 @@ class _Eagle3Kind(DrafterKind[Eagle3, Eagle3Config, TttLoss]):
     name = layers = "eagle3"
     splits_context = True
     config, loss = Eagle3Config, TttLoss
+    export = EAGLE3_EXPORT
 
     def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
         """The field's three layers where the store holds them, else all it holds."""
-        try:
-            wanted = default_aux_layers("eagle3", facts.num_layers)
-        except ValueError:
-            wanted = []
-        held = wanted if wanted and set(wanted) <= set(facts.held) else list(facts.held)
-        # Named even where the store has none, so that `check_store` says what is missing.
-        return {"drafter": {"aux_layers": held or wanted}, "optim": {"kind": "muon"}}
+        return {"drafter": {"aux_layers": self.default_aux_layers(facts)}, "optim": {"kind": "muon"}}
 
     def needs(self, config: Eagle3Config, loss: TttLoss | None) -> Needs:
         reads_final = loss is not None and LOSSES[loss.kind].teacher != "text"
         return Needs(config.aux_layers, "supervised" if reads_final else "none")
 
-    def build(self, config: Eagle3Config, side: TargetSide, seed: int) -> Eagle3:
-        return Eagle3.build(config, side.head, side.vocab, seed)
+    def build(self, config: Eagle3Config, target: TargetInterface, seed: int) -> Eagle3:
+        return Eagle3.build(config, target.head, target.vocab, seed)
 
-    def objective(self, model: Eagle3, side: TargetSide, loss: TttLoss) -> TttObjective:
-        return TttObjective(model, Teacher(side.head, side.vocab, side.final_norm, loss.drop_off_vocab), loss)
+    def objective(self, model: Eagle3, target: TargetInterface, loss: TttLoss) -> TttObjective:
+        return TttObjective(model, Teacher(target.head, target.vocab, target.final_norm, loss.drop_off_vocab), loss)
 
-    def hits(self, model: Eagle3, side: TargetSide, pack: PackedBatch, draft_len: int) -> Tensor:
-        return recurrent_hits(partial(model.unroll, pack), model.lm_head.weight, side.vocab, pack, draft_len)
+    def hits(self, model: Eagle3, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
+        return recurrent_hits(partial(model.unroll, pack), model.lm_head.weight, target.vocab, pack, draft_len)
 
-    def live(self, model: Eagle3, side: TargetSide) -> LiveChain:
-        return LiveChain(model, side.vocab)
+    def live(self, model: Eagle3, target: TargetInterface) -> LiveChain:
+        return LiveChain(model, target.vocab)
 
-    def tree(self, model: Eagle3, side: TargetSide, width: int) -> LiveTree:
-        return LiveTree(model, side.vocab, width)
+    def tree(self, model: Eagle3, target: TargetInterface, width: int) -> DynamicTree:
+        return DynamicTree(model, target.vocab, width)
 
 
 EAGLE3 = _Eagle3Kind()

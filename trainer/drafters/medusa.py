@@ -1,43 +1,133 @@
 """Medusa: heads that each read one final hidden and propose one of the next tokens, all at once.
 
-Head k of f_t, the final hidden after the final norm, predicts x_{t+2+k}. Sources: drafters.md sections 1.5 and 3,
-ModelOpt ``hf_medusa.py`` for the loss.
+Head k of f_t, the final hidden after the final norm, predicts x_{t+2+k}. Sources: docs/design/010; ModelOpt
+``hf_medusa.py`` for the loss.
 
 Shapes: T tokens, R rows that teach, D target width, K heads, N drafting positions.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
-from hiddenstore.errors import ConfigError, FormatError
-from trainer.config import LossConfig
-from trainer.drafters.base import DrafterKind, Needs, Pick, Seen, TargetFacts, TargetSide, most_probable
-from trainer.drafters.medusa_heads import Medusa, MedusaConfig
-from trainer.drafting.chain import LOGIT_BUDGET, pack_drafting_positions
-from trainer.objectives.hard_loss import Blend, hard_cross_entropy
-from trainer.objectives.losses import StepLosses, step_scales, step_weights
-from trainer.objectives.teacher import Teacher
+from hiddenstore.errors import ConfigError
+from hiddenstore.targets.head import HeadBundle
+from hiddenstore.targets.matmul import Linear
+from trainer.config import DrafterConfig, LossConfig
+from trainer.drafters.base import Drafter, DrafterKind, Needs, Pick, TargetFacts, Verified, most_probable, seeded
+from trainer.drafters.blocks import recomputed
+from trainer.drafters.chain import draft_tokens, pack_drafting_positions
+from trainer.formats.medusa import MEDUSA as MEDUSA_EXPORT
+from trainer.losses.fused_head import StepLosses, Supervision, head_losses, step_scales, step_weights
+from trainer.losses.kinds import LOSSES
+from trainer.losses.teacher import FrozenHead, TargetInterface, Teacher, final_index
+from trainer.slots.shift import following_rows
+from trainer.vocab import DraftVocab
+
+READER = ("the heads", "--layers medusa")
+"""Who reads final rows, and what captures them, as an error names them."""
+
+
+class MedusaConfig(DrafterConfig):
+    """Settings of Medusa."""
+
+    name: str = "medusa"
+    """The kind of drafter."""
+    aux_layers: tuple[int, ...] = Field((), max_length=0)
+    """None: it reads the final hidden alone."""
+    medusa_heads: int = Field(4, gt=0, le=16)
+    """Heads, and so drafted tokens; published models have 3 to 5."""
+    medusa_layers: int = Field(1, gt=0)
+    """Residual blocks of a head; published models have one."""
+    original_head: bool = False
+    """End every head in the target's frozen LM head instead of one of its own."""
+
+
+class ResBlocks(nn.Module):
+    """The residual blocks of one head."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.children():
+            x = x + F.silu(layer(x))
+        return x
+
+
+class Medusa(Drafter):
+    """The heads. With ``original_head`` the LM head is borrowed and never saved."""
+
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig, draft_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList(
+            ResBlocks(config.hidden_size, config.medusa_layers) for _ in range(config.medusa_heads)
+        )
+        heads = 0 if config.original_head else config.medusa_heads
+        self.lm_heads = nn.ModuleList(Linear(config.hidden_size, draft_size) for _ in range(heads))
+        self._original: FrozenHead | None = None
+
+    @classmethod
+    @torch.no_grad()
+    def build(cls, config: MedusaConfig, head: HeadBundle, vocab: DraftVocab) -> Self:
+        """Fresh heads, in which nothing is random: rows of the target's head times its logit scale; a bias is left."""
+        with seeded(0):
+            model = cls(config, vocab.size)
+        rows = head.output_weight[vocab.target_ids.to(head.output_weight.device)].float() * head.spec.logit_scale
+        for weight in model.lm_heads.parameters():
+            weight.copy_(rows)
+        model.tie_weights(head)
+        return model
+
+    def tie_weights(self, head: HeadBundle) -> None:
+        """Read the original head from this bundle."""
+        if self.config.original_head:
+            self._original = FrozenHead.of(head.to(next(self.parameters()).device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def states(self, features: Tensor, index: int) -> Tensor:
+        """What the LM head of head ``index`` reads of features [R, D], as wide as ``head_weight``."""
+        states: Tensor = recomputed(self.recompute, self.blocks[index], features.to(self.dtype))
+        return states if self._original is None else self._original.widened(states)
+
+    def head_weight(self, index: int) -> Tensor:
+        """Its rows [U, D], or [U, D+1] where the original head has a bias."""
+        if self._original is not None:
+            return self._original.weight
+        weight = self.lm_heads[index].weight
+        assert isinstance(weight, Tensor)
+        return weight
 
 
 class MedusaLoss(LossConfig):
-    """Head k weighs head_weight * decay^k (ModelOpt). teacher_share: how much of what is taught is the target's own
-    distribution at token t+1+k instead of the text's token."""
+    """Head k weighs head_weight * decay^k (ModelOpt)."""
 
     head_weight: float = Field(0.2, gt=0)
+    """Weight of the first head."""
     decay: float = Field(0.8, gt=0, le=1)
+    """Weight of a head over that of the head before."""
     teacher_share: float = Field(0.0, ge=0, le=1)
+    """Share of the target's own distribution in what is taught; the rest is the text's token."""
 
 
 @dataclass(frozen=True, eq=False)
-class MedusaWork:
+class MedusaInputs:
     """One pack. features [R, D] after the final norm; labels int64 [R, K]: draft ids, -1 where nothing is taught;
-    teacher [R, K]: which row of ``final`` predicts the label; ``open`` counts labels before the vocabulary is asked."""
+    teacher [R, K]: which row of ``final`` predicts the label; ``open`` counts labels on and off the vocabulary."""
 
     batch: PackedBatch
     features: Tensor
@@ -55,119 +145,77 @@ class MedusaObjective:
     """What the loop optimises: sum_k head_weight * decay^k * mean cross-entropy of head k.
 
     Row t teaches head k where tokens t+1 and t+2+k are supervised: just the rows a draft is ever proposed from, because
-    the first token of an answer comes from the prefill. Hence every row of ``final: supervised`` that is needed is
-    held, and a store with more rows teaches the same.
+    the first token of an answer comes from the prefill. Hence ``final: supervised`` stores every row
+    that is needed, and a store with more rows teaches the same.
     """
 
-    def __init__(self, model: Medusa, side: TargetSide, loss: MedusaLoss) -> None:
-        self.model, self.side, self.loss = model, side, loss
+    def __init__(self, model: Medusa, target: TargetInterface, loss: MedusaLoss) -> None:
+        self.model, self.target, self.loss = model, target, loss
         self.depths = model.config.medusa_heads
-        self.teacher = Teacher(side.head, side.vocab, side.final_norm, drop_off_vocab=False)
+        self.teacher = Teacher(target.head, target.vocab, target.final_norm, drop_off_vocab=False)
         self._weights = loss.head_weight * step_weights(self.depths, loss.decay)
 
     @torch.no_grad()
-    def plan(self, batch: PackedBatch) -> MedusaWork:
+    def prepare(self, batch: PackedBatch) -> MedusaInputs:
         """Find the rows that teach and what each head is taught there."""
         rows = _taught_rows(batch)
-        ahead, there = _following(batch, rows + 1, self.depths)
-        there &= batch.loss_mask[ahead]
-        labels = torch.where(there, self.teacher.draft_token(batch.input_ids[ahead]), -1)
-        final = final_index(batch, rows)
+        ahead, taught = following_rows(batch.document, rows + 1, self.depths)
+        taught &= batch.loss_mask[ahead]
+        labels = torch.where(taught, self.teacher.draft_token(batch.input_ids[ahead]), -1)
+        final = final_index(batch, rows, *READER)
         before = torch.where(labels >= 0, ahead - 1, rows[:, None])
         teacher = torch.searchsorted(batch.final_rows, before)
-        return MedusaWork(batch, self.side.normed(batch.final[final]), labels, teacher, there.sum(0))
+        return MedusaInputs(batch, self.target.normed(batch.final[final]), labels, teacher, taught.sum(0))
 
-    def divisors(self, *works: MedusaWork) -> Tensor:
+    def denominators(self, *packs: MedusaInputs) -> Tensor:
         """Taught slots of each head over these packs: fp32 [K]. Ranks add theirs."""
-        total = torch.zeros(self.depths, device=self.side.head.embed_tokens.device)
-        for work in works:
-            total += work.counts
-        return total
+        zeros = torch.zeros(self.depths, device=self.target.head.embed_tokens.device)
+        return sum((inputs.counts for inputs in packs), zeros)
 
-    def losses(self, work: MedusaWork, divisors: Tensor) -> StepLosses:
-        """This pack's share of the loss; over all packs and ranks the shares add up."""
-        scales = step_scales(self._weights.to(divisors.device), divisors)
-        return _summed([self._losses(work, index, scales) for index in range(self.depths)])
+    def losses(self, inputs: MedusaInputs, denominators: Tensor) -> StepLosses:
+        """What this pack adds to the loss of the global batch."""
+        scales = step_scales(self._weights.to(denominators.device), denominators)
+        heads = [self._losses(inputs, index, scales[index : index + 1]) for index in range(self.depths)]
+        total, value = heads[0].total, heads[0].value
+        for head in heads[1:]:
+            total, value = total + head.total, value + head.value
+        sums, hits, counts = (torch.cat([getattr(head, name) for head in heads]) for name in ("sums", "hits", "counts"))
+        return StepLosses(total, value, sums, hits, counts)
 
-    def _losses(self, work: MedusaWork, index: int, scales: Tensor) -> StepLosses:
-        states = self.model.states(work.features, index)
-        kind = states.device.type
-        return hard_cross_entropy(
-            states,
-            self.model.head_weight(index),
-            work.labels[:, index],
-            torch.full_like(work.labels[:, index], index),
-            scales[index].expand(len(states)),
-            self.depths,
-            compute_dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-            blend=self._blend(work, index) if self.loss.teacher_share else None,
-        )
+    def _losses(self, inputs: MedusaInputs, index: int, scale: Tensor) -> StepLosses:
+        states, labels = self.model.states(inputs.features, index), inputs.labels[:, index : index + 1]
 
-    def _blend(self, work: MedusaWork, index: int) -> Blend:
-        def probabilities(which: Tensor) -> Tensor:
-            return self.teacher.probabilities(self.side.normed(work.batch.final[work.teacher[which, index]]))
+        def distribution(which: Tensor) -> Tensor:
+            return self.teacher.probabilities(self.target.normed(inputs.batch.final[inputs.teacher[which, index]]))
 
-        return Blend(self.loss.teacher_share, probabilities)
+        share = self.loss.teacher_share
+        supervision = Supervision.of_labels(labels, distribution if share else None, share)
+        return head_losses(states, self.model.head_weight(index), supervision, scale, LOSSES["text_ce"])
 
 
 class LiveMedusa:
     """The heads beside a live target; a `trainer.drafters.base.Live`. Holds nothing of the text."""
 
-    def __init__(self, model: Medusa, side: TargetSide) -> None:
-        self._model, self._side = model, side
+    def __init__(self, model: Medusa, target: TargetInterface) -> None:
+        self._model, self._target = model, target
 
     def reset(self) -> None:
         """Nothing to forget."""
 
     @torch.inference_mode()
-    def propose(self, seen: Seen, draft_len: int, pick: Pick = most_probable) -> list[int]:
+    def propose(self, verified: Verified, draft_len: int, pick: Pick = most_probable) -> list[int]:
         """Target ids of the first ``draft_len`` heads."""
-        features = self._side.head.norm(seen.final[-1:])
+        features = self._target.head.norm(verified.final[-1:])
         logits = [
             _logits(self._model.states(features, index), self._model.head_weight(index)) for index in range(draft_len)
         ]
-        found: list[int] = self._side.vocab.target_ids[pick(torch.cat(logits))].tolist()
-        return found
-
-
-def final_index(batch: PackedBatch, rows: Tensor) -> Tensor:
-    """Where in ``batch.final`` pack rows int64 [R] are held: int64 [R].
-
-    Raises:
-        FormatError: one is not.
-    """
-    at = torch.searchsorted(batch.final_rows, rows)
-    held = at < batch.final.shape[0]
-    held[held.clone()] = batch.final_rows[at[held]] == rows[held]
-    if not bool(held.all()):
-        row = int(rows[~held][0])
-        raise FormatError(
-            f"sample {batch.sample_ids[int(batch.document[row])]}: no final hidden is stored at pack row {row}, which "
-            f"the heads read",
-            kind="final-rows-missing",
-            hint="hiddenstore collect DATA -o STORE --target T --layers medusa",
-        )
-    return at
+        ids: list[int] = self._target.vocab.target_ids[pick(torch.cat(logits))].tolist()
+        return ids
 
 
 def _taught_rows(batch: PackedBatch) -> Tensor:
     """Rows t whose next token is supervised, in the same document: int64 [R], ascending."""
     return torch.nonzero(batch.loss_mask[1:] & (batch.document[1:] == batch.document[:-1]))[:, 0]
-
-
-def _following(pack: PackedBatch, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` rows after each of ``rows`` int64 [N, count], and whether each is of the same document."""
-    at = rows[:, None] + 1 + torch.arange(count, device=rows.device)
-    inside = at.clamp(max=max(pack.tokens - 1, 0))
-    return inside, (at < pack.tokens) & (pack.document[inside] == pack.document[rows][:, None])
-
-
-def _summed(parts: Sequence[StepLosses]) -> StepLosses:
-    total, value, sums, hits, counts = parts[0].total, parts[0].value, parts[0].sums, parts[0].hits, parts[0].counts
-    for part in parts[1:]:
-        total, value, sums = total + part.total, value + part.value, sums + part.sums
-        hits, counts = hits + part.hits, counts + part.counts
-    return StepLosses(total, value, sums, hits, counts)
 
 
 def _logits(states: Tensor, weight: Tensor) -> Tensor:
@@ -177,6 +225,7 @@ def _logits(states: Tensor, weight: Tensor) -> Tensor:
 class _MedusaKind(DrafterKind[Medusa, MedusaConfig, MedusaLoss]):
     name = layers = "medusa"
     config, loss = MedusaConfig, MedusaLoss
+    export = MEDUSA_EXPORT
 
     def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
         return {}
@@ -184,38 +233,36 @@ class _MedusaKind(DrafterKind[Medusa, MedusaConfig, MedusaLoss]):
     def needs(self, config: MedusaConfig, loss: MedusaLoss | None) -> Needs:
         return Needs((), "supervised", hidden=True)
 
-    def build(self, config: MedusaConfig, side: TargetSide, seed: int) -> Medusa:
-        _require_fit(config, side)
-        return Medusa.build(config, side.head, side.vocab)
+    def build(self, config: MedusaConfig, target: TargetInterface, seed: int) -> Medusa:
+        _require_fit(config, target)
+        return Medusa.build(config, target.head, target.vocab)
 
-    def objective(self, model: Medusa, side: TargetSide, loss: MedusaLoss) -> MedusaObjective:
-        return MedusaObjective(model, side, loss)
+    def objective(self, model: Medusa, target: TargetInterface, loss: MedusaLoss) -> MedusaObjective:
+        return MedusaObjective(model, target, loss)
 
-    def hits(self, model: Medusa, side: TargetSide, pack: PackedBatch, draft_len: int) -> Tensor:
+    def hits(self, model: Medusa, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
         hits = torch.zeros_like(pack.input_ids)
         start = pack_drafting_positions(pack)
-        at = final_index(pack, start - 1)
-        target_ids, rows = side.vocab.target_ids, max(1, LOGIT_BUDGET // side.vocab.size)
-        ahead, there = _following(pack, start, draft_len)
+        at = final_index(pack, start - 1, *READER)
+        ahead, same_document = following_rows(pack.document, start, draft_len)
         text = pack.input_ids[ahead]
         for index in range(draft_len):
-            states = model.states(side.normed(pack.final[at]), index)
-            found = [_logits(part, model.head_weight(index)).argmax(-1) for part in states.split(rows)]
-            proposed = target_ids[torch.cat(found)] if found else start
-            alive = there[:, index] & (proposed == text[:, index])
-            start, at, text, there = start[alive], at[alive], text[alive], there[alive]
+            states = model.states(target.normed(pack.final[at]), index)
+            proposed = target.vocab.target_ids[draft_tokens(states.float(), model.head_weight(index).float())]
+            alive = same_document[:, index] & (proposed == text[:, index])
+            start, at, text, same_document = start[alive], at[alive], text[alive], same_document[alive]
             hits[start] += 1
         return hits
 
     def longest_draft(self, config: MedusaConfig) -> int:
         return config.medusa_heads
 
-    def live(self, model: Medusa, side: TargetSide) -> LiveMedusa:
-        return LiveMedusa(model, side)
+    def live(self, model: Medusa, target: TargetInterface) -> LiveMedusa:
+        return LiveMedusa(model, target)
 
 
-def _require_fit(config: MedusaConfig, side: TargetSide) -> None:
-    width = side.head.hidden_size
+def _require_fit(config: MedusaConfig, target: TargetInterface) -> None:
+    width = target.head.hidden_size
     if config.hidden_size != width:
         raise ConfigError(
             f"medusa heads read the target's final hidden: drafter.hidden_size is {config.hidden_size}, the target's "
@@ -223,11 +270,11 @@ def _require_fit(config: MedusaConfig, side: TargetSide) -> None:
             kind="drafter-shape",
             hint=f"drafter.hidden_size={width}",
         )
-    if config.original_head and not side.vocab.is_full:
+    if config.original_head and not target.vocab.is_full:
         raise ConfigError(
-            f"the target's own head knows {side.vocab.target_size} tokens, the draft vocabulary {side.vocab.size}",
+            f"the target's own head knows {target.vocab.target_size} tokens, the draft vocabulary {target.vocab.size}",
             kind="drafter-shape",
-            hint=f"drafter.vocab_size={side.vocab.target_size}, or drafter.original_head=false",
+            hint=f"drafter.vocab_size={target.vocab.target_size}, or drafter.original_head=false",
         )
 
 

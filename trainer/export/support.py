@@ -1,86 +1,118 @@
-"""Which engine of which version takes which drafter: the table, asked for one pair or printed as a whole."""
+"""Which engine of which version takes which drafter: engines and drafters, asked for one pair or printed as a whole.
 
-from collections.abc import Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+Sources: vLLM 0.32 and 0.33 (``llama_eagle.py``, ``llama_eagle3.py``, ``qwen3_dflash.py``, ``medusa.py``,
+``v1/spec_decode``), speculators 0.9, whose library reads its files back in a test; SGLang 0.5.23 (``llama_eagle.py``,
+``llama_eagle3.py`` and a copy from before it, ``dflash.py``) and TensorRT-LLM 1.2 to its main branch of 2026
+(``modeling_speculative.py``, ``modeling_dflash.py``, pull requests 11010 and 14988), of which nothing was run. All are
+Apache-2.0.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hiddenstore.errors import ConfigError
-from trainer.export.base import Checkpoint, Engine, Reads, Refused, Support
-from trainer.serve.versions import is_within, parse
+from hiddenstore.registry import Registry, unknown
+from trainer.drafters import DRAFTERS, drafter_kind
+from trainer.formats.base import (
+    Checkpoint,
+    DrafterExport,
+    Engine,
+    Reads,
+    Row,
+    Support,
+    Tensors,
+    is_within,
+    parse_version,
+)
 
-if TYPE_CHECKING:
-    from trainer.config import DrafterConfig
+ENGINES: Registry[Engine] = Registry(
+    "engine",
+    "hiddenstore.export_engines",
+    {
+        "vllm": Engine("vllm", "vLLM", "0.32", "vllm"),
+        "sglang": Engine("sglang", "SGLang", "0.5.23", "output"),
+        "trtllm": Engine("trtllm", "TensorRT-LLM", "1.2.1", "output"),
+        "speculators": Engine("speculators", "speculators", "0.9", "vllm"),
+    },
+    "trainer.formats.base:Engine",
+    option="--engine",
+)
+# ``DrafterKind.export`` of those that bring it without torch; of any other drafter the kind is loaded.
+_EXPORTS: Registry[DrafterExport] = Registry(
+    "drafter",
+    "hiddenstore.drafter_exports",
+    {
+        "eagle1": "trainer.formats.eagle1:EAGLE1",
+        "eagle3": "trainer.formats.eagle3:EAGLE3",
+        "dflash": "trainer.formats.dflash:DFLASH",
+        "medusa": "trainer.formats.medusa:MEDUSA",
+    },
+    "trainer.formats.base:DrafterExport",
+)
 
-ENGINES: dict[str, str] = {
-    "vllm": "trainer.export.vllm:VLLM",
-    "sglang": "trainer.export.sglang:SGLANG",
-    "trtllm": "trainer.export.trtllm:TRTLLM",
-    "speculators": "trainer.export.speculators:SPECULATORS",
-}
-WRITERS: dict[str, str] = {
-    "eagle1": "trainer.export.eagle1",
-    "eagle3": "trainer.export.eagle3",
-    "eagle3.1": "trainer.export.eagle3",
-    "dflash": "trainer.export.dflash",
-    "medusa": "trainer.export.medusa",
-}
+
+def drafter_export(drafter: str) -> DrafterExport:
+    """What a kind of drafter brings; ConfigError ``drafter-unknown``."""
+    return _EXPORTS[drafter] if drafter in _EXPORTS else drafter_kind(drafter).export
+
+
+def words() -> dict[str, DrafterExport]:
+    """Every word a drafter goes by, in the order of the table of drafters, and whose it is."""
+    exports = [drafter_export(drafter) for drafter in DRAFTERS]
+    return {word: export for export in exports for word in export.titles}
 
 
 def engine_named(name: str) -> Engine:
-    """The table of an engine; ConfigError ``engine-unknown`` says which exist."""
-    if name not in ENGINES:
-        raise ConfigError(f"no export for engine {name!r}; there is: {', '.join(ENGINES)}", kind="engine-unknown")
-    module, attribute = ENGINES[name].split(":")
-    engine: Engine = getattr(import_module(module), attribute)
-    return engine
+    """An engine; ConfigError ``engine-unknown`` says which exist."""
+    return ENGINES[name]
 
 
-def drafter_word(config: "DrafterConfig") -> str:
-    """The table's name of a drafter: EAGLE-3 with either of its later flags is ``eagle3.1``."""
-    is_later = getattr(config, "fc_norm", False) or getattr(config, "norm_output", False)
-    return f"{config.name}.1" if is_later else config.name
+def checkpoint_word(checkpoint: Checkpoint) -> str:
+    """The word of a checkpoint: EAGLE-3 with either of its later flags is ``eagle3.1``."""
+    return drafter_export(checkpoint.config.name).word(checkpoint.config.model_dump())
 
 
-def row(engine: Engine, version: str, drafter: str) -> Reads | Refused | None:
-    """What the engine's table says of a drafter at a version; None where it says nothing.
+def row(engine: Engine, version: str, word: str) -> Row | None:
+    """What an engine reads of a drafter at a version; None where the drafter has no row of it.
 
     Raises:
         ConfigError: ``engine-version``, no version.
     """
-    rows = engine.drafters.get(drafter, ())
-    return next((found for found in rows if is_within(version, found.since, found.before)), None)
+    rows = words()[word].rows.get((engine.name, word), ())
+    return next((entry for entry in rows if is_within(version, entry.since, entry.before)), None)
 
 
-def support(engine: str, version: str | None, drafter: str) -> Support:
-    """Whether ``engine`` of ``version`` (None: the one its table was made for) takes ``drafter``.
+def support(engine: str, version: str | None, word: str) -> Support:
+    """Whether ``engine`` of ``version`` (None: the one its rows were made for) takes a drafter.
 
-    ``drafter`` is a key of ``WRITERS``. What a drafter's own settings add is asked of `refusal`.
+    ``word`` is a key of ``words``. What a drafter's own settings add is asked of `refusal`.
 
     Raises:
         ConfigError: unknown engine, drafter or version.
     """
     table = engine_named(engine)
-    if drafter not in WRITERS:
-        raise ConfigError(f"unknown drafter {drafter!r}; there are: {', '.join(WRITERS)}", kind="drafter-unknown")
+    if word not in words():
+        raise unknown("drafter", word, words())
     at = version or table.version
-    found = row(table, at, drafter)
-    if isinstance(found, Reads):
-        has_run = found.ran is not None and parse(at)[:2] == parse(found.ran)[:2]
-        return Support(engine, at, drafter, True, proof="ran" if has_run else "names", source=found.source)
-    reason = found.reason if found else f"{table.title} {at} has no loader for {drafter}"
-    return Support(engine, at, drafter, False, reason=reason, nearest=found.nearest if found else _elsewhere(drafter))
+    entry = row(table, at, word)
+    if isinstance(entry, Reads):
+        has_run = entry.ran is not None and _minor(at) == _minor(entry.ran)
+        return Support(engine, at, word, True, proof="ran" if has_run else "names", source=entry.source)
+    reason = entry.reason if entry else f"{table.title} {at} has no loader for {word}"
+    return Support(engine, at, word, False, reason=reason, nearest=entry.nearest if entry else _elsewhere(word))
 
 
 def refusal(checkpoint: Checkpoint, engine: Engine, reads: Reads) -> ConfigError | None:
     """Why this very drafter cannot be served by an engine that reads its kind; None where it can."""
-    found = [lack for lack in reads.lacks if lack.of(checkpoint)]
-    if not found:
+    lacks = [lack for lack in reads.lacks if lack.of(checkpoint)]
+    if not lacks:
         return None
-    word = drafter_word(checkpoint.config)
+    reasons = "; ".join(lack.reason for lack in lacks)
     return ConfigError(
-        f"{engine.title} cannot run this {word} drafter: {'; '.join(lack.reason for lack in found)}",
+        f"{engine.title} cannot run this {checkpoint_word(checkpoint)} drafter: {reasons}",
         kind="export-unsupported",
-        hint="; ".join(dict.fromkeys(lack.fix for lack in found if lack.fix)) or None,
+        hint="; ".join(dict.fromkeys(lack.fix for lack in lacks if lack.fix)) or None,
     )
 
 
@@ -90,35 +122,45 @@ def required(checkpoint: Checkpoint, engine: Engine, version: str) -> Reads:
     Raises:
         ConfigError: ``export-unsupported`` with the reason and the nearest that works.
     """
-    word = drafter_word(checkpoint.config)
-    found = row(engine, version, word)
-    if not isinstance(found, Reads):
-        said = support(engine.name, version, word)
+    word = checkpoint_word(checkpoint)
+    entry = row(engine, version, word)
+    if not isinstance(entry, Reads):
+        answer = support(engine.name, version, word)
         raise ConfigError(
-            f"{engine.title} {version} cannot serve {word}: {said.reason}",
+            f"{engine.title} {version} cannot serve {word}: {answer.reason}",
             kind="export-unsupported",
-            hint=said.nearest,
+            hint=answer.nearest,
         )
-    refused = refusal(checkpoint, engine, found)
+    refused = refusal(checkpoint, engine, entry)
     if refused is not None:
         raise refused
-    return found
+    return entry
 
 
 def matrix(versions: Sequence[tuple[str, str]] = ()) -> list[Support]:
-    """Every engine × drafter, at its table's version, or at the (engine, version) pairs given."""
-    asked = list(versions) or [(name, engine_named(name).version) for name in ENGINES]
-    return [support(engine, version, drafter) for engine, version in asked for drafter in WRITERS]
+    """Every engine × drafter, at the version its rows were made for, or at the (engine, version) pairs given."""
+    pairs = list(versions) or [(name, ENGINES[name].version) for name in ENGINES]
+    return [support(engine, version, word) for engine, version in pairs for word in words()]
 
 
-def writer(drafter: str) -> Any:
-    """The module that makes a drafter's files."""
-    return import_module(WRITERS[drafter])
+def recognised(config: Mapping[str, Any], tensors: Tensors) -> DrafterExport | None:
+    """The drafter that a published ``config.json`` and tensors (may be none) are of: by its class, else by signs.
+
+    The newest kind is asked first: each marks itself more plainly than those before it.
+    """
+    exports = [drafter_export(drafter) for drafter in reversed(list(DRAFTERS))]
+    names = [str(name) for name in config.get("architectures") or ()]
+    by_class = (one for one in exports for name in names if re.fullmatch(one.architectures, name, re.IGNORECASE))
+    return next(by_class, None) or next((one for one in exports if one.signs(config, tensors)), None)
 
 
-def _elsewhere(drafter: str) -> str | None:
+def _elsewhere(word: str) -> str | None:
     for name in ENGINES:
-        table = engine_named(name)
-        if isinstance(row(table, table.version, drafter), Reads):
+        if isinstance(row(ENGINES[name], ENGINES[name].version, word), Reads):
             return f"--engine {name}"
     return None
+
+
+def _minor(version: str) -> tuple[int, int]:
+    found = parse_version(version)
+    return found.major, found.minor

@@ -4,24 +4,30 @@ Whatever is written is read back and must give the same logits, bit for bit, bef
 """
 
 import json
-import secrets
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import yaml
 from safetensors.torch import save_file
+from torch import Tensor
 
-from hiddenstore.errors import ConfigError, ConflictError
-from hiddenstore.fs import storage_error
+from hiddenstore.errors import ConfigError, CorruptionError, HiddenstoreError
+from hiddenstore.fs.publish import new_folder, refuse_existing_folder
+from hiddenstore.store import Store
+from hiddenstore.targets.identity import target_argument
+from trainer.attention.rope import RopeScaling
 from trainer.drafters import drafter_kind
-from trainer.drafters.base import TargetSide
-from trainer.drafters.rope import RopeScaling
-from trainer.export.base import Checkpoint, Engine
-from trainer.export.parts import Files
-from trainer.export.proof import prove_equal
-from trainer.export.support import drafter_word, engine_named, required, writer
+from trainer.drafters.base import Drafter
+from trainer.export.published import read_published
+from trainer.export.support import checkpoint_word, drafter_export, engine_named, required
+from trainer.formats.base import Checkpoint, Engine, Files
+from trainer.formats.parts import LAYER_IDS, shares_embeddings, weights
+from trainer.losses.teacher import TargetInterface
+from trainer.train.loaded import LoadedDrafter
+from trainer.train.run_folder import CONFIG, RunInfo, describe, load_weights
+from trainer.vocab import DraftVocab
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -47,6 +53,24 @@ class ExportedDrafter:
     tensors: dict[str, tuple[str, list[int]]]
 
 
+def checkpoint_of(loaded: LoadedDrafter, run: str | Path, target: str | None = None) -> Checkpoint:
+    """The drafter that was loaded of ``run``, with how far it was trained to draft and its target's architecture.
+
+    ``target`` names the target where a format does; the default is its hub id, where it has one.
+    """
+    info = describe(run)
+    word = target_argument(loaded.identity)
+    return Checkpoint(
+        loaded.model,
+        loaded.vocab,
+        loaded.head,
+        loaded.identity,
+        draft_len=_trained_steps(info),
+        target_name=target or (None if word == "TARGET" else word),
+        target_architectures=tuple(map(str, _target_config(info).get("architectures") or ())),
+    )
+
+
 def export(
     checkpoint: Checkpoint, engine: str, out: Path, dtype: str | None = None, version: str | None = None
 ) -> ExportedDrafter:
@@ -66,24 +90,14 @@ def export(
     name = dtype or checkpoint.identity.dtype
     if name not in DTYPES:
         raise ConfigError(f"cannot export as {name!r}; choose one of {', '.join(DTYPES)}", kind="dtype-unknown")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConflictError(f"{out} exists and is not empty", kind="out-exists", hint="give another -o folder")
+    refuse_existing_folder(out)
     made = engine_files(checkpoint, table, at, name)
     about = about_export(checkpoint, table, at)
-    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
-    try:
-        partial.mkdir(parents=True)
-        save_file(made.tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+    with new_folder(out) as folder:
+        save_file(made.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         for file, document in ((CONFIG_FILE, made.config), (ABOUT_FILE, about)):
-            (partial / file).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        prove_equal(checkpoint, partial, DTYPES[name])
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-    except OSError as error:
-        raise storage_error(error, str(out)) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            (folder / file).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        prove_equal(checkpoint, folder, DTYPES[name])
     return ExportedDrafter(
         path=out,
         engine=engine,
@@ -104,19 +118,18 @@ def engine_files(checkpoint: Checkpoint, engine: Engine, version: str, dtype: st
         ConfigError: the engine cannot serve this drafter.
     """
     reads = required(checkpoint, engine, version)
-    made: Files = writer(drafter_word(checkpoint.config)).files(checkpoint, engine, reads, dtype)
+    made = drafter_export(checkpoint.config.name).files(checkpoint, engine, reads, dtype)
     wrap = reads.quirks.wrap
     return made if wrap is None else replace(made, config=wrap(made.config, checkpoint, draft_len(checkpoint)))
 
 
 def about_export(checkpoint: Checkpoint, engine: Engine, version: str) -> dict[str, Any]:
     """``hiddenstore.json``: which drafter this is, how many tokens it drafts, and the target it drafts for."""
-    word = drafter_word(checkpoint.config)
-    # DFlash's ids mean the same everywhere; nothing else in a file says whose EAGLE-3's are.
-    ids = {"layer_convention": engine.convention} if word.startswith("eagle3") else {}
+    ids_follow_engine = drafter_export(checkpoint.config.name).ids_follow_engine
+    ids = {"layer_convention": engine.convention} if ids_follow_engine else {}
     return {
         "schema": ABOUT_SCHEMA,
-        "drafter": word,
+        "drafter": checkpoint_word(checkpoint),
         "engine": engine.name,
         "engine_version": version,
         **ids,
@@ -135,7 +148,7 @@ def draft_len(checkpoint: Checkpoint) -> int:
 def layer_ids(config: dict[str, Any]) -> list[int]:
     """Aux layers as ``config.json`` names them; none where the drafter reads the final hidden only."""
     for place in (config, config.get("eagle_config") or {}, config.get("dflash_config") or {}):
-        for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids"):
+        for key in (LAYER_IDS, "aux_hidden_state_layer_ids", "target_layer_ids"):
             if place.get(key):
                 return list(place[key])
     return []
@@ -149,8 +162,8 @@ def stretched(checkpoint: Checkpoint, factor: float, original: int) -> Checkpoin
     """
     config = checkpoint.config
     kind = drafter_kind(config.name)
-    if config.name == "medusa":
-        raise ConfigError("medusa heads have no positions to stretch", kind="rope-scaling", hint="leave --yarn out")
+    if not drafter_export(config.name).has_positions:
+        raise ConfigError(f"{config.name} has no positions to stretch", kind="rope-scaling", hint="leave --yarn out")
     if config.rope_scaling is not None:
         raise ConfigError(
             f"the drafter was trained with rope_scaling {config.rope_scaling.rope_type}; YaRN is for one without",
@@ -160,6 +173,76 @@ def stretched(checkpoint: Checkpoint, factor: float, original: int) -> Checkpoin
     scaling = RopeScaling(rope_type="yarn", factor=factor, original_max_position_embeddings=original)
     window = max(config.max_position, int(factor * original))
     config = config.model_copy(update={"rope_scaling": scaling, "max_position": window})
-    model = kind.build(config, TargetSide(checkpoint.head, checkpoint.vocab), 0)
+    model = kind.build(config, TargetInterface(checkpoint.head, checkpoint.vocab), 0)
     model.load_state_dict(checkpoint.model.state_dict())
     return replace(checkpoint, model=model.eval())
+
+
+def prove_equal(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> None:
+    """Raise CorruptionError unless the files give the drafter's own logits and tokens, bit for bit.
+
+    Both run the same steps over random states, weights in ``dtype``, arithmetic in float32.
+    """
+    try:
+        reloaded, vocab = read_back(folder, checkpoint)
+    except HiddenstoreError as error:
+        raise CorruptionError(f"{folder} is no drafter: {error}", kind="export-unreadable", path=str(folder)) from error
+    expected, found = _probe(_rounded(checkpoint, dtype), checkpoint), _probe(reloaded, checkpoint)
+    same_tokens = torch.equal(vocab.target_ids, checkpoint.vocab.target_ids.cpu())
+    same_layers = list(reloaded.config.aux_layers) == sorted(checkpoint.config.aux_layers)
+    if not torch.equal(expected, found) or not same_tokens or not same_layers:
+        worst = float((expected - found).abs().max()) if expected.shape == found.shape else float("nan")
+        raise CorruptionError(
+            f"{folder}: the exported files do not give the drafter's logits (largest difference {worst:g})",
+            kind="export-differs",
+            path=str(folder),
+        )
+
+
+def read_back(folder: Path, checkpoint: Checkpoint) -> tuple[Drafter, DraftVocab]:
+    """The drafter that an exported folder describes, from its files alone plus what engines share of the target.
+
+    Raises:
+        HiddenstoreError: a file is damaged or lacks something.
+    """
+    found = read_published(folder, checkpoint.head, checkpoint.identity.num_layers)
+    kind = drafter_kind(found.config.name)
+    model = kind.build(found.config, TargetInterface(checkpoint.head, found.vocab), 0)
+    load_weights(model, found.weights, str(folder))
+    return cast(Drafter, model.eval()), found.vocab
+
+
+@torch.no_grad()
+def _probe(model: Drafter, checkpoint: Checkpoint) -> Tensor:
+    """Logits [rows, U] over fixed random states."""
+    return drafter_export(checkpoint.config.name).probe(model, checkpoint)
+
+
+def _rounded(checkpoint: Checkpoint, dtype: torch.dtype) -> Drafter:
+    """A copy on the CPU with weights that were rounded to ``dtype``, as the file holds them."""
+    head, config = checkpoint.head.to("cpu"), checkpoint.config
+    model: Drafter = drafter_kind(config.name).build(config, TargetInterface(head, checkpoint.vocab.to("cpu")), 0)
+    state = {name: tensor.float() for name, tensor in weights(checkpoint, dtype).items()}
+    if "embed_tokens.weight" in state and shares_embeddings(checkpoint):
+        state["embed_tokens.weight"] = head.embed_tokens.float()
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def _trained_steps(info: RunInfo) -> int | None:
+    """TTT steps of the run; None where its objective has none."""
+    try:
+        config = yaml.safe_load((info.run / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return None
+    steps = (config.get("loss") or {}).get("steps") if isinstance(config, dict) else None
+    return steps if isinstance(steps, int) else None
+
+
+def _target_config(info: RunInfo) -> dict[str, Any]:
+    """``config.json`` of the target as the store keeps it; empty where the store is gone."""
+    try:
+        config = json.loads(Store.open(info.spec.store).target_file("config.json"))
+    except (HiddenstoreError, OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}

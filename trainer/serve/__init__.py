@@ -4,26 +4,26 @@ An engine is one module with a ``ServingEngine`` in it and one line in ``ENGINES
 torch or transformers: what is printed is known from tables.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.registry import Registry
 
 if TYPE_CHECKING:
     from trainer.serve.plan import ServingEngine
 
-ENGINES: dict[str, str] = {
-    "vllm": "trainer.serve.vllm:VLLM",
-    "sglang": "trainer.serve.sglang:SGLANG",
-    "trtllm": "trainer.serve.trtllm:TRTLLM",
-}
-"""Engine → ``module:ServingEngine``."""
+ENGINES: "Registry[ServingEngine]" = Registry(
+    "engine",
+    "hiddenstore.servers",
+    {
+        "vllm": "trainer.serve.vllm:VLLM",
+        "sglang": "trainer.serve.sglang:SGLANG",
+        "trtllm": "trainer.serve.trtllm:TRTLLM",
+    },
+    "trainer.serve.plan:ServingEngine",
+    option="--engine",
+)
 
 
 def serving_engine(name: str) -> "ServingEngine":
     """The engine of that name; ConfigError ``engine-unknown`` says which exist."""
-    if name not in ENGINES:
-        raise ConfigError(f"no engine {name!r} to serve with; there is: {', '.join(ENGINES)}", kind="engine-unknown")
-    module, _, attribute = ENGINES[name].partition(":")
-    engine: ServingEngine = getattr(import_module(module), attribute)
-    return engine
+    return ENGINES[name]

@@ -1,4 +1,4 @@
-"""A drafter's folder as ``serve`` sees it: what it is, how far it drafts, and for whom it was exported.
+"""A drafter's folder as ``serve`` sees it: what it is, how far it drafts, for whom it was exported, what may go wrong.
 
 ``hiddenstore.json`` tells of our exports; a published drafter is told by its ``config.json``.
 """
@@ -10,27 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from hiddenstore.errors import ConfigError, FormatError, NotFoundError
-from hiddenstore.identity import config_sha256
-from trainer.export.support import engine_named, row
-from trainer.serve.plan import TRAINED, ServingEngine
+from hiddenstore.targets.identity import config_sha256
+from hiddenstore.targets.layer_rules import LAYER_RULES
+from schemas.layers import LayerConvention, to_convention
+from trainer.export.support import engine_named, recognised, row, words
+from trainer.formats.base import Reads
+from trainer.formats.parts import LAYER_IDS
+from trainer.serve.plan import ServingEngine
 
 ABOUT_FILE = "hiddenstore.json"
 CONFIG_FILE = "config.json"
-
-ARCHITECTURES = {
-    "EagleLlamaForCausalLM": "eagle1",
-    "LlamaForCausalLMEagle": "eagle1",
-    "EagleSpeculator": "eagle1",
-    "LlamaForCausalLMEagle3": "eagle3",
-    "Eagle3LlamaForCausalLM": "eagle3",
-    "EAGLE3LlamaForCausalLM": "eagle3",
-    "Eagle3Speculator": "eagle3",
-    "DFlashDraftModel": "dflash",
-    "DFlashSpeculator": "dflash",
-    "DFlashDrafter": "dflash",
-    "MedusaModel": "medusa",
-}
-"""``architectures`` of published drafters (vLLM, SGLang, TensorRT-LLM, speculators, z-lab) → our word."""
 
 
 @dataclass(frozen=True)
@@ -58,24 +47,27 @@ def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
         ConfigError: ``serve-drafter``: a file is no JSON, or nothing tells what this drafter is.
     """
     config = _json(folder / CONFIG_FILE)
+    drafter = recognised(config, {})
     about = _json(folder / ABOUT_FILE) if (folder / ABOUT_FILE).exists() else {}
-    found = about.get("drafter") or _told_by(config)
-    if found is None and method is None:
+    word = about.get("drafter") or (drafter.word(config) if drafter else None)
+    if word is None and method is None:
         raise ConfigError(
             f"{folder} does not say which drafter it is: architectures {config.get('architectures')}",
             kind="serve-drafter",
-            hint=f"--method {' | '.join((*TRAINED, 'draft-target'))}",
+            hint=f"--method {' | '.join((*words(), 'draft-target'))}",
         )
-    if found and method and not _same_kind(found, method):
+    if word and method and words().get(word) is not words().get(method):
         raise ConfigError(
-            f"{folder} is {found}, not {method}", kind="serve-drafter", hint="leave --method out, or give another DIR"
+            f"{folder} is {word}, not {method}", kind="serve-drafter", hint="leave --method out, or give another DIR"
         )
-    word = str(found or method)
+    word = str(word or method)
+    longest = words()[word].longest(config) if word in words() else None
+    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     return ServedDrafter(
         path=str(folder),
         method=word,
-        draft_len=about.get("draft_len") or _draft_len(config, word),
-        longest=_longest(config, word),
+        draft_len=about.get("draft_len") or proposals[0].get("speculative_tokens") or longest,
+        longest=longest,
         engine=about.get("engine"),
         version=about.get("engine_version"),
         target=about.get("target"),
@@ -98,7 +90,8 @@ def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) ->
         )
     table = engine_named(drafter.engine)
     written = drafter.version or table.version
-    if drafter.engine == engine.name and row(table, written, drafter.method) is not row(table, version, drafter.method):
+    ours, theirs = (row(table, at, drafter.method) for at in (written, version))
+    if drafter.engine == engine.name and not (isinstance(ours, Reads) and ours.same_file(theirs)):
         raise FormatError(
             f"{drafter.path} was exported for {engine.title} {written}, and {version} reads another layout",
             kind="serve-engine",
@@ -156,40 +149,48 @@ def _published_differences(drafter: ServedDrafter, config: Mapping[str, Any]) ->
     lines = []
     if own.get("vocab_size") and text.get("vocab_size") and own["vocab_size"] > text["vocab_size"]:
         lines.append(f"vocab_size: {own['vocab_size']} expected, {text['vocab_size']} found")
-    if drafter.method in TRAINED and width and text.get("hidden_size") and width != text["hidden_size"]:
+    if drafter.method in words() and width and text.get("hidden_size") and width != text["hidden_size"]:
         lines.append(f"hidden_size: {width} expected, {text['hidden_size']} found")
     return lines
 
 
-def _told_by(config: Mapping[str, Any]) -> str | None:
-    for name in config.get("architectures") or []:
-        if name in ARCHITECTURES:
-            word = ARCHITECTURES[name]
-            is_later = word == "eagle3" and (config.get("fc_norm") or config.get("norm_output"))
-            return "eagle3.1" if is_later else word
-    if config.get("model_type") == "medusa":
-        return "medusa"
-    if config.get("eagle_config") or config.get("draft_vocab_size"):
-        return "eagle3"
-    return "dflash" if config.get("dflash_config") else None
+def warnings_of(drafter: ServedDrafter, engine: ServingEngine, version: str, target: str) -> list[str]:
+    """What is known to go wrong in silence with a drafter that we did not export: the server is healthy and nothing is
+    accepted. ``target`` is looked into where it is a local folder."""
+    if drafter.engine is not None or drafter.method not in words():
+        return []
+    reads = row(engine_named(engine.name), version, drafter.method)
+    warning = reads.warn(drafter.config) if isinstance(reads, Reads) else None
+    return [text for text in (_other_numbering(drafter, engine, target), warning) if text]
 
 
-def _draft_len(config: Mapping[str, Any], method: str) -> int | None:
-    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return proposals[0].get("speculative_tokens") or _longest(config, method)
+def _other_numbering(drafter: ServedDrafter, engine: ServingEngine, target: str) -> str | None:
+    """vLLM counts aux layers one higher than SGLang and TensorRT-LLM; the usual layers show whose list it is."""
+    export = words()[drafter.method]
+    ids = drafter.config.get(LAYER_IDS) or (drafter.config.get("eagle_config") or {}).get(LAYER_IDS)
+    depth = (text_config(target) or {}).get("num_hidden_layers")
+    if not export.ids_follow_engine or not ids or not isinstance(depth, int) or export.drafter not in LAYER_RULES:
+        return None
+    convention = engine_named(engine.name).convention
+    usual = LAYER_RULES[export.drafter].published(depth, None)
+    other: LayerConvention = "output" if convention == "vllm" else "vllm"
+    if list(ids) != to_convention(usual, other) or to_convention(usual, convention) == to_convention(usual, other):
+        return None
+    return (
+        f"layers {list(ids)} are the usual ones in another engine's numbering; {engine.title} would read each a layer "
+        f"off: hiddenstore import-drafter {drafter.path} -o RUN --store STORE, then hiddenstore export RUN --engine "
+        f"{engine.name} -o DIR"
+    )
 
 
-def _longest(config: Mapping[str, Any], method: str) -> int | None:
-    if method == "dflash":
-        block = config.get("block_size") or (config.get("dflash_config") or {}).get("block_size")
-        return block - 1 if block else None
-    if method == "medusa":
-        return config.get("num_heads") or config.get("medusa_num_heads")
-    return None
-
-
-def _same_kind(found: str, method: str) -> bool:
-    return found.removesuffix(".1") == method.removesuffix(".1")
+def text_config(target: str) -> Mapping[str, Any] | None:
+    """The text part of a local target's ``config.json``; None of a hub id."""
+    file = Path(target) / CONFIG_FILE
+    if not file.is_file():
+        return None
+    config = _json(file)
+    text: Mapping[str, Any] = config.get("text_config") or config
+    return text
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -1,49 +1,52 @@
-"""What is asked for (``ServeRequest``) and what would run (``ServePlan``): the words every engine module speaks."""
+"""What to serve (``ServeRequest``) and what would run (``ServePlan``): the words every engine module speaks."""
 
-import json
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from pydantic import BaseModel
+
+from hiddenstore import settings as config
 from hiddenstore.errors import ConfigError
-from trainer.export.support import support
+from trainer.export.support import engine_named, row, support, words
+from trainer.formats.base import Reads
 
-METHODS = {
-    "eagle1": "an EAGLE-1/2 drafter",
-    "eagle3": "an EAGLE-3 drafter",
-    "eagle3.1": "an EAGLE-3.1 drafter",
-    "dflash": "a DFlash drafter",
-    "medusa": "a Medusa drafter",
+UNTRAINED = {
     "draft-target": "a small model of the same vocabulary",
     "ngram": "tokens looked up in the text so far",
     "mtp": "the target's own multi-token prediction",
     "user-provided": "your own drafter class",
     "none": "no speculation: the baseline",
 }
-"""How tokens are drafted, in our words."""
-
-TRAINED = ("eagle1", "eagle3", "eagle3.1", "dflash", "medusa")
-NEEDS_MODEL = (*TRAINED, "draft-target")
-FORMS = ("command", "python", "container", "bench")
+"""How tokens are drafted without a drafter that was trained, in our words."""
 
 
-@dataclass(frozen=True)
-class ServeRequest:
-    """What to serve.
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What to serve, as a person says it.
 
     ``drafter`` is a folder or hub id; ``settings`` are ``key=value`` words for the engine's speculation or file;
     ``flags`` go to the engine's command line as they are; ``config_file`` is where a configuration file is written.
     """
 
     target: str
-    method: str
-    draft_len: int
-    version: str
+    method: str | None = None
+    draft_len: int | None = None
+    version: str | None = None
     drafter: str | None = None
     form: str = "command"
     settings: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     config_file: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeRequest(ServeOptions):
+    """Options that were checked, none of which is open."""
+
+    method: str
+    draft_len: int
+    version: str
 
 
 @dataclass(frozen=True)
@@ -68,17 +71,16 @@ class ServePlan:
 class ServingEngine:
     """One engine.
 
-    ``version`` is what commands are written for unless told; ``untrained`` are the methods it has besides drafters
-    that are trained (those are the export table's to say), ``plan`` writes the command, ``install`` and ``image`` get
-    the engine; ``entrypoint`` is the program that its image has to be told to start, where the image would start
-    another; ``config_file`` is the usual name of the file it is configured by; ``loads`` are the
-    formats of ``hiddenstore export`` that it reads.
+    ``version`` is what commands are written for unless told; ``untrained`` are the methods it has besides drafters that
+    are trained (of those the drafters say it), and what it calls them; ``plan`` writes the command, ``install`` and
+    ``image`` get the engine; ``entrypoint`` is the program that its image has to be told to start, where the image
+    would start another; ``config_file`` is the usual name of the file it is configured by; ``loads`` are the formats of
+    ``hiddenstore export`` that it reads.
     """
 
     name: str
-    title: str
     version: str
-    untrained: tuple[str, ...]
+    untrained: Mapping[str, str]
     plan: Callable[[ServeRequest], ServePlan]
     install: str
     image: Callable[[str], str]
@@ -88,78 +90,77 @@ class ServingEngine:
     config_file: str | None
     loads: tuple[str, ...]
 
+    @property
+    def title(self) -> str:
+        return engine_named(self.name).title
+
+    def method(self, method: str, version: str, model: str | None) -> str:
+        """What ``version`` of the engine calls a method that drafts with ``model``; empty for ``none``.
+
+        Raises:
+            ConfigError: ``serve-unsupported``: it does not draft so; ``serve-drafter``: a model is needed.
+        """
+        self.check(method, version)
+        if model is None and needs_model(method):
+            raise ConfigError(f"{method} needs a drafter: its folder or hub id", kind="serve-drafter")
+        if method not in words():
+            return self.untrained.get(method, "")
+        found = row(engine_named(self.name), version, method)
+        assert isinstance(found, Reads)
+        return found.method
+
     def check(self, method: str, version: str) -> None:
         """Raise ConfigError ``serve-unsupported`` unless ``version`` of the engine drafts with ``method``."""
-        if method in self.untrained:
+        if method == "none" or method in self.untrained:
             return
-        if method not in TRAINED:
+        if method not in words():
             raise ConfigError(
-                f"{self.title} does not draft with {method} ({METHODS.get(method, 'unknown')})",
+                f"{self.title} does not draft with {method} ({methods().get(method, 'unknown')})",
                 kind="serve-unsupported",
-                hint=f"--method {' | '.join(self.untrained)}",
+                hint=f"--method {' | '.join((*self.untrained, 'none'))}",
             )
-        said = support(self.name, version, method)
-        if not said.ok:
+        answer = support(self.name, version, method)
+        if not answer.ok:
             raise ConfigError(
-                f"{self.title} {version} does not serve {METHODS[method]}: {said.reason}",
+                f"{self.title} {version} does not serve {methods()[method]}: {answer.reason}",
                 kind="serve-unsupported",
-                hint=said.nearest,
+                hint=answer.nearest,
             )
+
+
+def methods() -> dict[str, str]:
+    """Every word for how tokens are drafted, and what it means."""
+    return {word: export.titles[word] for word, export in words().items()} | UNTRAINED
+
+
+def needs_model(method: str) -> bool:
+    """Whether a method drafts with weights of its own."""
+    return method == "draft-target" or method in words()
+
+
+def checked_settings(model: type[BaseModel], settings: tuple[str, ...]) -> dict[str, Any]:
+    """``key=value`` words as values of the settings that an engine has.
+
+    Raises:
+        ConfigError: ``serve-setting``: an unknown one, with what was meant, or a wrong value; all of them at once.
+    """
+    try:
+        return config.load(model, None, settings).model_dump(exclude_unset=True)
+    except ConfigError as error:
+        raise ConfigError(error.message, kind="serve-setting", hint=error.hint) from error
 
 
 def flag_value(flags: tuple[str, ...], *names: str) -> str | None:
     """The value of ``--name value`` or ``--name=value`` among ``flags``; the last one counts."""
-    found = None
+    value = None
     for i, flag in enumerate(flags):
-        name, equals, value = flag.partition("=")
+        name, equals, text = flag.partition("=")
         if name in names:
-            found = value if equals else (flags[i + 1] if i + 1 < len(flags) else None)
-    return found
+            value = text if equals else (flags[i + 1] if i + 1 < len(flags) else None)
+    return value
 
 
 def port_of(flags: tuple[str, ...], usual: int) -> int:
     """The port that ``flags`` ask the server to listen on, else the ``usual`` one."""
     port = flag_value(flags, "--port")
     return int(port) if port and port.isdecimal() else usual
-
-
-def split_settings(words: tuple[str, ...]) -> dict[str, str]:
-    """``key=value`` words as a mapping.
-
-    Raises:
-        ConfigError: a word without an equals sign.
-    """
-    found: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--set {word}: should be key=value", kind="serve-setting")
-        found[key] = value
-    return found
-
-
-def smoke_test(plan: ServePlan) -> list[str]:
-    """A curl command that asks the running server for a few tokens, as arguments."""
-    body = {"model": plan.served_as, "prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}
-    return [
-        "curl",
-        f"http://localhost:{plan.port}/v1/completions",
-        "-H",
-        "Content-Type: application/json",
-        "-d",
-        json.dumps(body, ensure_ascii=False),
-    ]
-
-
-def shell_lines(
-    command: tuple[str, ...] | list[str], env: Mapping[str, str] | None = None, image: str = ""
-) -> list[str]:
-    """A command as a person would write it in a shell: each option with its values on a line, and the ``image``."""
-    lines: list[list[str]] = [[f"{name}={shlex.quote(value)}" for name, value in (env or {}).items()]]
-    for i, part in enumerate(command):
-        is_option = part.startswith("-") and part not in ("-m", "-c") and i > 0
-        if is_option or (image and part == image):
-            lines.append([])
-        lines[-1].append(shlex.quote(part))
-    texts = [" ".join(line) for line in lines if line]
-    return [("  " if i else "") + text + (" \\" if i + 1 < len(texts) else "") for i, text in enumerate(texts)]

@@ -1,57 +1,44 @@
 """SGLang: ``python -m sglang.launch_server --model-path TARGET --speculative-…``.
 
-Source: SGLang's advanced_features/speculative_decoding page and the fields of 0.5.23's server arguments. Names were
-read, nothing was run here.
+Sources: SGLang's advanced_features/speculative_decoding page and the fields of 0.5.23's server arguments
+(``arg_groups/fields/spec.py``). Names were read, nothing was run here.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from hiddenstore.errors import ConfigError
-from trainer.serve.fields import Field, Source, parse_setting, problems_of, refuse
-from trainer.serve.plan import NEEDS_MODEL, ServePlan, ServeRequest, ServingEngine, flag_value, port_of, split_settings
+from trainer.config import Section
+from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, checked_settings, flag_value, port_of
 
 VERSION = "0.5.23"
 
-SOURCES = {
-    "page": Source("docs.sglang.ai advanced_features/speculative_decoding", "0.5.23"),
-    "arguments": Source("sglang/srt/arg_groups/fields/spec.py", "0.5.23"),
-}
 
-ALGORITHMS = {
-    "eagle1": "EAGLE",
-    "eagle3": "EAGLE3",
-    "eagle3.1": "EAGLE3",
-    "dflash": "DFLASH",
-    "draft-target": "STANDALONE",
-    "ngram": "NGRAM",
-    "mtp": "NEXTN",
-}
-"""Our word for a method → ``--speculative-algorithm``. EAGLE is EAGLE-1's and 2's; NEXTN its alias for MTP heads."""
+class Speculation(Section):
+    """Settings behind ``--speculative-``, their hyphens as underscores."""
 
-FIELDS = (
-    Field("num-steps", "int", "page", least=1),
-    Field("eagle-topk", "int", "page", least=1),
-    Field("num-draft-tokens", "int", "page", least=1),
-    Field("dflash-block-size", "int", "arguments", least=2),
-    Field("draft-model-revision", "text", "page"),
-    Field("draft-load-format", "text", "page"),
-    Field("draft-model-quantization", "text", "page"),
-    Field("draft-attention-backend", "text", "page"),
-    Field("draft-window-size", "int", "arguments", least=1),
-    Field("accept-threshold-single", "float", "page", least=0),
-    Field("accept-threshold-acc", "float", "page", least=0),
-    Field("attention-mode", "text", "page", choices=("prefill", "decode")),
-    Field("token-map", "text", "page"),
-    Field("moe-runner-backend", "text", "page"),
-    Field("moe-a2a-backend", "text", "page"),
-    Field("ngram-min-bfs-breadth", "int", "page", least=1),
-    Field("ngram-max-bfs-breadth", "int", "page", least=1),
-    Field("ngram-match-type", "text", "page", choices=("BFS", "PROB")),
-    Field("ngram-max-trie-depth", "int", "page", least=1),
-    Field("ngram-capacity", "int", "page", least=1),
-)
-"""Settings behind ``--speculative-``."""
+    num_steps: PositiveInt | None = None
+    eagle_topk: PositiveInt | None = None
+    num_draft_tokens: PositiveInt | None = None
+    dflash_block_size: int | None = Field(None, ge=2)
+    draft_model_revision: str | None = None
+    draft_load_format: str | None = None
+    draft_model_quantization: str | None = None
+    draft_attention_backend: str | None = None
+    draft_window_size: PositiveInt | None = None
+    accept_threshold_single: NonNegativeFloat | None = None
+    accept_threshold_acc: NonNegativeFloat | None = None
+    attention_mode: Literal["prefill", "decode"] | None = None
+    token_map: str | None = None
+    moe_runner_backend: str | None = None
+    moe_a2a_backend: str | None = None
+    ngram_min_bfs_breadth: PositiveInt | None = None
+    ngram_max_bfs_breadth: PositiveInt | None = None
+    ngram_match_type: Literal["BFS", "PROB"] | None = None
+    ngram_max_trie_depth: PositiveInt | None = None
+    ngram_capacity: PositiveInt | None = None
 
 
 def speculative_flags(
@@ -63,31 +50,32 @@ def speculative_flags(
 ) -> list[str]:
     """The ``--speculative-*`` flags for a method by our word; none for ``none``.
 
-    A chain of ``draft_len`` tokens is one branch a step (``eagle-topk`` 1) verified with the token before it:
-    ``num-draft-tokens`` = ``draft_len`` + 1, which is also DFlash's block. ``settings`` are names without
-    ``--speculative-``.
+    A chain of ``draft_len`` tokens is one branch a step (``eagle_topk`` 1) verified with the token before it:
+    ``num_draft_tokens`` = ``draft_len`` + 1, which is also DFlash's block. ``settings`` are fields of `Speculation`.
 
     Raises:
         ConfigError: ``serve-unsupported``, ``serve-setting`` or ``serve-drafter``.
     """
-    SGLANG.check(method, version)
+    algorithm = SGLANG.method(method, version, model)
     if method == "none":
         return []
-    if method in NEEDS_MODEL and model is None:
-        raise ConfigError(f"{method} needs a drafter: its folder or hub id", kind="serve-drafter")
-    values: dict[str, Any] = dict(_lengths(method, draft_len)) | dict(settings or {})
-    refuse(list(problems_of(FIELDS, values, version)), "--speculative", "serve-setting")
-    if values.get("eagle-topk", 1) > 1 and "num-draft-tokens" not in (settings or {}):
+    lengths = {"num_steps": draft_len, "eagle_topk": 1, "num_draft_tokens": draft_len + 1}
+    if algorithm == "DFLASH":
+        lengths = {"dflash_block_size": draft_len + 1}
+    elif algorithm == "NGRAM":
+        lengths = {"num_draft_tokens": draft_len + 1}
+    values: dict[str, Any] = lengths | dict(settings or {})
+    if values.get("eagle_topk", 1) > 1 and "num_draft_tokens" not in (settings or {}):
         raise ConfigError(
-            f"eagle-topk {values['eagle-topk']} drafts a tree: say how many of its tokens are verified",
+            f"eagle-topk {values['eagle_topk']} drafts a tree: say how many of its tokens are verified",
             kind="serve-setting",
             hint="--set num-draft-tokens=16, what SGLang's page verifies with 3 steps of top 4",
         )
-    flags = ["--speculative-algorithm", ALGORITHMS[method]]
+    flags = ["--speculative-algorithm", algorithm]
     if model is not None:
         flags += ["--speculative-draft-model-path", model]
     for name, value in values.items():
-        flags += [f"--speculative-{name}", str(value)]
+        flags += [f"--speculative-{name.replace('_', '-')}", str(value)]
     return flags
 
 
@@ -97,10 +85,10 @@ def plan(request: ServeRequest) -> ServePlan:
     Raises:
         ConfigError: see ``speculative_flags``.
     """
-    settings = {
-        key.replace("_", "-"): parse_setting(FIELDS, key.replace("_", "-"), text)
-        for key, text in split_settings(request.settings).items()
-    }
+    names = (word.partition("=") for word in request.settings)
+    settings = checked_settings(
+        Speculation, tuple(name.replace("-", "_") + equals + text for name, equals, text in names)
+    )
     flags = speculative_flags(request.method, request.drafter, request.draft_len, request.version, settings)
     return ServePlan(
         command=("python", "-m", "sglang.launch_server", "--model-path", request.target, *flags, *request.flags),
@@ -110,19 +98,10 @@ def plan(request: ServeRequest) -> ServePlan:
     )
 
 
-def _lengths(method: str, draft_len: int) -> dict[str, int]:
-    if method == "dflash":
-        return {"dflash-block-size": draft_len + 1}
-    if method == "ngram":
-        return {"num-draft-tokens": draft_len + 1}
-    return {"num-steps": draft_len, "eagle-topk": 1, "num-draft-tokens": draft_len + 1}
-
-
 SGLANG = ServingEngine(
     name="sglang",
-    title="SGLang",
     version=VERSION,
-    untrained=("draft-target", "ngram", "mtp", "none"),
+    untrained={"draft-target": "STANDALONE", "ngram": "NGRAM", "mtp": "NEXTN"},
     plan=plan,
     install="pip install sglang",
     image=lambda version: f"lmsysorg/sglang:v{version}",

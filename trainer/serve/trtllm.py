@@ -1,22 +1,22 @@
 """TensorRT-LLM: ``trtllm-serve TARGET --config FILE.yaml`` and the file, with the values of NVIDIA's playbooks.
 
-Names and values are restated from published documents (``trtllm_fields.SOURCES``); no TensorRT-LLM was run.
+What ``--set`` says is written as it stands: TensorRT-LLM itself knows its settings. Names and values are restated from
+published documents (NVIDIA/TensorRT-LLM docs/source/features/speculative-decoding.md, ``llm_args.py`` of 1.1 to
+1.4.0rc1, examples/configs/curated, NVIDIA/dgx-spark-playbooks nvidia/speculative-decoding); no TensorRT-LLM was run.
 """
 
+import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from hiddenstore.errors import ConfigError
-from trainer.serve.fields import parse_setting, refuse
-from trainer.serve.plan import NEEDS_MODEL, ServePlan, ServeRequest, ServingEngine, flag_value, port_of, split_settings
-from trainer.serve.trtllm_check import file_problems, file_table
-from trainer.serve.trtllm_fields import DECODING_TYPES
-from trainer.serve.trtllm_python import python_program
-from trainer.serve.versions import is_within
+from trainer.formats.base import is_within
+from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, flag_value, port_of
+from trainer.serve.trtllm_rules import MODEL, refuse, target_problems
 
 VERSION = "1.3.0rc12"
 CONFIG_FILE = "extra-llm-api-config.yml"
@@ -24,10 +24,10 @@ CONFIG_FILE = "extra-llm-api-config.yml"
 
 @dataclass(frozen=True)
 class Spelling:
-    """How versions ``since`` one write things: decoding types, the draft model, MTP's length, the file's option."""
+    """How versions ``since`` one write things: a draft model's decoding type and place, MTP's length, the file's
+    option."""
 
     since: str
-    eagle3: str
     draft_target: str
     model: str
     mtp_length: str
@@ -35,17 +35,11 @@ class Spelling:
 
 
 SPELLINGS = (
-    Spelling("1.3", "Eagle3", "DraftTarget", "speculative_model", "max_draft_len", "--config"),
-    Spelling(
-        "1.2", "Eagle", "Draft_Target", "speculative_model_dir", "num_nextn_predict_layers", "--extra_llm_api_options"
-    ),
-    Spelling(
-        "0", "Eagle", "DraftTarget", "speculative_model_dir", "num_nextn_predict_layers", "--extra_llm_api_options"
-    ),
+    Spelling("1.3", "DraftTarget", "speculative_model", "max_draft_len", "--config"),
+    Spelling("1.2", "Draft_Target", "speculative_model_dir", "num_nextn_predict_layers", "--extra_llm_api_options"),
+    Spelling("0", "DraftTarget", "speculative_model_dir", "num_nextn_predict_layers", "--extra_llm_api_options"),
 )
 """Newest first. 1.3: the spec page and its playbook; 1.2: what llm_args.py of 1.2 surely has; before: that of 1.1."""
-
-_SAME = {"dflash": "DFlash", "ngram": "NGram", "mtp": "MTP"}
 
 # The rest of the file. Latency: dgx-spark-playbooks, one request at a time. Throughput: examples/configs/curated.
 PROFILES: Mapping[str, Mapping[str, Any]] = {
@@ -62,16 +56,15 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "stream_interval": 10,
     },
 }
-BATCH = {"latency": 1, "throughput": 128}
 PROFILE = "profile"
 """The word of ``settings`` that picks a row of ``PROFILES``; latency where it is not given."""
-
-# Speculation outside the target's own forward needs the overlap scheduler off (the spec page's examples).
-_TWO_MODELS = ("draft-target", "ngram")
 
 # The spec page's pool, and relaxed acceptance as DeepSeek-R1's latency configuration has it.
 _NGRAM_POOL = {"max_matching_ngram_size": 4, "is_keep_all": True, "is_use_oldest": True, "is_public_pool": True}
 RELAXED = {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "relaxed_delta": 0.6}
+
+# A bare name of these is one of ``speculative_config``; any other is written where it says.
+_SPECULATION = {"decoding_type", *MODEL, "max_draft_len", "num_nextn_predict_layers", *_NGRAM_POOL, *RELAXED}
 
 
 def speculative_config(
@@ -86,14 +79,11 @@ def speculative_config(
     Raises:
         ConfigError: ``serve-unsupported`` or ``serve-drafter``.
     """
-    TRTLLM.check(method, version)
+    name = TRTLLM.method(method, version, model)
     if method == "none":
         return {}
-    if method in NEEDS_MODEL and model is None:
-        raise ConfigError(f"{method} needs a drafter: its folder or hub id", kind="serve-drafter")
     words = spelling(version)
-    types = {**_SAME, "eagle3": words.eagle3, "draft-target": words.draft_target}
-    config: dict[str, Any] = {"decoding_type": types[method.removesuffix(".1")]}
+    config: dict[str, Any] = {"decoding_type": words.draft_target if method == "draft-target" else name}
     config[words.mtp_length if method == "mtp" else "max_draft_len"] = draft_len
     if model is not None:
         config[words.model] = model
@@ -105,40 +95,57 @@ def speculative_config(
 
 
 def file_settings(request: ServeRequest) -> dict[str, Any]:
-    """Everything the YAML file says for ``request``, checked against the tables.
-
-    ``settings`` may name a field of ``speculative_config`` alone, any setting by its dotted path, and ``profile``.
+    """Everything the YAML file says for ``request``: the profile's row, speculation, and ``settings`` over both.
 
     Raises:
-        ConfigError: ``serve-setting``, one line a problem; see ``speculative_config``.
+        ConfigError: ``serve-setting``, one line a contradiction; see ``speculative_config``.
     """
-    words = split_settings(request.settings)
-    words.pop(PROFILE, None)
-    table = file_table(speculative_config(request.method, request.drafter, request.draft_len, request.version))
-    outer: dict[str, Any] = {}
-    inner: dict[str, Any] = {}
-    for key, text in words.items():
-        path = _place(key, request.method, request.version)
-        value = parse_setting(table, path, text)
-        section, _, name = path.partition(".")
-        if section == "speculative_config":
-            inner[name] = value
-        elif name:
-            outer.setdefault(section, {})[name] = value
-        else:
-            outer[section] = value
-    speculation = speculative_config(request.method, request.drafter, request.draft_len, request.version, inner)
-    settings: dict[str, Any] = {}
-    for key, value in PROFILES[profile_of(request)].items():
-        settings[key] = dict(value) if isinstance(value, Mapping) else value
+    profile, written = split_settings(request.settings)
+    settings = copy.deepcopy(dict(PROFILES[profile]))
     settings["disable_overlap_scheduler"] = _without_overlap(request)
-    if speculation:
-        settings["speculative_config"] = speculation
-    for key, value in outer.items():
+    if request.method != "none":
+        extra = {name: written.pop(name) for name in list(written) if name in _SPECULATION}
+        if isinstance(written.get("speculative_config"), dict):
+            extra |= written.pop("speculative_config")
+        settings["speculative_config"] = speculative_config(
+            request.method, request.drafter, request.draft_len, request.version, extra
+        )
+    for key, value in written.items():
         both = isinstance(value, Mapping) and isinstance(settings.get(key), dict)
         settings[key] = settings[key] | value if both else value
-    refuse(list(file_problems(settings, request.version)), "--set", "serve-setting")
+    problems = target_problems(request.target) if request.method == "mtp" else []
+    refuse(settings, request.version, "--set", "serve-setting", problems)
     return settings
+
+
+def split_settings(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    """The profile that ``key.path=value`` words choose, and the rest of them as the mapping they write.
+
+    Raises:
+        ConfigError: ``serve-setting``: a word that says nothing, or no such profile.
+    """
+    profile, written = "latency", dict[str, Any]()
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {word}: should be key=value", kind="serve-setting")
+        if key == PROFILE:
+            profile = text
+            continue
+        *sections, name = key.split(".")
+        section = written
+        for part in sections:
+            if not isinstance(section.get(part), dict):
+                section[part] = {}
+            section = section[part]
+        try:
+            section[name] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            reason = " ".join(str(error).split())[:120]
+            raise ConfigError(f"{key}={text}: no value: {reason}", kind="serve-setting") from error
+    if profile not in PROFILES:
+        raise ConfigError(f"--set profile={profile}: there is {', '.join(PROFILES)}", kind="serve-setting")
+    return profile, written
 
 
 def plan(request: ServeRequest) -> ServePlan:
@@ -149,20 +156,22 @@ def plan(request: ServeRequest) -> ServePlan:
     """
     served_as = flag_value(request.flags, "--served_model_name") or request.target
     if request.method == "user-provided":
-        return ServePlan(program=_own_drafter(request), served_as=served_as)
+        return ServePlan(program=_user_provided(request), served_as=served_as)
     settings = file_settings(request)
     if request.form == "python":
         return ServePlan(program=python_program(request.target, settings), served_as=served_as)
     file = request.config_file or CONFIG_FILE
     option = spelling(request.version).option
-    profile = profile_of(request)
-    own_batch = flag_value(request.flags, "--max_batch_size")
-    batch = () if own_batch else ("--max_batch_size", str(BATCH[profile]))
-    command = ("trtllm-serve", request.target, "--backend", "pytorch", *batch, option, file, *request.flags)
-    if request.form == "bench":
-        command = (*_bench(request, own_batch or str(BATCH[profile])), *batch, option, file, *request.flags)
+    profile, _settings = split_settings(request.settings)
+    batch = flag_value(request.flags, "--max_batch_size")
+    batch_flags: tuple[str, ...] = ()
+    if batch is None:
+        batch = str(PROFILES[profile]["cuda_graph_config"]["max_batch_size"])
+        batch_flags = ("--max_batch_size", batch)
+    serve = ("trtllm-serve", request.target, "--backend", "pytorch")
+    start = _bench(request, batch) if request.form == "bench" else serve
     return ServePlan(
-        command=command,
+        command=(*start, *batch_flags, option, file, *request.flags),
         files={file: yaml.safe_dump(settings, sort_keys=False, width=100)},
         env={"TRTLLM_ENABLE_PDL": "1"} if profile == "latency" else {},
         served_as=served_as,
@@ -176,32 +185,13 @@ def spelling(version: str) -> Spelling:
     return next(row for row in SPELLINGS if is_within(version, row.since, None))
 
 
-def profile_of(request: ServeRequest) -> str:
-    """Which row of ``PROFILES`` the settings ask for.
-
-    Raises:
-        ConfigError: there is no such row.
-    """
-    profile = split_settings(request.settings).get(PROFILE, "latency")
-    if profile not in PROFILES:
-        raise ConfigError(f"--set profile={profile}: there is {', '.join(PROFILES)}", kind="serve-setting")
-    return profile
-
-
-def _place(key: str, method: str, version: str) -> str:
-    """The dotted path of a setting: a bare name that the method's section has lies there."""
-    if "." in key or method == "none":
-        return key
-    kind = speculative_config(method, "drafter", 1, version)["decoding_type"]
-    known = {name for field in DECODING_TYPES[kind].fields for name in (field.name, *field.aliases)}
-    return f"speculative_config.{key}" if key in known else key
-
-
 def _without_overlap(request: ServeRequest) -> bool:
-    if request.method in _TWO_MODELS:
+    # Speculation outside the target's own forward needs the overlap scheduler off (the spec page's examples).
+    if request.method in ("draft-target", "ngram"):
         return True
     # Model Optimizer's README still switches it off for EAGLE-3; the playbooks leave it on since 1.2.
-    return request.method.startswith("eagle3") and not is_within(request.version, "1.2", None)
+    is_eagle3 = TRTLLM.method(request.method, request.version, "") in ("Eagle", "Eagle3")
+    return is_eagle3 and not is_within(request.version, "1.2", None)
 
 
 def _bench(request: ServeRequest, concurrency: str) -> tuple[str, ...]:
@@ -224,7 +214,8 @@ def _notes(request: ServeRequest) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _own_drafter(request: ServeRequest) -> str:
+def _user_provided(request: ServeRequest) -> str:
+    """The program for a class ``module:Class`` of the user's."""
     module, colon, name = (request.drafter or "").partition(":")
     if request.form != "python":
         raise ConfigError(
@@ -238,7 +229,66 @@ def _own_drafter(request: ServeRequest) -> str:
             kind="serve-drafter",
             hint="hiddenstore serve my_drafters:MyDrafter --method user-provided --form python …",
         )
-    return python_program(request.target, {"disable_overlap_scheduler": True}, own=(module, name, request.draft_len))
+    speculation = {
+        "decoding_type": "User_Provided",
+        "max_draft_len": request.draft_len,
+        "drafter": _Source(f"{name}()"),
+    }
+    settings = {"disable_overlap_scheduler": True, "speculative_config": speculation}
+    return python_program(request.target, settings, ["", f"from {module} import {name}"])
+
+
+class _Source(str):
+    """A value that is Python source already."""
+
+    __slots__ = ()
+
+
+def python_program(target: str, settings: Mapping[str, Any], imports: Sequence[str] = ()) -> str:
+    """Source that serves ``settings``, a file's, in process, after further lines of ``imports``.
+
+    Sections are classes of ``tensorrt_llm.llmapi``, called as their keys and decoding types are. The program guards its
+    entry point, because TensorRT-LLM starts processes that import it.
+    """
+    classes, arguments = set(), [_literal(target)]
+    for name, value in settings.items():
+        if not (name.endswith("_config") and isinstance(value, Mapping)):
+            arguments.append(f"{name}={_literal(value)}")
+            continue
+        fields = dict(value)
+        kind = f"{fields.pop('decoding_type')}_decoding_config" if "decoding_type" in fields else name
+        kind = "".join(part[:1].upper() + part[1:] for part in kind.split("_"))
+        classes.add(kind)
+        arguments.append(f"{name}={_call(kind, fields)}")
+    lines = ["from tensorrt_llm import LLM, SamplingParams"]
+    lines += [f"from tensorrt_llm.llmapi import {', '.join(sorted(classes))}"] if classes else []
+    lines += [*imports, "", "", "def main():", "    llm = LLM("]
+    lines += [f"        {argument}," for argument in arguments]
+    lines += [
+        "    )",
+        '    outputs = llm.generate(["The capital of France is"], SamplingParams(max_tokens=32))',
+        "    print(outputs[0].outputs[0].text)",
+        "",
+        "",
+        'if __name__ == "__main__":',
+        "    main()",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _call(name: str, fields: Mapping[str, Any]) -> str:
+    """A call as one argument of ``LLM``: on one line where that is short, else a line for each field."""
+    words = [f"{key}={_literal(value)}" for key, value in fields.items()]
+    line = f"{name}({', '.join(words)})"
+    if len(line) <= 80:
+        return line
+    return "\n".join([f"{name}(", *(f"            {word}," for word in words), "        )"])
+
+
+def _literal(value: Any) -> str:
+    text = str(value) if isinstance(value, _Source) else repr(value)
+    is_plain = text.startswith("'") and '"' not in text and "\\" not in text
+    return f'"{text[1:-1]}"' if is_plain else text
 
 
 def _image(version: str) -> str:
@@ -249,9 +299,8 @@ def _image(version: str) -> str:
 
 TRTLLM = ServingEngine(
     name="trtllm",
-    title="TensorRT-LLM",
     version=VERSION,
-    untrained=("draft-target", "ngram", "mtp", "user-provided", "none"),
+    untrained={"draft-target": "Draft_Target", "ngram": "NGram", "mtp": "MTP", "user-provided": "User_Provided"},
     plan=plan,
     install="use its container: hiddenstore serve … --form container",
     image=_image,

@@ -9,54 +9,38 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hiddenstore.errors import ConfigError
-from trainer.serve.fields import Field, Source, parse_setting, problems_of, refuse
-from trainer.serve.plan import NEEDS_MODEL, ServePlan, ServeRequest, ServingEngine, flag_value, port_of, split_settings
+from pydantic import PositiveInt
+
+from trainer.config import Section
+from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, checked_settings, flag_value, port_of
 
 VERSION = "0.32.0"
-
-SOURCES = {
-    "config": Source("docs.vllm.ai api/vllm/config/speculative", "0.12 – 0.33"),
-    "ngram": Source("docs.vllm.ai features/speculative_decoding/n_gram", "0.12 – 0.33"),
-}
-
-NAMES = {
-    "eagle1": "eagle",
-    "eagle3": "eagle3",
-    "eagle3.1": "eagle3",
-    "dflash": "dflash",
-    "medusa": "medusa",
-    "draft-target": "draft_model",
-    "ngram": "ngram",
-    "mtp": "mtp",
-}
-"""Our word for a method → vLLM's ``method``."""
-
-FIELDS = (
-    Field("method", "text", "config", choices=tuple(dict.fromkeys(NAMES.values()))),
-    Field("model", "text", "config"),
-    Field("num_speculative_tokens", "int", "config", least=1),
-    Field("draft_tensor_parallel_size", "int", "config", least=1),
-    Field("max_model_len", "int", "config", least=1),
-    Field("quantization", "text", "config"),
-    Field("revision", "text", "config"),
-    Field("code_revision", "text", "config"),
-    Field("kv_cache_dtype", "text", "config"),
-    Field("attention_backend", "text", "config"),
-    Field("moe_backend", "text", "config"),
-    Field("draft_sample_method", "text", "config"),
-    Field("rejection_sample_method", "text", "config"),
-    Field("parallel_drafting", "bool", "config"),
-    Field("use_heterogeneous_vocab", "bool", "config"),
-    Field("enforce_eager", "bool", "config"),
-    Field("disable_padded_drafter_batch", "bool", "config"),
-    Field("prompt_lookup_max", "int", "ngram", least=1),
-    Field("prompt_lookup_min", "int", "ngram", least=1),
-)
-"""What ``--speculative-config`` may hold."""
-
 # vLLM looks up n-grams of 5 tokens unless told; shorter ones find more, and lookup costs next to nothing.
 NGRAM_DEFAULTS = {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
+
+
+class Speculation(Section):
+    """What ``--speculative-config`` may hold besides the method, model and length that are written."""
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: PositiveInt | None = None
+    draft_tensor_parallel_size: PositiveInt | None = None
+    max_model_len: PositiveInt | None = None
+    quantization: str | None = None
+    revision: str | None = None
+    code_revision: str | None = None
+    kv_cache_dtype: str | None = None
+    attention_backend: str | None = None
+    moe_backend: str | None = None
+    draft_sample_method: str | None = None
+    rejection_sample_method: str | None = None
+    parallel_drafting: bool | None = None
+    use_heterogeneous_vocab: bool | None = None
+    enforce_eager: bool | None = None
+    disable_padded_drafter_batch: bool | None = None
+    prompt_lookup_max: PositiveInt | None = None
+    prompt_lookup_min: PositiveInt | None = None
 
 
 def speculative_config(
@@ -72,31 +56,27 @@ def speculative_config(
     folder or hub id, ``draft_len`` the tokens drafted per step, ``settings`` further fields by vLLM's names.
 
     Raises:
-        ConfigError: ``serve-unsupported``: this version lacks the method; ``serve-setting``: a setting is unknown or
-            wrong; ``serve-drafter``: the method needs a model and none was given.
+        ConfigError: ``serve-unsupported``: this version lacks the method; ``serve-drafter``: the method needs a model
+            and none was given.
     """
-    VLLM.check(method, version)
+    name = VLLM.method(method, version, model)
     if method == "none":
         return {}
-    if method in NEEDS_MODEL and model is None:
-        raise ConfigError(f"{method} needs a drafter: its folder or hub id", kind="serve-drafter")
-    config: dict[str, Any] = {"method": NAMES[method]}
+    config: dict[str, Any] = {"method": name}
     if model is not None:
         config["model"] = model
     config["num_speculative_tokens"] = draft_len
     config |= NGRAM_DEFAULTS if method == "ngram" else {}
-    config |= settings or {}
-    refuse(list(problems_of(FIELDS, config, None)), "--speculative-config", "serve-setting")
-    return config
+    return config | dict(settings or {})
 
 
 def plan(request: ServeRequest) -> ServePlan:
     """The command that serves ``request``.
 
     Raises:
-        ConfigError: see ``speculative_config``.
+        ConfigError: see ``speculative_config``; ``serve-setting``.
     """
-    settings = {key: parse_setting(FIELDS, key, text) for key, text in split_settings(request.settings).items()}
+    settings = checked_settings(Speculation, request.settings)
     config = speculative_config(request.method, request.drafter, request.draft_len, request.version, settings)
     served_as = flag_value(request.flags, "--served-model-name") or request.target
     if request.form == "python":
@@ -118,9 +98,8 @@ def plan(request: ServeRequest) -> ServePlan:
 
 VLLM = ServingEngine(
     name="vllm",
-    title="vLLM",
     version=VERSION,
-    untrained=("draft-target", "ngram", "mtp", "none"),
+    untrained={"draft-target": "draft_model", "ngram": "ngram", "mtp": "mtp"},
     plan=plan,
     install="pip install vllm",
     image=lambda version: f"vllm/vllm-openai:v{version}",

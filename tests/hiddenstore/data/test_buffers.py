@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from hiddenstore.data.buffers import PAGE_BYTES, Buffers, carve, room_bytes
+from hiddenstore.data.packed import PAGE_BYTES, Buffers, carve, room_bytes
 
 
 def test_memory_comes_back_once_the_last_tensor_over_it_is_gone() -> None:

@@ -5,10 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from hiddenstore.codecs import RECIPES, Encoded, get_codec
-from hiddenstore.data.buffers import Buffers
-from hiddenstore.data.fill import Decoded, SampleSlot, StillEncoded, places_of
-from hiddenstore.data.packed import PackedBatch, moved_together
+from hiddenstore.codecs import RECIPES, get_codec
+from hiddenstore.codecs.base import Encoded
+from hiddenstore.data.fill import (
+    DecodedFiller,
+    EncodedFiller,
+    SampleSlot,
+    packed_samples,
+)
+from hiddenstore.data.packed import Buffers, PackedBatch, moved_at_once
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 
@@ -45,7 +50,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def filled(kind: type, store: Store, layers: list[int], final: bool = True) -> PackedBatch:
     filler, slots = kind(store, layers, final), slots_of(store, final)
     pack = filler.empty(slots, Buffers(1 << 20))
-    for place in reversed(places_of(slots)):
+    for place in reversed(packed_samples(slots)):
         filler.fill(pack, place)
     return pack.to("cpu")
 
@@ -55,7 +60,7 @@ def filled(kind: type, store: Store, layers: list[int], final: bool = True) -> P
 def test_both_kinds_of_pack_hold_the_bits_of_single_records(tmp_path: Path, recipe: str, container: str) -> None:
     store = make_store(tmp_path, samples=7, codec=recipe, container=container)
     wanted = plain_pack(store, [1, 3])
-    for kind in (Decoded, StillEncoded):
+    for kind in (DecodedFiller, EncodedFiller):
         found = filled(kind, store, [1, 3])
         assert all(same_bits(getattr(found, name), getattr(wanted, name)) for name in TENSORS), kind
         assert found.sample_ids == wanted.sample_ids
@@ -67,7 +72,7 @@ def test_both_kinds_of_pack_hold_the_bits_of_single_records(tmp_path: Path, reci
             assert torch.equal(found.topk.lse, torch.cat([part.lse for part in topk if part is not None]))
 
 
-@pytest.mark.parametrize("kind", [Decoded, StillEncoded])
+@pytest.mark.parametrize("kind", [DecodedFiller, EncodedFiller])
 def test_one_layer_without_the_final_is_a_pack_too(tmp_path: Path, kind: type) -> None:
     store = make_store(tmp_path, samples=6)
     wanted, found = plain_pack(store, [3], final=False), filled(kind, store, [3], final=False)
@@ -81,7 +86,7 @@ def test_small_arrays_moved_as_tensors_decode_to_the_same_bits(codec: str) -> No
     states = torch.randn(2, 40, 64, generator=torch.Generator().manual_seed(0))
     states[1, 3] *= 1e4
     encoded = get_codec(codec).encode(states.bfloat16())
-    first, second = moved_together([encoded.small, encoded.small], torch.device("cpu"))
+    first, second = moved_at_once([encoded.small, encoded.small], torch.device("cpu"))
     assert isinstance(second["token_scale"], torch.Tensor)
     for moved in (first, second):
         assert same_bits(get_codec(codec).decode(Encoded(encoded.codes, moved)), get_codec(codec).decode(encoded))

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hiddenstore.data.buffers import Buffers, Members, carve, room_bytes
-from hiddenstore.data.fill import Place, SampleSlot
+from hiddenstore.data.fill import PackedSample, SampleSlot
+from hiddenstore.data.packed import Buffers, Members, carve, room_bytes
 from hiddenstore.data.read import STARTED_AT_ONCE, Job, Prefetch
 
 BYTES = 4096
@@ -27,7 +27,7 @@ class Counting:
         members = self.members(slots)
         return SimpleNamespace(values=carve(buffers.take(room_bytes(members)), members)["values"])
 
-    def fill(self, pack: SimpleNamespace, place: Place) -> None:
+    def fill(self, pack: SimpleNamespace, place: PackedSample) -> None:
         pack.values.fill_(int(place.slot.id) % 251)
 
 

@@ -1,0 +1,157 @@
+"""What `make bench-storage` measures: the rows of each group, and the bars that they are held against."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.report import Bar
+from benchmarks.workers import Row, Timing
+from hiddenstore.codecs import CODECS
+
+READ = ("sequential", "random")
+LOAD = Row("torch.load per sample, copied into the pack", "TorchFiles", READ, "pt")
+CHECKED = Row("hiddenstore raw, every chunk checked", "Ours", (*READ, "layer"), "raw-store")
+UNCHECKED = Row("hiddenstore raw, no checksums", "OursUnchecked", READ, "raw-store")
+LOSSLESS = Row("hiddenstore lossless", "OursLossless", READ, "lossless-store")
+PACKED = (
+    Row("hiddenstore q8, to packed bytes", "SafePacked", READ, "safe-store"),
+    Row("hiddenstore compact, to packed bytes", "CompactPacked", READ, "compact-store"),
+    Row("hiddenstore q8, dequantised on the CPU", "SafeDecoded", READ, "safe-store"),
+    Row("hiddenstore compact, dequantised on the CPU", "CompactDecoded", READ, "compact-store"),
+)
+GROUPS: dict[str, tuple[Row, ...]] = {
+    "read": (
+        Row("raw file, preadv", "Preadv", READ, "raw"),
+        LOAD,
+        Row("torch.load per sample, dropped at once", "TorchFilesDropped", READ, "pt"),
+        Row("safetensors per sample", "Safetensors", READ, "safetensors"),
+        UNCHECKED,
+        CHECKED,
+        Row("zarr-python on our store", "StockZarr", READ, "raw-store"),
+        Row("zarrs on our store", "StockZarrs", READ, "raw-store"),
+        Row("tensorstore on our store", "StockTensorstore", READ, "raw-store"),
+        *PACKED,
+    ),
+    "loaders": (
+        LOAD,
+        UNCHECKED,
+        CHECKED,
+        Row("MosaicML MDS", "Mds", READ, "mds"),
+        Row("LitData", "LitData", READ, "litdata"),
+        Row("WebDataset, stock", "WebDataset", ("sequential",), "webdataset"),
+        Row("Lance", "Lance", READ, "lance"),
+    ),
+    "lossless": (
+        LOAD,
+        LOSSLESS,
+        Row("zarr-python on our lossless store", "StockZarr", ("sequential",), "lossless-store"),
+        Row("MosaicML MDS zstd", "MdsZstd", ("sequential",), "mds-zstd"),
+        Row("LitData zstd", "LitDataZstd", ("sequential",), "litdata-zstd"),
+    ),
+    "write": (
+        Row("torch.save per sample", "TorchFiles", ("write",), "w-pt"),
+        Row("safetensors per sample", "Safetensors", ("write",), "w-safetensors"),
+        Row("safetensors per sample, made durable and hashed", "SafetensorsSealed", ("write",), "w-sealed"),
+        Row("zarr-python, sharded", "ZarrSharded", ("write",), "w-zarr"),
+        Row("hiddenstore raw, encode to commit", "Ours", ("write",), "w-raw"),
+        Row("hiddenstore q8, encode to commit", "Safe", ("write",), "w-safe"),
+    ),
+}
+GROUPS["codecs"] = tuple(Row(f"codec {name}", name, ("encode", "decode")) for name in CODECS)
+AGAINST = (GROUPS["read"][0], CHECKED, UNCHECKED, LOSSLESS, *PACKED)
+"""What two checkouts are compared in; the first row is theirs and ours alike."""
+
+WRITERS = {"raw-store": "Ours", "safe-store": "Safe", "compact-store": "Compact", "lossless-store": "OursLossless"}
+LOSSY = ("safe-store", "compact-store")
+READ_AWAY = {"read": ("safetensors", "safe-store", "compact-store"),
+             "loaders": ("mds", "litdata", "webdataset", "lance", "raw-store")}  # fmt: skip
+"""Folders that no later group reads: their disk and page cache are given back."""
+
+TITLES = {
+    "read": "Reading bf16, and packed bytes",
+    "loaders": "Loaders",
+    "lossless": "Lossless",
+    "write": "Writing (a quarter of the data, states in memory, twice the rounds)",
+    "codecs": "Codecs alone, in memory (a quarter of the data)",
+}
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A bar on CPU seconds: the peer's over ours where that is to be large, ours over the peer's where small."""
+
+    bar: Bar
+    group: str
+    measure: str
+    ours: str
+    peer: str
+    peer_measure: str = ""
+
+    def judge(self, groups: Mapping[str, Sequence[Timing]]) -> tuple[str, str, str, str]:
+        timings = groups.get(self.group, ())
+        ours = cpu(timings, self.ours, self.measure)
+        peer = cpu(timings, self.peer, self.peer_measure or self.measure)
+        if ours is None or peer is None:
+            return self.bar.judge(None)
+        return self.bar.judge(peer / ours if self.bar.is_least else ours / peer)
+
+
+def cpu(timings: Sequence[Timing], kind: str, measure: str) -> float | None:
+    """CPU seconds a logical GB of one row: the median, and of writes the smallest.
+
+    A write costs up to ten times as much where the page cache has no memory to hand, whoever writes.
+    """
+    timing = next((timing for timing in timings if timing.row.kind == kind and measure in timing.cpu), None)
+    if timing is None or timing.failed is not None:
+        return None
+    return min(timing.cpu[measure]) if measure == "write" else timing.median(measure)
+
+
+UNALIGNED = "the checksum behind a chunk puts the next one off alignment; a tenth from run to run"
+UNSEALED = "theirs is neither durable nor hashed; sha256 alone costs more than the bar allows"
+READING = (
+    (Bar("bf16 without checksum, against torch.load", 2), "OursUnchecked", "TorchFiles"),
+    (Bar("the same, loaded tensor dropped at once", 2), "OursUnchecked", "TorchFilesDropped"),
+    (Bar("bf16 without checksum, against preadv", 1.2, False, reason=UNALIGNED), "OursUnchecked", "Preadv"),
+    (Bar("bf16, every chunk checked, against torch.load", 1.5), "Ours", "TorchFiles"),
+    (Bar("the same, loaded tensor dropped at once", 1.5), "Ours", "TorchFilesDropped"),
+    (Bar("q8 to packed bytes, checked, against torch.load", 3), "SafePacked", "TorchFiles"),
+    (Bar("compact to packed bytes, checked, against torch.load", 5), "CompactPacked", "TorchFiles"),
+    (Bar("q8 dequantised on the CPU, against torch.load", 1.5, False), "SafeDecoded", "TorchFiles"),
+)
+LOSSLESS_READING = (
+    (Bar("lossless read, against zarr-python", 2), "StockZarr"),
+    (Bar("lossless read, against MDS zstd", 4), "MdsZstd"),
+    (Bar("lossless read, against LitData zstd", 4, reason="the same zstd; ours checks every chunk"), "LitDataZstd"),
+)
+WRITING = (
+    (Bar("write bf16, against safetensors", 1.5, False, reason=UNSEALED), "Ours", "Safetensors"),
+    (Bar("write bf16, against safetensors durable and hashed", 1.5, False), "Ours", "SafetensorsSealed"),
+    (Bar("write bf16, against zarr-python", 2), "Ours", "ZarrSharded"),
+    (Bar("write q8, against zarr-python bf16", 2), "Safe", "ZarrSharded"),
+)
+ONE_LAYER = Bar("one layer of four, against reading all", 3.5, reason="a short read is mostly opening and finding")
+RATIOS = (
+    *(
+        Ratio(replace(bar, claim=f"{order} {bar.claim}"), "read", order, ours, peer)
+        for order in READ
+        for bar, ours, peer in READING
+    ),
+    *(
+        Ratio(Bar(f"random bf16, every chunk checked, against {name}", 1), "loaders", "random", "Ours", name)
+        for name in ("Mds", "LitData", "Lance")
+    ),
+    *(Ratio(bar, "lossless", "sequential", "OursLossless", peer) for bar, peer in LOSSLESS_READING),
+    *(Ratio(bar, "write", "write", ours, peer) for bar, ours, peer in WRITING),
+    Ratio(ONE_LAYER, "read", "layer", "Ours", "Ours", "random"),
+)
+SIZES = (
+    ("lossless", "all", 1.4),
+    ("lossless", "supervised", 1.55),
+    ("safe", "supervised", 2.2),
+    ("compact", "supervised", 3.5),
+    ("tiny", "supervised", 4.6),
+)
+"""(recipe, final rows, how many times smaller than a .pt file of bf16)."""
+STORED_SHARE = Bar("lossless stored share of bf16", 0.70, is_least=False, form="{:.3f}")
+FIRST_BATCH = Bar("first batch after start, 10,000 samples, D=64", 1.0, is_least=False, form="{:.2f} s")
+READER_MEMORY = Bar("peak memory of the reader over its budget", 100, is_least=False, form="{:+.0f} MB")

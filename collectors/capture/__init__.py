@@ -1,0 +1,1 @@
+"""The collect job: options, units, estimate, calibration."""

@@ -1,0 +1,147 @@
+"""What a collect will need, from the counts in data.json and the target's config; nothing is run or written.
+
+Shapes: L aux layers, D target width.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from collectors.targets.layers import LayerChoice
+from collectors.targets.load import TargetFolder
+from hiddenstore.codecs import RECIPES, get_layout, get_recipe, recipe_name
+from hiddenstore.console.text import size
+from hiddenstore.segments import CONTAINERS
+from hiddenstore.segments.base import Container, unit_tokens
+from hiddenstore.store import Store
+from schemas.capture import TOPK, CaptureSpec, Codecs, FinalMode, TargetIdentity
+from schemas.prepared import PreparedData
+
+# Token ids, mask and row positions of one token.
+BYTES_BESIDE_STATES = 5
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One recipe: bytes in all, segments, and files in them."""
+
+    recipe: str
+    bytes_stored: int
+    bytes_per_token: float
+    segments: int
+    files: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Estimates for one input and capture; ``hours`` is None without a rate."""
+
+    info: PreparedData
+    choice: LayerChoice
+    recipe: str
+    estimates: tuple[Estimate, ...]
+    bytes_raw: int
+    bytes_free: int
+    hours: float | None
+
+    @property
+    def fitting(self) -> list[str]:
+        """Recipes for which there is room."""
+        return [row.recipe for row in self.estimates if row.bytes_stored < self.bytes_free]
+
+
+def make_plan(
+    info: PreparedData,
+    folder: TargetFolder,
+    choice: LayerChoice,
+    recipe: str,
+    location: str,
+    rate: float | None,
+    container: str = "zarr",
+) -> Plan:
+    """Estimate every recipe that serves the drafters asked for, the largest first.
+
+    Args:
+        location: where the store will be, for the free space.
+        rate: tokens per second that collect reached before.
+    """
+    codecs = get_recipe(recipe)
+    capture = _capture(folder, choice, codecs)
+    listed = {name: get_recipe(name) for name in RECIPES} | {recipe_name(codecs): codecs}
+    usable = {name: item for name, item in listed.items() if not (choice.reads_final and item.final == TOPK)}
+    rows = sorted(
+        (_estimate(info, capture, *item, CONTAINERS[container]) for item in usable.items()),
+        key=lambda row: -row.bytes_stored,
+    )
+    hours = None if rate is None else info.tokens / rate / 3600
+    return Plan(info, choice, recipe, tuple(rows), raw_bytes(info, capture), free_bytes(location), hours)
+
+
+def shortage(store: Store, info: PreparedData, tokens: int) -> str | None:
+    """The warning before ``tokens`` of this input are captured into less free space than they take; None if they fit.
+
+    Space is that of the folder of a local store.
+    """
+    if "://" in store.path:
+        return None
+    manifest, codecs = store.manifest, store.capture.codecs
+    estimate = _estimate(info, store.capture, manifest.recipe, codecs, CONTAINERS[manifest.container])
+    needed, free = int(estimate.bytes_per_token * tokens), free_bytes(store.path)
+    if needed <= free:
+        return None
+    return (
+        f"warning: what is left takes about {size(needed)} and {size(free)} are free at {store.path}: collect will "
+        "stop when the disk is full, and go on once there is room; `hiddenstore plan` shows what fits"
+    )
+
+
+def raw_bytes(info: PreparedData, capture: CaptureSpec) -> int:
+    """bf16 of every aux layer and of the final hidden at every token: what a dump of states takes."""
+    return info.tokens * (len(capture.aux_layers) + 1) * capture.target.hidden_size * 2
+
+
+def free_bytes(location: str | Path) -> int:
+    """Free space where ``location`` is or will be."""
+    path = Path(location).resolve()
+    status = os.statvfs(next(folder for folder in (path, *path.parents) if folder.exists()))
+    return status.f_bavail * status.f_frsize
+
+
+def _capture(folder: TargetFolder, choice: LayerChoice, codecs: Codecs) -> CaptureSpec:
+    """A capture spec without weights; it goes nowhere."""
+    identity = TargetIdentity(
+        name=folder.label,
+        model_type=folder.config.model_type,
+        hidden_size=folder.config.hidden_size,
+        num_layers=folder.num_layers,
+        vocab_size=folder.config.vocab_size,
+        dtype="",
+        config_sha256=folder.config_sha256,
+        tokenizer_sha256=folder.tokenizer_sha256,
+        chat_template_sha256=folder.chat_template_sha256,
+        weights_sha256="",
+    )
+    return CaptureSpec(
+        target=identity, aux_layers=choice.aux_layers, final=choice.final, final_norm="pre_norm", codecs=codecs
+    )
+
+
+def _estimate(info: PreparedData, capture: CaptureSpec, recipe: str, codecs: Codecs, container: Container) -> Estimate:
+    capture = capture.model_copy(update={"codecs": codecs})
+    aux, final = get_layout(codecs.aux), get_layout(codecs.final)
+    layers, width = len(capture.aux_layers), capture.target.hidden_size
+    rows = final_rows(info, capture.final)
+    bits = info.tokens * layers * aux.row_bits(width) + rows * final.row_bits(width)
+    stored = int(bits / 8) + info.tokens * BYTES_BESIDE_STATES
+    segments = max(1, math.ceil(info.tokens / unit_tokens(capture)))
+    extra = container.overhead(capture, info.samples, segments)
+    stored += extra.size_bytes
+    return Estimate(recipe, stored, stored / max(1, info.tokens), segments, extra.files)
+
+
+def final_rows(info: PreparedData, final: FinalMode) -> int:
+    """Rows of the final hidden; ``supervised`` holds one row more on either side of each answer."""
+    if final == "none":
+        return 0
+    return info.tokens if final == "all" else min(info.tokens, info.supervised_tokens + 2 * info.samples)

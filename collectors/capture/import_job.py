@@ -1,0 +1,231 @@
+"""The import: a dump, read as prepared DATA and then collected with the dump as the engine; the same command goes on.
+
+Nothing of the dump is touched unless ``delete_source`` asks for it, and then only what a committed unit has been read
+back from.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from collectors.capture.job import CollectJob, CollectReport, JobSettings
+from collectors.capture.options import require_data_fits
+from collectors.checks.capture import CheckSpec
+from collectors.checks.reference import Reference, open_reference, parse_check, profile_target
+from collectors.engines.dump import find_format
+from collectors.engines.dump.columns import Claims
+from collectors.engines.dump.delete_source import SourceDeleter
+from collectors.engines.dump.engine import DumpEngine
+from collectors.engines.dump.layer_check import check_layers
+from collectors.engines.dump.matching import Matcher, PreparedTokens, exported_turns
+from collectors.engines.dump.meaning import DumpMeaning, settle_meaning
+from collectors.engines.dump.probe import Evidence
+from collectors.engines.dump.scan import SKIPPED, Scan, count_refused, covered_locations, finished_scans, scan_key
+from collectors.targets.folder import open_target
+from collectors.targets.load import EngineTarget, LoadOptions
+from collectors.tokenize.template import read_template
+from hiddenstore.codecs import DEFAULT_RECIPE, get_recipe, recipe_name
+from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.inputs.prepared import PreparedInput
+from hiddenstore.process import Drain, Rank
+from hiddenstore.store import Store
+from hiddenstore.verify.profile import write_profile
+from hiddenstore.writer import create_store
+from schemas.capture import CaptureSpec, FinalMode, NormState
+from schemas.manifest import Container
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """What a person asks of ``hiddenstore import``.
+
+    ``layers`` and ``peer_layers`` name the dump's columns, in our numbers or the peer's. ``tokens_from`` is prepared
+    DATA of the same conversations; ``loss_on`` ``all`` supervises every token of a dump without masks. ``check`` as in
+    ``collectors.checks.reference``: whether the layers are held against Hugging Face's.
+    """
+
+    source: str | Path
+    peer: str
+    store: str | Path
+    target: str
+    revision: str | None = None
+    template: str | None = None
+    layers: str | None = None
+    peer_layers: str | None = None
+    norm: NormState | None = None
+    recipe: str = DEFAULT_RECIPE
+    container: Container = "zarr"
+    tokens_from: str | Path | None = None
+    loss_on: str | None = None
+    validation: float = 0.01
+    max_rejects: float = 0.001
+    check: str = "auto"
+    delete_source: bool = False
+
+
+@dataclass
+class ImportReport(CollectReport):
+    """What this run did, over all ``inputs``; ``input`` is the last of them.
+
+    ``rounded`` samples were wider than bf16; ``padding`` rows were left behind.
+    """
+
+    peer: str = ""
+    explained: str = ""
+    inputs: list[str] = field(default_factory=list)
+    evidence: Evidence = field(default_factory=Evidence)
+    final_norm: NormState | None = None
+    skipped: Counter[str] = field(default_factory=Counter)
+    padding: int = 0
+    rounded: int = 0
+    deleted_files: int = 0
+    remaining_files: int = 0
+
+    def add_job(self, job: CollectReport) -> None:
+        """Count the job of one pass over the dump."""
+        self.input = job.input
+        self.inputs.append(job.input)
+        for name in ("units", "samples", "tokens", "bytes_stored", "rejects", "resumed_units", "pending_units"):
+            setattr(self, name, getattr(self, name) + getattr(job, name))
+
+
+def import_dump(
+    options: ImportOptions, drain: Drain | None = None, note: Callable[[str], None] = print
+) -> ImportReport:
+    """Import every sample of a dump that the store does not hold yet.
+
+    Raises:
+        ConfigError, FormatError, NotFoundError, ConflictError: before anything is written.
+        CaptureError: ``too-many-rejects``; what is committed stays.
+        InterruptError: ``drain`` asked to stop; the same command goes on.
+    """
+    began = time.monotonic()
+    make_source, check = find_format(options.peer), parse_check(options.check)
+    if "://" in str(options.store):
+        raise ConfigError(
+            f"{options.store} is remote, and an import keeps its place beside the store",
+            kind="store-remote",
+            hint="import into a local store, then: hiddenstore copy LOCAL REMOTE",
+        )
+    template = None if options.template is None else read_template(options.template)
+    target = EngineTarget(open_target(options.target, options.revision, template), None)
+    source = make_source(options.peer, Path(options.source), target.head.hidden_size)
+    claims = Claims(options.layers, options.peer_layers, options.norm)
+    meaning = settle_meaning(source, claims, target, _matcher(options, target), note)
+    reference = open_reference(check, target, LoadOptions(None, "auto"), Rank())
+    if reference.target is not None:
+        count = check_layers(reference.target, meaning.probed, meaning.columns, meaning.norm)
+        note(f"{count} samples recomputed with Hugging Face: every column is the layer it is named")
+    elif reference.explained is not None:
+        note(reference.explained)
+    engine = DumpEngine(target, source, meaning.columns, meaning.norm if source.final else None)
+    report = ImportJob(options, meaning, engine, reference, drain or Drain()).run()
+    report.seconds = time.monotonic() - began
+    return report
+
+
+@dataclass
+class ImportJob:
+    """A dump whose meaning is settled, on its way into a store."""
+
+    options: ImportOptions
+    meaning: DumpMeaning
+    engine: DumpEngine
+    reference: Reference
+    drain: Drain
+
+    def __post_init__(self) -> None:
+        self.report = ImportReport(
+            str(self.options.store),
+            "",
+            peer=self.engine.source.name,
+            explained=self.meaning.explained,
+            evidence=self.meaning.evidence,
+            final_norm=self.engine.final_norm,
+        )
+
+    def run(self) -> ImportReport:
+        """Read what no pass has read, then collect what is pending of every pass."""
+        scans = self._scans()
+        if scans:
+            self._collect(scans)
+        return self.report
+
+    def _scans(self) -> list[PreparedInput]:
+        """The passes made before, and one over what they do not cover."""
+        options, source, matcher = self.options, self.engine.source, self.meaning.matcher
+        store = Path(options.store)
+        key = scan_key(source.name, Path(options.source), *matcher.settings)
+        scans = finished_scans(store, key)
+        covered = covered_locations(scans)
+        locations = [location for location in self.meaning.locations if location not in covered]
+        if not locations:
+            return scans
+        scan = Scan(
+            source,
+            self.engine.target,
+            matcher,
+            store,
+            key,
+            is_stored=_membership(store),
+            max_rejects=options.max_rejects,
+            stop=lambda: self.drain.requested,
+        )
+        prepared = scan.run(locations)
+        self.report.padding = scan.tally.padding
+        for reason, rows in scan.tally.without_sample.items():
+            (self.report.skipped if reason in SKIPPED else self.report.rejects)[reason] += rows
+        return scans if prepared is None else [*scans, prepared]
+
+    def _collect(self, scans: list[PreparedInput]) -> None:
+        """Every pass through the collect job."""
+        engine, report, meaning = self.engine, self.report, self.meaning
+        final: FinalMode = "none" if engine.final_norm is None else "all"
+        store = self._create(final)
+        if self.reference.target is not None:
+            write_profile(store.fs, profile_target(self.reference.target, scans[0], final))
+        layers, norms = meaning.columns.aux_layers, meaning.evidence.typical_norms
+        check = CheckSpec(layers, meaning.norm, norms, names_source=True)
+        deleter = SourceDeleter(store, engine.source, meaning.locations) if self.options.delete_source else None
+        for prepared in scans:
+            allowed = max(1, int(prepared.info.rows_read * self.options.max_rejects)) - count_refused(prepared)
+            settings = JobSettings("import", max(0, allowed), None if deleter is None else deleter.on_commit)
+            with CollectJob(store, prepared, engine, check, None, Rank(), self.drain, settings) as job:
+                if deleter is not None:
+                    deleter.catch_up(prepared, job.digest)
+                report.add_job(job.run())
+        report.rounded = engine.rounded
+        if deleter is not None:
+            report.deleted_files, report.remaining_files = deleter.deleted, deleter.remaining
+
+    def _create(self, final: FinalMode) -> Store:
+        options, target = self.options, self.engine.target
+        capture = CaptureSpec(
+            target=target.identity,
+            aux_layers=self.meaning.columns.aux_layers,
+            final=final,
+            final_norm=self.meaning.norm,
+            codecs=get_recipe(options.recipe),
+        )
+        recipe, files = recipe_name(capture.codecs), target.target_files()
+        return create_store(options.store, capture, target.head.spec, recipe, files, options.container)
+
+
+def _matcher(options: ImportOptions, target: EngineTarget) -> Matcher:
+    if options.tokens_from is not None and options.loss_on is not None:
+        raise ConfigError("masks come from --tokens-from or from --loss-on all, not both", kind="option-invalid")
+    prepared = None
+    if options.tokens_from is not None:
+        data = PreparedInput.open(options.tokens_from)
+        require_data_fits(data.info, target.folder)
+        prepared = PreparedTokens(data)
+    return Matcher(prepared, exported_turns(Path(options.source)), options.loss_on == "all", options.validation)
+
+
+def _membership(store: str | Path) -> Callable[[str], bool]:
+    try:
+        return Store.open(store).__contains__
+    except NotFoundError:
+        return lambda _name: False

@@ -1,0 +1,291 @@
+"""The collect job: prepared DATA through a target into a store, resumable, under any world size.
+
+The main thread runs the target; one worker thread checks, encodes and commits the unit before. Which units a rank does
+follows from the unit's index in the input alone, so a restart under another world size only changes who does the rest.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+
+from collectors.capture.estimate import shortage
+from collectors.capture.open_store import open_store
+from collectors.capture.options import CollectOptions, engine_options, require_data_fits, resolve_recipe
+from collectors.capture.unit_records import UnitStates, capture_samples, records_of
+from collectors.checks.capture import CheckSpec, RejectBudget, check_unit
+from collectors.checks.crosscheck import CrossCheck
+from collectors.checks.reference import open_reference, parse_check, profile_target, typical_norms
+from collectors.engines import CaptureEngine, open_engine
+from collectors.targets.folder import open_target
+from collectors.targets.layers import choose_layers
+from collectors.targets.load import EngineTarget, LoadOptions
+from collectors.tokenize.template import read_template
+from hiddenstore.codecs import get_recipe
+from hiddenstore.codecs.topk import with_top_tokens
+from hiddenstore.console.progress import Progress
+from hiddenstore.errors import InterruptError
+from hiddenstore.inputs.prepared import PreparedInput, Unit
+from hiddenstore.inputs.registered import RegisteredInput
+from hiddenstore.layout import commit_path
+from hiddenstore.process import Drain, Rank
+from hiddenstore.records import Record
+from hiddenstore.segments.base import unit_tokens
+from hiddenstore.store import Store
+from hiddenstore.targets.calibration import take_slice, write_slice
+from hiddenstore.verify.profile import write_profile
+from hiddenstore.writer import pending_units, register_input, write_unit
+from schemas.capture import CaptureSpec
+from schemas.manifest import CommitRecord
+from schemas.prepared import PreparedData
+
+
+@dataclass
+class CollectReport:
+    """What one process did, and what the store holds of this input now.
+
+    ``compared_samples`` were recomputed with Hugging Face and agreed; ``workers`` are those of a launcher, 0 without,
+    whose ``forward_s`` and ``wait_s`` add up over all of them.
+    """
+
+    store: str
+    input: str
+    units: int = 0
+    samples: int = 0
+    tokens: int = 0
+    bytes_stored: int = 0
+    rejects: Counter[str] = field(default_factory=Counter)
+    rejected_tokens: int = 0
+    resumed_units: int = 0
+    pending_units: int = 0
+    seconds: float = 0.0
+    compared_samples: int = 0
+    forward_s: float = 0.0
+    wait_s: float = 0.0
+    workers: int = 0
+    workers_lost: int = 0
+
+    def add(self, record: CommitRecord) -> None:
+        """Count one committed unit."""
+        self.units += 1
+        self.samples += len(record.samples)
+        self.tokens += record.tokens
+        self.bytes_stored += record.bytes_stored
+        self.rejects.update(reject.reason for reject in record.rejects)
+        self.rejected_tokens += sum(reject.tokens for reject in record.rejects)
+
+    def show(self, progress: Progress, **more: int) -> None:
+        """Bring a bar of tokens to what is committed and rejected."""
+        done = self.tokens + self.rejected_tokens
+        progress.update(done, samples=self.samples, rejects=self.rejects.total(), **more)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def collect(
+    options: CollectOptions, rank: Rank | None = None, drain: Drain | None = None, note: Callable[[str], None] = print
+) -> CollectReport:
+    """Capture every pending unit of this rank.
+
+    Raises:
+        ConfigError, FormatError, ConflictError: before anything is written.
+        CaptureError: the target misbehaves, or its engine disagrees with Hugging Face; what is committed stays.
+        InterruptError: ``drain`` asked to stop; the open unit is dropped, the same command resumes.
+    """
+    with open_job(options, rank or Rank(), drain or Drain(), note) as job:
+        return job.run()
+
+
+@contextmanager
+def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[str], None]) -> Iterator["CollectJob"]:
+    """Everything a job needs, opened: engine, store, input; raises as ``collect`` does, before its first unit."""
+    say_once = note if rank.is_first else lambda _text: None
+    prepared = PreparedInput.open(options.data)
+    template = None if options.template is None else read_template(options.template)
+    folder = open_target(options.target, options.revision, template, options.trust_remote_code)
+    require_data_fits(prepared.info, folder)
+    choice = choose_layers(options.layers, options.final, folder.num_layers)
+    recipe, parity = resolve_recipe(options.recipe, choice), parse_check(options.check)
+    say_once(choice.explained)
+    settings = engine_options(options, choice, prepared.info.longest, rank)
+    with closing(open_engine(options.engine, EngineTarget(folder, options.dtype), settings)) as engine:
+        target = engine.target
+        reference = open_reference(parity, target, LoadOptions(options.dtype, options.device), rank)
+        if reference.explained is not None:
+            say_once(reference.explained)
+        capture = CaptureSpec(
+            target=target.identity,
+            aux_layers=choice.aux_layers,
+            final=choice.final,
+            final_norm=engine.final_norm or "pre_norm",
+            codecs=get_recipe(recipe),
+        )
+        profile = None if reference.target is None else profile_target(reference.target, prepared, choice.final)
+        norms = typical_norms(profile, choice.aux_layers, target.head.hidden_size)
+        check = CheckSpec(choice.aux_layers, capture.final_norm, norms)
+        store = open_store(options, prepared, engine, check, capture, lambda: drain.requested, say_once)
+        if profile is not None:
+            write_profile(store.fs, profile)
+        compare = None
+        if reference.target is not None and reference.compares:
+            compare = CrossCheck(reference.target, check, parity.samples)
+        with CollectJob(store, prepared, engine, check, compare, rank, drain) as job:
+            if warning := shortage(store, prepared.info, sum(pending_tokens(store, job.digest).values())):
+                say_once(warning)
+            yield job
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """Where a job that computes states and one that takes them from a dump differ.
+
+    ``label`` names the work to people; ``allowed_rejects`` None is the default of ``RejectBudget``; ``on_commit`` is
+    told of every committed unit and the records it was made from, in the worker thread.
+    """
+
+    label: str = "collect"
+    allowed_rejects: int | None = None
+    on_commit: Callable[[CommitRecord, Sequence[Record]], None] | None = None
+
+
+@dataclass
+class CollectJob:
+    """One rank's share of one input, everything opened."""
+
+    store: Store
+    prepared: PreparedInput
+    engine: CaptureEngine
+    check: CheckSpec
+    compare: CrossCheck | None
+    rank: Rank
+    drain: Drain
+    settings: JobSettings = field(default_factory=JobSettings)
+
+    def __post_init__(self) -> None:
+        self.digest = register_input(self.store, self.prepared)
+        self._described = self.engine.describe()
+        self.report, self._budget = begin_report(self.store, self.prepared.info, self.settings.allowed_rejects)
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
+        self._behind: Future[CommitRecord | None] | None = None
+        self._last = ""
+
+    def __enter__(self) -> "CollectJob":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._worker.shutdown()
+
+    def run(self) -> CollectReport:
+        """Capture, check, encode and commit this rank's share; see ``collect`` for what it raises."""
+        began = time.monotonic()
+        pending = pending_tokens(self.store, self.digest)
+        share = RegisteredInput(self.store.fs, self.digest).units[self.rank.rank :: self.rank.world_size]
+        names = frozenset(share) & pending.keys()
+        label = self.settings.label if self.rank.world_size == 1 else f"{self.settings.label} {self.rank}"
+        with Progress(label, sum(pending[name] for name in names), "tokens") as progress:
+            try:
+                for unit in self._units(names):
+                    self.capture(unit)
+                    self.report.show(progress)
+            except InterruptError:
+                # The open unit is dropped; the one in the worker is complete and is committed.
+                self.settle()
+                self.report.show(progress)
+                raise
+            self.settle()
+            self.report.show(progress)
+        self.report.pending_units = len(pending_units(self.store, self.digest))
+        self.report.seconds = time.monotonic() - began
+        return self.report
+
+    def capture(self, unit: Unit) -> Future[CommitRecord | None]:
+        """Run one unit and leave it to the worker thread, once that is done with the unit before.
+
+        The result is None where another job committed the unit first.
+        """
+        began = time.monotonic()
+        states = capture_samples(self.engine, unit.samples, self.store.capture.final, lambda: self.drain.requested)
+        self.report.forward_s += time.monotonic() - began
+        if self.compare is not None:
+            # Before the unit reaches the worker, so that nothing of an engine that disagrees is ever committed.
+            self.report.compared_samples += self.compare.unit(states.samples, states.requests, states.captured)
+        self.settle()
+        self._behind = self._worker.submit(self._commit, unit, states)
+        return self._behind
+
+    def capture_named(self, name: str) -> Future[CommitRecord | None] | None:
+        """Find a unit by name and capture it; None where it is committed.
+
+        The input is a stream: going forward reads on, going back begins again. Names sort as units lie in it.
+        """
+        if self._is_committed(name):
+            return None
+        if name <= self._last or not self._last:
+            self._stream = self.prepared.units(unit_tokens(self.store.capture))
+        self._last = name
+        return self.capture(next(unit for unit in self._stream if unit.name == name))
+
+    def settle(self) -> None:
+        """Wait for the unit in the worker thread, so that at most two units are in memory, and count it."""
+        behind, self._behind = self._behind, None
+        if behind is None:
+            return
+        began = time.monotonic()
+        record = behind.result()
+        self.report.wait_s += time.monotonic() - began
+        if record is not None:
+            self.report.add(record)
+
+    def _is_committed(self, unit: str) -> bool:
+        """Whether the store holds it now; a second job on the same store may have committed it since."""
+        return self.store.fs.size(commit_path(unit)) is not None
+
+    def _commit(self, unit: Unit, states: UnitStates) -> CommitRecord | None:
+        """Check, encode and publish one unit; runs in the worker thread."""
+        capture, head = self.store.capture, self.engine.target.head
+        checked = check_unit(states.samples, states.captured, states.final_rows, head, self.check)
+        rejects = [*states.rejects, *checked]
+        self._budget.spend(rejects)
+        refused = {reject.id for reject in rejects}
+        records = [record for record in records_of(states, capture.final) if record.sample.id not in refused]
+        # The slice comes from the first unit, whoever captures it and however often; once written it stays.
+        if unit.index == 0 and (first := take_slice(records, capture)) is not None:
+            write_slice(self.store.fs, first, capture)
+        records = [with_top_tokens(record, head, capture) for record in records]
+        record = write_unit(self.store, unit.name, self.digest, records, rejects, self._described)
+        if record is not None and self.settings.on_commit is not None:
+            self.settings.on_commit(record, records)
+        return record
+
+    def _units(self, names: frozenset[str]) -> Iterator[Unit]:
+        if not names:
+            return
+        for unit in self.prepared.units(unit_tokens(self.store.capture)):
+            if self.drain.requested:
+                raise InterruptError("stopped by a signal", kind="interrupted")
+            if unit.name in names and not self._is_committed(unit.name):
+                yield unit
+
+
+def begin_report(
+    store: Store, info: PreparedData, allowed_rejects: int | None = None
+) -> tuple[CollectReport, RejectBudget]:
+    """What a job on a registered input begins with: a report of nothing but earlier units, and the rejects left."""
+    records = [record for record in store.commits() if record.input == info.digest]
+    rejects = [reject for record in records for reject in record.rejects]
+    report = CollectReport(store.path, info.digest, resumed_units=len(records))
+    return report, RejectBudget(info.samples, rejects, allowed_rejects)
+
+
+def pending_tokens(store: Store, digest: str) -> dict[str, int]:
+    """Tokens of every unit of a registered input that has no commit record yet, in input order."""
+    table = RegisteredInput(store.fs, digest).table
+    tokens = dict.fromkeys(pending_units(store, digest), 0)
+    for unit, count in zip(table["unit"].to_pylist(), table["tokens"].to_pylist(), strict=True):
+        if unit in tokens:
+            tokens[unit] += count
+    return tokens

@@ -1,0 +1,141 @@
+"""The options of a collect job, and what follows from them before anything is opened."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from collectors.engines import EngineOptions
+from collectors.targets.folder import TargetFolder
+from collectors.targets.layers import LayerChoice
+from hiddenstore.codecs import DEFAULT_RECIPE, RECIPES, get_recipe, recipe_name
+from hiddenstore.errors import ConfigError, FormatError
+from hiddenstore.process import Rank
+from schemas.capture import TOPK, FinalMode
+from schemas.manifest import Container
+from schemas.prepared import PreparedData
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class CollectOptions:
+    """What a person asks of ``hiddenstore collect``.
+
+    ``final`` None follows from ``layers``; ``template`` is the file given to ``prepare``, if one was; ``check`` as
+    ``collectors.checks.reference.parse_check`` reads it; ``extra`` are the engine's own settings.
+    """
+
+    data: str | Path
+    store: str | Path
+    target: str
+    revision: str | None = None
+    template: str | None = None
+    trust_remote_code: bool = False
+    engine: str = "hf"
+    layers: str = "eagle3"
+    final: FinalMode | None = None
+    recipe: str = DEFAULT_RECIPE
+    container: Container = "zarr"
+    batch_tokens: int = 4096
+    dtype: str | None = None
+    device: str = "auto"
+    tensor_parallel: int = 1
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    scratch: str | Path | None = None
+    server: str | None = None
+    check: str = AUTO
+
+    def absolute(self) -> "CollectOptions":
+        """The same for a process in another folder."""
+        names = ["data", "store", "template", "scratch", *(["target"] if Path(self.target).exists() else [])]
+        paths = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        absolute: dict[str, Any] = {name: str(Path(path).absolute()) for name, path in paths.items()}
+        return replace(self, **absolute)
+
+
+def resolve_recipe(recipe: str, choice: LayerChoice) -> str:
+    """The recipe's own name for what was asked; ``auto``, while nothing is measured, counts as the default.
+
+    Raises:
+        ConfigError: ``recipe-unknown``, ``codec-unknown``; ``final-topk``: a drafter asked for reads the final hidden,
+            and the recipe stores the target's top tokens instead.
+    """
+    codecs = get_recipe(DEFAULT_RECIPE if recipe == AUTO else recipe)
+    if codecs.final == TOPK and choice.reads_final:
+        raise ConfigError(
+            f"recipe {recipe} keeps the target's top tokens instead of the final hidden, which these drafters read",
+            kind="final-topk",
+            hint=f"--recipe {recipe_name(codecs.model_copy(update={'final': RECIPES[DEFAULT_RECIPE][1]}))}",
+        )
+    return recipe_name(codecs)
+
+
+def require_data_fits(info: PreparedData, folder: TargetFolder) -> None:
+    """Refuse DATA that was tokenised for another target.
+
+    Raises:
+        FormatError: ``tokenizer-mismatch``, naming which of vocabulary and chat template differs.
+    """
+    pairs = (
+        ("tokenizer", info.tokenizer_sha256, folder.tokenizer_sha256),
+        ("chat template", info.chat_template_sha256, folder.chat_template_sha256),
+    )
+    wrong = [
+        f"{what} {data[:8]}… in the data, {target[:8]}… of the target" for what, data, target in pairs if data != target
+    ]
+    if not wrong:
+        return
+    hint = f"hiddenstore prepare INPUT -o DATA --target {folder.name}"
+    if info.tokenizer_sha256 == folder.tokenizer_sha256:
+        hint += "; or, if prepare was given a template, collect with the same --template FILE"
+    raise FormatError(
+        f"the data was prepared for {info.target} and does not fit target {folder.label}: {'; '.join(wrong)}",
+        kind="tokenizer-mismatch",
+        hint=hint,
+    )
+
+
+def read_engine_args(pairs: Sequence[str]) -> dict[str, Any]:
+    """``KEY=VALUE`` words as settings; a value is read as YAML.
+
+    >>> read_engine_args(["enforce_eager=true", "gpu_memory_utilization=0.8"])
+    {'enforce_eager': True, 'gpu_memory_utilization': 0.8}
+
+    Raises:
+        ConfigError: ``engine-arg``.
+    """
+    settings = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        try:
+            settings[name.strip().replace("-", "_")] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            equals = ""
+        if not equals or not name.strip():
+            raise ConfigError(
+                f"--engine-arg {pair!r} is no KEY=VALUE", kind="engine-arg", hint="--engine-arg enforce_eager=true"
+            )
+    return settings
+
+
+def engine_options(options: CollectOptions, choice: LayerChoice, longest: int, rank: Rank) -> EngineOptions:
+    """What this rank asks of its engine; ``longest`` is the longest sample in tokens."""
+    device = options.device
+    if device == "auto" and torch.cuda.is_available():
+        device = f"cuda:{rank.local_rank % torch.cuda.device_count()}"
+    return EngineOptions(
+        aux_layers=choice.aux_layers,
+        batch_tokens=options.batch_tokens,
+        longest=longest,
+        dtype=options.dtype,
+        device=device,
+        tensor_parallel=options.tensor_parallel,
+        extra=options.extra,
+        scratch=None if options.scratch is None else Path(options.scratch),
+        server=options.server,
+        local_rank=rank.local_rank,
+    )

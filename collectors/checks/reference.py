@@ -1,0 +1,140 @@
+"""The Hugging Face copy of a target that another engine's states are compared with, and the layer profile it makes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from collectors.checks.capture import MIN_PROFILED_TOKENS
+from collectors.targets.families import verify_parts
+from collectors.targets.head import weights_bytes
+from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
+from hiddenstore.errors import ConfigError
+from hiddenstore.inputs.prepared import PreparedInput
+from hiddenstore.process import Rank
+from hiddenstore.records import final_row_positions
+from hiddenstore.verify.profile import LayerProfile, make_profile
+from schemas.capture import FinalMode
+
+CHECK_SAMPLES = 4
+PROFILED_TEXT = 512
+# The copy, its activations and the pages of the checkpoint must not push out the states being written.
+RAM_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Check:
+    """What ``--check`` asks: ``auto``, ``hf`` or ``none``, and how many samples of a checked unit."""
+
+    mode: Literal["auto", "hf", "none"]
+    samples: int = CHECK_SAMPLES
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The target as transformers runs it, None where it is not loaded; ``explained`` is for people.
+
+    ``compares``: samples of the units are compared with it, beyond the layer profile.
+    """
+
+    target: LoadedTarget | None
+    compares: bool = False
+    explained: str | None = None
+
+
+def parse_check(text: str) -> Check:
+    """Read ``auto``, ``none``, ``hf`` or ``hf=N``.
+
+    >>> parse_check("hf=16")
+    Check(mode='hf', samples=16)
+    """
+    word, _, count = text.partition("=")
+    if word == "hf" and (not count or (count.isdigit() and int(count) > 0)):
+        return Check("hf", int(count) if count else CHECK_SAMPLES)
+    if text == "auto":
+        return Check("auto")
+    if text == "none":
+        return Check("none")
+    raise ConfigError(f"--check {text!r} is none of auto, hf, hf=N, none", kind="check-invalid", hint="--check hf=16")
+
+
+def open_reference(check: Check, target: EngineTarget, options: LoadOptions, rank: Rank) -> Reference:
+    """Load the copy where ``--check`` wants one; an engine that is transformers is its own copy.
+
+    ``auto``: the first rank only, and when the weights take at most half of the memory that is free. The copy runs on
+    the CPU unless ``options.device`` names another device, for the engine has the GPU.
+
+    Raises:
+        ConfigError: as ``load_weights``, where the copy was asked for by name.
+    """
+    if isinstance(target, LoadedTarget):
+        return Reference(target, compares=check.mode == "hf")
+    if check.mode == "none" or (check.mode == "auto" and not rank.is_first):
+        return Reference(None)
+    why = _too_big(target) if check.mode == "auto" else None
+    if why is not None:
+        return Reference(None, explained=_left_out(why))
+    device = "cpu" if options.device == "auto" else options.device
+    try:
+        loaded = load_weights(target.folder, LoadOptions(options.dtype, device))
+    except ConfigError as error:
+        if check.mode == "hf":
+            raise
+        return Reference(None, explained=_left_out(error.message))
+    explained = f"compared with Hugging Face on {device}: {check.samples} samples of the first unit, then now and then"
+    return Reference(loaded, True, explained)
+
+
+def profile_target(target: LoadedTarget, prepared: PreparedInput, final: FinalMode) -> LayerProfile:
+    """Run the first tokens of the first sample, verify the target's parts on them and sketch every layer.
+
+    Enough of them to reach an answer, so that the rows of the final hidden that the store keeps are sketched too.
+
+    Raises:
+        ConfigError: ``data-empty``, or as ``verify_parts``.
+        CaptureError: as ``verify_parts``.
+    """
+    sample = next(iter(prepared.samples()), None)
+    if sample is None:
+        raise ConfigError(f"{prepared.folder} holds no samples", kind="data-empty")
+    ids = sample.input_ids[:PROFILED_TEXT]
+    final_rows = final_row_positions(sample.loss_mask, final)
+    final_rows = final_rows[final_rows < len(ids)]
+    batch = torch.from_numpy(ids.astype(np.int64))[None].to(target.device)
+    probe = verify_parts(target.model, target.parts, batch, target.identity.model_type)
+    return make_profile(sample.id, ids, probe.states, probe.normed, final_rows if len(final_rows) else None)
+
+
+def typical_norms(profile: LayerProfile | None, layers: tuple[int, ...], width: int) -> tuple[float, ...]:
+    """Median row norm of each layer without the first token; empty without a profile or with too few tokens in it."""
+    if profile is None or len(profile.tokens) < MIN_PROFILED_TOKENS:
+        return ()
+    return tuple(float(np.median(profile.layers[layer + 1].rms[1:])) * width**0.5 for layer in layers)
+
+
+def free_bytes() -> int:
+    """Memory that a new process can have on this machine, in bytes; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    available = next((line for line in lines if line.startswith("MemAvailable:")), "MemAvailable: 0")
+    return int(available.split()[1]) * 1024
+
+
+def _too_big(target: EngineTarget) -> str | None:
+    needed, free = weights_bytes(target.folder), free_bytes()
+    if needed is None:
+        return "its weights have no known size"
+    if needed > RAM_SHARE * free:
+        return f"its weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory is free"
+    return None
+
+
+def _left_out(why: str) -> str:
+    return (
+        f"not compared with Hugging Face: {why}; no layer profile is written, and a layer one off would go unseen. "
+        f"--check hf compares all the same"
+    )

@@ -1,0 +1,215 @@
+"""Rows of JSON lines, JSON and parquet files, plain or gzipped, one at a time, as they lie in the file.
+
+Nothing is parsed beyond what finding the next row takes, so that worker processes can do the rest. Memory is bounded by
+one row (at most ``MAX_ROW_BYTES``) or one small parquet batch.
+"""
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from io import BufferedReader, FileIO
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import ijson
+
+from collectors.conversations.rows import TABLE_BATCH_ROWS, ColumnFilter, Problem, Row, Source, conversation_columns
+from hiddenstore.errors import ConfigError, StorageError
+
+LINES = (".jsonl", ".ndjson")
+SUFFIXES = (*LINES, ".json", ".parquet")
+MAX_ROW_BYTES = 64 << 20
+
+_BUFFER_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 16
+_MAX_DEPTH = 500
+_SPACE = b" \t\r\n"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_TOO_LARGE = f"a row may have {MAX_ROW_BYTES >> 20} MiB"
+
+
+def open_file(path: Path, label: str, columns: ColumnFilter = conversation_columns) -> Source:
+    """The source behind one JSON lines, JSON or parquet file; ``columns`` says which of a table to read.
+
+    Raises:
+        ConfigError: ``input-empty`` or ``input-unreadable``, and what ``columns`` raises.
+        StorageError: ``input-unreadable``, the disk refused.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}", kind="input-unreadable") from error
+    if size == 0:
+        raise ConfigError(f"{path} is empty", kind="input-empty")
+    if magic == b"PAR1":
+        return _open_parquet(path, label, columns)
+    name = path.name.removesuffix(".gz")
+    if name.endswith(LINES):
+        return Source(label, size, partial(_line_rows, path, label))
+    first = _first_byte(path)
+    if not name.endswith(".json") and first not in (b"{", b"["):
+        raise ConfigError(
+            f"{path} is neither JSON nor parquet (expected {', '.join(SUFFIXES)}, with or without .gz)",
+            kind="input-unreadable",
+        )
+    return Source(label, size, partial(_array_rows if first == b"[" else _line_rows, path, label))
+
+
+class ByteStream:
+    """A file read as bytes, unpacked when it is gzip.
+
+    Raises:
+        ConfigError: ``input-unreadable``, damaged gzip.
+        StorageError: ``input-unreadable``, the disk refused.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._raw = BufferedReader(FileIO(path), _BUFFER_BYTES)
+        self._is_gzip = self._raw.peek(2)[:2] == b"\x1f\x8b"
+        self._file: BufferedReader[FileIO] | gzip.GzipFile = (
+            gzip.GzipFile(fileobj=self._raw) if self._is_gzip else self._raw
+        )
+        self._position = 0
+
+    def line(self, limit: int) -> bytes:
+        """The next line with its end, at most ``limit`` bytes of it; empty at the end of the file."""
+        try:
+            return self._file.readline(limit)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise _unreadable(self._path, error) from error
+        except OSError as error:
+            raise StorageError(f"{self._path}: {error}", kind="input-unreadable") from error
+
+    def consumed(self, length: int) -> int:
+        """Bytes of the file itself that ``length`` unpacked bytes took, counted since the last call when packed."""
+        if not self._is_gzip:
+            return length
+        before, self._position = self._position, self._raw.tell()
+        return self._position - before
+
+    def close(self) -> None:
+        self._file.close()
+        self._raw.close()
+
+
+def _first_byte(path: Path) -> bytes:
+    with closing(ByteStream(path)) as stream:
+        while line := stream.line(_PIECE_BYTES):
+            if text := line.removeprefix(_BYTE_ORDER_MARK).lstrip(_SPACE):
+                return text[:1]
+    return b""
+
+
+def _line_rows(path: Path, label: str) -> Iterator[Row]:
+    with closing(ByteStream(path)) as stream:
+        for number in count(1):
+            line = stream.line(MAX_ROW_BYTES)
+            if not line:
+                return
+            location, length = f"{label}:{number}", len(line)
+            payload: bytes | Problem = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+            if length == MAX_ROW_BYTES and not line.endswith(b"\n"):
+                while (rest := stream.line(MAX_ROW_BYTES)) and not rest.endswith(b"\n"):
+                    length += len(rest)
+                payload = Problem(location, "row-too-large", _TOO_LARGE)
+            elif not line.strip(_SPACE):
+                continue
+            yield Row(location, payload, stream.consumed(length))
+
+
+def _array_rows(path: Path, label: str) -> Iterator[Row]:
+    """Elements of one JSON array, built as they arrive; ``location`` names the line an element starts at.
+
+    Raises:
+        ConfigError: ``input-unreadable``, naming the line: what follows a broken element cannot be found.
+    """
+    events: list[tuple[str, Any]] = ijson.sendable_list()
+    # The other backends turn lone surrogates into question marks and end at integers beyond 64 bits.
+    parser = ijson.get_backend("python").basic_parse_coro(events, use_float=True)
+    builder = ijson.ObjectBuilder()
+    line = start = 1
+    depth = size = 0
+    with closing(ByteStream(path)) as stream, _dropped(parser):
+        # Pieces end where lines end, so that what a piece brings to light lies on its line.
+        while piece := stream.line(_PIECE_BYTES):
+            size += len(piece)
+            _send(parser, piece if depth else piece.removeprefix(_BYTE_ORDER_MARK), path, line)
+            for event, value in events:
+                if depth == 1:
+                    start = line
+                depth += event.startswith("start_") - event.startswith("end_")
+                if depth > _MAX_DEPTH:
+                    raise _broken_array(path, line, "it is nested too deeply")
+                builder.event(event, value)
+                if depth == 1 and builder.value:
+                    yield Row(f"{label}:{start}", builder.value.pop(), stream.consumed(size))
+                    size = 0
+            if size > MAX_ROW_BYTES:
+                raise _broken_array(path, line, _TOO_LARGE)
+            events.clear()
+            line += piece.endswith(b"\n")
+        _send(parser, b"", path, line)
+
+
+@contextmanager
+def _dropped(parser: Any) -> Iterator[None]:
+    """A parser left in the middle complains when it goes, unless it is closed."""
+    try:
+        yield
+    finally:
+        with suppress(ijson.JSONError, ValueError):
+            parser.close()
+
+
+def _send(parser: Any, piece: bytes, path: Path, line: int) -> None:
+    try:
+        if piece:
+            parser.send(piece)
+        else:
+            parser.close()
+    except (ijson.JSONError, ValueError) as error:
+        raise _broken_array(path, line, getattr(error, "msg", str(error))) from error
+
+
+def _broken_array(path: Path, line: int, reason: str) -> ConfigError:
+    return ConfigError(f"{path} is not a valid JSON array: at line {line}: {reason}", kind="input-unreadable")
+
+
+def _open_parquet(path: Path, label: str, columns: ColumnFilter) -> Source:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            names, rows = file.schema_arrow.names, file.metadata.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+    if rows == 0:
+        raise ConfigError(f"{path} is empty", kind="input-empty")
+    return Source(label, path.stat().st_size, partial(_parquet_rows, path, label, columns(names, str(path))), rows)
+
+
+def _parquet_rows(path: Path, label: str, columns: list[str]) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    numbers = count(1)
+    try:
+        with pq.ParquetFile(path) as file:
+            size = path.stat().st_size // max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(batch_size=TABLE_BATCH_ROWS, columns=columns):
+                for value in batch.to_pylist():
+                    yield Row(f"{label}:{next(numbers)}", value, size)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ConfigError(f"{path} cannot be read: {reason}", kind="input-unreadable")

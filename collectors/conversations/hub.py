@@ -1,0 +1,200 @@
+"""Rows of a ``datasets`` id or of a folder saved by ``datasets``: ``name[config]:split[slice]``."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from collectors.conversations.files import open_file
+from collectors.conversations.parse import decoded_row
+from collectors.conversations.rows import TABLE_BATCH_ROWS, ColumnFilter, Problem, Row, Source, conversation_columns
+from hiddenstore.errors import ConfigError, NotFoundError, StorageError
+
+_ID = re.compile(r"(?P<name>[^\[\]:]+)(?:\[(?P<config>[^\[\]]+)\])?(?::(?P<split>.+))?")
+_SLICED = re.compile(r"(?P<name>[^\[\]+]+)(?:\[(?P<first>\d*):(?P<last>\d*)\])?")
+_LOOKS_LIKE_A_FILE = re.compile(r"^[./~]|\.(jsonl|ndjson|json|parquet|gz|csv|txt|arrow)$")
+_JSON = tuple(f"{suffix}{packed}" for suffix in (".jsonl", ".ndjson", ".json") for packed in ("", ".gz"))
+
+
+@dataclass(frozen=True)
+class HubSplit:
+    """One split of one config of a dataset id or folder; ``split`` may be sliced, None is its only one or train."""
+
+    name: str
+    config: str | None = None
+    split: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "HubSplit | None":
+        """From ``name[config]:split[slice]``; None when ``text`` is nothing of the kind."""
+        match = _ID.fullmatch(text)
+        return cls(**match.groupdict()) if match else None
+
+    def __str__(self) -> str:
+        return f"{self.name}{f'[{self.config}]' if self.config else ''}:{self.split}"
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether ``datasets`` itself saved this folder (``save_to_disk``)."""
+    return any((folder / file).is_file() for file in ("state.json", "dataset_dict.json"))
+
+
+def open_dataset(text: str) -> Source:
+    """The split that ``text`` names; it is downloaded (into the cache of ``datasets``) where it is not local yet.
+
+    Raises:
+        NotFoundError: ``input-missing``, neither a path nor a dataset.
+        ConfigError: ``dataset-spec-invalid``, ``dataset-split`` or ``dataset-unreadable``.
+        StorageError: ``dataset-unreachable``.
+    """
+    split = HubSplit.parse(text)
+    name = split.name if split else text
+    if _LOOKS_LIKE_A_FILE.search(name) and not Path(name).exists():
+        raise NotFoundError(f"{name} does not exist", kind="input-missing")
+    if split is None:
+        raise ConfigError(
+            f"{text!r} is neither a file nor a dataset written name[config]:split[slice]",
+            kind="dataset-spec-invalid",
+            hint="hiddenstore prepare 'name[config]:train[:1000]' -o DATA --target T",
+        )
+    return open_table(split)
+
+
+def open_table(split: HubSplit, columns: ColumnFilter = conversation_columns, label: str | None = None) -> Source:
+    """One split as ``datasets`` makes a table of it; ``columns`` says which of its columns to read.
+
+    ``label`` stands for the name in locations. Raises as ``open_dataset``.
+    """
+    table = _load(split)
+    title = str(replace(split, split=split.split or table.split))
+    if len(table) == 0:
+        raise ConfigError(f"{title} is empty", kind="input-empty")
+    table = table.select_columns(columns(table.column_names, title))
+    label = label or (Path(split.name).name if Path(split.name).exists() else split.name)
+    label = str(HubSplit(label, split.config, str(table.split)))
+    return Source(label, len(table), partial(_table_rows, table, label), len(table))
+
+
+def open_json_split(split: HubSplit, columns: ColumnFilter, label: str) -> Source | None:
+    """The rows of one split, read row by row, where all of them lie in JSON files.
+
+    ``datasets`` makes one table of a split; rows with tool calls, whose arguments and schemas differ, do not fit into
+    one. None where they lie elsewhere, where the split is cut by percent or from its end (which takes their number),
+    and where the dataset cannot be opened. ``columns`` sees the members of the first row.
+
+    Raises:
+        ConfigError: ``input-empty`` and what ``columns`` raises.
+    """
+    match = _SLICED.fullmatch(split.split or "")
+    files = _json_files(split, match["name"]) if match else []
+    if match is None or not files:
+        return None
+    sources = [open_file(file, label if len(files) == 1 else f"{label}/{file.name}") for file in files]
+    first, last = int(match["first"] or 0), int(match["last"]) if match["last"] else None
+
+    def rows() -> Iterator[Row]:
+        return islice(chain.from_iterable(source.rows() for source in sources), first, last)
+
+    row = next(rows(), None)
+    if row is None:
+        raise ConfigError(f"{label} is empty", kind="input-empty")
+    value = decoded_row(row)
+    if not isinstance(value, Problem):
+        columns([*value], label)
+    return Source(label, sum(source.size for source in sources), rows)
+
+
+def _table_rows(table: Any, label: str) -> Iterator[Row]:
+    batches = table.with_format("arrow").iter(batch_size=TABLE_BATCH_ROWS)
+    for number, value in enumerate((value for batch in batches for value in batch.to_pylist()), start=1):
+        # datasets 5 keeps objects of unlike members, such as turns with and without tool calls, as JSON text.
+        yield Row(f"{label}:{number}", table.features.decode_example(value), 1)
+
+
+def _load(split: HubSplit) -> Any:
+    import datasets
+
+    name = split.name
+    try:
+        if is_saved_dataset(Path(name)):
+            return _saved_split(datasets.load_from_disk(name), split)
+        selection = split.split or _only_split(datasets.get_dataset_split_names(name, split.config), name)
+        return datasets.load_dataset(name, split.config, split=selection)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise NotFoundError(
+            f"{name} is neither a path nor a dataset that can be found: {_first_line(error)}", kind="input-missing"
+        ) from error
+    except (ConfigError, NotFoundError):
+        raise  # They are ValueError and KeyError too.
+    except ConnectionError as error:
+        raise StorageError(
+            f"dataset {name} is not on this machine and its hub cannot be reached: {_first_line(error)}",
+            kind="dataset-unreachable",
+            hint="run again with a network, or download it first and give its folder",
+        ) from error
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise ConfigError(
+            f"dataset {name} cannot be loaded: {_first_line(error)}",
+            kind="dataset-unreadable",
+            hint=f"python -c \"import datasets; print(datasets.get_dataset_config_names('{name}'))\"",
+        ) from error
+
+
+def _saved_split(saved: Any, split: HubSplit) -> Any:
+    import datasets
+
+    if isinstance(saved, datasets.Dataset):
+        saved = {str(saved.split or "train"): saved}
+    sizes = {name: len(table) for name, table in saved.items()}
+    instruction = datasets.ReadInstruction.from_spec(split.split or _only_split(list(saved), split.name))
+    tables = [
+        saved[piece.splitname].select(range(piece.from_ or 0, sizes[piece.splitname] if piece.to is None else piece.to))
+        for piece in instruction.to_absolute(sizes)
+    ]
+    return tables[0] if len(tables) == 1 else datasets.concatenate_datasets(tables)
+
+
+def _only_split(names: list[str], dataset: str) -> str:
+    if len(names) == 1 or "train" in names:
+        return names[0] if len(names) == 1 else "train"
+    raise ConfigError(
+        f"dataset {dataset} has several splits: {', '.join(names)}",
+        kind="dataset-split",
+        hint=f"hiddenstore prepare '{dataset}:{names[0]}' -o DATA --target T",
+    )
+
+
+def _json_files(split: HubSplit, split_name: str) -> list[Path]:
+    """The JSON files of a split, on this machine; none where it has others, or where something is wrong with it."""
+    import datasets
+
+    if is_saved_dataset(Path(split.name)):
+        return []
+    try:
+        builder = _builder(split)
+        files = [str(file) for file in (builder.config.data_files or {}).get(split_name, [])]
+        if not all(file.endswith(_JSON) for file in files):
+            return []
+        return [Path(file) for file in datasets.DownloadManager().download(files)]
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError):
+        return []  # The table reader meets the same fault and says what it is.
+
+
+def _builder(split: HubSplit) -> Any:
+    """What ``datasets`` knows of a dataset; without a network that is what an earlier run left in the hub's cache."""
+    import datasets
+
+    try:
+        return datasets.load_dataset_builder(split.name, split.config)
+    except ConnectionError:
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(split.name, repo_type="dataset", local_files_only=True)
+        return datasets.load_dataset_builder(folder, split.config)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,206 @@
+"""Mixes: which rows of which sources become data, from a YAML file or from the inputs of a command line.
+
+The rows a mix takes of a source are those whose keyed hash is smallest: the same seed takes the same rows, and a larger
+cap only adds to them.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from collectors.conversations.datasets import PRESET, find_dataset
+from collectors.conversations.open import open_each
+from collectors.conversations.rows import Row, Source
+from hiddenstore.errors import ConfigError
+from hiddenstore.settings import load
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MixSource(_Settings):
+    """One source: exactly one of ``preset``, ``file`` (or folder) and ``dataset`` (``name[config]:split[slice]``).
+
+    ``preset`` is a dataset by name; ``split`` chooses one split of it or of ``dataset``. ``cap`` is the most rows taken
+    of each split or file; ``weight`` the share of the mix relative to the other weights. ``augment`` False: no variants
+    of its prompts.
+    """
+
+    preset: str | None = None
+    file: str | None = None
+    dataset: str | None = None
+    split: str | None = None
+    cap: int | None = Field(default=None, ge=1)
+    weight: float | None = Field(default=None, gt=0)
+    augment: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "MixSource":
+        given = [name for name in ("preset", "file", "dataset") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"a source is one of preset, file or dataset, found {' and '.join(given) or 'none'}")
+        if self.split is not None and self.file is not None:
+            raise ValueError("a file has no split")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The source as the command line writes it."""
+        name = f"{PRESET}{self.preset}" if self.preset is not None else self.file or self.dataset
+        return f"{name}:{self.split}" if self.split is not None else str(name)
+
+
+class Mix(_Settings):
+    """``sources`` in the order their rows come; with weights the mix has ``rows`` rows, by default as many as it can.
+
+    Either every source has a weight or none has: what would half of everything else be?
+    """
+
+    sources: tuple[MixSource, ...] = Field(min_length=1)
+    seed: int = 0
+    rows: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _all_have_weights_or_none(self) -> "Mix":
+        weighted = sum(source.weight is not None for source in self.sources)
+        if weighted not in (0, len(self.sources)):
+            raise ValueError(f"{weighted} of {len(self.sources)} sources have a weight; give all of them one, or none")
+        if self.rows is not None and not weighted:
+            raise ValueError("rows needs a weight for every source; a cap limits a source alone")
+        return self
+
+
+@dataclass(frozen=True)
+class MixedSource:
+    """A source whose ``rows`` are those the mix takes. ``available`` is None where nothing had to be counted."""
+
+    source: Source
+    entry: MixSource
+    available: int | None = None
+
+    @property
+    def is_augmented(self) -> bool:
+        """Whether variants of its prompts are asked for; a dataset in many languages says no by itself."""
+        if self.entry.augment is not None:
+            return self.entry.augment
+        return self.entry.preset is None or not find_dataset(self.entry.preset).is_multilingual
+
+
+def read_mix(path: str | Path) -> Mix:
+    """A mix from YAML; ConfigError lists every problem, NotFoundError ``config-missing``."""
+    mix, folder = load(Mix, path), Path(path).parent
+    # A file is named relative to the mix, so that both can move together.
+    sources = tuple(
+        source if source.file is None else source.model_copy(update={"file": str(folder / source.file)})
+        for source in mix.sources
+    )
+    return mix.model_copy(update={"sources": sources})
+
+
+def open_inputs(inputs: Sequence[str] | Mix, dataset_root: str | Path | None = None) -> list[MixedSource]:
+    """Every source of the inputs, whole, or what the mix takes of it.
+
+    Raises:
+        ConfigError: ``input-missing`` without any input, ``mix-empty`` when weights leave a source without a row, and
+            what ``open_each`` raises.
+    """
+    if isinstance(inputs, Mix):
+        opened = open_each([entry.text for entry in inputs.sources], dataset_root)
+        entries = list(zip(inputs.sources, opened, strict=True))
+        return _weighted(inputs, entries) if inputs.sources[0].weight is not None else _capped(inputs, entries)
+    if not inputs:
+        raise ConfigError("no input given", kind="input-missing", hint="hiddenstore prepare INPUT… -o DATA --target T")
+    mixed: list[MixedSource] = []
+    for text, sources in zip(inputs, open_each(inputs, dataset_root), strict=True):
+        name = text.removeprefix(PRESET).partition(":")[0]
+        entry = MixSource(preset=name) if text.startswith(PRESET) else MixSource(file=text)
+        mixed += [MixedSource(source, entry) for source in sources]
+    return mixed
+
+
+def resolved(mix: Mix, sources: Sequence[MixedSource]) -> dict[str, Any]:
+    """The mix with one entry for each split or file that was opened and how many rows it gives, as YAML can hold it."""
+    entries = [
+        {"source": mixed.source.label, "available": mixed.available, "rows": mixed.source.count or mixed.available}
+        | mixed.entry.model_dump(exclude_none=True)
+        for mixed in sources
+    ]
+    return {"seed": mix.seed, "sources": entries}
+
+
+def _capped(mix: Mix, entries: Sequence[tuple[MixSource, list[Source]]]) -> list[MixedSource]:
+    return [
+        MixedSource(source, entry, source.count)
+        if entry.cap is None
+        else _sampled(source, entry, _count(source), entry.cap, mix.seed)
+        for entry, sources in entries
+        for source in sources
+    ]
+
+
+def _weighted(mix: Mix, entries: Sequence[tuple[MixSource, list[Source]]]) -> list[MixedSource]:
+    available = [[_count(source) for source in sources] for _, sources in entries]
+    usable = [
+        [min(count, entry.cap or count) for count in counts]
+        for (entry, _), counts in zip(entries, available, strict=True)
+    ]
+    weights = [float(entry.weight or 0) for entry, _ in entries]
+    total = sum(weights)
+    rows_per_weight = min(sum(counts) / weight for counts, weight in zip(usable, weights, strict=True))
+    # 1e-9 because the shares of whole rows are whole numbers.
+    most = int(rows_per_weight * total + 1e-9)
+    if mix.rows is not None and mix.rows > most:
+        entry, counts, weight = min(
+            ((entry, counts, weight) for (entry, _), counts, weight in zip(entries, usable, weights, strict=True)),
+            key=lambda item: sum(item[1]) / item[2],
+        )
+        raise ConfigError(
+            f"a mix of {mix.rows:,} rows needs {mix.rows * weight / total:,.0f} of {entry.text}, "
+            f"which gives {sum(counts):,}",
+            kind="mix-too-large",
+            hint=f"rows: {most}, a smaller weight for it, or no rows at all",
+        )
+    if mix.rows is not None:
+        rows_per_weight = mix.rows / total
+    mixed = []
+    for (entry, sources), counts, limits, weight in zip(entries, available, usable, weights, strict=True):
+        rows = int(rows_per_weight * weight + 1e-9)
+        if not rows:
+            raise ConfigError(f"the weight of {entry.text} leaves it without a row", kind="mix-empty")
+        for source, count, share in zip(sources, counts, _shares(limits, rows), strict=True):
+            mixed.append(_sampled(source, entry, count, share, mix.seed))
+    return mixed
+
+
+def _shares(limits: Sequence[int], rows: int) -> list[int]:
+    """``rows`` over the splits of one source, in proportion to what they have."""
+    bounds = [end * rows // sum(limits) for end in accumulate(limits, initial=0)]
+    return [end - start for start, end in pairwise(bounds)]
+
+
+def _count(source: Source) -> int:
+    return source.count if source.count is not None else sum(1 for _ in source.rows())
+
+
+def _sampled(source: Source, entry: MixSource, available: int, rows: int, seed: int) -> MixedSource:
+    if rows >= available:
+        return MixedSource(source, entry, available)
+
+    def rank(number: int) -> bytes:
+        return hashlib.blake2b(f"{seed}/{source.label}/{number}".encode(), digest_size=8).digest()
+
+    sample = frozenset(sorted(range(available), key=rank)[:rows])
+    size = source.size * rows // available if source.size else 0
+    sampled = replace(source, rows=partial(_rows_of, source, sample), count=rows, size=size)
+    return MixedSource(sampled, entry, available)
+
+
+def _rows_of(source: Source, sample: frozenset[int]) -> Iterator[Row]:
+    return (row for number, row in enumerate(source.rows()) if number in sample)

@@ -1,0 +1,195 @@
+"""Conversations as a chat template takes them, from OpenAI ``messages`` and ShareGPT ``conversations`` rows.
+
+A row becomes a ``Conversation`` or a ``Problem`` that says why not; nothing is repaired silently. What is accepted as
+another spelling of the same thing: ``from``/``value`` for ``role``/``content``, the role names of ``ROLE_OF``, a list
+of text parts for one text, JSON text for a list of messages.
+"""
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from collectors.conversations.rows import MESSAGE_COLUMNS, TOOLS_COLUMN, Problem, Row
+
+Message = dict[str, Any]
+
+_ROLE_NAMES = {
+    "system": "system developer",
+    "user": "user human prompter",
+    "assistant": "assistant gpt chatgpt bing bard bot model function_call",
+    "tool": "tool function function_response observation ipython",
+}
+ROLE_OF = {name: role for role, names in _ROLE_NAMES.items() for name in names.split()}
+"""What sources call the four roles; anything else is refused."""
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+MEMBERS_OF_TEXT = ("name", "tool_call_id", *REASONING)
+_SHOWN = 80
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages with ``role`` (one of ``schemas.ROLES``) and ``content`` text, and the tools the target was offered.
+
+    A message may also carry ``tool_calls`` and the members of ``MEMBERS_OF_TEXT``, as chat templates read them.
+    """
+
+    location: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def has_answer(self) -> bool:
+        return any(message["role"] == "assistant" for message in self.messages)
+
+
+class _UnusableError(Exception):
+    """Its arguments are the reason and the detail of a ``Problem``."""
+
+
+def parse_row(row: Row) -> Conversation | Problem:
+    """What one row says, or why it cannot be used."""
+    value = decoded_row(row)
+    if isinstance(value, Problem):
+        return value
+    try:
+        return Conversation(row.location, _messages(value), _tools(value.get(TOOLS_COLUMN)))
+    except _UnusableError as error:
+        return Problem(row.location, *error.args)
+    except RecursionError as error:
+        return Problem(row.location, "invalid-json", str(error))
+
+
+def decoded_row(row: Row) -> dict[str, Any] | Problem:
+    """The object a row holds, before anything in it is looked at, or why it holds none."""
+    value = row.payload
+    if isinstance(value, Problem):
+        return value
+    try:
+        if isinstance(value, bytes):
+            value = _json(value.decode("utf-8"), "invalid-json")
+        if not isinstance(value, dict):
+            raise _UnusableError("not-an-object", f"expected an object with messages, found {_kind(value)}")
+    except UnicodeDecodeError as error:
+        return Problem(row.location, "not-utf8", f"byte {error.start + 1}: {error.reason}")
+    except _UnusableError as error:
+        return Problem(row.location, *error.args)
+    return value
+
+
+def _json(text: str, reason: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _UnusableError(reason, f"{error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise _UnusableError(reason, str(error)) from error
+
+
+def _messages(row: dict[str, Any]) -> list[Message]:
+    name = next((name for name in MESSAGE_COLUMNS if row.get(name) is not None), None)
+    if name is None:
+        names = ", ".join(sorted(str(key) for key in row)[:8]) or "nothing"
+        raise _UnusableError("no-messages", f"expected messages or conversations, found {_short(names)}")
+    messages = row[name]
+    if isinstance(messages, str):
+        messages = _json(messages, "messages-not-a-list")
+    if not isinstance(messages, list):
+        raise _UnusableError("messages-not-a-list", f"{name} is {_kind(messages)}")
+    if not messages:
+        raise _UnusableError("no-messages", f"{name} is an empty list")
+    return [_message(entry, f"message {number}") for number, entry in enumerate(messages, start=1)]
+
+
+def _message(entry: Any, title: str) -> Message:
+    if not isinstance(entry, dict):
+        raise _UnusableError("message-not-an-object", f"{title} is {_kind(entry)}")
+    name = entry.get("role") if entry.get("role") is not None else entry.get("from")
+    role = ROLE_OF.get(name.strip().lower()) if isinstance(name, str) else None
+    if role is None:
+        raise _UnusableError("unknown-role", f"{title} has role {_short(repr(name))}")
+    content = entry.get("content") if entry.get("content") is not None else entry.get("value")
+    message: Message = {"role": role, "content": _text(content, title)}
+    if calls := _tool_calls(entry.get("tool_calls"), title):
+        message["tool_calls"] = calls
+    message.update({key: _unicode(entry[key], title) for key in MEMBERS_OF_TEXT if isinstance(entry.get(key), str)})
+    # An empty system message or tool answer says something; an empty turn is a hole in the data.
+    if role in ("user", "assistant") and not message["content"].strip() and not calls:
+        raise _UnusableError("empty-content", f"{title} ({role}) is empty")
+    return message
+
+
+def _text(content: Any, title: str) -> str:
+    if content is None or isinstance(content, str):
+        return _unicode(content or "", title)
+    if isinstance(content, list):
+        return "".join(_text_part(part, title) for part in content)
+    raise _UnusableError("content-not-text", f"the content of {title} is {_kind(content)}")
+
+
+def _text_part(part: Any, title: str) -> str:
+    if isinstance(part, str):
+        return _unicode(part, title)
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    if kind in TEXT_PARTS and isinstance(part.get("text"), str):
+        return _unicode(part["text"], title)
+    content = f"a part of type {_short(repr(kind))}" if kind is not None else _kind(part)
+    raise _UnusableError("content-not-text", f"{title} holds {content}; only text can be used")
+
+
+def _tool_calls(calls: Any, title: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as an object, which is what chat templates expect of OpenAI's JSON text."""
+    if not calls:
+        return []
+    if not _is_list_of_objects(calls):
+        raise _UnusableError("tool-calls-invalid", f"the tool_calls of {title} are not a list of objects")
+    return [_tool_call(call) for call in calls]
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        with suppress(ValueError, RecursionError):
+            call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    stripped: dict[str, Any] = _without_none(call)
+    return stripped
+
+
+def _tools(tools: Any) -> list[dict[str, Any]] | None:
+    if isinstance(tools, str):
+        tools = _json(tools, "tools-invalid") if tools.strip() else None
+    if not tools:
+        return None
+    if not _is_list_of_objects(tools):
+        raise _UnusableError("tools-invalid", f"tools is {_kind(tools)}, expected a list of objects")
+    return [_without_none(tool) for tool in tools]
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _without_none(value: Any) -> Any:
+    """Parquet gives every member of a struct to every row; those that were absent come back as None."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _unicode(text: str, title: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _UnusableError("not-unicode", f"{title}: lone surrogate at character {error.start + 1}") from error
+    return text
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

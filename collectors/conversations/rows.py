@@ -1,0 +1,62 @@
+"""What a reader of any source yields: rows, problems, and the columns a conversation table must have."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hiddenstore.errors import ConfigError
+
+NO_ANSWER = "no-assistant"
+"""Why a row cannot be learned from that holds a question alone."""
+TABLE_BATCH_ROWS = 64
+MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
+TOOLS_COLUMN = "tools"
+
+ColumnFilter = Callable[[Sequence[str], str], list[str]]
+"""Names of a table's columns and where the table is → the columns to read."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A row that cannot be used. ``reason`` is a stable kebab-case kind, ``detail`` a sentence for people."""
+
+    location: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: ``location`` is ``file:line`` (row number in tables), ``size`` its bytes in the source, for progress.
+
+    ``payload`` is the line as bytes, a decoded value, or the problem that reading it met.
+    """
+
+    location: str
+    payload: Any
+    size: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file or one split. ``size`` is its bytes, ``count`` its rows where that is known before reading."""
+
+    label: str
+    size: int
+    rows: Callable[[], Iterator[Row]]
+    count: int | None = None
+
+
+def conversation_columns(names: Sequence[str], table: str) -> list[str]:
+    """The columns of a table that hold a conversation and its tools.
+
+    Raises:
+        ConfigError: ``input-no-messages`` when the table has none.
+    """
+    column = next((name for name in MESSAGE_COLUMNS if name in names), None)
+    if column is None:
+        raise ConfigError(
+            f"{table} has no column {' or '.join(MESSAGE_COLUMNS)}; it has {', '.join(names) or 'none'}",
+            kind="input-no-messages",
+        )
+    return [column, TOOLS_COLUMN] if TOOLS_COLUMN in names else [column]

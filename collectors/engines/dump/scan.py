@@ -1,0 +1,247 @@
+"""The first pass over a dump: tokens and masks of every sample as prepared DATA, so that units follow from it alone.
+
+It lies in ``STORE/.import/`` and stays there: an interrupted import goes on from it, also when the sources of finished
+units are gone, and a dump that has grown adds another one.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from collectors.conversations.rows import Problem
+from collectors.engines.dump.matching import Matcher, rows_of
+from collectors.engines.dump.peer import PeerSource, Unusable
+from collectors.targets.load import EngineTarget
+from collectors.tokenize.batches import SCHEMA
+from collectors.tokenize.prepare import RejectTally
+from collectors.tokenize.write import REJECTS_JSONL, PartWriter, RejectsWriter, refuse_existing_data, write_document
+from hiddenstore.console.progress import Progress
+from hiddenstore.documents import seal
+from hiddenstore.errors import CaptureError, HiddenstoreError, InterruptError
+from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.fs.publish import new_folder
+from hiddenstore.inputs.prepared import PreparedInput
+from hiddenstore.inputs.registered import input_digest
+from hiddenstore.layout import DATA_JSON
+from hiddenstore.records import Sample
+from schemas.prepared import PreparedData
+
+FOLDER = ".import"
+# Counted and shown, and no fault of the dump: they do not spend the budget of rejects.
+SKIPPED = ("duplicate", "already-stored", "nothing-supervised", "not-captured")
+_LATEST = 3
+
+
+@dataclass
+class ScanTally(RejectTally):
+    """Counts of one pass; ``padding`` rows stay behind, ``latest`` refusals are shown when there are too many."""
+
+    rows: int = 0
+    samples: int = 0
+    validation: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    longest: int = 0
+    padding: int = 0
+    ids: set[bytes] = field(default_factory=set)
+    names: list[tuple[str, str]] = field(default_factory=list)
+    latest: list[str] = field(default_factory=list)
+
+    def add(self, sample: Sample, padding: int) -> None:
+        """Count a sample that will be imported."""
+        self.samples += 1
+        self.validation += sample.split == "validation"
+        self.tokens += sample.tokens
+        self.supervised += sample.supervised
+        self.longest = max(self.longest, sample.tokens)
+        self.padding += padding
+        self.names.append((sample.id, sample.split))
+
+    def reject(self, problem: Problem) -> None:
+        super().reject(problem)
+        if problem.reason not in SKIPPED:
+            self.latest = [*self.latest, f"{problem.location}: {problem.detail}"][-_LATEST:]
+
+    @property
+    def without_sample(self) -> Counter[str]:
+        """Locations without a sample to import, by reason."""
+        return Counter(self.rejects)
+
+    @property
+    def refused(self) -> int:
+        return sum(count for reason, count in self.without_sample.items() if reason not in SKIPPED)
+
+
+def count_refused(scan: PreparedInput) -> int:
+    """How many locations a finished pass could not use, those that are no fault of the dump apart."""
+    return sum(count.rows for count in scan.info.rejects if count.reason not in SKIPPED)
+
+
+def scan_key(peer: str, folder: Path, *settings: str) -> str:
+    """Names the passes over one dump under settings that decide what its samples are."""
+    text = "\n".join([peer, str(folder.resolve()), *settings])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def finished_scans(store: Path, key: str) -> list[PreparedInput]:
+    """The passes made so far, oldest first."""
+    folders = sorted((store / FOLDER).glob(f"{key}-*"))
+    return [PreparedInput.open(folder) for folder in folders if (folder / DATA_JSON).is_file()]
+
+
+def covered_locations(scans: Sequence[PreparedInput]) -> set[str]:
+    """Locations that need no further look: imported ones and skipped ones; a rejected one is tried again."""
+    covered: set[str] = set()
+    for scan in scans:
+        covered |= {sample.source for sample in scan.samples()}
+        path = scan.folder / REJECTS_JSONL
+        if path.is_file():
+            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            covered |= {line["place"] for line in lines if line["reason"] in SKIPPED}
+    return covered
+
+
+@dataclass(eq=False)
+class Scan:
+    """A pass over a dump, on its way into ``store``; ``key`` as ``scan_key``.
+
+    ``is_stored``: whether a sample id is in the store already. ``max_rejects``: share of locations that may be refused.
+    """
+
+    source: PeerSource
+    target: EngineTarget
+    matcher: Matcher
+    store: Path
+    key: str
+    is_stored: Callable[[str], bool]
+    max_rejects: float
+    stop: Callable[[], bool]
+    tally: ScanTally = field(default_factory=ScanTally)
+
+    def run(self, locations: Sequence[str]) -> PreparedInput | None:
+        """Read tokens and masks at ``locations``; None where there is no sample among them.
+
+        Raises:
+            CaptureError: ``too-many-rejects``; nothing is left behind.
+            InterruptError: asked to stop; the pass begins anew next time.
+        """
+        out = self.store / FOLDER / f"{self.key}-{len(finished_scans(self.store, self.key)):03d}"
+        self.tally.rows = len(locations)
+        try:
+            with new_folder(out, refuse_existing_data) as folder:
+                fs = LocalFilesystem(folder)
+                parts, rejects = PartWriter(fs), RejectsWriter(fs)
+                try:
+                    self._read(locations, parts, rejects)
+                    rejects.close()
+                    files = parts.close()
+                except BaseException:
+                    with suppress(HiddenstoreError):
+                        parts.abort()
+                        rejects.abort()
+                    raise
+                write_document(fs, DATA_JSON, seal(self._document().model_copy(update={"files": files})))
+        except _NoSampleError:
+            return None
+        finally:
+            for folder in (self.store / FOLDER, self.store):
+                with suppress(OSError):
+                    folder.rmdir()  # only when nothing came of it
+        return PreparedInput.open(out)
+
+    def _read(self, locations: Sequence[str], parts: PartWriter, rejects: RejectsWriter) -> None:
+        tally, allowed = self.tally, max(1, int(len(locations) * self.max_rejects))
+        with Progress("read tokens", len(locations), "samples") as progress:
+            for location in locations:
+                if self.stop():
+                    raise InterruptError("stopped by a signal", kind="interrupted")
+                try:
+                    sample = self._sample(location)
+                except Unusable as unusable:
+                    problem = Problem(location, unusable.reason, unusable.detail)
+                    tally.reject(problem)
+                    rejects.write(problem)
+                    if tally.refused > allowed:
+                        raise _too_many(tally, allowed) from None
+                else:
+                    parts.write(_row(sample), sample.tokens)
+                progress.advance(1, samples=tally.samples, rejects=tally.refused)
+        if not tally.samples:
+            raise _NoSampleError
+
+    def _sample(self, location: str) -> Sample:
+        peer, vocab_size = self.source.read(location, states=False), self.target.head.vocab_size
+        sample = self.matcher.sample(peer, location)
+        if not sample.tokens:
+            raise Unusable("empty", "it is padding only")
+        highest = int(sample.input_ids.max())
+        if highest >= vocab_size:
+            raise Unusable("token-out-of-range", f"token {highest}, but the target has {vocab_size} tokens")
+        if not sample.supervised:
+            raise Unusable("nothing-supervised", "its loss mask is all zero")
+        if self.is_stored(sample.id):
+            raise Unusable("already-stored", f"the store holds sample {sample.id}")
+        key = bytes.fromhex(sample.id)
+        if key in self.tally.ids:
+            raise Unusable("duplicate", f"another place holds sample {sample.id}")
+        self.tally.ids.add(key)
+        self.tally.add(sample, peer.rows - rows_of(peer, sample.input_ids).stop)
+        return sample
+
+    def _document(self) -> PreparedData:
+        folder, tally, supervises_all = self.target.folder, self.tally, self.matcher.all_supervised
+        return PreparedData(
+            digest=input_digest(tally.names),
+            target=folder.label,
+            tokenizer_sha256=folder.tokenizer_sha256,
+            chat_template_sha256=folder.chat_template_sha256,
+            vocab_size=self.target.head.vocab_size,
+            loss_on="all" if supervises_all else "assistant",
+            mask_from="all" if supervises_all else "prefixes",
+            max_tokens=None,
+            overlong="cut",
+            validation_share=self.matcher.validation,
+            rows_read=tally.rows,
+            samples=tally.samples,
+            validation_samples=tally.validation,
+            tokens=tally.tokens,
+            supervised_tokens=tally.supervised,
+            longest=tally.longest,
+            cut=0,
+            duplicates=tally.without_sample["duplicate"],
+            rejects=tally.reject_counts(),
+        )
+
+
+class _NoSampleError(Exception):
+    """A pass has no sample to import."""
+
+
+def _row(sample: Sample) -> pa.RecordBatch:
+    row = {
+        "sample_id": sample.id,
+        "input_ids": sample.input_ids.astype(np.int32).tolist(),
+        "loss_mask": sample.loss_mask.astype(np.uint8).tolist(),
+        "spans": [{"role": int(r), "start": int(a), "end": int(b)} for r, a, b in sample.spans],
+        "split": sample.split,
+        "source": sample.source,
+    }
+    return pa.RecordBatch.from_pylist([row], schema=SCHEMA)
+
+
+def _too_many(tally: ScanTally, allowed: int) -> CaptureError:
+    reasons = sorted(tally.without_sample.items())
+    counts = ", ".join(f"{count} {reason}" for reason, count in reasons if reason not in SKIPPED)
+    return CaptureError(
+        f"{tally.refused} of {tally.rows} samples cannot be imported ({counts}), more than the {allowed} allowed; "
+        f"latest {'; '.join(tally.latest)}",
+        kind="too-many-rejects",
+        hint="if the dump is known to be damaged, allow more of it: --max-rejects 5%",
+    )

@@ -1,0 +1,109 @@
+"""What an engine takes of its machine: the GPUs of its rank, and a folder in memory that states pass through."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from collectors.engines import EngineOptions
+from hiddenstore.errors import ConfigError
+
+PREFIX = "hiddenstore-scratch-"
+_OWNER = ".owner"
+_MEMORY = Path("/dev/shm")
+# A container's /dev/shm is 64 MiB unless it was started with more.
+_SMALL_BYTES = 1 << 30
+
+
+def choose_devices(options: EngineOptions) -> None:
+    """Let this process, and those it starts, see its rank's own ``tensor_parallel`` GPUs only, counted by local rank.
+
+    Raises:
+        ConfigError: ``devices-too-few``.
+    """
+    if not torch.cuda.is_available():
+        return
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(rank_devices(visible, options.local_rank, options.tensor_parallel))
+
+
+def rank_devices(visible: Sequence[str], local_rank: int, count: int) -> list[str]:
+    """This rank's devices; a launcher that shows each rank only its own is left alone.
+
+    >>> rank_devices(["0", "1", "2", "3"], local_rank=1, count=2)
+    ['2', '3']
+    """
+    if len(visible) == count:
+        return list(visible)
+    devices = list(visible[local_rank * count : (local_rank + 1) * count])
+    if len(devices) < count:
+        raise ConfigError(
+            f"rank {local_rank} of this machine needs {count} GPUs, and {len(visible)} are visible to all of its ranks",
+            kind="devices-too-few",
+            hint=f"start {max(1, len(visible) // count)} ranks per machine, or a smaller --tensor-parallel",
+        )
+    return devices
+
+
+class Scratch:
+    """A folder of this process's own under ``root``; what processes that were killed left there is removed."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        root = default_root() if root is None else root
+        if not root.is_dir():
+            raise ConfigError(f"--scratch {root} is no folder", kind="scratch-missing", hint=f"mkdir -p {root}")
+        remove_abandoned(root)
+        unowned = Path(tempfile.mkdtemp(prefix="hiddenstore-new-", dir=root))
+        # Held until this process ends, however it ends: the lock says that the folder is in use.
+        self._owner = os.open(unowned / _OWNER, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._owner, fcntl.LOCK_EX)
+        self.path = unowned.rename(unowned.with_name(unowned.name.replace("hiddenstore-new-", PREFIX)))
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.path).free
+
+    def require(self, needed_bytes: int) -> None:
+        """Refuse a folder that cannot hold what is under way at one time: ConfigError ``scratch-too-small``."""
+        free = self.free_bytes()
+        if free < needed_bytes:
+            raise ConfigError(
+                f"{self.path.parent} has {free / 1e6:.0f} MB free, and states of {needed_bytes / 1e6:.0f} MB are under "
+                f"way at one time",
+                kind="scratch-too-small",
+                hint="--scratch FOLDER on a larger tmpfs, or a container with a larger --shm-size",
+            )
+
+    def close(self) -> None:
+        """Remove the folder and what is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            os.close(self._owner)
+
+
+def default_root() -> Path:
+    """``/dev/shm`` where it exists and has room, else the system's temporary folder."""
+    if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _SMALL_BYTES:
+        return _MEMORY
+    return Path(tempfile.gettempdir())
+
+
+def remove_abandoned(root: Path) -> None:
+    """Remove scratch folders whose process is gone: their lock is free."""
+    for folder in root.glob(f"{PREFIX}*"):
+        try:
+            owner = os.open(folder / _OWNER, os.O_RDWR)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue
+        finally:
+            os.close(owner)

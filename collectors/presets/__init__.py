@@ -1,1 +1,0 @@
-"""Datasets the field uses, by name: a table of hub ids, and how a row of each becomes a conversation."""

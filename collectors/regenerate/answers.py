@@ -1,0 +1,197 @@
+"""The answers of one shard as they come: JSON lines beside the output, so that a killed run goes on where it was.
+
+A line is one reply; the last line of a finished shard says how many conversations it looked at. A line that a kill cut
+in two is taken away on opening. The folder and its settings belong to one output and one way of answering.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from collectors.regenerate.rewrite import Reply, Rewrite
+from hiddenstore.documents import canonical
+from hiddenstore.errors import ConflictError, CorruptionError
+from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.fs.seam import storage_error
+
+SETTINGS = "settings.json"
+SYNC_EVERY_S = 2.0
+
+
+class AnswersFolder:
+    """``OUT.answers``: the settings of the run and one file of answers for each of ``shards`` shards."""
+
+    def __init__(self, out: Path, shards: int) -> None:
+        self.path = out.with_name(f"{out.name}.answers")
+        self.shards = shards
+
+    def claim(self, settings: Mapping[str, Any]) -> None:
+        """Make the folder for these settings, or find that it was made for them.
+
+        Raises:
+            ConflictError: ``regenerate-settings-differ`` names what differs.
+            StorageError: the disk refused.
+        """
+        fs = LocalFilesystem(self.path.parent)
+        expected = {**settings, "shards": self.shards}
+        name = f"{self.path.name}/{SETTINGS}"
+        if fs.put_if_absent(name, canonical(expected)):
+            return
+        recorded = json.loads(fs.read(name))
+        differing = sorted(key for key in {*expected, *recorded} if expected.get(key) != recorded.get(key))
+        if differing:
+            details = ", ".join(f"{key} {recorded.get(key)!r} (now {expected.get(key)!r})" for key in differing)
+            raise ConflictError(
+                f"{self.path} holds answers of another run: {details}",
+                kind="regenerate-settings-differ",
+                hint=f"the same settings go on with it; rm -r {self.path} starts anew; or name another file with -o",
+            )
+
+    def file(self, shard: int) -> Path:
+        """The answers of shard 1 … ``shards``."""
+        return self.path / f"answers-{shard}-of-{self.shards}.jsonl"
+
+    def unfinished(self) -> list[int]:
+        """Shards without their last line."""
+        return [shard for shard in range(1, self.shards + 1) if not _is_finished(self.file(shard))]
+
+    def remove_if_empty(self) -> None:
+        """Take the folder away when it holds no answer."""
+        if self.path.is_dir() and not any(path.stat().st_size for path in self.path.glob("answers-*.jsonl")):
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Take the folder away: its answers are in the output."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _is_finished(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 256))
+            return b'{"end":' in file.read().splitlines()[-1][:8]
+    except (OSError, IndexError):
+        return False
+
+
+class AnswerLog:
+    """One file of answers; ``append`` may be called by many threads.
+
+    Raises:
+        ConflictError: ``regenerate-running``, another process writes it.
+        StorageError: the disk refused.
+    """
+
+    def __init__(self, path: Path, *, is_read_only: bool = False) -> None:
+        self.path = path
+        self.is_finished = False
+        self._lock = threading.Lock()
+        self._lines: dict[int, list[int]] = {}
+        self._synced_s = time.monotonic()
+        try:
+            self._file: BinaryIO = path.open("rb" if is_read_only else "a+b")
+        except OSError as error:
+            raise storage_error(error, str(path)) from error
+        try:
+            if not is_read_only:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._load(is_read_only)
+        except BlockingIOError as error:
+            self._file.close()
+            raise ConflictError(f"another process is writing {path}", kind="regenerate-running") from error
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "AnswerLog":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        with self._lock:
+            self._file.close()
+
+    def replies(self, rewrite: Rewrite) -> list[Reply]:
+        """What was answered so far, in order of turns.
+
+        Raises:
+            ConflictError: ``regenerate-input-differs``, the answers belong to another conversation.
+        """
+        replies: list[Reply] = []
+        for offset in self._lines.get(rewrite.number, ()):
+            with self._lock:
+                self._file.seek(offset)
+                line = json.loads(self._file.readline())
+            if line["input"] != rewrite.digest:
+                raise ConflictError(
+                    f"{self.path} has answers for another conversation {rewrite.number + 1} than the input holds now",
+                    kind="regenerate-input-differs",
+                    hint=f"give the same INPUT again, or start anew: rm -r {self.path.parent}",
+                )
+            replies.append(Reply.of(line))
+        return replies
+
+    def append(self, rewrite: Rewrite, reply: Reply) -> bool:
+        """Keep the next answer of a conversation; False when it came from here, or the run was stopped meanwhile."""
+        line = {"row": rewrite.number, "turn": rewrite.turn, "input": rewrite.digest, **reply.document()}
+        with self._lock:
+            if self._file.closed:
+                return False
+            lines = self._lines.setdefault(rewrite.number, [])
+            is_new = rewrite.turn >= len(lines)
+            if is_new:
+                lines.append(self._write(line))
+            return is_new
+
+    def finish(self, conversations: int) -> None:
+        """Say that every conversation of this shard has its answers."""
+        with self._lock:
+            if not self.is_finished:
+                self._write({"end": conversations}, is_last=True)
+                self.is_finished = True
+
+    def _write(self, line: dict[str, Any], is_last: bool = False) -> int:
+        try:
+            offset = self._file.seek(0, os.SEEK_END)
+            self._file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+            self._file.flush()
+            if is_last or time.monotonic() - self._synced_s > SYNC_EVERY_S:
+                os.fsync(self._file.fileno())
+                self._synced_s = time.monotonic()
+        except OSError as error:
+            raise storage_error(error, str(self.path), "free some space; the same command goes on") from error
+        return offset
+
+    def _load(self, is_read_only: bool) -> None:
+        offset = 0
+        self._file.seek(0)
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                if not is_read_only:
+                    self._file.truncate(offset)
+                break
+            self._index(line, offset)
+            offset += len(line)
+
+    def _index(self, line: bytes, offset: int) -> None:
+        try:
+            record = json.loads(line)
+            if "end" in record:
+                self.is_finished = True
+                return
+            lines = self._lines.setdefault(int(record["row"]), [])
+            # An in-process batch that a kill cut in two is answered again, with the same answers.
+            if record["turn"] == len(lines):
+                lines.append(offset)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptionError(
+                f"{self.path} is damaged at byte {offset}",
+                kind="answers-corrupt",
+                path=str(self.path),
+                hint=f"rm {self.path} has these answers written again",
+            ) from error

@@ -1,0 +1,163 @@
+"""Conversations whose answers the target itself wrote: what a drafter should learn to predict.
+
+Every assistant turn is rewritten in order, each one after the rewritten turns before it, by the target in this process
+or behind an OpenAI-compatible server. Answers are kept as they come in ``OUT.answers``: the same command goes on after
+a kill, and the last of ``--shard i/n`` to finish writes ``OUT`` in the order of the input.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from collectors.conversations.open import open_sources
+from collectors.conversations.parse import Conversation, parse_row
+from collectors.conversations.rows import Source
+from collectors.regenerate.answers import AnswerLog, AnswersFolder
+from collectors.regenerate.options import RegenerateOptions, RegenerateReport, answer_settings, require_possible
+from collectors.regenerate.rewrite import Reply, Rewrite
+from hiddenstore.console.progress import Progress
+from hiddenstore.console.text import plural
+from hiddenstore.errors import ConfigError, InterruptError
+from hiddenstore.fs.publish import new_file, refuse_existing_file
+
+
+def regenerate(
+    options: RegenerateOptions,
+    note: Callable[[str], None] = print,
+    stopping: Callable[[], bool] = lambda: False,
+) -> RegenerateReport:
+    """Rewrite every answer and write ``messages`` JSONL, in input order, all of it or nothing.
+
+    Raises:
+        ConflictError: ``output-exists``, ``regenerate-running``, ``regenerate-settings-differ`` or
+            ``regenerate-input-differs``.
+        ConfigError: ``nothing-usable``: no conversation has an answer to rewrite; or an option is out of range.
+        StorageError: ``server-unreachable`` or ``server-failing``; what was answered is kept.
+        InterruptError: ``interrupted``; what was answered is kept.
+    """
+    out = Path(options.out)
+    require_possible(options)
+    refuse_existing_file(out)
+    began = time.monotonic()
+    sources = open_sources(options.inputs)
+    if options.server is not None:
+        from collectors.regenerate.server import open_server as open_answerer
+    else:
+        from collectors.regenerate.in_process import open_in_process as open_answerer
+    label, answer_all = open_answerer(options)
+    _require_usable(sources, options)
+    folder = AnswersFolder(out, options.shard[1])
+    folder.claim(answer_settings(options, label))
+    shard_report = report = RegenerateReport(str(out))
+
+    def check() -> None:
+        if stopping():
+            raise InterruptError(
+                "stopped as asked; every answer so far is kept", kind="interrupted", hint="the same command goes on"
+            )
+
+    try:
+        counts = [source.count for source in sources]
+        total = None if None in counts else sum(count or 0 for count in counts) // options.shard[1]
+        with AnswerLog(folder.file(options.shard[0])) as log, Progress("regenerate", total, "answers") as progress:
+            shard = _Shard(options, shard_report, log, progress)
+            answer_all(shard.rewrites(sources), log.replies, shard.record, check)
+            log.finish(shard.conversations)
+    finally:
+        folder.remove_if_empty()
+    shard_report.waiting = folder.unfinished()
+    if not shard_report.waiting:
+        report = _write(sources, options, folder)
+        report.resumed, report.new_tokens = shard_report.resumed, shard_report.new_tokens
+        folder.remove()
+    report.seconds = time.monotonic() - began
+    if report.dropped and not report.waiting:
+        note("dropped: " + ", ".join(f"{count} {reason}" for reason, count in sorted(report.dropped.items())))
+    return report
+
+
+@dataclass
+class _Shard:
+    """One run over one shard: its conversations, and what is counted while their answers come."""
+
+    options: RegenerateOptions
+    report: RegenerateReport
+    log: AnswerLog
+    progress: Progress
+    conversations: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def rewrites(self, sources: list[Source]) -> Iterator[Rewrite]:
+        shard, shards = self.options.shard
+        for item in _conversations(sources, self.options):
+            self.report.read += 1
+            if isinstance(item, Rewrite) and item.number % shards == shard - 1:
+                self.conversations += 1
+                yield item
+
+    def record(self, rewrite: Rewrite, reply: Reply) -> None:
+        """Log a reply, advance its conversation, and count that once it has all."""
+        is_new = self.log.append(rewrite, reply)
+        rewrite.take(reply)
+        is_done = not rewrite.advance()
+        with self.lock:
+            self.report.resumed += not is_new
+            self.report.new_tokens += reply.tokens * is_new
+            if is_done:
+                self.report.count(rewrite)
+            self.progress.advance(1, tokens=self.report.new_tokens, looping=self.report.dropped["looping"])
+
+
+def _conversations(sources: list[Source], options: RegenerateOptions) -> Iterator[Rewrite | tuple[str, str]]:
+    """Every usable conversation, numbered from 0, and (reason, where) of the others; ``max_samples`` usable at most."""
+    number = 0
+    for source in sources:
+        for row in source.rows():
+            if options.max_samples is not None and number >= options.max_samples:
+                return
+            item = parse_row(row)
+            if not isinstance(item, Conversation):
+                yield item.reason, f"{item.location}: {item.detail}"
+            elif not Rewrite.has_slot(item):
+                yield "no-answer", f"{item.location}: nothing in it can be answered"
+            else:
+                yield Rewrite.of(number, item, options.system)
+                number += 1
+
+
+def _require_usable(sources: list[Source], options: RegenerateOptions) -> None:
+    """At least one conversation must be usable; the reasons of the others are counted for the error."""
+    reasons: dict[str, list[Any]] = {}
+    for item in _conversations(sources, options):
+        if isinstance(item, Rewrite):
+            return
+        reasons.setdefault(item[0], [0, item[1]])[0] += 1
+    listed = [f"{reason}: {plural(count, 'row')}, first {first}" for reason, (count, first) in reasons.items()]
+    what = f"no conversation with an answer in {', '.join(options.inputs)}; nothing was written"
+    raise ConfigError("\n".join([what, *listed]), kind="nothing-usable")
+
+
+def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFolder) -> RegenerateReport:
+    """The output from the answers of all shards, in the order of the input."""
+    report = RegenerateReport(str(options.out))
+    shards = range(1, folder.shards + 1)
+    with ExitStack() as stack, new_file(Path(options.out)) as file:
+        logs = [stack.enter_context(AnswerLog(folder.file(shard), is_read_only=True)) for shard in shards]
+        for item in _conversations(sources, options):
+            report.read += 1
+            if not isinstance(item, Rewrite):
+                report.drop(*item)
+                continue
+            for reply in logs[item.number % folder.shards].replies(item):
+                item.advance()
+                item.take(reply)
+            report.count(item)
+            if item.drop is None:
+                file.write(json.dumps(item.row(), ensure_ascii=False).encode() + b"\n")
+                report.written += 1
+    return report

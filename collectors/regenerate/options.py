@@ -1,0 +1,161 @@
+"""What regenerate is asked for, and what it says at the end."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, field_validator
+
+from collectors.regenerate.rewrite import Rewrite
+from hiddenstore.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RegenerateOptions:
+    """``target`` answers in this process (``workers`` processes, ``batch_size`` prompts at a time), or ``server`` does.
+
+    ``shard`` (i, n) takes every n-th conversation, i in 1 … n. ``api_key_env`` names an environment variable.
+    ``system`` opens conversations without a system message. ``extra`` members join every request to a server.
+    """
+
+    inputs: tuple[str, ...]
+    out: str | Path
+    target: str | None = None
+    server: str | None = None
+    model: str | None = None
+    api_key_env: str | None = None
+    concurrency: int = 32
+    shard: tuple[int, int] = (1, 1)
+    system: str | None = None
+    revision: str | None = None
+    template: str | None = None
+    temperature: float = 0.8
+    top_p: float = 1.0
+    max_new_tokens: int = 256
+    max_samples: int | None = None
+    batch_size: int = 128
+    workers: int = 1
+    seed: int = 0
+    dtype: str | None = None
+    device: str = "auto"
+    retries: int = 6
+    timeout_s: float = 600.0
+    max_failures: int = 10
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RegenerateReport:
+    """Conversations read and written, and what their answers were; of one shard while ``waiting`` names others.
+
+    ``dropped`` counts conversations by reason, with the first of each in ``examples``; ``short`` ones end where
+    the target called other tools than the recorded results answer. ``resumed`` answers were there before.
+    """
+
+    out: str
+    read: int = 0
+    written: int = 0
+    answers: int = 0
+    tokens: int = 0
+    cut: int = 0
+    short: int = 0
+    resumed: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    waiting: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    new_tokens: int = 0
+
+    @property
+    def looping_share(self) -> float:
+        """Share of the generated answers that loop."""
+        return self.dropped["looping"] / self.answers if self.answers else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    def drop(self, reason: str, where: str) -> None:
+        """Count one conversation that is left out."""
+        self.dropped[reason] += 1
+        self.examples.setdefault(reason, where)
+
+    def count(self, rewrite: Rewrite) -> None:
+        """Count one conversation that has all its replies."""
+        for reply in rewrite.replies:
+            self.answers += reply.drop not in ("prompt-too-long", "refused", "server-failed")
+            self.tokens += reply.tokens
+            self.cut += reply.is_cut
+        self.short += rewrite.is_short
+        if rewrite.drop is not None:
+            detail = rewrite.replies[-1].detail
+            self.drop(rewrite.drop, f"conversation {rewrite.number + 1}" + (f": {detail}" if detail else ""))
+
+
+class MoreSettings(BaseModel):
+    """The settings that are seldom needed: ``--set key=value``. They mean what they mean in ``RegenerateOptions``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    top_p: float = 1.0
+    revision: str | None = None
+    batch_size: int = 128
+    dtype: str | None = None
+    retries: int = 6
+    timeout_s: float = 600.0
+    max_failures: int = 10
+    extra: dict[str, Any] = {}
+
+    @field_validator("extra")
+    @classmethod
+    def _values(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        return {name: _value(item) if isinstance(item, dict | list) else item for name, item in extra.items()}
+
+
+def _value(item: Any) -> Any:
+    """What settings below the first level say: they arrive as the text that was written."""
+    if isinstance(item, dict):
+        return {name: _value(inner) for name, inner in item.items()}
+    if isinstance(item, list):
+        return [_value(inner) for inner in item]
+    return yaml.safe_load(item) if isinstance(item, str) else item
+
+
+def require_possible(options: RegenerateOptions) -> None:
+    """ConfigError ``option-invalid`` when an option is out of range or two exclude each other."""
+    if (options.target is None) == (options.server is None):
+        raise ConfigError(
+            "either a target answers in this process, or a server does",
+            kind="option-invalid",
+            hint="--target T, or --server URL --model M",
+        )
+    at_least_0, at_least_1 = (
+        ("temperature", "retries", "max_failures"),
+        ("max_new_tokens", "batch_size", "workers", "concurrency"),
+    )
+    for name in (*at_least_0, *at_least_1):
+        if getattr(options, name) < (limit := int(name in at_least_1)):
+            raise ConfigError(f"{name.replace('_', ' ')} must be at least {limit}", kind="option-invalid")
+    if not 0 < options.top_p <= 1 or options.timeout_s <= 0:
+        raise ConfigError("top-p must lie in 0…1 and the timeout be longer than 0 s", kind="option-invalid")
+    shard, shards = options.shard
+    if not 1 <= shard <= shards:
+        raise ConfigError(f"shard {shard}/{shards} does not exist: they count from 1", kind="option-invalid")
+
+
+def answer_settings(options: RegenerateOptions, label: str) -> dict[str, Any]:
+    """What the answers depend on; a run that goes on with others would mix two kinds of answers."""
+    names = ["temperature", "top_p", "max_new_tokens", "max_samples", "seed", "system"]
+    if options.server is None:
+        names += ["batch_size", "dtype", "revision"]
+    return {
+        "answers_by": "server" if options.server is not None else "target",
+        "model": label,
+        "inputs": hashlib.sha256("\0".join(Path(text).name for text in options.inputs).encode()).hexdigest()[:16],
+        "extra": dict(options.extra),
+        **{name: getattr(options, name) for name in names},
+    }

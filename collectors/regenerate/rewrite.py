@@ -1,0 +1,128 @@
+"""One conversation whose answers are written anew, in order, each after the new ones before it."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from collectors.conversations.parse import Conversation, Message
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What became of one answer.
+
+    ``tokens`` were generated (0: the server did not say); ``is_cut``: they reached the limit. ``drop`` is the reason
+    why its conversation is left out, ``detail`` the words of whoever refused.
+    """
+
+    text: str = ""
+    reasoning: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    tokens: int = 0
+    is_cut: bool = False
+    drop: str | None = None
+    detail: str | None = None
+
+    def document(self) -> dict[str, Any]:
+        """Its members that say something, as JSON holds them."""
+        members = {key: getattr(self, key) for key in self.__dataclass_fields__}
+        return {key: value for key, value in members.items() if value not in (None, (), "", 0, False)}
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> "Reply":
+        """The reply of a ``document``."""
+        members = {key: document[key] for key in cls.__dataclass_fields__ if key in document}
+        return cls(**{**members, "tool_calls": tuple(members.get("tool_calls", ()))})
+
+
+@dataclass
+class Rewrite:
+    """Conversation ``number`` of the input: ``done`` messages hold new answers, ``todo`` are still to come.
+
+    ``is_short``: it ends early, because the target called other tools than the recorded results answer.
+    """
+
+    number: int
+    digest: str
+    done: list[Message]
+    todo: list[Message]
+    tools: list[dict[str, Any]] | None
+    turn: int = 0
+    drop: str | None = None
+    is_short: bool = False
+    replies: list[Reply] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, number: int, conversation: Conversation, system: str | None) -> "Rewrite":
+        """A conversation with answers has those rewritten; one without gets an answer after every user turn.
+
+        ``system`` opens a conversation without a system message.
+        """
+        messages = list(conversation.messages)
+        if system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        if not conversation.has_answer:
+            slot: Message = {"role": "assistant", "content": ""}
+            pairs = [(message, slot) if message["role"] == "user" else (message,) for message in messages]
+            messages = list(chain.from_iterable(pairs))
+        key = json.dumps([messages, conversation.tools], sort_keys=True, ensure_ascii=False).encode()
+        digest = hashlib.blake2b(key, digest_size=8).hexdigest()
+        return cls(number, digest, [], messages, conversation.tools)
+
+    @staticmethod
+    def has_slot(conversation: Conversation) -> bool:
+        """Whether anything in a conversation can be answered."""
+        return any(message["role"] in ("assistant", "user") for message in conversation.messages)
+
+    def advance(self) -> bool:
+        """Move up to the next answer; False when none is left (what follows the last answer is dropped)."""
+        while self.todo and self.todo[0]["role"] != "assistant":
+            self.done.append(self.todo.pop(0))
+        return bool(self.todo)
+
+    def take(self, reply: Reply) -> None:
+        """Put the next answer in its place."""
+        recorded = self.todo.pop(0)
+        self.turn += 1
+        self.replies.append(reply)
+        if reply.drop is not None:
+            self.drop, self.todo = reply.drop, []
+            return
+        message: Message = {"role": "assistant", "content": reply.text}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            message["tool_calls"] = list(reply.tool_calls)
+        self.done.append(message)
+        before = recorded.get("tool_calls") or []
+        if _names(before) != _names(reply.tool_calls):
+            self.is_short, self.todo = True, []
+        elif before:
+            self._answer_to(before, reply.tool_calls)
+
+    def row(self) -> dict[str, Any]:
+        """The rewritten conversation, up to its last answer."""
+        last = max(i for i, message in enumerate(self.done) if message["role"] == "assistant")
+        return {"messages": self.done[: last + 1]} | ({"tools": self.tools} if self.tools else {})
+
+    def _answer_to(self, before: list[dict[str, Any]], now: tuple[dict[str, Any], ...]) -> None:
+        """The recorded results answer the new calls: they carry the ids of those."""
+        ids = {call.get("id"): other.get("id") for call, other in zip(before, now, strict=True) if call.get("id")}
+        for at, message in enumerate(self.todo):
+            if message["role"] != "tool":
+                return
+            new = ids.get(message.get("tool_call_id"), now[at].get("id") if at < len(now) else None)
+            self.todo[at] = {**message, "tool_call_id": new} if new else message
+
+
+def _names(calls: Any) -> list[str]:
+    return [str(call.get("function", call).get("name")) for call in calls]
+
+
+Recorded = Callable[[Rewrite], list[Reply]]
+Take = Callable[[Rewrite, Reply], None]
+# Answers every turn of every conversation: those recorded first; ``Take`` gets each reply, the last may raise to stop.
+AnswerAll = Callable[[Iterator[Rewrite], Recorded, Take, Callable[[], None]], None]

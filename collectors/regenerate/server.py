@@ -1,0 +1,277 @@
+"""An OpenAI-compatible server answers: ``concurrency`` conversations at a time, each turn after turn.
+
+Spoken here is ``POST /v1/chat/completions`` and ``GET /v1/models`` as vLLM, SGLang, TensorRT-LLM and OpenAI serve them,
+with the reasoning of vLLM's and SGLang's reasoning parsers (``reasoning_content``, newer ``reasoning``).
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from collectors.conversations.parse import Message
+from collectors.regenerate.options import RegenerateOptions
+from collectors.regenerate.rewrite import AnswerAll, Recorded, Reply, Rewrite, Take
+from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, StorageError
+from hiddenstore.http import HttpClient, RefusedError, ServerAccess
+from hiddenstore.repetition import LOOP_SHARE, repeated_share
+
+REFUSALS_WITHOUT_ANSWER = 10
+_POLL_S = 0.2
+_WRONG_ACCESS = frozenset({401, 403, 404, 405})
+_MOST_TOKENS = 1 << 31
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """The server, and what it is asked for; ``extra`` members join every request."""
+
+    access: ServerAccess
+    model: str
+    temperature: float
+    max_new_tokens: int
+    top_p: float = 1.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class UnansweredError(Exception):
+    """A request failed as often as it was tried, in ways that another try may mend."""
+
+
+class ChatServer:
+    """Used by many threads at once. Raises what HttpClient raises."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self._client = HttpClient(settings.access)
+
+    def only_model(self) -> str:
+        """The name of the one model it serves; ConfigError ``model-unclear`` where it serves none or several."""
+        models = self._client.get("/v1/models", lambda document: [str(model["id"]) for model in document["data"]])
+        if len(models) != 1:
+            raise ConfigError(
+                f"{self.settings.access.url} serves {', '.join(models) or 'nothing'}; which one is the target?",
+                kind="model-unclear",
+                hint=f"--model {models[0]}" if models else None,
+            )
+        return models[0]
+
+    def reply(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, seed: int) -> Reply:
+        """The next answer of a conversation; ``refused`` where the server takes other requests but not this one.
+
+        Raises:
+            UnansweredError: the server did not answer so often as was tried.
+            ConfigError: ``server-refused``, the key, the model or the address is wrong.
+        """
+        settings = self.settings
+        request: dict[str, Any] = {
+            "model": settings.model,
+            "messages": [_sent(message) for message in messages],
+            "temperature": settings.temperature,
+            "max_tokens": settings.max_new_tokens,
+            "seed": seed,
+        }
+        if settings.top_p < 1:
+            request["top_p"] = settings.top_p
+        if tools:
+            request["tools"] = tools
+        try:
+            return self._client.post("/v1/chat/completions", request | dict(settings.extra), _read_reply)
+        except RefusedError as error:
+            if error.status in _WRONG_ACCESS or error.status < 400:
+                raise
+            return Reply(drop="refused", detail=str(error))
+        except (StorageError, CaptureError) as error:
+            raise UnansweredError(str(error)) from error
+
+    def close(self) -> None:
+        """Close its connections; requests under way in other threads fail."""
+        self._client.close()
+
+
+def _sent(message: Message) -> Message:
+    """A message as servers take it. Earlier reasoning stays here: templates leave it out, some servers refuse it."""
+    sent: Message = {key: message[key] for key in ("role", "content", "name", "tool_call_id") if key in message}
+    if calls := message.get("tool_calls"):
+        sent["tool_calls"] = [_sent_call(call, number) for number, call in enumerate(calls)]
+    return sent
+
+
+def _sent_call(call: dict[str, Any], number: int) -> dict[str, Any]:
+    function = dict(call.get("function") or {key: call[key] for key in ("name", "arguments") if key in call})
+    if not isinstance(function.get("arguments"), str):
+        function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+    return {"id": call.get("id") or f"call_{number}", "type": "function", "function": function}
+
+
+def _read_reply(document: Any) -> Reply:
+    choice = document["choices"][0]
+    message, finish = choice["message"], choice.get("finish_reason")
+    text = message.get("content") or ""
+    if not isinstance(text, str):
+        text = "".join(piece.get("text", "") for piece in text)
+    calls = tuple(message.get("tool_calls") or ())
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    tokens = int((document.get("usage") or {}).get("completion_tokens") or 0)
+    _require_usable(reasoning, calls, tokens)
+    # vLLM gives them when asked with return_token_ids; the last one of a finished answer is its end token.
+    ids = choice.get("token_ids") or _word_ids(text)
+    words = ids[:-1] if finish == "stop" and choice.get("token_ids") else ids
+    drop = None
+    if finish == "content_filter":
+        drop = "content-filter"
+    elif not text.strip() and not calls:
+        drop = "empty"
+    elif repeated_share(words) > LOOP_SHARE:
+        drop = "looping"
+    reply = Reply(text, reasoning, calls, tokens, finish == "length", drop)
+    # A lone surrogate cannot be written; it must fail here, as this answer's error.
+    json.dumps(reply.document(), ensure_ascii=False).encode()
+    return reply
+
+
+def _require_usable(reasoning: Any, calls: tuple[Any, ...], tokens: int) -> None:
+    """TypeError or ValueError for members of an answer that nothing downstream can take."""
+    if reasoning is not None and not isinstance(reasoning, str):
+        raise TypeError("reasoning is no text")
+    for call in calls:
+        function = call.get("function", call)
+        if not isinstance(function["name"], str):
+            raise TypeError("a tool call names no function")
+    if not 0 <= tokens < _MOST_TOKENS:
+        raise ValueError("completion_tokens is no count")
+
+
+def _word_ids(text: str) -> list[int]:
+    """Words as numbers: without the server's token ids, loops show in them too."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(word, len(numbers)) for word in text.split()]
+
+
+class _ServerRun:
+    """Conversations through one server.
+
+    A conversation whose request was given up is tried once more at the end, and left out if it fails again; more than
+    ``options.max_failures`` of them end the run.
+    """
+
+    def __init__(self, server: ChatServer, options: RegenerateOptions, recorded: Recorded, take: Take) -> None:
+        self._server, self._options, self._recorded, self._take = server, options, recorded, take
+        self._lock, self._input_lock = threading.Lock(), threading.Lock()
+        self._failed: list[Rewrite] = []
+        self._answers = self._refusals = 0
+        self._error: BaseException | None = None
+        self._is_over = False
+
+    def answer_all(self, rewrites: Iterator[Rewrite], check: Callable[[], None]) -> None:
+        """Answer every turn of every conversation; ``check`` may raise to stop.
+
+        Raises:
+            StorageError: ``server-failing``, the budget is spent.
+            ConfigError: ``server-refused``: wrong key or model, or every request so far was refused.
+        """
+        try:
+            self._pass(rewrites, check, last=False)
+            again, self._failed = self._failed, []
+            if again:
+                self._pass(iter(again), check, last=True)
+        finally:
+            self._is_over = True
+            self._server.close()
+
+    def _pass(self, rewrites: Iterator[Rewrite], check: Callable[[], None], last: bool) -> None:
+        # Daemons: a request on its way must not hold up a process that was asked to stop.
+        threads = [
+            threading.Thread(target=self._work, args=(rewrites, last), daemon=True)
+            for _ in range(self._options.concurrency)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive() and self._error is None:
+                thread.join(_POLL_S)
+                check()
+        if self._error is not None:
+            raise self._error
+        check()
+
+    def _work(self, rewrites: Iterator[Rewrite], last: bool) -> None:
+        try:
+            while self._error is None and not self._is_over:
+                with self._input_lock:
+                    rewrite = next(rewrites, None)
+                if rewrite is None:
+                    return
+                try:
+                    self._answer(rewrite)
+                except UnansweredError as error:
+                    self._give_up(rewrite, error, last)
+        except HiddenstoreError as error:
+            self._error = error
+        except BaseException as error:
+            # A bug in a thread must end the run like one in the main thread.
+            self._error = error
+            raise
+
+    def _answer(self, rewrite: Rewrite) -> None:
+        for reply in self._recorded(rewrite)[rewrite.turn :]:
+            rewrite.advance()
+            self._take(rewrite, reply)
+        while rewrite.advance() and not self._is_over:
+            # A seed for each answer, so that equal prompts get different answers.
+            name = f"{self._options.seed}/{rewrite.number}/{rewrite.turn}".encode()
+            seed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little") >> 1
+            reply = self._server.reply(rewrite.done, rewrite.tools, seed)
+            with self._lock:
+                self._answers += reply.drop != "refused"
+                self._refusals += reply.drop == "refused"
+                if not self._answers and self._refusals >= REFUSALS_WITHOUT_ANSWER:
+                    raise ConfigError(
+                        f"every request was refused so far; the last: {reply.detail}",
+                        kind="server-refused",
+                        hint="check the settings; conversations that are refused alone are left out and counted",
+                    )
+            if not self._is_over:
+                self._take(rewrite, reply)
+
+    def _give_up(self, rewrite: Rewrite, error: UnansweredError, last: bool) -> None:
+        # A request that the end of the run cut short says nothing about the server.
+        if self._is_over:
+            return
+        with self._lock:
+            self._failed.append(rewrite)
+            failed = len(self._failed)
+        if last:
+            self._take(rewrite, Reply(drop="server-failed", detail=str(error)))
+        elif failed > (limit := self._options.max_failures):
+            self._error = StorageError(
+                f"{failed} conversations failed, more than max_failures={limit}; the last: {error}",
+                kind="server-failing",
+                hint="what was answered is kept; the same command goes on once the server is well",
+            )
+
+
+def open_server(options: RegenerateOptions) -> tuple[str, AnswerAll]:
+    """The model's name, and what answers with it; without a model named, the server must serve exactly one."""
+    access = ServerAccess(
+        url=str(options.server),
+        timeout_s=options.timeout_s,
+        tries=options.retries + 1,
+        api_key_env=options.api_key_env,
+        hint="what was answered is kept; the same command goes on once the server is back",
+    )
+    settings = ServerSettings(
+        access, options.model or "", options.temperature, options.max_new_tokens, options.top_p, options.extra
+    )
+    if options.model is None:
+        with closing(ChatServer(replace(settings, access=replace(access, tries=2)))) as server:
+            settings = replace(settings, model=server.only_model())
+    server = ChatServer(settings)
+
+    def answer_all(rewrites: Iterator[Rewrite], recorded: Recorded, take: Take, check: Callable[[], None]) -> None:
+        _ServerRun(server, options, recorded, take).answer_all(rewrites, check)
+
+    return settings.model, answer_all

@@ -1,0 +1,1 @@
+"""The target as collectors get it: folder, loading, head, families, layers."""

@@ -1,0 +1,165 @@
+"""What can be known of a target without its weights: config, tokenizer, chat template and their digests."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_sha256
+
+CONFIG_FILE = "config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "tokenizer.model", TEMPLATE_FILE, "generation_config.json"),
+)
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, eq=False)
+class TargetFolder:
+    """A target before its weights are read.
+
+    config is the text config; the two digests are those ``prepare`` wrote into its data. ``trust_remote_code``: the
+    repository's own Python may run; ``open_target`` allows it at a pinned commit only. ``quantised``: the checkpoint
+    holds weights that only transformers' own loaders read.
+    """
+
+    name: str
+    revision: str | None
+    config: Any
+    tokenizer: Any
+    config_sha256: str
+    tokenizer_sha256: str
+    chat_template_sha256: str
+    trust_remote_code: bool = False
+    quantised: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def label(self) -> str:
+        """The name for people: the last part of a folder, the id of a hub model; never a path of this machine."""
+        path = Path(self.name)
+        return path.resolve().name if path.exists() else self.name
+
+    def file(self, name: str) -> Path | None:
+        """A file of the target on this machine, fetched from the hub where need be; None where it has none."""
+        from transformers.utils import cached_file
+
+        path = cached_file(
+            self.name,
+            name,
+            revision=self.revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        return None if path is None else Path(path)
+
+    def text_files(self) -> dict[str, bytes]:
+        """The bytes of config, tokenizer and chat template, as a store keeps them under ``target/``."""
+        paths = {name: self.file(name) for name in (CONFIG_FILE, *TOKENIZER_FILES)}
+        files = {name: path.read_bytes() for name, path in paths.items() if path is not None}
+        template = self.tokenizer.chat_template
+        if isinstance(template, str):
+            # transformers prefers this file to the template inside tokenizer_config.json.
+            files[TEMPLATE_FILE] = template.encode()
+        return files
+
+
+def open_target(
+    name: str, revision: str | None = None, template: str | None = None, trust_remote_code: bool = False
+) -> TargetFolder:
+    """Read config and tokenizer of a local folder or a hub id; no weights.
+
+    ``template`` is the text of a chat template that stands in for the target's own.
+
+    Raises:
+        NotFoundError: ``target-missing``: a path that does not exist.
+        ConfigError: ``target-without-config``, ``target-unreadable``, ``target-without-tokenizer``; ``code-unpinned``:
+            ``trust_remote_code`` without a commit that says which code.
+    """
+    from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+
+    path = Path(name)
+    if path.is_dir() and not (path / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"target folder {name} has no {CONFIG_FILE}",
+            kind="target-without-config",
+            hint="point --target at a folder that save_pretrained wrote, or at a hub id",
+        )
+    if not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
+        raise NotFoundError(f"target {name} does not exist", kind="target-missing")
+    if trust_remote_code:
+        _require_pinned(name, revision)
+    try:
+        raw, _ = PretrainedConfig.get_config_dict(name, revision=revision)
+        if trust_remote_code:
+            _refuse_foreign_code(name, raw)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        where = name if path.exists() else f"{name}, which is no folder here"
+        raise ConfigError(
+            f"cannot read the config of target {where}: {first_line(error)}", kind="target-unreadable"
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        # transformers 4 stumbles over what transformers 5 saved, and over a folder without any tokenizer.
+        newer = "TokenizersBackend" in str(error)
+        raise ConfigError(
+            f"cannot read the tokenizer of target {name}: {first_line(error)}",
+            kind="target-without-tokenizer",
+            hint=f'"tokenizer_class": "PreTrainedTokenizerFast" in {name}/tokenizer_config.json' if newer else None,
+        ) from error
+    if template is not None:
+        tokenizer.chat_template = template
+    return TargetFolder(
+        name=name,
+        revision=getattr(config, "_commit_hash", None) or revision,
+        config=config.get_text_config(decoder=True),
+        tokenizer=tokenizer,
+        config_sha256=config_sha256(raw),
+        tokenizer_sha256=tokenizer_sha256(tokenizer),
+        chat_template_sha256=chat_template_sha256(tokenizer.chat_template),
+        trust_remote_code=trust_remote_code,
+        quantised="quantization_config" in raw,
+    )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, its class where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _require_pinned(name: str, revision: str | None) -> None:
+    if Path(name).exists():
+        what = f"{name} is a folder, and nothing says which code is in it"
+    elif revision is None or not _COMMIT.fullmatch(revision):
+        what = f"revision {revision or 'none'} of {name} may be other code tomorrow"
+    else:
+        return
+    raise ConfigError(
+        f"--trust-remote-code runs the repository's own Python: {what}",
+        kind="code-unpinned",
+        hint="--target ORG/NAME --revision COMMIT, the 40 hex digits of a commit whose code was read",
+    )
+
+
+def _refuse_foreign_code(name: str, raw: dict[str, Any]) -> None:
+    """A config may point at the code of another repository, which the pinned commit says nothing about."""
+    for value in raw.get("auto_map", {}).values():
+        for entry in value if isinstance(value, list) else [value]:
+            if isinstance(entry, str) and "--" in entry:
+                raise ConfigError(
+                    f"the config of {name} runs code of another repository ({entry}), which --revision does not pin",
+                    kind="code-unpinned",
+                    hint="use a copy of the target that holds its own code",
+                )

@@ -1,0 +1,113 @@
+"""What ``--layers`` and ``--final`` mean for one target, and the sentence that explains it."""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import get_args
+
+from hiddenstore.errors import ConfigError
+from hiddenstore.targets.layer_rules import LAYER_RULES
+from schemas.capture import FinalMode
+
+ALL_DRAFTERS = "all-drafters"
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """aux_layers ascending (-1 = embeddings); final mode; ``explained`` is for people.
+
+    ``reads_final``: a drafter named needs the final hidden itself, not only what the target predicts from it.
+    """
+
+    aux_layers: tuple[int, ...]
+    final: FinalMode
+    explained: str
+    reads_final: bool = False
+
+
+def choose_layers(layers: str, final: FinalMode | None, num_layers: int) -> LayerChoice:
+    """Resolve a name of ``LAYER_RULES``, ``all-drafters`` or a list such as ``1,15,28``.
+
+    Raises:
+        ConfigError: ``layer-out-of-range``, ``layers-invalid``, ``layers-too-few``, ``final-too-small``.
+    """
+    if final is not None and final not in get_args(FinalMode):
+        raise ConfigError(
+            f"unknown final mode {final!r}, expected {', '.join(get_args(FinalMode))}", kind="final-invalid"
+        )
+    names = [*LAYER_RULES] if layers == ALL_DRAFTERS else [layers] if layers in LAYER_RULES else []
+    if layers == ALL_DRAFTERS:
+        aux = sorted({k for name in names for k in _defaults(name, num_layers)})
+        explained = f"aux layers {_listed(aux)} of {num_layers} (every drafter's defaults)"
+    elif names:
+        aux = _defaults(layers, num_layers)
+        explained = _explain(layers, aux, num_layers)
+    else:
+        aux = _parse(layers, num_layers)
+        explained = f"aux layers {_listed(aux)} of {num_layers} (as asked)"
+    # A store for all drafters serves those too that read the final hidden of every token.
+    implied: FinalMode = "all" if any(LAYER_RULES[name].final == "all" for name in names) else "supervised"
+    if implied == "all" and final not in (None, "all"):
+        raise ConfigError(
+            f"--layers {layers} needs the final hidden of every token, not --final {final}",
+            kind="final-too-small",
+            hint=f"--layers {layers} --final all",
+        )
+    final_mode = final or implied
+    if not aux and final_mode == "none":
+        raise ConfigError("no aux layer and no final hidden: nothing to capture", kind="layers-invalid")
+    return LayerChoice(
+        tuple(aux),
+        final_mode,
+        f"{explained}; final hidden: {final_mode}",
+        any(LAYER_RULES[name].reads_final for name in names),
+    )
+
+
+def _defaults(name: str, num_layers: int) -> list[int]:
+    try:
+        return LAYER_RULES[name].layers(num_layers)
+    except ValueError as error:
+        raise ConfigError(str(error), kind="layers-too-few", hint="name them: --layers 0,1") from error
+
+
+def _explain(name: str, aux: list[int], num_layers: int) -> str:
+    published = LAYER_RULES[name].published(num_layers, None)
+    if not aux:
+        return f"no aux layers: {name} reads the final hidden only"
+    if published == aux:
+        return f"aux layers {_listed(aux)} of {num_layers} ({name}'s defaults)"
+    return (
+        f"aux layers {_listed(aux)} of {num_layers}: {name}'s defaults are {_listed(published)}, which collide on so "
+        f"shallow a target, and a colliding id moves to the next free layer"
+    )
+
+
+def _parse(text: str, num_layers: int) -> list[int]:
+    names = [*LAYER_RULES, ALL_DRAFTERS]
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    try:
+        numbers = [int(word) for word in words]
+    except ValueError:
+        numbers = []
+    if not numbers:
+        near = get_close_matches(text, names, n=1)
+        raise ConfigError(
+            f"--layers {text!r} is neither a drafter ({', '.join(names)}) nor layer numbers",
+            kind="layers-invalid",
+            hint=f"--layers {near[0] if near else 'eagle3'}",
+        )
+    outside = [k for k in numbers if not -1 <= k < num_layers]
+    if outside:
+        raise ConfigError(
+            f"layers {_listed(outside)} are outside -1…{num_layers - 1}: the target has {num_layers} layers, counted "
+            f"from 0, and -1 is the embedding output",
+            kind="layer-out-of-range",
+            hint="--layers eagle3",
+        )
+    if len(set(numbers)) != len(numbers):
+        raise ConfigError(f"--layers {text} names a layer twice", kind="layers-invalid")
+    return sorted(numbers)
+
+
+def _listed(layers: list[int]) -> str:
+    return ", ".join(str(layer) for layer in layers)

@@ -1,0 +1,208 @@
+"""A target as engines get it, and as transformers loads it: its head bundle, its identity, then its weights and parts.
+
+Shapes: D target width, V target vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from collectors.targets.families import Parts, find_parts
+from collectors.targets.folder import TargetFolder, first_line, open_target
+from collectors.targets.head import read_head
+from hiddenstore.errors import ConfigError
+from hiddenstore.targets.head import HEAD_FILE, HeadBundle
+from hiddenstore.targets.identity import weights_sha256
+from schemas.capture import TargetIdentity
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
+
+
+@dataclass(frozen=True, eq=False)
+class EngineTarget:
+    """A target whose decoder blocks stay on disk: what every engine gets. ``dtype`` as ``parse_dtype`` reads it."""
+
+    folder: TargetFolder
+    dtype: str | None
+
+    @property
+    def config(self) -> Any:
+        return self.folder.config
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.folder.tokenizer
+
+    @cached_property
+    def head(self) -> HeadBundle:
+        """Read from the safetensors on first use, on the CPU; raises as ``read_head``."""
+        dtype = parse_dtype(self.dtype)
+        return read_head(self.folder, dtype if isinstance(dtype, torch.dtype) else None)
+
+    @cached_property
+    def identity(self) -> TargetIdentity:
+        folder, head = self.folder, self.head
+        return TargetIdentity(
+            name=folder.label,
+            revision=folder.revision,
+            model_type=folder.config.model_type,
+            hidden_size=head.hidden_size,
+            num_layers=folder.num_layers,
+            vocab_size=head.vocab_size,
+            dtype=str(head.norm_weight.dtype).removeprefix("torch."),
+            config_sha256=folder.config_sha256,
+            tokenizer_sha256=folder.tokenizer_sha256,
+            chat_template_sha256=folder.chat_template_sha256,
+            weights_sha256=weights_sha256(head.embed_tokens, head.norm_weight, head.lm_head),
+        )
+
+    def target_files(self) -> dict[str, bytes]:
+        """The bytes a store keeps under ``target/``: config, tokenizer, chat template, head bundle."""
+        return self.folder.text_files() | {HEAD_FILE: self.head.save_bytes()}
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedTarget(EngineTarget):
+    """A target that transformers runs: frozen, in evaluation mode; ``device`` is where its final hidden comes out."""
+
+    model: Any
+    parts: Parts
+    device: torch.device
+
+    @cached_property
+    def head(self) -> HeadBundle:
+        return self.parts.head
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return self.parts.blocks
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.parts.final_norm
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The model's own LM head module: final hidden after the norm [..., D] to raw logits [..., V]."""
+        module: nn.Module = self.model.get_output_embeddings()
+        return module
+
+    def eos_token_ids(self) -> list[int]:
+        """Every token that ends an answer: of the generation config, the config and the tokenizer."""
+        ids: set[int] = set()
+        for value in (self.model.generation_config.eos_token_id, self.tokenizer.eos_token_id):
+            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        return sorted(ids)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How transformers loads a target.
+
+    ``device_map``: accelerate's word (``auto``, ``balanced`` …) that spreads the blocks over several devices.
+    ``attention``: one of ``ATTENTION``; None lets transformers choose.
+    """
+
+    dtype: str | None = None
+    device: str = "auto"
+    device_map: str | None = None
+    attention: str | None = None
+
+
+def load_target(
+    target: str | TargetFolder, dtype: str | None = None, device: str = "auto", revision: str | None = None
+) -> LoadedTarget:
+    """``load_weights`` by name, on one device."""
+    folder = target if isinstance(target, TargetFolder) else open_target(target, revision)
+    return load_weights(folder, LoadOptions(dtype, device))
+
+
+def load_weights(folder: TargetFolder, options: LoadOptions) -> LoadedTarget:
+    """Load the weights, quantised as the checkpoint's own config says, and find the parts.
+
+    Raises:
+        ConfigError: ``dtype-unknown``, ``device-unavailable``, ``attention-unknown``, ``accelerate-missing``,
+            ``target-unreadable`` or ``family-unsupported``.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    dtype, device = parse_dtype(options.dtype), parse_device(options.device)
+    settings: dict[str, Any] = {}
+    if options.attention is not None:
+        if options.attention not in ATTENTION:
+            message = f"unknown attention {options.attention!r}, expected {', '.join(ATTENTION)}"
+            raise ConfigError(message, kind="attention-unknown")
+        settings["attn_implementation"] = options.attention
+    if options.device_map is not None or folder.quantised:
+        # A quantised model cannot be moved once it is made.
+        settings["device_map"] = options.device_map or {"": device}
+        if find_spec("accelerate") is None:
+            raise ConfigError(
+                "a target over several devices, or a quantised one, needs accelerate",
+                kind="accelerate-missing",
+                hint="pip install 'hiddenstore[hf]'",
+            )
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder.name, revision=folder.revision, dtype=dtype, trust_remote_code=folder.trust_remote_code, **settings
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise ConfigError(
+            f"cannot load the weights of target {folder.name}: {first_line(error)}", kind="target-unreadable"
+        ) from error
+    return wrap_model(folder, model if "device_map" in settings else model.to(device))
+
+
+def wrap_model(folder: TargetFolder, model: Any) -> LoadedTarget:
+    """A LoadedTarget around a model that is in memory already."""
+    model.eval().requires_grad_(False)
+    parts = find_parts(model, folder.config)
+    parts = replace(parts, head=_gathered(folder, parts.head))
+    dtype = str(parts.head.norm_weight.dtype).removeprefix("torch.")
+    return LoadedTarget(folder, dtype, model, parts, parts.head.norm_weight.device)
+
+
+def parse_dtype(dtype: str | None) -> torch.dtype | str:
+    """A torch dtype, or ``"auto"`` for the checkpoint's own."""
+    if dtype in (None, "auto"):
+        return "auto"
+    name = DTYPE_ALIASES.get(str(dtype), str(dtype))
+    if name not in DTYPES:
+        raise ConfigError(
+            f"unknown dtype {dtype!r}, expected auto, {', '.join(DTYPES)} or {', '.join(DTYPE_ALIASES)}",
+            kind="dtype-unknown",
+        )
+    return DTYPES[name]
+
+
+def parse_device(device: str) -> torch.device:
+    """A torch device that exists here; ``auto`` is the GPU where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"unknown device {device!r}, expected auto, cpu, cuda or cuda:1", kind="device-unavailable"
+        ) from error
+    if parsed.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} asked for, but there is no GPU here", kind="device-unavailable")
+    return parsed
+
+
+def _gathered(folder: TargetFolder, head: HeadBundle) -> HeadBundle:
+    """The bundle on one device, that of the final norm, where the model's blocks lie on several or on disk."""
+    devices = {tensor.device for tensor in (head.embed_tokens, head.output_weight, head.norm_weight)}
+    if len(devices) == 1 and "meta" not in {device.type for device in devices}:
+        return head
+    if any(device.type == "meta" for device in devices):
+        return read_head(folder, head.norm_weight.dtype)
+    return head.to(head.norm_weight.device)

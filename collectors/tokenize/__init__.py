@@ -1,0 +1,1 @@
+"""Conversations → DATA: the chat template, loss masks, turn spans, and the parquet parts they are written to."""

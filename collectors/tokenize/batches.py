@@ -1,0 +1,258 @@
+"""Batches of rows → batches of samples, in this process or in worker processes, always in the order of the rows.
+
+A batch is a pure function of its rows and the ``SampleRules``, so the number of workers changes nothing but the time.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+import pyarrow as pa
+
+from collectors.conversations.parse import Conversation, parse_row
+from collectors.conversations.rows import NO_ANSWER, Problem, Row
+from collectors.tokenize.template import ChatTemplate, Tokenised
+from hiddenstore.errors import InterruptError, StorageError
+from hiddenstore.records import sample_id
+from schemas.prepared import Overlong
+
+BATCH_ROWS = 64
+BATCH_BYTES = 1 << 20
+WORTH_WORKERS_BYTES = 8 << 20
+MOST_WORKERS = 32
+
+SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.uint8())),
+        ("spans", pa.list_(pa.struct([("role", pa.int32()), ("start", pa.int32()), ("end", pa.int32())]))),
+        ("split", pa.string()),
+        ("source", pa.string()),
+    ]
+)
+FACTS = np.dtype(
+    [("tokens", "i8"), ("supervised", "i8"), ("validation", "?"), ("cut", "?"), ("reasoning_lost", "?")],
+)
+"""What is counted of a sample: its length and its supervised tokens, its split, and what it lost."""
+
+
+@dataclass(frozen=True, eq=False)
+class SampleRules:
+    """Everything a row's sample depends on besides the row. ``max_tokens`` None means no limit."""
+
+    template: ChatTemplate
+    max_tokens: int | None
+    overlong: Overlong
+    validation: float
+
+
+@dataclass(frozen=True, eq=False)
+class SampleBatch:
+    """What one batch of rows became.
+
+    samples has the columns of ``SCHEMA`` and n rows, facts ``FACTS`` [n]; ``size`` is the bytes of the rows in their
+    source, ``highest_id`` the largest token id, -1 when n = 0.
+    """
+
+    samples: pa.RecordBatch
+    facts: np.ndarray
+    problems: list[Problem]
+    rows: int
+    size: int
+    highest_id: int
+
+
+def batches_of(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Consecutive rows, at most ``BATCH_ROWS`` and about ``BATCH_BYTES`` in all."""
+    batch: list[Row] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += row.size
+        if len(batch) == BATCH_ROWS or size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def make_batch(rules: SampleRules, rows: Sequence[Row]) -> SampleBatch:
+    """Parse, render, tokenise, mask and cut a batch of rows."""
+    results = [item if isinstance(item, Problem) else _limited(item, rules) for item in _tokenised(rules, rows)]
+    samples = [item for item in results if not isinstance(item, Problem)]
+    ids = [sample_id(sample.input_ids, sample.loss_mask) for sample in samples]
+    facts = [
+        (
+            len(sample.input_ids),
+            int(sample.loss_mask.sum()),
+            is_validation(name, rules.validation),
+            sample.is_cut,
+            sample.is_reasoning_lost,
+        )
+        for name, sample in zip(ids, samples, strict=True)
+    ]
+    return SampleBatch(
+        samples=_record_batch(samples, ids, rules.validation),
+        facts=np.array(facts, dtype=FACTS),
+        problems=[item for item in results if isinstance(item, Problem)],
+        rows=len(rows),
+        size=sum(row.size for row in rows),
+        highest_id=max((int(sample.input_ids.max()) for sample in samples), default=-1),
+    )
+
+
+def is_validation(name: str, share: float) -> bool:
+    """Whether a sample id falls into the validation split: its first 64 bits as a fraction lie below ``share``."""
+    return int(name[:16], 16) < share * 2.0**64
+
+
+def ordered_batches(
+    rules: SampleRules, batches: Iterator[list[Row]], workers: int | None, stopping: Callable[[], bool]
+) -> Iterator[SampleBatch]:
+    """``make_batch`` of every batch, in order.
+
+    ``workers`` None means every core this process may use, up to ``MOST_WORKERS``, once there are
+    ``WORTH_WORKERS_BYTES`` of rows: starting a worker costs seconds.
+
+    Raises:
+        InterruptError: ``interrupted`` as soon as ``stopping()``.
+        StorageError: ``worker-died``.
+    """
+    if workers is None:
+        ahead: list[list[Row]] = []
+        size = 0
+        while size < WORTH_WORKERS_BYTES and (batch := next(batches, None)):
+            ahead.append(batch)
+            size += sum(row.size for row in batch)
+        workers = min(_cores(), MOST_WORKERS) if size >= WORTH_WORKERS_BYTES else 1
+        batches = chain(ahead, batches)
+    if workers > 1:
+        yield from _pooled(rules, batches, workers, stopping)
+        return
+    for batch in batches:
+        _check_stop(stopping)
+        yield make_batch(rules, batch)
+
+
+def _cores() -> int:
+    """Cores this process may use; macOS knows no affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _pooled(
+    rules: SampleRules, batches: Iterable[list[Row]], workers: int, stopping: Callable[[], bool]
+) -> Iterator[SampleBatch]:
+    # Forking a process that holds threads (rayon, progress) can deadlock the child; spawn costs seconds, never hangs.
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (rules,))
+    ahead: deque[Future[SampleBatch]] = deque()
+    try:
+        started = [pool.submit(_is_started) for _ in range(workers)]
+        for batch in batches:
+            _check_stop(stopping)
+            # Until a worker has imported what it needs, this process does the work.
+            if not any(future.done() for future in started):
+                yield make_batch(rules, batch)
+                continue
+            ahead.append(pool.submit(_work, batch))
+            if len(ahead) > 2 * workers:
+                yield ahead.popleft().result()
+        while ahead:
+            _check_stop(stopping)
+            yield ahead.popleft().result()
+    except BrokenProcessPool as error:
+        _check_stop(stopping)
+        raise StorageError(
+            "a worker process died: out of memory, killed, or prepare was called from a script outside "
+            "`if __name__ == '__main__':`",
+            kind="worker-died",
+            hint="run the same command with --workers 1",
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _check_stop(stopping: Callable[[], bool]) -> None:
+    if stopping():
+        raise InterruptError(
+            "stopped as asked; nothing was written", kind="interrupted", hint="run the same command again"
+        )
+
+
+_rules: SampleRules | None = None
+
+
+def _start_worker(rules: SampleRules) -> None:
+    global _rules
+    _rules = rules
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker waits for rows on a pipe whose other end it holds too: it would outlive a killed parent for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        with suppress(OSError):
+            parent.join()
+        os._exit(1)
+
+
+def _is_started() -> bool:
+    return _rules is not None
+
+
+def _work(rows: list[Row]) -> SampleBatch:
+    assert _rules is not None
+    return make_batch(_rules, rows)
+
+
+def _tokenised(rules: SampleRules, rows: Sequence[Row]) -> list[Tokenised | Problem]:
+    parsed = [parse_row(row) for row in rows]
+    if rules.template.loss_on != "all":
+        parsed = [
+            Problem(item.location, NO_ANSWER, "no message of the assistant to learn from")
+            if isinstance(item, Conversation) and not item.has_answer
+            else item
+            for item in parsed
+        ]
+    tokenised = iter(rules.template.tokenise([item for item in parsed if isinstance(item, Conversation)]))
+    return [item if isinstance(item, Problem) else next(tokenised) for item in parsed]
+
+
+def _limited(sample: Tokenised, rules: SampleRules) -> Tokenised | Problem:
+    limit, length = rules.max_tokens, len(sample.input_ids)
+    if limit is None or length <= limit:
+        return sample
+    if rules.overlong == "drop":
+        return Problem(sample.location, "overlong", f"{length:,} tokens, at most {limit:,} are kept")
+    mask = sample.loss_mask[:limit]
+    if not mask.any():
+        detail = f"of {length:,} tokens none of the first {limit:,} is supervised"
+        return Problem(sample.location, "nothing-supervised-after-cut", detail)
+    spans = sample.spans[sample.spans[:, 1] < limit]
+    spans = np.concatenate([spans[:, :2], np.minimum(spans[:, 2:], limit)], axis=1)
+    return replace(sample, input_ids=sample.input_ids[:limit], loss_mask=mask, spans=spans, is_cut=True)
+
+
+def _record_batch(samples: Sequence[Tokenised], ids: list[str], validation: float) -> pa.RecordBatch:
+    columns = [
+        ids,
+        [sample.input_ids for sample in samples],
+        [sample.loss_mask for sample in samples],
+        [[tuple(span) for span in sample.spans.tolist()] for sample in samples],
+        ["validation" if is_validation(name, validation) else "train" for name in ids],
+        [sample.location for sample in samples],
+    ]
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)

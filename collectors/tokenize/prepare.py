@@ -1,0 +1,334 @@
+"""Conversations → DATA: tokens, loss mask and turn spans in parquet, with data.json beside them.
+
+Rows stream through worker processes and come back in order; what grows with the input is the set of 16-byte sample ids
+that finds exact duplicates, nothing else.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from collectors.conversations.datasets import find_dataset
+from collectors.conversations.mix import Mix, MixedSource, open_inputs
+from collectors.conversations.rows import NO_ANSWER, Problem, Row, Source
+from collectors.targets.load import TargetFolder, open_target
+from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
+from collectors.tokenize.template import NOT_STABLE, ChatTemplate, check_template, read_template, refuse_if_unstable
+from collectors.tokenize.write import PartWriter, RejectsWriter, refuse_existing_data, write_document
+from hiddenstore.console.progress import Progress
+from hiddenstore.console.text import plural
+from hiddenstore.documents import seal
+from hiddenstore.errors import ConfigError, HiddenstoreError
+from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.fs.publish import new_folder
+from hiddenstore.inputs.registered import input_digest
+from hiddenstore.layout import DATA_JSON
+from schemas.manifest import FileEntry
+from schemas.prepared import LossOn, Overlong, PreparedData, RejectCount, SourceCount
+
+EXAMPLES_PER_REASON = 3
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """How to prepare. ``max_tokens`` None is the target's context; ``workers`` None is every core, when worth it.
+
+    ``validation`` is the share of samples in the validation split, in [0, 1]; ``template`` a file that stands in for
+    the target's own chat template; ``think_loss`` False leaves the reasoning of answers unsupervised; ``dataset_root``
+    holds local copies of datasets by name. ``revision`` and ``trust_remote_code`` are those of the target, as for
+    capture.
+
+    Raises:
+        ConfigError: ``option-invalid``.
+    """
+
+    loss_on: LossOn = "assistant"
+    think_loss: bool = True
+    max_tokens: int | None = None
+    overlong: Overlong = "cut"
+    validation: float = 0.01
+    template: str | None = None
+    workers: int | None = None
+    dataset_root: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        problem = None
+        if not 0 <= self.validation <= 1:
+            problem = f"the validation share must lie in 0…1, not {self.validation:g}"
+        elif self.max_tokens is not None and self.max_tokens < 2:
+            problem = f"max tokens must be at least 2, not {self.max_tokens}"
+        elif self.workers is not None and self.workers < 1:
+            problem = f"there must be at least 1 worker, not {self.workers}"
+        if problem is not None:
+            raise ConfigError(problem, kind="option-invalid")
+
+
+@dataclass
+class RejectTally:
+    """What was left out: rows by reason, and examples of each."""
+
+    rejects: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def reject(self, problem: Problem) -> None:
+        """Count one row that is left out."""
+        self.rejects[problem.reason] += 1
+        examples = self.examples.setdefault(problem.reason, [])
+        if len(examples) < EXAMPLES_PER_REASON:
+            examples.append(f"{problem.location}: {problem.detail}")
+
+    def reject_counts(self) -> tuple[RejectCount, ...]:
+        """Rows refused by reason, most first."""
+        return tuple(
+            RejectCount(reason=reason, rows=rows, examples=tuple(self.examples[reason]))
+            for reason, rows in sorted(self.rejects.items(), key=lambda item: (-item[1], item[0]))
+        )
+
+
+@dataclass
+class Tally(RejectTally):
+    """Counts of one ``prepare``.
+
+    ``ids`` holds the 16 bytes of every sample id, ``totals`` the sums of ``FACTS``, ``read`` the rows by source.
+    """
+
+    rows: int = 0
+    samples: int = 0
+    longest: int = 0
+    duplicates: int = 0
+    totals: Counter[str] = field(default_factory=Counter)
+    read: Counter[str] = field(default_factory=Counter)
+    source_samples: Counter[str] = field(default_factory=Counter)
+    source_tokens: Counter[str] = field(default_factory=Counter)
+    ids: set[bytes] = field(default_factory=set)
+
+    def add(self, batch: SampleBatch) -> np.ndarray:
+        """Count a batch; bool [n]: its samples that are new, the others are duplicates."""
+        self.rows += batch.rows
+        for problem in batch.problems:
+            self.reject(problem)
+        is_new = np.zeros(batch.samples.num_rows, dtype=bool)
+        names = batch.samples.column("sample_id").to_pylist()
+        locations = batch.samples.column("source").to_pylist()
+        tokens = batch.facts["tokens"].tolist()
+        for row, (name, location, length) in enumerate(zip(names, locations, tokens, strict=True)):
+            sample_id = bytes.fromhex(name)
+            if sample_id not in self.ids:
+                self.ids.add(sample_id)
+                is_new[row] = True
+                source = location.rpartition(":")[0]
+                self.source_samples[source] += 1
+                self.source_tokens[source] += length
+        facts = batch.facts[is_new]
+        self.samples += len(facts)
+        self.duplicates += len(is_new) - len(facts)
+        self.longest = max(self.longest, int(facts["tokens"].max(initial=0)))
+        self.totals.update({name: int(facts[name].sum()) for name in FACTS.names or ()})
+        return is_new
+
+    def source_counts(self, sources: Sequence[MixedSource]) -> tuple[SourceCount, ...]:
+        """What every source gave, in order."""
+        return tuple(
+            SourceCount(
+                source=mixed.source.label,
+                rows=self.read[mixed.source.label],
+                samples=self.source_samples[mixed.source.label],
+                tokens=self.source_tokens[mixed.source.label],
+                available=mixed.available,
+                cap=mixed.entry.cap,
+                weight=mixed.entry.weight,
+            )
+            for mixed in sources
+        )
+
+
+def prepare(
+    inputs: Sequence[str] | Mix,
+    out: str | Path,
+    target: str,
+    options: PrepareOptions | None = None,
+    *,
+    stopping: Callable[[], bool] = lambda: False,
+) -> PreparedData:
+    """Write ``out`` from every conversation of ``inputs``; all of it or nothing.
+
+    Args:
+        inputs: files, folders, datasets by name (``preset:NAME``) and ``datasets`` ids (``name[config]:split[slice]``),
+            read in this order; or a mix of them.
+        target: folder or hub id whose tokenizer and chat template are used; its weights are not read.
+        stopping: called between batches; a True ends the run with InterruptError and leaves nothing.
+
+    Raises:
+        ConfigError: an input, the template or an option cannot be used, or no row can (``nothing-usable``).
+        ConflictError: ``output-exists``.
+        NotFoundError: an input, the target or the template file is not there.
+        StorageError: the disk refused or a worker died.
+    """
+    options = options or PrepareOptions()
+    out = Path(out)
+    refuse_existing_data(out)
+    mixed = open_inputs(inputs, options.dataset_root)
+    _refuse_prompts(mixed, options.loss_on)
+    folder = open_target(target, options.revision, trust_remote_code=options.trust_remote_code)
+    rules = _rules(folder, options)
+    template, tally = rules.template, Tally()
+    with new_folder(out, refuse_existing_data) as new:
+        fs = LocalFilesystem(new)
+        sources = [entry.source for entry in mixed]
+        batches = ordered_batches(rules, batches_of(_rows(sources, tally.read)), options.workers, stopping)
+        files = _write(fs, _checked(batches, folder, template), _progress(sources), tally)
+        document = _document(rules, tally, mixed, folder).model_copy(
+            update={
+                "digest": input_digest(_names(fs, files)),
+                "files": files,
+                "mix_seed": inputs.seed if isinstance(inputs, Mix) else None,
+            }
+        )
+        write_document(fs, DATA_JSON, seal(document))
+    return document
+
+
+def _document(rules: SampleRules, tally: Tally, mixed: Sequence[MixedSource], folder: TargetFolder) -> PreparedData:
+    """What the counts say; the digest and the files of the samples are still to be filled in."""
+    template = rules.template
+    tokenizer_sha256, chat_template_sha256 = template.digests
+    return PreparedData(
+        digest="",
+        target=folder.label,
+        tokenizer_sha256=tokenizer_sha256,
+        chat_template_sha256=chat_template_sha256,
+        vocab_size=int(folder.config.vocab_size),
+        loss_on=template.loss_on,
+        think_loss=template.think_loss,
+        mask_from=template.mask_from,
+        max_tokens=rules.max_tokens,
+        overlong=rules.overlong,
+        validation_share=rules.validation,
+        rows_read=tally.rows,
+        samples=tally.samples,
+        validation_samples=tally.totals["validation"],
+        tokens=tally.totals["tokens"],
+        supervised_tokens=tally.totals["supervised"],
+        longest=tally.longest,
+        cut=tally.totals["cut"],
+        duplicates=tally.duplicates,
+        reasoning_lost=tally.totals["reasoning_lost"],
+        sources=tally.source_counts(mixed),
+        rejects=tally.reject_counts(),
+    )
+
+
+def _refuse_prompts(sources: Sequence[MixedSource], loss_on: LossOn) -> None:
+    for mixed in sources:
+        name = mixed.entry.preset
+        if name is not None and loss_on != "all" and find_dataset(name).shape.is_prompt:
+            raise ConfigError(
+                f"preset {name} holds questions without answers: there is nothing to learn from yet",
+                kind="preset-prompts-only",
+                hint=f"hiddenstore prepare preset:{name} --mode generate -o prompts.jsonl, then regenerate it",
+            )
+
+
+def _rules(folder: TargetFolder, options: PrepareOptions) -> SampleRules:
+    text = read_template(options.template) if options.template is not None else None
+    template = ChatTemplate(folder.tokenizer, options.loss_on, text, options.think_loss)
+    check_template(template)
+    return SampleRules(template, _max_tokens(folder, options.max_tokens), options.overlong, options.validation)
+
+
+def _max_tokens(folder: TargetFolder, limit: int | None) -> int | None:
+    context = getattr(folder.config, "max_position_embeddings", None)
+    if not isinstance(context, int) or context < 2:
+        return limit
+    if limit is not None and limit > context:
+        raise ConfigError(
+            f"max tokens {limit:,} is beyond the {context:,} positions of target {folder.label}",
+            kind="max-tokens-beyond-target",
+            hint=f"--max-tokens {context}",
+        )
+    return limit or context
+
+
+def _rows(sources: list[Source], read: Counter[str]) -> Iterator[Row]:
+    for source in sources:
+        before = read[source.label]
+        for row in source.rows():
+            read[source.label] += 1
+            yield row
+        if read[source.label] == before:
+            raise ConfigError(f"{source.label} holds no row", kind="input-empty")
+
+
+def _checked(batches: Iterator[SampleBatch], folder: TargetFolder, template: ChatTemplate) -> Iterator[SampleBatch]:
+    """The same batches; a fault of the target, not of a row, ends them."""
+    vocabulary = int(folder.config.vocab_size)
+    for batch in batches:
+        if batch.highest_id >= vocabulary:
+            raise ConfigError(
+                f"the tokenizer of target {folder.label} gives token id {batch.highest_id}, "
+                f"but its config has {vocabulary} ids: they do not belong together",
+                kind="tokenizer-mismatch",
+            )
+        for problem in batch.problems:
+            if problem.reason == NOT_STABLE:
+                refuse_if_unstable(template, problem)
+        yield batch
+
+
+def _progress(sources: list[Source]) -> Progress:
+    counts = [source.count for source in sources if source.count is not None]
+    if len(counts) == len(sources):
+        return Progress("prepare", sum(counts), "rows")
+    return Progress("prepare", sum(source.size for source in sources), "bytes")
+
+
+def _write(
+    fs: LocalFilesystem, batches: Iterator[SampleBatch], progress: Progress, tally: Tally
+) -> tuple[FileEntry, ...]:
+    parts, rejects = PartWriter(fs), RejectsWriter(fs)
+    try:
+        with progress:
+            for batch in batches:
+                is_new = tally.add(batch)
+                for problem in batch.problems:
+                    rejects.write(problem)
+                samples = batch.samples if is_new.all() else batch.samples.filter(pa.array(is_new))
+                parts.write(samples, int(batch.facts["tokens"][is_new].sum()))
+                fields = {"samples": tally.samples, "rejects": tally.rejects.total(), "duplicates": tally.duplicates}
+                progress.advance(batch.rows if progress.unit == "rows" else batch.size, **fields)
+        if not tally.samples:
+            raise _nothing_usable(tally)
+        rejects.close()
+        return parts.close()
+    except BaseException:
+        with suppress(HiddenstoreError):
+            parts.abort()
+            rejects.abort()
+        raise
+
+
+def _nothing_usable(tally: Tally) -> ConfigError:
+    counts = tally.reject_counts()
+    reasons = [f"{count.reason}: {plural(count.rows, 'row')}, first {count.examples[0]}" for count in counts]
+    hint = "hiddenstore regenerate INPUT -o answers.jsonl --target TARGET, then prepare those"
+    return ConfigError(
+        "\n".join([f"none of {plural(tally.rows, 'row')} can be used; nothing was written", *reasons]),
+        kind="nothing-usable",
+        hint=hint if counts[0].reason == NO_ANSWER else None,
+    )
+
+
+def _names(fs: LocalFilesystem, files: tuple[FileEntry, ...]) -> Iterator[tuple[str, str]]:
+    for file in files:
+        with pq.ParquetFile(os.path.join(fs.root, file.path)) as part:
+            for batch in part.iter_batches(columns=["sample_id", "split"]):
+                yield from zip(batch["sample_id"].to_pylist(), batch["split"].to_pylist(), strict=True)

@@ -1,0 +1,375 @@
+"""The target's chat template and tokenizer: conversations → token ids, loss mask and turn spans.
+
+The ids are those of ``tokenizer.apply_chat_template``: the template writes BOS itself, the tokenizer adds none.
+
+Shapes: T tokens of one conversation, n turns.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from collectors.conversations.parse import REASONING, Conversation, Message
+from collectors.conversations.rows import Problem
+from collectors.tokenize.turns import (
+    EncodedTokenMap,
+    Prefixes,
+    Range,
+    RewrittenError,
+    TokenMap,
+    find_turns,
+    token_spans,
+)
+from hiddenstore.errors import ConfigError, NotFoundError, StorageError
+from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
+from schemas.prepared import LossOn, MaskFrom
+
+NOT_STABLE = "not-prefix-stable"
+NOTHING_SUPERVISED = "nothing-supervised"
+
+THINK_TAGS = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+"""Around reasoning: DeepSeek-R1, Qwen3, Nemotron and most others; Seed-OSS; Magistral; Command A Reasoning."""
+
+# What rendering may raise: the template's own refusals, and Python's for expressions its data does not suit.
+_RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_DETAIL = 200
+_TAGS_HINT = "give a template with {% generation %} tags: --template FILE"
+_PROBE_ANSWERS = ("It is four.", "<think>\nTwo and two.\n</think>\n\nIt is four.")
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenised:
+    """input_ids int32 [T]; loss_mask uint8 [T]; spans int32 [n, 3] of (role, start, end), ascending and disjoint.
+
+    ``is_reasoning_lost``: the last answer has reasoning in a member of its own, and the template wrote none of it.
+    ``is_cut``: it was longer.
+    """
+
+    location: str
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    spans: np.ndarray
+    is_reasoning_lost: bool = False
+    is_cut: bool = False
+
+
+def tokenizer_digests(target: Any, template: str | None = None) -> tuple[str, str]:
+    """(tokenizer_sha256, chat_template_sha256) of a target folder, hub id or loaded tokenizer.
+
+    ``template`` stands in for the tokenizer's own chat template, as ``--template FILE`` does.
+    """
+    if isinstance(target, str | Path):
+        from collectors.targets.load import open_target
+
+        target = open_target(str(target)).tokenizer
+    return tokenizer_sha256(target), chat_template_sha256(template or target.chat_template)
+
+
+def read_template(file: str | Path) -> str:
+    """The text of a chat template file.
+
+    Raises:
+        NotFoundError: ``template-missing``.
+        ConfigError: ``template-invalid`` when it is empty or not UTF-8.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise NotFoundError(f"template {file} does not exist", kind="template-missing") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"template {file} is not UTF-8 text", kind="template-invalid") from error
+    except OSError as error:
+        raise StorageError(f"template {file}: {error.strerror}", kind="template-unreadable") from error
+    if not text.strip():
+        raise ConfigError(f"template {file} is empty", kind="template-invalid")
+    return text
+
+
+class ChatTemplate:
+    """Renders and tokenises conversations and says what of them is supervised. Pickled to worker processes."""
+
+    def __init__(
+        self, tokenizer: Any, loss_on: LossOn = "assistant", template: str | None = None, think_loss: bool = True
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.loss_on = loss_on
+        self.think_loss = think_loss
+        self._template = template
+        if template is None and not tokenizer.chat_template:
+            raise ConfigError(
+                "the target's tokenizer has no chat template",
+                kind="target-no-chat-template",
+                hint="give one: --template FILE",
+            )
+        self.is_tagged = bool(_GENERATION_TAG.search(self.text_for(None)))
+        self._special = dict(tokenizer.special_tokens_map)
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.end_tokens = tuple(token for token in {*tokenizer.all_special_tokens, *added} if token)
+
+    @property
+    def mask_from(self) -> MaskFrom:
+        if self.loss_on == "all":
+            return "all"
+        return "generation-tags" if self.is_tagged else "prefixes"
+
+    @property
+    def digests(self) -> tuple[str, str]:
+        return tokenizer_digests(self.tokenizer, self._template)
+
+    def text_for(self, tools: list[dict[str, Any]] | None) -> str:
+        """The template's text; some tokenizers have another one for conversations with tools."""
+        return self._template if self._template is not None else str(self.tokenizer.get_chat_template(None, tools))
+
+    def render(
+        self, conversation: Conversation, count: int | None = None, prompt: bool = False
+    ) -> tuple[str, list[Range]]:
+        """Text of the first ``count`` messages, and the ranges of it within generation tags.
+
+        ``prompt`` adds the generation prompt. Raises what templates raise.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, ranges = render_jinja_template(
+            conversations=[conversation.messages[:count]],
+            tools=conversation.tools,
+            chat_template=self.text_for(conversation.tools),
+            return_assistant_tokens_mask=self.is_tagged,
+            add_generation_prompt=prompt,
+            **self._special,
+        )
+        return texts[0], [tuple(pair) for pair in ranges[0]] if ranges else []
+
+    def prefixes(self, conversation: Conversation, text: str) -> Prefixes:
+        """The conversation's text beside that of its first messages alone."""
+
+        def render(count: int, prompt: bool) -> str | None:
+            try:
+                return self.render(conversation, count, prompt)[0]
+            except _RENDER_ERRORS:
+                return None
+
+        return Prefixes(text, conversation.messages, render)
+
+    def tokenise(self, conversations: Sequence[Conversation]) -> list[Tokenised | Problem]:
+        """One result per conversation, in order."""
+        rendered = [self._rendered(conversation) for conversation in conversations]
+        encodings = iter(self._encode([item[0] for item in rendered if not isinstance(item, Problem)]))
+        return [
+            item if isinstance(item, Problem) else self._masked(conversation, *item, *next(encodings))
+            for conversation, item in zip(conversations, rendered, strict=True)
+        ]
+
+    def _rendered(self, conversation: Conversation) -> tuple[str, list[Range]] | Problem:
+        try:
+            text, tagged = self.render(conversation)
+            text.encode("utf-8")
+        except _RENDER_ERRORS as error:
+            detail = " ".join((str(error) or type(error).__name__).split())[:_DETAIL]
+            return Problem(conversation.location, "template-refused", detail)
+        return text, tagged
+
+    def _encode(self, texts: list[str]) -> list[tuple[list[int], TokenMap]]:
+        if not texts:
+            return []
+        is_fast = bool(self.tokenizer.is_fast)
+        encoded = self.tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=is_fast,
+            verbose=False,
+        )
+        if is_fast:
+            maps = [TokenMap.from_offsets(offsets) for offsets in encoded["offset_mapping"]]
+            return list(zip(encoded["input_ids"], maps, strict=True))
+
+        def encode(text: str) -> list[int]:
+            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+        pairs = zip(texts, encoded["input_ids"], strict=True)
+        return [(ids, EncodedTokenMap(text, ids, encode)) for text, ids in pairs]
+
+    def _masked(
+        self, conversation: Conversation, text: str, tagged: list[Range], ids: list[int], tokens: TokenMap
+    ) -> Tokenised | Problem:
+        prefixes = self.prefixes(conversation, text)
+        try:
+            answers, supervised = self._answers(prefixes, tagged)
+        except RewrittenError as error:
+            return Problem(conversation.location, NOT_STABLE, str(error))
+        mask = np.zeros(len(ids), dtype=np.uint8)
+        for start, end in [(0, len(text))] if self.loss_on == "all" else supervised:
+            mask[slice(*tokens.span(start, end))] = 1
+        if not self.think_loss:
+            for start, end in reasoning_ranges(text, list(answers.values()) if self.loss_on == "all" else supervised):
+                mask[slice(*tokens.span(start, end))] = 0
+        if not mask.any():
+            return Problem(conversation.location, NOTHING_SUPERVISED, "no token of it is supervised")
+        spans = token_spans(find_turns(prefixes, answers), tokens)
+        is_lost = _is_reasoning_lost(conversation, text)
+        return Tokenised(conversation.location, np.asarray(ids, dtype=np.int32), mask, spans, is_lost)
+
+    def _answers(self, prefixes: Prefixes, tagged: list[Range]) -> tuple[dict[int, Range], list[Range]]:
+        """Text ranges of the assistant messages by index, and those that ``loss_on`` supervises."""
+        indices = [index for index, message in enumerate(prefixes.messages) if message["role"] == "assistant"]
+        if self.is_tagged:
+            return self._tagged_answers(prefixes, indices, [(start, end) for start, end in tagged if end > start])
+        answers: dict[int, Range] = {}
+        for index in indices:
+            try:
+                answers[index] = prefixes.answer(index, self.end_tokens)
+            except RewrittenError:
+                if self.loss_on == "assistant" or (self.loss_on == "last-turn" and index == indices[-1]):
+                    raise
+        ranges = list(answers.values())
+        return answers, ranges[-1:] if self.loss_on == "last-turn" else ranges
+
+    def _tagged_answers(
+        self, prefixes: Prefixes, indices: list[int], tagged: list[Range]
+    ) -> tuple[dict[int, Range], list[Range]]:
+        if len(tagged) == len(indices):
+            answers = dict(zip(indices, tagged, strict=True))
+            return answers, tagged[-1:] if self.loss_on == "last-turn" else tagged
+        # Several tags in a message, or messages without: the ends of the messages tell which is whose.
+        answers = {}
+        for index in indices:
+            start, end = prefixes.end(index), prefixes.end(index + 1)
+            inside = [pair for pair in tagged if start is not None and end is not None and start <= pair[0] < end]
+            if inside:
+                answers[index] = (inside[0][0], inside[-1][1])
+        if self.loss_on != "last-turn":
+            return answers, tagged
+        last = answers.get(indices[-1]) if indices else None
+        return answers, [pair for pair in tagged if last and last[0] <= pair[0] < last[1]] or tagged[-1:]
+
+
+def reasoning_ranges(text: str, answers: Sequence[Range]) -> list[Range]:
+    """Ranges of characters inside ``answers`` from an opening tag up to and with its closing tag, ascending.
+
+    Reasoning whose opening tag the generation prompt wrote begins where the answer begins; one that was cut off ends
+    where the answer ends.
+    """
+    ranges: list[Range] = []
+    for opening, closing in THINK_TAGS:
+        for start, end in answers:
+            begin, close = text.find(opening, start, end), text.find(closing, start, end)
+            if close >= 0 and not 0 <= begin < close:
+                begin = start
+            while begin >= 0:
+                close = text.find(closing, begin, end)
+                stop = end if close < 0 else close + len(closing)
+                ranges.append((begin, stop))
+                begin = text.find(opening, stop, end)
+    return sorted(ranges)
+
+
+def _is_reasoning_lost(conversation: Conversation, text: str) -> bool:
+    """Earlier reasoning is left out by design of most templates; that of the last answer is what the target wrote."""
+    last = next((message for message in reversed(conversation.messages) if message["role"] == "assistant"), {})
+    reasoning = [str(last[name]).strip() for name in REASONING if last.get(name)]
+    return any(reasoning) and not any(line and line in text for line in reasoning)
+
+
+def check_template(template: ChatTemplate) -> None:
+    """Try a template on a two-message conversation before any data is read.
+
+    Raises:
+        ConfigError: ``template-invalid``, ``template-no-assistant``, ``mask-empty`` or
+            ``template-not-prefix-stable``.
+    """
+    answer = _PROBE_ANSWERS[0]
+    probe = _probe([answer])
+    try:
+        text, tagged = template.render(probe)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template cannot be parsed: line {error.lineno}: {error}", kind="template-invalid"
+        ) from error
+    except _RENDER_ERRORS:
+        return  # A template may demand more than the probe has; the rows will tell.
+    if answer not in text:
+        raise ConfigError(
+            "the chat template writes nothing of the assistant's messages",
+            kind="template-no-assistant",
+            hint=_TAGS_HINT,
+        )
+    if template.loss_on == "all":
+        return
+    if not template.is_tagged:
+        _check_prefixes(template, probe, text, answer)
+    elif answer not in "".join(text[start:end] for start, end in tagged):
+        raise ConfigError(
+            "the {% generation %} tags of the chat template do not hold the assistant's text: the mask is empty",
+            kind="mask-empty",
+            hint="put the answer between {% generation %} and {% endgeneration %}: --template FILE",
+        )
+
+
+def refuse_if_unstable(template: ChatTemplate, problem: Problem) -> None:
+    """Raise when a row that was not prefix-stable is the template's doing and not that row's.
+
+    Raises:
+        ConfigError: ``template-not-prefix-stable``.
+    """
+    if _rewrites_history(template):
+        raise _unstable(template, f"{problem.location}: {problem.detail}")
+
+
+@lru_cache(maxsize=1)
+def _rewrites_history(template: ChatTemplate) -> bool:
+    return any(
+        isinstance(result, Problem) and result.reason == NOT_STABLE
+        for result in template.tokenise([_probe([answer, answer]) for answer in _PROBE_ANSWERS])
+    )
+
+
+def _check_prefixes(template: ChatTemplate, probe: Conversation, text: str, answer: str) -> None:
+    try:
+        start, end = template.prefixes(probe, text).answer(1, template.end_tokens)
+    except RewrittenError as error:
+        raise _unstable(template, str(error), is_single_turn=True) from error
+    if answer not in text[start:end]:
+        raise _unstable(template, "the generation prompt already holds part of the answer", is_single_turn=True)
+    header = text[start : text.index(answer, start)]
+    if "add_generation_prompt" not in template.text_for(None) and any(token in header for token in template.end_tokens):
+        raise ConfigError(
+            f"the chat template ignores add_generation_prompt: {header!r} before an answer would be supervised",
+            kind="template-not-prefix-stable",
+            hint=_TAGS_HINT,
+        )
+
+
+def _unstable(template: ChatTemplate, detail: str, is_single_turn: bool = False) -> ConfigError:
+    options = "--loss-on all"
+    if not is_single_turn and template.loss_on == "assistant":
+        options = "--loss-on last-turn or --loss-on all"
+    reason = "renders a prompt otherwise once it is answered" if is_single_turn else "rewrites earlier turns"
+    return ConfigError(
+        f"the chat template has no {{% generation %}} tags and {reason}, so that rendered prefixes do not show "
+        f"what the target writes\n{detail}",
+        kind="template-not-prefix-stable",
+        hint=f"{_TAGS_HINT}; or {options}",
+    )
+
+
+def _probe(answers: Sequence[str]) -> Conversation:
+    messages: list[Message] = []
+    for answer in answers:
+        messages += [
+            {"role": "user", "content": "What is two and two?"},
+            {"role": "assistant", "content": answer},
+        ]
+    return Conversation("probe", messages)

@@ -1,0 +1,154 @@
+"""Writes the files of a DATA folder beside its name and gives them that name at the end: parts, rejects, data.json."""
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from collectors.conversations.rows import Problem
+from collectors.tokenize.batches import SCHEMA
+from hiddenstore.errors import ConflictError, HiddenstoreError
+from hiddenstore.fs.seam import Filesystem, WritableFile
+from hiddenstore.layout import DATA_JSON
+from schemas.manifest import FileEntry
+
+REJECTS_JSONL = "rejects.jsonl"
+GROUP_TOKENS = 1 << 20
+GROUP_ROWS = 8192
+PART_TOKENS = 64 << 20
+
+
+def refuse_existing_data(out: Path) -> None:
+    """An empty folder may be written into; anything else is somebody's work."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists() or out.is_symlink():
+        content = "prepared data" if (out / DATA_JSON).is_file() else "something else"
+        raise ConflictError(
+            f"{out} exists already and holds {content}; prepare never overwrites",
+            kind="output-exists",
+            hint=f"choose another -o, or remove {out} first",
+        )
+
+
+class PartWriter:
+    """Parquet parts ``part-00000.parquet`` …; holds at most one row group of samples."""
+
+    def __init__(self, fs: Filesystem) -> None:
+        self._fs = fs
+        self._files: list[FileEntry] = []
+        self._group: list[pa.RecordBatch] = []
+        self._group_tokens = self._group_rows = self._part_tokens = 0
+        self._part: tuple[_HashedSink, pq.ParquetWriter] | None = None
+
+    def write(self, samples: pa.RecordBatch, tokens: int) -> None:
+        """Append samples (columns of ``SCHEMA``) that hold ``tokens`` tokens in all."""
+        self._group.append(samples)
+        self._group_tokens += tokens
+        self._group_rows += samples.num_rows
+        if self._group_tokens >= GROUP_TOKENS or self._group_rows >= GROUP_ROWS:
+            self._write_group()
+
+    def close(self) -> tuple[FileEntry, ...]:
+        """Finish the last part; every file with its size and sha256."""
+        self._write_group()
+        self._close_part()
+        return tuple(self._files)
+
+    def abort(self) -> None:
+        """Let go of the open part without writing its footer."""
+        if self._part is not None:
+            (sink, writer), self._part = self._part, None
+            sink.abort()
+            writer.close()
+
+    def _write_group(self) -> None:
+        if not self._group_rows:
+            return
+        if self._part is None:
+            sink = _HashedSink(self._fs, f"part-{len(self._files):05d}.parquet")
+            self._part = sink, pq.ParquetWriter(sink, SCHEMA, compression="zstd", write_page_checksum=True)
+        table = pa.Table.from_batches(self._group, SCHEMA).combine_chunks()
+        self._part[1].write_table(table, row_group_size=table.num_rows)
+        self._part_tokens += self._group_tokens
+        self._group, self._group_tokens, self._group_rows = [], 0, 0
+        if self._part_tokens >= PART_TOKENS:
+            self._close_part()
+
+    def _close_part(self) -> None:
+        if self._part is not None:
+            (sink, writer), self._part = self._part, None
+            self._part_tokens = 0
+            writer.close()
+            self._files.append(sink.finish())
+
+
+class RejectsWriter:
+    """``rejects.jsonl``: one object per unusable row, in order; no file when there is none."""
+
+    def __init__(self, fs: Filesystem) -> None:
+        self._fs = fs
+        self._file: WritableFile | None = None
+
+    def write(self, problem: Problem) -> None:
+        """Append one row's place, reason and detail."""
+        if self._file is None:
+            self._file = self._fs.create(REJECTS_JSONL)
+        line = {"place": problem.location, "reason": problem.reason, "detail": problem.detail}
+        self._file.write(json.dumps(line, ensure_ascii=True).encode() + b"\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def abort(self) -> None:
+        if self._file is not None:
+            self._file.abort()
+
+
+class _HashedSink(io.RawIOBase):
+    """What pyarrow writes a part into: counts and hashes on the way to the filesystem seam."""
+
+    def __init__(self, fs: Filesystem, name: str) -> None:
+        self._file = fs.create(name)
+        self._name = name
+        self._size = 0
+        self._digest = hashlib.sha256()
+        self._is_aborted = False
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if not self._is_aborted:
+            self._file.write(view)
+            self._digest.update(view)
+        self._size += len(view)
+        return len(view)
+
+    def finish(self) -> FileEntry:
+        self._file.close()
+        return FileEntry(path=self._name, size=self._size, sha256=self._digest.hexdigest())
+
+    def abort(self) -> None:
+        self._is_aborted = True
+        self._file.abort()
+
+
+def write_document(fs: Filesystem, name: str, data: bytes) -> None:
+    """A small file, whole and durable; StorageError when the disk refuses."""
+    file = fs.create(name)
+    try:
+        file.write(data)
+        file.close()
+    except HiddenstoreError:
+        file.abort()
+        raise

@@ -1,0 +1,1 @@
+"""Copies, merges, repair and sweeping of stores."""

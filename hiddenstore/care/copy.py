@@ -1,0 +1,318 @@
+"""Copies between stores: merge, subset, re-encode. The same units and commits as a capture, so a copy resumes.
+
+Without a filter, units keep their names and inputs: where the codecs agree their codes are copied as they are (in one
+container the files themselves), else they are decoded and encoded again. With a filter the samples chosen form a new
+input, cut into units as ``collect`` would. Running the same copy again does only what is missing; a source that has
+grown adds to the copy.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from hiddenstore import layout
+from hiddenstore.care.copy_unit import CopyUnit, copy_codes, copy_decoded, copy_verbatim, stores_by_sample
+from hiddenstore.codecs import DEFAULT_RECIPE, get_layout, get_recipe, recipe_name
+from hiddenstore.codecs.base import CodeLayout
+from hiddenstore.commit import committed_units
+from hiddenstore.errors import ConfigError, ConflictError, NotFoundError
+from hiddenstore.inputs.prepared import PreparedInput
+from hiddenstore.inputs.registered import RegisteredInput, input_digest
+from hiddenstore.inspect.where import Test
+from hiddenstore.store import Store
+from hiddenstore.targets.calibration import copy_slice
+from hiddenstore.verify.profile import PROFILE_PATH, read_profile
+from hiddenstore.writer import capture_differences, create_store, register_input
+from schemas.capture import TOPK, Codecs
+from schemas.manifest import Container, SampleEntry
+from schemas.prepared import PreparedData
+
+
+def check_sources(sources: Sequence[Store], location: str | Path) -> None:
+    """Refuse a copy onto a source (``copy-onto-itself``) and sources of two captures (``capture-mismatch``)."""
+    for source in sources:
+        if Path(source.path).resolve() == Path(location).resolve():
+            raise ConfigError(f"{source.path} cannot be copied onto itself", kind="copy-onto-itself")
+    first = sources[0]
+    for other in sources[1:]:
+        differences = capture_differences(first.manifest, other.manifest)
+        lines = [line for line in differences if not line.startswith(("capture.codecs.", "container:"))]
+        if lines:
+            listed = "\n".join(f"  {line}" for line in lines)
+            raise ConflictError(
+                f"{first.path} and {other.path} hold different captures (stored: first, asked: second)\n{listed}",
+                kind="capture-mismatch",
+                hint=f"hiddenstore diff {first.path} {other.path}",
+            )
+
+
+def open_destination(
+    sources: Sequence[Store], location: str | Path, recipe: str | None, container: Container | None
+) -> Store:
+    """Create the store of a copy, or open the one there; None keeps its recipe or container, else the first source's.
+
+    Raises:
+        ConflictError: ``capture-mismatch``.
+        ConfigError: ``recipe-unknown``, ``codec-unknown``, ``final-topk``.
+    """
+    first = sources[0]
+    manifest = first.manifest
+    with suppress(NotFoundError):
+        manifest = Store.open(location, strict=False).manifest
+    if recipe is None:
+        recipe, codecs = manifest.recipe, manifest.capture.codecs
+    else:
+        codecs = get_recipe(recipe)
+        recipe = recipe_name(codecs)
+    _require_finals(sources, codecs)
+    capture = first.capture.model_copy(update={"codecs": codecs})
+    files = {entry.path: first.target_file(entry.path) for entry in first.manifest.target_files}
+    return create_store(location, capture, first.manifest.head, recipe, files, container or manifest.container)
+
+
+def _require_finals(sources: Sequence[Store], codecs: Codecs) -> None:
+    """Top tokens are made from the final hidden, never the other way."""
+    topk_only = next((source for source in sources if source.capture.holds_topk), None)
+    if topk_only is not None and codecs.final != TOPK:
+        raise ConfigError(
+            f"{topk_only.path} holds the target's top tokens in place of the final hidden, which a copy in "
+            f"{recipe_name(codecs)} needs: it cannot be brought back",
+            kind="final-topk",
+            hint=f"copy with --recipe {recipe_name(codecs.model_copy(update={'final': TOPK}))}, or collect again",
+        )
+    bare = next((source for source in sources if not source.capture.aux_layers), None)
+    if bare is not None and codecs.final == TOPK and not bare.capture.holds_topk:
+        raise ConfigError(
+            f"{bare.path} holds the final hidden alone; top tokens in its place would leave nothing to train from",
+            kind="final-topk",
+            hint=f"copy with --recipe {DEFAULT_RECIPE}",
+        )
+
+
+def bring_calibration(sources: Sequence[Store], destination: Store) -> None:
+    """The first layer profile, which ``verify --meaning`` holds states against, and the first raw slice."""
+    profiled = next((source for source in sources if read_profile(source.fs) is not None), None)
+    if profiled is not None:
+        destination.fs.put_if_absent(PROFILE_PATH, profiled.fs.read(PROFILE_PATH))
+    next((source for source in sources if copy_slice(source.fs, destination.fs)), None)
+
+
+def rounding_notes(sources: Sequence[Store], destination: Store, recoding_equal: bool) -> list[str]:
+    """What re-encoding does to the numbers, one line per codec; equal codecs count when units are cut anew."""
+    if not recoding_equal:
+        sources = [source for source in sources if source.capture.codecs != destination.capture.codecs]
+    notes = []
+    for group in ("aux", "final"):
+        new = get_layout(getattr(destination.capture.codecs, group))
+        for source in sources:
+            old = get_layout(getattr(source.capture.codecs, group))
+            effect = _rounding(old, new)
+            if effect is not None:
+                notes.append(f"{group}: {old.name} → {new.name} {effect}")
+    return list(dict.fromkeys(notes))
+
+
+def _rounding(old: CodeLayout, new: CodeLayout) -> str | None:
+    if TOPK in (old.name, new.name):
+        return None if old.name == new.name else "keeps the target's top tokens; the hidden cannot be brought back"
+    if not old.exact:
+        return f"keeps the error of {old.name}; it does not bring bf16 back" if new.exact else "rounds a second time"
+    return None if new.exact else "rounds once"
+
+
+_ROWS_PER_BATCH = 1024
+
+
+def _units_as_cut(sources: Sequence[Store], destination: Store) -> tuple[list[CopyUnit], int, int]:
+    """Bring the inputs over; units to copy, how many are present already, and how many no source holds."""
+    for source in sources:
+        for digest, registered in source.inputs().items():
+            _bring_input(registered, destination, digest)
+    done = committed_units(destination.fs)
+    units: dict[str, CopyUnit] = {}
+    for source in sources:
+        for record in source.commits():
+            ids = tuple(entry.id for entry in record.samples)
+            units.setdefault(record.unit, CopyUnit(record.unit, record.input, ids, (source, record)))
+    registered_units = {unit for registered in destination.inputs().values() for unit in registered.units}
+    to_copy = [unit for name, unit in units.items() if name not in done]
+    return to_copy, len(units) - len(to_copy), len(registered_units - done - units.keys())
+
+
+def _bring_input(registered: RegisteredInput, destination: Store, digest: str) -> None:
+    """Copy ``inputs/<digest>.parquet`` after checking it."""
+    table = registered.table
+    path = layout.input_path(digest)
+    if destination.fs.put_if_absent(path, registered.fs.read(path)):
+        return
+    if not RegisteredInput(destination.fs, digest).table.equals(table):
+        raise ConflictError(
+            f"{destination.path}/{path} cuts this input into other units than {registered.fs.root} does",
+            kind="input-units-differ",
+            hint="copy with --where 'tokens>0': samples are then cut into new units",
+        )
+
+
+def _units_of_selection(sources: Sequence[Store], destination: Store, keep: Test) -> tuple[list[CopyUnit], int, int]:
+    """Register the samples that pass ``keep`` and are not present; units to copy, samples present already, and units
+    that cannot be filled."""
+    index = stores_by_sample(sources)
+    pending, unavailable = _pending_units(destination, index)
+    covered = {sample_id for unit in pending for sample_id in unit.samples}.union(destination.sample_ids)
+    selected: dict[str, tuple[str, SampleEntry]] = {}
+    for source in sources:
+        for record, entry in source.entries:
+            if keep(record, entry):
+                selected.setdefault(entry.id, (record.engine.model_dump_json(), entry))
+    # One input per engine, because a commit record names one engine.
+    groups: dict[str, list[SampleEntry]] = {}
+    for sample_id, (engine, entry) in selected.items():
+        if sample_id not in covered:
+            groups.setdefault(engine, []).append(entry)
+    for entries in groups.values():
+        register_input(destination, _Selection(entries))
+    if groups:
+        pending, unavailable = _pending_units(destination, index)
+    return pending, len(selected.keys() & covered), unavailable
+
+
+def _pending_units(destination: Store, index: Mapping[str, Store]) -> tuple[list[CopyUnit], int]:
+    """Units of the destination's inputs without a commit: those the sources can fill, and how many they cannot."""
+    done = committed_units(destination.fs)
+    pending = [
+        CopyUnit(unit, digest, tuple(ids))
+        for digest, registered in destination.inputs().items()
+        for unit, ids in registered.unit_samples().items()
+        if unit not in done
+    ]
+    units = [unit for unit in pending if all(sample_id in index for sample_id in unit.samples)]
+    return units, len(pending) - len(units)
+
+
+class _Selection(PreparedInput):
+    """Samples of other stores as an input: all that ``register_input`` needs, which is not their tokens."""
+
+    def __init__(self, entries: Sequence[SampleEntry]) -> None:
+        digest = input_digest((entry.id, entry.split) for entry in entries)
+        facts: dict[str, Any] = {"digest": digest, "samples": len(entries)}
+        super().__init__(Path(digest), PreparedData.model_construct(**facts))
+        self._entries = entries
+
+    def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        for start in range(0, len(self._entries), _ROWS_PER_BATCH):
+            entries = self._entries[start : start + _ROWS_PER_BATCH]
+            values = {
+                "sample_id": pa.array([entry.id for entry in entries]),
+                "input_ids": pa.array([[0] * entry.tokens for entry in entries], pa.list_(pa.int32())),
+                "split": pa.array([entry.split for entry in entries]),
+            }
+            yield pa.RecordBatch.from_pydict({name: values[name] for name in columns})
+
+
+@dataclass
+class Copy:
+    """A copy that is begun: ``units`` to bring over, how many units (with a filter: samples) are ``present`` already,
+    ``unavailable`` units no source holds, ``notes`` on rounding."""
+
+    destination: Store
+    sources: tuple[Store, ...]
+    units: list[CopyUnit]
+    present: int
+    unavailable: int
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def samples(self) -> int:
+        return sum(len(unit.samples) for unit in self.units)
+
+    @property
+    def verbatim(self) -> int:
+        """Units that will be copied byte for byte."""
+        return sum(self.is_verbatim(unit) for unit in self.units)
+
+    def is_verbatim(self, unit: CopyUnit) -> bool:
+        """Whether a unit keeps its files: it keeps its codes, and its container is that of the destination."""
+        container = self.destination.manifest.container
+        return self.keeps_codes(unit) and unit.origin is not None and unit.origin[0].manifest.container == container
+
+    def keeps_codes(self, unit: CopyUnit) -> bool:
+        """Whether nothing of a unit is decoded: it stays one unit, and its codecs are those of the destination."""
+        return unit.origin is not None and unit.origin[0].capture.codecs == self.destination.capture.codecs
+
+
+@dataclass
+class CopyReport:
+    """What a copy did."""
+
+    units: int = 0
+    samples: int = 0
+    tokens: int = 0
+    bytes_written: int = 0
+    lost_races: int = 0
+
+
+def open_copy(
+    sources: Sequence[Store],
+    location: str | Path,
+    recipe: str | None = None,
+    keep: Test | None = None,
+    container: Container | None = None,
+) -> Copy:
+    """Create (or open) the destination, register what it will hold, and list the units it lacks.
+
+    ``recipe`` and ``container`` None keep those of the destination when it exists, else those of the first source.
+
+    Raises:
+        ConflictError: ``capture-mismatch``, sources or destination hold another capture (codecs and container aside);
+            ``input-units-differ``, the destination cuts an input into other units.
+        ConfigError: ``copy-onto-itself``; ``selection-empty``; ``recipe-unknown``; ``codec-unknown``; ``final-topk``:
+            a source holds top tokens, and the destination is to hold the final hidden.
+        CorruptionError: a target file or input of a source is damaged.
+    """
+    check_sources(sources, location)
+    if keep is not None and not any(keep(record, entry) for source in sources for record, entry in source.entries):
+        raise ConfigError("no sample of the sources passes the filter", kind="selection-empty")
+    destination = open_destination(sources, location, recipe, container)
+    bring_calibration(sources, destination)
+    if keep is None:
+        units, present, unavailable = _units_as_cut(sources, destination)
+    else:
+        units, present, unavailable = _units_of_selection(sources, destination, keep)
+    copy = Copy(destination, tuple(sources), units, present, unavailable)
+    if copy.verbatim < len(units):
+        copy.notes = rounding_notes(sources, destination, recoding_equal=keep is not None)
+    return copy
+
+
+def run_copy(copy: Copy, advance: Callable[[CopyReport], bool] | None = None) -> CopyReport:
+    """Bring the units over, one commit each. ``advance`` is called after each; returning False stops.
+
+    Raises:
+        CorruptionError: bytes of a source disagree with their digest; what is committed stays.
+    """
+    report = CopyReport()
+    gathers = any(unit.origin is None for unit in copy.units)
+    index = stores_by_sample(copy.sources) if gathers else {}
+    makes_top_tokens = copy.destination.capture.holds_topk and not all(s.capture.holds_topk for s in copy.sources)
+    head = copy.destination.head() if makes_top_tokens else None
+    for unit in copy.units:
+        if unit.origin is not None and copy.is_verbatim(unit):
+            commit = copy_verbatim(*unit.origin, copy.destination)
+        elif unit.origin is not None and copy.keeps_codes(unit):
+            commit = copy_codes(*unit.origin, copy.destination)
+        else:
+            commit = copy_decoded(copy.destination, unit, index, head)
+        report.units += 1
+        if commit is None:
+            report.lost_races += 1
+        else:
+            report.samples += len(commit.samples)
+            report.tokens += commit.tokens
+            report.bytes_written += commit.bytes_stored
+        if advance is not None and not advance(report):
+            break
+    return report

@@ -1,0 +1,101 @@
+"""Bringing one unit into another store: its files, its codes in another container, or its samples encoded again."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hiddenstore import layout
+from hiddenstore.care.stored_unit import stored_unit
+from hiddenstore.codecs.topk import with_top_tokens
+from hiddenstore.commit import publish_commit
+from hiddenstore.errors import CorruptionError
+from hiddenstore.store import Store
+from hiddenstore.targets.head import HeadBundle
+from hiddenstore.writer import sweep, write_encoded_unit, write_unit
+from schemas.manifest import CommitRecord, FileEntry
+
+BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class CopyUnit:
+    """One unit to bring over: from ``origin``, a store and its record there, or gathered by sample id."""
+
+    name: str
+    input: str
+    samples: tuple[str, ...]
+    origin: tuple[Store, CommitRecord] | None = None
+
+
+def stores_by_sample(sources: Sequence[Store]) -> dict[str, Store]:
+    """The first source that holds each sample id."""
+    return {sample_id: source for source in reversed(sources) for sample_id in source.sample_ids}
+
+
+def copy_verbatim(source: Store, record: CommitRecord, destination: Store) -> CommitRecord | None:
+    """The files of a segment byte for byte, then its record under a new attempt name."""
+    segment = layout.segment_path(record.unit, layout.new_attempt())
+    copied = record.model_copy(update={"segment": segment})
+    try:
+        for file in record.files:
+            _copy_file(source, f"{record.segment}/{file.path}", destination, f"{segment}/{file.path}", file, record)
+        if record.files:
+            destination.fs.sync_folder(segment)
+    except BaseException:
+        sweep(destination.fs, segment)
+        raise
+    if publish_commit(destination.fs, copied):
+        return copied
+    sweep(destination.fs, segment)
+    return None
+
+
+def _copy_file(
+    source: Store, path: str, destination: Store, new_path: str, entry: FileEntry, record: CommitRecord
+) -> None:
+    size = source.fs.size(path)
+    digest = hashlib.sha256()
+    if size == entry.size:
+        writer = destination.fs.create(new_path)
+        try:
+            for start in range(0, entry.size, BLOCK_BYTES):
+                block = source.fs.read_range(path, start, min(BLOCK_BYTES, entry.size - start))
+                digest.update(block)
+                writer.write(block)
+            writer.close()
+        except BaseException:
+            writer.abort()
+            raise
+    if size != entry.size or digest.hexdigest() != entry.sha256:
+        reason = f"{entry.size:,} bytes expected, {size or 0:,} found" if size != entry.size else "its sha256 differs"
+        raise CorruptionError(
+            f"{source.path}/{path} is damaged: {reason}; {len(record.samples)} samples cannot be copied",
+            kind="file-corrupt",
+            path=path,
+            samples=tuple(sample.id for sample in record.samples),
+            hint=f"hiddenstore verify {source.path} --full",
+        )
+
+
+def copy_codes(source: Store, record: CommitRecord, destination: Store) -> CommitRecord | None:
+    """The codes of a unit as they are, in another container."""
+    encoded = stored_unit(source, record) if record.samples else None
+    return write_encoded_unit(destination, record.unit, record.input, encoded, record.rejects, record.engine)
+
+
+def copy_decoded(
+    destination: Store, unit: CopyUnit, index: Mapping[str, Store], head: HeadBundle | None
+) -> CommitRecord | None:
+    """Decode the samples of a unit and write them as one new unit; ``head`` makes top tokens of final hiddens."""
+    if unit.origin is not None:
+        source, commit = unit.origin
+        # By index, not by id: another unit of the source may hold the same id, captured in another batch.
+        reader = source.open_unit(commit) if commit.samples else None
+        records = [reader.read(number) for number in range(len(commit.samples))] if reader is not None else []
+        rejects = commit.rejects
+    else:
+        records = [index[sample_id].read(sample_id) for sample_id in unit.samples]
+        commit, _ = index[unit.samples[0]].locate(unit.samples[0])
+        rejects = ()
+    records = [with_top_tokens(record, head, destination.capture) for record in records]
+    return write_unit(destination, unit.name, unit.input, records, rejects, commit.engine)

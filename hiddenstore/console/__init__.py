@@ -1,0 +1,1 @@
+"""Everybody's printer: output, progress, tables and clean text; knows no command."""

@@ -1,0 +1,263 @@
+"""The only printer: one object, three modes (human, json, quiet). stdout is the answer, stderr is everything else.
+
+A command is written like this::
+
+    @click.command(epilog=examples("hiddenstore info STORE", "hiddenstore info STORE --json"))
+    @click.argument("store")
+    @common_options
+    def info(store: str) -> None:
+        \"\"\"What a store holds, on one screen.\"\"\"
+        document = …
+        output().data(document, human=lambda: output().pairs([…]))
+        output().hint("hiddenstore", "ls", store)
+"""
+
+import json
+import math
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from os import PathLike, environ, fspath
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from hiddenstore.console.text import clean
+from hiddenstore.errors import HiddenstoreError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hiddenstore.console.text import Column
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_META_KEY = "hiddenstore.output"
+_WIDTH_OF_A_FILE = 120
+_WIDER_THAN_ANY_ROW = 10_000
+_UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+_default: "Output | None" = None
+
+
+class Output:
+    """What a command prints through: ``mode`` human, json, quiet or silent; ``verbose`` counts ``-v``."""
+
+    def __init__(self) -> None:
+        self.mode = "human"
+        self.verbose = 0
+        self.document: Mapping[str, Any] = {}
+
+    @property
+    def is_human(self) -> bool:
+        return self.mode == "human"
+
+    @cached_property
+    def out(self) -> "Console":
+        """The rich console on stdout."""
+        return _make_console(sys.stdout)
+
+    @cached_property
+    def err(self) -> "Console":
+        """The rich console on stderr."""
+        return _make_console(sys.stderr)
+
+    def data(self, document: Mapping[str, Any], human: Any = None, quiet: Any = None) -> None:
+        """The answer: the document under ``--json``, else ``human`` (a callable that prints, or something printable).
+
+        ``quiet`` is printed under ``-q`` when given (``""`` prints nothing); without it ``-q`` prints ``human`` too.
+        A missing ``schema`` member becomes ``hiddenstore.<command>/1``. The document stays readable as ``document``.
+        """
+        self.document = document
+        if self.mode == "silent":
+            return
+        if self.mode == "json":
+            sys.stdout.write(json_text({"schema": _schema_of_command(), **document}) + "\n")
+            return
+        answer = quiet if self.mode == "quiet" and quiet is not None else human
+        if callable(answer):
+            answer = answer()
+        if answer is not None and answer != "":
+            self.print(answer)
+
+    def print(self, renderable: Any = "") -> None:
+        """Print to stdout; a ``str`` is cleaned of control characters and taken literally (no markup)."""
+        text = isinstance(renderable, str)
+        self._show(clean(renderable) if text else renderable, soft_wrap=text)
+
+    def table(self, columns: "Sequence[Column | str]", rows: Iterable[Sequence[Any]]) -> None:
+        """Print a table to stdout; ``">name"`` aligns a column to the right. Files and pipes get every cell uncut."""
+        from hiddenstore.console.text import build
+
+        width = self.out.width
+        if not self.out.is_terminal and not environ.get("COLUMNS"):
+            self.out.width = _WIDER_THAN_ANY_ROW
+        self._show(build(columns, rows, self.out.width))
+        self.out.width = width
+
+    def pairs(self, rows: Iterable[tuple[Any, Any]]) -> None:
+        """Print labels and values, one pair a line, to stdout."""
+        from hiddenstore.console.text import pairs
+
+        self._show(pairs(rows))
+
+    def note(self, text: str) -> None:
+        """A remark on stderr; only in human mode."""
+        if self.is_human:
+            self._say(text, "dim")
+
+    def detail(self, text: str) -> None:
+        """A remark on stderr that only ``-v`` shows, in any mode."""
+        if self.verbose:
+            self._say(text, "dim")
+
+    def warn(self, text: str) -> None:
+        """A warning on stderr, in every mode: something was skipped, guessed or is about to surprise."""
+        self._say(f"warning: {text}", "yellow")
+
+    def hint(self, *command: str | PathLike[str]) -> None:
+        """``next: …`` on stderr after a success; several words are quoted as a shell would need them."""
+        if not self.is_human:
+            return
+        line = fspath(command[0]) if len(command) == 1 else shlex.join(fspath(word) for word in command)
+        self._say(f"next: {line}", "cyan")
+
+    def error(self, error: HiddenstoreError) -> None:
+        """``error: what [kind]`` and ``fix: …`` on stderr; one line of JSON under ``--json``."""
+        if self.mode == "json":
+            document = {
+                "schema": "hiddenstore.error/1",
+                "kind": error.kind,
+                "message": error.message,
+                "fix": error.hint,
+                "exit_code": error.exit_code,
+            }
+            sys.stderr.write(json_text(document, indent=None) + "\n")
+            return
+        from rich.text import Text
+
+        first, *rest = clean(error.message).splitlines() or [""]
+        lines = [Text.assemble(("error: ", "bold red"), first, (f"  [{error.kind}]", "dim"))]
+        lines += [Text(f"  {more.removeprefix('  ')}") for more in rest]
+        if error.hint:
+            lines.append(Text.assemble(("  fix: ", "cyan"), clean(error.hint)))
+        for line in lines:
+            self.err.print(line, soft_wrap=True)
+
+    def _say(self, text: str, style: str) -> None:
+        from rich.text import Text
+
+        self.err.print(Text(clean(text), style=style), soft_wrap=True)
+
+    def _show(self, renderable: Any, soft_wrap: bool = False) -> None:
+        """Print to stdout; into a file or pipe without the blanks that tables are padded with."""
+        if self.out.is_terminal:
+            self.out.print(renderable, soft_wrap=soft_wrap)
+            return
+        with self.out.capture() as capture:
+            self.out.print(renderable, soft_wrap=soft_wrap)
+        sys.stdout.write("\n".join(line.rstrip(" ") for line in capture.get().split("\n")))
+
+
+def output() -> Output:
+    """The printer of the running command; outside a command, one in human mode."""
+    context = click.get_current_context(silent=True)
+    if context is not None:
+        printer: Output = context.meta.setdefault(_META_KEY, Output())
+        return printer
+    global _default
+    _default = _default or Output()
+    return _default
+
+
+@contextmanager
+def swapped_output(mode: str) -> Iterator[Output]:
+    """A fresh printer for a command that runs inside another; ``silent`` prints no answer at all."""
+    context = click.get_current_context()
+    before = output()
+    inner = context.meta[_META_KEY] = Output()
+    inner.mode, inner.verbose = mode, before.verbose
+    try:
+        yield inner
+    finally:
+        context.meta[_META_KEY] = before
+
+
+def common_options(function: F) -> F:
+    """``--json``, ``-q`` and ``-v``: every command has them, and they set the mode of ``output()``."""
+    options = (
+        click.option("--json", is_flag=True, expose_value=False, callback=_set_json, help="Answer in JSON."),
+        click.option("-q", "--quiet", is_flag=True, expose_value=False, callback=_set_quiet, help="Only the answer."),
+        click.option("-v", "--verbose", count=True, expose_value=False, callback=_set_verbose, help="Say more."),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def examples(*lines: str) -> str:
+    """An epilog of copy-paste examples; every command has at least two."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def json_text(document: Any, indent: int | None = 2) -> str:
+    """JSON of a document: NaN and infinities become null, numpy scalars numbers, models and paths plain values."""
+    text = json.dumps(_plain_value(document), indent=indent, ensure_ascii=False, allow_nan=False)
+    return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _plain_value(value: Any) -> Any:
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain_value(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    if isinstance(value, PathLike):
+        return fspath(value)
+    for to_plain in ("model_dump", "tolist", "item"):
+        if hasattr(value, to_plain):
+            return _plain_value(getattr(value, to_plain)())
+    return str(value)
+
+
+def _schema_of_command() -> str:
+    context = click.get_current_context(silent=True)
+    return f"hiddenstore.{context.info_name if context else 'output'}/1"
+
+
+def _make_console(stream: Any) -> "Console":
+    from rich.console import Console
+
+    class PipeConsole(Console):
+        """A console that ends quietly, as other Unix tools do, when the reader of a pipe has gone."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    is_terminal = bool(getattr(stream, "isatty", lambda: False)())
+    width = None if is_terminal or environ.get("COLUMNS") else _WIDTH_OF_A_FILE
+    return PipeConsole(file=stream, width=width, highlight=False, markup=False, emoji=False)
+
+
+def _set_json(_context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if value:
+        output().mode = "json"
+
+
+def _set_quiet(_context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if value and output().mode == "human":
+        output().mode = "quiet"
+
+
+def _set_verbose(_context: click.Context, _parameter: click.Parameter, value: int) -> None:
+    from hiddenstore.console.logs import set_up
+
+    output().verbose = value
+    set_up(value)

@@ -1,0 +1,92 @@
+"""A store as the offline data that speculators 0.9 trains on (``speculators train --data-path OUT``).
+
+Layout, read from ``speculators.train.data.ArrowDataset`` and ``hs_connectors.FileTransfer`` of release 0.9.0:
+
+* ``OUT/`` is a ``datasets`` folder (``save_to_disk``, torch format) with one row per sample: ``input_ids`` int64 [T],
+  ``loss_mask`` int64 [T], ``seq_len``.
+* ``OUT/hidden_states/hs_<row>.safetensors`` holds ``token_ids`` int64 [T] and ``hidden_states`` bf16 [T, L+1, D]: the
+  aux layers ascending, then the final hidden before its norm at every token (speculators norms it itself).
+* The split is by position, ``int(rows * train_data_ratio)`` rows first, so training samples are written first.
+
+Shapes: T tokens, L aux layers, D target width.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from hiddenstore.dumps.common import ExportedData, ExportedSample, ExportScope, PeerLayout
+
+STATES_FOLDER = "hidden_states"
+
+
+class SpeculatorsWriter:
+    """Rows into one Arrow file, states into a file each."""
+
+    def __init__(self, folder: Path, _scope: ExportScope) -> None:
+        from datasets import Features, Value
+        from datasets import Sequence as ListOf
+        from datasets.arrow_writer import ArrowWriter
+
+        self._folder = folder
+        (folder / STATES_FOLDER).mkdir()
+        # Outside the folder: `datasets` refuses to save a dataset over the file it reads.
+        self._rows_file = folder.with_name(f"{folder.name}.rows.arrow")
+        features = Features(
+            {"input_ids": ListOf(Value("int64")), "loss_mask": ListOf(Value("int64")), "seq_len": Value("int64")}
+        )
+        self._open = ExitStack()
+        self._open.callback(self._rows_file.unlink, missing_ok=True)
+        self._rows = self._open.enter_context(
+            ArrowWriter(features=features, path=str(self._rows_file), writer_batch_size=500)
+        )
+
+    def write(self, row: int, exported: ExportedSample) -> None:
+        """One row and its states."""
+        sample = exported.sample
+        assert exported.final is not None
+        states = torch.cat([exported.aux.transpose(0, 1), exported.final[:, None]], dim=1)
+        tensors = {"hidden_states": states, "token_ids": torch.from_numpy(sample.input_ids.astype("int64"))}
+        save_file(tensors, self._folder / STATES_FOLDER / f"hs_{row}.safetensors")
+        self._rows.write(
+            {
+                "input_ids": sample.input_ids.astype("int64"),
+                "loss_mask": sample.loss_mask.astype("int64"),
+                "seq_len": sample.tokens,
+            }
+        )
+
+    def close(self, complete: bool) -> None:
+        """Save the rows as ``datasets`` loads them; nothing is left beside the folder."""
+        from datasets import Dataset
+
+        with self._open:
+            if complete:
+                self._rows.finalize()
+                _save_quietly(Dataset.from_file(str(self._rows_file)).with_format("torch"), self._folder)
+
+
+def train_command(report: ExportedData) -> list[str]:
+    """The peer's command that trains on an export without a server."""
+    return [
+        *("speculators", "train", "--data-path", str(report.path)),
+        *("--target-layer-ids", *(str(i) for i in report.layer_ids)),
+        *("--train-data-ratio", f"{report.train_data_ratio:.6f}", "--on-missing", "raise"),
+    ]
+
+
+LAYOUT = PeerLayout("speculators", "vllm", "pre_norm", SpeculatorsWriter)
+
+
+def _save_quietly(dataset: object, folder: Path) -> None:
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    silent = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        dataset.save_to_disk(str(folder))  # type: ignore[attr-defined]
+    finally:
+        if not silent:
+            enable_progress_bars()

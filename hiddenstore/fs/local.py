@@ -1,0 +1,229 @@
+"""The filesystem seam on a POSIX disk: publication by temporary file, fsync and link.
+
+The algorithms stand on the few operations of ``PosixDisk``; ``hiddenstore.testing.faults`` puts one in its place that
+crashes and lies.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hiddenstore.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptionError,
+    HiddenstoreError,
+    NotFoundError,
+    StorageError,
+)
+from hiddenstore.fs.disk import PosixDisk
+from hiddenstore.fs.seam import FULL, TEMP_PREFIX, WritableFile, is_inside, storage_error
+
+_NO_LINK = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV}
+
+
+class LocalFilesystem:
+    """A folder of a POSIX filesystem. Safe to use from many threads; pickles as its root."""
+
+    def __init__(self, root: str | Path, disk: PosixDisk | None = None) -> None:
+        self.root = str(Path(root).absolute()) if disk is None else str(root)
+        self._disk = disk or PosixDisk()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.root!r})"
+
+    def __reduce__(self) -> tuple[type["LocalFilesystem"], tuple[str]]:
+        return LocalFilesystem, (self.root,)
+
+    def create(self, path: str) -> WritableFile:
+        with self._at(path) as full:
+            self._make_folders(os.path.dirname(full))
+            handle = self._disk.create(full)
+        return _NewFile(self, path, handle)
+
+    def put_if_absent(self, path: str, data: bytes) -> bool:
+        with self._at(path, needed=len(data)) as full:
+            folder = os.path.dirname(full)
+            temp = f"{folder}/{TEMP_PREFIX}{secrets.token_hex(8)}"
+            self._make_folders(folder)
+            try:
+                handle = self._disk.create(temp)
+                try:
+                    self._disk.write(handle, memoryview(data))
+                    self._disk.sync_file(handle)
+                finally:
+                    self._disk.close(handle)
+                published = self._link(temp, full, path)
+            finally:
+                with contextlib.suppress(OSError):
+                    self._disk.unlink(temp)
+            self._sync_up(folder)
+        return published
+
+    def read(self, path: str) -> bytes:
+        with self._at(path) as full:
+            return self._disk.read(full)
+
+    def read_range(self, path: str, offset: int, length: int) -> bytes:
+        size = self.size(path)
+        if size is not None and offset + length > size:
+            raise self._short(path, offset + length, size)
+        buffer = bytearray(length)
+        self.read_into(path, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        self.read_scatter(path, offset, [buffer.cast("B") if buffer.ndim != 1 or buffer.format != "B" else buffer])
+
+    def read_scatter(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        length, full = sum(map(len, buffers)), self._full(path)
+        # No ``_at``: a context manager costs as much as a short read.
+        try:
+            count = self._disk.read_into(full, offset, buffers)
+        except OSError as error:
+            raise self._error(error, path, None) from error
+        if count != length:
+            raise self._short(path, offset + length, offset + count)
+
+    def size(self, path: str) -> int | None:
+        with self._at(path) as full:
+            return self._disk.size(full)
+
+    def list(self, folder: str) -> list[str]:
+        with self._at(folder) as full:
+            return sorted(self._disk.list(full))
+
+    def sync_folder(self, path: str) -> None:
+        with self._at(path) as full:
+            self._sync_below(full)
+            if full != self.root:
+                self._sync_up(os.path.dirname(full))
+
+    def remove_tree(self, path: str) -> None:
+        if path in ("", "."):
+            raise ValueError("remove_tree never removes the root")
+        with self._at(path) as full:
+            self._remove(full)
+
+    @contextlib.contextmanager
+    def _at(self, path: str, needed: int | None = None) -> Iterator[str]:
+        """The absolute path, for a block whose OSErrors become ours; ``needed`` bytes are to be written in it."""
+        full = self._full(path)
+        try:
+            yield full
+        except StorageError:
+            raise
+        except OSError as error:
+            raise self._error(error, path, needed) from error
+
+    def _full(self, path: str) -> str:
+        if path in ("", "."):
+            return self.root
+        if not is_inside(path):
+            raise ConfigError(f"path {path!r} leaves {self.root}", kind="path-unsafe")
+        return f"{self.root}/{path}"
+
+    def _make_folders(self, full: str) -> None:
+        """The root and what is above it are made durable here; folders inside it by whoever publishes from them."""
+        missing: list[str] = []
+        while not self._disk.is_folder(full):
+            missing.append(full)
+            full = os.path.dirname(full)
+        for folder in reversed(missing):
+            self._disk.make_folder(folder)
+            if len(folder) <= len(self.root):
+                self._disk.sync_folder(os.path.dirname(folder))
+
+    def _link(self, temp: str, full: str, path: str) -> bool:
+        try:
+            self._disk.link(temp, full)
+        except FileExistsError:
+            # NFS may answer EEXIST to the retry of a link whose first reply was lost.
+            return self._disk.same_file(temp, full)
+        except OSError as error:
+            if error.errno in _NO_LINK:
+                raise StorageError(
+                    f"{self.root} cannot publish {path}: its filesystem has no hard links ({os.strerror(error.errno)})",
+                    kind="no-hard-links",
+                    hint="put the store on a local disk, NFS, Lustre or another POSIX filesystem",
+                ) from error
+            raise
+        return True
+
+    def _sync_up(self, full: str) -> None:
+        """A folder and its ancestors: another process may have made them and died before syncing their names."""
+        self._disk.sync_folder(full)
+        while full != self.root:
+            full = os.path.dirname(full)
+            self._disk.sync_folder(full)
+
+    def _sync_below(self, full: str) -> None:
+        for name in sorted(self._disk.list(full)):
+            child = f"{full}/{name}"
+            if self._disk.is_folder(child):
+                self._sync_below(child)
+        self._disk.sync_folder(full)
+
+    def _remove(self, full: str) -> None:
+        if self._disk.is_folder(full):
+            for name in sorted(self._disk.list(full)):
+                self._remove(f"{full}/{name}")
+            self._disk.remove_folder(full)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                self._disk.unlink(full)
+
+    def _short(self, path: str, expected: int, size: int) -> CorruptionError:
+        message = f"{self.root}/{path} is too short: expected {expected} bytes, found {size}"
+        return CorruptionError(message, kind="file-short", path=path)
+
+    def _error(self, error: OSError, path: str, needed: int | None) -> HiddenstoreError:
+        where = f"{self.root}/{path}" if path else self.root
+        if isinstance(error, FileNotFoundError):
+            return NotFoundError(f"{where} does not exist", kind="file-missing")
+        if isinstance(error, FileExistsError):
+            return ConflictError(f"{where} exists already", kind="file-exists")
+        if error.errno not in FULL:
+            return storage_error(error, where)
+        lacking = f"needs {needed:,} more bytes, " if needed is not None else ""
+        room = f": {lacking}{self._disk.free_bytes(self.root):,} bytes free"
+        hint = "free some space and run the same command again: what is committed stays"
+        return storage_error(error, where, hint, room)
+
+
+class _NewFile:
+    def __init__(self, filesystem: LocalFilesystem, path: str, handle: int) -> None:
+        self._fs, self._path = filesystem, path
+        self._handle: int | None = handle
+
+    def write(self, data: bytes | memoryview) -> None:
+        assert self._handle is not None, "write after close"
+        view = memoryview(data)
+        view = view.cast("B") if view.ndim != 1 or view.format != "B" else view
+        with self._fs._at(self._path, needed=len(view)):
+            self._fs._disk.write(self._handle, view)
+
+    def write_all(self, pieces: Sequence[memoryview]) -> None:
+        assert self._handle is not None, "write after close"
+        with self._fs._at(self._path, needed=sum(map(len, pieces))):
+            self._fs._disk.write_all(self._handle, pieces)
+
+    def close(self) -> None:
+        if self._handle is None:
+            return
+        handle, self._handle = self._handle, None
+        with self._fs._at(self._path):
+            try:
+                self._fs._disk.sync_file(handle)
+            finally:
+                self._fs._disk.close(handle)
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._handle is not None:
+                handle, self._handle = self._handle, None
+                self._fs._disk.close(handle)
+            self._fs._disk.unlink(self._fs._full(self._path))

@@ -1,0 +1,174 @@
+"""Files and folders of a local disk that appear under their name whole and durable, or not at all.
+
+A writer killed half-way leaves a hidden neighbour ``.NAME.writing-`` and eight digits; the next writer of that name
+removes it, unless the process that holds its lock still lives. What a store publishes goes through
+``Filesystem.put_if_absent``.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hiddenstore.errors import ConflictError, HiddenstoreError
+from hiddenstore.fs.disk import PosixDisk
+from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.fs.seam import WritableFile, storage_error
+
+
+def refuse_existing_file(out: Path) -> None:
+    """ConflictError ``output-exists`` when the name is taken."""
+    if out.exists() or out.is_symlink():
+        raise ConflictError(
+            f"{out} exists already", kind="output-exists", hint=f"rm {out}, or name another file with -o"
+        )
+
+
+def refuse_existing_folder(out: Path) -> None:
+    """ConflictError ``output-exists`` unless the name is free or an empty folder."""
+    if (out.exists() or out.is_symlink()) and not (out.is_dir() and not any(out.iterdir())):
+        raise ConflictError(
+            f"{out} exists already and is not empty", kind="output-exists", hint="name another folder with -o"
+        )
+
+
+@contextmanager
+def new_file(out: Path) -> Iterator[WritableFile]:
+    """A file that becomes ``out`` when the block ends well and vanishes when it does not.
+
+    Raises:
+        ConflictError: ``output-exists``.
+        StorageError: the disk refused.
+    """
+    refuse_existing_file(out)
+    sweep_killed(out.parent, out.name)
+    fs = LocalFilesystem(out.parent)
+    name = _hidden_name(out)
+    file = fs.create(name)
+    with _locked(Path(fs.root) / name):
+        try:
+            yield file
+            file.close()
+            _link(Path(fs.root) / name, out)
+            PosixDisk().sync_folder(fs.root)
+        except BaseException:
+            file.abort()
+            raise
+        finally:
+            with suppress(OSError):
+                (Path(fs.root) / name).unlink()
+
+
+@contextmanager
+def new_folder(out: Path, refuse: Callable[[Path], None] = refuse_existing_folder) -> Iterator[Path]:
+    """A folder to write into, which becomes ``out`` when the block ends well and vanishes when it does not.
+
+    ``refuse`` raises where ``out`` is somebody's work already.
+
+    Raises:
+        ConflictError: ``output-exists``.
+        StorageError: the disk refused.
+    """
+    refuse(out)
+    hidden = out.parent / _hidden_name(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        sweep_killed(out.parent, out.name)
+        hidden.mkdir()
+    except OSError as error:
+        raise storage_error(error, str(out)) from error
+    with _locked(hidden):
+        try:
+            yield hidden
+            _sync_tree(hidden)
+            # rename replaces an empty folder and nothing else.
+            hidden.rename(out)
+            PosixDisk().sync_folder(str(out.parent.absolute()))
+        except HiddenstoreError:
+            raise
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                refuse(out)
+            raise storage_error(error, str(out)) from error
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Give ``path`` new bytes in one step: a reader sees the old ones or the new ones.
+
+    Raises:
+        StorageError: the disk refused; the old bytes stay.
+    """
+    hidden = path.with_name(_hidden_name(path))
+    try:
+        with hidden.open("xb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            hidden.replace(path)
+        PosixDisk().sync_folder(str(path.parent.absolute()))
+    except OSError as error:
+        raise storage_error(error, str(path)) from error
+    finally:
+        hidden.unlink(missing_ok=True)
+
+
+def sweep_killed(folder: Path, name: str | None = None) -> None:
+    """Remove what killed writers of ``name`` (default: of any name) left in a folder; a living writer's stays."""
+    hidden = re.compile(rf"\.{'.+' if name is None else re.escape(name)}\.writing-[0-9a-f]{{8}}")
+    for path in [path for path in folder.glob(".*.writing-*") if hidden.fullmatch(path.name)]:
+        with suppress(FileNotFoundError), _locked(path) as is_dead:
+            if is_dead:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _hidden_name(out: Path) -> str:
+    return f".{out.name}.writing-{secrets.token_hex(4)}"
+
+
+def _link(hidden: Path, out: Path) -> None:
+    try:
+        os.link(hidden, out)
+    except FileExistsError:
+        refuse_existing_file(out)
+    except OSError as error:
+        # Some filesystems know no hard links; between the question and the rename somebody could come first.
+        refuse_existing_file(out)
+        try:
+            hidden.rename(out)
+        except OSError:
+            raise storage_error(error, str(out)) from error
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_tree(folder: Path) -> None:
+    for root, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            _sync_file(Path(root) / name)
+        PosixDisk().sync_folder(root)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Whether this process could lock a file or folder: a lock says that its writer lives, and ends with it."""
+    handle = os.open(path, os.O_RDONLY)
+    is_locked = True
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            is_locked = False
+        yield is_locked
+    finally:
+        os.close(handle)

@@ -1,0 +1,99 @@
+"""The seam to storage: everything a store asks of a filesystem.
+
+Paths are posix strings relative to the root. Two promises carry the store: ``create`` never replaces anything, and
+after ``put_if_absent`` returned, the name holds exactly the given bytes and survives a power loss.
+"""
+
+import errno
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol, runtime_checkable
+
+from hiddenstore.errors import StorageError
+
+TEMP_PREFIX = ".tmp-"
+
+FULL = {errno.ENOSPC, errno.EDQUOT}
+"""Error numbers of a disk without room."""
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+class WritableFile(Protocol):
+    """A new file; readers believe its bytes only once a commit record names them."""
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append ``data``; StorageError when the disk refuses."""
+
+    def write_all(self, pieces: Sequence[memoryview]) -> None:
+        """Append at most 1,024 pieces of bytes in one call."""
+
+    def close(self) -> None:
+        """Make the bytes durable and close."""
+
+    def abort(self) -> None:
+        """Close and remove the file."""
+
+
+@runtime_checkable
+class Filesystem(Protocol):
+    """Everything a store asks of storage."""
+
+    root: str
+
+    def create(self, path: str) -> WritableFile:
+        """A new file and its parent folders; ConflictError ``file-exists`` when the name is taken."""
+
+    def put_if_absent(self, path: str, data: bytes) -> bool:
+        """Publish ``data`` under ``path`` whole, durable and atomic; False when the name exists."""
+
+    def read(self, path: str) -> bytes:
+        """All bytes; NotFoundError ``file-missing`` when absent."""
+
+    def read_range(self, path: str, offset: int, length: int) -> bytes:
+        """Exactly ``length`` bytes; CorruptionError ``file-short`` when the file ends before."""
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` exactly; CorruptionError ``file-short`` when the file ends before."""
+
+    def read_scatter(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill at most 1,024 buffers of bytes one after the other; CorruptionError ``file-short`` as above."""
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file, None when there is none."""
+
+    def list(self, folder: str) -> list[str]:
+        """Names in a folder, sorted; empty when the folder is absent."""
+
+    def sync_folder(self, path: str) -> None:
+        """Make the names in a folder, in the folders below it and in its ancestors durable."""
+
+    def remove_tree(self, path: str) -> None:
+        """Remove a file or a folder with everything in it; an absent one is no error."""
+
+
+def storage_error(error: OSError, where: str, hint: str | None = None, room: str = "") -> StorageError:
+    """A refusal of the operating system as ours: ``disk-full``, ``permission-denied`` or ``io-error``.
+
+    ``room`` says how much a full disk lacks.
+    """
+    if isinstance(error, StorageError):
+        return error
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno in FULL:
+        message, kind = f"disk full while writing {where}{room} ({reason})", "disk-full"
+        return StorageError(message, kind=kind, hint=hint or "free some space and run the same command again")
+    kind = "permission-denied" if error.errno in _DENIED else "io-error"
+    return StorageError(f"{where}: {reason}", kind=kind, hint=hint)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a name is one that an interrupted ``put_if_absent`` leaves behind: garbage, never content."""
+    return name.startswith(TEMP_PREFIX)
+
+
+@lru_cache(maxsize=1 << 14)
+def is_inside(path: str) -> bool:
+    """Whether a relative posix path stays below the folder it is relative to, by its text alone."""
+    is_plain = path.isprintable() and "\\" not in path and ":" not in path
+    return is_plain and not {"", ".", ".."} & set(path.split("/"))

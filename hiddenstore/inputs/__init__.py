@@ -1,0 +1,1 @@
+"""Prepared inputs: DATA folders, and what a store registers of them."""

@@ -1,0 +1,414 @@
+"""The advisor: every recipe on one calibration slice, and the smallest one that keeps the limits.
+
+Shapes: L aux layers, T tokens of the slice, R final rows, D target width, V vocabulary.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from math import isfinite
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiddenstore.codecs import CODECS, RECIPES, blosc_chunks, get_codec, get_layout, get_recipe, recipe_name
+from hiddenstore.codecs.affine import channel_statistics
+from hiddenstore.codecs.base import RAW_INDEX, Codec, Encoded, bits_to_tensor
+from hiddenstore.codecs.topk import TOPK_CODEC, pack_rows, top_tokens, unpack_rows
+from hiddenstore.errors import ConfigError
+from hiddenstore.records import TopK
+from hiddenstore.segments import CONTAINERS
+from hiddenstore.segments.base import unit_tokens
+from hiddenstore.store import Store
+from hiddenstore.targets.calibration import Slice, read_slice, take_slice
+from hiddenstore.targets.head import HeadBundle
+from schemas.advice import Advice, AdviceRow
+from schemas.capture import FINAL, TOPK, CaptureSpec, Codecs, NormState
+
+FP8 = "fp8-per-token"
+"""A peer's format, measured beside the recipes and never chosen."""
+
+_LOGITS_AT_ONCE = 1 << 24
+_E4M3_LARGEST = 448.0
+# A chunk's crc32c, and its offset and length in the index.
+_CHUNK_OVERHEAD = 4 + 16
+# Largest |y| a row can hold, in units of its token scale; half a step beyond the last code is within the bound.
+_REACH = {"q8": 127.5, "q4": 8.5 * _E4M3_LARGEST}
+_TOKEN_AND_MASK_BYTES = 5
+_POSITION_BYTES = 4
+
+
+@dataclass(frozen=True)
+class DistributionChange:
+    """Means over final rows: KL in nats, overlap sum min(p, p'), share of rows whose most probable token differs."""
+
+    kl: float
+    overlap: float
+    top1_flips: float
+
+
+_UNCHANGED = DistributionChange(kl=0.0, overlap=1.0, top1_flips=0.0)
+
+
+def distribution_change(
+    head: HeadBundle, original: Tensor, decoded: Tensor, state: NormState
+) -> DistributionChange | None:
+    """KL(p || p') and the rest, p from final hiddens bfloat16 [R, D] as captured and p' from them decoded.
+
+    Rows whose own logits overflow are left out; None where no number comes of the others.
+    """
+    return _mean_change(
+        (_log_probs(head, original[rows], state), _log_probs(head, decoded[rows], state))
+        for rows in _blocks(head, original)
+    )
+
+
+def truncation_change(head: HeadBundle, original: Tensor, top: TopK, state: NormState) -> DistributionChange | None:
+    """The same where p' is what top tokens say, scaled to one and else zero; KL(p' || p), as the other is infinite."""
+    pairs = (
+        (_log_probs(head, original[rows], state).gather(1, top.ids[rows]), top.log_probs[rows].double().log_softmax(-1))
+        for rows in _blocks(head, original)
+    )
+    return _mean_change(pairs, reverse=True)
+
+
+def _log_probs(head: HeadBundle, final: Tensor, state: NormState) -> Tensor:
+    return head.logits(final, state).double().log_softmax(-1)
+
+
+def _blocks(head: HeadBundle, original: Tensor) -> Iterator[slice]:
+    step = max(1, _LOGITS_AT_ONCE // head.vocab_size)
+    return (slice(start, start + step) for start in range(0, len(original), step))
+
+
+def _mean_change(pairs: Iterable[tuple[Tensor, Tensor]], reverse: bool = False) -> DistributionChange | None:
+    """From log-probabilities [n, V] before and after; ``reverse``: KL(after || before)."""
+    kl = overlap = flips = 0.0
+    count = 0
+    for before, after in pairs:
+        finite = before.isfinite().all(-1)
+        if not finite.all():
+            before, after = before[finite], after[finite]
+        p, q = (after, before) if reverse else (before, after)
+        kl += float((p.exp() * (p - q)).sum())
+        overlap += float(torch.minimum(before, after).exp().sum())
+        flips += float((before.argmax(-1) != after.argmax(-1)).sum())
+        count += len(before)
+    if not count or not isfinite(kl):
+        return None
+    return DistributionChange(max(0.0, kl / count), min(1.0, overlap / count), flips / count)
+
+
+def channel_error(original: Tensor, decoded: Tensor) -> float:
+    """Root mean square over tokens of |(h' - h) / c| / |(h - mu) / c|, norms over channels; bfloat16 [T, D] each.
+
+    mu and c are the robust centre and size of each channel: dividing by c lets every channel count alike, where a
+    plain relative error sees the few massive ones only; the quotient per token keeps attention sinks from being all
+    that counts. Tokens that hold a NaN or an infinity are left out. Why it is judged so: docs/design/003.
+    """
+    scale, offset = channel_statistics(original)
+    before = original.float()
+    size = ((before - offset) / scale).double().square().sum(1)
+    error = ((decoded.float() - before) / scale).double().square().sum(1)
+    counted = torch.isfinite(size) & (size > 0)
+    if not bool(counted.any()):
+        return 0.0
+    return min(float((error[counted] / size[counted]).mean().sqrt()), sys.float_info.max)
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """decoded bfloat16 [T, D]; bytes of a row and once per unit; rows kept verbatim, values beyond their codes."""
+
+    decoded: Tensor
+    row_bytes: float
+    unit_bytes: float
+    raw_rows: int = 0
+    clipped: int = 0
+
+
+Form = Callable[[Tensor], Trial]
+"""One layer bfloat16 [T, D], as a unit of its own, encoded and decoded."""
+
+
+def through_codec(name: str, most_rows: int | None = None) -> Form:
+    """The form that codec ``name`` gives a layer; a compressed chunk has at most ``most_rows``, where that is given."""
+    codec = CODECS[name]
+
+    def run(layer: Tensor) -> Trial:
+        encoded = codec.encode([layer])
+        row_bytes, unit_bytes = _sizes(codec, encoded, layer, most_rows or len(layer))
+        raw = len(encoded.small[RAW_INDEX]) if RAW_INDEX in encoded.small else 0
+        clipped = 0 if codec.reach is None else clipped_values(layer, encoded, codec.reach)
+        return Trial(codec.decode(encoded)[0], row_bytes, unit_bytes, raw, clipped)
+
+    return run
+
+
+def fp8_per_token(layer: Tensor) -> Trial:
+    """E4M3 with one bf16 scale per token: the form of the fp8 backend of vllm ``speculators`` (PR 1028)."""
+    values = layer.float()
+    peak = values.abs().amax(dim=1, keepdim=True)
+    scale = torch.where(peak > 0, peak / _E4M3_LARGEST, 1.0).bfloat16().float()
+    scaled = values / scale
+    decoded = scaled.clamp(-_E4M3_LARGEST, _E4M3_LARGEST).to(torch.float8_e4m3fn).float() * scale
+    # Values up to half a step beyond the largest code round to it.
+    clipped = int((scaled.abs() > _E4M3_LARGEST * (1 + 2**-5)).sum())
+    return Trial(decoded.bfloat16(), layer.shape[1] + 2.0, 0.0, 0, clipped)
+
+
+def clipped_values(layer: Tensor, encoded: Encoded, reach: float) -> int:
+    """How many values lie beyond what their codes can hold: |h - mu| / c > reach * token scale (``Codec.reach``)."""
+
+    def small(name: str, otherwise: float) -> Tensor:
+        if name not in encoded.small:
+            return torch.full((1,), otherwise, device=layer.device)
+        return bits_to_tensor(encoded.small[name][0], layer.device).float()
+
+    y = ((layer.float() - small("channel_offset", 0.0)) / small("channel_scale", 1.0)).abs()
+    token_scale = small("token_scale", 1.0)
+    coded = torch.ones(len(layer), dtype=torch.bool, device=layer.device)
+    if RAW_INDEX in encoded.small:
+        coded[torch.from_numpy(encoded.small[RAW_INDEX][:, 1].astype(np.int64)).to(layer.device)] = False
+    # y is divided here and multiplied by a reciprocal in the codec: the last bit may differ.
+    return int((y > reach * (1 + 2**-20) * token_scale[:, None])[coded].sum())
+
+
+def _sizes(codec: Codec, encoded: Encoded, layer: Tensor, most_rows: int) -> tuple[float, float]:
+    """Bytes a row takes in a Zarr segment, chunk checksums and index included, and bytes that a unit takes once."""
+    rows, width = layer.shape
+    chunk = min(codec.chunk_tokens(width), rows, most_rows)
+    codes = encoded.codes[0].cpu().numpy()
+    stored = codes.nbytes
+    if codec.compressed:
+        stored = sum(len(blosc_chunks.compress(codes[start : start + chunk])) for start in range(0, rows, chunk))
+    row_bytes, unit_bytes = stored / rows + _CHUNK_OVERHEAD / chunk, 0.0
+    for name, field in codec.small.items():
+        size = encoded.small[name].nbytes
+        if {"T", "N"} & set(field.axes):
+            row_bytes += size / rows
+        else:
+            unit_bytes += size
+    return row_bytes, unit_bytes
+
+
+@dataclass(frozen=True)
+class RecipeLimits:
+    """What a recipe may cost: KL in nats through the LM head, and channel-normalised error of the worst aux layer."""
+
+    kl: float = 1e-3
+    channel_error: float = 0.03
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What is or will be stored: samples, their tokens, and how many of these hold a final hidden."""
+
+    samples: int
+    tokens: int
+    final_rows: int
+
+    @classmethod
+    def of(cls, store: Store) -> "Extent":
+        entries = [entry for _, entry in store.entries]
+        rows = sum(entry.final_rows for entry in entries)
+        return cls(len(entries), sum(entry.tokens for entry in entries), rows)
+
+
+def advise_store(store: Store, limits: RecipeLimits, advance: Callable[[], None] = lambda: None) -> Advice:
+    """Advice for a store, from its calibration slice, or from its own states where these are exact.
+
+    Raises:
+        ConfigError: ``calibration-missing``, ``store-empty``.
+        CorruptionError: the slice or a sample is damaged.
+    """
+    extent = Extent.of(store)
+    if not extent.tokens:
+        raise ConfigError(
+            f"{store.path} holds no sample yet",
+            kind="store-empty",
+            hint=f"hiddenstore collect DATA -o {store.path} --target T",
+        )
+    head = store.head(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return advise(raw_slice(store), store.capture, head, extent, limits, store.manifest.container, advance)
+
+
+def raw_slice(store: Store) -> Slice:
+    """The states to judge recipes on; ConfigError ``calibration-missing`` where a store has none that are exact."""
+    states = read_slice(store.fs, store.capture)
+    rounded = inexact_fields(store.capture)
+    if states is None and not rounded:
+        states = take_slice((store.read(sample_id) for sample_id in store.sample_ids), store.capture)
+    if states is None:
+        raise ConfigError(
+            f"{store.path} has no calibration slice, and its {' and '.join(rounded)} are rounded already: nothing is "
+            "left to measure against",
+            kind="calibration-missing",
+            hint="hiddenstore collect DATA -o SMALL --target T --recipe raw   (a few conversations do), then: "
+            "hiddenstore advise SMALL",
+        )
+    return states
+
+
+def inexact_fields(capture: CaptureSpec) -> list[str]:
+    """Which of the stored groups cannot be read back bit for bit."""
+    groups = {"aux layers": capture.codecs.aux} if capture.aux_layers else {}
+    groups |= {"final rows": capture.codecs.final} if capture.final != "none" else {}
+    return [name for name, codec in groups.items() if not get_layout(codec).exact]
+
+
+def trials(capture: CaptureSpec) -> int:
+    """How often ``advise`` calls ``advance``."""
+    return len(_candidates(capture))
+
+
+def advise(
+    states: Slice,
+    capture: CaptureSpec,
+    head: HeadBundle,
+    extent: Extent,
+    limits: RecipeLimits = RecipeLimits(),
+    container: str = "zarr",
+    advance: Callable[[], None] = lambda: None,
+) -> Advice:
+    """Measure every recipe and choose the smallest that keeps both limits.
+
+    ``capture`` says what is held; its codecs do not matter. Works on the device of ``head``. ``tiny`` is measured but
+    never chosen: top tokens cannot become the final hidden again, so that choice is a person's.
+    """
+    bench = _Bench(states, capture, head, extent, container)
+    rows: list[AdviceRow] = []
+    for name, codecs in _candidates(capture).items():
+        row = bench.row(name, *codecs)
+        # A final hidden that could not be measured keeps no limit.
+        unmeasured = row.kl is None and capture.final != "none"
+        within = (row.kl or 0.0) <= limits.kl and (row.channel_error or 0.0) <= limits.channel_error
+        rows.append(row.model_copy(update={"within": within and not unmeasured}))
+        advance()
+    able = [row for row in rows if row.within and row.recipe != FP8 and get_recipe(row.recipe).final != TOPK]
+    chosen = min(able, key=lambda row: row.bytes_per_token).recipe
+    return Advice(
+        tokens=states.tokens,
+        final_rows=len(states.final),
+        max_kl=limits.kl,
+        max_channel_error=limits.channel_error,
+        chosen=chosen,
+        rows=tuple(row.model_copy(update={"chosen": row.recipe == chosen}) for row in rows),
+    )
+
+
+def _candidates(capture: CaptureSpec) -> dict[str, tuple[str, str]]:
+    """Recipes that this capture can be stored in, codecs that other packages add, then the peer's format."""
+    has_top_tokens = capture.aux_layers and capture.final != "none" and capture.target.vocab_size >= capture.topk
+    recipes = {name: codecs for name, codecs in RECIPES.items() if codecs[1] != TOPK or has_top_tokens}
+    added = {recipe_name(Codecs(aux=name, final=name)): (name, name) for name in CODECS.packages}
+    return {**recipes, **added, FP8: (FP8, FP8)}
+
+
+@dataclass(frozen=True)
+class _GroupCost:
+    """One form on one group of fields: bytes per token; rows, raw rows, values and clipped ones over its layers."""
+
+    token_bytes: float
+    rows: int = 0
+    raw_rows: int = 0
+    values: int = 0
+    clipped: int = 0
+    errors: dict[str, float] | None = None
+    change: DistributionChange | None = None
+
+
+class _Bench:
+    """One slice on one device; every form is tried once per group of fields."""
+
+    def __init__(self, states: Slice, capture: CaptureSpec, head: HeadBundle, extent: Extent, container: str) -> None:
+        self.device = head.embed_tokens.device
+        self.states, self.capture, self.head, self.extent = states, capture, head, extent
+        self.container = CONTAINERS[container]
+        self._aux, self._final = cache(self._measure_aux), cache(self._measure_final)
+
+    def row(self, name: str, aux: str, final: str) -> AdviceRow:
+        """What a recipe costs and does; not judged yet."""
+        first, second = self._aux(aux), self._final(final)
+        errors = (first.errors if self.capture.aux_layers else second.errors) or {}
+        change = second.change
+        states, values = first.rows + second.rows, first.values + second.values
+        return AdviceRow(
+            recipe=name,
+            bytes_per_token=first.token_bytes + second.token_bytes + self._bytes_beside_states(aux, final),
+            kl=None if change is None else change.kl,
+            overlap=None if change is None else change.overlap,
+            top1_flips=None if change is None else change.top1_flips,
+            channel_error=max(errors.values(), default=None),
+            channel_errors=errors,
+            raw_rows=(first.raw_rows + second.raw_rows) / states if states else 0.0,
+            clipped=(first.clipped + second.clipped) / values if values else 0.0,
+            within=False,
+            chosen=False,
+        )
+
+    def _measure_aux(self, form: str) -> _GroupCost:
+        layers = {name: self.states.aux[i].to(self.device) for i, name in enumerate(self.capture.aux_fields)}
+        return self._cost(form, layers, self.extent.tokens)[0]
+
+    def _measure_final(self, form: str) -> _GroupCost:
+        if self.capture.final == "none":
+            return _GroupCost(0.0)
+        share = self.extent.final_rows / self.extent.tokens
+        norm, final = self.capture.final_norm, self._finite_final
+        exact = form in CODECS and get_codec(form).exact
+        if not len(final):
+            bits = 8.0 * final.shape[1] if form == FP8 else get_layout(form).row_bits(final.shape[1])
+            return _GroupCost(bits / 8 * share, change=_UNCHANGED if exact else None)
+        if form == TOPK:
+            width = final.shape[1]
+            row_bytes = TOPK_CODEC.row_bits(width) / 8 + _CHUNK_OVERHEAD / min(
+                TOPK_CODEC.chunk_tokens(width), len(final)
+            )
+            packed = pack_rows([top_tokens(self.head, final, norm, self.capture.topk)], self.capture.topk)
+            stored = unpack_rows(packed).to(self.device)
+            return _GroupCost(row_bytes * share, change=truncation_change(self.head, final, stored, norm))
+        cost, (trial,) = self._cost(form, {FINAL: final}, self.extent.final_rows)
+        change = _UNCHANGED if exact else distribution_change(self.head, final, trial.decoded, norm)
+        return replace(cost, change=change)
+
+    def _cost(self, name: str, layers: dict[str, Tensor], rows: int) -> tuple[_GroupCost, list[Trial]]:
+        """Layers [T, D] through a form, of which the capture has ``rows`` rows; what a unit takes once is spread over
+        its tokens."""
+        form: Form = fp8_per_token
+        if name != FP8:
+            apart = self.container.samples_apart and self.extent.samples > 0
+            form = through_codec(name, max(1, round(rows / self.extent.samples)) if apart else None)
+        tried = {field: form(layer) for field, layer in layers.items()}
+        share, codec = rows / self.extent.tokens, name if name in CODECS else "q8"
+        unit = min(self.extent.tokens, unit_tokens(self._capture_with(codec, codec)))
+        cost = _GroupCost(
+            token_bytes=sum(trial.row_bytes * share + trial.unit_bytes / unit for trial in tried.values()),
+            rows=sum(len(trial.decoded) for trial in tried.values()),
+            raw_rows=sum(trial.raw_rows for trial in tried.values()),
+            values=sum(trial.decoded.numel() for trial in tried.values()),
+            clipped=sum(trial.clipped for trial in tried.values()),
+            errors={field: channel_error(layers[field], trial.decoded) for field, trial in tried.items()},
+        )
+        return cost, list(tried.values())
+
+    @cached_property
+    def _finite_final(self) -> Tensor:
+        final = self.states.final.to(self.device)
+        return final[torch.isfinite(final).all(dim=1)]
+
+    def _capture_with(self, aux: str, final: str) -> CaptureSpec:
+        return self.capture.model_copy(update={"codecs": Codecs(aux=aux, final=final)})
+
+    def _bytes_beside_states(self, aux: str, final: str) -> float:
+        """Bytes per token of ids, mask, positions of final rows, and what the container adds."""
+        tokens = self.extent.tokens
+        rows = 0 if self.capture.final == "none" else self.extent.final_rows
+        plain = _TOKEN_AND_MASK_BYTES + _POSITION_BYTES * rows / tokens
+        if aux == FP8:
+            return plain
+        capture = self._capture_with(aux, final)
+        segments = -(-tokens // unit_tokens(capture))
+        return plain + self.container.overhead(capture, self.extent.samples, segments).size_bytes / tokens

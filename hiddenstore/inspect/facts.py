@@ -1,0 +1,237 @@
+"""What a store says about itself: the documents behind ``info``, ``ls`` and ``stats``. Metadata only, no torch.
+
+Every function returns plain values, ready for JSON: counts, bytes, and rms = sqrt(mean over channels of h²).
+"""
+
+import json
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from hiddenstore import layout
+from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError
+from hiddenstore.inspect.advice import read_advice
+from hiddenstore.inspect.where import Test, parse_where
+from schemas.capture import CaptureSpec
+from schemas.manifest import CommitRecord, LayerStats, SampleEntry
+
+if TYPE_CHECKING:
+    from hiddenstore.store import Store
+
+BYTES_PER_VALUE = 2
+HISTOGRAM_BINS = 12
+_QUANTILES = (0.5, 0.95)
+
+
+def info(store: "Store") -> dict[str, Any]:
+    """What the store holds, as one document; the members of ``hiddenstore.info/1``."""
+    records = store.commits()
+    entries = [entry for _, entry in store.entries]
+    capture = store.capture
+    tokens = sum(entry.tokens for entry in entries)
+    rejects = Counter(reject.reason for record in records for reject in record.rejects)
+    engines = _engines(records)
+    return {
+        "path": store.path,
+        "format": store.manifest.format,
+        "container": store.manifest.container,
+        "samples": len(entries),
+        "tokens": tokens,
+        "supervised_tokens": sum(entry.supervised for entry in entries),
+        "splits": dict(sorted(Counter(entry.split for entry in entries).items())),
+        "lengths": length_summary([entry.tokens for entry in entries]),
+        "units": len(records),
+        "segments": sum(bool(record.files) for record in records),
+        "inputs": len(store.fs.list(layout.INPUTS_DIR)),
+        "snapshots": [name.removesuffix(".json") for name in store.fs.list(layout.SNAPSHOTS_DIR)],
+        "duplicates": store.duplicates,
+        "damaged_commits": [error.message for error in store.damaged],
+        "bytes_stored": sum(record.bytes_stored for record in records),
+        "bytes_raw": tokens * raw_bytes_per_token(capture),
+        "recipe": store.manifest.recipe,
+        "codecs": capture.codecs.model_dump(),
+        "layers": list(capture.aux_layers),
+        "final": capture.final,
+        "final_norm": capture.final_norm,
+        "hidden_size": capture.target.hidden_size,
+        "state_dtype": capture.state_dtype,
+        "target": capture.target.model_dump(),
+        "engine": engines[0] if engines else None,
+        "engines": engines,
+        "rejects": sum(rejects.values()),
+        "rejects_by_reason": dict(rejects.most_common()),
+        "advice": _advice(store),
+    }
+
+
+def _advice(store: "Store") -> dict[str, Any] | None:
+    """The latest advice without what only a measuring person wants; None where ``advise`` never ran."""
+    try:
+        advice = read_advice(store.fs)
+    except HiddenstoreError:
+        return None  # verify names it; the rest of the store is as good as before
+    if advice is None:
+        return None
+    rows = [
+        row.model_dump(include={"recipe", "bytes_per_token", "kl", "overlap", "channel_error", "chosen"})
+        for row in advice.rows
+    ]
+    return {"chosen": advice.chosen, "rows": rows, "paired": [row.model_dump(mode="json") for row in advice.paired]}
+
+
+def raw_bytes_per_token(capture: CaptureSpec) -> int:
+    """Bytes of one token as plain bf16: every captured layer, and the final hidden when any of it is held."""
+    arrays = len(capture.aux_layers) + (capture.final != "none")
+    return arrays * capture.target.hidden_size * BYTES_PER_VALUE
+
+
+def length_summary(lengths: Sequence[int]) -> dict[str, Any]:
+    """Quantiles of sample lengths in tokens, and a histogram of ``HISTOGRAM_BINS`` equal bins from 0 to the longest."""
+    if not lengths:
+        return {"min": 0, "p50": 0, "p95": 0, "max": 0, "histogram": {"edges": [], "counts": []}}
+    ordered = sorted(lengths)
+    p50, p95 = (ordered[min(len(ordered) - 1, int(q * len(ordered)))] for q in _QUANTILES)
+    longest = ordered[-1]
+    width = max(1, -(-longest // HISTOGRAM_BINS))
+    bins = min(HISTOGRAM_BINS, -(-longest // width))
+    counts = Counter(min(bins - 1, (length - 1) // width) for length in ordered)
+    histogram = {"edges": [width * i for i in range(bins + 1)], "counts": [counts[i] for i in range(bins)]}
+    return {"min": ordered[0], "p50": p50, "p95": p95, "max": longest, "histogram": histogram}
+
+
+def samples(store: "Store", keep: Test | None = None, limit: int | None = None) -> tuple[list[dict[str, Any]], int]:
+    """A row per sample that passes, at most ``limit``, and how many pass; ``index`` counts all, in commit order."""
+    keep = keep or parse_where(())
+    rows: list[dict[str, Any]] = []
+    passed = 0
+    for index, (record, entry) in enumerate(store.entries):
+        if not keep(record, entry):
+            continue
+        passed += 1
+        if limit is None or len(rows) < limit:
+            rows.append(_sample_row(index, record, entry))
+    return rows, passed
+
+
+SHORTEST_ID = 6
+"""Digits alone that are fewer than these are an index, never the start of an id."""
+
+
+def find_sample(store: "Store", key: str) -> str:
+    """The id a person meant: an index from 0 (negative from the end), a full id, or the start of one; digits alone
+    are the start of an id from ``SHORTEST_ID`` on.
+
+    Raises:
+        NotFoundError: ``sample-missing``.
+        ConfigError: ``sample-ambiguous`` listing the candidates.
+    """
+    if key in store:
+        return key
+    if re.fullmatch(r"-?[0-9]+", key):
+        if -len(store) <= int(key) < len(store):
+            return store.sample_ids[int(key)]
+        if len(store) and len(key.removeprefix("-")) < SHORTEST_ID:
+            raise NotFoundError(
+                f"{store.path} holds {len(store):,} samples, 0 to {len(store) - 1:,}: there is none at {key}",
+                kind="sample-missing",
+                hint=f"hiddenstore ls {store.path}",
+            )
+    matches = [sample_id for sample_id in store.sample_ids if sample_id.startswith(key.lower())] if key else []
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        shown = ", ".join(matches[:4]) + (", …" if len(matches) > 4 else "")
+        raise ConfigError(f"{len(matches)} samples start with {key!r}: {shown}", kind="sample-ambiguous")
+    raise NotFoundError(
+        f"{store.path} holds {len(store):,} samples, and none is {key!r}",
+        kind="sample-missing",
+        hint=f"hiddenstore ls {store.path}",
+    )
+
+
+def stats(store: "Store") -> dict[str, Any]:
+    """Counts and lengths per split, norms per layer over all commits, bytes per field, rejects."""
+    by_split: dict[str, list[SampleEntry]] = {}
+    for _, entry in store.entries:
+        by_split.setdefault(entry.split, []).append(entry)
+    records = store.commits()
+    return {
+        "path": store.path,
+        "samples": len(store),
+        "splits": {split: _split_summary(entries) for split, entries in sorted(by_split.items())},
+        "lengths": length_summary([entry.tokens for _, entry in store.entries]),
+        "supervised": length_summary([entry.supervised for _, entry in store.entries if entry.supervised]),
+        "layers": [
+            {"field": field, **_merged([record.stats[field] for record in records if field in record.stats])}
+            for field in store.capture.state_fields
+        ],
+        "bytes": _bytes_by_field(store, records),
+        "rejects": dict(Counter(reject.reason for record in records for reject in record.rejects).most_common()),
+    }
+
+
+def _sample_row(index: int, record: CommitRecord, entry: SampleEntry) -> dict[str, Any]:
+    return {
+        "index": index,
+        "id": entry.id,
+        "split": entry.split,
+        "tokens": entry.tokens,
+        "supervised": entry.supervised,
+        "final_rows": entry.final_rows,
+        "unit": record.unit,
+    }
+
+
+def _engines(records: Iterable[CommitRecord]) -> list[dict[str, Any]]:
+    """Distinct engines, the one with most units first."""
+    units = Counter(record.engine.model_dump_json() for record in records)
+    return [{**json.loads(engine), "units": count} for engine, count in units.most_common()]
+
+
+def _split_summary(entries: Sequence[SampleEntry]) -> dict[str, Any]:
+    tokens = sum(entry.tokens for entry in entries)
+    supervised = sum(entry.supervised for entry in entries)
+    return {
+        "samples": len(entries),
+        "tokens": tokens,
+        "supervised_tokens": supervised,
+        "supervised_share": supervised / tokens if tokens else 0.0,
+        "longest": max(entry.tokens for entry in entries),
+    }
+
+
+def _merged(stats: Sequence[LayerStats]) -> dict[str, Any]:
+    """Statistics of several units as one; the median is the median of the units' medians, weighted by their rows."""
+    rows = sum(unit.rows for unit in stats)
+    if rows == 0:
+        return {"rows": 0, "rms_mean": None, "rms_median": None, "rms_max": None, "abs_max": None, "raw_rows": 0}
+    by_median = sorted((unit.rms_median, unit.rows) for unit in stats)
+    half_way = bisect_left(list(accumulate(count for _, count in by_median)), rows / 2)
+    return {
+        "rows": rows,
+        "rms_mean": sum(unit.rms_mean * unit.rows for unit in stats) / rows,
+        "rms_median": by_median[half_way][0],
+        "rms_max": max(unit.rms_max for unit in stats),
+        "abs_max": max(unit.abs_max for unit in stats),
+        "raw_rows": sum(unit.raw_rows for unit in stats),
+    }
+
+
+def _bytes_by_field(store: "Store", records: Iterable[CommitRecord]) -> dict[str, int]:
+    """Bytes on disk by field: the layer or final array, its scales with ``aux`` or ``final``, tokens and the rest."""
+    sizes: Counter[str] = Counter()
+    fields = set(store.capture.fields)
+    for record in records:
+        for file in record.files:
+            name = file.path.split("/", 1)[0]
+            if name in fields:
+                sizes[name] += file.size
+            elif name.startswith(("aux_", "final_")):
+                sizes["scales"] += file.size
+            else:
+                sizes["tokens and index"] += file.size
+    order = [*store.capture.fields, "scales", "tokens and index"]
+    return {name: sizes[name] for name in order if name in sizes}

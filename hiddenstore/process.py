@@ -1,0 +1,121 @@
+"""Which worker this is, and when it is asked to stop: torchrun, SLURM, or a single process.
+
+The environment is read, never written. A launcher that set only some of its variables is an error naming the others,
+because a guess would make two workers do the same work.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+from hiddenstore.errors import ConfigError
+
+# rank, world size, local rank; the first launcher with any variable set decides.
+_LAUNCHERS: dict[str, tuple[str, str, str]] = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+}
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SECOND_SIGNAL_EXIT = 130
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This worker among ``world_size``, counted from 0; ``local_rank`` counts within one machine."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world_size}"
+
+
+def from_environment(environment: Mapping[str, str] | None = None) -> Rank:
+    """The rank that torchrun or SLURM gave this process; rank 0 of 1 when neither started it.
+
+    An interactive SLURM allocation (``salloc``, ``sbatch`` without ``srun``) sets SLURM_NTASKS for the job but starts
+    one process with no SLURM_PROCID of a step; its lone task is rank 0 of 1 only when NTASKS is 1.
+
+    Raises:
+        ConfigError: ``rank-incomplete`` names the missing variables; ``rank-invalid`` a value that cannot be.
+    """
+    environment = os.environ if environment is None else environment
+    for launcher, names in _LAUNCHERS.items():
+        values = {name: environment[name] for name in names if environment.get(name, "") != ""}
+        if not values or (launcher == "SLURM" and values == {"SLURM_NTASKS": "1"}):
+            continue
+        missing = [name for name in names if name not in values]
+        if missing:
+            raise ConfigError(
+                f"{launcher} set {', '.join(f'{k}={v}' for k, v in values.items())}, but not {', '.join(missing)}",
+                kind="rank-incomplete",
+                hint=f"start it through {'torchrun' if launcher == 'torchrun' else 'srun'}, "
+                f"or unset {' '.join(values)}",
+            )
+        try:
+            rank, world_size, local_rank = (int(values[name]) for name in names)
+        except ValueError as error:
+            raise ConfigError(f"{launcher}: {values} should be whole numbers", kind="rank-invalid") from error
+        if not (0 <= rank < world_size and local_rank >= 0):
+            raise ConfigError(
+                f"{launcher}: {names[0]}={rank} should lie in 0…{world_size - 1} ({names[1]}={world_size}) "
+                f"and {names[2]}={local_rank} not be negative",
+                kind="rank-invalid",
+            )
+        return Rank(rank, world_size, local_rank)
+    return Rank()
+
+
+@dataclass
+class Drain:
+    """Whether somebody asked this process to stop, and with which signal."""
+
+    signal_name: str | None = None
+    _event: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def requested(self) -> bool:
+        return self._event.is_set()
+
+    def request(self, signal_name: str = "request") -> None:
+        """Ask to stop, as a signal would."""
+        self.signal_name = signal_name
+        self._event.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep up to ``timeout_s`` seconds, less when asked to stop; whether it was."""
+        return self._event.wait(timeout_s)
+
+
+@contextmanager
+def drain_on_signal() -> Iterator[Drain]:
+    """Turn SIGTERM, SIGINT and SIGUSR1 into a flag while the block runs; a second SIGTERM or SIGINT exits 130 at once.
+
+    A repeated SIGUSR1 is not a second request: SLURM sends it to every step of a job. Outside the main thread, where
+    Python allows no handlers, the flag can only be set by ``request``.
+    """
+    drain = Drain()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if drain.requested and number != signal.SIGUSR1:
+            os._exit(_SECOND_SIGNAL_EXIT)
+        drain.request(signal.Signals(number).name)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield drain
+        return
+    before = {number: signal.signal(number, on_signal) for number in _STOP_SIGNALS}
+    try:
+        yield drain
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,151 @@
+"""What a container is: the files of one encoded unit, and random access to its samples. It names no codec.
+
+A codec's arrays are told apart by their axes alone: the codes and whatever has a T axis belong to samples, N counts raw
+rows, the rest belongs to the unit.
+
+Shapes: L aux layers, T tokens of the unit, t tokens of one sample, R final rows of the unit, r of one sample, D width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from hiddenstore.codecs import get_codec, get_layout
+from hiddenstore.codecs.base import Codec, CodeLayout, Encoded, EncodedLayers
+from hiddenstore.fs.seam import Filesystem
+from hiddenstore.inputs import prepared
+from schemas import FINAL, FORMAT_VERSION, CaptureSpec, CommitRecord, FileEntry, LayerStats, SampleEntry
+
+AUX = "aux"
+INPUT_IDS = "input_ids"
+LOSS_MASK = "loss_mask"
+SPANS = "spans"
+FINAL_ROWS = "final_rows"
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedUnit:
+    """A unit ready to be written.
+
+    input_ids int32 [T]; loss_mask uint8 [T]; spans int32 [n, 4] of (sample, role, start, end), start and end counted in
+    the sample; final_rows int32 [R], token positions counted in the sample.
+    """
+
+    unit: str
+    samples: tuple[SampleEntry, ...]
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    spans: np.ndarray
+    final_rows: np.ndarray
+    aux: EncodedLayers
+    final: EncodedLayers
+    stats: dict[str, LayerStats]
+
+    def encoded(self, group: "FieldGroup") -> EncodedLayers:
+        """The states of a group."""
+        return self.aux if group.name == AUX else self.final
+
+
+@dataclass(frozen=True)
+class FieldGroup:
+    """Fields that share a codec and its small arrays: the aux layers, or what stands at the final rows."""
+
+    name: str
+    fields: tuple[str, ...]
+    codec: CodeLayout
+
+    @property
+    def states(self) -> Codec:
+        """The codec of a group that holds states; ConfigError for ``topk``, which gives none back."""
+        return get_codec(self.codec.name)
+
+    def rows_of(self, entry: SampleEntry) -> range:
+        """Rows of a sample in the code arrays of its unit."""
+        if self.name == AUX:
+            return range(entry.start, entry.start + entry.tokens)
+        return range(entry.final_start, entry.final_start + entry.final_rows)
+
+
+def groups_of(capture: CaptureSpec) -> tuple[FieldGroup, FieldGroup]:
+    """The aux layers, ascending; then the final hidden or the top tokens in its place, or no field."""
+    return (
+        FieldGroup(AUX, tuple(capture.aux_fields), get_layout(capture.codecs.aux)),
+        FieldGroup(FINAL, (FINAL,) if capture.final != "none" else (), get_layout(capture.codecs.final)),
+    )
+
+
+def unit_tokens(capture: CaptureSpec) -> int:
+    """Token budget of a unit: 32,768, less where their encoded states would exceed 512 MB."""
+    width = capture.target.hidden_size
+    bits = len(capture.aux_layers) * get_layout(capture.codecs.aux).nominal_bits
+    if capture.final != "none":
+        bits += get_layout(capture.codecs.final).nominal_bits
+    return max(1, min(prepared.UNIT_TOKENS, int(prepared.UNIT_BYTES * 8 / (bits * width))))
+
+
+class ContainerReader(Protocol):
+    """One committed unit in its container. Opening reads nothing; safe to use from many threads.
+
+    Raises from every read CorruptionError (of kind ``files.CHUNK_CORRUPT`` when only the sample is lost) or
+    FormatError ``array-invalid``; both name the file.
+    """
+
+    def plain(self, name: str, index: int) -> np.ndarray:
+        """What the ``index``-th sample has in ``input_ids``, ``loss_mask``, ``spans`` or ``final_rows``.
+
+        int32 [t], uint8 [t], int32 [n, 3] of (role, start, end) and int32 [r]; the caller's own.
+        """
+
+    def encoded(
+        self, group: FieldGroup, index: int, layers: Sequence[int], out: Sequence[Tensor] | None = None
+    ) -> Encoded:
+        """The sample's states in some layers of the group, still encoded; raw rows are counted in the sample.
+
+        ``out``: contiguous tensors [rows of the sample, C], one a layer, that the codes are read into.
+        """
+
+    def decode(self, group: FieldGroup, index: int, layers: Sequence[int], out: Tensor) -> None:
+        """The same decoded into ``out`` bfloat16 [layers, rows of the sample, D] on the CPU."""
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What a container adds to the values: bytes beside them, and files in all."""
+
+    size_bytes: int
+    files: int
+
+
+class Container(Protocol):
+    """How segments lie on disk."""
+
+    name: str
+    """What ``store.json`` and ``--container`` call it."""
+    samples_apart: bool
+    """Whether every sample has its own bytes, so that no compressed chunk spans two."""
+
+    def write(self, fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec) -> list[FileEntry]:
+        """Write a unit as new files under the folder ``path``; each is durable, their names not yet."""
+
+    def open(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> ContainerReader:
+        """Access to the unit that ``record`` describes; reads nothing."""
+
+    def overhead(self, capture: CaptureSpec, samples: int, segments: int) -> Overhead:
+        """An estimate for so many samples in so many segments."""
+
+
+def unit_attributes(unit: str, capture: CaptureSpec) -> dict[str, object]:
+    """What a segment says about itself to people and stock tools; our reader believes store and commit record."""
+    return {
+        "format": FORMAT_VERSION,
+        "unit": unit,
+        "layers": list(capture.aux_layers),
+        "final": capture.final,
+        "final_norm": capture.final_norm,
+        "hs_dtype": capture.state_dtype,
+        "codecs": capture.codecs.model_dump(),
+        "formulas": {name: get_layout(codec).formula for name, codec in capture.codecs.model_dump().items()},
+    }

@@ -1,0 +1,132 @@
+"""The files of one segment: written with their digest, read after a check against the commit record."""
+
+import hashlib
+from collections import deque
+
+import google_crc32c
+import numpy as np
+
+from hiddenstore.documents import sha256_hex
+from hiddenstore.errors import CorruptionError, FormatError
+from hiddenstore.fs.seam import Filesystem
+from schemas import CommitRecord, FileEntry
+
+CHUNK_CORRUPT = "chunk-corrupt"
+"""Kind of the errors that cost one sample; every other damage of a segment costs its whole unit."""
+
+# Calls that end at multiples of this give the page cache large pages: cheaper to write, and to read later. Pages of
+# 1 MiB and more cost twice as much on a virtual machine whose host takes free memory of that size back.
+_BLOCK_BYTES = 1 << 19
+_MOST_PIECES = 1024
+
+
+def crc32c(data: bytes | memoryview | np.ndarray) -> int:
+    """Castagnoli crc of contiguous memory; releases the interpreter lock."""
+    # The C function refuses a memoryview, but takes an array over the same memory.
+    return int(google_crc32c.value(np.frombuffer(data, dtype=np.uint8) if isinstance(data, memoryview) else data))
+
+
+class HashedFile:
+    """A new file whose size and sha256 are known when it closes; removed when the block ends before that.
+
+    Pieces are hashed at once and reach the disk many in one call: their memory must not change until ``close``.
+    """
+
+    def __init__(self, fs: Filesystem, folder: str, path: str) -> None:
+        self._file = fs.create(f"{folder}/{path}")
+        self._path = path
+        self._size = self._pending_bytes = 0
+        self._pending: deque[memoryview] = deque()
+        self._digest = hashlib.sha256()
+        self._is_closed = False
+
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_closed:
+            self._file.abort()
+
+    def write(self, *pieces: bytes | memoryview) -> None:
+        """Append pieces of bytes."""
+        for piece in pieces:
+            self._digest.update(piece)
+            self._pending.append(memoryview(piece))
+            self._pending_bytes += len(piece)
+        self._flush(self._pending_bytes // _BLOCK_BYTES * _BLOCK_BYTES)
+
+    def close(self) -> FileEntry:
+        self._flush(self._pending_bytes)
+        self._file.close()
+        self._is_closed = True
+        return FileEntry(path=self._path, size=self._size, sha256=self._digest.hexdigest())
+
+    def _flush(self, size: int) -> None:
+        """The first ``size`` pending bytes go to the disk."""
+        pieces, left = [], size
+        while left:
+            piece = self._pending.popleft()
+            if len(piece) > left:
+                self._pending.appendleft(piece[left:])
+                piece = piece[:left]
+            pieces.append(piece)
+            left -= len(piece)
+        if pieces:
+            self._file.write_all(pieces if len(pieces) <= _MOST_PIECES else [memoryview(b"".join(pieces))])
+        self._pending_bytes -= size
+        self._size += size
+
+
+def write_bytes(fs: Filesystem, folder: str, path: str, *pieces: bytes | memoryview) -> FileEntry:
+    """One whole new file, fsynced."""
+    with HashedFile(fs, folder, path) as file:
+        file.write(*pieces)
+        return file.close()
+
+
+class SegmentFiles:
+    """The files of one segment as its commit record names them."""
+
+    def __init__(self, fs: Filesystem, path: str, record: CommitRecord) -> None:
+        self.fs, self.path, self.unit = fs, path, record.unit
+        self._entries = {file.path: file for file in record.files}
+
+    def entry(self, path: str) -> FileEntry:
+        """A file's entry, after a check that the record names it and that it is there in that size."""
+        entry = self._entries.get(path)
+        if entry is None:
+            raise self.damaged(path, "file-unnamed", f"the commit record of unit {self.unit} does not name it")
+        require_size(self.fs, f"{self.path}/{path}", entry.size)
+        return entry
+
+    def read(self, path: str) -> bytes:
+        """A whole file, after a check of its sha256."""
+        entry = self.entry(path)
+        data = self.fs.read(f"{self.path}/{path}")
+        if sha256_hex(data) != entry.sha256:
+            raise self.damaged(path, "file-corrupt", "its sha256 is not the one the commit record names")
+        return data
+
+    def damaged(self, path: str, kind: str, reason: str) -> CorruptionError:
+        """A file that is not what the record names."""
+        return damaged(self.fs, f"{self.path}/{path}", kind, reason)
+
+    def misfit(self, name: str, reason: str) -> FormatError:
+        """An array that is whole but not what the capture says."""
+        return FormatError(
+            f"{self.fs.root}/{self.path}/{name} is not the array this store holds: {reason}", kind="array-invalid"
+        )
+
+
+def require_size(fs: Filesystem, path: str, expected: int) -> None:
+    """CorruptionError ``file-missing`` or ``file-size`` unless the file is there in that size."""
+    size = fs.size(path)
+    if size is None:
+        raise damaged(fs, path, "file-missing", "it does not exist")
+    if size != expected:
+        raise damaged(fs, path, "file-size", f"expected {expected} bytes, found {size}")
+
+
+def damaged(fs: Filesystem, path: str, kind: str, reason: str) -> CorruptionError:
+    """What to raise over a file whose bytes are not those that were written."""
+    return CorruptionError(f"{fs.root}/{path} is damaged: {reason}", kind=kind, path=path)

@@ -1,0 +1,170 @@
+"""One unit on disk: ``write_encoded`` makes it, ``SegmentReader`` gives back any sample of it, whatever its container.
+
+Shapes: L layers asked for, t tokens of one sample, r final rows of one sample, D width.
+"""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiddenstore.codecs.base import Encoded, fresh
+from hiddenstore.codecs.topk import unpack_rows
+from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
+from hiddenstore.fs.seam import Filesystem
+from hiddenstore.records import Record, Sample
+from hiddenstore.segments import CONTAINERS
+from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, EncodedUnit, groups_of
+from hiddenstore.segments.files import CHUNK_CORRUPT
+from schemas import CaptureSpec, CommitRecord, FileEntry, SampleEntry
+
+DEFAULT_CONTAINER = "zarr"
+
+
+def write_encoded(
+    fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec, container: str = DEFAULT_CONTAINER
+) -> tuple[FileEntry, ...]:
+    """Write a unit under the new folder ``path``; files and folders are durable when it returns.
+
+    The entries are relative to ``path`` and sorted.
+    """
+    files = CONTAINERS[container].write(fs, path, unit, capture)
+    fs.sync_folder(path)
+    return tuple(sorted(files, key=lambda file: file.path))
+
+
+class SegmentReader:
+    """Random access to the samples of one committed unit. Opening reads nothing; safe to use from many threads.
+
+    Raises from every read:
+        CorruptionError: a file is missing, has another size or fails a checksum; it names the file and the samples.
+        FormatError: an array is whole but not what the capture says.
+    """
+
+    def __init__(
+        self,
+        fs: Filesystem,
+        path: str,
+        record: CommitRecord,
+        capture: CaptureSpec,
+        container: str = DEFAULT_CONTAINER,
+    ) -> None:
+        self.fs, self.path, self.record, self.capture = fs, path, record, capture
+        self._aux, self._final = groups_of(capture)
+        self._unit = CONTAINERS[container].open(fs, path, record, capture)
+
+    def __len__(self) -> int:
+        return len(self.record.samples)
+
+    def sample(self, index: int) -> Sample:
+        """Tokens, mask and spans of the ``index``-th sample."""
+        entry = self.record.samples[index]
+        with self._named(entry):
+            return Sample(
+                id=entry.id,
+                input_ids=self._unit.plain(INPUT_IDS, index),
+                loss_mask=self._unit.plain(LOSS_MASK, index),
+                spans=self._unit.plain(SPANS, index),
+                split=entry.split,
+            )
+
+    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ``index``-th sample's tokens int32 [t] and mask uint8 [t] alone."""
+        with self._named(self.record.samples[index]):
+            return self._unit.plain(INPUT_IDS, index), self._unit.plain(LOSS_MASK, index)
+
+    def read(self, index: int, layers: Sequence[int] | None = None, final: bool = True) -> Record:
+        """One sample with its states decoded: aux bf16 [L, t, D] in the order of ``layers`` (default: all held).
+
+        With ``final`` False, or in a store without it, final is [0, D] and final_rows [0]. A store of top tokens gives
+        them as ``topk``, and final is [0, D].
+        """
+        entry = self.record.samples[index]
+        width = self.capture.target.hidden_size
+        rows = entry.final_rows if self.capture.holds_final_hidden else 0
+        depth = len(self.capture.aux_layers if layers is None else layers)
+        aux = fresh((depth, entry.tokens, width), torch.bfloat16)
+        return self.read_into(index, aux, fresh((rows, width), torch.bfloat16) if final else None, layers)
+
+    def read_into(self, index: int, aux: Tensor, final: Tensor | None, layers: Sequence[int] | None = None) -> Record:
+        """The same record decoded into aux bf16 [L, t, D] and final bf16 [r, D], each layer contiguous.
+
+        Without ``final`` the record has no final rows. For a store of top tokens it is [0, D].
+        """
+        positions, finals = self._positions(layers), self._finals(final is not None)
+        hidden = aux.new_empty((0, aux.shape[-1])) if final is None else final
+        topk = None
+        sample = self.sample(index)
+        with self._named(self.record.samples[index]):
+            self._unit.decode(self._aux, index, positions, aux)
+            if finals and self.capture.holds_topk:
+                topk = unpack_rows(self._unit.encoded(self._final, index, finals))
+            else:
+                self._unit.decode(self._final, index, finals, hidden[None])
+            return Record(sample, aux, hidden, self._final_rows(index, finals), topk)
+
+    def read_encoded(
+        self,
+        index: int,
+        layers: Sequence[int] | None = None,
+        final: bool = True,
+        out: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+    ) -> tuple[Encoded, Encoded, np.ndarray]:
+        """The same still encoded, to be moved and decoded on another device: aux, final and final_rows int32 [r].
+
+        ``get_codec(capture.codecs.aux).decode(aux)`` gives bf16 [L, t, D], the final codec's [1, r, D] (for top tokens
+        ``unpack_rows``); without final, the final part has no codes. ``out``: tensors [t, C] of
+        the layers and [r, C] of the final to read the codes into.
+        """
+        finals = self._finals(final)
+        aux_out, final_out = (None, None) if out is None else out
+        with self._named(self.record.samples[index]):
+            return (
+                self._unit.encoded(self._aux, index, self._positions(layers), aux_out),
+                self._unit.encoded(self._final, index, finals, final_out),
+                self._final_rows(index, finals),
+            )
+
+    def _positions(self, layers: Sequence[int] | None) -> list[int]:
+        stored = self.capture.aux_layers
+        missing = [layer for layer in layers or () if layer not in stored]
+        if missing:
+            raise ConfigError(f"layers {missing} are not held, only {list(stored)}", kind="layer-not-held")
+        return list(range(len(stored))) if layers is None else [stored.index(layer) for layer in layers]
+
+    def _finals(self, final: bool) -> list[int]:
+        """Positions in the group of what stands at the final rows: one or none."""
+        return list(range(len(self._final.fields))) if final else []
+
+    def _final_rows(self, index: int, finals: Sequence[int]) -> np.ndarray:
+        return self._unit.plain(FINAL_ROWS, index) if finals else np.zeros(0, dtype=np.int32)
+
+    @contextmanager
+    def _named(self, entry: SampleEntry) -> Iterator[None]:
+        """Errors leave with the samples that cannot be read: this one for a chunk, all of the unit for the rest."""
+        try:
+            yield
+        except CorruptionError as error:
+            raise self._with_samples(error, entry) from error
+        except NotFoundError as error:
+            missing = CorruptionError(f"{error.message}, but unit {self.record.unit} needs it", kind="file-missing")
+            raise self._with_samples(missing, entry) from error
+
+    def _with_samples(self, error: CorruptionError, entry: SampleEntry) -> CorruptionError:
+        if error.samples:
+            return error
+        samples: tuple[str, ...] = (entry.id,)
+        what = f"sample {entry.id}"
+        if error.kind != CHUNK_CORRUPT:
+            samples = tuple(sample.id for sample in self.record.samples)
+            what = f"all {len(samples)} samples"
+        return CorruptionError(
+            f"{error.message} ({what} of unit {self.record.unit})",
+            kind=error.kind,
+            hint=shlex.join(["hiddenstore", "repair", self.fs.root]),
+            path=error.path,
+            samples=samples,
+        )

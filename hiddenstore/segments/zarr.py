@@ -1,0 +1,247 @@
+"""The Zarr container: a Zarr v3 group with one code array per captured field and the small arrays beside them.
+
+Samples lie end to end along the token axis. The reader believes the commit record and nothing else: every file must
+have the size it names, metadata and small arrays its sha256, chunks of large arrays the crc32c that their metadata
+names, so that even a file in another's place is seen. Reads touch only the rows and layers asked for.
+
+Shapes: L layers asked for, T tokens of the unit, t rows of one sample, D width, N raw rows.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, fresh, select_small
+from hiddenstore.fs.seam import Filesystem
+from hiddenstore.segments.base import (
+    AUX,
+    FINAL_ROWS,
+    INPUT_IDS,
+    LOSS_MASK,
+    SPANS,
+    EncodedUnit,
+    FieldGroup,
+    Overhead,
+    groups_of,
+    unit_attributes,
+)
+from hiddenstore.segments.files import SegmentFiles
+from hiddenstore.segments.zarr_read import ShardReader, read_small
+from hiddenstore.segments.zarr_write import METADATA, ArraySpec, parse_metadata, write_array, write_group, write_sharded
+from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry
+
+_PLAIN_ARRAYS = 4
+_RAW_CHUNK_BYTES = 1 << 14
+_AXES = {"L": "layer", "T": "token", "D": "channel", "N": "raw_row", "2": "layer_and_row"}
+
+
+class ZarrContainer:
+    """Arrays of a unit as files of a Zarr v3 group."""
+
+    name = "zarr"
+    samples_apart = False
+
+    def write(self, fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec) -> list[FileEntry]:
+        files, width = [write_group(fs, path, unit_attributes(unit.unit, capture))], capture.target.hidden_size
+        plain = [
+            (INPUT_IDS, ("token",), unit.input_ids),
+            (LOSS_MASK, ("token",), unit.loss_mask),
+            (SPANS, ("span", "sample_role_start_end"), unit.spans),
+        ]
+        if capture.final != "none":
+            plain.append((FINAL_ROWS, ("final_row",), unit.final_rows))
+        for name, dimensions, values in plain:
+            files += write_array(fs, path, name, ArraySpec(values.shape, str(values.dtype), dimensions), values)
+        for group in groups_of(capture):
+            states = unit.encoded(group)
+            for name, codes in zip(group.fields, states.codes, strict=True):
+                shape = (sum(map(len, codes)), group.codec.code_columns(width))
+                spec = _code_spec(group.codec, shape, name, width)
+                files += write_sharded(fs, path, name, spec, (rows.cpu().numpy() for rows in codes))
+            for name, values in states.small.items():
+                spec = _small_spec(group.codec, name, values.shape)
+                files += write_array(fs, path, f"{group.name}_{name}", spec, values)
+        return files
+
+    def open(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> "ZarrUnit":
+        return ZarrUnit(fs, path, record, capture)
+
+    def overhead(self, capture: CaptureSpec, samples: int, segments: int) -> Overhead:
+        """Each array is a file of numbers and one of metadata, whose bytes do not count beside them."""
+        groups = [group for group in groups_of(capture) if group.fields]
+        arrays = _PLAIN_ARRAYS + sum(len(group.fields) + len(group.codec.small) for group in groups)
+        return Overhead(0, segments * (2 * arrays + 1))
+
+
+ZARR = ZarrContainer()
+
+
+class ZarrUnit:
+    """One group. Keeps the small arrays and shard indexes it read: about (4 L + 11) bytes a token, 4 D a layer."""
+
+    def __init__(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> None:
+        self._fs, self._path, self._record = fs, path, record
+        self._width = capture.target.hidden_size
+        self._rows = {AUX: record.tokens, FINAL: record.final_rows}
+        self._files = SegmentFiles(fs, path, record)
+        self._arrays: dict[str, np.ndarray] = {}
+        self._shards: dict[str, ShardReader] = {}
+        self._small: dict[str, _SmallArrays] = {}
+        # Threads that meet at an unopened array would all open it.
+        self._opening = threading.Lock()
+
+    def plain(self, name: str, index: int) -> np.ndarray:
+        entry = self._record.samples[index]
+        if name == SPANS:
+            spans = self._array(SPANS, "int32", (None, 4))
+            return spans[spans[:, 0] == index, 1:].copy()
+        if name == FINAL_ROWS:
+            final_rows = self._array(FINAL_ROWS, "int32", (self._rows[FINAL],))
+            return final_rows[entry.final_start : entry.final_start + entry.final_rows].copy()
+        values = self._array(name, "uint8" if name == LOSS_MASK else "int32", (self._rows[AUX],))
+        return values[entry.start : entry.start + entry.tokens].copy()
+
+    def encoded(
+        self, group: FieldGroup, index: int, layers: Sequence[int], out: Sequence[Tensor] | None = None
+    ) -> Encoded:
+        rows, columns = group.rows_of(self._record.samples[index]), group.codec.code_columns(self._width)
+        dtype = getattr(torch, group.codec.code_dtype)
+        codes = [fresh((len(rows), columns), dtype) for _ in layers] if out is None else list(out)
+        for target, layer in zip(codes, layers, strict=True):
+            self._codes(group, layer).read_rows(rows.start, rows.stop, target.numpy())
+        return Encoded(codes, self._small_of(group, layers, rows) if group.codec.small and layers else {})
+
+    def decode(self, group: FieldGroup, index: int, layers: Sequence[int], out: Tensor) -> None:
+        rows = group.rows_of(self._record.samples[index])
+        if not rows or not layers:
+            return
+        if not group.codec.small:
+            for target, layer in zip(out.view(torch.uint16).numpy(), layers, strict=True):
+                self._codes(group, layer).read_rows(rows.start, rows.stop, target)
+            return
+        small = self._small_of(group, layers, rows)
+        for slot, layer in enumerate(layers):
+            for start, block in self._codes(group, layer).blocks(rows.start, rows.stop):
+                target = out[slot, start : start + len(block)]
+                group.states.decode_rows(torch.from_numpy(block), small, slot, start, target)
+        if RAW_INDEX in small and len(small[RAW_INDEX]):
+            raw = torch.from_numpy(small[RAW_INDEX].astype(np.int64))
+            out[raw[:, 0], raw[:, 1]] = torch.from_numpy(small[RAW_ROWS]).view(torch.bfloat16)
+
+    def _small_of(self, group: FieldGroup, layers: Sequence[int], rows: range) -> dict[str, np.ndarray]:
+        """The small arrays of some layers and rows; raw rows are counted inside ``rows``."""
+        unit, unit_rows = self._small_arrays(group), self._rows[group.name]
+        small = select_small(group.codec.small, unit.arrays, layers, rows)
+        if unit.raw_rows is None:
+            return small
+        borders = [layer * unit_rows + row for layer in layers for row in (rows.start, rows.stop)]
+        spans = np.searchsorted(unit.raw_positions, borders).reshape(-1, 2).tolist()
+        count = sum(stop - start for start, stop in spans)
+        index = np.empty((count, 2), dtype=np.int32)
+        raw = np.empty((count, self._width), dtype=np.uint16)
+        first = 0
+        for slot, (layer, (start, stop)) in enumerate(zip(layers, spans, strict=True)):
+            if start == stop:
+                continue
+            last = first + stop - start
+            unit.raw_rows.read_rows(start, stop, raw[first:last])
+            index[first:last, 0] = slot
+            index[first:last, 1] = unit.raw_positions[start:stop] - (layer * unit_rows + rows.start)
+            first = last
+        return {**small, RAW_INDEX: index, RAW_ROWS: raw}
+
+    def _small_arrays(self, group: FieldGroup) -> "_SmallArrays":
+        """The small arrays of a group for the whole unit; read once."""
+        if group.name not in self._small:
+            rows = self._rows[group.name]
+            sizes = {"L": len(group.fields), "T": rows, "D": self._width}
+            arrays = {
+                name: self._array(f"{group.name}_{name}", spec.dtype, spec.shape(sizes))
+                for name, spec in group.codec.small.items()
+                if "N" not in spec.axes
+            }
+            raw = self._raw_rows(group) if RAW_INDEX in group.codec.small else (np.zeros(0, dtype=np.int64), None)
+            self._small[group.name] = _SmallArrays(arrays, *raw)
+        return self._small[group.name]
+
+    def _raw_rows(self, group: FieldGroup) -> tuple[np.ndarray, ShardReader]:
+        """Ascending layer * rows + row of what is kept verbatim, and its values."""
+        rows = self._rows[group.name]
+        index = self._array(f"{group.name}_{RAW_INDEX}", "int32", (None, 2)).astype(np.int64)
+        positions = index[:, 0] * rows + index[:, 1]
+        inside = ((index >= 0) & (index < [len(group.fields), rows])).all()
+        if not inside or (np.diff(positions) <= 0).any():
+            raise self._files.misfit(f"{group.name}_{RAW_INDEX}", "its rows are not ascending")
+        return positions, self._shard(f"{group.name}_{RAW_ROWS}", "uint16", (len(index), self._width), False)
+
+    def _codes(self, group: FieldGroup, layer: int) -> ShardReader:
+        shape = (self._rows[group.name], group.codec.code_columns(self._width))
+        return self._shard(group.fields[layer], group.codec.code_dtype, shape, group.codec.compressed)
+
+    def _shard(self, name: str, dtype: str, shape: tuple[int, ...], compressed: bool) -> ShardReader:
+        if name not in self._shards:
+            with self._opening:
+                if name not in self._shards:
+                    spec = self._spec(name, dtype, shape)
+                    if spec.chunk_rows is None or spec.compressed != compressed:
+                        raise self._files.misfit(name, "it is not chunked and compressed as its codec says")
+                    size = self._files.entry(f"{name}/{spec.file_path}").size if spec.size else None
+                    self._shards[name] = ShardReader(self._fs, f"{self._path}/{name}", spec, size)
+        return self._shards[name]
+
+    def _array(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> np.ndarray:
+        if name not in self._arrays:
+            with self._opening:
+                if name not in self._arrays:
+                    spec = self._spec(name, dtype, shape)
+                    if spec.chunk_rows is not None or spec.compressed:
+                        raise self._files.misfit(name, "it is not a single plain chunk")
+                    sha256 = self._files.entry(f"{name}/{spec.file_path}").sha256 if spec.size else None
+                    self._arrays[name] = read_small(self._fs, f"{self._path}/{name}", spec, sha256)
+        return self._arrays[name]
+
+    def _spec(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> ArraySpec:
+        path = f"{name}/{METADATA}"
+        spec = parse_metadata(self._files.read(path), f"{self._fs.root}/{self._path}/{path}")
+        fits = len(shape) == len(spec.shape) and all(
+            length in (None, stored) for length, stored in zip(shape, spec.shape, strict=True)
+        )
+        if spec.dtype != dtype or not fits:
+            raise self._files.misfit(name, f"expected {dtype} {list(shape)}, found {spec.dtype} {list(spec.shape)}")
+        return spec
+
+
+@dataclass(frozen=True)
+class _SmallArrays:
+    """Those of a group by name; raw row i is row ``raw_positions[i]`` % rows of layer // rows, ascending."""
+
+    arrays: dict[str, np.ndarray]
+    raw_positions: np.ndarray
+    raw_rows: ShardReader | None
+
+
+def _code_spec(codec: CodeLayout, shape: tuple[int, ...], name: str, width: int) -> ArraySpec:
+    attributes: dict[str, object] = {"codec": codec.name, "formula": codec.formula}
+    parts = codec.row_parts(width)
+    if codec.exact:
+        attributes["hs_dtype"] = "bfloat16"
+    if parts:
+        # What numpy.dtype takes, once the inner lists are tuples.
+        attributes["row"] = [[part.name, part.dtype, [part.count]] for part in parts]
+    chunk_rows = min(codec.chunk_tokens(width), max(1, shape[0]))
+    dimensions = ("final_row" if name == FINAL else "token", "byte" if parts else "channel")
+    return ArraySpec(shape, codec.code_dtype, dimensions, chunk_rows, codec.compressed, attributes)
+
+
+def _small_spec(codec: CodeLayout, name: str, shape: tuple[int, ...]) -> ArraySpec:
+    field = codec.small[name]
+    chunk_rows = None
+    if name == RAW_ROWS:
+        chunk_rows = max(1, min(_RAW_CHUNK_BYTES // (2 * shape[1]), shape[0]))
+    dimensions = tuple(_AXES[axis] for axis in field.axes)
+    attributes = {"hs_dtype": "bfloat16"} if field.bf16 else {}
+    return ArraySpec(shape, field.dtype, dimensions, chunk_rows, False, attributes)

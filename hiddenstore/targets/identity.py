@@ -1,0 +1,127 @@
+"""Fingerprints of a target: the four digests of ``schemas.TargetIdentity`` and how two identities are compared.
+
+Everything that meets a target (prepare, collect, decode) computes them here, so that equal targets have equal digests
+whoever loaded them and in whatever dtype.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hiddenstore.documents import sha256_hex
+from schemas.capture import TargetIdentity
+
+if TYPE_CHECKING:
+    import torch
+
+# What a config.json may change between two savings of one model.
+_VOLATILE_KEYS = frozenset({"transformers_version", "torch_dtype", "dtype", "use_cache", "name_or_path", "model_name"})
+
+# Merges, digits, spaces, accents and scripts: two tokenizers with one vocabulary but other rules differ here.
+_PROBES = (
+    "The quick brown fox jumps over the lazy dog. 0123456789 3.14159 1,000,000",
+    "def f(x):\n\treturn x ** 2  # tabs,  double  spaces\n\n\n",
+    "naïve café Zürich Ελλάδα мир 漢字かな 🙂 don't IT'S",
+)
+
+# A name, a branch or a loading dtype is for people; the rest decides what the states are.
+_COMPARED = (
+    "model_type",
+    "hidden_size",
+    "num_layers",
+    "vocab_size",
+    "config_sha256",
+    "tokenizer_sha256",
+    "chat_template_sha256",
+    "weights_sha256",
+)
+
+
+def config_sha256(config: Mapping[str, Any]) -> str:
+    """Digest of a target's config.json as parsed from disk (``PretrainedConfig.get_config_dict(name)[0]``).
+
+    Not of ``model.config.to_dict()``: that one changes with the transformers release. Private (``_…``) and volatile
+    keys (versions, dtypes) are left out at every depth.
+    """
+    return sha256_hex(_canonical(_without_volatile(config)))
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """Digest of what a tokenizer does: its vocabulary and the ids of fixed probe texts.
+
+    ``tokenizer`` is a loaded transformers tokenizer, or a folder or hub id to load one from. Independent of the file
+    form and of who saved it.
+    """
+    if isinstance(tokenizer, str | Path):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))
+    probes = [tokenizer.encode(text, add_special_tokens=False) for text in _PROBES]
+    return sha256_hex(_canonical({"vocab": tokenizer.get_vocab(), "probes": probes}))
+
+
+def chat_template_sha256(template: str | Mapping[str, str] | None) -> str:
+    """Digest of a chat template's text; of the empty string when there is none."""
+    return sha256_hex(_canonical(template) if isinstance(template, Mapping) else (template or "").encode("utf-8"))
+
+
+def weights_sha256(embed_tokens: "torch.Tensor", norm: "torch.Tensor", lm_head: "torch.Tensor | None") -> str:
+    """Digest of embeddings [V, D], final norm [D] and LM head [V, D] (None when tied), as values rounded to bf16.
+
+    Rounding first makes a target loaded in fp32 and the same one loaded in bf16 agree.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in (("embed_tokens", embed_tokens), ("norm", norm), ("lm_head", lm_head)):
+        shape = "tied" if tensor is None else "x".join(str(n) for n in tensor.shape)
+        digest.update(f"{name} {shape}\n".encode())
+        if tensor is not None:
+            _hash_rows(digest, tensor)
+    return digest.hexdigest()
+
+
+def target_argument(identity: TargetIdentity) -> str:
+    """What a command line may say after ``--target``: a hub id, or the word TARGET, for no store knows a path."""
+    return identity.name if "/" in identity.name or identity.revision else "TARGET"
+
+
+def identity_differences(expected: TargetIdentity, actual: TargetIdentity) -> list[str]:
+    """Every field that makes two targets different ones, as ``weights_sha256: 77ab… expected, 19c0… found``."""
+    return [
+        f"{field}: {_short(getattr(expected, field))} expected, {_short(getattr(actual, field))} found"
+        for field in _COMPARED
+        if getattr(expected, field) != getattr(actual, field)
+    ]
+
+
+def _hash_rows(digest: Any, tensor: "torch.Tensor") -> None:
+    import torch
+
+    rows = tensor.detach().reshape(-1, tensor.shape[-1])
+    # Blocks bound the peak: an embedding of a large target is gigabytes.
+    step = max(1, (64 << 20) // max(1, 2 * rows.shape[-1]))
+    for start in range(0, rows.shape[0], step):
+        block = rows[start : start + step].to("cpu", torch.bfloat16).contiguous()
+        digest.update(block.view(torch.uint16).numpy().tobytes())
+
+
+def _without_volatile(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            str(key): _without_volatile(item)
+            for key, item in value.items()
+            if not str(key).startswith("_") and key not in _VOLATILE_KEYS
+        }
+    if isinstance(value, list | tuple):
+        return [_without_volatile(item) for item in value]
+    return value
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str).encode("utf-8")
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return f"{text[:8]}…" if len(text) == 64 else text

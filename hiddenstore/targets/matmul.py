@@ -1,0 +1,83 @@
+"""Products of rows with a weight matrix, by the fastest kernel torch holds for them.
+
+``onednn_pays`` is the one switch of the private operator used here: on CPUs with AVX-512 oneDNN multiplies fp32
+matrices faster than ``torch.mm`` (AMD EPYC: by 5 to 25 % on one thread, by 10 to 30 % on two, twice as fast for eight
+rows; ``benchmarks/results/products-2026-11-21.json``). Everything else is torch's. Both sum in fp32.
+
+Shapes: n rows, I columns of the rows, O rows of the weight.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+HAS_ONEDNN = (
+    torch.backends.mkldnn.is_available()
+    and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+)
+FEWEST_WITH_GRADIENT = 100_000_000
+"""Multiplications below which a step through Python's autograd costs what the kernel saves."""
+
+
+def onednn_pays(x: Tensor, weight: Tensor, *, needs_gradient: bool = False) -> bool:
+    """Whether oneDNN multiplies these faster than torch: fp32 on a CPU with AVX-512, outside autocast and compilation,
+    and large enough where a gradient is made. A weight that is a slice of columns would go to a kernel slower by orders
+    of magnitude."""
+    return (
+        HAS_ONEDNN
+        and x.dtype is weight.dtype is torch.float32
+        and x.device.type == "cpu"
+        and x.ndim > 1
+        and x.shape[-1] == weight.shape[1] > 0
+        and type(weight) in (Tensor, torch.nn.Parameter)
+        and (weight.is_contiguous() or weight.T.is_contiguous())
+        and not (needs_gradient and x.numel() * weight.shape[0] < FEWEST_WITH_GRADIENT)
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and bool(torch.backends.mkldnn.enabled)
+    )
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` for x [..., I] and weight [O, I]; [..., O], with gradients for both, but none of gradients."""
+    needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if not onednn_pays(x, weight, needs_gradient=needs_gradient):
+        return F.linear(x, weight)
+    out: Tensor = _Linear.apply(x, weight) if needs_gradient else _onednn(x, weight)
+    return out
+
+
+class Linear(torch.nn.Linear):
+    """`torch.nn.Linear` without bias, by ``linear``."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__(width_in, width_out, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        for_x, for_weight = ctx.needs_input_grad
+        ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
+        return _onednn(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight = ctx.needs_input_grad
+        # oneDNN's kernel takes no transposed rows, so the gradient of the weight stays with torch.
+        grad_weight = grads[0].flatten(0, -2).T @ x.flatten(0, -2) if for_weight else None
+        return _onednn(grads[0], weight.T) if for_x else None, grad_weight
+
+
+def _onednn(x: Tensor, weight: Tensor) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x.contiguous(), weight, None, "none", [], "")
+    return out

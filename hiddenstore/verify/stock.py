@@ -1,0 +1,149 @@
+"""Does stock software read what our reader reads: zarr-python, or webdataset with numpy and numcodecs.
+
+Compared as stored, array by array: codes, small arrays of the codecs, tokens, mask, turns, positions of final rows.
+"""
+
+import io
+import tarfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
+from hiddenstore.errors import HiddenstoreError
+from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, FieldGroup, groups_of
+from hiddenstore.segments.segment import SegmentReader
+from hiddenstore.segments.tar import TAR, UNIT_PREFIX
+from hiddenstore.store import Store
+from hiddenstore.verify.report import Advance, Finding, Report
+from schemas.manifest import CommitRecord, SampleEntry
+
+Arrays = Mapping[str, np.ndarray]
+
+_NUMPY = ".npy"
+
+
+def check_stock(store: Store, report: Report, advance: Advance) -> None:
+    """Add a finding ``stock-differs`` for every array of a unit that stock software reads otherwise, or not at all.
+
+    ``advance`` is told each sample compared; ``report.stock_samples`` counts them.
+    """
+    stock = _zarr_samples if store.manifest.container == "zarr" else _tar_samples
+    for record in store.commits():
+        differing: dict[tuple[str, str], list[str]] = defaultdict(list)
+        reader, samples = store.open_unit(record), stock(store, record)
+        for index, entry in enumerate(record.samples):
+            try:
+                name, their_arrays = next(samples)
+            except Exception as error:  # noqa: BLE001 - whatever stock software raises is what is to be found
+                rest = tuple(sample.id for sample in record.samples[index:])
+                reason = f"{type(error).__name__} {error}".rstrip()
+                detail = f"stock software cannot read {len(rest)} of {len(record.samples)} samples: {reason}"
+                report.findings.append(Finding("stock-differs", record.segment, rest, detail))
+                break
+            try:
+                our_arrays = _our_arrays(reader, index)
+            except HiddenstoreError as error:
+                report.findings.append(Finding.of(error, record.segment, (entry.id,)))
+                continue
+            if name != entry.id:
+                differing["", f"reads {name} where sample {entry.id} is due"].append(entry.id)
+            for array, what in _differences(our_arrays, their_arrays):
+                differing[array, what].append(entry.id)
+            report.stock_samples += 1
+            advance(1)
+        for (array, what), names in differing.items():
+            path = f"{record.segment}/{array}".rstrip("/")
+            report.findings.append(Finding("stock-differs", path, tuple(names), f"stock software {what}"))
+
+
+def _differences(ours: Arrays, theirs: Arrays) -> Iterator[tuple[str, str]]:
+    for name in sorted(ours.keys() ^ theirs.keys()):
+        yield name, "has no such array" if name in ours else "has an array that the store does not"
+    for name in sorted(ours.keys() & theirs.keys()):
+        our, their = ours[name], theirs[name]
+        if (our.dtype, our.shape) != (their.dtype, their.shape):
+            yield name, f"reads {their.dtype} {list(their.shape)}, not {our.dtype} {list(our.shape)}"
+        elif not np.array_equal(our, their):
+            yield name, "reads other values"
+
+
+def _our_arrays(reader: SegmentReader, index: int) -> Arrays:
+    """One sample as our reader gives it."""
+    sample, (aux, final, final_rows) = reader.sample(index), reader.read_encoded(index)
+    arrays = {INPUT_IDS: sample.input_ids, LOSS_MASK: sample.loss_mask, SPANS: sample.spans}
+    if reader.capture.final != "none":
+        arrays[FINAL_ROWS] = final_rows
+    for group, encoded in zip(groups_of(reader.capture), (aux, final), strict=True):
+        arrays |= {name: codes.numpy() for name, codes in zip(group.fields, encoded.codes, strict=True)}
+        arrays |= {f"{group.name}_{name}": values for name, values in encoded.small.items()}
+    return arrays
+
+
+def _zarr_samples(store: Store, record: CommitRecord) -> Iterator[tuple[str, Arrays]]:
+    """The samples of a unit as slices of the arrays that zarr-python reads."""
+    arrays = {name: np.asarray(array[...]) for name, array in store.zarr(record.unit).arrays()}
+    for number, entry in enumerate(record.samples):
+        tokens = slice(entry.start, entry.start + entry.tokens)
+        sample = {**arrays, INPUT_IDS: arrays[INPUT_IDS][tokens], LOSS_MASK: arrays[LOSS_MASK][tokens]}
+        sample[SPANS] = arrays[SPANS][arrays[SPANS][:, 0] == number, 1:]
+        if store.capture.final != "none":
+            sample[FINAL_ROWS] = arrays[FINAL_ROWS][entry.final_start : entry.final_start + entry.final_rows]
+        for group in groups_of(store.capture):
+            if group.fields:
+                sample |= _zarr_group(group, arrays, entry)
+        yield entry.id, sample
+
+
+def _zarr_group(group: FieldGroup, arrays: Arrays, entry: SampleEntry) -> dict[str, np.ndarray]:
+    """Codes and small arrays of one sample; its raw rows are counted in the sample."""
+    rows = group.rows_of(entry)
+    part = {name: arrays[name][rows.start : rows.stop] for name in group.fields}
+    for name, spec in group.codec.small.items():
+        array = arrays[f"{group.name}_{name}"]
+        if "T" in spec.axes:
+            array = np.take(array, rows, axis=spec.axes.index("T"))
+        part[f"{group.name}_{name}"] = array
+    if RAW_INDEX in group.codec.small:
+        index = arrays[f"{group.name}_{RAW_INDEX}"]
+        inside = (index[:, 1] >= rows.start) & (index[:, 1] < rows.stop)
+        part[f"{group.name}_{RAW_INDEX}"] = index[inside] - np.array([0, rows.start], dtype=index.dtype)
+        part[f"{group.name}_{RAW_ROWS}"] = arrays[f"{group.name}_{RAW_ROWS}"][inside]
+    return part
+
+
+def _tar_samples(store: Store, record: CommitRecord) -> Iterator[tuple[str, Arrays]]:
+    """The samples of a unit as webdataset iterates them, with the arrays that they share."""
+    width, shared = store.capture.target.hidden_size, {}
+    with tarfile.open(f"{store.path}/{record.segment}/{TAR}") as tar:
+        for member in tar:
+            if member.name.startswith(UNIT_PREFIX) and member.name.endswith(_NUMPY):
+                data = tar.extractfile(member)
+                assert data is not None
+                shared[member.name.removeprefix(UNIT_PREFIX).removesuffix(_NUMPY)] = _array(data.read())
+    for sample in store.webdataset(record.unit):
+        fields: dict[str, Any] = {name: data for name, data in sample.items() if not name.startswith("__")}
+        arrays = {
+            name.rpartition(".")[0]: _array(data) if name.endswith(_NUMPY) else _unblosc(data, width)
+            for name, data in fields.items()
+        }
+        yield sample["__key__"], {**shared, **arrays}
+
+
+def _array(data: bytes) -> np.ndarray:
+    array: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
+    return array
+
+
+def _unblosc(data: bytes, width: int) -> np.ndarray:
+    """Blosc buffers end to end, each with its length in bytes 12 to 15, as uint16 [rows, width]."""
+    from numcodecs import blosc
+
+    decoded = []
+    while data:
+        size = int.from_bytes(data[12:16], "little")
+        decoded.append(blosc.decompress(data[:size]))
+        data = data[size:] if size else b""
+    return np.frombuffer(b"".join(decoded), dtype="<u2").reshape(-1, width)

@@ -1,0 +1,134 @@
+"""What files and folders of a local disk look like to others while they are written, after a kill, and to a second."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hiddenstore.errors import ConflictError, CorruptionError, StorageError
+from hiddenstore.fs.publish import new_file, new_folder, replace_file, sweep_killed
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from hiddenstore.fs.publish import new_file, new_folder
+out = Path(sys.argv[2])
+if sys.argv[1] == "folder":
+    with new_folder(out) as folder:
+        (folder / "half").write_bytes(b"half")
+        print("writing", flush=True)
+        time.sleep(60)
+else:
+    with new_file(out) as file:
+        file.write(b"half")
+        print("writing", flush=True)
+        time.sleep(60)
+"""
+
+
+@contextmanager
+def writing(kind: str, out: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process in the middle of writing ``out``, killed at the end at the latest."""
+    with subprocess.Popen([sys.executable, "-c", WRITER, kind, str(out)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "writing\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def write(kind: str, out: Path) -> None:
+    if kind == "folder":
+        with new_folder(out) as folder:
+            (folder / "all").write_bytes(b"all")
+    else:
+        with new_file(out) as file:
+            file.write(b"all")
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_killed_writer_leaves_no_name_and_the_next_one_sweeps_it(tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "out"
+    with writing(kind, out) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert [path.name.startswith(".out.writing-") for path in tmp_path.iterdir()] == [True]
+    write(kind, out)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_second_writer_of_a_name_leaves_the_living_first_alone(tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "out"
+    with writing(kind, out):
+        write(kind, out)
+        sweep_killed(tmp_path)
+        assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_of_two_writers_of_a_name_one_is_refused_and_nothing_is_mixed(tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ConflictError, match="exists already") as caught:  # noqa: PT012
+        if kind == "folder":
+            with new_folder(out) as folder:
+                (folder / "late").write_bytes(b"late")
+                write(kind, out)
+        else:
+            with new_file(out) as file:
+                file.write(b"late")
+                write(kind, out)
+    assert caught.value.kind == "output-exists"
+    assert list(tmp_path.iterdir()) == [out]
+    assert (out / "all" if kind == "folder" else out).read_bytes() == b"all"
+
+
+def test_what_fails_inside_keeps_its_own_error_and_leaves_nothing(tmp_path: Path) -> None:
+    for error in (CorruptionError("torn", kind="file-short"), StorageError("gone", kind="server-timeout")):
+        with pytest.raises(type(error)) as caught, new_folder(tmp_path / "out"):
+            raise error
+        assert caught.value is error
+    with pytest.raises(StorageError) as full, new_folder(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "no room")
+    assert full.value.kind == "disk-full"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_is_durable_before_the_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}").rpartition("/")[2].partition(".writing-")[0])
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", lambda self, out: synced.append("rename") or os.rename(self, out))
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "a").write_bytes(b"a")
+    assert synced == ["a", "inner", ".out", "rename", tmp_path.name]
+
+
+def test_a_replaced_file_is_the_old_one_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "LATEST"
+    replace_file(path, b"old")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "io")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(StorageError) as caught:
+            replace_file(path, b"new")
+    assert caught.value.kind == "io-error"
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (b"old", [path])
+    replace_file(path, b"new")
+    assert path.read_bytes() == b"new"

@@ -1,0 +1,1 @@
+"""What another house adds to hiddenstore: see pyproject.toml."""

@@ -1,0 +1,219 @@
+"""``hiddenstore run``: a pipeline file through the whole command line, stopped anywhere and gone on with."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hiddenstore.cli import inner, pipeline
+from hiddenstore.errors import CaptureError
+from tests.tiny_world import LAYERS, World, error_of, run, tree
+
+USAGE, CORRUPT, CONFLICT = 2, 3, 6
+SMALL = {"loss": {"steps": 2}, "data": {"batch_tokens": 512, "pack_tokens": 256}}
+
+
+def write_pipeline(world: World, folder: Path, **changes: Any) -> str:
+    """A pipeline of two drafters over the world's conversations, in ``folder``."""
+    settings = {
+        "target": world / "target",
+        "out": str(folder / "out"),
+        "inputs": [world / "chats.jsonl"],
+        "prepare": {"val": "20%"},
+        "collect": {"layers": LAYERS, "final": "all"},
+        "verify": {"full": True},
+        "drafters": {
+            "eagle3.1": {"config": "eagle3.1", "settings": {**SMALL, "train": {"max_steps": 2}}},
+            "medusa": {"drafter": "medusa", "settings": {"train": {"max_steps": 1}, "data": SMALL["data"]}},
+        },
+        "eval": {"draft-len": 2},
+        **changes,
+    }
+    path = folder / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(settings)), sort_keys=False))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def finished(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a pipeline that ran to its end."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    assert run("run", write_pipeline(world, folder), "-q") == 0
+    return folder
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run("run", *words, "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_one_file_gives_a_store_and_an_export_of_every_drafter(finished: Path) -> None:
+    for name in ("eagle3.1", "medusa"):
+        assert (finished / "out" / name / "drafter" / "model.safetensors").is_file()
+    assert run("verify", str(finished / "out" / "store"), "--full") == 0
+
+
+def test_a_finished_pipeline_does_nothing_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tree(finished / "out")
+    again = document(capsys, str(finished / "pipeline.yaml"))
+    assert all(stage["was_done"] for stage in again["stages"])
+    assert [row["drafter"] for row in again["drafters"]] == ["eagle3.1", "medusa"]
+    assert all(row["simulated"] >= 1 for row in again["drafters"])
+    assert tree(finished / "out") == before
+
+
+def test_what_was_removed_is_made_again_and_nothing_else(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tree(finished / "out" / "medusa" / "drafter")
+    shutil.rmtree(finished / "out" / "medusa" / "drafter")
+    again = document(capsys, str(finished / "pipeline.yaml"))
+    assert [stage["stage"] for stage in again["stages"] if not stage["was_done"]] == ["medusa/export"]
+    assert tree(finished / "out" / "medusa" / "drafter") == before
+
+
+def test_a_stage_that_failed_is_where_the_same_command_goes_on(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_pipeline(world, tmp_path)
+    real = inner.do
+
+    def failing(name: str, *words: str, quiet: bool = False) -> Any:
+        if name == "train":
+            raise CaptureError("the machine went away", kind="gone")
+        return real(name, *words, quiet=quiet)
+
+    monkeypatch.setattr(pipeline, "do", failing)
+    assert run("run", file, "-q") == CaptureError.exit_code
+    monkeypatch.setattr(pipeline, "do", real)
+    again = document(capsys, file)
+    done = [stage["stage"] for stage in again["stages"] if stage["was_done"]]
+    assert done == ["prepare", "collect", "verify"]
+
+
+def test_a_killed_run_trains_on_to_the_drafter_of_an_uninterrupted_one(world: World, tmp_path: Path) -> None:
+    settings = {**SMALL, "train": {"max_steps": 10, "checkpoint_every": 1, "validate_every": 0}}
+    drafters = {"eagle3": {"drafter": "eagle3", "settings": settings}}
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "whole").mkdir()
+    killed = write_pipeline(world, tmp_path / "killed", drafters=drafters)
+    command = [sys.executable, "-m", "hiddenstore.cli", "run", killed, "-q"]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    checkpoints = tmp_path / "killed" / "out" / "eagle3" / "run" / "checkpoints"
+    while process.poll() is None and not (checkpoints / "step-2").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    assert run("run", killed, "-q") == 0
+    assert run("run", write_pipeline(world, tmp_path / "whole", drafters=drafters), "-q") == 0
+    weights = [
+        (tmp_path / name / "out" / "eagle3" / "drafter" / "model.safetensors").read_bytes()
+        for name in ("killed", "whole")
+    ]
+    assert weights[0] == weights[1]
+
+
+def test_an_option_that_a_command_does_not_take_is_refused_before_anything_is_done(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_pipeline(world, tmp_path, export={"engin": "vllm"})
+    assert run("run", file) == USAGE
+    message, fix = error_of(capsys.readouterr().err)
+    assert "takes no 'engin' here; did you mean engine?" in message
+    assert fix == "hiddenstore export --help"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_value_that_an_option_does_not_take_is_refused_before_anything_is_done(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", write_pipeline(world, tmp_path, export={"engine": "vllm", "dtype": "fp12"})) == USAGE
+    message, fix = error_of(capsys.readouterr().err)
+    assert "fp12" in message
+    assert fix == "hiddenstore export --help"
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_mistake_of_a_pipeline_is_named_at_once_before_anything_is_done(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafters = {
+        "a": {"drafter": "eagle3", "settings": {"optim": {"lrr": 1}, "loss": {"steps": "many"}}},
+        "b": {"config": "eagle3.1", "settings": {**SMALL, "train": {"max_steps": 2}}},
+        "c": {"settings": {"train": {"patience": 3, "validate_every": 0}}},
+    }
+    file = write_pipeline(world, tmp_path, drafters=drafters, collect={"layer": "1,2"}, eval={"draft-len": "x"})
+    assert run("run", file) == USAGE
+    message = " ".join(error_of(capsys.readouterr().err)[0].split())
+    for part in (
+        "collect takes no 'layer' here; did you mean layers?",
+        "optim.lrr",
+        "loss.steps",
+        "draft-len",
+        "c/train: train",
+    ):
+        assert part in message
+    assert "b/train" not in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_mistake_of_a_drafter_keeps_what_fixes_it(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", write_pipeline(world, tmp_path, drafters={"a": {"config": "eagel3"}})) == USAGE
+    message, fix = error_of(capsys.readouterr().err)
+    assert message.startswith("a/train: -c eagel3: no file of that name")
+    assert fix == "-c eagle3"
+
+
+def test_what_a_changed_pipeline_would_make_otherwise_is_refused_with_both_commands(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(finished / "out")
+    assert run("run", str(finished / "pipeline.yaml"), "collect.recipe=lossless") == CONFLICT
+    message, fix = error_of(capsys.readouterr().err)
+    assert "the pipeline now says" in message
+    assert "--recipe lossless" in message
+    assert fix == f"rm -r {finished / 'out' / 'store'} {finished / 'out' / 'done' / 'collect.json'}"
+    assert tree(finished / "out") == before
+
+
+def test_changed_inputs_are_noticed(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chats = tmp_path / "chats.jsonl"
+    shutil.copy(world / "chats.jsonl", chats)
+    drafters = {"medusa": {"drafter": "medusa", "settings": {"train": {"max_steps": 1}}}}
+    file = write_pipeline(world, tmp_path, inputs=[str(chats)], drafters=drafters)
+    assert run("run", file, "-q") == 0
+    lines = chats.read_text().splitlines(keepends=True)
+    chats.write_text("".join(lines[:-1]))
+    assert run("run", file) == CONFLICT
+    assert "inputs that have changed since" in error_of(capsys.readouterr().err)[0]
+
+
+def test_a_damaged_record_names_its_file(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = finished / "out" / "done" / "prepare.json"
+    whole = record.read_bytes()
+    try:
+        record.write_bytes(whole.replace(b"prepare", b"prepara", 1))
+        assert run("run", str(finished / "pipeline.yaml")) == CORRUPT
+        assert str(record) in error_of(capsys.readouterr().err)[0]
+    finally:
+        record.write_bytes(whole)
+
+
+def test_a_folder_of_something_else_is_left_alone(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    assert run("run", write_pipeline(world, tmp_path)) == CONFLICT
+    assert "no `hiddenstore run` made" in error_of(capsys.readouterr().err)[0]
+    assert list(tree(tmp_path / "out")) == ["thesis.tex"]

@@ -1,0 +1,214 @@
+"""Prompts to decode, as token ids: chat messages from JSONL, or the held-out text of prepared DATA or of a store."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from hiddenstore.errors import ConfigError, FormatError, NotFoundError
+from hiddenstore.layout import DATA_JSON, STORE_JSON
+from hiddenstore.records import Sample
+from schemas.capture import TargetIdentity
+
+FIELDS = ("messages", "conversations", "turns", "prompt", "question", "problem")
+TURNS = ("turns", "prompt")
+"""Fields that may list the texts of a user's turns."""
+EXAMPLES = 3
+"""Rows that a message about several quotes."""
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One conversation to be answered: ``history`` ends with a user's message; ``more`` are the user's next ones, each
+    asked after the answer to the one before."""
+
+    task: str
+    history: tuple[Message, ...]
+    more: tuple[str, ...] = ()
+
+
+def read_questions(files: Sequence[str], unusable: list[str], count: int | None = None) -> list[Question]:
+    """Questions in file order, at most ``count`` of each task; rows that ask nothing are put into ``unusable``.
+
+    Raises:
+        NotFoundError: ``prompts-missing``.
+        ConfigError: ``prompts-empty``.
+    """
+    questions: list[Question] = []
+    per_task: Counter[str] = Counter()
+    for name in files:
+        for question in questions_of(Path(name), unusable):
+            per_task[question.task] += 1
+            if count is None or per_task[question.task] <= count:
+                questions.append(question)
+    if not questions:
+        raise no_prompt(", ".join(files), unusable)
+    return questions
+
+
+def questions_of(path: Path, unusable: list[str]) -> Iterator[Question]:
+    """Questions of a JSONL file, in order. Rows that ask nothing are put into ``unusable``, as ``file:line: why``.
+
+    A line holds ``messages`` or ``conversations``, ``turns`` (MT-Bench), ``prompt`` (HumanEval, a text or a list of a
+    user's turns), ``question`` (GSM8K) or ``problem`` (MATH). Its task is ``task``, else ``category``, else the file's
+    name.
+
+    Raises:
+        NotFoundError: ``prompts-missing``.
+    """
+    if not path.is_file():
+        raise NotFoundError(f"no prompts at {path}: expected a JSONL file", kind="prompts-missing")
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            question = _question(line, path.stem)
+            if isinstance(question, Question):
+                yield question
+            else:
+                unusable.append(f"{path}:{number}: {question}")
+
+
+def no_prompt(source: str, unusable: Sequence[str]) -> ConfigError:
+    """What to raise for a source without a single prompt."""
+    why = f"; of {len(unusable)} rows the first: {unusable[0]}" if unusable else ""
+    return ConfigError(f"{source} holds no prompt{why}", kind="prompts-empty")
+
+
+def left_out(unusable: Sequence[str]) -> str:
+    """One line about rows that ask nothing."""
+    first = "; ".join(unusable[:EXAMPLES])
+    more = f" and {len(unusable) - EXAMPLES} more" if len(unusable) > EXAMPLES else ""
+    return f"{len(unusable)} {'row holds' if len(unusable) == 1 else 'rows hold'} no prompt, left out: {first}{more}"
+
+
+def _question(line: bytes, stem: str) -> Question | str:
+    """The question of a row, or why there is none."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        return f"{error.msg} at column {error.colno}"
+    except UnicodeDecodeError as error:
+        return f"no UTF-8 at byte {error.start}"
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, or brackets in thousands.
+        return f"no JSON that can be read: {error}"
+    row = {"messages": row} if isinstance(row, list) else row
+    if not isinstance(row, dict):
+        return "expected an object"
+    task = str(row.get("task") or row.get("category") or stem)
+    name = next((name for name in FIELDS if row.get(name)), "")
+    value = row.get(name)
+    if isinstance(value, str):
+        return Question(task, ({"role": "user", "content": value},))
+    if name in TURNS and isinstance(value, list) and all(isinstance(turn, str) for turn in value):
+        return Question(task, ({"role": "user", "content": value[0]},), tuple(value[1:]))
+    if isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
+        return _from_messages(task, value)
+    return f"expected one of {', '.join(FIELDS)}"
+
+
+def _from_messages(task: str, turns: Sequence[Mapping[str, Any]]) -> Question | str:
+    """The messages up to the last one of the user; answers after it are cut off."""
+    messages = []
+    for number, turn in enumerate(turns):
+        role = str(turn.get("role", turn.get("from", "user")))
+        text = _text(turn.get("content", turn.get("value")))
+        if text is None:
+            return f"message {number} holds no text"
+        messages.append({"role": _ROLES.get(role, role), "content": text})
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if all(message["role"] != "user" for message in messages):
+        return "nothing is left to answer"
+    return Question(task, tuple(messages))
+
+
+def _text(content: Any) -> str | None:
+    """The text of a message; of a list of contents, as chat APIs have them, those that are text."""
+    if isinstance(content, list) and all(isinstance(item, dict) for item in content):
+        texts = [item["text"] for item in content if isinstance(item.get("text"), str)]
+        return "\n".join(texts) if texts else None
+    return content if isinstance(content, str) else None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids up to where the target's answer begins, and the messages they were made of, where known."""
+
+    ids: list[int]
+    messages: list[dict[str, str]] | None = None
+
+
+def read_prompts(
+    source: str, tokenizer: Any, identity: TargetIdentity, split: str, unusable: list[str]
+) -> Iterator[Prompt]:
+    """Prompts in file order, each ending where the target's answer begins; rows without one are put into ``unusable``.
+
+    ``source`` is a JSONL file of questions (`trainer.evaluate.prompts`; of several turns the first, as the others
+    follow on answers that do not exist yet), a DATA folder or a store; of the last two only samples of ``split``,
+    up to their first supervised token.
+
+    Raises:
+        NotFoundError: no such file.
+        ConfigError: ``prompts-empty``: there is none, with the first line that holds none and why.
+        FormatError: DATA or store of another tokenizer.
+    """
+    path = Path(source)
+    samples: Iterator[Sample] | None = None
+    if (path / STORE_JSON).is_file():
+        from hiddenstore.store import Store
+
+        store = Store.open(path)
+        _require_tokenizer(source, store.capture.target.tokenizer_sha256, identity)
+        samples = (store.sample(entry.id) for _, entry in store.entries if entry.split == split)
+    elif (path / DATA_JSON).is_file():
+        from hiddenstore.inputs.prepared import PreparedInput
+
+        prepared = PreparedInput.open(path)
+        _require_tokenizer(source, prepared.info.tokenizer_sha256, identity)
+        samples = (sample for sample in prepared.samples() if sample.split == split)
+    elif not path.is_file():
+        raise NotFoundError(f"no prompts at {source}: expected a JSONL file, DATA or a store", kind="prompts-missing")
+    prompts = _from_jsonl(path, tokenizer, unusable) if samples is None else _cut_before_answers(samples)
+    first = next(prompts, None)
+    if first is not None:
+        return chain([first], prompts)
+    if samples is None:
+        raise no_prompt(source, unusable)
+    raise ConfigError(
+        f"{source} holds no {split} sample with an answer",
+        kind="prompts-empty",
+        hint="--prompts FILE.jsonl with messages, or DATA prepared with a larger --val",
+    )
+
+
+def _from_jsonl(path: Path, tokenizer: Any, unusable: list[str]) -> Iterator[Prompt]:
+    if tokenizer.chat_template is None:
+        raise ConfigError("the target's tokenizer has no chat template", kind="template-missing")
+    for question in questions_of(path, unusable):
+        messages = list(question.history)
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        yield Prompt([int(token) for token in ids], messages)
+
+
+def _cut_before_answers(samples: Iterable[Sample]) -> Iterator[Prompt]:
+    for sample in samples:
+        supervised = sample.loss_mask.nonzero()[0]
+        if len(supervised) and supervised[0]:
+            yield Prompt([int(token) for token in sample.input_ids[: int(supervised[0])]])
+
+
+def _require_tokenizer(source: str, tokenizer_sha256: str, identity: TargetIdentity) -> None:
+    if tokenizer_sha256 != identity.tokenizer_sha256:
+        raise FormatError(
+            f"{source} was tokenised by another tokenizer than the target's: "
+            f"{tokenizer_sha256[:8]}…, the target has {identity.tokenizer_sha256[:8]}…",
+            kind="target-mismatch",
+        )

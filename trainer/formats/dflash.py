@@ -1,0 +1,182 @@
+"""DFlash outside, as z-lab publishes it and engines read it.
+
+Shapes: D target width, U draft vocabulary.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from schemas.layers import default_aux_layers, from_convention, to_convention
+from trainer.formats import parts
+from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Target, Tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SLIDING_WINDOW = Lack(
+    lambda c: c.config.sliding_window is not None,
+    "it has no sliding window that is symmetric inside a block",
+    "train with drafter.sliding_window=none",
+)
+_OWN_HEAD = Lack(
+    lambda c: c.config.train_head,
+    "it reads the drafter's states with the target's head only",
+    "train with drafter.train_head=false",
+)
+_OWN_HEAD_OF_ALL_TOKENS = Lack(
+    lambda c: c.config.train_head and c.vocab.is_full,
+    "it replaces a head over the whole vocabulary by the target's when it loads one",
+    "train with drafter.train_head=false or a smaller drafter.vocab_size, or --engine vllm",
+)
+_SMALL_VOCABULARY = Lack(
+    lambda c: not c.vocab.is_full,
+    "it has no draft vocabulary for this drafter",
+    "train with drafter.vocab_size= the target's",
+)
+_TARGET_HEAD_ONLY = (_SLIDING_WINDOW, _OWN_HEAD, _SMALL_VOCABULARY, parts.EMBEDDINGS_AS_A_LAYER)
+
+
+def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
+    """``target_layer_ids`` are numbers of layer outputs in every engine.
+
+    A restricted draft vocabulary needs a head of its own rows [U, D] and ``d2t``, where the engine reads them.
+    """
+    drafter = checkpoint.config
+    tensors = parts.weights(checkpoint, dtype)
+    if not checkpoint.vocab.is_full:
+        tensors["lm_head.weight"] = parts.like(tensors, checkpoint.model.head_weight())
+        tensors |= parts.draft_vocabulary(checkpoint)
+    dflash: dict[str, Any] = {
+        "mask_token_id": drafter.mask_token_id,
+        "target_layer_ids": to_convention(sorted(drafter.aux_layers), "output"),
+        "block_size": drafter.block_size,
+    }
+    if drafter.sliding_window is not None:
+        dflash |= {"use_swa": True, "swa_window_size": drafter.sliding_window, "causal": False}
+    config = {
+        "architectures": [reads.architecture],
+        "model_type": "qwen3",
+        **parts.llama_dimensions(checkpoint, dtype),
+        "block_size": drafter.block_size,
+        "num_target_layers": checkpoint.identity.num_layers,
+        "layer_types": ["full_attention"] * drafter.num_layers,
+        "use_sliding_window": False,
+        "dflash_config": dflash,
+    }
+    return Files(config, tensors)
+
+
+def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> dict[str, Any]:
+    dflash = config["dflash_config"]
+    flags = {
+        "block_size": dflash["block_size"],
+        "mask_token_id": dflash["mask_token_id"],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in dflash["target_layer_ids"]],
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": True,
+    }
+    return parts.speculators_config(config, checkpoint, draft_len, "dflash", flags)
+
+
+def _longest(config: Mapping[str, Any]) -> int | None:
+    block = config.get("block_size") or (config.get("dflash_config") or {}).get("block_size")
+    return block - 1 if block else None
+
+
+def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[dict[str, Any], Tensors]:
+    dflash = config.get("dflash_config") or {}
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        raise ValueError("layer_types has sliding_attention, which engines make causal; windows here are symmetric")
+    if dflash.get("sample_from_anchor") or config.get("sample_from_anchor"):
+        raise ValueError("sample_from_anchor is set: its first slot predicts too, ours repeats the anchor")
+    parts.require_shared_embeddings(tensors, target.head, "DFlash")
+    output = target.head.output_weight
+    parts.drop_shared(tensors, "lm_head.weight", output[target.vocab.target_ids.to(output.device)])
+    mask = dflash.get("mask_token_id", config.get("mask_token_id"))
+    facts = {
+        "aux_layers": _published_layers(config, target, tensors["fc.weight"].shape[1] // target.head.hidden_size),
+        "num_layers": int(config["num_hidden_layers"]),
+        "block_size": int(config.get("block_size") or dflash["block_size"]),
+        "mask_token_id": -1 if mask is None else int(mask),
+        "sliding_window": dflash.get("swa_window_size") if dflash.get("use_swa") else None,
+        "train_head": "lm_head.weight" in tensors,
+    }
+    return parts.dimensions(config) | facts, tensors
+
+
+def _published_layers(config: Mapping[str, Any], target: Target, count: int) -> tuple[int, ...]:
+    as_vllm = config.get(parts.LAYER_IDS) or config.get("aux_hidden_state_layer_ids")
+    if as_vllm:
+        return tuple(from_convention(as_vllm, target.convention or "vllm"))
+    ids = (config.get("dflash_config") or {}).get("target_layer_ids") or config.get("target_layer_ids")
+    if ids:
+        return tuple(from_convention(ids, target.convention or "output"))
+    return tuple(default_aux_layers("dflash", target.num_layers, count))
+
+
+def _probe(model: Any, checkpoint: Checkpoint) -> "Tensor":
+    """The logits of one block after a text."""
+    import torch
+
+    from trainer.slots.anchors import Blocks
+
+    aux, ids = parts.probe_states(checkpoint, len(model.config.aux_layers)), parts.probe_ids(checkpoint)
+    context = model.context(aux, torch.arange(parts.PROBE_TOKENS))
+    blocks = Blocks.of([(0, parts.PROBE_TOKENS)], torch.device("cpu"))
+    states = model.fill(ids[:1], torch.tensor([parts.PROBE_TOKENS]), context, blocks, (0, model.block_size))
+    logits: Tensor = states.float() @ model.head_weight().float().T
+    return logits
+
+
+def _mixed_attention(config: Mapping[str, Any]) -> str | None:
+    if len(set(config.get("layer_types") or [])) < 2:
+        return None
+    return "sliding and full attention layers together need VLLM_USE_V2_MODEL_RUNNER=1 in vLLM's environment"
+
+
+_SGLANG = Reads("DFlashDraftModel", "DFLASH", "dflash.py", since="0.5.23", lacks=_TARGET_HEAD_ONLY)
+_TRTLLM = Reads("DFlashDraftModel", "DFlash", "modeling_dflash.py", since="1.3", lacks=_TARGET_HEAD_ONLY)
+_VLLM = Reads(
+    "DFlashDraftModel",
+    "dflash",
+    "qwen3_dflash.py",
+    ran="0.32",
+    since="0.32",
+    lacks=(_SLIDING_WINDOW,),
+    warn=_mixed_attention,
+)
+_SPECULATORS = Reads(
+    "DFlashSpeculator",
+    "dflash",
+    "models/dflash",
+    ran="0.9",
+    lacks=(_SLIDING_WINDOW, _OWN_HEAD_OF_ALL_TOKENS),
+    quirks=Quirks(wrap=_wrapped),
+)
+
+DFLASH = DrafterExport(
+    drafter="dflash",
+    titles={"dflash": "a DFlash drafter"},
+    word=lambda flags: "dflash",
+    rows={
+        ("vllm", "dflash"): _VLLM.preceded_by(
+            "the first vLLM known to read this format is 0.32", "--engine-version 0.32, or an EAGLE-3 drafter"
+        ),
+        ("sglang", "dflash"): _SGLANG.preceded_by(
+            "the first SGLang known to read this format is 0.5.23", "--engine-version 0.5.23"
+        ),
+        ("trtllm", "dflash"): _TRTLLM.preceded_by(
+            "DFlash came with 1.3", "--engine-version 1.3, --engine vllm or --engine sglang"
+        ),
+        ("speculators", "dflash"): (_SPECULATORS,),
+    },
+    architectures=".*dflash.*",
+    signs=lambda config, tensors: bool(config.get("dflash_config")),
+    longest=_longest,
+    ids_follow_engine=False,
+    has_positions=True,
+    files=_files,
+    our_name=lambda name: name,
+    read=_read,
+    probe=_probe,
+)

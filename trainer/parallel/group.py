@@ -1,0 +1,259 @@
+"""The process group of a run, through torch.distributed where there are several ranks; one alone pays nothing.
+
+An error of one rank is told to all before any stops, so that none waits for a rank that is gone. Small control
+messages travel through gloo; gradients through NCCL where they lie on a GPU.
+"""
+
+import ctypes
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from hiddenstore.errors import ConfigError, HiddenstoreError, StorageError
+from hiddenstore.process import Rank
+
+
+def pick_device(name: str) -> str:
+    """``auto`` is the first GPU where there is one, else the CPU; ConfigError for a device that is not there."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {name!r}", kind="device-unavailable") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} asked for, but there is no GPU here", kind="device-unavailable")
+    return name
+
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def use_all_cores() -> int:
+    """Give torch the cores this process may use, shared with the other ranks of this machine; the number of threads.
+
+    torch already keeps to the affinity mask; a container's CPU quota it does not see. OMP_NUM_THREADS, where set, wins.
+    """
+    if not os.environ.get("OMP_NUM_THREADS"):
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        cores = min(torch.get_num_threads(), usable_cores())
+        torch.set_num_threads(max(1, cores // local_ranks))
+    return torch.get_num_threads()
+
+
+def usable_cores(quota: Path = _QUOTA) -> int:
+    """Cores in the affinity mask, or fewer under a cgroup quota (``cpu.max``: microseconds and period)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        share, period = quota.read_text(encoding="ascii").split()
+        return max(1, min(cores, round(int(share) / int(period))))
+    except (OSError, ValueError):
+        return cores
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MMAP_MOST = 32 << 20
+"""The largest threshold glibc takes."""
+_TRIM_MOST = (1 << 31) - 1
+
+
+def keep_freed_memory() -> bool:
+    """Ask glibc to keep freed blocks of up to 32 MiB instead of returning them to the kernel; False without glibc.
+
+    A step frees and asks again for the same tensors. Each one returned costs a fault for every page of the next: 5,000
+    to 10,000 of them a step, 5 to 10 % of the CPU time of an EAGLE-3 step of 512 tokens.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_MOST)) and bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_MOST))
+
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others: longer than the first one needs to write a large checkpoint."""
+BUCKET_BYTES = 64 << 20
+"""Gradients sent as one message: large enough for the full rate of a link, small enough to overlap the copies."""
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    """This rank among its peers. Collective calls must be made by every rank, in the same order."""
+
+    rank: Rank
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank.is_first
+
+    @property
+    def is_single(self) -> bool:
+        return self.rank.world_size == 1
+
+    def all_reduce(self, tensors: Iterable[Tensor]) -> None:
+        """Add up small tensors over the ranks in place, as one message in fp64: exact for counts below 2^53."""
+        if self.is_single:
+            return
+        tensors = list(tensors)
+        flat = torch.cat([tensor.double().flatten() for tensor in tensors])
+        with peer_errors():
+            distributed.all_reduce(flat)
+        for tensor, reduced in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(reduced.view_as(tensor))
+
+    def all_reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Add up gradients over the ranks in place; a rank that saw no pack contributes zero.
+
+        One message a bucket, the next under way while the last is read back.
+        """
+        if self.is_single:
+            return
+        under_way: deque[tuple[list[Tensor], Tensor, Any]] = deque()
+        with peer_errors():
+            for gradients in _buckets(parameters):
+                flat = torch.cat([gradient.flatten() for gradient in gradients])
+                under_way.append((gradients, flat, distributed.all_reduce(flat, async_op=True)))
+                if len(under_way) > 1:
+                    _read_back(*under_way.popleft())
+            while under_way:
+                _read_back(*under_way.popleft())
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on any rank."""
+        if self.is_single:
+            return flag
+        count = torch.tensor(int(flag))
+        with peer_errors():
+            distributed.all_reduce(count)
+        return bool(count)
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """For work that may fail on some ranks only: after it every rank goes on, or every rank raises.
+
+        Raises:
+            HiddenstoreError: kind ``another-rank``; the rank that failed raises its own error.
+        """
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if not done:
+                with suppress(StorageError):
+                    self.any(True)
+        if self.any(False):
+            raise HiddenstoreError(f"{self.rank} stopped because another rank failed", kind="another-rank")
+
+    def broadcast_bytes(self, make: Callable[[], bytes]) -> bytes:
+        """What ``make`` returns on rank 0, on every rank. An error of ``make`` stops them all."""
+        with self.all_or_none():
+            data = make() if self.is_first else b""
+        if self.is_single:
+            return data
+        size = torch.tensor(len(data))
+        with peer_errors():
+            distributed.broadcast(size, 0)
+            buffer = (
+                torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                if data
+                else torch.zeros(int(size), dtype=torch.uint8)
+            )
+            distributed.broadcast(buffer, 0)
+        return buffer.numpy().tobytes()
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors by those of rank 0, in place."""
+        if self.is_single:
+            return
+        with peer_errors():
+            for tensor in tensors:
+                distributed.broadcast(tensor, 0)
+
+
+@contextmanager
+def process_group(rank: Rank, environment: Mapping[str, str] | None = None) -> Iterator[ProcessGroup]:
+    """The group that torchrun's MASTER_ADDR and MASTER_PORT describe; it is left at the end.
+
+    Raises:
+        ConfigError: ``rank-rendezvous``, the environment does not say where.
+        StorageError: ``rank-lost``, the others cannot be reached.
+    """
+    if rank.world_size == 1:
+        yield ProcessGroup(rank)
+        return
+    _check_rendezvous(rank, os.environ if environment is None else environment)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and distributed.is_nccl_available() else "gloo"
+    with peer_errors():
+        distributed.init_process_group(backend, rank=rank.rank, world_size=rank.world_size, timeout=TIMEOUT)
+    try:
+        yield ProcessGroup(rank)
+    finally:
+        distributed.destroy_process_group()
+
+
+def _check_rendezvous(rank: Rank, environment: Mapping[str, str]) -> None:
+    missing = [name for name in _RENDEZVOUS if not environment.get(name)]
+    if not missing:
+        return
+    if "SLURM_PROCID" in environment and "RANK" not in environment:
+        fix = (
+            'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500, '
+            "before srun in the batch script"
+        )
+    else:
+        fix = "torchrun --nproc-per-node N --no-python hiddenstore train …"
+    raise ConfigError(
+        f"this is {rank}, but {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set: "
+        "the ranks do not know where to meet",
+        kind="rank-rendezvous",
+        hint=fix,
+    )
+
+
+def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients in the order of the parameters, as many of one type as fit ``BUCKET_BYTES``."""
+    bucket: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if bucket and (size + parameter.grad.nbytes > BUCKET_BYTES or parameter.grad.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter.grad)
+        size += parameter.grad.nbytes
+    if bucket:
+        yield bucket
+
+
+def _read_back(gradients: list[Tensor], flat: Tensor, work: Any) -> None:
+    work.wait()
+    for gradient, reduced in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(reduced.view_as(gradient))
+
+
+@contextmanager
+def peer_errors() -> Iterator[None]:
+    """StorageError for what backends raise, RuntimeError and its children, when a peer is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise StorageError(
+            f"lost contact with the other ranks: {str(error).splitlines()[0]}",
+            kind="rank-lost",
+            hint="the message of the rank that failed first says why",
+        ) from error

@@ -1,1 +1,0 @@
-"""A running server measured from outside: what its drafter gets accepted and how much faster it answers."""

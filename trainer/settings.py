@@ -1,0 +1,192 @@
+"""The settings of a training run, loaded.
+
+Precedence: defaults of `trainer.config` < derived from target and store < file < ``key.path=value``; unknown keys are
+errors.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, create_model
+
+from hiddenstore import settings
+from hiddenstore.errors import ConfigError, FormatError
+from trainer.attention.rope import inherited_scaling
+from trainer.config import DrafterConfig, TrainConfig
+from trainer.drafters import drafter_kind
+from trainer.drafters.base import TargetFacts
+
+if TYPE_CHECKING:
+    from hiddenstore.store import Store
+
+FULL_VOCAB_LIMIT = 32768
+"""Targets up to this size are drafted with their whole vocabulary; larger ones with the field's usual 32,000 tokens."""
+
+
+@cache
+def config_class(drafter: str) -> type[TrainConfig]:
+    """The settings of a run that trains this kind of drafter.
+
+    Raises:
+        ConfigError: there is no such drafter.
+    """
+    kind = drafter_kind(drafter)
+    loss = (kind.loss, Field(default_factory=kind.loss))
+    return create_model("TrainConfig", __base__=TrainConfig, drafter=(kind.config, ...), loss=loss)
+
+
+def load_config(
+    store: "Store",
+    drafter: str | None = None,
+    file: str | Path | None = None,
+    words: Sequence[str] = (),
+    start: DrafterConfig | None = None,
+) -> TrainConfig:
+    """Settings for a run over ``store``. ``start``: those of the drafter to start from, which then are the defaults.
+
+    Raises:
+        ConfigError: every unknown or invalid setting at once, or ``drafter-contradiction``.
+    """
+    name = _drafter_name(drafter, file, words, start)
+    defaults = derived(store, name)
+    if start is not None:
+        defaults["drafter"] = start.model_dump(mode="json", exclude={"vocab_file"})
+    if settings.assignments("drafter.rope_scaling", file, words):
+        # One scaling is not the other with a key changed.
+        defaults["drafter"]["rope_scaling"] = None
+    for _, batch_tokens in settings.assignments("data.batch_tokens", file, words)[-1:]:
+        if str(batch_tokens).isdecimal() and int(batch_tokens) > 0:
+            # A smaller batch is one smaller pack; a larger one is several.
+            defaults["data"]["pack_tokens"] = min(defaults["data"]["pack_tokens"], int(batch_tokens))
+    return settings.load(config_class(name), file, words, defaults)
+
+
+def check_settings(drafter: str | None, file: str | Path | None, words: Sequence[str]) -> None:
+    """Refuse settings before there is a store: what `settings.check` finds.
+
+    Raises:
+        ConfigError: every unknown setting and every value of a wrong type, or ``drafter-contradiction``.
+    """
+    is_named = drafter is not None or settings.assignments("drafter.name", file, words)
+    if not is_named and settings.assignments("train.init_from", file, words):
+        # Which drafter it is, only what it starts from can tell.
+        return
+    # Where only the batch is set, the pack follows it.
+    settings.check(config_class(_drafter_name(drafter, file, words, None)), file, words, {"data": {"pack_tokens": 1}})
+
+
+def _drafter_name(flag: str | None, file: str | Path | None, words: Sequence[str], start: DrafterConfig | None) -> str:
+    """What flag, file, words and the drafter to start from agree on; ``eagle3`` when none names one."""
+    named = [("--drafter", flag)] if flag is not None else []
+    assignments = settings.assignments("drafter.name", file, words)
+    named += [(f"drafter.name ({origin})", str(value)) for origin, value in assignments]
+    named += [("train.init_from", start.name)] if start is not None else []
+    if len({name for _, name in named}) > 1:
+        raise ConfigError(
+            "which drafter? " + ", ".join(f"{origin} says {name}" for origin, name in named),
+            kind="drafter-contradiction",
+            hint=f"leave out all but one, or name {named[-1][1]} everywhere",
+        )
+    return named[0][1] if named else "eagle3"
+
+
+def derived(store: "Store", drafter: str = "eagle3") -> dict[str, Any]:
+    """Defaults that follow from the target and the longest sample of a store."""
+    target = store.capture.target
+    shape = _target_shape(store)
+    facts = TargetFacts(
+        target.hidden_size,
+        target.num_layers,
+        target.vocab_size,
+        shape,
+        tuple(store.capture.aux_layers),
+        partial(_target_file, store),
+    )
+    longest = max((entry.tokens for _, entry in store.entries), default=1)
+    batch_tokens = max(min(32768, max(2048, 8 * target.hidden_size)), longest)
+    common = {
+        "data": {"batch_tokens": batch_tokens, "pack_tokens": max(min(batch_tokens, 8192), longest)},
+        "drafter": {"name": drafter, **_dimensions(facts, store.manifest.head.norm_eps)},
+        "loss": {},
+        "optim": {"lr": default_lr(target.hidden_size)},
+    }
+    for section, values in drafter_kind(drafter).derive(facts).items():
+        common.setdefault(section, {}).update(values)
+    return {section: values for section, values in common.items() if values}
+
+
+def _dimensions(facts: TargetFacts, norm_eps: float) -> dict[str, Any]:
+    hidden, vocab, shape = facts.hidden_size, facts.vocab_size, facts.shape
+    heads = int(shape.get("num_attention_heads") or max(1, hidden // 64))
+    rope = _rope(shape)
+    window = int(shape.get("max_position_embeddings") or 4096)
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": int(shape.get("intermediate_size") or 4 * hidden),
+        "num_heads": heads,
+        "num_kv_heads": int(shape.get("num_key_value_heads") or heads),
+        "head_dim": int(shape.get("head_dim") or hidden // heads),
+        "rms_norm_eps": float(shape.get("rms_norm_eps") or norm_eps),
+        "rope_theta": float(rope.get("rope_theta") or 10000.0),
+        "rope_scaling": inherited_scaling(rope, window),
+        "max_position": window,
+        "vocab_size": vocab if vocab <= FULL_VOCAB_LIMIT else 32000,
+    }
+
+
+def _rope(shape: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Base and scaling in one mapping, from the new form of a config (``rope_parameters``) or the old one."""
+    rope = shape.get("rope_parameters") or {}
+    if "full_attention" in rope:
+        # Families with one table per layer type (Gemma 3): the full-attention one reaches as far as the drafter must.
+        rope = rope["full_attention"]
+    old = {"rope_theta": shape.get("rope_theta"), **(shape.get("rope_scaling") or {})}
+    return {**old, **rope}
+
+
+def default_lr(hidden_size: int) -> float:
+    """1e-4 at width 4096 (SpecForge, TorchSpec, ModelOpt, speculators), rising as drafters shrink; two digits.
+
+    The exponent is set by a 192-wide drafter, which learns fastest near 5e-3.
+    """
+    return float(f"{min(5e-3, 1e-4 * (4096 / hidden_size) ** 1.28):.1e}")
+
+
+def _target_shape(store: "Store") -> Mapping[str, Any]:
+    """The text part of the target's ``config.json``, or nothing when the store holds none."""
+    if not any(file.path.endswith("config.json") for file in store.manifest.target_files):
+        return {}
+    try:
+        config = json.loads(store.target_file("config.json"))
+    except ValueError as error:
+        raise FormatError(f"target/config.json of {store.path} is no JSON: {error}", kind="target-config") from error
+    inner = config.get("text_config")
+    shape: dict[str, Any] = inner if isinstance(inner, dict) else config
+    return {**_class_defaults(shape), **shape}
+
+
+_DERIVED_FROM = (
+    "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_theta",
+    "rope_parameters", "max_position_embeddings",
+)  # fmt: skip
+
+
+def _class_defaults(shape: Mapping[str, Any]) -> dict[str, Any]:
+    """What a published config leaves out because it equals the default of its class, as Gemma 3's heads do."""
+    if "hidden_size" not in shape or "model_type" not in shape:
+        return {}
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(**shape)
+    except (ValueError, KeyError, TypeError):
+        # A type that this transformers does not know, or knows otherwise: what the file says must do.
+        return {}
+    return {key: value for key in _DERIVED_FROM if (value := getattr(config, key, None)) is not None}
+
+
+def _target_file(store: "Store", name: str) -> bytes | None:
+    return store.target_file(name) if any(file.path == name for file in store.manifest.target_files) else None

@@ -1,0 +1,210 @@
+"""Checkpoints: safetensors and JSON, published by one rename, so that a kill leaves the old state or the new one.
+
+RUN/checkpoints/step-N/ holds ``drafter.safetensors`` (engine weight names), ``drafter.json``, ``optimizer.safetensors``
+(moments, RNG) and ``state.json`` (step, cursor, digests). LATEST names the newest; the folder is written under a
+temporary name, fsynced and renamed, then LATEST is replaced, then old ones go.
+"""
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from hiddenstore.documents import seal, sha256_hex, unseal
+from hiddenstore.errors import CorruptionError, NotFoundError
+from hiddenstore.fs.publish import new_folder, replace_file, sweep_killed
+from schemas.base import Document
+from schemas.capture import HeadSpec, TargetIdentity
+from trainer.config import DrafterConfig
+from trainer.drafters import drafter_kind
+from trainer.train.guard import BestState, SpikeState
+
+FOLDER = "checkpoints"
+LATEST = "LATEST"
+DRAFTER, OPTIMIZER = "drafter.safetensors", "optimizer.safetensors"
+DRAFTER_JSON, STATE_JSON = "drafter.json", "state.json"
+VOCAB = "vocab.safetensors"
+_TEMPORARY = ".tmp-"
+
+
+class DrafterSpec(Document):
+    """``drafter.json``: everything needed to use the drafter. ``store`` is where its head bundle was read from."""
+
+    config: dict[str, Any]
+    target: TargetIdentity
+    head: HeadSpec
+    store: str
+    seed: int
+    step: int = Field(ge=0)
+
+    @property
+    def drafter(self) -> DrafterConfig:
+        """Its settings, as its kind of drafter declares them."""
+        return drafter_kind(str(self.config.get("name"))).config.model_validate(self.config)
+
+
+class CheckpointState(Document):
+    """``state.json``: where the run stood after ``step`` steps. ``files`` gives the sha256 of its neighbours.
+
+    ``standing``: the best checkpoints so far."""
+
+    step: int = Field(ge=0)
+    cursor: dict[str, Any]
+    total_steps: int
+    spikes: SpikeState = SpikeState()
+    standing: BestState = BestState()
+    files: dict[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A checkpoint read back and checked."""
+
+    path: Path
+    state: CheckpointState
+    drafter: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+def save(
+    run: Path, spec: DrafterSpec, state: CheckpointState, tensors: tuple[dict[str, Tensor], dict[str, Tensor]]
+) -> Path:
+    """Publish checkpoint ``step-N``; ``tensors`` are drafter weights and optimizer state. ``state.files`` is filled in.
+
+    A step that was saved before is not replaced.
+    """
+    folder = run / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep(run)
+    final = folder / f"step-{state.step}"
+    if not final.exists():
+        drafter, optimizer = (save_tensors({k: v.contiguous().cpu() for k, v in named.items()}) for named in tensors)
+        files = {DRAFTER: drafter, OPTIMIZER: optimizer, DRAFTER_JSON: seal(spec)}
+        state = state.model_copy(update={"files": {name: sha256_hex(data) for name, data in files.items()}})
+        with new_folder(final) as new:
+            for name, data in {**files, STATE_JSON: seal(state)}.items():
+                (new / name).write_bytes(data)
+    replace_file(folder / LATEST, f"{final.name}\n".encode())
+    return final
+
+
+def remove_old(run: Path, newest: int, best: Sequence[str] = ()) -> None:
+    """Remove all but the ``newest`` (at least one) checkpoints and those whose names are among the ``best``."""
+    for path in checkpoints(run)[:-newest]:
+        if path.name not in best:
+            doomed = path.with_name(f"{_TEMPORARY}old-{path.name}")
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def sweep(run: Path) -> None:
+    """Remove what a killed save left behind."""
+    sweep_killed(run / FOLDER)
+    for path in (run / FOLDER).glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(path)
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Complete checkpoints, by step."""
+    numbered = [(int(m[1]), p) for p in (run / FOLDER).glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name))]
+    return [path for _, path in sorted(numbered)]
+
+
+def latest(run: Path) -> Path | None:
+    """The newest checkpoint: the one LATEST names, or a newer one that was renamed just before a kill."""
+    return next(reversed(checkpoints(run)), None)
+
+
+def best(run: Path) -> Path:
+    """The checkpoint that validated best, as the newest one records it.
+
+    Raises:
+        NotFoundError: nothing was validated, or ``train.keep_best`` was 0.
+    """
+    newest = latest(run)
+    ranked = read_state(newest).standing.ranked() if newest is not None else []
+    folder = next((run / FOLDER / name for name in ranked if (run / FOLDER / name).is_dir()), None)
+    if folder is None:
+        raise NotFoundError(
+            f"{run} has no best checkpoint: "
+            + ("none was kept (train.keep_best=0)" if ranked else "none of its steps was validated"),
+            kind="checkpoint-missing",
+            hint=f"{newest or run}",
+        )
+    return folder
+
+
+def read_state(path: Path) -> CheckpointState:
+    """``state.json`` of a checkpoint folder."""
+    return unseal(_read(path / STATE_JSON), CheckpointState, str(path / STATE_JSON))
+
+
+def read_spec(path: Path) -> DrafterSpec:
+    """``drafter.json`` of a checkpoint folder."""
+    return unseal(_read(path / DRAFTER_JSON), DrafterSpec, str(path / DRAFTER_JSON))
+
+
+def load(path: Path) -> Checkpoint:
+    """Read one checkpoint and check every digest.
+
+    Raises:
+        CorruptionError: a file is missing or was changed.
+    """
+    state = read_state(path)
+    contents = {}
+    for name, digest in state.files.items():
+        data = _read(path / name)
+        if sha256_hex(data) != digest:
+            raise CorruptionError(
+                f"{path / name}: sha256 {sha256_hex(data)[:12]}…, {STATE_JSON} expects {digest[:12]}…",
+                kind="checkpoint-corrupt",
+                path=str(path / name),
+            )
+        contents[name] = data
+    return Checkpoint(path, state, load_tensors(contents[DRAFTER]), load_tensors(contents[OPTIMIZER]))
+
+
+def rng_tensors() -> dict[str, Tensor]:
+    """State of torch's generators, to be stored beside the optimizer."""
+    states = {"rng.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["rng.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_rng(tensors: dict[str, Tensor]) -> None:
+    """The inverse of ``rng_tensors``."""
+    torch.set_rng_state(tensors["rng.cpu"])
+    if "rng.cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["rng.cuda"])
+
+
+def resolve(path: Path) -> Path:
+    """The checkpoint a path means: itself, or the newest of a run."""
+    if (path / STATE_JSON).is_file():
+        return path
+    newest = latest(path)
+    if newest is None:
+        raise NotFoundError(
+            f"{path} is no run with a checkpoint: {path / FOLDER} holds none",
+            kind="checkpoint-missing",
+            hint=f"hiddenstore train STORE -o {path}",
+        )
+    return newest
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise CorruptionError(
+            f"checkpoint {path.parent} lacks {path.name}", kind="checkpoint-corrupt", path=str(path)
+        ) from error

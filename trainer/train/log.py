@@ -1,0 +1,142 @@
+"""The log of a run: ``metrics.jsonl``, a live line, and TensorBoard where ``train.tensorboard`` is set."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from hiddenstore.console.progress import Progress
+from hiddenstore.errors import ConfigError
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step. loss: weighted total; losses, acc: per depth, acc over every slot the mask admits (a token
+    off the draft vocabulary is a miss); taught: slots in the loss; skipped: a spike, so the weights stayed."""
+
+    step: int
+    loss: float
+    losses: list[float]
+    acc: list[float]
+    taught: int
+    lr: float
+    grad_norm: float
+    tokens: int
+    tokens_per_s: float
+    data_wait_fraction: float
+    skipped: bool = False
+
+
+class RunLog:
+    """Appends to the run's metrics; on resume, lines after the step resumed from are dropped first.
+
+    Only rank 0 ``writes``; the log of another rank is silent.
+    """
+
+    def __init__(
+        self, run: Path, total_steps: int, *, start: int = 0, tensorboard: bool = False, writes: bool = True
+    ) -> None:
+        self.path = run / METRICS
+        self._file: TextIO | None = None
+        self._board: Any = None
+        if not writes:
+            return
+        self._truncate(start)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._progress = Progress("train", total=total_steps, unit="steps", start=start)
+        self._board = _open_board(run, start) if tensorboard else None
+
+    def __enter__(self) -> Self:
+        if self._file is not None:
+            self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is None:
+            return
+        self._progress.__exit__(kind, error, trace)
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Record one optimizer step."""
+        if self._file is None:
+            return
+        self._line(metrics.__dict__)
+        shown = {
+            "loss": f"{metrics.loss:.3f}",
+            "acc": "/".join(f"{a:.2f}" for a in metrics.acc),
+            "tok/s": f"{metrics.tokens_per_s:,.0f}",
+            "wait": f"{metrics.data_wait_fraction:.0%}",
+            "lr": f"{metrics.lr:.1e}",
+            "norm": f"{metrics.grad_norm:.2f}",
+        }
+        self._progress.advance(1, **shown)
+        if self._board is not None:
+            for name in ("loss", "lr", "grad_norm", "tokens_per_s", "data_wait_fraction"):
+                self._board.add_scalar(f"train/{name}", getattr(metrics, name), metrics.step)
+            for depth, acc in enumerate(metrics.acc, 1):
+                self._board.add_scalar(f"train/acc@{depth}", acc, metrics.step)
+
+    def skip(self, step: int, text: str, samples: Sequence[str]) -> None:
+        """Record that ``step`` changed nothing, and the samples of its batch."""
+        if self._file is None:
+            return
+        self._line({"step": step, "skipped_samples": list(samples)})
+        self._progress.log(text)
+
+    def validation(self, step: int, values: Mapping[str, Any], text: str) -> None:
+        """Record a validation pass after ``step`` steps (`trainer.train.step.validate`); nothing when empty."""
+        if self._file is None or not values:
+            return
+        self._line({"step": step, "validation": dict(values)})
+        self._progress.log(text)
+        if self._board is not None:
+            if values["accepted_length"] is not None:
+                self._board.add_scalar("validation/accepted_length", values["accepted_length"], step)
+            for depth, (loss, hit) in enumerate(zip(values["losses"], values["acc"], strict=True), 1):
+                self._board.add_scalar(f"validation/loss@{depth}", loss, step)
+                self._board.add_scalar(f"validation/acc@{depth}", hit, step)
+
+    def sync(self) -> None:
+        """Make what was written durable; called before a checkpoint is published."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def _line(self, record: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def _truncate(self, start: int) -> None:
+        if not self.path.exists():
+            return
+        size = 0
+        with self.path.open("rb") as file:
+            for line in file:
+                # A kill may leave half a line; it belongs to a step that is redone.
+                if not line.endswith(b"\n") or json.loads(line)["step"] > start:
+                    break
+                size += len(line)
+        os.truncate(self.path, size)
+
+
+def _open_board(run: Path, start: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "train.tensorboard is set, but tensorboard is not installed",
+            kind="tensorboard-missing",
+            hint="pip install 'hiddenstore[tensorboard]'",
+        ) from error
+    return SummaryWriter(str(run / "tensorboard"), purge_step=start)

@@ -1,0 +1,247 @@
+"""The training loop: batches of a store in, a drafter out.
+
+States come through TokenBatches, logits and embeddings from the head bundle; nothing else of the target is opened.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hiddenstore.console.output import output
+from hiddenstore.console.text import amount, plural
+from hiddenstore.data import GlobalBatch
+from hiddenstore.errors import ConfigError, InterruptError
+from hiddenstore.process import Drain, drain_on_signal, from_environment
+from trainer.parallel.group import process_group
+from trainer.settings import derived
+from trainer.train import checkpoint
+from trainer.train.log import METRICS, RunLog
+from trainer.train.run_folder import TrainOptions
+from trainer.train.state import TrainState, build_state, save_checkpoint
+from trainer.train.step import some_of, steps, validate
+
+_COLUMNS = 2
+
+
+def print_summary(state: TrainState) -> None:
+    """What the run is and the settings that follow from the target, on stderr in human mode; ``*`` marks those that
+    were set otherwise."""
+    out = output()
+    if not out.is_human:
+        return
+    from rich.padding import Padding
+
+    for line in _summary_lines(state):
+        out.note(line)
+    out.err.print(Padding(_settings_grid(state), (0, 0, 0, 2), expand=False))
+
+
+def _summary_lines(state: TrainState) -> list[str]:
+    steps = state.total_steps
+    position = f"continues at step {state.step + 1:,} of {steps:,}" if state.step else plural(steps, "step")
+    samples = plural(len(state.batches.sample_ids), "sample")
+    init = state.config.train.init_from
+    return [
+        f"{state.config.drafter.name}, {amount(state.trainable)} trainable parameters: {position} over {samples}, "
+        f"{amount(state.batches.tokens)} tokens; {_device_text(state)}",
+        *([f"weights, draft vocabulary and drafter.* from {init}"] if init is not None else []),
+        "from the target, * as you set it:",
+    ]
+
+
+def _device_text(state: TrainState) -> str:
+    ranks = state.group.rank.world_size
+    each = f"{plural(ranks, 'rank')} of " if ranks > 1 else ""
+    if state.device.type == "cpu":
+        return f"{each}{plural(torch.get_num_threads(), 'CPU thread')}"
+    return f"{each}one {torch.cuda.get_device_name(state.device)}"
+
+
+def _settings_grid(state: TrainState) -> Any:
+    """The settings that have a derived default, down the first pair of columns, then down the next."""
+    from rich.table import Table
+    from rich.text import Text
+
+    defaults = derived(state.store, state.config.drafter.name)
+    if state.config.train.init_from is not None:
+        defaults["drafter"] = state.config.drafter.model_dump(mode="json", include=set(defaults["drafter"]))
+    resolved = state.config.model_dump(mode="json")
+    cells = []
+    for section, values in defaults.items():
+        for key, default in values.items():
+            text = _value_text(resolved[section][key])
+            cells.append((f"{section}.{key}", text + ("" if text == _value_text(default) else " *")))
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for _ in range(_COLUMNS):
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(no_wrap=True, overflow="ellipsis")
+    height = -(-len(cells) // _COLUMNS)
+    for row in range(height):
+        table.add_row(*(Text(text) for cell in cells[row::height] for text in cell))
+    return table
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, dict):
+        kind, factor = value.get("rope_type"), value.get("factor")
+        return f"{kind} x{factor:g}" if factor else str(kind)
+    if isinstance(value, list):
+        return ",".join(str(item) for item in value)
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """How a run ended. loss, acc: of the last step; validation: the last one (`step.validate`), empty without a
+    validation split; best_checkpoint: None where it was not kept; skipped_steps: loss spikes. was_finished: there was
+    nothing left to do."""
+
+    run: Path
+    checkpoint: Path
+    steps: int
+    loss: float
+    acc: list[float]
+    validation: dict[str, Any]
+    best_checkpoint: Path | None
+    skipped_steps: int
+    stopped_early: bool
+    seconds: float
+    trainable_parameters: int
+    vocab_coverage: float
+    was_finished: bool
+
+
+def train(
+    store_location: str | Path,
+    run: str | Path,
+    *,
+    drafter: str | None = None,
+    file: str | Path | None = None,
+    words: Sequence[str] = (),
+    resume: bool = False,
+) -> TrainReport:
+    """Train a drafter on a store into a new folder ``run``, or continue one exactly.
+
+    ``file`` is YAML settings or the name of a preset; ``drafter`` is eagle3 when neither it nor the words say.
+
+    Under torchrun, or srun with MASTER_ADDR and MASTER_PORT, every process calls this; the batches are those of a
+    single process. Rank 0 alone writes; a resume reads ``run`` on every rank.
+
+    Raises:
+        ConfigError: a wrong setting, or a store that lacks what the drafter reads.
+        ConflictError: ``run`` exists and ``resume`` is not set, or it was trained on another store.
+        NotFoundError: no store, or nothing to resume.
+        CaptureError: the loss or the gradient is not finite, or the loss stays a spike; names the samples.
+        InterruptError: a signal asked any rank to stop; a checkpoint was saved.
+        HiddenstoreError: ``another-rank``, another rank failed and said why.
+    """
+    options = TrainOptions(store_location, Path(run), drafter, file, tuple(words), resume)
+    with process_group(from_environment()) as group, drain_on_signal() as drain:
+        state = build_state(options, group)
+        began = time.monotonic()
+        _check_validation(state)
+        if state.step >= state.total_steps or state.best.is_out_of_patience:
+            return _report(state, _last_metrics(state.path), began, was_finished=True)
+        if group.is_first:
+            print_summary(state)
+        return _train(state, drain, began)
+
+
+def _train(state: TrainState, drain: Drain, began: float) -> TrainReport:
+    config, total = state.config.train, state.total_steps
+    last: dict[str, Any] = {}
+    writes = state.group.is_first
+    log = RunLog(state.path, total, start=state.step, tensorboard=config.tensorboard, writes=writes)
+    with log, closing(steps(state)) as each:
+        for batch, metrics in each:
+            last = metrics.__dict__
+            log.step(metrics)
+            if metrics.skipped:
+                log.skip(state.step, _skip_text(state, metrics.loss, batch), batch.all_sample_ids)
+            stop = state.group.any(drain.requested)
+            at_end = state.step == total
+            is_best = False
+            if config.validate_every and (at_end or state.step % config.validate_every == 0):
+                validate(state)
+                is_best = state.best.add(state.step, state.validation)
+                log.validation(state.step, state.validation, _validation_text(state, is_best))
+            at_end = at_end or state.best.is_out_of_patience
+            is_due = config.checkpoint_every and state.step % config.checkpoint_every == 0
+            if stop or at_end or is_best or is_due:
+                log.sync()
+                save_checkpoint(state, batch.cursor)
+            if stop and not at_end:
+                raise InterruptError(
+                    f"stopped by {drain.signal_name or 'another rank'} after step {state.step} of {total}; "
+                    "a checkpoint is saved",
+                    kind="interrupted",
+                    hint=state.options.resume_command,
+                )
+            if at_end:
+                break
+    return _report(state, last, began)
+
+
+def _skip_text(state: TrainState, loss: float, batch: GlobalBatch) -> str:
+    median = state.spikes.median
+    assert median is not None
+    return (
+        f"step {state.step:,} skipped: its loss of {loss:.3f} is {loss / median:.1f} times the median of the last "
+        f"ones; samples {some_of(batch.all_sample_ids, most=3)} ({METRICS} has all)"
+    )
+
+
+def _validation_text(state: TrainState, is_best: bool) -> str:
+    values = state.validation
+    if not values:
+        return ""
+    accepted = "" if values["accepted_length"] is None else f", accepted length {values['accepted_length']:.3f}"
+    mark = " (kept as best)" if is_best else ""
+    return f"step {state.step:,}: validation loss {values['loss']:.4f} (mean over depths){accepted}{mark}"
+
+
+def _check_validation(state: TrainState) -> None:
+    """Refuse to wait for validations that never come."""
+    if state.config.train.patience is None:
+        return
+    if not any(entry.split == "validation" for _, entry in state.store.entries):
+        raise ConfigError(
+            f"train.patience waits for validations, but {state.store.path} holds no validation samples",
+            kind="validation-missing",
+            hint="hiddenstore prepare INPUT -o DATA --target T --val 1%",
+        )
+
+
+def _report(state: TrainState, last: dict[str, Any], began: float, was_finished: bool = False) -> TrainReport:
+    folder = state.path / checkpoint.FOLDER
+    best = [folder / name for name in state.best.names]
+    return TrainReport(
+        run=state.path,
+        checkpoint=folder / f"step-{state.step}",
+        steps=state.step,
+        loss=float(last.get("loss", "nan")),
+        acc=list(last.get("acc", [])),
+        seconds=time.monotonic() - began,
+        trainable_parameters=state.trainable,
+        vocab_coverage=state.vocab_coverage,
+        validation=state.validation,
+        best_checkpoint=next((path for path in best if path.is_dir()), None),
+        skipped_steps=state.spikes.skipped,
+        stopped_early=state.step < state.total_steps and state.best.is_out_of_patience,
+        was_finished=was_finished,
+    )
+
+
+def _last_metrics(run: Path) -> dict[str, Any]:
+    path = run / METRICS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    return next((record for record in reversed(records) if "loss" in record), {})

@@ -1,0 +1,330 @@
+"""The folder of a run: its files, what it is trained on and starts from, and whether it may be made or continued."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+from torch import Tensor
+
+from hiddenstore import settings
+from hiddenstore.documents import seal, unseal
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
+from hiddenstore.fs.publish import replace_file
+from hiddenstore.store import Store
+from hiddenstore.targets.identity import identity_differences
+from hiddenstore.verify.structure import require_files
+from schemas.base import Document
+from schemas.capture import CaptureSpec
+from schemas.manifest import Snapshot
+from trainer.config import DrafterConfig, TrainConfig
+from trainer.drafters import check_store, drafter_kind
+from trainer.presets import settings_file
+from trainer.settings import config_class, load_config
+from trainer.train import checkpoint
+from trainer.train.checkpoint import DrafterSpec
+from trainer.train.log import METRICS
+from trainer.vocab import DraftVocab
+
+if TYPE_CHECKING:
+    from trainer.drafters.base import Drafter
+
+CONFIG, SNAPSHOT, RUN_JSON = "config.yaml", "snapshot.json", "run.json"
+
+FROM_THE_TARGET = ("embed_tokens.weight",)
+"""Tensors that start as the target's where the other drafter shared them with its target."""
+
+_HINT_FOLLOW = "leave the drafter.* settings out: they follow from the start"
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How `train` was called. ``words`` are ``key.path=value`` settings, ``file`` a YAML file of them or a preset."""
+
+    store: str | Path
+    run: Path
+    drafter: str | None = None
+    file: str | Path | None = None
+    words: Sequence[str] = ()
+    resume: bool = False
+
+    @property
+    def resume_command(self) -> str:
+        return f"hiddenstore train {self.store} -o {self.run} --resume"
+
+
+class StartFacts(Document):
+    """The checkpoint a run started from, as ``run.json`` names it. ``sha256``: of its drafter.safetensors."""
+
+    path: str
+    step: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A checkpoint folder and its ``drafter.json``."""
+
+    checkpoint: Path
+    spec: DrafterSpec
+
+    @property
+    def run(self) -> Path:
+        """The run folder; checkpoints lie in RUN/checkpoints/step-N."""
+        return self.checkpoint.parent.parent
+
+    def vocab(self, target_size: int) -> DraftVocab:
+        """Its draft vocabulary, out of the ``target_size`` tokens of its target."""
+        return DraftVocab.load(self.run / checkpoint.VOCAB, target_size)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Its weights, checked against their digest."""
+        return checkpoint.load(self.checkpoint).drafter
+
+    def start_facts(self) -> StartFacts:
+        """What a run that starts from it records."""
+        state = checkpoint.read_state(self.checkpoint)
+        path = str(self.checkpoint.resolve())
+        return StartFacts(path=path, step=state.step, sha256=state.files[checkpoint.DRAFTER])
+
+
+def describe(run_or_checkpoint: str | Path) -> RunInfo:
+    """The newest checkpoint of a run, or the one given.
+
+    Raises:
+        NotFoundError: no checkpoint there.
+        CorruptionError: ``drafter.json`` is missing or damaged.
+    """
+    path = checkpoint.resolve(Path(run_or_checkpoint))
+    return RunInfo(path, checkpoint.read_spec(path))
+
+
+def training_store(info: RunInfo) -> Store | None:
+    """The store a run was trained on, at the run's snapshot; None when it is not there any more."""
+    path = info.run / SNAPSHOT
+    if not path.is_file():
+        return None
+    try:
+        return Store.open(info.spec.store, _read_snapshot(path))
+    except NotFoundError:
+        return None
+
+
+def _read_snapshot(path: Path) -> Snapshot:
+    return unseal(path.read_bytes(), Snapshot, str(path))
+
+
+def configured_start(file: str | Path | None, words: Sequence[str]) -> RunInfo | None:
+    """What ``train.init_from`` names in the settings file or the words."""
+    values = [value for _, value in settings.assignments("train.init_from", file, words)]
+    return describe(str(values[-1])) if values and values[-1] is not None else None
+
+
+def check_start(start: RunInfo, store: Store, config: DrafterConfig) -> None:
+    """Refuse to start from a drafter of another target, other layers or another vocabulary than ``config`` says.
+
+    Raises:
+        ConfigError: ``init-differs``, naming what was expected and found.
+    """
+    differences = [f"target.{line}" for line in identity_differences(start.spec.target, store.capture.target)]
+    for name in ("aux_layers", "vocab_size"):
+        actual, expected = getattr(start.spec.drafter, name), getattr(config, name)
+        if actual != expected:
+            differences.append(f"drafter.{name}: {_text(expected)} asked for, {_text(actual)} found")
+    if config.vocab_file is not None:
+        differences.append(f"drafter.vocab_file: {config.vocab_file}, but the draft vocabulary is that of the start")
+    if differences:
+        problem = f"train.init_from={start.checkpoint} is not a start for this drafter"
+        raise _differs(problem, differences, _HINT_FOLLOW)
+
+
+def load_start(model: "Drafter", start: RunInfo) -> None:
+    """Put the weights of ``start`` into a fresh drafter.
+
+    Raises:
+        ConfigError: ``init-differs``, naming every tensor that does not fit.
+    """
+    problem = f"train.init_from={start.checkpoint} is not a start for this drafter"
+    load_weights(model, start.weights(), problem, _HINT_FOLLOW)
+
+
+def load_weights(model: "Drafter", weights: Mapping[str, Tensor], problem: str, hint: str | None = None) -> None:
+    """Fill a fresh drafter; embeddings that ``weights`` lack stay the target's.
+
+    Raises:
+        ConfigError: ``init-differs``: ``problem``, then every tensor that does not fit.
+    """
+    fresh = model.state_dict()
+    differences = [f"{name}: missing" for name in fresh if name not in weights and name not in FROM_THE_TARGET]
+    differences += [f"{name}: not a tensor of this drafter" for name in weights if name not in fresh]
+    for name in sorted(weights.keys() & fresh.keys()):
+        if weights[name].shape != fresh[name].shape:
+            differences.append(f"{name}: {list(fresh[name].shape)} expected, {list(weights[name].shape)} found")
+    if differences:
+        raise _differs(problem, differences, hint)
+    model.load_state_dict({**fresh, **weights})
+
+
+def started_from(run: Path) -> RunInfo | None:
+    """What a run was started from; None when it began at random.
+
+    Raises:
+        NotFoundError: that is not there any more.
+        ConflictError: it has changed since.
+    """
+    recorded = read_facts(run).init_from if (run / RUN_JSON).is_file() else None
+    if recorded is None:
+        return None
+    start = describe(recorded.path)
+    if start.start_facts() != recorded:
+        raise ConflictError(f"{recorded.path} is not what {run} was started from any more", kind="init-changed")
+    return start
+
+
+def _differs(problem: str, differences: Sequence[str], hint: str | None) -> ConfigError:
+    return ConfigError(f"{problem}:\n" + "\n".join(differences), kind="init-differs", hint=hint)
+
+
+def _text(value: object) -> str:
+    return ",".join(str(item) for item in value) if isinstance(value, tuple) else str(value)
+
+
+class RunFacts(Document):
+    """``run.json``: where the states came from. ``vocab_coverage``: share of supervised tokens the drafter knows.
+
+    ``init_from``: the checkpoint whose weights it started from; ``imported_from``: the folder it was read from."""
+
+    store: str
+    capture: CaptureSpec
+    vocab_coverage: float
+    init_from: StartFacts | None = None
+    imported_from: str | None = None
+
+
+def open_new(options: TrainOptions) -> tuple[Store, TrainConfig]:
+    """The store and the resolved settings of a run that does not exist yet; writes nothing."""
+    newest = checkpoint.latest(options.run)
+    if newest is not None or (options.run / RUN_JSON).exists():
+        at = f"with {newest.name} its newest checkpoint" if newest is not None else "without a checkpoint yet"
+        raise ConflictError(
+            f"{options.run} holds a run already, {at}; --resume continues it, another -o starts a new one",
+            kind="run-exists",
+            hint=options.resume_command,
+        )
+    store = Store.open(options.store)
+    file = None if options.file is None else settings_file(options.file)
+    start = configured_start(file, options.words)
+    config = load_config(store, options.drafter, file, options.words, start.spec.drafter if start else None)
+    if start is not None:
+        check_start(start, store, config.drafter)
+        # The very checkpoint: a resume must not start from what that run has become since.
+        loop = config.train.model_copy(update={"init_from": str(start.checkpoint.resolve())})
+        config = config.model_copy(update={"train": loop})
+    needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
+    check_store(config.drafter.name, needs, store.capture, store.path)
+    require_files(store)
+    return store, config
+
+
+def create(
+    path: Path,
+    store: Store,
+    config: TrainConfig,
+    vocab: DraftVocab,
+    covered: float,
+    *,
+    imported_from: str | None = None,
+) -> None:
+    """Write what a run is before its first step; ``run.json`` last, which marks the folder as complete."""
+    start = None if config.train.init_from is None else describe(config.train.init_from)
+    facts = RunFacts(
+        store=str(Path(store.path).resolve()),
+        capture=store.capture,
+        vocab_coverage=covered,
+        init_from=start and start.start_facts(),
+        imported_from=imported_from,
+    )
+    files = {
+        checkpoint.VOCAB: vocab.save_bytes(),
+        CONFIG: settings.dump(config).encode(),
+        SNAPSHOT: seal(store.snapshot(f"run-{path.name}")),
+        RUN_JSON: seal(facts),
+    }
+    is_new = not path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    (path / METRICS).unlink(missing_ok=True)
+    try:
+        for name, data in files.items():
+            replace_file(path / name, data)
+    except OSError:
+        for name in files:
+            (path / name).unlink(missing_ok=True)
+        if is_new:
+            path.rmdir()
+        raise
+
+
+def read_facts(run: Path) -> RunFacts:
+    """``run.json``, checked."""
+    return unseal((run / RUN_JSON).read_bytes(), RunFacts, str(run / RUN_JSON))
+
+
+def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
+    """The store at the run's snapshot and its settings; ``train.*`` alone may change, and the change is saved."""
+    path = options.run
+    if not (path / RUN_JSON).is_file():
+        raise NotFoundError(
+            f"{path} is no run to resume: {RUN_JSON} is missing",
+            kind="run-missing",
+            hint=f"hiddenstore train {options.store} -o {path}",
+        )
+    refused = [word for word in options.words if not word.startswith("train.") or word.startswith("train.init_from")]
+    if options.file is not None or refused:
+        changes = ", ".join([*([f"-c {options.file}"] if options.file is not None else []), *refused])
+        raise ConfigError(
+            f"{changes}: a resumed run keeps its settings ({path / CONFIG}) and where it started from; only train.* "
+            "may change",
+            kind="resume-settings",
+            hint=f"other settings are another run: hiddenstore train {options.store} -o {path}-2 …",
+        )
+    name = _drafter_name(path)
+    if options.drafter not in (None, name):
+        raise ConfigError(
+            f"{path} trains {name}, not {options.drafter}",
+            kind="resume-settings",
+            hint=f"hiddenstore train {options.store} -o {path}-2 --drafter {options.drafter}",
+        )
+    store = _same_store(options)
+    config = settings.load(config_class(name), path / CONFIG, options.words)
+    if options.words:
+        replace_file(path / CONFIG, settings.dump(config).encode())
+    return store, config
+
+
+def _drafter_name(run: Path) -> str:
+    try:
+        return str(yaml.safe_load((run / CONFIG).read_bytes())["drafter"]["name"])
+    except (yaml.YAMLError, KeyError, TypeError, OSError) as error:
+        raise CorruptionError(f"{run / CONFIG} names no drafter: {error}", kind="run-corrupt") from error
+
+
+def _same_store(options: TrainOptions) -> Store:
+    """The store the run was trained on, wherever it lies now, at the run's snapshot."""
+    facts = read_facts(options.run)
+    store = Store.open(options.store)
+    problem = f"{store.path} is not the store {options.run} was trained on ({facts.store})"
+    hint = f"hiddenstore train {facts.store} -o {options.run} --resume"
+    differences = [f"target.{line}" for line in identity_differences(facts.capture.target, store.capture.target)]
+    for name in ("aux_layers", "final", "final_norm", "state_dtype", "codecs"):
+        expected, actual = getattr(facts.capture, name), getattr(store.capture, name)
+        if expected != actual:
+            differences.append(f"{name}: {expected} expected, {actual} found")
+    if differences:
+        raise ConflictError(f"{problem}:\n" + "\n".join(differences), kind="resume-store", hint=hint)
+    try:
+        return Store.open(options.store, _read_snapshot(options.run / SNAPSHOT))
+    except CorruptionError as error:
+        if str(Path(store.path).resolve()) == facts.store:
+            raise
+        raise ConflictError(f"{problem}, nor a copy of it: {error.message}", kind="resume-store", hint=hint) from error

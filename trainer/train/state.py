@@ -1,0 +1,281 @@
+"""The state of a training run: everything a step needs, new or as the newest checkpoint left it, on every rank."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hiddenstore.console.output import output
+from hiddenstore.data import Cursor, TokenBatches
+from hiddenstore.documents import seal, unseal
+from hiddenstore.errors import ConfigError
+from hiddenstore.store import Store
+from schemas.manifest import Snapshot
+from trainer.config import TrainConfig
+from trainer.drafters import DRAFTERS, drafter_kind
+from trainer.drafters.base import Drafter, DrafterInUse, Needs, Objective
+from trainer.drafters.blocks import compile_blocks
+from trainer.losses.teacher import TargetInterface
+from trainer.parallel.context import ContextGroup, context_group
+from trainer.parallel.data_parallel import ParallelStrategy, full_state_dict, parallelize
+from trainer.parallel.group import ProcessGroup, keep_freed_memory, pick_device
+from trainer.settings import config_class
+from trainer.train import checkpoint
+from trainer.train.guard import BestCheckpoints, SpikeGuard
+from trainer.train.optim import Optimizer
+from trainer.train.run_folder import TrainOptions, create, describe, load_start, open_new, read_facts, reopen
+from trainer.vocab import DraftVocab, count_store, coverage
+
+
+@dataclass(eq=False)
+class TrainState:
+    """Everything a step needs. ``store`` is opened at the run's snapshot; ``step`` counts the steps done."""
+
+    options: TrainOptions
+    store: Store
+    config: TrainConfig
+    group: ProcessGroup
+    device: torch.device
+    model: Drafter
+    objective: Objective[Any]
+    parallel: ParallelStrategy
+    context: ContextGroup | None
+    optimizer: Optimizer
+    batches: TokenBatches
+    vocab_coverage: float
+    target: TargetInterface
+    spikes: SpikeGuard
+    best: BestCheckpoints
+    step: int = 0
+    validation: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        return self.options.run
+
+    @property
+    def in_use(self) -> DrafterInUse:
+        """The drafter as it is now, for proposing."""
+        return DrafterInUse(drafter_kind(self.config.drafter.name), self.model, self.target)
+
+    @property
+    def total_steps(self) -> int:
+        return self.optimizer.total_steps
+
+    @property
+    def trainable(self) -> int:
+        """Parameters that are trained."""
+        return sum(parameter.numel() for parameter in self.optimizer.named.values())
+
+
+def build_state(options: TrainOptions, group: ProcessGroup) -> TrainState:
+    """The state of a new run, whose folder is made, or of an old one at its newest checkpoint.
+
+    Raises:
+        ConfigError, ConflictError, NotFoundError: see `trainer.train.loop.train`.
+    """
+    keep_freed_memory()
+    store, config = _open_on_every_rank(options, group)
+    _check_context(config)
+    context = context_group(config.train.context_parallel, group)
+    with group.all_or_none():
+        device = _device(config, group)
+        head = store.head(device)
+    vocab, covered = _vocabulary(options, store, config, head.vocab_size, group)
+    with group.all_or_none():
+        kind = drafter_kind(config.drafter.name)
+        target = TargetInterface(head, vocab.to(device), store.capture.final_norm)
+        model = kind.build(config.drafter, target, config.train.seed).to(device)
+        model.tie_weights(head)
+        model.train()
+        model.recompute = config.train.checkpoint_activations
+        if config.train.compile:
+            compile_blocks(model)
+        objective = kind.objective(model, target, config.loss)
+        batches = token_batches(store, config, group)
+        total = config.train.max_steps or sum(batches.batches_per_epoch(epoch) for epoch in range(config.train.epochs))
+        newest = checkpoint.latest(options.run) if options.resume else None
+        saved = checkpoint.load(newest) if newest is not None else None
+        if saved is not None:
+            model.load_state_dict(saved.drafter)
+        elif config.train.init_from is not None:
+            load_start(model, describe(config.train.init_from))
+        if group.is_first and not options.resume:
+            create(options.run, store, config, vocab, covered)
+    group.broadcast(model.state_dict().values())
+    parallel = parallelize(model, config.train.parallel, group, device)
+    optimizer = Optimizer(model, config.optim, total)
+    spikes = SpikeGuard(config.train.spike_factor, saved.state.spikes if saved else None)
+    best = BestCheckpoints(config.train, saved.state.standing if saved else None)
+    state = TrainState(
+        options, store, config, group, device, model, objective, parallel, context, optimizer, batches, covered, target,
+        spikes, best,
+    )  # fmt: skip
+    if saved is not None:
+        with group.all_or_none():
+            # All but the weights, which the model took before it was shared out.
+            optimizer.load(saved.optimizer)
+            checkpoint.restore_rng(saved.optimizer)
+            batches.load_state_dict(Cursor.from_json(saved.state.cursor).to_json())
+            state.step = saved.state.step
+    if group.is_first:
+        _warn_of_idle_ranks(state)
+    return state
+
+
+def token_batches(store: Store, config: TrainConfig, group: ProcessGroup, *, validation: bool = False) -> TokenBatches:
+    """This rank's packs of the global batches, which ``data.batch_tokens`` alone defines."""
+    endless = config.train.max_steps is not None and not validation
+    needs: Needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
+    return TokenBatches(
+        store,
+        split="validation" if validation else "train",
+        layers=needs.aux_layers,
+        final=needs.final != "none",
+        batch_tokens=config.data.batch_tokens,
+        pack_tokens=config.data.pack_tokens,
+        seed=config.data.seed,
+        rank=group.rank.rank // config.train.context_parallel,
+        world_size=group.rank.world_size // config.train.context_parallel,
+        prefetch_bytes=config.data.prefetch_mb * 1_000_000,
+        epochs=None if endless else 1 if validation else config.train.epochs,
+    )
+
+
+def _check_context(config: TrainConfig) -> None:
+    if config.train.context_parallel > 1 and not drafter_kind(config.drafter.name).splits_context:
+        able = [name for name in DRAFTERS if drafter_kind(name).splits_context]
+        raise ConfigError(
+            f"{config.drafter.name} cannot split a sequence over ranks (train.context_parallel="
+            f"{config.train.context_parallel}); these can: {', '.join(able)}",
+            kind="context-parallel",
+            hint="train.context_parallel=1",
+        )
+
+
+def save_checkpoint(state: TrainState, cursor: Cursor) -> None:
+    """Publish a checkpoint after ``state.step`` steps; the other ranks wait until it is durable."""
+    group = state.group
+    weights = full_state_dict(state.model.state_dict(), group)
+    moments = full_state_dict(state.optimizer.tensors(), group)
+    with group.all_or_none():
+        if group.is_first:
+            _write_checkpoint(state, cursor, weights, moments | checkpoint.rng_tensors())
+
+
+def _write_checkpoint(
+    state: TrainState, cursor: Cursor, weights: dict[str, Tensor], optimizer: dict[str, Tensor]
+) -> None:
+    spec = checkpoint.DrafterSpec(
+        config=state.config.drafter.model_dump(mode="json"),
+        target=state.store.capture.target,
+        head=state.store.manifest.head,
+        store=str(Path(state.store.path).resolve()),
+        seed=state.config.train.seed,
+        step=state.step,
+    )
+    document = checkpoint.CheckpointState(
+        step=state.step,
+        cursor=cursor.to_json(),
+        total_steps=state.total_steps,
+        spikes=state.spikes.state,
+        standing=state.best.state,
+        files={},
+    )
+    checkpoint.save(state.path, spec, document, (weights, optimizer))
+    checkpoint.remove_old(state.path, state.config.train.keep, state.best.names)
+
+
+def _open_on_every_rank(options: TrainOptions, group: ProcessGroup) -> tuple[Store, TrainConfig]:
+    """Rank 0 opens the run; the others open the very same list of samples, although the store may be growing."""
+    opened: list[tuple[Store, TrainConfig]] = []
+
+    def open_run() -> tuple[Store, TrainConfig]:
+        return reopen(options) if options.resume else open_new(options)
+
+    def message() -> bytes:
+        store, config = open_run()
+        opened.append((store, config))
+        snapshot = seal(store.snapshot(f"run-{options.run.name}")).decode()
+        return json.dumps({"snapshot": snapshot, "config": config.model_dump_json()}).encode()
+
+    if group.is_single:
+        return open_run()
+    document = json.loads(group.broadcast_bytes(message))
+    with group.all_or_none():
+        if not opened:
+            snapshot = unseal(document["snapshot"].encode(), Snapshot, "the list of samples of rank 0")
+            model = config_class(json.loads(document["config"])["drafter"]["name"])
+            opened.append((Store.open(options.store, snapshot), model.model_validate_json(document["config"])))
+    return opened[0]
+
+
+def _vocabulary(
+    options: TrainOptions, store: Store, config: TrainConfig, size: int, group: ProcessGroup
+) -> tuple[DraftVocab, float]:
+    """The draft vocabulary and its coverage, made by rank 0 alone: that reads the tokens of the whole store. ``size``
+    is the head's vocabulary."""
+    if group.is_single:
+        return _choose_vocabulary(options, store, config, size)
+
+    def message() -> bytes:
+        vocab, covered = _choose_vocabulary(options, store, config, size)
+        return json.dumps({"ids": vocab.target_ids.tolist(), "coverage": covered}).encode()
+
+    document = json.loads(group.broadcast_bytes(message))
+    return DraftVocab.of_ids(torch.tensor(document["ids"], dtype=torch.int64), size), float(document["coverage"])
+
+
+def _choose_vocabulary(options: TrainOptions, store: Store, config: TrainConfig, size: int) -> tuple[DraftVocab, float]:
+    """That of the run, of the drafter it starts from, of ``vocab_file``, or the most frequent tokens."""
+    if options.resume:
+        return DraftVocab.load(options.run / checkpoint.VOCAB, size), read_facts(options.run).vocab_coverage
+    init_from, file = config.train.init_from, config.drafter.vocab_file
+    if init_from is None and file is None and config.drafter.vocab_size >= store.capture.target.vocab_size:
+        return DraftVocab.full(size), 1.0
+    counts = count_store(store, size)
+    if init_from is not None:
+        vocab = describe(init_from).vocab(size)
+    elif file is not None:
+        vocab = DraftVocab.load(file, size)
+    else:
+        vocab = DraftVocab.of_counts(counts, config.drafter.vocab_size)
+    return vocab, coverage(vocab, counts)
+
+
+def _device(config: TrainConfig, group: ProcessGroup) -> torch.device:
+    device = torch.device(pick_device(config.train.device))
+    if device.type != "cuda":
+        return device
+    if device.index is None:
+        count, local = torch.cuda.device_count(), group.rank.local_rank
+        # A launcher that shows each task its own GPU alone numbers it 0.
+        device = torch.device("cuda", 0 if count == 1 else local)
+        if local >= count > 1:
+            raise ConfigError(
+                f"{group.rank} is number {local} on this machine, which has {count} GPUs",
+                kind="device-unavailable",
+                hint=f"torchrun --nproc-per-node {count} …",
+            )
+    torch.cuda.set_device(device)
+    return device
+
+
+def _warn_of_idle_ranks(state: TrainState) -> None:
+    """Batches of one epoch that have fewer samples than there are ranks leave some without work."""
+    ranks = state.group.rank.world_size // state.config.train.context_parallel
+    if ranks == 1:
+        return
+    samples = [len(ids) for _plan, ids in state.batches.plan(0)]
+    idle = sum(max(0, ranks - count) for count in samples) / len(samples)
+    if idle < 0.5:
+        return
+    longest = max(entry.tokens for _, entry in state.store.entries)
+    output().warn(
+        f"{idle:.1f} of {ranks} ranks have nothing to do in the average step: a batch of "
+        f"{state.config.data.batch_tokens:,} tokens holds {sum(samples) / len(samples):.1f} samples; "
+        f"try data.batch_tokens={longest * ranks}"
+    )

@@ -1,0 +1,212 @@
+"""One optimizer step over a global batch, and the sums it reports.
+
+Shapes: K depths (TTT steps, block slots or heads).
+"""
+
+import math
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from hiddenstore.data import GlobalBatch, PackedBatch
+from hiddenstore.errors import CaptureError
+from trainer.drafters.base import LossInputs
+from trainer.evaluate.acceptance import DraftShape
+from trainer.evaluate.simulate import evaluate_packs
+from trainer.losses.fused_head import StepLosses
+from trainer.parallel.context import shard_of
+from trainer.parallel.data_parallel import unsharded
+from trainer.train.guard import MOST_IN_A_ROW
+from trainer.train.log import StepMetrics
+from trainer.train.state import TrainState, token_batches
+
+VALIDATION_DRAFT_LEN = 3
+"""The default of `hiddenstore eval`, so that the two numbers can be compared."""
+
+
+def steps(state: TrainState) -> Generator[tuple[GlobalBatch, StepMetrics], None, None]:
+    """Train batch after batch, from where the state stands to its last step; ``state.step`` counts along.
+
+    Raises:
+        CaptureError: the loss or the gradient is not finite, or the loss stays a spike; names the samples. The weights
+            stay those of the step before.
+        HiddenstoreError: ``another-rank``, where it was another rank that failed.
+    """
+    batches = iter(state.batches)
+    while state.step < state.total_steps:
+        began = time.perf_counter()
+        state.model.rng_key = (state.config.train.seed, state.step)
+        with state.group.all_or_none():
+            batch = next(batches, None)
+            inputs = [] if batch is None else _inputs(state, _on_device(state, batch))
+        if batch is None:
+            return
+        metrics = train_step(state, batch, inputs, began)
+        state.step += 1
+        yield batch, metrics
+
+
+def train_step(state: TrainState, batch: GlobalBatch, inputs: Sequence[LossInputs], began: float) -> StepMetrics:
+    """One update; gradients are divided by the taught slots of the global batch, over all ranks."""
+    group = state.group
+    denominators = state.objective.denominators(*inputs)
+    totals = Totals(state.objective.depths, state.device)
+    totals.count(inputs)
+    group.all_reduce([denominators, totals.counts, totals.open, totals.tokens])
+    state.parallel.unshard()
+    with group.all_or_none():
+        for pack in inputs:
+            with autocast(state):
+                losses = state.objective.losses(pack, denominators)
+            if losses.total.requires_grad:
+                losses.total.backward()
+            totals.add(losses)
+    group.all_reduce([totals.value, totals.sums, totals.hits])
+    state.parallel.reduce_gradients()
+    value = float(totals.value)
+    if not math.isfinite(value):
+        raise _not_finite(state, batch, f"loss {value}")
+    is_accepted = state.spikes.accepts(value)
+    lr, norm = state.optimizer.step(state.step, update=is_accepted)
+    if not math.isfinite(norm):
+        raise _not_finite(state, batch, f"gradient norm {norm}")
+    if state.spikes.is_persistent:
+        raise _stays_high(state, batch, value)
+    seconds = time.perf_counter() - began
+    return StepMetrics(
+        step=state.step + 1,
+        loss=value,
+        losses=totals.mean_losses(),
+        acc=totals.accuracy(),
+        taught=int(totals.counts.sum()),
+        lr=lr,
+        grad_norm=norm,
+        tokens=int(totals.tokens),
+        tokens_per_s=int(totals.tokens) / seconds,
+        data_wait_fraction=min(1.0, batch.wait_s / seconds),
+        skipped=not is_accepted,
+    )
+
+
+class Totals:
+    """Sums over packs and ranks, per depth: int64 [K], ``sums`` fp64 [K]; ``value`` fp64 and ``tokens`` int64."""
+
+    def __init__(self, depths: int, device: torch.device) -> None:
+        self.value = torch.zeros((), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(depths, dtype=torch.float64, device=device)
+        self.hits, self.counts, self.open = (torch.zeros(depths, dtype=torch.int64, device=device) for _ in range(3))
+        self.tokens = torch.zeros((), dtype=torch.int64, device=device)
+
+    def count(self, inputs: Sequence[LossInputs]) -> None:
+        for pack in inputs:
+            self.counts += pack.counts
+            self.open += pack.open
+            self.tokens += pack.batch.tokens
+
+    def add(self, losses: StepLosses) -> None:
+        self.value += losses.value
+        self.sums += losses.sums
+        self.hits += losses.hits
+
+    def mean_losses(self) -> list[float]:
+        mean: list[float] = (self.sums / self.counts.clamp(min=1)).tolist()
+        return mean
+
+    def accuracy(self) -> list[float]:
+        share: list[float] = (self.hits.double() / self.open.clamp(min=1)).tolist()
+        return share
+
+
+@torch.no_grad()
+def validate(state: TrainState) -> None:
+    """Walk ``validation_tokens`` of the validation split and put the result in ``state.validation``.
+
+    losses, acc: per depth; loss: mean of the losses; accepted_length, per_position: of greedy chains of
+    ``VALIDATION_DRAFT_LEN`` over the same text, as `evaluate` counts them, None where nothing could be drafted.
+    Unchanged when the store has no such split.
+    """
+    lengths = {entry.id: entry.tokens for _, entry in state.store.entries if entry.split == "validation"}
+    if not lengths:
+        return
+    totals = Totals(state.objective.depths, state.device)
+
+    def validation_packs() -> Iterator[PackedBatch]:
+        tokens = 0
+        for batch in token_batches(state.store, state.config, state.group, validation=True):
+            packs = _on_device(state, batch)
+            inputs = _inputs(state, packs)
+            totals.count(inputs)
+            denominators = state.objective.denominators(*inputs)
+            for pack in inputs:
+                with autocast(state):
+                    totals.add(state.objective.losses(pack, denominators))
+            if state.context is None or state.context.index == 0:
+                yield from packs
+            tokens += sum(lengths[sample] for sample in batch.all_sample_ids)
+            if tokens >= state.config.train.validation_tokens:
+                break
+
+    use = state.in_use
+    draft_len = min(VALIDATION_DRAFT_LEN, use.kind.longest_draft(use.config) or VALIDATION_DRAFT_LEN)
+    state.model.eval()
+    with unsharded(state.parallel), state.group.all_or_none():
+        tally = evaluate_packs([use], validation_packs(), [DraftShape(draft_len)], device=str(state.device))[0].tally
+    state.model.train()
+    walked = torch.tensor([tally.drafts, tally.tokens, *tally.accepted_at], device=state.device)
+    state.group.all_reduce([totals.sums, totals.hits, totals.counts, totals.open, walked])
+    drafts, tokens, *accepted_at = walked.tolist()
+    losses = totals.mean_losses()
+    state.validation = {
+        "losses": losses,
+        "acc": totals.accuracy(),
+        "loss": sum(losses) / len(losses),
+        "accepted_length": tokens / drafts if drafts else None,
+        "per_position": [count / drafts for count in accepted_at] if drafts else None,
+    }
+
+
+def autocast(state: TrainState) -> AbstractContextManager[Any]:
+    """The matrix products in bf16 where the settings ask for it; master weights stay fp32."""
+    precision = state.config.train.precision
+    if precision == "bf16" or (precision == "auto" and state.device.type == "cuda"):
+        return torch.autocast(state.device.type, dtype=torch.bfloat16)
+    return nullcontext()
+
+
+def _on_device(state: TrainState, batch: GlobalBatch) -> list[PackedBatch]:
+    return [pack.to(state.device) for pack in batch.packs]
+
+
+def _inputs(state: TrainState, packs: Sequence[PackedBatch]) -> list[LossInputs]:
+    if state.context is not None:
+        # The deepest slot is taught `depths` rows on, by a row whose mask may lie one further.
+        packs = [shard_of(pack, state.context, state.objective.depths + 2) for pack in packs]
+    return [state.objective.prepare(pack) for pack in packs]
+
+
+def _not_finite(state: TrainState, batch: GlobalBatch, what: str) -> CaptureError:
+    return CaptureError(
+        f"step {state.step + 1}: {what} over samples {some_of(batch.all_sample_ids)}; the weights are those of step "
+        f"{state.step}",
+        kind="loss-not-finite",
+        hint=f"hiddenstore verify {state.store.path} --meaning",
+    )
+
+
+def _stays_high(state: TrainState, batch: GlobalBatch, value: float) -> CaptureError:
+    factor, median = state.config.train.spike_factor, state.spikes.median
+    return CaptureError(
+        f"step {state.step + 1}: loss {value:.3f} is the last of {MOST_IN_A_ROW + 1} in a row above {factor:g} times "
+        f"the median of {median:.3f}; samples {some_of(batch.all_sample_ids)}; none of them changed the weights",
+        kind="loss-stays-high",
+        hint=f"hiddenstore verify {state.store.path} --meaning, or "
+        f"{state.options.resume_command} train.spike_factor=none",
+    )
+
+
+def some_of(ids: Sequence[str], most: int = 8) -> str:
+    """The first of a list of sample ids, and how many more there are."""
+    return ", ".join(ids[:most]) + (f" and {len(ids) - most} more" if len(ids) > most else "")
