@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hiddenstore import layout
 from hiddenstore.documents import load, read_bounded, seal, sha256_hex, unseal
-from hiddenstore.errors import CorruptionError, HiddenstoreError, NotFoundError, StorageError
+from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.seam import Filesystem, is_inside
 from schemas.manifest import CommitRecord, Snapshot, SnapshotEntry
 
@@ -91,7 +91,7 @@ def publish_commit(fs: Filesystem, record: CommitRecord, revision: int = 0) -> b
         if fs.put_if_absent(path, seal(record)):
             return True
     except StorageError as error:
-        if error.kind != "reply-lost" or fs.size(path) is None:
+        if error.kind != Kind.REPLY_LOST or fs.size(path) is None:
             raise
     return load(fs, path, CommitRecord).segment == record.segment
 
@@ -110,7 +110,7 @@ def read_snapshot(fs: Filesystem, snapshot: Snapshot) -> Scan:
             raise CorruptionError(
                 f"{fs.root}/{layout.COMMITS_DIR}/{entry.record} is not the record that snapshot {snapshot.name} froze: "
                 f"expected sha256 {entry.sha256}, found {commit.sha256}",
-                kind="snapshot-mismatch",
+                kind=Kind.SNAPSHOT_MISMATCH,
                 path=f"{layout.COMMITS_DIR}/{entry.record}",
                 samples=tuple(sample.id for sample in commit.record.samples),
             )
@@ -135,7 +135,7 @@ def _read_many(fs: Filesystem, names: list[str]) -> list[Commit | HiddenstoreErr
             return read_commit(fs, name)
         except NotFoundError as error:
             message = f"{error.message}, but a listing or snapshot names it"
-            return CorruptionError(message, kind="commit-missing", path=f"{layout.COMMITS_DIR}/{name}")
+            return CorruptionError(message, kind=Kind.COMMIT_MISSING, path=f"{layout.COMMITS_DIR}/{name}")
         except StorageError:
             raise
         except HiddenstoreError as error:
@@ -181,7 +181,7 @@ def _check_record(record: CommitRecord, name: str, where: str) -> None:
     if problem:
         raise CorruptionError(
             f"{where} is damaged: {problem}",
-            kind="commit-invalid",
+            kind=Kind.COMMIT_INVALID,
             path=where,
             samples=tuple(name for name in _sample_ids(record) if _SAMPLE_ID.fullmatch(name)),
         )

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from hiddenstore.errors import ConfigError, CorruptionError, FormatError
+from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.layout import COMMITS_DIR, STORE_JSON
 from schemas.base import FORMAT_VERSION, Document
@@ -45,7 +45,7 @@ def canonical(value: object) -> bytes:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         return text.encode("utf-8")
     except ValueError as error:
-        raise ConfigError(f"this document cannot be written: {error}", kind="document-unwritable") from error
+        raise ConfigError(f"this document cannot be written: {error}", kind=Kind.DOCUMENT_UNWRITABLE) from error
 
 
 def seal(document: Document) -> bytes:
@@ -67,7 +67,7 @@ def unseal(data: bytes, model: type[M], where: str) -> M:
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise FormatError(
             f"{where} has format {version}; this version of hiddenstore reads formats up to {FORMAT_VERSION}",
-            kind="format-future",
+            kind=Kind.FORMAT_FUTURE,
             hint="pip install --upgrade hiddenstore",
         )
     try:
@@ -76,7 +76,7 @@ def unseal(data: bytes, model: type[M], where: str) -> M:
         first = error.errors()[0]
         member = ".".join(map(str, first["loc"])) or "document"
         message = f"{where} is not a {model.__name__}: {member}: {first['msg']}"
-        raise FormatError(message, kind="document-invalid") from error
+        raise FormatError(message, kind=Kind.DOCUMENT_INVALID) from error
 
 
 def load(fs: Filesystem, path: str, model: type[M]) -> M:
@@ -161,4 +161,4 @@ def _corrupt(where: str, reason: str) -> CorruptionError:
     if f"/{STORE_JSON}" in where:
         new_name = f"{where.rpartition('/')[0]}/.damaged-{STORE_JSON}"
         hint = f"{shlex.join(['mv', where, new_name])}; then the same collect writes it again"
-    return CorruptionError(f"{where} is damaged: {reason}", kind="document-corrupt", path=where, hint=hint)
+    return CorruptionError(f"{where} is damaged: {reason}", kind=Kind.DOCUMENT_CORRUPT, path=where, hint=hint)

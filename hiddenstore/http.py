@@ -19,7 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from hiddenstore.errors import CaptureError, ConfigError, StorageError
+from hiddenstore.errors import CaptureError, ConfigError, Kind, StorageError
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
@@ -57,7 +57,7 @@ class RefusedError(ConfigError):
     """``server-refused``: HTTP ``status`` 3xx or 4xx, which another try would get again."""
 
     def __init__(self, message: str, status: int, hint: str | None) -> None:
-        super().__init__(message, kind="server-refused", hint=hint)
+        super().__init__(message, kind=Kind.SERVER_REFUSED, hint=hint)
         self.status = status
 
 
@@ -89,7 +89,7 @@ class HttpClient:
             self._client.build_request("GET", self.url)
         except (ImportError, ValueError, InvalidURL) as error:
             message = f"no way to {self.url}: {error}"
-            raise ConfigError(message, kind="server-url", hint="env | grep -i proxy") from error
+            raise ConfigError(message, kind=Kind.SERVER_URL, hint="env | grep -i proxy") from error
         self._closed, self._loop = threading.Event(), _event_loop()
         self._end = weakref.finalize(self, _close, self._client, self._loop)
         self._end.atexit = False
@@ -148,16 +148,16 @@ class HttpClient:
                 return response, bytes(body)
         except TimeoutError as error:
             message = f"no whole answer from {url} within {timeout_s:g} s"
-            raise StorageError(message, kind="server-timeout", hint=self.access.hint) from error
+            raise StorageError(message, kind=Kind.SERVER_TIMEOUT, hint=self.access.hint) from error
         # RuntimeError: the client was closed by another thread. UnicodeError: no such name can be looked up.
         except (HTTPError, OSError, RuntimeError, UnicodeError) as error:
             message = f"no answer from {url}: {_innermost(error)}"
-            raise StorageError(message, kind="server-unreachable", hint=self.access.hint) from error
+            raise StorageError(message, kind=Kind.SERVER_UNREACHABLE, hint=self.access.hint) from error
 
     def _read(self, response: "Response", body: bytes, read: Callable[[bytes], T]) -> T:
         status = response.status_code
         if status in _TRANSIENT or status >= 500:
-            raise StorageError(self._quoted(response, body), kind="server-failing", hint=self.access.hint)
+            raise StorageError(self._quoted(response, body), kind=Kind.SERVER_FAILING, hint=self.access.hint)
         if not 200 <= status < 300:
             hint = f"{self.access.key_option} reads a key from the environment" if status in (401, 403) else None
             raise RefusedError(self._quoted(response, body), status, hint)
@@ -167,7 +167,9 @@ class HttpClient:
             return read(body)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             why = self._masked(f"{type(error).__name__} {error}")
-            raise CaptureError(f"{self._quoted(response, body)} is no answer: {why}", kind="server-answer") from error
+            raise CaptureError(
+                f"{self._quoted(response, body)} is no answer: {why}", kind=Kind.SERVER_ANSWER
+            ) from error
 
     def _quoted(self, response: "Response", body: bytes) -> str:
         """The server's own words, and where they come from."""
@@ -231,10 +233,12 @@ def server_root(url: str) -> str:
     except ValueError:
         is_address = False
     if not is_address or parts.query or parts.fragment:
-        raise ConfigError(f"{url!r} is no http://HOST:PORT", kind="server-url", hint="--server http://localhost:8000")
+        raise ConfigError(
+            f"{url!r} is no http://HOST:PORT", kind=Kind.SERVER_URL, hint="--server http://localhost:8000"
+        )
     if parts.username or parts.password:
         message = "a server's address must hold no user or password: it would land in logs"
-        raise ConfigError(message, kind="server-url", hint="--api-key-env NAME reads a key from the environment")
+        raise ConfigError(message, kind=Kind.SERVER_URL, hint="--api-key-env NAME reads a key from the environment")
     path = parts.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"
 
@@ -250,5 +254,5 @@ def key_from_environment(name: str | None) -> str | None:
     key = os.environ.get(name, "")
     if not key or key != key.strip() or not key.isascii() or not key.isprintable():
         message = f"the environment variable {name} holds no key"
-        raise ConfigError(message, kind="api-key-missing", hint=f"export {name}=…")
+        raise ConfigError(message, kind=Kind.API_KEY_MISSING, hint=f"export {name}=…")
     return key

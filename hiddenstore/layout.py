@@ -11,7 +11,7 @@ import re
 import secrets
 from typing import NamedTuple
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 
 STORE_JSON = "store.json"
 TARGET_DIR = "target"
@@ -128,4 +128,4 @@ def parse_advice(name: str) -> int | None:
 
 def _require(pattern: re.Pattern[str], value: str, what: str) -> None:
     if not pattern.fullmatch(value):
-        raise ConfigError(f"{value!r} cannot be a {what}", kind="name-invalid")
+        raise ConfigError(f"{value!r} cannot be a {what}", kind=Kind.NAME_INVALID)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 
 # rank, world size, local rank; the first launcher with any variable set decides.
 _LAUNCHERS: dict[str, tuple[str, str, str]] = {
@@ -46,7 +46,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Rank:
     one process with no SLURM_PROCID of a step; its lone task is rank 0 of 1 only when NTASKS is 1.
 
     Raises:
-        ConfigError: ``rank-incomplete`` names the missing variables; ``rank-invalid`` a value that cannot be.
+        ConfigError: ``rank-invalid`` names the missing variables; ``rank-invalid`` a value that cannot be.
     """
     environment = os.environ if environment is None else environment
     for launcher, names in _LAUNCHERS.items():
@@ -57,19 +57,19 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Rank:
         if missing:
             raise ConfigError(
                 f"{launcher} set {', '.join(f'{k}={v}' for k, v in values.items())}, but not {', '.join(missing)}",
-                kind="rank-incomplete",
+                kind=Kind.RANK_INVALID,
                 hint=f"start it through {'torchrun' if launcher == 'torchrun' else 'srun'}, "
                 f"or unset {' '.join(values)}",
             )
         try:
             rank, world_size, local_rank = (int(values[name]) for name in names)
         except ValueError as error:
-            raise ConfigError(f"{launcher}: {values} should be whole numbers", kind="rank-invalid") from error
+            raise ConfigError(f"{launcher}: {values} should be whole numbers", kind=Kind.RANK_INVALID) from error
         if not (0 <= rank < world_size and local_rank >= 0):
             raise ConfigError(
                 f"{launcher}: {names[0]}={rank} should lie in 0…{world_size - 1} ({names[1]}={world_size}) "
                 f"and {names[2]}={local_rank} not be negative",
-                kind="rank-invalid",
+                kind=Kind.RANK_INVALID,
             )
         return Rank(rank, world_size, local_rank)
     return Rank()

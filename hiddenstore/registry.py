@@ -13,17 +13,17 @@ from importlib import metadata
 from types import UnionType
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 
 T = TypeVar("T")
 
 
 def unknown(thing: str, name: str, names: Collection[str], option: str = "", default: str = "") -> ConfigError:
-    """``<thing>-unknown``: the names there are, the nearest one, and ``option`` with it (or ``default``) as the fix."""
+    """``name-unknown``: the names there are, the nearest one, and ``option`` with it (or ``default``) as the fix."""
     near = next(iter(get_close_matches(name, names, n=1, cutoff=0.5)), "")
     message = f"unknown {thing} {name!r}, expected one of: {', '.join(names)}" + f"; did you mean {near}?" * bool(near)
     hint = f"{option} {near or default}" if option and (near or default) else None
-    return ConfigError(message, kind=f"{thing}-unknown", hint=hint)
+    return ConfigError(message, kind=Kind.NAME_UNKNOWN, hint=hint)
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class Registry(Generic[T]):
         return name in self.rows or name in self.packages
 
     def __getitem__(self, name: str) -> T:
-        """A row; ConfigError ``<thing>-unknown``, or ``plugin-broken``: no import, a member missing, a name twice."""
+        """A row; ConfigError ``name-unknown``, or ``plugin-broken``: no import, a member missing, a name twice."""
         row = self._loaded.get(name)
         return self._load(name) if row is None else row
 
@@ -90,7 +90,7 @@ class Registry(Generic[T]):
         dists = [p.dist for p in self.packages.get(name, ()) if p.dist] or [metadata.distribution("hiddenstore")]
         message = f"{self.thing} {name} of {' and '.join(f'{d.name} {d.version}' for d in dists)} {fault}"
         command = "install --upgrade" if len(dists) == 1 else "uninstall"
-        return ConfigError(message, kind="plugin-broken", hint=f"pip {command} {dists[0].name}")
+        return ConfigError(message, kind=Kind.PLUGIN_BROKEN, hint=f"pip {command} {dists[0].name}")
 
 
 def _fault(value: object, contract: type) -> str | None:

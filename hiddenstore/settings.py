@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.errors import ConfigError, Kind, NotFoundError
 
 M = TypeVar("M", bound=BaseModel)
 KeyPath = tuple[str, ...]
@@ -155,16 +155,16 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         document = _parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise NotFoundError(f"the settings file {path} does not exist", kind="config-missing") from error
+        raise NotFoundError(f"the settings file {path} does not exist", kind=Kind.PATH_MISSING) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error.reason}", kind="config-unreadable") from error
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason}", kind=Kind.CONFIG_UNREADABLE) from error
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} is no YAML: {first_line(error)}", kind="config-unreadable") from error
+        raise ConfigError(f"{path} is no YAML: {first_line(error)}", kind=Kind.CONFIG_UNREADABLE) from error
     if document is None:
         return {}
     if not isinstance(document, dict):
         problem = f"{path} should hold key: value lines, found {type(document).__name__}"
-        raise ConfigError(problem, kind="config-unreadable")
+        raise ConfigError(problem, kind=Kind.CONFIG_UNREADABLE)
     return document
 
 
@@ -200,7 +200,7 @@ class _Merged:
     values: dict[str, Any]
     origins: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    kind: str = "config-invalid"
+    kind: Kind = Kind.CONFIG_INVALID
     hint: str | None = None
 
     def require_no_problem(self) -> None:
@@ -233,7 +233,7 @@ def _validate(model: type[M], merged: _Merged) -> tuple[M | None, list[Any]]:
     unknown = [e for e in errors if e["type"] == "extra_forbidden" and _get(merged.values, e["loc"]) is not _ABSENT]
     if not unknown:
         return None, errors
-    merged.kind = "config-unknown-key"
+    merged.kind = Kind.CONFIG_UNKNOWN_KEY
     for extra in unknown:
         path = tuple(map(str, extra["loc"]))
         for leaf, _ in _leaves(extra["input"], path):

@@ -15,7 +15,7 @@ from hiddenstore import layout
 from hiddenstore.codecs import CODECS, LAYOUTS
 from hiddenstore.commit import Commit, Scan, make_snapshot, read_snapshot, scan_commits
 from hiddenstore.documents import load, seal, sha256_hex
-from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, NotFoundError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, Kind, NotFoundError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, is_inside
 from hiddenstore.registry import Registry
@@ -44,7 +44,7 @@ def no_store(fs: Filesystem) -> NotFoundError:
         what, command = "it holds prepared data", f"hiddenstore collect {path} -o STORE --target TARGET"
     else:
         what, command = f"{layout.STORE_JSON} is missing", f"hiddenstore collect DATA -o {path} --target TARGET"
-    return NotFoundError(f"{fs.root} is no store: {what}", kind="store-missing", hint=command)
+    return NotFoundError(f"{fs.root} is no store: {what}", kind=Kind.STORE_MISSING, hint=command)
 
 
 class Store:
@@ -86,7 +86,7 @@ class Store:
         if outside:
             reason = f"it names {outside[0]!r}, which is not inside {layout.TARGET_DIR}"
             message = f"{fs.root}/{layout.STORE_JSON} is damaged: {reason}"
-            raise CorruptionError(message, kind="store-invalid", path=layout.STORE_JSON)
+            raise CorruptionError(message, kind=Kind.STORE_INVALID, path=layout.STORE_JSON)
         _require_tables(fs, manifest)
         if snapshot is None:
             scan = scan_commits(fs)
@@ -156,7 +156,7 @@ class Store:
             return self._index[sample_id]
         except KeyError:
             raise NotFoundError(
-                f"{self.path} holds no sample {sample_id}", kind="sample-missing", hint=f"hiddenstore ls {self.path}"
+                f"{self.path} holds no sample {sample_id}", kind=Kind.SAMPLE_MISSING, hint=f"hiddenstore ls {self.path}"
             ) from None
 
     def read(self, sample_id: str, layers: Sequence[int] | None = None, final: bool = True) -> "Record":
@@ -210,7 +210,7 @@ class Store:
         entry = next((file for file in self.manifest.target_files if file.path == name), None)
         path = f"{layout.TARGET_DIR}/{name}"
         if entry is None:
-            raise NotFoundError(f"{self.path} holds no {path}", kind="target-file-missing")
+            raise NotFoundError(f"{self.path} holds no {path}", kind=Kind.TARGET_FILE_MISSING)
         size = self.fs.size(path)
         if size == entry.size:
             data = self.fs.read(path)
@@ -221,7 +221,7 @@ class Store:
             stored = "no file" if size is None else f"{size:,} bytes"
         raise CorruptionError(
             f"{self.path}/{path} is damaged: expected {entry.size:,} bytes with sha256 {entry.sha256}, found {stored}",
-            kind="target-file-corrupt",
+            kind=Kind.TARGET_FILE_CORRUPT,
             hint=shlex.join(["hiddenstore", "verify", self.path, "--full"]),
             path=path,
         )
@@ -248,7 +248,7 @@ class Store:
         return make_snapshot(name, self._commits)
 
     def save_snapshot(self, name: str) -> Snapshot:
-        """Write ``snapshots/<name>.json``; ConflictError ``snapshot-exists`` when the name holds another list."""
+        """Write ``snapshots/<name>.json``; ConflictError ``output-exists`` when the name holds another list."""
         snapshot = self.snapshot(name)
         if not self.fs.put_if_absent(layout.snapshot_path(name), seal(snapshot)):
             stored = load_snapshot(self.fs, name)
@@ -256,7 +256,7 @@ class Store:
                 raise ConflictError(
                     f"{self.path} has another snapshot {name!r} already: {stored.samples:,} samples stored, "
                     f"{snapshot.samples:,} asked",
-                    kind="snapshot-exists",
+                    kind=Kind.OUTPUT_EXISTS,
                     hint="choose another name; a snapshot never changes",
                 )
         return snapshot
@@ -298,14 +298,14 @@ class Store:
         records = self.commits() if unit is None else [self._unit_record(unit)]
         tars = [str(Path(self.path, record.segment, TAR)) for record in records if record.files]
         if not tars:
-            raise ConfigError(f"{self.path} holds no sample yet", kind="store-empty")
+            raise ConfigError(f"{self.path} holds no sample yet", kind=Kind.STORE_EMPTY)
         return webdataset.WebDataset(tars, shardshuffle=False)
 
     def _require_container(self, container: str) -> None:
         if self.manifest.container != container:
             raise ConfigError(
                 f"{self.path} is a {self.manifest.container} store, not a {container} one",
-                kind="container-mismatch",
+                kind=Kind.CONTAINER_MISMATCH,
                 hint=shlex.join(
                     ["hiddenstore", "copy", self.path, f"{self.path}-{container}", "--container", container]
                 ),
@@ -317,7 +317,7 @@ class Store:
                 return record
         raise NotFoundError(
             f"{self.path} holds no samples of a unit {unit!r}",
-            kind="unit-missing",
+            kind=Kind.UNIT_MISSING,
             hint=shlex.join(["hiddenstore", "ls", self.path]),
         )
 
@@ -341,7 +341,7 @@ def _require_tables(fs: Filesystem, manifest: StoreManifest) -> None:
         wanted = f"{package.name}=={package.version}" if package else "--upgrade hiddenstore"
         raise FormatError(
             f"{fs.root} is stored with the {table.thing} {name!r}, which is not installed: {source}",
-            kind="plugin-missing",
+            kind=Kind.PLUGIN_MISSING,
             hint=f"pip install {wanted}",
         )
 
@@ -352,11 +352,11 @@ def load_snapshot(fs: Filesystem, name: str) -> Snapshot:
     if fs.size(path) is None:
         saved = [entry.removesuffix(".json") for entry in fs.list(layout.SNAPSHOTS_DIR)]
         raise NotFoundError(
-            f"{fs.root} has no snapshot {name!r}; it has {', '.join(saved) or 'none'}", kind="snapshot-missing"
+            f"{fs.root} has no snapshot {name!r}; it has {', '.join(saved) or 'none'}", kind=Kind.SNAPSHOT_MISSING
         )
     snapshot = load(fs, path, Snapshot)
     if snapshot.name != name:
         raise CorruptionError(
-            f"{fs.root}/{path} is damaged: it holds snapshot {snapshot.name!r}", kind="snapshot-corrupt", path=path
+            f"{fs.root}/{path} is damaged: it holds snapshot {snapshot.name!r}", kind=Kind.SNAPSHOT_CORRUPT, path=path
         )
     return snapshot

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hiddenstore import layout
 from hiddenstore.commit import committed_units, publish_commit
 from hiddenstore.documents import seal, sha256_hex
-from hiddenstore.errors import ConflictError, HiddenstoreError, StorageError
+from hiddenstore.errors import ConflictError, HiddenstoreError, Kind, StorageError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.store import Store, tables_of
@@ -41,8 +41,8 @@ def create_store(
     ``target_files`` are published under ``target/`` before ``store.json`` names them, and again where one is gone.
 
     Raises:
-        ConflictError: ``capture-mismatch`` listing every difference; ``target-files-differ`` when an unfinished
-            creation left other files under ``target/``; ``folder-not-empty``: it holds somebody's files.
+        ConflictError: ``store-mismatch`` listing every difference; ``target-files-differ`` when an unfinished
+            creation left other files under ``target/``; ``output-exists``: it holds somebody's files.
     """
     fs = open_filesystem(location)
     entries = tuple(
@@ -67,7 +67,7 @@ def create_store(
         lines = "\n".join(f"  {line}" for line in differences)
         raise ConflictError(
             f"{store.path} holds another capture:\n{lines}",
-            kind="capture-mismatch",
+            kind=Kind.STORE_MISMATCH,
             hint="collect into another folder, or ask for what is stored: hiddenstore info " + store.path,
         )
     for entry in store.manifest.target_files:
@@ -93,7 +93,7 @@ def _refuse_foreign_files(fs: Filesystem) -> None:
     if foreign:
         raise ConflictError(
             f"{fs.root} is no store and not empty: it holds {', '.join(foreign[:3])}{' …' if foreign[3:] else ''}",
-            kind="folder-not-empty",
+            kind=Kind.OUTPUT_EXISTS,
             hint="give a new folder: -o STORE",
         )
 
@@ -154,7 +154,7 @@ def write_encoded_unit(
         if publish_commit(fs, commit):
             return commit
     except StorageError as error:
-        if error.kind == "disk-full" and fs.size(layout.commit_path(unit)) is None:
+        if error.kind == Kind.DISK_FULL and fs.size(layout.commit_path(unit)) is None:
             sweep(fs, path)
         raise
     sweep(fs, path)
@@ -189,7 +189,7 @@ def register_input(store: Store, prepared: "PreparedInput") -> str:
     if not RegisteredInput(store.fs, digest).table.equals(parse_registered(data, digest, "this input")):
         raise ConflictError(
             f"{store.path}/{path} cuts this input into other units than this version would",
-            kind="input-units-differ",
+            kind=Kind.INPUT_UNITS_DIFFER,
             hint="collect into a new store and merge with: hiddenstore copy",
         )
     return digest
@@ -212,7 +212,7 @@ def _publish_target_file(fs: Filesystem, entry: FileEntry, data: bytes) -> None:
         raise ConflictError(
             f"{fs.root}/{path} is left from a store that was never finished: expected sha256 {entry.sha256}, "
             f"found {sha256}",
-            kind="target-files-differ",
+            kind=Kind.TARGET_FILES_DIFFER,
             hint=f"rm -r {fs.root}/{layout.TARGET_DIR}, unless another job is creating this store now",
         )
 

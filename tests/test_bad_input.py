@@ -36,28 +36,31 @@ CASES = [
     Case("diff with nothing", on("diff", "store", "nowhere"), USAGE, "store-missing", ("nowhere",)),
     Case("show an unknown sample", on("show", "store", "zzz"), USAGE, "sample-missing", ("zzz",), "hiddenstore ls"),
     Case("show beyond the end", on("show", "store", "99"), USAGE, "sample-missing", ("99", "40"), "hiddenstore ls"),
-    Case("an unknown test", on("ls", "store", "--where", "length>3"), USAGE, "where-invalid", ("length",)),
+    Case("an unknown test", on("ls", "store", "--where", "length>3"), USAGE, "option-invalid", ("length",)),
     Case("an unknown snapshot", lambda w, _: ("info", w / "store@v9"), USAGE, "snapshot-missing", ("v9",)),
     Case("copy nothing", on("copy", "nowhere", "dst"), USAGE, "store-missing", ("nowhere",)),
-    Case(
-        "copy of another target", on("copy", "other_store", "store"), CONFLICT, "capture-mismatch", ("weights_sha256",)
-    ),
+    Case("copy of another target", on("copy", "other_store", "store"), CONFLICT, "store-mismatch", ("weights_sha256",)),
     Case(
         "copy of two targets",
         on("copy", "store", "other_store", "dst"),
         CONFLICT,
-        "capture-mismatch",
+        "store-mismatch",
         ("weights_sha256",),
     ),
-    Case("copy recipe unknown", on("copy", "store", "dst", "--recipe", "q9"), USAGE, "recipe-unknown", ("q9",)),
+    Case("copy recipe unknown", on("copy", "store", "dst", "--recipe", "q9"), USAGE, "name-unknown", ("q9",)),
     Case(
-        "gc of no age", on("gc", "store", "--older-than", "soon"), USAGE, "age-invalid", ("soon",), "--older-than 24h"
+        "gc of no age",
+        on("gc", "store", "--older-than", "soon"),
+        USAGE,
+        "option-invalid",
+        ("soon",),
+        "--older-than 24h",
     ),
     # vocab
     Case(
         "vocab over another file", on("vocab", "store", "-o", "chats.jsonl"), CONFLICT, "file-exists", ("chats.jsonl",)
     ),
-    Case("vocab file missing", on("vocab", "store", "--file", "no.pt"), USAGE, "vocab-missing", ("no.pt",)),
+    Case("vocab file missing", on("vocab", "store", "--file", "no.pt"), USAGE, "path-missing", ("no.pt",)),
     Case(
         "vocab file of another kind",
         on("vocab", "store", "--file", "chats.jsonl"),
@@ -74,7 +77,7 @@ CASES = [
     Case(
         "two values wrong", train("optim.lr=fast", "loss.steps=0"), USAGE, "config-invalid", ("optim.lr", "loss.steps")
     ),
-    Case("settings missing", train("-c", "no.yaml"), USAGE, "config-missing", ("no.yaml",)),
+    Case("settings missing", train("-c", "no.yaml"), USAGE, "path-missing", ("no.yaml",)),
     Case(
         "settings no YAML",
         lambda w, f: ("train", w / "store", "-o", "new", "-c", text("c.yaml", "a: [")(f)),
@@ -82,7 +85,7 @@ CASES = [
         "config-unreadable",
         ("c.yaml",),
     ),
-    Case("drafter unknown", train("--drafter", "eagle9"), USAGE, "drafter-unknown", ("eagle9", "eagle3")),
+    Case("drafter unknown", train("--drafter", "eagle9"), USAGE, "name-unknown", ("eagle9", "eagle3")),
     Case(
         "layers not stored",
         train("drafter.aux_layers=0,1,3"),
@@ -100,7 +103,7 @@ CASES = [
         ("samples",),
         "hiddenstore repair",
     ),
-    Case("run exists", on("train", "store", "-o", "run"), CONFLICT, "run-exists", ("step-2",), "--resume"),
+    Case("run exists", on("train", "store", "-o", "run"), CONFLICT, "output-exists", ("step-2",), "--resume"),
     Case("nothing to resume", train("--resume"), USAGE, "run-missing", ("new",), "hiddenstore train"),
     Case(
         "resume another store",
@@ -110,7 +113,7 @@ CASES = [
         ("weights_sha256",),
         "hiddenstore train",
     ),
-    Case("draft vocabulary missing", train("drafter.vocab_file=no.pt"), USAGE, "vocab-missing", ("no.pt",)),
+    Case("draft vocabulary missing", train("drafter.vocab_file=no.pt"), USAGE, "path-missing", ("no.pt",)),
     Case("device unavailable", train("train.device=cuda:7"), USAGE, "device-unavailable", ("cuda:7",)),
     Case("train: a sample longer than a pack", train("data.pack_tokens=20"), USAGE, "sample-too-long", ("20", "60")),
     # eval
@@ -120,7 +123,7 @@ CASES = [
         "eval an empty split", on("eval", "run", "train_store"), USAGE, "split-empty", ("validation",), "--split train"
     ),
     Case(
-        "eval without the layers", on("eval", "run", "no_final"), USAGE, "layers-missing", ("2",), "hiddenstore collect"
+        "eval without the layers", on("eval", "run", "no_final"), USAGE, "layer-missing", ("2",), "hiddenstore collect"
     ),
     Case(
         "eval a damaged store",
@@ -163,28 +166,28 @@ CASES = [
         "prompts missing",
         on("decode", "run", "--target", "target", "--prompts", "no.jsonl"),
         USAGE,
-        "prompts-missing",
+        "path-missing",
         ("no.jsonl",),
     ),
     Case(
         "prompts empty",
         lambda w, f: ("decode", w / "run", "--target", w / "target", "--prompts", text("p.jsonl", "")(f)),
         USAGE,
-        "prompts-empty",
+        "input-empty",
         ("p.jsonl",),
     ),
     Case(
         "prompts no JSON",
         lambda w, f: ("decode", w / "run", "--target", w / "target", "--prompts", rows("{")(f)),
         USAGE,
-        "prompts-empty",
+        "input-empty",
         ("rows.jsonl:1",),
     ),
     Case(
         "prompts of an empty split",
         on("decode", "run", "--target", "target", "--prompts", "all_train"),
         USAGE,
-        "prompts-empty",
+        "input-empty",
         ("validation",),
     ),
     # export
@@ -199,7 +202,7 @@ CASES = [
         "export engine unknown",
         on("export", "run", "--engine", "vlm", "-o", "out"),
         USAGE,
-        "engine-unknown",
+        "name-unknown",
         ("vlm", "vllm"),
     ),
     Case(
@@ -231,7 +234,7 @@ CASES = [
         "export-data of layers not held",
         on("export-data", "store", "--to", "speculators", "-o", "out", "--layers", "0,3", "--missing-final", "zeros"),
         USAGE,
-        "layers-missing",
+        "layer-missing",
         ("3",),
     ),
     Case(
@@ -258,9 +261,7 @@ CASES = [
         ("arrow", "speculators"),
     ),
     # usage
-    Case(
-        "command unknown", on("colect"), USAGE, "command-unknown", ("colect", "collect"), "hiddenstore collect --help"
-    ),
+    Case("command unknown", on("colect"), USAGE, "usage", ("colect", "collect"), "hiddenstore collect --help"),
     Case("option unknown", on("info", "store", "--colour"), USAGE, "usage", ("--colour",), "hiddenstore info --help"),
     Case("argument missing", on("train"), USAGE, "usage", ("STORE",), "hiddenstore train --help"),
 ]

@@ -46,10 +46,10 @@ def thoughts_stripped(world: World, folder: Path) -> tuple[str, ...]:
 
 CASES = [
     # prepare: inputs
-    Case("input missing", prepare(lambda _: "nowhere.jsonl"), USAGE, "input-missing", ("nowhere.jsonl",)),
+    Case("input missing", prepare(lambda _: "nowhere.jsonl"), USAGE, "path-missing", ("nowhere.jsonl",)),
     Case("input empty", prepare(text("empty.jsonl", "")), USAGE, "input-empty", ("empty.jsonl", "empty")),
     Case("input of blank lines", prepare(text("blank.jsonl", "\n\n")), USAGE, "input-empty", ("blank.jsonl",)),
-    Case("folder without conversations", prepare(without_config), USAGE, "input-no-files", ("empty", ".jsonl")),
+    Case("folder without conversations", prepare(without_config), USAGE, "input-empty", ("empty", ".jsonl")),
     Case(
         "invalid JSON", prepare(rows("", '{"messages": [')), USAGE, "nothing-usable", ("rows.jsonl:2", "invalid-json")
     ),
@@ -77,7 +77,7 @@ CASES = [
         "max tokens beyond the target",
         prepare(None, "--max-tokens", "9999"),
         USAGE,
-        "max-tokens-beyond-target",
+        "option-invalid",
         ("9,999", "256"),
         "--max-tokens 256",
     ),
@@ -88,7 +88,7 @@ CASES = [
         "target without config",
         prepare_for(without_config),
         USAGE,
-        "target-without-config",
+        "target-incomplete",
         ("config.json",),
         "save_pretrained",
     ),
@@ -96,7 +96,7 @@ CASES = [
         "no chat template",
         prepare_for(with_template(None)),
         USAGE,
-        "target-no-chat-template",
+        "template-missing",
         ("chat template",),
         "--template FILE",
     ),
@@ -104,7 +104,7 @@ CASES = [
         "template without assistant",
         prepare_for(with_template(tiny_templates.USERS_ONLY)),
         USAGE,
-        "template-no-assistant",
+        "template-invalid",
         ("assistant",),
         "--template FILE",
     ),
@@ -120,30 +120,30 @@ CASES = [
         "template not prefix-stable",
         thoughts_stripped,
         USAGE,
-        "template-not-prefix-stable",
+        "template-unstable",
         ("rewrites earlier turns",),
         "--loss-on all",
     ),
     Case("template broken", prepare_for(with_template(tiny_templates.BROKEN)), USAGE, "template-invalid", ("line 1",)),
-    Case("template file missing", prepare(None, "--template", "no.jinja"), USAGE, "template-missing", ("no.jinja",)),
+    Case("template file missing", prepare(None, "--template", "no.jinja"), USAGE, "path-missing", ("no.jinja",)),
     # plan
     Case(
         "plan without DATA",
         on("plan", "nowhere", "--target", "target"),
         USAGE,
-        "data-missing",
+        "path-missing",
         ("nowhere",),
         "hiddenstore prepare",
     ),
     # collect
     Case(
-        "DATA missing", collect_data(lambda *_: "nowhere"), USAGE, "data-missing", ("nowhere",), "hiddenstore prepare"
+        "DATA missing", collect_data(lambda *_: "nowhere"), USAGE, "path-missing", ("nowhere",), "hiddenstore prepare"
     ),
     Case(
         "DATA is a file",
         collect_data(lambda w, _: w / "chats.jsonl"),
         USAGE,
-        "data-missing",
+        "path-missing",
         ("chats.jsonl",),
         "hiddenstore prepare",
     ),
@@ -151,7 +151,7 @@ CASES = [
         "DATA corrupt",
         collect_data(damaged_data),
         FOUND,
-        "prepared-corrupt",
+        "file-corrupt",
         ("part-00000.parquet",),
         "hiddenstore prepare",
     ),
@@ -163,22 +163,18 @@ CASES = [
         ("tokenizer",),
         "hiddenstore prepare",
     ),
-    Case(
-        "layer out of range", collect("--layers", "1,9"), USAGE, "layer-out-of-range", ("9", "-1…3"), "--layers eagle3"
-    ),
+    Case("layer out of range", collect("--layers", "1,9"), USAGE, "layers-invalid", ("9", "-1…3"), "--layers eagle3"),
     Case("layers misspelt", collect("--layers", "eagel3"), USAGE, "layers-invalid", ("eagel3",), "--layers eagle3"),
-    Case("engine unknown", collect("--engine", "vlm"), USAGE, "engine-unknown", ("vlm", "hf")),
-    Case("recipe unknown", collect("--recipe", "save"), USAGE, "recipe-unknown", ("save", "safe")),
-    Case("dtype unknown", collect("--dtype", "int3"), USAGE, "dtype-unknown", ("int3", "float32")),
+    Case("engine unknown", collect("--engine", "vlm"), USAGE, "name-unknown", ("vlm", "hf")),
+    Case("recipe unknown", collect("--recipe", "save"), USAGE, "name-unknown", ("save", "safe")),
+    Case("dtype unknown", collect("--dtype", "int3"), USAGE, "option-invalid", ("int3", "float32")),
     Case("device unknown", collect("--device", "tpuu"), USAGE, "device-unavailable", ("tpuu",)),
-    Case(
-        "another capture", collect("--layers", "0,1", store="store"), CONFLICT, "capture-mismatch", ("0, 1, 2", "0, 1")
-    ),
+    Case("another capture", collect("--layers", "0,1", store="store"), CONFLICT, "store-mismatch", ("0, 1, 2", "0, 1")),
     Case(
         "another target",
         collect(store="store", target="other_target"),
         CONFLICT,
-        "capture-mismatch",
+        "store-mismatch",
         ("weights_sha256",),
     ),
     Case("NaN in a layer", collect_for(lambda f: target_with_nan(f / "sick")), MISFIT, "non-finite", ("layer 1",)),
@@ -190,13 +186,13 @@ CASES = [
         (),
     ),
     Case("STORE is a file", collect(store="chats.jsonl"), STORAGE, "io-error", ("chats.jsonl",)),
-    Case("STORE is another folder", collect(store="target"), CONFLICT, "folder-not-empty", ("target",)),
+    Case("STORE is another folder", collect(store="target"), CONFLICT, "output-exists", ("target",)),
     # regenerate
     Case(
         "regenerate nothing",
         on("regenerate", "nowhere.jsonl", "-o", "o.jsonl", "--target", "target"),
         USAGE,
-        "input-missing",
+        "path-missing",
         ("nowhere.jsonl",),
     ),
     Case(

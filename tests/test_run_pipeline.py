@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from hiddenstore.cli import inner, pipeline
-from hiddenstore.errors import CaptureError
+from hiddenstore.errors import CaptureError, Kind
 from tests.tiny_world import LAYERS, World, error_of, run, tree
 
 USAGE, CORRUPT, CONFLICT = 2, 3, 6
@@ -88,7 +88,7 @@ def test_a_stage_that_failed_is_where_the_same_command_goes_on(
 
     def failing(name: str, *words: str, quiet: bool = False) -> Any:
         if name == "train":
-            raise CaptureError("the machine went away", kind="gone")
+            raise CaptureError("the machine went away", kind=Kind.NON_FINITE)
         return real(name, *words, quiet=quiet)
 
     monkeypatch.setattr(pipeline, "do", failing)

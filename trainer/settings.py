@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, create_model
 
 from hiddenstore import settings
-from hiddenstore.errors import ConfigError, FormatError
+from hiddenstore.errors import ConfigError, FormatError, Kind
 from trainer.attention.rope import inherited_scaling
 from trainer.config import DrafterConfig, TrainConfig
 from trainer.drafters import drafter_kind
@@ -87,7 +87,7 @@ def _drafter_name(flag: str | None, file: str | Path | None, words: Sequence[str
     if len({name for _, name in named}) > 1:
         raise ConfigError(
             "which drafter? " + ", ".join(f"{origin} says {name}" for origin, name in named),
-            kind="drafter-contradiction",
+            kind=Kind.DRAFTER_CONTRADICTION,
             hint=f"leave out all but one, or name {named[-1][1]} everywhere",
         )
     return named[0][1] if named else "eagle3"
@@ -162,7 +162,9 @@ def _target_shape(store: "Store") -> Mapping[str, Any]:
     try:
         config = json.loads(store.target_file("config.json"))
     except ValueError as error:
-        raise FormatError(f"target/config.json of {store.path} is no JSON: {error}", kind="target-config") from error
+        raise FormatError(
+            f"target/config.json of {store.path} is no JSON: {error}", kind=Kind.DOCUMENT_INVALID
+        ) from error
     inner = config.get("text_config")
     shape: dict[str, Any] = inner if isinstance(inner, dict) else config
     return {**_class_defaults(shape), **shape}

@@ -15,7 +15,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
+from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -32,13 +32,14 @@ class DraftVocab:
     def __post_init__(self) -> None:
         ids = self.target_ids
         if self.t2d.ndim != 1 or self.d2t.ndim != 1 or not len(ids):
-            raise ConfigError("a draft vocabulary needs t2d [V] and d2t [U], U > 0", kind="vocab-invalid")
+            raise ConfigError("a draft vocabulary needs t2d [V] and d2t [U], U > 0", kind=Kind.VOCAB_INVALID)
         if int(ids[0]) < 0 or int(ids[-1]) >= self.target_size or bool((ids[1:] <= ids[:-1]).any()):
             raise ConfigError(
-                f"d2t must hold offsets that give ascending target ids below {self.target_size}", kind="vocab-invalid"
+                f"d2t must hold offsets that give ascending target ids below {self.target_size}",
+                kind=Kind.VOCAB_INVALID,
             )
         if int(self.t2d.sum()) != len(ids) or not bool(self.t2d[ids].all()):
-            raise ConfigError("t2d and d2t name different target tokens", kind="vocab-invalid")
+            raise ConfigError("t2d and d2t name different target tokens", kind=Kind.VOCAB_INVALID)
 
     @property
     def size(self) -> int:
@@ -74,7 +75,8 @@ class DraftVocab:
         ids = ids.long().sort().values
         if len(ids) and (int(ids[0]) < 0 or int(ids[-1]) >= target_size):
             raise ConfigError(
-                f"draft vocabulary names token {int(ids[-1])}, but the target has {target_size}", kind="vocab-invalid"
+                f"draft vocabulary names token {int(ids[-1])}, but the target has {target_size}",
+                kind=Kind.VOCAB_INVALID,
             )
         t2d = torch.zeros(target_size, dtype=torch.bool)
         t2d[ids] = True
@@ -89,7 +91,7 @@ class DraftVocab:
         """The ``size`` most frequent tokens of counts int64 [V]; ties go to the lower id."""
         if not 0 < size <= len(counts):
             raise ConfigError(
-                f"draft vocabulary of {size} tokens asked for, the target has {len(counts)}", kind="vocab-size"
+                f"draft vocabulary of {size} tokens asked for, the target has {len(counts)}", kind=Kind.OPTION_INVALID
             )
         order = np.argsort(-counts, kind="stable")[:size]
         return cls.of_ids(torch.from_numpy(np.sort(order)), len(counts))
@@ -105,7 +107,7 @@ class DraftVocab:
         """
         path = Path(path)
         if not path.is_file():
-            raise NotFoundError(f"no draft vocabulary at {path}", kind="vocab-missing")
+            raise NotFoundError(f"no draft vocabulary at {path}", kind=Kind.PATH_MISSING)
         d2t = _read_d2t(path)
         return cls.of_ids(torch.arange(len(d2t)) + d2t.long(), target_size)
 
@@ -128,11 +130,11 @@ def _read_d2t(path: Path) -> Tensor:
             stored = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, UnpicklingError, RuntimeError, EOFError, ValueError, TypeError) as error:
         raise CorruptionError(
-            f"{path} cannot be read: {_reason(error)}", kind="vocab-corrupt", path=str(path)
+            f"{path} cannot be read: {_reason(error)}", kind=Kind.VOCAB_CORRUPT, path=str(path)
         ) from error
     d2t = stored.get("d2t") if isinstance(stored, dict) else stored
     if not isinstance(d2t, Tensor) or d2t.ndim != 1:
-        raise ConfigError(f"{path} holds no tensor d2t [U]", kind="vocab-invalid")
+        raise ConfigError(f"{path} holds no tensor d2t [U]", kind=Kind.VOCAB_INVALID)
     return d2t
 
 

@@ -27,7 +27,7 @@ from collectors.targets.folder import open_target
 from collectors.targets.load import EngineTarget, LoadOptions
 from collectors.tokenize.template import read_template
 from hiddenstore.codecs import DEFAULT_RECIPE, get_recipe, recipe_name
-from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.inputs.prepared import PreparedInput
 from hiddenstore.process import Drain, Rank
 from hiddenstore.store import Store
@@ -106,7 +106,7 @@ def import_dump(
     if "://" in str(options.store):
         raise ConfigError(
             f"{options.store} is remote, and an import keeps its place beside the store",
-            kind="store-remote",
+            kind=Kind.STORE_REMOTE,
             hint="import into a local store, then: hiddenstore copy LOCAL REMOTE",
         )
     template = None if options.template is None else read_template(options.template)
@@ -215,7 +215,7 @@ class ImportJob:
 
 def _matcher(options: ImportOptions, target: EngineTarget) -> Matcher:
     if options.tokens_from is not None and options.loss_on is not None:
-        raise ConfigError("masks come from --tokens-from or from --loss-on all, not both", kind="option-invalid")
+        raise ConfigError("masks come from --tokens-from or from --loss-on all, not both", kind=Kind.OPTION_INVALID)
     prepared = None
     if options.tokens_from is not None:
         data = PreparedInput.open(options.tokens_from)

@@ -26,7 +26,7 @@ from collectors.tokenize.template import read_template
 from hiddenstore.codecs import get_recipe
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import InterruptError
+from hiddenstore.errors import InterruptError, Kind
 from hiddenstore.inputs.prepared import PreparedInput, Unit
 from hiddenstore.inputs.registered import RegisteredInput
 from hiddenstore.layout import commit_path
@@ -266,7 +266,7 @@ class CollectJob:
             return
         for unit in self.prepared.units(unit_tokens(self.store.capture)):
             if self.drain.requested:
-                raise InterruptError("stopped by a signal", kind="interrupted")
+                raise InterruptError("stopped by a signal", kind=Kind.INTERRUPTED)
             if unit.name in names and not self._is_committed(unit.name):
                 yield unit
 

@@ -14,7 +14,7 @@ from collectors.engines import CaptureEngine
 from collectors.targets.load import EngineTarget
 from hiddenstore.codecs import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import CaptureError, ConflictError, NotFoundError
+from hiddenstore.errors import CaptureError, ConflictError, Kind, NotFoundError
 from hiddenstore.inputs.prepared import PreparedInput
 from hiddenstore.inspect.advice import smaller_line, table_lines, verdict, write_advice
 from hiddenstore.inspect.advise import Extent, advise, trials
@@ -92,7 +92,7 @@ def calibrate(
     if first is None:
         raise CaptureError(
             f"none of the first {len(samples)} samples may be stored: {rejects[0].detail}",
-            kind="calibration-rejected",
+            kind=Kind.CALIBRATION_REJECTED,
             hint=f"--recipe {DEFAULT_RECIPE}, which measures nothing first",
         )
     extent = Extent(prepared.info.samples, prepared.info.tokens, final_rows(prepared.info, capture.final))

@@ -12,7 +12,7 @@ from collectors.engines import EngineOptions
 from collectors.targets.folder import TargetFolder
 from collectors.targets.layers import LayerChoice
 from hiddenstore.codecs import DEFAULT_RECIPE, RECIPES, get_recipe, recipe_name
-from hiddenstore.errors import ConfigError, FormatError
+from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.process import Rank
 from schemas.capture import TOPK, FinalMode
 from schemas.manifest import Container
@@ -61,14 +61,14 @@ def resolve_recipe(recipe: str, choice: LayerChoice) -> str:
     """The recipe's own name for what was asked; ``auto``, while nothing is measured, counts as the default.
 
     Raises:
-        ConfigError: ``recipe-unknown``, ``codec-unknown``; ``final-topk``: a drafter asked for reads the final hidden,
+        ConfigError: ``name-unknown``, ``codec-unknown``; ``final-unfit``: a drafter asked for reads the final hidden,
             and the recipe stores the target's top tokens instead.
     """
     codecs = get_recipe(DEFAULT_RECIPE if recipe == AUTO else recipe)
     if codecs.final == TOPK and choice.reads_final:
         raise ConfigError(
             f"recipe {recipe} keeps the target's top tokens instead of the final hidden, which these drafters read",
-            kind="final-topk",
+            kind=Kind.FINAL_UNFIT,
             hint=f"--recipe {recipe_name(codecs.model_copy(update={'final': RECIPES[DEFAULT_RECIPE][1]}))}",
         )
     return recipe_name(codecs)
@@ -94,7 +94,7 @@ def require_data_fits(info: PreparedData, folder: TargetFolder) -> None:
         hint += "; or, if prepare was given a template, collect with the same --template FILE"
     raise FormatError(
         f"the data was prepared for {info.target} and does not fit target {folder.label}: {'; '.join(wrong)}",
-        kind="tokenizer-mismatch",
+        kind=Kind.TOKENIZER_MISMATCH,
         hint=hint,
     )
 
@@ -117,7 +117,7 @@ def read_engine_args(pairs: Sequence[str]) -> dict[str, Any]:
             equals = ""
         if not equals or not name.strip():
             raise ConfigError(
-                f"--engine-arg {pair!r} is no KEY=VALUE", kind="engine-arg", hint="--engine-arg enforce_eager=true"
+                f"--engine-arg {pair!r} is no KEY=VALUE", kind=Kind.ENGINE_ARG, hint="--engine-arg enforce_eager=true"
             )
     return settings
 

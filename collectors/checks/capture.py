@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from collectors.engines import Captured
-from hiddenstore.errors import CaptureError
+from hiddenstore.errors import CaptureError, Kind
 from hiddenstore.records import Sample
 from hiddenstore.targets.head import HeadBundle
 from schemas.capture import FINAL, NormState
@@ -108,7 +108,7 @@ class RejectBudget:
         raise CaptureError(
             f"{self.total} samples rejected ({counts}), more than the {self.allowed} allowed of {self.samples}; "
             f"latest {latest}",
-            kind="too-many-rejects",
+            kind=Kind.TOO_MANY_REJECTS,
             hint="what is committed stays; check the target, its dtype and the data, then run the same command again",
         )
 
@@ -131,7 +131,7 @@ def require_matching(
     if not np.array_equal(sent, captured.token_ids):
         raise CaptureError(
             f"the engine ran {len(captured.token_ids)} tokens that are not the {len(sent)} it was given",
-            kind="engine-tokens",
+            kind=Kind.ENGINE_TOKENS,
         )
     rows = sum(len(row) for row in final_rows)
     for name, shape, expected in (
@@ -141,7 +141,7 @@ def require_matching(
         if shape != expected:
             raise CaptureError(
                 f"the engine returned {name} states of {shape} layers and positions, expected {expected}",
-                kind="engine-shape",
+                kind=Kind.ENGINE_SHAPE,
             )
 
 

@@ -14,7 +14,7 @@ from collectors.checks.mistakes import Field, Suspect, likely_mistake, row_error
 from collectors.engines import Captured, CaptureRequest
 from collectors.targets.families import Probe, probe_states
 from collectors.targets.load import LoadedTarget
-from hiddenstore.errors import CaptureError
+from hiddenstore.errors import CaptureError, Kind
 from hiddenstore.records import Sample
 from schemas.capture import FINAL
 from schemas.layers import field_name
@@ -100,7 +100,7 @@ class CrossCheck:
             f"{field.name} of sample {samples[index].id[:12]} (request {index} of {len(samples)}, "
             f"{samples[index].tokens} tokens) differs from Hugging Face's by {float(errors.median()):.2g} of its size "
             f"in the median and {float(errors.max()):.2g} at most, {allowed:g} is allowed: {mistake.looks_like}",
-            kind="cross-check",
+            kind=Kind.CROSS_CHECK,
             hint=mistake.hint,
         )
 

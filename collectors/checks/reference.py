@@ -11,7 +11,7 @@ from collectors.checks.capture import MIN_PROFILED_TOKENS
 from collectors.targets.families import verify_parts
 from collectors.targets.head import weights_bytes
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.inputs.prepared import PreparedInput
 from hiddenstore.process import Rank
 from hiddenstore.records import final_row_positions
@@ -57,7 +57,9 @@ def parse_check(text: str) -> Check:
         return Check("auto")
     if text == "none":
         return Check("none")
-    raise ConfigError(f"--check {text!r} is none of auto, hf, hf=N, none", kind="check-invalid", hint="--check hf=16")
+    raise ConfigError(
+        f"--check {text!r} is none of auto, hf, hf=N, none", kind=Kind.OPTION_INVALID, hint="--check hf=16"
+    )
 
 
 def open_reference(check: Check, target: EngineTarget, options: LoadOptions, rank: Rank) -> Reference:
@@ -93,12 +95,12 @@ def profile_target(target: LoadedTarget, prepared: PreparedInput, final: FinalMo
     Enough of them to reach an answer, so that the rows of the final hidden that the store keeps are sketched too.
 
     Raises:
-        ConfigError: ``data-empty``, or as ``verify_parts``.
+        ConfigError: ``input-empty``, or as ``verify_parts``.
         CaptureError: as ``verify_parts``.
     """
     sample = next(iter(prepared.samples()), None)
     if sample is None:
-        raise ConfigError(f"{prepared.folder} holds no samples", kind="data-empty")
+        raise ConfigError(f"{prepared.folder} holds no samples", kind=Kind.INPUT_EMPTY)
     ids = sample.input_ids[:PROFILED_TEXT]
     final_rows = final_row_positions(sample.loss_mask, final)
     final_rows = final_rows[final_rows < len(ids)]

@@ -15,7 +15,7 @@ from collectors.demo import TARGET_DIR
 from collectors.demo.corpus import conversations
 from hiddenstore.cli.inner import do, do_on_ranks
 from hiddenstore.console.output import common_options, examples, output
-from hiddenstore.errors import ConflictError
+from hiddenstore.errors import ConflictError, Kind
 
 TRAINING_QUESTIONS = 3000
 VALIDATION_QUESTIONS = 90
@@ -52,7 +52,7 @@ class Walk:
         if self.folder.exists() and any(self.folder.iterdir()):
             raise ConflictError(
                 f"{self.folder} is not empty; the demo starts from nothing",
-                kind="folder-not-empty",
+                kind=Kind.OUTPUT_EXISTS,
                 hint=f"hiddenstore demo {shlex.quote(f'{folder}-2')}",
             )
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from collectors.conversations.hub import HubSplit, open_json_split, open_table
 from collectors.conversations.parse import decoded_row
 from collectors.conversations.rows import Problem, Row, Source
 from collectors.conversations.shapes import Shape, leaves_question_out, shape_of
-from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.errors import ConfigError, Kind, NotFoundError
 
 PRESET = "preset:"
 """What an input that names a dataset of the table begins with."""
@@ -60,14 +60,14 @@ def _splits(ids: Any) -> Iterator[HubSplit]:
 
 
 def find_dataset(name: str) -> NamedDataset:
-    """A dataset by name; NotFoundError ``preset-unknown`` names the nearest."""
+    """A dataset by name; NotFoundError ``name-unknown`` names the nearest."""
     datasets = named_datasets()
     if name in datasets:
         return datasets[name]
     near = get_close_matches(name, datasets, n=1)
-    raise NotFoundError(
+    raise ConfigError(
         f"there is no preset {name!r}" + (f"; did you mean {near[0]}?" if near else ""),
-        kind="preset-unknown",
+        kind=Kind.NAME_UNKNOWN,
         hint="hiddenstore prepare --list-presets",
     )
 
@@ -76,8 +76,8 @@ def open_named(text: str, root: str | Path | None = None) -> list[Source]:
     """The sources behind ``preset:NAME[:SPLIT]``, one for each of its splits; ``root`` holds local copies.
 
     Raises:
-        NotFoundError: ``preset-unknown``, ``preset-missing`` (not below ``root``).
-        ConfigError: ``preset-split``, ``preset-columns`` and what ``open_table`` raises.
+        NotFoundError: ``name-unknown``, ``path-missing`` (not below ``root``).
+        ConfigError: ``dataset-split``, ``input-columns`` and what ``open_table`` raises.
     """
     match = _NAME.fullmatch(text.removeprefix(PRESET))
     name, split = match.groups() if match else (text.removeprefix(PRESET), None)
@@ -118,7 +118,7 @@ def _select(dataset: NamedDataset, sliced: str | None) -> tuple[HubSplit, ...]:
     names = ", ".join(dict.fromkeys(str(split.split) for split in dataset.splits))
     raise ConfigError(
         f"preset {dataset.name} has no split {name!r}; it has {names}",
-        kind="preset-split",
+        kind=Kind.DATASET_SPLIT,
         hint="hiddenstore prepare --list-presets",
     )
 
@@ -143,7 +143,7 @@ def _local_copy(split: HubSplit, root: Path) -> HubSplit:
         names = ", ".join(str(path.relative_to(root)) for path in paths)
         raise NotFoundError(
             f"{split.name} is not below {root} (looked for {names})",
-            kind="preset-missing",
+            kind=Kind.PATH_MISSING,
             hint=f"hf download {split.name} --repo-type dataset --local-dir {root / split.name}",
         )
     if split.config is not None and not (folder / "README.md").is_file() and (folder / split.config).is_dir():

@@ -17,7 +17,7 @@ from typing import Any
 import ijson
 
 from collectors.conversations.rows import TABLE_BATCH_ROWS, ColumnFilter, Problem, Row, Source, conversation_columns
-from hiddenstore.errors import ConfigError, StorageError
+from hiddenstore.errors import ConfigError, Kind, StorageError
 
 LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*LINES, ".json", ".parquet")
@@ -43,9 +43,9 @@ def open_file(path: Path, label: str, columns: ColumnFilter = conversation_colum
         with path.open("rb") as file:
             magic = file.read(4)
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}", kind="input-unreadable") from error
+        raise StorageError(f"{path}: {error.strerror}", kind=Kind.IO_ERROR) from error
     if size == 0:
-        raise ConfigError(f"{path} is empty", kind="input-empty")
+        raise ConfigError(f"{path} is empty", kind=Kind.INPUT_EMPTY)
     if magic == b"PAR1":
         return _open_parquet(path, label, columns)
     name = path.name.removesuffix(".gz")
@@ -55,7 +55,7 @@ def open_file(path: Path, label: str, columns: ColumnFilter = conversation_colum
     if not name.endswith(".json") and first not in (b"{", b"["):
         raise ConfigError(
             f"{path} is neither JSON nor parquet (expected {', '.join(SUFFIXES)}, with or without .gz)",
-            kind="input-unreadable",
+            kind=Kind.INPUT_UNREADABLE,
         )
     return Source(label, size, partial(_array_rows if first == b"[" else _line_rows, path, label))
 
@@ -84,7 +84,7 @@ class ByteStream:
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise _unreadable(self._path, error) from error
         except OSError as error:
-            raise StorageError(f"{self._path}: {error}", kind="input-unreadable") from error
+            raise StorageError(f"{self._path}: {error}", kind=Kind.IO_ERROR) from error
 
     def consumed(self, length: int) -> int:
         """Bytes of the file itself that ``length`` unpacked bytes took, counted since the last call when packed."""
@@ -178,7 +178,7 @@ def _send(parser: Any, piece: bytes, path: Path, line: int) -> None:
 
 
 def _broken_array(path: Path, line: int, reason: str) -> ConfigError:
-    return ConfigError(f"{path} is not a valid JSON array: at line {line}: {reason}", kind="input-unreadable")
+    return ConfigError(f"{path} is not a valid JSON array: at line {line}: {reason}", kind=Kind.INPUT_UNREADABLE)
 
 
 def _open_parquet(path: Path, label: str, columns: ColumnFilter) -> Source:
@@ -191,7 +191,7 @@ def _open_parquet(path: Path, label: str, columns: ColumnFilter) -> Source:
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
     if rows == 0:
-        raise ConfigError(f"{path} is empty", kind="input-empty")
+        raise ConfigError(f"{path} is empty", kind=Kind.INPUT_EMPTY)
     return Source(label, path.stat().st_size, partial(_parquet_rows, path, label, columns(names, str(path))), rows)
 
 
@@ -212,4 +212,4 @@ def _parquet_rows(path: Path, label: str, columns: list[str]) -> Iterator[Row]:
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return ConfigError(f"{path} cannot be read: {reason}", kind="input-unreadable")
+    return ConfigError(f"{path} cannot be read: {reason}", kind=Kind.INPUT_UNREADABLE)

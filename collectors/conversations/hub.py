@@ -11,7 +11,7 @@ from typing import Any
 from collectors.conversations.files import open_file
 from collectors.conversations.parse import decoded_row
 from collectors.conversations.rows import TABLE_BATCH_ROWS, ColumnFilter, Problem, Row, Source, conversation_columns
-from hiddenstore.errors import ConfigError, NotFoundError, StorageError
+from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 
 _ID = re.compile(r"(?P<name>[^\[\]:]+)(?:\[(?P<config>[^\[\]]+)\])?(?::(?P<split>.+))?")
 _SLICED = re.compile(r"(?P<name>[^\[\]+]+)(?:\[(?P<first>\d*):(?P<last>\d*)\])?")
@@ -46,18 +46,18 @@ def open_dataset(text: str) -> Source:
     """The split that ``text`` names; it is downloaded (into the cache of ``datasets``) where it is not local yet.
 
     Raises:
-        NotFoundError: ``input-missing``, neither a path nor a dataset.
-        ConfigError: ``dataset-spec-invalid``, ``dataset-split`` or ``dataset-unreadable``.
+        NotFoundError: ``path-missing``, neither a path nor a dataset.
+        ConfigError: ``dataset-spec``, ``dataset-split`` or ``input-unreadable``.
         StorageError: ``dataset-unreachable``.
     """
     split = HubSplit.parse(text)
     name = split.name if split else text
     if _LOOKS_LIKE_A_FILE.search(name) and not Path(name).exists():
-        raise NotFoundError(f"{name} does not exist", kind="input-missing")
+        raise NotFoundError(f"{name} does not exist", kind=Kind.PATH_MISSING)
     if split is None:
         raise ConfigError(
             f"{text!r} is neither a file nor a dataset written name[config]:split[slice]",
-            kind="dataset-spec-invalid",
+            kind=Kind.DATASET_SPEC,
             hint="hiddenstore prepare 'name[config]:train[:1000]' -o DATA --target T",
         )
     return open_table(split)
@@ -71,7 +71,7 @@ def open_table(split: HubSplit, columns: ColumnFilter = conversation_columns, la
     table = _load(split)
     title = str(replace(split, split=split.split or table.split))
     if len(table) == 0:
-        raise ConfigError(f"{title} is empty", kind="input-empty")
+        raise ConfigError(f"{title} is empty", kind=Kind.INPUT_EMPTY)
     table = table.select_columns(columns(table.column_names, title))
     label = label or (Path(split.name).name if Path(split.name).exists() else split.name)
     label = str(HubSplit(label, split.config, str(table.split)))
@@ -100,7 +100,7 @@ def open_json_split(split: HubSplit, columns: ColumnFilter, label: str) -> Sourc
 
     row = next(rows(), None)
     if row is None:
-        raise ConfigError(f"{label} is empty", kind="input-empty")
+        raise ConfigError(f"{label} is empty", kind=Kind.INPUT_EMPTY)
     value = decoded_row(row)
     if not isinstance(value, Problem):
         columns([*value], label)
@@ -125,20 +125,20 @@ def _load(split: HubSplit) -> Any:
         return datasets.load_dataset(name, split.config, split=selection)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise NotFoundError(
-            f"{name} is neither a path nor a dataset that can be found: {_first_line(error)}", kind="input-missing"
+            f"{name} is neither a path nor a dataset that can be found: {_first_line(error)}", kind=Kind.PATH_MISSING
         ) from error
     except (ConfigError, NotFoundError):
         raise  # They are ValueError and KeyError too.
     except ConnectionError as error:
         raise StorageError(
             f"dataset {name} is not on this machine and its hub cannot be reached: {_first_line(error)}",
-            kind="dataset-unreachable",
+            kind=Kind.DATASET_UNREACHABLE,
             hint="run again with a network, or download it first and give its folder",
         ) from error
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(
             f"dataset {name} cannot be loaded: {_first_line(error)}",
-            kind="dataset-unreadable",
+            kind=Kind.INPUT_UNREADABLE,
             hint=f"python -c \"import datasets; print(datasets.get_dataset_config_names('{name}'))\"",
         ) from error
 
@@ -162,7 +162,7 @@ def _only_split(names: list[str], dataset: str) -> str:
         return names[0] if len(names) == 1 else "train"
     raise ConfigError(
         f"dataset {dataset} has several splits: {', '.join(names)}",
-        kind="dataset-split",
+        kind=Kind.DATASET_SPLIT,
         hint=f"hiddenstore prepare '{dataset}:{names[0]}' -o DATA --target T",
     )
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from collectors.conversations.datasets import PRESET, find_dataset
 from collectors.conversations.open import open_each
 from collectors.conversations.rows import Row, Source
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.settings import load
 
 
@@ -94,7 +94,7 @@ class MixedSource:
 
 
 def read_mix(path: str | Path) -> Mix:
-    """A mix from YAML; ConfigError lists every problem, NotFoundError ``config-missing``."""
+    """A mix from YAML; ConfigError lists every problem, NotFoundError ``path-missing``."""
     mix, folder = load(Mix, path), Path(path).parent
     # A file is named relative to the mix, so that both can move together.
     sources = tuple(
@@ -108,7 +108,7 @@ def open_inputs(inputs: Sequence[str] | Mix, dataset_root: str | Path | None = N
     """Every source of the inputs, whole, or what the mix takes of it.
 
     Raises:
-        ConfigError: ``input-missing`` without any input, ``mix-empty`` when weights leave a source without a row, and
+        ConfigError: ``path-missing`` without any input, ``input-empty`` when weights leave a source without a row, and
             what ``open_each`` raises.
     """
     if isinstance(inputs, Mix):
@@ -116,7 +116,7 @@ def open_inputs(inputs: Sequence[str] | Mix, dataset_root: str | Path | None = N
         entries = list(zip(inputs.sources, opened, strict=True))
         return _weighted(inputs, entries) if inputs.sources[0].weight is not None else _capped(inputs, entries)
     if not inputs:
-        raise ConfigError("no input given", kind="input-missing", hint="hiddenstore prepare INPUT… -o DATA --target T")
+        raise ConfigError("no input given", kind=Kind.INPUT_EMPTY, hint="hiddenstore prepare INPUT… -o DATA --target T")
     mixed: list[MixedSource] = []
     for text, sources in zip(inputs, open_each(inputs, dataset_root), strict=True):
         name = text.removeprefix(PRESET).partition(":")[0]
@@ -164,7 +164,7 @@ def _weighted(mix: Mix, entries: Sequence[tuple[MixSource, list[Source]]]) -> li
         raise ConfigError(
             f"a mix of {mix.rows:,} rows needs {mix.rows * weight / total:,.0f} of {entry.text}, "
             f"which gives {sum(counts):,}",
-            kind="mix-too-large",
+            kind=Kind.MIX_TOO_LARGE,
             hint=f"rows: {most}, a smaller weight for it, or no rows at all",
         )
     if mix.rows is not None:
@@ -173,7 +173,7 @@ def _weighted(mix: Mix, entries: Sequence[tuple[MixSource, list[Source]]]) -> li
     for (entry, sources), counts, limits, weight in zip(entries, available, usable, weights, strict=True):
         rows = int(rows_per_weight * weight + 1e-9)
         if not rows:
-            raise ConfigError(f"the weight of {entry.text} leaves it without a row", kind="mix-empty")
+            raise ConfigError(f"the weight of {entry.text} leaves it without a row", kind=Kind.INPUT_EMPTY)
         for source, count, share in zip(sources, counts, _shares(limits, rows), strict=True):
             mixed.append(_sampled(source, entry, count, share, mix.seed))
     return mixed

@@ -9,7 +9,7 @@ from collectors.conversations.datasets import PRESET, open_named
 from collectors.conversations.files import SUFFIXES, open_file
 from collectors.conversations.hub import is_saved_dataset, open_dataset
 from collectors.conversations.rows import Source
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 
 
 def open_sources(inputs: Sequence[str], dataset_root: str | Path | None = None) -> list[Source]:
@@ -21,8 +21,8 @@ def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> 
     """The sources of every input in a list of its own; labels tell all files of all inputs apart.
 
     Raises:
-        NotFoundError: ``input-missing``, ``preset-unknown`` or ``preset-missing``.
-        ConfigError: ``input-empty``, ``input-unreadable``, ``input-no-messages`` or ``input-no-files``.
+        NotFoundError: ``path-missing``, ``name-unknown``.
+        ConfigError: ``input-empty``, ``input-unreadable``, ``input-columns``.
     """
     opened: list[list[Source | Path]] = []
     folders: dict[Path, Path] = {}
@@ -51,7 +51,7 @@ def _files_below(folder: Path) -> list[Path]:
     if not files:
         raise ConfigError(
             f"{folder} holds no conversation file (looked for {', '.join(SUFFIXES)}, with or without .gz)",
-            kind="input-no-files",
+            kind=Kind.INPUT_EMPTY,
         )
     return files
 

@@ -20,7 +20,7 @@ from collectors.conversations.mix import Mix, MixedSource, open_inputs, resolved
 from collectors.conversations.parse import Conversation, Message, parse_row
 from collectors.conversations.rows import Problem
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import ConfigError, InterruptError
+from hiddenstore.errors import ConfigError, InterruptError, Kind
 from hiddenstore.fs.publish import new_file, refuse_existing_file
 from hiddenstore.settings import load
 
@@ -138,7 +138,7 @@ def write_prompts(
             rows, prompts = report.read, report.written
             for messages, location, variant in _prompts(mixed, augmentation, report):
                 if stopping():
-                    raise InterruptError("stopped as asked; nothing was written", kind="interrupted")
+                    raise InterruptError("stopped as asked; nothing was written", kind=Kind.INTERRUPTED)
                 digest = hashlib.blake2b(json.dumps(messages, sort_keys=True).encode(), digest_size=16).digest()
                 if digest in digests:
                     report.duplicates += 1
@@ -157,7 +157,7 @@ def write_prompts(
         if not report.written:
             reasons = [f"{reason}: {count:,} rows, first {first}" for reason, (count, first) in report.rejects.items()]
             message = f"none of {report.read:,} rows holds a prompt; nothing was written"
-            raise ConfigError("\n".join([message, *reasons]), kind="nothing-usable")
+            raise ConfigError("\n".join([message, *reasons]), kind=Kind.NOTHING_USABLE)
         if isinstance(inputs, Mix):
             report.mix = str(mix_path)
             with new_file(mix_path) as mix_file:

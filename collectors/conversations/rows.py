@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 
 NO_ANSWER = "no-assistant"
 """Why a row cannot be learned from that holds a question alone."""
@@ -51,12 +51,12 @@ def conversation_columns(names: Sequence[str], table: str) -> list[str]:
     """The columns of a table that hold a conversation and its tools.
 
     Raises:
-        ConfigError: ``input-no-messages`` when the table has none.
+        ConfigError: ``input-columns`` when the table has none.
     """
     column = next((name for name in MESSAGE_COLUMNS if name in names), None)
     if column is None:
         raise ConfigError(
             f"{table} has no column {' or '.join(MESSAGE_COLUMNS)}; it has {', '.join(names) or 'none'}",
-            kind="input-no-messages",
+            kind=Kind.INPUT_COLUMNS,
         )
     return [column, TOOLS_COLUMN] if TOOLS_COLUMN in names else [column]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from collectors.conversations.rows import MESSAGE_COLUMNS, TOOLS_COLUMN
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 
 Table = dict[str, Any]
 
@@ -33,13 +33,13 @@ class Shape:
         """The columns to load of those a table has.
 
         Raises:
-            ConfigError: ``preset-columns`` when the dataset is no longer as the table of datasets has it.
+            ConfigError: ``input-columns`` when the dataset is no longer as the table of datasets has it.
         """
         missing = [name for name in self.columns if name not in names]
         if missing:
             raise ConfigError(
                 f"{table} has no column {' or '.join(missing)}; it has {', '.join(names) or 'none'}",
-                kind="preset-columns",
+                kind=Kind.INPUT_COLUMNS,
                 hint="give the file itself where its rows hold messages, or another copy with --preset-root DIR",
             )
         return [name for name in names if name in (*self.columns, *self.optional)]

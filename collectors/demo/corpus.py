@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hiddenstore.errors import NotFoundError
+from hiddenstore.errors import Kind, NotFoundError
 
 MAX_ANSWER_CHARACTERS = 1600
 MIN_DOCSTRING_CHARACTERS = 24
@@ -61,7 +61,7 @@ def conversations(library: Path | None = None) -> list[dict[str, list[dict[str, 
     if not rows:
         raise NotFoundError(
             f"no docstrings found under {folder}: this Python installation ships no library sources",
-            kind="corpus-missing",
+            kind=Kind.PATH_MISSING,
         )
     return rows
 

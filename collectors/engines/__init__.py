@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hiddenstore.errors import ConfigError, InterruptError
+from hiddenstore.errors import ConfigError, InterruptError, Kind
 from hiddenstore.registry import Registry
 from schemas.capture import NormState
 from schemas.manifest import Engine
@@ -163,12 +163,12 @@ def open_engine(name: str, target: "EngineTarget", options: EngineOptions) -> Ca
     """Start the engine ``name`` for a target.
 
     Raises:
-        ConfigError: ``engine-unknown``; ``engine-missing``: its package is not installed here; ``engine-arg``;
+        ConfigError: ``engine-unknown``; ``not-installed``: its package is not installed here; ``engine-arg``;
             ``plugin-broken``.
     """
     row = ENGINES[name]
     if options.server is not None and not row.server:
-        raise ConfigError(f"engine {name} runs in this process and takes no --server", kind="engine-arg")
+        raise ConfigError(f"engine {name} runs in this process and takes no --server", kind=Kind.ENGINE_ARG)
     engine: CaptureEngine = load_attribute(row.opener)(target, options)
     ENGINES.check(name, engine, "collectors.engines:CaptureEngine")
     return engine
@@ -185,7 +185,7 @@ def read_settings(engine: str, extra: Mapping[str, Any], defaults: Mapping[str, 
             near = get_close_matches(name, defaults, n=1)
             raise ConfigError(
                 f"engine {engine} has no setting {name!r}, it has: {', '.join(defaults) or 'none'}",
-                kind="engine-arg",
+                kind=Kind.ENGINE_ARG,
                 hint=f"--engine-arg {near[0]}=…" if near else None,
             )
     return {**defaults, **extra}
@@ -194,4 +194,4 @@ def read_settings(engine: str, extra: Mapping[str, Any], defaults: Mapping[str, 
 def raise_if_stopped(stop: Callable[[], bool]) -> None:
     """InterruptError ``interrupted`` once ``stop()`` is true; the open unit is dropped."""
     if stop():
-        raise InterruptError("stopped by a signal; the open unit was dropped", kind="interrupted")
+        raise InterruptError("stopped by a signal; the open unit was dropped", kind=Kind.INTERRUPTED)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from collectors.engines import Captured, CaptureRequest
 from hiddenstore.codecs.base import fresh
-from hiddenstore.errors import CaptureError
+from hiddenstore.errors import CaptureError, Kind
 
 
 class Assembly:
@@ -43,11 +43,11 @@ class Assembly:
         request, where = self._requests[index], f"request {index} of {len(self._requests)}"
         tokens = len(request.input_ids)
         if index not in self._missing:
-            raise CaptureError(f"the engine answered {where} twice", kind="engine-request")
+            raise CaptureError(f"the engine answered {where} twice", kind=Kind.ENGINE_REQUEST)
         if not np.array_equal(token_ids, request.input_ids):
             raise CaptureError(
                 f"the engine ran {len(token_ids)} tokens for {where} that are not the {tokens} it was given",
-                kind="engine-tokens",
+                kind=Kind.ENGINE_TOKENS,
             )
         layers, _, width = self._aux.shape
         for name, states, expected in (("aux", aux, (layers, tokens, width)), ("final", final, (tokens, width))):
@@ -55,7 +55,7 @@ class Assembly:
                 raise CaptureError(
                     f"the engine gave {name} states {list(states.shape)} for {where}, expected {list(expected)}; fewer "
                     f"positions than tokens are what a prefix cache or a chunked prefill leaves behind",
-                    kind="engine-shape",
+                    kind=Kind.ENGINE_SHAPE,
                 )
         start, final_start = self._starts[index], self._final_starts[index]
         self._token_ids[start : start + tokens] = token_ids
@@ -76,7 +76,7 @@ class Assembly:
             first = min(self._missing)
             raise CaptureError(
                 f"the engine never answered {len(self._missing)} of {len(self._requests)} requests, first {first}",
-                kind="engine-request",
+                kind=Kind.ENGINE_REQUEST,
             )
         rows = sorted(self._next)
         tokens = torch.tensor([self._next[row] for row in rows], dtype=torch.long)

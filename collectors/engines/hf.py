@@ -20,7 +20,7 @@ from collectors.targets.families import Parts, first_tensor
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
 from hiddenstore.codecs.base import fresh
 from hiddenstore.doctor.installation import DoctorCheck, install_command, version_of
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from schemas.capture import NormState
 from schemas.manifest import Engine
 
@@ -156,7 +156,7 @@ class HfEngine:
         settings = read_settings("hf", options.extra, SETTINGS)
         if options.tensor_parallel != 1:
             raise ConfigError(
-                "engine hf has no tensor parallelism", kind="engine-arg", hint="--device-map auto spreads the layers"
+                "engine hf has no tensor parallelism", kind=Kind.ENGINE_ARG, hint="--device-map auto spreads the layers"
             )
         if not isinstance(target, LoadedTarget):
             target = load_weights(target.folder, LoadOptions(options.dtype, options.device, **settings))
@@ -208,7 +208,7 @@ class HfEngine:
             raise ConfigError(
                 f"a sample has {longest} tokens, and beyond {self._boundary} this target's dynamic rotary embedding "
                 f"depends on what was run before",
-                kind="rope-dynamic",
+                kind=Kind.ROPE_DYNAMIC,
                 hint=f"hiddenstore prepare INPUT -o DATA --target T --max-tokens {self._boundary}",
             )
 

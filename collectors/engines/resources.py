@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from collectors.engines import EngineOptions
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 
 PREFIX = "hiddenstore-scratch-"
 _OWNER = ".owner"
@@ -45,7 +45,7 @@ def rank_devices(visible: Sequence[str], local_rank: int, count: int) -> list[st
     if len(devices) < count:
         raise ConfigError(
             f"rank {local_rank} of this machine needs {count} GPUs, and {len(visible)} are visible to all of its ranks",
-            kind="devices-too-few",
+            kind=Kind.DEVICES_TOO_FEW,
             hint=f"start {max(1, len(visible) // count)} ranks per machine, or a smaller --tensor-parallel",
         )
     return devices
@@ -57,7 +57,7 @@ class Scratch:
     def __init__(self, root: Path | None = None) -> None:
         root = default_root() if root is None else root
         if not root.is_dir():
-            raise ConfigError(f"--scratch {root} is no folder", kind="scratch-missing", hint=f"mkdir -p {root}")
+            raise ConfigError(f"--scratch {root} is no folder", kind=Kind.SCRATCH_INVALID, hint=f"mkdir -p {root}")
         remove_abandoned(root)
         unowned = Path(tempfile.mkdtemp(prefix="hiddenstore-new-", dir=root))
         # Held until this process ends, however it ends: the lock says that the folder is in use.
@@ -69,13 +69,13 @@ class Scratch:
         return shutil.disk_usage(self.path).free
 
     def require(self, needed_bytes: int) -> None:
-        """Refuse a folder that cannot hold what is under way at one time: ConfigError ``scratch-too-small``."""
+        """Refuse a folder that cannot hold what is under way at one time: ConfigError ``scratch-invalid``."""
         free = self.free_bytes()
         if free < needed_bytes:
             raise ConfigError(
                 f"{self.path.parent} has {free / 1e6:.0f} MB free, and states of {needed_bytes / 1e6:.0f} MB are under "
                 f"way at one time",
-                kind="scratch-too-small",
+                kind=Kind.SCRATCH_INVALID,
                 hint="--scratch FOLDER on a larger tmpfs, or a container with a larger --shm-size",
             )
 

@@ -22,7 +22,7 @@ from collectors.engines.trtllm_files import SavedFolder, SavedStates
 from collectors.engines.trtllm_install import load_package, missing_parts, package_version
 from collectors.engines.trtllm_requests import RunningRequests
 from collectors.targets.load import DTYPE_ALIASES, EngineTarget
-from hiddenstore.errors import CaptureError, ConfigError
+from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.verify.probes import unit_scale_error
 from schemas.capture import NormState
 from schemas.layers import to_convention
@@ -73,7 +73,7 @@ class TrtllmEngine:
         if missing := missing_parts():
             raise ConfigError(
                 f"TensorRT-LLM {package_version(self._package)} lacks {', '.join(missing)}",
-                kind="engine-version",
+                kind=Kind.ENGINE_VERSION,
                 hint="use the release container of TensorRT-LLM 1.2: docs/tensorrt-llm.md",
             )
         self.target, self._layers = target, options.aux_layers
@@ -112,7 +112,7 @@ class TrtllmEngine:
 
         Raises:
             ConfigError: ``request-too-long``: before the request is run.
-            CaptureError: ``engine-request``: TensorRT-LLM refused one; ``engine-no-file``: its states never came;
+            CaptureError: ``engine-request``: TensorRT-LLM refused one; ``engine-file``: its states never came;
                 ``engine-tokens``: states of tokens nobody sent; ``norm-state``: a final hidden before the norm; or as
                 ``SavedFolder.take``.
         """
@@ -149,7 +149,7 @@ class TrtllmEngine:
             )
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"TensorRT-LLM {package_version(self._package)} refuses its arguments: {error}", kind="engine-arg"
+                f"TensorRT-LLM {package_version(self._package)} refuses its arguments: {error}", kind=Kind.ENGINE_ARG
             ) from error
 
     def _send(self, index: int, request: CaptureRequest) -> Any:
@@ -158,7 +158,7 @@ class TrtllmEngine:
         except ValueError as error:
             raise CaptureError(
                 f"TensorRT-LLM refuses request {index + 1} of the unit ({len(request.input_ids)} tokens): {error}",
-                kind="engine-request",
+                kind=Kind.ENGINE_REQUEST,
             ) from error
 
     def _advance(self, unit: Assembly, running: RunningRequests, stop: Callable[[], bool], until: int) -> None:
@@ -191,7 +191,7 @@ class TrtllmEngine:
             raise CaptureError(
                 f"hidden_state misses the unit scale of the final norm by {error:.1%}, so it is not the final hidden "
                 f"after the norm that TensorRT-LLM documents",
-                kind="norm-state",
+                kind=Kind.NORM_STATE,
             )
 
     def _require_fits(self, request: CaptureRequest) -> None:
@@ -200,7 +200,7 @@ class TrtllmEngine:
             raise ConfigError(
                 f"a sample has {tokens} tokens, but TensorRT-LLM was started for max_num_tokens {self._max_tokens}, "
                 f"of which {SPARE_TOKENS} are its own",
-                kind="request-too-long",
+                kind=Kind.REQUEST_TOO_LONG,
                 hint=f"--engine-arg max_num_tokens={tokens + SPARE_TOKENS}",
             )
 
@@ -230,7 +230,7 @@ def llm_arguments(target: EngineTarget, options: EngineOptions) -> dict[str, Any
             if name in FIXED_ARGUMENTS:
                 raise ConfigError(
                     f"TensorRT-LLM's {name} cannot be chosen here: {FIXED_ARGUMENTS[name]}",
-                    kind="engine-arg",
+                    kind=Kind.ENGINE_ARG,
                     hint=f"without --engine-arg {key}=…",
                 )
         argument, before = {inner: value} if inner else value, arguments.get(outer)
@@ -244,12 +244,12 @@ def _require_gpus(options: EngineOptions) -> None:
     kind, _, index = options.device.partition(":")
     if kind == "cpu":
         raise ConfigError(
-            "TensorRT-LLM runs on NVIDIA GPUs only", kind="device-unavailable", hint="--engine hf --device cpu"
+            "TensorRT-LLM runs on NVIDIA GPUs only", kind=Kind.DEVICE_UNAVAILABLE, hint="--engine hf --device cpu"
         )
     if index and int(index) != options.local_rank:
         raise ConfigError(
             f"--device {options.device}: TensorRT-LLM takes the first GPUs that its process sees",
-            kind="device-unavailable",
+            kind=Kind.DEVICE_UNAVAILABLE,
             hint=f"CUDA_VISIBLE_DEVICES={index} hiddenstore collect …",
         )
     choose_devices(options)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from collectors.targets.folder import first_line
-from hiddenstore.errors import CaptureError
+from hiddenstore.errors import CaptureError, Kind
 
 SUFFIX = ".pt"
 AUX_KEYS = ("aux_hidden_states", "hidden_state_features")
@@ -56,8 +56,8 @@ class SavedFolder:
         """The requests of every file that has become whole since the last call.
 
         Raises:
-            CaptureError: ``engine-file``: it holds something else; ``engine-layers``, ``engine-rows``,
-                ``engine-dtype``: the states are not those of the tokens and layers.
+            CaptureError: ``engine-file``: it holds something else; ``engine-layers``, ``engine-file``,
+                ``engine-file``: the states are not those of the tokens and layers.
         """
         for path in self._files():
             if path in self._in_use or not _is_complete(path):
@@ -92,7 +92,7 @@ def _load(path: Path) -> list[Any]:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         message = f"cannot read TensorRT-LLM's file {path.name}: {first_line(error)}"
-        raise CaptureError(message, kind="engine-file") from error
+        raise CaptureError(message, kind=Kind.ENGINE_FILE) from error
     return saved if isinstance(saved, list) else [saved]
 
 
@@ -111,7 +111,7 @@ def read_entry(entry: object, layers: int, width: int, path: Path, position: int
     _require_states(final, tokens, "hidden_state", where)
     if final.shape[1] != width:
         raise CaptureError(
-            f"hidden_state of {where} is {final.shape[1]} wide, but the target is {width} wide", kind="engine-layers"
+            f"hidden_state of {where} is {final.shape[1]} wide, but the target is {width} wide", kind=Kind.ENGINE_LAYERS
         )
     key = next((name for name in AUX_KEYS if name in entry), None)
     if key is not None:
@@ -122,7 +122,7 @@ def read_entry(entry: object, layers: int, width: int, path: Path, position: int
         aux = final[:, :0]
     else:
         raise CaptureError(
-            f"{where} holds no {' nor '.join(AUX_KEYS)}, but {layers} layers were asked for", kind="engine-layers"
+            f"{where} holds no {' nor '.join(AUX_KEYS)}, but {layers} layers were asked for", kind=Kind.ENGINE_LAYERS
         )
     layered = aux.reshape(tokens, layers, width).transpose(0, 1)
     return SavedStates(path, token_ids.to(torch.int32).numpy(), layered, final)
@@ -141,7 +141,7 @@ def _without_final(aux: Tensor, final: Tensor, layers: int, key: str, where: str
     raise CaptureError(
         f"{key} of {where} is {aux.shape[1]} wide{repeats}, but {layers} layers of {width} make {layers * width}: "
         f"TensorRT-LLM's code of this model does not hand out every layer that was asked for",
-        kind="engine-layers",
+        kind=Kind.ENGINE_LAYERS,
         hint="other --layers, or --engine hf or vllm",
     )
 
@@ -162,14 +162,14 @@ def _tensor(entry: Mapping[Any, Any], key: str, where: str) -> Tensor:
 
 def _require_states(states: Tensor, tokens: int, key: str, where: str) -> None:
     if states.dtype not in DTYPES:
-        raise CaptureError(f"{key} of {where} is {states.dtype}, which is no state", kind="engine-dtype")
+        raise CaptureError(f"{key} of {where} is {states.dtype}, which is no state", kind=Kind.ENGINE_FILE)
     if states.dim() != 2 or states.shape[0] != tokens:
         raise CaptureError(
             f"{key} of {where} has shape {list(states.shape)}, but the request has {tokens} tokens: a reused prefix or "
             f"a chunked prefill saves the last rows only",
-            kind="engine-rows",
+            kind=Kind.ENGINE_FILE,
         )
 
 
 def _no_entry(where: str, reason: str) -> CaptureError:
-    return CaptureError(f"{where} is no request saved by TensorRT-LLM: {reason}", kind="engine-file")
+    return CaptureError(f"{where} is no request saved by TensorRT-LLM: {reason}", kind=Kind.ENGINE_FILE)

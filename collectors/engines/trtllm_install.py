@@ -14,7 +14,7 @@ from typing import Any
 from collectors.engines.versions import check_version
 from collectors.targets.folder import first_line
 from hiddenstore.doctor.installation import DoctorCheck, version_of
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 
 PACKAGE = "tensorrt_llm"
 DISTRIBUTIONS = ("tensorrt-llm", "tensorrt_llm")
@@ -48,13 +48,13 @@ def load_package() -> ModuleType:
     """The ``tensorrt_llm`` package.
 
     Raises:
-        ConfigError: ``engine-missing``: it cannot be imported here, with where it can.
+        ConfigError: ``not-installed``: it cannot be imported here, with where it can.
     """
     try:
         return import_module(PACKAGE)
     except (ImportError, OSError) as error:
         raise ConfigError(
-            f"TensorRT-LLM cannot be imported: {first_line(error)}", kind="engine-missing", hint=CONTAINER_HINT
+            f"TensorRT-LLM cannot be imported: {first_line(error)}", kind=Kind.NOT_INSTALLED, hint=CONTAINER_HINT
         ) from error
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from collectors.engines import CaptureRequest
 from collectors.engines.trtllm_files import SavedFolder, SavedStates
-from hiddenstore.errors import CaptureError
+from hiddenstore.errors import CaptureError, Kind
 
 PATIENCE_S = 60.0
 """How long the file of a request may take once the request was answered."""
@@ -64,14 +64,14 @@ class RunningRequests:
                 similar = similar or f"; {self._name(index)} begins alike, so it was cut or extended"
         tokens = len(saved.token_ids)
         raise CaptureError(
-            f"TensorRT-LLM saved states of {tokens} tokens that nobody sent{similar}", kind="engine-tokens"
+            f"TensorRT-LLM saved states of {tokens} tokens that nobody sent{similar}", kind=Kind.ENGINE_TOKENS
         )
 
     def finished(self, folder: SavedFolder) -> Iterator[tuple[int, SavedStates, int]]:
         """Index, states and next token of the requests that have both; they are under way no longer.
 
         Raises:
-            CaptureError: ``engine-request``: TensorRT-LLM failed on one; ``engine-file``, ``engine-no-file``: the file
+            CaptureError: ``engine-request``: TensorRT-LLM failed on one; ``engine-file``: the file
                 of one that was answered ``PATIENCE_S`` ago never became whole, or never came to ``folder``.
         """
         for index, answer in list(self._answers.items()):
@@ -79,7 +79,7 @@ class RunningRequests:
                 continue
             if answer.error is not None:
                 raise CaptureError(
-                    f"TensorRT-LLM failed on {self._name(index)}: {answer.error}", kind="engine-request"
+                    f"TensorRT-LLM failed on {self._name(index)}: {answer.error}", kind=Kind.ENGINE_REQUEST
                 ) from answer.error
             if index in self._states:
                 del self._answers[index]
@@ -100,12 +100,12 @@ class RunningRequests:
             return CaptureError(
                 f"{answered} {', '.join(torn)} is no whole torch file yet: its writer died, or {folder.folder.parent} "
                 f"is full",
-                kind="engine-file",
+                kind=Kind.ENGINE_FILE,
                 hint=f"df -h {folder.folder.parent}",
             )
         return CaptureError(
             f"{answered} no file with its tokens came to {folder.folder}: TensorRT-LLM writes after every "
             f"write_interval requests, which this engine sets to 1, and never writes the rest",
-            kind="engine-no-file",
+            kind=Kind.ENGINE_FILE,
             hint="hiddenstore doctor",
         )

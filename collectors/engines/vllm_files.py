@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from collectors.targets.load import EngineTarget
-from hiddenstore.errors import CaptureError
+from hiddenstore.errors import CaptureError, Kind
 from schemas.layers import to_convention
 
 CONNECTOR = "ExampleHiddenStatesConnector"
@@ -60,7 +60,7 @@ class LayerIds:
             raise CaptureError(
                 f"vLLM gave states {list(states.shape)}, expected [tokens, {len(self.ids)}, width] for its layer ids "
                 f"{list(self.ids)}",
-                kind="engine-shape",
+                kind=Kind.ENGINE_SHAPE,
             )
         return states[:, : self.aux].transpose(0, 1), states[:, -1]
 
@@ -104,13 +104,13 @@ class StateFile:
         """token_ids int32 [T] and states [T, n, D] in the model's dtype; None while it is being written.
 
         Raises:
-            CaptureError: ``states-late``, ``states-unreadable``.
+            CaptureError: ``states-late``, ``engine-file``.
         """
         if not self._is_complete():
             if time.monotonic() - self._answered_s > LATE_S:
                 raise CaptureError(
                     f"vLLM answered a request, but {self.path} is not there after {LATE_S:.0f} s",
-                    kind="states-late",
+                    kind=Kind.STATES_LATE,
                     hint="vLLM's log says why it could not be written: a full folder is the usual reason",
                 )
             return None
@@ -118,7 +118,7 @@ class StateFile:
             with safe_open(self.path, framework="pt") as file:
                 tokens, states = file.get_tensor(_TOKENS), file.get_tensor(_STATES)
         except (SafetensorError, OSError) as error:
-            raise CaptureError(f"cannot read {self.path}: {error}", kind="states-unreadable") from error
+            raise CaptureError(f"cannot read {self.path}: {error}", kind=Kind.ENGINE_FILE) from error
         return tokens.numpy().astype(np.int32), states
 
     def wait(self) -> tuple[np.ndarray, Tensor]:
@@ -131,7 +131,7 @@ class StateFile:
         """Remove the file and its lock.
 
         Raises:
-            CaptureError: ``states-kept``: this user may not, and the folder would fill.
+            CaptureError: ``engine-file``: this user may not, and the folder would fill.
         """
         for path in (self.path, self._lock):
             try:
@@ -139,7 +139,7 @@ class StateFile:
             except OSError as error:
                 raise CaptureError(
                     f"cannot remove {path}, so the folder would fill up: {error.strerror}",
-                    kind="states-kept",
+                    kind=Kind.ENGINE_FILE,
                     hint="run collect as the user of the server, or give both the same group and a writable folder",
                 ) from error
 

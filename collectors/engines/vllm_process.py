@@ -24,7 +24,7 @@ from collectors.engines.vllm_server import VllmServer
 from collectors.targets.folder import first_line
 from collectors.targets.load import EngineTarget
 from hiddenstore.doctor.installation import DoctorCheck, install_command, version_of
-from hiddenstore.errors import CaptureError, ConfigError
+from hiddenstore.errors import CaptureError, ConfigError, Kind
 from schemas.capture import NormState
 from schemas.manifest import Engine
 
@@ -54,14 +54,14 @@ class VllmProcess:
         if find_spec("vllm") is None:
             raise ConfigError(
                 "vLLM is not installed here",
-                kind="engine-missing",
+                kind=Kind.NOT_INSTALLED,
                 hint="pip install vllm, in an environment of its own; or --server URL of one that runs elsewhere",
             )
         for name in FIXED_ARGUMENTS:
             if name in options.extra:
                 raise ConfigError(
                     f"--engine-arg {name} is set by collect itself",
-                    kind="engine-arg",
+                    kind=Kind.ENGINE_ARG,
                     hint="use --target, --revision, --dtype",
                 )
         self.target = target
@@ -123,7 +123,7 @@ class VllmProcess:
         except (TypeError, ValueError, RuntimeError, OSError) as error:
             raise ConfigError(
                 f"vLLM {vllm.__version__} does not start for target {folder.label}: {first_line(error)}",
-                kind="engine-start",
+                kind=Kind.ENGINE_START,
                 hint="its own log above says more; its settings are --engine-arg KEY=VALUE",
             ) from error
 
@@ -237,7 +237,7 @@ class _Flow:
         except ValueError as error:
             raise CaptureError(
                 f"vLLM refuses a sample of {len(ids)} tokens: {first_line(error)}",
-                kind="engine-request",
+                kind=Kind.ENGINE_REQUEST,
                 hint="hiddenstore prepare INPUT -o DATA --target T --max-tokens N",
             ) from error
         self._free_tokens -= len(ids)
@@ -246,13 +246,13 @@ class _Flow:
     def _answer(self, output: Any) -> None:
         if output.request_id not in self._names:
             raise CaptureError(
-                f"vLLM answered request {output.request_id}, which is none of ours", kind="engine-request"
+                f"vLLM answered request {output.request_id}, which is none of ours", kind=Kind.ENGINE_REQUEST
             )
         path = (output.kv_transfer_params or {}).get("hidden_states_path")
         if path is None:
             raise CaptureError(
                 f"vLLM answered without hidden states (finish reason {output.outputs[0].finish_reason})",
-                kind="states-missing",
+                kind=Kind.ENGINE_FILE,
             )
         sampled = output.outputs[0].token_ids
         self._answered.append(

@@ -16,7 +16,7 @@ from collectors.engines import Captured, CaptureRequest, EngineOptions, raise_if
 from collectors.engines.assembly import Assembly
 from collectors.engines.vllm_files import LayerIds, StateFile, server_command
 from collectors.targets.load import EngineTarget
-from hiddenstore.errors import CaptureError, ConfigError
+from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.http import HttpClient, ServerAccess
 from schemas.capture import NormState
 from schemas.manifest import Engine
@@ -74,14 +74,14 @@ class VllmServer:
             if room is not None and longest >= int(room):
                 raise ConfigError(
                     f"the server takes {room} positions, and a sample has {longest} tokens and one is sampled",
-                    kind="server-too-short",
+                    kind=Kind.SERVER_UNFIT,
                     hint=f"start it with --max-model-len {longest + 1}",
                 )
             return str(card["id"])
         served = ", ".join(f"{card['id']} (of {card.get('root')})" for card in cards) or "nothing"
         raise ConfigError(
             f"the server serves {served}, expected {name or folder.name}",
-            kind="server-model",
+            kind=Kind.SERVER_UNFIT,
             hint="--engine-arg model=NAME, if NAME is this target under another name",
         )
 
@@ -93,7 +93,7 @@ class VllmServer:
         if served != expected:
             raise ConfigError(
                 f"the server's tokenizer reads a text as {served[:8]}…, the target's as {expected[:8]}…: another model",
-                kind="server-model",
+                kind=Kind.SERVER_UNFIT,
             )
 
     def describe(self) -> Engine:
@@ -135,7 +135,7 @@ class VllmServer:
         if prompt is not None and prompt != ids:
             raise CaptureError(
                 f"the server ran {len(prompt)} tokens that are not the {len(ids)} it was given",
-                kind="engine-tokens",
+                kind=Kind.ENGINE_TOKENS,
                 hint="prompts must reach vLLM as token ids: check what stands between",
             )
         layer_ids = list(self._layer_ids.ids)
@@ -143,7 +143,7 @@ class VllmServer:
             raise ConfigError(
                 f"the server hands out states {list(states.shape)}, expected {len(layer_ids)} layers for vLLM's ids "
                 f"{layer_ids}",
-                kind="server-layers",
+                kind=Kind.SERVER_UNFIT,
                 hint=self._command,
             )
         return token_ids, states, next_token
@@ -153,14 +153,14 @@ class VllmServer:
         if named is None:
             raise ConfigError(
                 "the server answered without hidden states: it was started without them",
-                kind="server-layers",
+                kind=Kind.SERVER_UNFIT,
                 hint=self._command,
             )
         path = Path(named) if self._scratch is None else self._scratch / Path(named).name
         if path.suffix != ".safetensors" or not path.parent.is_dir():
             raise ConfigError(
                 f"the server writes its states to {named}, which cannot be reached from here",
-                kind="server-path",
+                kind=Kind.SERVER_UNFIT,
                 hint="run collect where that folder is mounted; --scratch FOLDER if it is mounted at another path",
             )
         return path

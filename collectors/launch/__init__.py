@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from collectors.capture.job import CollectReport, collect
 from collectors.capture.options import CollectOptions
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.process import Drain, from_environment
 
 LAUNCHERS = ("local", "ray")
@@ -15,13 +15,13 @@ def launch(launcher: str, options: CollectOptions, drain: Drain, note: Callable[
     """Run the job under a launcher, ``local``, ``ray``, or ``ray:WORKERS``; without a number as many as fit.
 
     Raises:
-        ConfigError: ``launcher-unknown``, ``launcher-workers``, ``ray-missing``; and whatever ``collect`` raises.
+        ConfigError: ``option-invalid``, ``not-installed``; and whatever ``collect`` raises.
     """
     name, colon, count = launcher.partition(":")
     if name not in LAUNCHERS or (colon and not re.fullmatch("ray:[1-9][0-9]*", launcher)):
         raise ConfigError(
             f"--launcher should be {', '.join(LAUNCHERS)} or ray:WORKERS, found {launcher!r}",
-            kind="launcher-workers" if name in LAUNCHERS else "launcher-unknown",
+            kind=Kind.OPTION_INVALID,
             hint="--launcher ray:4; or torchrun --nproc-per-node 4 -m hiddenstore.cli collect …",
         )
     if name == "local":
@@ -32,5 +32,5 @@ def launch(launcher: str, options: CollectOptions, drain: Drain, note: Callable[
         if error.name != "ray":
             raise
         hint = "pip install 'hiddenstore[ray]'"
-        raise ConfigError("ray is not installed here", kind="ray-missing", hint=hint) from error
+        raise ConfigError("ray is not installed here", kind=Kind.NOT_INSTALLED, hint=hint) from error
     return on_ray(options, int(count) if colon else None, drain, note)

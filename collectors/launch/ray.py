@@ -25,7 +25,7 @@ from collectors.capture.options import CollectOptions
 from hiddenstore.commit import read_commit
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
-from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, InterruptError
+from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, InterruptError, Kind
 from hiddenstore.fs import open_filesystem
 from hiddenstore.inputs.prepared import PreparedInput
 from hiddenstore.layout import STORE_JSON, commit_path
@@ -95,7 +95,7 @@ def spread(nodes: list[dict[str, float]], workers: int | None, options: CollectO
             raise ConfigError(
                 f"{plural(workers or 1, 'worker')} with {plural(options.tensor_parallel, 'GPU')} each cannot be "
                 f"placed; GPUs per node of the Ray cluster: {', '.join(map(str, gpus)) or 'none'}",
-                kind="launcher-resources",
+                kind=Kind.LAUNCHER_RESOURCES,
                 hint=f"--launcher ray:{room}" if room else "a smaller --tensor-parallel, or --device cpu",
             )
         return workers or room, {"num_cpus": 1, "num_gpus": options.tensor_parallel}
@@ -156,7 +156,7 @@ class _Dealer:
     def _until(self, done: Callable[[], bool]) -> None:
         while not done():
             if self.drain.requested:
-                raise InterruptError("stopped by a signal; open units were dropped", kind="interrupted")
+                raise InterruptError("stopped by a signal; open units were dropped", kind=Kind.INTERRUPTED)
             busy = Counter(worker for worker, *_ in self.calls.values())
             for limit in (0, 1):
                 for worker in self._ready():
@@ -196,7 +196,7 @@ class _Dealer:
             self.drain.wait(1.0)
         raise ConfigError(
             f"a worker wrote {path} into its own {self.fs.root}, which is not the folder of that name here",
-            kind="store-not-shared",
+            kind=Kind.STORE_NOT_SHARED,
             hint="put DATA, the target and the store into folders that every node mounts",
         )
 
@@ -214,7 +214,7 @@ class _Dealer:
         if self.losses[unit] >= ATTEMPTS or lost >= ATTEMPTS * self.size + self.report.units:
             raise CaptureError(
                 f"workers were lost {lost} times, the last {loss}",
-                kind="workers-lost",
+                kind=Kind.WORKERS_LOST,
                 hint="what is committed stays, the same command does the rest; out of memory: a smaller --batch-tokens",
             )
         self._open(worker)
@@ -234,7 +234,7 @@ def _connect(address: str) -> None:
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"the Ray cluster at RAY_ADDRESS={address} cannot be used: {str(error).partition(chr(10))[0]}",
-            kind="ray-unreachable",
+            kind=Kind.RAY_UNREACHABLE,
             hint="ray status; or unset RAY_ADDRESS to start one here",
         ) from error
     # Ray makes SIGTERM end the process at once, where it is called from the main thread.

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.documents import canonical
-from hiddenstore.errors import ConflictError, CorruptionError
+from hiddenstore.errors import ConflictError, CorruptionError, Kind
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.seam import storage_error
 
@@ -35,7 +35,7 @@ class AnswersFolder:
         """Make the folder for these settings, or find that it was made for them.
 
         Raises:
-            ConflictError: ``regenerate-settings-differ`` names what differs.
+            ConflictError: ``answers-differ`` names what differs.
             StorageError: the disk refused.
         """
         fs = LocalFilesystem(self.path.parent)
@@ -49,7 +49,7 @@ class AnswersFolder:
             details = ", ".join(f"{key} {recorded.get(key)!r} (now {expected.get(key)!r})" for key in differing)
             raise ConflictError(
                 f"{self.path} holds answers of another run: {details}",
-                kind="regenerate-settings-differ",
+                kind=Kind.ANSWERS_DIFFER,
                 hint=f"the same settings go on with it; rm -r {self.path} starts anew; or name another file with -o",
             )
 
@@ -84,7 +84,7 @@ class AnswerLog:
     """One file of answers; ``append`` may be called by many threads.
 
     Raises:
-        ConflictError: ``regenerate-running``, another process writes it.
+        ConflictError: ``answers-running``, another process writes it.
         StorageError: the disk refused.
     """
 
@@ -104,7 +104,7 @@ class AnswerLog:
             self._load(is_read_only)
         except BlockingIOError as error:
             self._file.close()
-            raise ConflictError(f"another process is writing {path}", kind="regenerate-running") from error
+            raise ConflictError(f"another process is writing {path}", kind=Kind.ANSWERS_RUNNING) from error
         except BaseException:
             self._file.close()
             raise
@@ -120,7 +120,7 @@ class AnswerLog:
         """What was answered so far, in order of turns.
 
         Raises:
-            ConflictError: ``regenerate-input-differs``, the answers belong to another conversation.
+            ConflictError: ``answers-differ``, the answers belong to another conversation.
         """
         replies: list[Reply] = []
         for offset in self._lines.get(rewrite.number, ()):
@@ -130,7 +130,7 @@ class AnswerLog:
             if line["input"] != rewrite.digest:
                 raise ConflictError(
                     f"{self.path} has answers for another conversation {rewrite.number + 1} than the input holds now",
-                    kind="regenerate-input-differs",
+                    kind=Kind.ANSWERS_DIFFER,
                     hint=f"give the same INPUT again, or start anew: rm -r {self.path.parent}",
                 )
             replies.append(Reply.of(line))
@@ -191,7 +191,7 @@ class AnswerLog:
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptionError(
                 f"{self.path} is damaged at byte {offset}",
-                kind="answers-corrupt",
+                kind=Kind.FILE_CORRUPT,
                 path=str(self.path),
                 hint=f"rm {self.path} has these answers written again",
             ) from error

@@ -21,7 +21,7 @@ from collectors.regenerate.rewrite import AnswerAll, Recorded, Reply, Rewrite, T
 from collectors.targets.folder import TargetFolder, open_target
 from collectors.targets.load import LoadedTarget, load_target
 from collectors.tokenize.template import read_template
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.repetition import LOOP_SHARE, repeated_share
 
 # Compacting copies the cache once; below this share of running rows it pays for itself within a few steps.
@@ -177,12 +177,12 @@ def open_in_process(options: RegenerateOptions) -> tuple[str, AnswerAll]:
     """The target's label, and what answers with it; its weights are read when the first batch asks for them.
 
     Raises:
-        ConfigError: ``target-no-chat-template``, or as ``open_target``.
+        ConfigError: ``template-missing``, or as ``open_target``.
     """
     template = None if options.template is None else read_template(options.template)
     folder = open_target(str(options.target), options.revision, template)
     if not folder.tokenizer.chat_template:
-        raise ConfigError(f"target {folder.label} has no chat template", kind="target-no-chat-template")
+        raise ConfigError(f"target {folder.label} has no chat template", kind=Kind.TEMPLATE_MISSING)
     sampling = Sampling(options.temperature, options.max_new_tokens, options.seed, options.top_p)
     return folder.label, _InProcess(folder, sampling, options).answer_all
 

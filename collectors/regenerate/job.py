@@ -22,7 +22,7 @@ from collectors.regenerate.options import RegenerateOptions, RegenerateReport, a
 from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
-from hiddenstore.errors import ConfigError, InterruptError
+from hiddenstore.errors import ConfigError, InterruptError, Kind
 from hiddenstore.fs.publish import new_file, refuse_existing_file
 
 
@@ -34,8 +34,8 @@ def regenerate(
     """Rewrite every answer and write ``messages`` JSONL, in input order, all of it or nothing.
 
     Raises:
-        ConflictError: ``output-exists``, ``regenerate-running``, ``regenerate-settings-differ`` or
-            ``regenerate-input-differs``.
+        ConflictError: ``output-exists``, ``answers-running``, ``answers-differ`` or
+            ``answers-differ``.
         ConfigError: ``nothing-usable``: no conversation has an answer to rewrite; or an option is out of range.
         StorageError: ``server-unreachable`` or ``server-failing``; what was answered is kept.
         InterruptError: ``interrupted``; what was answered is kept.
@@ -58,7 +58,7 @@ def regenerate(
     def check() -> None:
         if stopping():
             raise InterruptError(
-                "stopped as asked; every answer so far is kept", kind="interrupted", hint="the same command goes on"
+                "stopped as asked; every answer so far is kept", kind=Kind.INTERRUPTED, hint="the same command goes on"
             )
 
     try:
@@ -139,7 +139,7 @@ def _require_usable(sources: list[Source], options: RegenerateOptions) -> None:
         reasons.setdefault(item[0], [0, item[1]])[0] += 1
     listed = [f"{reason}: {plural(count, 'row')}, first {first}" for reason, (count, first) in reasons.items()]
     what = f"no conversation with an answer in {', '.join(options.inputs)}; nothing was written"
-    raise ConfigError("\n".join([what, *listed]), kind="nothing-usable")
+    raise ConfigError("\n".join([what, *listed]), kind=Kind.NOTHING_USABLE)
 
 
 def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFolder) -> RegenerateReport:

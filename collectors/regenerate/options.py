@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from collectors.regenerate.rewrite import Rewrite
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def require_possible(options: RegenerateOptions) -> None:
     if (options.target is None) == (options.server is None):
         raise ConfigError(
             "either a target answers in this process, or a server does",
-            kind="option-invalid",
+            kind=Kind.OPTION_INVALID,
             hint="--target T, or --server URL --model M",
         )
     at_least_0, at_least_1 = (
@@ -139,12 +139,12 @@ def require_possible(options: RegenerateOptions) -> None:
     )
     for name in (*at_least_0, *at_least_1):
         if getattr(options, name) < (limit := int(name in at_least_1)):
-            raise ConfigError(f"{name.replace('_', ' ')} must be at least {limit}", kind="option-invalid")
+            raise ConfigError(f"{name.replace('_', ' ')} must be at least {limit}", kind=Kind.OPTION_INVALID)
     if not 0 < options.top_p <= 1 or options.timeout_s <= 0:
-        raise ConfigError("top-p must lie in 0…1 and the timeout be longer than 0 s", kind="option-invalid")
+        raise ConfigError("top-p must lie in 0…1 and the timeout be longer than 0 s", kind=Kind.OPTION_INVALID)
     shard, shards = options.shard
     if not 1 <= shard <= shards:
-        raise ConfigError(f"shard {shard}/{shards} does not exist: they count from 1", kind="option-invalid")
+        raise ConfigError(f"shard {shard}/{shards} does not exist: they count from 1", kind=Kind.OPTION_INVALID)
 
 
 def answer_settings(options: RegenerateOptions, label: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from collectors.conversations.parse import Message
 from collectors.regenerate.options import RegenerateOptions
 from collectors.regenerate.rewrite import AnswerAll, Recorded, Reply, Rewrite, Take
-from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, StorageError
+from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, Kind, StorageError
 from hiddenstore.http import HttpClient, RefusedError, ServerAccess
 from hiddenstore.repetition import LOOP_SHARE, repeated_share
 
@@ -54,7 +54,7 @@ class ChatServer:
         if len(models) != 1:
             raise ConfigError(
                 f"{self.settings.access.url} serves {', '.join(models) or 'nothing'}; which one is the target?",
-                kind="model-unclear",
+                kind=Kind.MODEL_UNCLEAR,
                 hint=f"--model {models[0]}" if models else None,
             )
         return models[0]
@@ -231,7 +231,7 @@ class _ServerRun:
                 if not self._answers and self._refusals >= REFUSALS_WITHOUT_ANSWER:
                     raise ConfigError(
                         f"every request was refused so far; the last: {reply.detail}",
-                        kind="server-refused",
+                        kind=Kind.SERVER_REFUSED,
                         hint="check the settings; conversations that are refused alone are left out and counted",
                     )
             if not self._is_over:
@@ -249,7 +249,7 @@ class _ServerRun:
         elif failed > (limit := self._options.max_failures):
             self._error = StorageError(
                 f"{failed} conversations failed, more than max_failures={limit}; the last: {error}",
-                kind="server-failing",
+                kind=Kind.SERVER_FAILING,
                 hint="what was answered is kept; the same command goes on once the server is well",
             )
 

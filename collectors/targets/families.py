@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hiddenstore.errors import CaptureError, ConfigError
+from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.targets.head import HeadBundle
 from schemas.capture import HeadSpec, NormFlavour
 
@@ -157,7 +157,7 @@ def verify_parts(model: nn.Module, parts: Parts, token_ids: Tensor, model_type: 
         if not bool(torch.isfinite(states).all()):
             raise CaptureError(
                 f"the target ({model_type}) computes NaN or infinity in layer {layer} on the first sample",
-                kind="non-finite",
+                kind=Kind.NON_FINITE,
                 hint="try --dtype float32 or bfloat16, or check the target's weights",
             )
     if not _close(inputs[0], parts.head.embed(token_ids), dtype):
@@ -244,6 +244,6 @@ def _shares_memory(one: Tensor, other: Tensor) -> bool:
 def _unsupported(model_type: str, detail: str) -> ConfigError:
     return ConfigError(
         f"cannot capture model type {model_type!r}: {detail}",
-        kind="family-unsupported",
+        kind=Kind.FAMILY_UNSUPPORTED,
         hint="add a row to collectors/targets/families.py",
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_sha256
 
 CONFIG_FILE = "config.json"
@@ -81,7 +81,7 @@ def open_target(
 
     Raises:
         NotFoundError: ``target-missing``: a path that does not exist.
-        ConfigError: ``target-without-config``, ``target-unreadable``, ``target-without-tokenizer``; ``code-unpinned``:
+        ConfigError: ``target-incomplete``, ``target-unreadable``; ``code-unpinned``:
             ``trust_remote_code`` without a commit that says which code.
     """
     from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
@@ -90,11 +90,11 @@ def open_target(
     if path.is_dir() and not (path / CONFIG_FILE).is_file():
         raise ConfigError(
             f"target folder {name} has no {CONFIG_FILE}",
-            kind="target-without-config",
+            kind=Kind.TARGET_INCOMPLETE,
             hint="point --target at a folder that save_pretrained wrote, or at a hub id",
         )
     if not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
-        raise NotFoundError(f"target {name} does not exist", kind="target-missing")
+        raise NotFoundError(f"target {name} does not exist", kind=Kind.TARGET_MISSING)
     if trust_remote_code:
         _require_pinned(name, revision)
     try:
@@ -107,7 +107,7 @@ def open_target(
     except (OSError, ValueError) as error:
         where = name if path.exists() else f"{name}, which is no folder here"
         raise ConfigError(
-            f"cannot read the config of target {where}: {first_line(error)}", kind="target-unreadable"
+            f"cannot read the config of target {where}: {first_line(error)}", kind=Kind.TARGET_UNREADABLE
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
@@ -116,7 +116,7 @@ def open_target(
         newer = "TokenizersBackend" in str(error)
         raise ConfigError(
             f"cannot read the tokenizer of target {name}: {first_line(error)}",
-            kind="target-without-tokenizer",
+            kind=Kind.TARGET_INCOMPLETE,
             hint=f'"tokenizer_class": "PreTrainedTokenizerFast" in {name}/tokenizer_config.json' if newer else None,
         ) from error
     if template is not None:
@@ -148,7 +148,7 @@ def _require_pinned(name: str, revision: str | None) -> None:
         return
     raise ConfigError(
         f"--trust-remote-code runs the repository's own Python: {what}",
-        kind="code-unpinned",
+        kind=Kind.CODE_UNPINNED,
         hint="--target ORG/NAME --revision COMMIT, the 40 hex digits of a commit whose code was read",
     )
 
@@ -160,6 +160,6 @@ def _refuse_foreign_code(name: str, raw: dict[str, Any]) -> None:
             if isinstance(entry, str) and "--" in entry:
                 raise ConfigError(
                     f"the config of {name} runs code of another repository ({entry}), which --revision does not pin",
-                    kind="code-unpinned",
+                    kind=Kind.CODE_UNPINNED,
                     hint="use a copy of the target that holds its own code",
                 )

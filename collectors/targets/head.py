@@ -15,7 +15,7 @@ from torch import Tensor
 
 from collectors.targets.families import find_parts, head_names
 from collectors.targets.folder import TargetFolder, first_line
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets.head import HeadBundle
 
 WEIGHTS_FILE = "model.safetensors"
@@ -27,7 +27,7 @@ def read_head(folder: TargetFolder, dtype: torch.dtype | None = None) -> HeadBun
     """Embeddings, final norm and LM head on the CPU; ``dtype`` None keeps the one the config names.
 
     Raises:
-        ConfigError: ``target-without-safetensors``, ``family-unsupported``, or ``head-unreadable``: the checkpoint
+        ConfigError: ``target-incomplete``, ``family-unsupported``, or ``target-unreadable``: the checkpoint
             lacks one of them, or holds it in a form that only its own kernels read.
     """
     expected = find_parts(_empty_model(folder), folder.config).head
@@ -59,7 +59,7 @@ def _empty_model(folder: TargetFolder) -> Any:
             return AutoModelForCausalLM.from_config(folder.config, trust_remote_code=folder.trust_remote_code)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"cannot tell the parts of target {folder.label}: {first_line(error)}", kind="target-unreadable"
+            f"cannot tell the parts of target {folder.label}: {first_line(error)}", kind=Kind.TARGET_UNREADABLE
         ) from error
 
 
@@ -73,7 +73,7 @@ def _tensor_files(folder: TargetFolder) -> dict[str, Path]:
     if single is None:
         raise ConfigError(
             f"target {folder.label} has neither {WEIGHTS_FILE} nor {INDEX_FILE}",
-            kind="target-without-safetensors",
+            kind=Kind.TARGET_INCOMPLETE,
             hint="load it with transformers and save_pretrained it to a folder, or --engine hf",
         )
     with safe_open(single, framework="pt") as file:
@@ -108,6 +108,6 @@ def _read(
 def _unreadable(folder: TargetFolder, detail: str) -> ConfigError:
     return ConfigError(
         f"the checkpoint of target {folder.label} {detail}",
-        kind="head-unreadable",
+        kind=Kind.TARGET_UNREADABLE,
         hint="--engine hf, which reads what transformers can",
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import get_args
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets.layer_rules import LAYER_RULES
 from schemas.capture import FinalMode
 
@@ -28,11 +28,11 @@ def choose_layers(layers: str, final: FinalMode | None, num_layers: int) -> Laye
     """Resolve a name of ``LAYER_RULES``, ``all-drafters`` or a list such as ``1,15,28``.
 
     Raises:
-        ConfigError: ``layer-out-of-range``, ``layers-invalid``, ``layers-too-few``, ``final-too-small``.
+        ConfigError: ``layers-invalid``, ``layers-invalid``, ``final-unfit``.
     """
     if final is not None and final not in get_args(FinalMode):
         raise ConfigError(
-            f"unknown final mode {final!r}, expected {', '.join(get_args(FinalMode))}", kind="final-invalid"
+            f"unknown final mode {final!r}, expected {', '.join(get_args(FinalMode))}", kind=Kind.FINAL_UNFIT
         )
     names = [*LAYER_RULES] if layers == ALL_DRAFTERS else [layers] if layers in LAYER_RULES else []
     if layers == ALL_DRAFTERS:
@@ -49,12 +49,12 @@ def choose_layers(layers: str, final: FinalMode | None, num_layers: int) -> Laye
     if implied == "all" and final not in (None, "all"):
         raise ConfigError(
             f"--layers {layers} needs the final hidden of every token, not --final {final}",
-            kind="final-too-small",
+            kind=Kind.FINAL_UNFIT,
             hint=f"--layers {layers} --final all",
         )
     final_mode = final or implied
     if not aux and final_mode == "none":
-        raise ConfigError("no aux layer and no final hidden: nothing to capture", kind="layers-invalid")
+        raise ConfigError("no aux layer and no final hidden: nothing to capture", kind=Kind.LAYERS_INVALID)
     return LayerChoice(
         tuple(aux),
         final_mode,
@@ -67,7 +67,7 @@ def _defaults(name: str, num_layers: int) -> list[int]:
     try:
         return LAYER_RULES[name].layers(num_layers)
     except ValueError as error:
-        raise ConfigError(str(error), kind="layers-too-few", hint="name them: --layers 0,1") from error
+        raise ConfigError(str(error), kind=Kind.LAYERS_INVALID, hint="name them: --layers 0,1") from error
 
 
 def _explain(name: str, aux: list[int], num_layers: int) -> str:
@@ -93,7 +93,7 @@ def _parse(text: str, num_layers: int) -> list[int]:
         near = get_close_matches(text, names, n=1)
         raise ConfigError(
             f"--layers {text!r} is neither a drafter ({', '.join(names)}) nor layer numbers",
-            kind="layers-invalid",
+            kind=Kind.LAYERS_INVALID,
             hint=f"--layers {near[0] if near else 'eagle3'}",
         )
     outside = [k for k in numbers if not -1 <= k < num_layers]
@@ -101,11 +101,11 @@ def _parse(text: str, num_layers: int) -> list[int]:
         raise ConfigError(
             f"layers {_listed(outside)} are outside -1…{num_layers - 1}: the target has {num_layers} layers, counted "
             f"from 0, and -1 is the embedding output",
-            kind="layer-out-of-range",
+            kind=Kind.LAYERS_INVALID,
             hint="--layers eagle3",
         )
     if len(set(numbers)) != len(numbers):
-        raise ConfigError(f"--layers {text} names a layer twice", kind="layers-invalid")
+        raise ConfigError(f"--layers {text} names a layer twice", kind=Kind.LAYERS_INVALID)
     return sorted(numbers)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from collectors.targets.families import Parts, find_parts
 from collectors.targets.folder import TargetFolder, first_line, open_target
 from collectors.targets.head import read_head
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets.head import HEAD_FILE, HeadBundle
 from hiddenstore.targets.identity import weights_sha256
 from schemas.capture import TargetIdentity
@@ -127,7 +127,7 @@ def load_weights(folder: TargetFolder, options: LoadOptions) -> LoadedTarget:
     """Load the weights, quantised as the checkpoint's own config says, and find the parts.
 
     Raises:
-        ConfigError: ``dtype-unknown``, ``device-unavailable``, ``attention-unknown``, ``accelerate-missing``,
+        ConfigError: ``option-invalid``, ``device-unavailable``, ``not-installed``,
             ``target-unreadable`` or ``family-unsupported``.
     """
     from transformers import AutoModelForCausalLM
@@ -138,7 +138,7 @@ def load_weights(folder: TargetFolder, options: LoadOptions) -> LoadedTarget:
     if options.attention is not None:
         if options.attention not in ATTENTION:
             message = f"unknown attention {options.attention!r}, expected {', '.join(ATTENTION)}"
-            raise ConfigError(message, kind="attention-unknown")
+            raise ConfigError(message, kind=Kind.OPTION_INVALID)
         settings["attn_implementation"] = options.attention
     if options.device_map is not None or folder.quantised:
         # A quantised model cannot be moved once it is made.
@@ -146,7 +146,7 @@ def load_weights(folder: TargetFolder, options: LoadOptions) -> LoadedTarget:
         if find_spec("accelerate") is None:
             raise ConfigError(
                 "a target over several devices, or a quantised one, needs accelerate",
-                kind="accelerate-missing",
+                kind=Kind.NOT_INSTALLED,
                 hint="pip install 'hiddenstore[hf]'",
             )
     transformers_logging.disable_progress_bar()
@@ -156,7 +156,7 @@ def load_weights(folder: TargetFolder, options: LoadOptions) -> LoadedTarget:
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ConfigError(
-            f"cannot load the weights of target {folder.name}: {first_line(error)}", kind="target-unreadable"
+            f"cannot load the weights of target {folder.name}: {first_line(error)}", kind=Kind.TARGET_UNREADABLE
         ) from error
     return wrap_model(folder, model if "device_map" in settings else model.to(device))
 
@@ -178,7 +178,7 @@ def parse_dtype(dtype: str | None) -> torch.dtype | str:
     if name not in DTYPES:
         raise ConfigError(
             f"unknown dtype {dtype!r}, expected auto, {', '.join(DTYPES)} or {', '.join(DTYPE_ALIASES)}",
-            kind="dtype-unknown",
+            kind=Kind.OPTION_INVALID,
         )
     return DTYPES[name]
 
@@ -191,10 +191,10 @@ def parse_device(device: str) -> torch.device:
         parsed = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(
-            f"unknown device {device!r}, expected auto, cpu, cuda or cuda:1", kind="device-unavailable"
+            f"unknown device {device!r}, expected auto, cpu, cuda or cuda:1", kind=Kind.DEVICE_UNAVAILABLE
         ) from error
     if parsed.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r} asked for, but there is no GPU here", kind="device-unavailable")
+        raise ConfigError(f"device {device!r} asked for, but there is no GPU here", kind=Kind.DEVICE_UNAVAILABLE)
     return parsed
 
 

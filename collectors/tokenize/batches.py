@@ -21,7 +21,7 @@ import pyarrow as pa
 from collectors.conversations.parse import Conversation, parse_row
 from collectors.conversations.rows import NO_ANSWER, Problem, Row
 from collectors.tokenize.template import ChatTemplate, Tokenised
-from hiddenstore.errors import InterruptError, StorageError
+from hiddenstore.errors import InterruptError, Kind, StorageError
 from hiddenstore.records import sample_id
 from schemas.prepared import Overlong
 
@@ -174,7 +174,7 @@ def _pooled(
         raise StorageError(
             "a worker process died: out of memory, killed, or prepare was called from a script outside "
             "`if __name__ == '__main__':`",
-            kind="worker-died",
+            kind=Kind.WORKER_DIED,
             hint="run the same command with --workers 1",
         ) from error
     finally:
@@ -184,7 +184,7 @@ def _pooled(
 def _check_stop(stopping: Callable[[], bool]) -> None:
     if stopping():
         raise InterruptError(
-            "stopped as asked; nothing was written", kind="interrupted", hint="run the same command again"
+            "stopped as asked; nothing was written", kind=Kind.INTERRUPTED, hint="run the same command again"
         )
 
 

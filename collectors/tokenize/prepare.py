@@ -25,7 +25,7 @@ from collectors.tokenize.write import PartWriter, RejectsWriter, refuse_existing
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
 from hiddenstore.documents import seal
-from hiddenstore.errors import ConfigError, HiddenstoreError
+from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, Kind
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import new_folder
 from hiddenstore.inputs.registered import input_digest
@@ -69,7 +69,7 @@ class PrepareOptions:
         elif self.workers is not None and self.workers < 1:
             problem = f"there must be at least 1 worker, not {self.workers}"
         if problem is not None:
-            raise ConfigError(problem, kind="option-invalid")
+            raise ConfigError(problem, kind=Kind.OPTION_INVALID)
 
 
 @dataclass
@@ -233,7 +233,7 @@ def _refuse_prompts(sources: Sequence[MixedSource], loss_on: LossOn) -> None:
         if name is not None and loss_on != "all" and find_dataset(name).shape.is_prompt:
             raise ConfigError(
                 f"preset {name} holds questions without answers: there is nothing to learn from yet",
-                kind="preset-prompts-only",
+                kind=Kind.DATASET_PROMPTS_ONLY,
                 hint=f"hiddenstore prepare preset:{name} --mode generate -o prompts.jsonl, then regenerate it",
             )
 
@@ -252,7 +252,7 @@ def _max_tokens(folder: TargetFolder, limit: int | None) -> int | None:
     if limit is not None and limit > context:
         raise ConfigError(
             f"max tokens {limit:,} is beyond the {context:,} positions of target {folder.label}",
-            kind="max-tokens-beyond-target",
+            kind=Kind.OPTION_INVALID,
             hint=f"--max-tokens {context}",
         )
     return limit or context
@@ -265,7 +265,7 @@ def _rows(sources: list[Source], read: Counter[str]) -> Iterator[Row]:
             read[source.label] += 1
             yield row
         if read[source.label] == before:
-            raise ConfigError(f"{source.label} holds no row", kind="input-empty")
+            raise ConfigError(f"{source.label} holds no row", kind=Kind.INPUT_EMPTY)
 
 
 def _checked(batches: Iterator[SampleBatch], folder: TargetFolder, template: ChatTemplate) -> Iterator[SampleBatch]:
@@ -273,10 +273,10 @@ def _checked(batches: Iterator[SampleBatch], folder: TargetFolder, template: Cha
     vocabulary = int(folder.config.vocab_size)
     for batch in batches:
         if batch.highest_id >= vocabulary:
-            raise ConfigError(
+            raise FormatError(
                 f"the tokenizer of target {folder.label} gives token id {batch.highest_id}, "
                 f"but its config has {vocabulary} ids: they do not belong together",
-                kind="tokenizer-mismatch",
+                kind=Kind.TOKENIZER_MISMATCH,
             )
         for problem in batch.problems:
             if problem.reason == NOT_STABLE:
@@ -322,7 +322,7 @@ def _nothing_usable(tally: Tally) -> ConfigError:
     hint = "hiddenstore regenerate INPUT -o answers.jsonl --target TARGET, then prepare those"
     return ConfigError(
         "\n".join([f"none of {plural(tally.rows, 'row')} can be used; nothing was written", *reasons]),
-        kind="nothing-usable",
+        kind=Kind.NOTHING_USABLE,
         hint=hint if counts[0].reason == NO_ANSWER else None,
     )
 

@@ -26,7 +26,7 @@ from collectors.tokenize.turns import (
     find_turns,
     token_spans,
 )
-from hiddenstore.errors import ConfigError, NotFoundError, StorageError
+from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from schemas.prepared import LossOn, MaskFrom
 
@@ -81,19 +81,19 @@ def read_template(file: str | Path) -> str:
     """The text of a chat template file.
 
     Raises:
-        NotFoundError: ``template-missing``.
+        NotFoundError: ``path-missing``.
         ConfigError: ``template-invalid`` when it is empty or not UTF-8.
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise NotFoundError(f"template {file} does not exist", kind="template-missing") from error
+        raise NotFoundError(f"template {file} does not exist", kind=Kind.PATH_MISSING) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"template {file} is not UTF-8 text", kind="template-invalid") from error
+        raise ConfigError(f"template {file} is not UTF-8 text", kind=Kind.TEMPLATE_INVALID) from error
     except OSError as error:
-        raise StorageError(f"template {file}: {error.strerror}", kind="template-unreadable") from error
+        raise StorageError(f"template {file}: {error.strerror}", kind=Kind.IO_ERROR) from error
     if not text.strip():
-        raise ConfigError(f"template {file} is empty", kind="template-invalid")
+        raise ConfigError(f"template {file} is empty", kind=Kind.TEMPLATE_INVALID)
     return text
 
 
@@ -110,7 +110,7 @@ class ChatTemplate:
         if template is None and not tokenizer.chat_template:
             raise ConfigError(
                 "the target's tokenizer has no chat template",
-                kind="target-no-chat-template",
+                kind=Kind.TEMPLATE_MISSING,
                 hint="give one: --template FILE",
             )
         self.is_tagged = bool(_GENERATION_TAG.search(self.text_for(None)))
@@ -287,8 +287,8 @@ def check_template(template: ChatTemplate) -> None:
     """Try a template on a two-message conversation before any data is read.
 
     Raises:
-        ConfigError: ``template-invalid``, ``template-no-assistant``, ``mask-empty`` or
-            ``template-not-prefix-stable``.
+        ConfigError: ``template-invalid``, ``mask-empty`` or
+            ``template-unstable``.
     """
     answer = _PROBE_ANSWERS[0]
     probe = _probe([answer])
@@ -296,14 +296,14 @@ def check_template(template: ChatTemplate) -> None:
         text, tagged = template.render(probe)
     except TemplateSyntaxError as error:
         raise ConfigError(
-            f"the chat template cannot be parsed: line {error.lineno}: {error}", kind="template-invalid"
+            f"the chat template cannot be parsed: line {error.lineno}: {error}", kind=Kind.TEMPLATE_INVALID
         ) from error
     except _RENDER_ERRORS:
         return  # A template may demand more than the probe has; the rows will tell.
     if answer not in text:
         raise ConfigError(
             "the chat template writes nothing of the assistant's messages",
-            kind="template-no-assistant",
+            kind=Kind.TEMPLATE_INVALID,
             hint=_TAGS_HINT,
         )
     if template.loss_on == "all":
@@ -313,7 +313,7 @@ def check_template(template: ChatTemplate) -> None:
     elif answer not in "".join(text[start:end] for start, end in tagged):
         raise ConfigError(
             "the {% generation %} tags of the chat template do not hold the assistant's text: the mask is empty",
-            kind="mask-empty",
+            kind=Kind.MASK_EMPTY,
             hint="put the answer between {% generation %} and {% endgeneration %}: --template FILE",
         )
 
@@ -322,7 +322,7 @@ def refuse_if_unstable(template: ChatTemplate, problem: Problem) -> None:
     """Raise when a row that was not prefix-stable is the template's doing and not that row's.
 
     Raises:
-        ConfigError: ``template-not-prefix-stable``.
+        ConfigError: ``template-unstable``.
     """
     if _rewrites_history(template):
         raise _unstable(template, f"{problem.location}: {problem.detail}")
@@ -347,7 +347,7 @@ def _check_prefixes(template: ChatTemplate, probe: Conversation, text: str, answ
     if "add_generation_prompt" not in template.text_for(None) and any(token in header for token in template.end_tokens):
         raise ConfigError(
             f"the chat template ignores add_generation_prompt: {header!r} before an answer would be supervised",
-            kind="template-not-prefix-stable",
+            kind=Kind.TEMPLATE_UNSTABLE,
             hint=_TAGS_HINT,
         )
 
@@ -360,7 +360,7 @@ def _unstable(template: ChatTemplate, detail: str, is_single_turn: bool = False)
     return ConfigError(
         f"the chat template has no {{% generation %}} tags and {reason}, so that rendered prefixes do not show "
         f"what the target writes\n{detail}",
-        kind="template-not-prefix-stable",
+        kind=Kind.TEMPLATE_UNSTABLE,
         hint=f"{_TAGS_HINT}; or {options}",
     )
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from collectors.conversations.rows import Problem
 from collectors.tokenize.batches import SCHEMA
-from hiddenstore.errors import ConflictError, HiddenstoreError
+from hiddenstore.errors import ConflictError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import Filesystem, WritableFile
 from hiddenstore.layout import DATA_JSON
 from schemas.manifest import FileEntry
@@ -30,7 +30,7 @@ def refuse_existing_data(out: Path) -> None:
         content = "prepared data" if (out / DATA_JSON).is_file() else "something else"
         raise ConflictError(
             f"{out} exists already and holds {content}; prepare never overwrites",
-            kind="output-exists",
+            kind=Kind.OUTPUT_EXISTS,
             hint=f"choose another -o, or remove {out} first",
         )
 

@@ -19,7 +19,7 @@ from hiddenstore.care.copy_unit import CopyUnit, copy_codes, copy_decoded, copy_
 from hiddenstore.codecs import DEFAULT_RECIPE, get_layout, get_recipe, recipe_name
 from hiddenstore.codecs.base import CodeLayout
 from hiddenstore.commit import committed_units
-from hiddenstore.errors import ConfigError, ConflictError, NotFoundError
+from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
 from hiddenstore.inputs.prepared import PreparedInput
 from hiddenstore.inputs.registered import RegisteredInput, input_digest
 from hiddenstore.inspect.where import Test
@@ -33,10 +33,10 @@ from schemas.prepared import PreparedData
 
 
 def check_sources(sources: Sequence[Store], location: str | Path) -> None:
-    """Refuse a copy onto a source (``copy-onto-itself``) and sources of two captures (``capture-mismatch``)."""
+    """Refuse a copy onto a source (``output-exists``) and sources of two captures (``store-mismatch``)."""
     for source in sources:
         if Path(source.path).resolve() == Path(location).resolve():
-            raise ConfigError(f"{source.path} cannot be copied onto itself", kind="copy-onto-itself")
+            raise ConflictError(f"{source.path} cannot be copied onto itself", kind=Kind.OUTPUT_EXISTS)
     first = sources[0]
     for other in sources[1:]:
         differences = capture_differences(first.manifest, other.manifest)
@@ -45,7 +45,7 @@ def check_sources(sources: Sequence[Store], location: str | Path) -> None:
             listed = "\n".join(f"  {line}" for line in lines)
             raise ConflictError(
                 f"{first.path} and {other.path} hold different captures (stored: first, asked: second)\n{listed}",
-                kind="capture-mismatch",
+                kind=Kind.STORE_MISMATCH,
                 hint=f"hiddenstore diff {first.path} {other.path}",
             )
 
@@ -56,8 +56,8 @@ def open_destination(
     """Create the store of a copy, or open the one there; None keeps its recipe or container, else the first source's.
 
     Raises:
-        ConflictError: ``capture-mismatch``.
-        ConfigError: ``recipe-unknown``, ``codec-unknown``, ``final-topk``.
+        ConflictError: ``store-mismatch``.
+        ConfigError: ``name-unknown``, ``codec-unknown``, ``final-unfit``.
     """
     first = sources[0]
     manifest = first.manifest
@@ -81,14 +81,14 @@ def _require_finals(sources: Sequence[Store], codecs: Codecs) -> None:
         raise ConfigError(
             f"{topk_only.path} holds the target's top tokens in place of the final hidden, which a copy in "
             f"{recipe_name(codecs)} needs: it cannot be brought back",
-            kind="final-topk",
+            kind=Kind.FINAL_UNFIT,
             hint=f"copy with --recipe {recipe_name(codecs.model_copy(update={'final': TOPK}))}, or collect again",
         )
     bare = next((source for source in sources if not source.capture.aux_layers), None)
     if bare is not None and codecs.final == TOPK and not bare.capture.holds_topk:
         raise ConfigError(
             f"{bare.path} holds the final hidden alone; top tokens in its place would leave nothing to train from",
-            kind="final-topk",
+            kind=Kind.FINAL_UNFIT,
             hint=f"copy with --recipe {DEFAULT_RECIPE}",
         )
 
@@ -152,7 +152,7 @@ def _bring_input(registered: RegisteredInput, destination: Store, digest: str) -
     if not RegisteredInput(destination.fs, digest).table.equals(table):
         raise ConflictError(
             f"{destination.path}/{path} cuts this input into other units than {registered.fs.root} does",
-            kind="input-units-differ",
+            kind=Kind.INPUT_UNITS_DIFFER,
             hint="copy with --where 'tokens>0': samples are then cut into new units",
         )
 
@@ -267,15 +267,15 @@ def open_copy(
     ``recipe`` and ``container`` None keep those of the destination when it exists, else those of the first source.
 
     Raises:
-        ConflictError: ``capture-mismatch``, sources or destination hold another capture (codecs and container aside);
+        ConflictError: ``store-mismatch``, sources or destination hold another capture (codecs and container aside);
             ``input-units-differ``, the destination cuts an input into other units.
-        ConfigError: ``copy-onto-itself``; ``selection-empty``; ``recipe-unknown``; ``codec-unknown``; ``final-topk``:
+        ConfigError: ``copy-onto-itself``; ``selection-empty``; ``name-unknown``; ``codec-unknown``; ``final-unfit``:
             a source holds top tokens, and the destination is to hold the final hidden.
         CorruptionError: a target file or input of a source is damaged.
     """
     check_sources(sources, location)
     if keep is not None and not any(keep(record, entry) for source in sources for record, entry in source.entries):
-        raise ConfigError("no sample of the sources passes the filter", kind="selection-empty")
+        raise ConfigError("no sample of the sources passes the filter", kind=Kind.SELECTION_EMPTY)
     destination = open_destination(sources, location, recipe, container)
     bring_calibration(sources, destination)
     if keep is None:

@@ -8,7 +8,7 @@ from hiddenstore import layout
 from hiddenstore.care.stored_unit import stored_unit
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import publish_commit
-from hiddenstore.errors import CorruptionError
+from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.writer import sweep, write_encoded_unit, write_unit
@@ -70,7 +70,7 @@ def _copy_file(
         reason = f"{entry.size:,} bytes expected, {size or 0:,} found" if size != entry.size else "its sha256 differs"
         raise CorruptionError(
             f"{source.path}/{path} is damaged: {reason}; {len(record.samples)} samples cannot be copied",
-            kind="file-corrupt",
+            kind=Kind.FILE_CORRUPT,
             path=path,
             samples=tuple(sample.id for sample in record.samples),
             hint=f"hiddenstore verify {source.path} --full",

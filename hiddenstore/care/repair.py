@@ -12,7 +12,7 @@ from hiddenstore import layout
 from hiddenstore.care.stored_unit import stored_unit
 from hiddenstore.commit import Commit, publish_commit, read_commit, scan_commits
 from hiddenstore.documents import load
-from hiddenstore.errors import ConflictError, CorruptionError, HiddenstoreError
+from hiddenstore.errors import ConflictError, CorruptionError, HiddenstoreError, Kind
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.segment import write_encoded
@@ -194,7 +194,7 @@ def _rewrite(store: Store, commit: Commit, dropped: dict[str, str]) -> None:
     if not publish_commit(store.fs, repaired, parsed.revision + 1):
         raise ConflictError(
             f"unit {record.unit} was repaired by somebody else at the same time",
-            kind="repair-raced",
+            kind=Kind.REPAIR_RACED,
             hint="run it again",
         )
 

@@ -18,7 +18,7 @@ import click
 from hiddenstore.cli.commands import OTHER_WORDS, SECTIONS, find_commands
 from hiddenstore.cli.translate import INTERRUPTED_EXIT, PIPE_EXIT, RUN_AGAIN, as_hiddenstore_error, usage_error
 from hiddenstore.console.output import Output
-from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, NotFoundError
+from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind
 
 __all__ = ["main"]
 
@@ -42,9 +42,9 @@ class CommandGroup(click.Group):
         except ModuleNotFoundError as error:
             if error.name is None or not module_name.startswith(error.name):
                 raise
-            raise NotFoundError(
+            raise ConfigError(
                 f"the command {cmd_name!r} is announced as {spec.target}, but {error.name} is not installed",
-                kind="command-missing",
+                kind=Kind.NOT_INSTALLED,
                 hint="pip install --force-reinstall hiddenstore",
             ) from error
         assert isinstance(command, click.Command), f"{spec.target} is no click command"
@@ -94,7 +94,7 @@ def _run(click_main: Any, arguments: list[str], *rest: Any, **extra: Any) -> int
     except click.exceptions.Exit as error:
         return error.exit_code
     except (click.exceptions.Abort, KeyboardInterrupt):
-        printer.error(InterruptError("interrupted", kind="interrupted", hint=RUN_AGAIN))
+        printer.error(InterruptError("interrupted", kind=Kind.INTERRUPTED, hint=RUN_AGAIN))
         return INTERRUPTED_EXIT
     except click.ClickException as error:
         problem: HiddenstoreError = usage_error(error)
@@ -118,7 +118,7 @@ def _unknown_command(name: str) -> HiddenstoreError:
     close = [OTHER_WORDS[name]] if name in OTHER_WORDS else get_close_matches(name, find_commands(), n=1)
     question = f"; did you mean {close[0]!r}?" if close else ""
     fix = f"hiddenstore {close[0]} --help" if close else "hiddenstore --help"
-    return ConfigError(f"there is no command {name!r}{question}", kind="command-unknown", hint=fix)
+    return ConfigError(f"there is no command {name!r}{question}", kind=Kind.USAGE, hint=fix)
 
 
 def _printer_of(arguments: Sequence[str]) -> Output:

@@ -9,6 +9,7 @@ import click
 from hiddenstore.cli.stores import open_store
 from hiddenstore.codecs import DEFAULT_RECIPE
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.errors import Kind, NotFoundError
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -113,13 +114,12 @@ def _paired(store: "Store", recipes: Sequence[str], seeds: int, settings: Sequen
 
 
 def _hook() -> "Callable[..., list[PairedRow]]":
-    from hiddenstore.errors import NotFoundError
 
     points = [point for point in metadata.entry_points(group=HOOKS) if point.name == PAIRED]
     if not points:
         raise NotFoundError(
             f"--paired trains drafters, and no installed package offers that (entry point {PAIRED!r} of {HOOKS!r})",
-            kind="paired-missing",
+            kind=Kind.PATH_MISSING,
             hint="pip install --force-reinstall hiddenstore",
         )
     measure: Callable[..., list[PairedRow]] = points[0].load()

@@ -14,6 +14,7 @@ from hiddenstore.cli.stores import open_store
 from hiddenstore.codecs import RECIPE_HELP
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, clean, clean_line, count, plural, seconds, size
+from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind
 from hiddenstore.segments import CONTAINERS
 
 if TYPE_CHECKING:
@@ -65,7 +66,6 @@ def verify(store: str, full: bool, meaning: bool, stock: bool, share: float) -> 
 
 
 def _bytes_to_read(store: str) -> int | None:
-    from hiddenstore.errors import HiddenstoreError
 
     try:
         opened = open_store(store, strict=False)
@@ -221,7 +221,6 @@ def copy(
 def _copy_with_progress(opened: "Copy") -> "CopyReport":
     from hiddenstore.care.copy import run_copy
     from hiddenstore.console.progress import Progress
-    from hiddenstore.errors import InterruptError
     from hiddenstore.process import drain_on_signal
 
     with drain_on_signal() as drain, Progress("copy", total=opened.samples, unit="samples") as progress:
@@ -234,7 +233,7 @@ def _copy_with_progress(opened: "Copy") -> "CopyReport":
     if drain.requested and report.units < len(opened.units):
         raise InterruptError(
             f"stopped by {drain.signal_name} after {report.units:,} of {len(opened.units):,} units; they are committed",
-            kind="interrupted",
+            kind=Kind.INTERRUPTED,
             hint="the same command continues",
         )
     return report
@@ -343,10 +342,8 @@ def _show_sweep(document: Mapping[str, Any]) -> None:
 
 
 def parse_age(text: str) -> float:
-    """``30m``, ``12h``, ``7d`` or ``90s`` in seconds; ConfigError ``age-invalid``."""
+    """``30m``, ``12h``, ``7d`` or ``90s`` in seconds; ConfigError ``option-invalid``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
     if match is None or (not match[2] and float(match[1]) != 0):
-        from hiddenstore.errors import ConfigError
-
-        raise ConfigError(f"--older-than {text!r} is no age", kind="age-invalid", hint="--older-than 24h")
+        raise ConfigError(f"--older-than {text!r} is no age", kind=Kind.OPTION_INVALID, hint="--older-than 24h")
     return float(match[1]) * {"": 0, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import click
 
 from hiddenstore.console.output import output, swapped_output
-from hiddenstore.errors import CaptureError, InterruptError
+from hiddenstore.errors import CaptureError, InterruptError, Kind
 
 INTERRUPTED_EXIT = 75
 
@@ -81,7 +81,9 @@ def do_on_ranks(ranks: int, name: str, words: Sequence[str]) -> None:
         return
     again = shlex.join(["hiddenstore", name, *words])
     if done.returncode == INTERRUPTED_EXIT:
-        raise InterruptError(f"hiddenstore {name} was interrupted", kind="interrupted", hint=again)
+        raise InterruptError(f"hiddenstore {name} was interrupted", kind=Kind.INTERRUPTED, hint=again)
     raise CaptureError(
-        f"hiddenstore {name} on {ranks} ranks stopped with exit code {done.returncode}", kind="ranks-failed", hint=again
+        f"hiddenstore {name} on {ranks} ranks stopped with exit code {done.returncode}",
+        kind=Kind.RANKS_FAILED,
+        hint=again,
     )

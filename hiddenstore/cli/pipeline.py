@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from hiddenstore.cli.inner import check, do, do_on_ranks, find
 from hiddenstore.console.output import output
 from hiddenstore.documents import load, seal
-from hiddenstore.errors import ConfigError, ConflictError, NotFoundError
+from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.settings import all_problems
 from schemas.base import FORMAT_VERSION, Document
@@ -179,7 +179,7 @@ def stages_of(pipeline: Pipeline) -> list[Stage]:
     """Every stage in order.
 
     Raises:
-        ConfigError: ``pipeline-option``: a section holds an option that its command does not have, or a value that is
+        ConfigError: ``option-invalid``: a section holds an option that its command does not have, or a value that is
             none of that option's; the message lists every one.
     """
     builder = _Builder(pipeline)
@@ -196,7 +196,7 @@ def stages_of(pipeline: Pipeline) -> list[Stage]:
         except NotFoundError as error:
             problems[f"{stage.name}: {error.message}"] = error.hint
     if problems:
-        raise ConfigError(all_problems(list(problems)), kind="pipeline-option", hint=next(iter(problems.values())))
+        raise ConfigError(all_problems(list(problems)), kind=Kind.OPTION_INVALID, hint=next(iter(problems.values())))
     return stages
 
 
@@ -232,7 +232,7 @@ def run(pipeline: Pipeline) -> list[StageResult]:
     stages, out = stages_of(pipeline), Path(pipeline.out)
     if out.exists() and any(out.iterdir()) and not (out / _DONE_FOLDER).is_dir():
         raise ConflictError(
-            f"{out} holds things that no `hiddenstore run` made", kind="output-exists", hint="out: another folder"
+            f"{out} holds things that no `hiddenstore run` made", kind=Kind.OUTPUT_EXISTS, hint="out: another folder"
         )
     (out / _DONE_FOLDER).mkdir(parents=True, exist_ok=True)
     fs, inputs = LocalFilesystem(out), _digest_of_files(pipeline.inputs)
@@ -272,7 +272,7 @@ def _finished_before(fs: LocalFilesystem, stage: Stage, built_on: str) -> DoneSt
             how = f"was made by `{stage.line(done.words)}`, the pipeline now says `{stage.line(stage.words)}`"
         raise ConflictError(
             f"{stage.product} {how}; name another folder in out:, or remove it",
-            kind="stage-changed",
+            kind=Kind.STAGE_CHANGED,
             hint=shlex.join(["rm", "-r", str(stage.product), str(record)]),
         )
     record.unlink()

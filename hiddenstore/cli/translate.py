@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import click
 
-from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, NotFoundError, StorageError
+from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind, NotFoundError, StorageError
 
 INTERRUPTED_EXIT = 75
 RUN_AGAIN = "run the same command again"
@@ -13,15 +13,15 @@ PIPE_EXIT = 141
 
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 _OS_KINDS = {
-    errno.EIO: "storage-failed",
-    errno.ESTALE: "storage-failed",
-    errno.EMFILE: "too-many-files",
-    errno.ETIMEDOUT: "network-failed",
-    errno.ECONNREFUSED: "network-failed",
-    errno.ECONNRESET: "network-failed",
-    errno.ENOTDIR: "path-invalid",
-    errno.EISDIR: "path-invalid",
-    errno.ENAMETOOLONG: "path-invalid",
+    errno.EIO: Kind.IO_ERROR,
+    errno.ESTALE: Kind.IO_ERROR,
+    errno.EMFILE: Kind.TOO_MANY_OPEN_FILES,
+    errno.ETIMEDOUT: Kind.IO_ERROR,
+    errno.ECONNREFUSED: Kind.IO_ERROR,
+    errno.ECONNRESET: Kind.IO_ERROR,
+    errno.ENOTDIR: Kind.PATH_INVALID,
+    errno.EISDIR: Kind.PATH_INVALID,
+    errno.ENAMETOOLONG: Kind.PATH_INVALID,
 }
 
 
@@ -32,7 +32,7 @@ def usage_error(error: click.ClickException) -> ConfigError:
     message = error.format_message().rstrip(".")
     if message:
         message = message[0].lower() + message[1:]
-    return ConfigError(message, kind="usage", hint=f"{command} --help")
+    return ConfigError(message, kind=Kind.USAGE, hint=f"{command} --help")
 
 
 def as_hiddenstore_error(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:
@@ -42,7 +42,7 @@ def as_hiddenstore_error(error: Exception, arguments: Sequence[str]) -> Hiddenst
     if isinstance(error, HiddenstoreError):
         return error
     if isinstance(error, FileNotFoundError) and error.filename:
-        return NotFoundError(f"{error.filename} does not exist", kind="file-missing")
+        return NotFoundError(f"{error.filename} does not exist", kind=Kind.PATH_MISSING)
     if isinstance(error, OSError) and error.errno in _STORAGE:
         from hiddenstore.fs.seam import storage_error
 
@@ -52,7 +52,7 @@ def as_hiddenstore_error(error: Exception, arguments: Sequence[str]) -> Hiddenst
         return StorageError(f"{error.strerror}{where}", kind=_OS_KINDS[error.errno])
     if _is_out_of_memory(error):
         first = (str(error).splitlines() or ["no memory left"])[0]
-        return StorageError(f"out of memory: {first}", kind="out-of-memory", hint="use smaller batches")
+        return StorageError(f"out of memory: {first}", kind=Kind.OUT_OF_MEMORY, hint="use smaller batches")
     return _bug(error, arguments)
 
 
@@ -73,6 +73,6 @@ def _bug(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:
     first = (str(error).splitlines() or [""])[0]
     return HiddenstoreError(
         f"this is a bug: {type(error).__name__}: {first}\ntraceback: {log}",
-        kind="internal",
+        kind=Kind.INTERNAL,
         hint="report it with that file attached",
     )

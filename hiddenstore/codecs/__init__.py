@@ -6,7 +6,7 @@ Importing this loads no codec, so that names are known before torch is.
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.registry import Registry, unknown
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def get_recipe(text: str) -> "Codecs":
     A field left out takes the codec of the default recipe.
 
     Raises:
-        ConfigError: ``recipe-unknown`` or ``codec-unknown``, with the nearest name.
+        ConfigError: ``name-unknown`` or ``codec-unknown``, with the nearest name.
     """
     from schemas.capture import Codecs
 
@@ -67,7 +67,7 @@ def get_recipe(text: str) -> "Codecs":
     for word in text.split(","):
         field, _, codec = (piece.strip() for piece in word.partition("="))
         if field in codecs:
-            raise ConfigError(f"recipe {text!r} names {field} twice", kind="recipe-unknown")
+            raise ConfigError(f"recipe {text!r} names {field} twice", kind=Kind.NAME_UNKNOWN)
         codecs[field] = _codec_of_field(text, field, codec)
     return Codecs(**{**dict(zip(_CHOICES, RECIPES[DEFAULT_RECIPE], strict=True)), **codecs})
 
@@ -78,7 +78,7 @@ _CHOICES: dict[str, Collection[str]] = {"aux": CODECS, "final": LAYOUTS}
 def _codec_of_field(text: str, field: str, codec: str) -> str:
     if field not in _CHOICES:
         error = unknown("field", field, _CHOICES)
-        raise ConfigError(f"recipe {text!r}: {error}", kind="recipe-unknown")
+        raise ConfigError(f"recipe {text!r}: {error}", kind=Kind.NAME_UNKNOWN)
     if codec not in _CHOICES[field]:
         error = unknown("codec", codec, _CHOICES[field])
         raise ConfigError(f"recipe {text!r}, {field}: {error}", kind=error.kind)

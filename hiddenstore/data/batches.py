@@ -14,7 +14,7 @@ from hiddenstore.data.fill import DecodedFiller, EncodedFiller, SampleSlot
 from hiddenstore.data.order import BatchPlan, Order, global_batches
 from hiddenstore.data.packed import PackedBatch
 from hiddenstore.data.read import Job, Prefetch
-from hiddenstore.errors import ConfigError, ConflictError
+from hiddenstore.errors import ConfigError, ConflictError, Kind
 from hiddenstore.targets.identity import target_argument
 from schemas.manifest import Split
 
@@ -156,17 +156,18 @@ class TokenBatches(IterableDataset[GlobalBatch]):
             raise ConflictError(
                 f"the cursor was made over other samples ({cursor.snapshot[:12]}…) than the {self.split} split of "
                 f"{self.store.path} holds ({self._order.digest[:12]}…): the store gained or lost samples since",
-                kind="cursor-mismatch",
+                kind=Kind.CURSOR_MISMATCH,
                 hint="open the store at the snapshot the run names",
             )
         if cursor.epoch < 0 or not 0 <= cursor.samples <= len(self._slots):
-            raise ConfigError(f"{cursor} lies outside {len(self._slots)} samples", kind="cursor-invalid")
+            raise ConfigError(f"{cursor} lies outside {len(self._slots)} samples", kind=Kind.CURSOR_INVALID)
         self._start = self._reached = cursor
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         if get_worker_info() is not None:
             raise ConfigError(
-                "TokenBatches reads ahead in threads; a DataLoader over it must have num_workers=0", kind="workers"
+                "TokenBatches reads ahead in threads; a DataLoader over it must have num_workers=0",
+                kind=Kind.PACK_INVALID,
             )
         self._reached = self._start
         device = torch.device(self.device)
@@ -212,20 +213,21 @@ class TokenBatches(IterableDataset[GlobalBatch]):
             splits = sorted({entry.split for _, entry in self.store.entries})
             raise ConfigError(
                 f"{self.store.path} holds no {self.split} samples; splits with samples: {', '.join(splits) or 'none'}",
-                kind="split-empty",
+                kind=Kind.SPLIT_EMPTY,
             )
         if not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"rank {self.rank} is outside 0…{self.world_size - 1}", kind="rank")
+            raise ConfigError(f"rank {self.rank} is outside 0…{self.world_size - 1}", kind=Kind.PACK_INVALID)
         if not 0 < self._pack_tokens <= self.batch_tokens:
             raise ConfigError(
-                f"pack_tokens {self._pack_tokens} must lie in 1…batch_tokens ({self.batch_tokens})", kind="pack-tokens"
+                f"pack_tokens {self._pack_tokens} must lie in 1…batch_tokens ({self.batch_tokens})",
+                kind=Kind.PACK_INVALID,
             )
         longest = max(self._slots, key=lambda slot: slot.tokens)
         if longest.tokens > self._pack_tokens:
             raise ConfigError(
                 f"sample {longest.id} of {self.store.path} has {longest.tokens} tokens, "
                 f"more than pack_tokens ({self._pack_tokens})",
-                kind="sample-too-long",
+                kind=Kind.SAMPLE_TOO_LONG,
                 hint=f"set pack_tokens (and batch_tokens) to at least {longest.tokens}",
             )
 
@@ -244,7 +246,7 @@ def _layers_of(store: "Store", layers: Sequence[int] | None) -> tuple[int, ...]:
         target = target_argument(store.capture.target)
         raise ConfigError(
             f"{store.path} holds layers {list(stored)}, not {missing}",
-            kind="layers-missing",
+            kind=Kind.LAYER_MISSING,
             hint=f"hiddenstore collect DATA -o STORE --target {target} --layers {numbers}",
         )
     return stored if layers is None else tuple(sorted(set(layers)))

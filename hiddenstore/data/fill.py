@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hiddenstore.codecs import get_layout
 from hiddenstore.data.packed import Buffers, EncodedPack, Members, PackedBatch, carve, room_bytes
-from hiddenstore.errors import CorruptionError
+from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.records import TopK
 
 if TYPE_CHECKING:
@@ -202,6 +202,6 @@ def _require(slot: SampleSlot, lengths: tuple[int, int, int, int]) -> None:
         raise CorruptionError(
             f"sample {slot.id}: expected {slot.tokens} tokens and {slot.final_rows} final rows, "
             f"found tokens, aux rows, final rows, final positions = {lengths}",
-            kind="sample-shape",
+            kind=Kind.SAMPLE_SHAPE,
             samples=(slot.id,),
         )

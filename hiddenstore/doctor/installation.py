@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from hiddenstore.errors import StorageError
+from hiddenstore.errors import Kind, StorageError
 
 PACKAGES = ("schemas", "hiddenstore", "collectors", "trainer")
 
@@ -37,7 +37,7 @@ def check_packages() -> None:
         raise StorageError(
             f"hiddenstore is loaded from {home}, but {', '.join(strangers)}\n"
             "another distribution ships a package of that name, or this installation is incomplete",
-            kind="packages-scattered",
+            kind=Kind.PACKAGES_SCATTERED,
             hint="an environment of its own: python -m venv fresh && fresh/bin/pip install hiddenstore",
         )
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from hiddenstore.errors import ConfigError, FormatError, StorageError
+from hiddenstore.errors import ConfigError, FormatError, Kind, StorageError
 from hiddenstore.fs.publish import new_folder, refuse_existing_folder
 from hiddenstore.records import Record, Sample
 from hiddenstore.store import Store
@@ -130,7 +130,7 @@ def export_samples(
     normed = _require_final(store, layout, layers, options.missing_final)
     rows = sorted(((entry.id, entry.split) for _, entry in store.entries), key=lambda row: row[1] == "validation")
     if not rows:
-        raise ConfigError(f"{store.path} holds no samples", kind="store-empty")
+        raise ConfigError(f"{store.path} holds no samples", kind=Kind.STORE_EMPTY)
     refuse_existing_folder(out)
     target, tokens = store.capture.target, sum(entry.tokens for _, entry in store.entries)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -221,13 +221,13 @@ def _layers_to_write(store: Store, layout: PeerLayout, layers: Sequence[int] | N
     missing = [layer for layer in picked if layer not in stored]
     if missing:
         hint = f"--layers {','.join(map(str, stored))}"
-        raise ConfigError(f"{store.path} holds layers {stored}, not {missing}", kind="layers-missing", hint=hint)
+        raise ConfigError(f"{store.path} holds layers {stored}, not {missing}", kind=Kind.LAYER_MISSING, hint=hint)
     if not picked:
-        raise FormatError(f"{store.path} holds no aux layers; {layout.name} needs some", kind="aux-missing")
+        raise FormatError(f"{store.path} holds no aux layers; {layout.name} needs some", kind=Kind.AUX_MISSING)
     if layout.layer_count not in (None, len(picked)):
         raise ConfigError(
             f"{layout.name} reads exactly {layout.layer_count} layers, not {len(picked)}: {picked}",
-            kind="layers-count",
+            kind=Kind.LAYERS_INVALID,
             hint=f"choose {layout.layer_count} of them: --layers {','.join(map(str, picked[: layout.layer_count]))}",
         )
     return picked
@@ -248,14 +248,14 @@ def _require_final(store: Store, layout: PeerLayout, layers: Sequence[int], miss
         named, target = ",".join(map(str, layers)), target_argument(capture.target)
         raise FormatError(
             f"{store.path} holds {what}; {layout.name} reads it at every token{way_out}",
-            kind="final-missing",
+            kind=Kind.FINAL_MISSING,
             hint=f"hiddenstore collect DATA -o STORE --target {target} --layers {named} --final all",
         )
     if layout.final == "pre_norm" and capture.final_norm == "post_norm":
         raise FormatError(
             f"{store.path} holds post-norm final hiddens; {layout.name} norms them itself and needs them pre-norm, and "
             "a norm cannot be undone",
-            kind="final-norm",
+            kind=Kind.FINAL_NORM,
         )
     return layout.final != capture.final_norm
 
@@ -264,7 +264,7 @@ def _require_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise StorageError(
-            f"{folder} has {free / 1e9:.2f} GB free, the export needs {needed / 1e9:.2f} GB", kind="disk-full"
+            f"{folder} has {free / 1e9:.2f} GB free, the export needs {needed / 1e9:.2f} GB", kind=Kind.DISK_FULL
         )
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.seam import Filesystem
 
@@ -20,7 +20,7 @@ def open_filesystem(location: "str | Path | Filesystem") -> Filesystem:
     if separator and scheme.isalnum():
         raise ConfigError(
             f"{text}: stores open from local paths only, not from {scheme}://",
-            kind="scheme-unsupported",
+            kind=Kind.SCHEME_UNSUPPORTED,
             hint="copy the store to a local folder first",
         )
     return LocalFilesystem(text)

@@ -16,6 +16,7 @@ from hiddenstore.errors import (
     ConflictError,
     CorruptionError,
     HiddenstoreError,
+    Kind,
     NotFoundError,
     StorageError,
 )
@@ -123,7 +124,7 @@ class LocalFilesystem:
         if path in ("", "."):
             return self.root
         if not is_inside(path):
-            raise ConfigError(f"path {path!r} leaves {self.root}", kind="path-unsafe")
+            raise ConfigError(f"path {path!r} leaves {self.root}", kind=Kind.PATH_UNSAFE)
         return f"{self.root}/{path}"
 
     def _make_folders(self, full: str) -> None:
@@ -147,7 +148,7 @@ class LocalFilesystem:
             if error.errno in _NO_LINK:
                 raise StorageError(
                     f"{self.root} cannot publish {path}: its filesystem has no hard links ({os.strerror(error.errno)})",
-                    kind="no-hard-links",
+                    kind=Kind.NO_HARD_LINKS,
                     hint="put the store on a local disk, NFS, Lustre or another POSIX filesystem",
                 ) from error
             raise
@@ -178,14 +179,14 @@ class LocalFilesystem:
 
     def _short(self, path: str, expected: int, size: int) -> CorruptionError:
         message = f"{self.root}/{path} is too short: expected {expected} bytes, found {size}"
-        return CorruptionError(message, kind="file-short", path=path)
+        return CorruptionError(message, kind=Kind.FILE_SHORT, path=path)
 
     def _error(self, error: OSError, path: str, needed: int | None) -> HiddenstoreError:
         where = f"{self.root}/{path}" if path else self.root
         if isinstance(error, FileNotFoundError):
-            return NotFoundError(f"{where} does not exist", kind="file-missing")
+            return NotFoundError(f"{where} does not exist", kind=Kind.PATH_MISSING)
         if isinstance(error, FileExistsError):
-            return ConflictError(f"{where} exists already", kind="file-exists")
+            return ConflictError(f"{where} exists already", kind=Kind.FILE_EXISTS)
         if error.errno not in FULL:
             return storage_error(error, where)
         lacking = f"needs {needed:,} more bytes, " if needed is not None else ""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hiddenstore.errors import ConflictError, HiddenstoreError
+from hiddenstore.errors import ConflictError, HiddenstoreError, Kind
 from hiddenstore.fs.disk import PosixDisk
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.seam import WritableFile, storage_error
@@ -25,7 +25,7 @@ def refuse_existing_file(out: Path) -> None:
     """ConflictError ``output-exists`` when the name is taken."""
     if out.exists() or out.is_symlink():
         raise ConflictError(
-            f"{out} exists already", kind="output-exists", hint=f"rm {out}, or name another file with -o"
+            f"{out} exists already", kind=Kind.OUTPUT_EXISTS, hint=f"rm {out}, or name another file with -o"
         )
 
 
@@ -33,7 +33,7 @@ def refuse_existing_folder(out: Path) -> None:
     """ConflictError ``output-exists`` unless the name is free or an empty folder."""
     if (out.exists() or out.is_symlink()) and not (out.is_dir() and not any(out.iterdir())):
         raise ConflictError(
-            f"{out} exists already and is not empty", kind="output-exists", hint="name another folder with -o"
+            f"{out} exists already and is not empty", kind=Kind.OUTPUT_EXISTS, hint="name another folder with -o"
         )
 
 

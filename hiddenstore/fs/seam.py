@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
-from hiddenstore.errors import StorageError
+from hiddenstore.errors import Kind, StorageError
 
 TEMP_PREFIX = ".tmp-"
 
@@ -81,9 +81,9 @@ def storage_error(error: OSError, where: str, hint: str | None = None, room: str
         return error
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in FULL:
-        message, kind = f"disk full while writing {where}{room} ({reason})", "disk-full"
-        return StorageError(message, kind=kind, hint=hint or "free some space and run the same command again")
-    kind = "permission-denied" if error.errno in _DENIED else "io-error"
+        message = f"disk full while writing {where}{room} ({reason})"
+        return StorageError(message, kind=Kind.DISK_FULL, hint=hint or "free some space and run the same command again")
+    kind = Kind.PERMISSION_DENIED if error.errno in _DENIED else Kind.IO_ERROR
     return StorageError(f"{where}: {reason}", kind=kind, hint=hint)
 
 

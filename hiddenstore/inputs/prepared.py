@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from hiddenstore import layout
 from hiddenstore.documents import load
-from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
+from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.seam import is_inside
 from hiddenstore.inputs.registered import REGISTERED, encode_registered, table_digest
@@ -60,14 +60,14 @@ class PreparedInput:
 
         Raises:
             NotFoundError: no folder or no ``data.json``.
-            CorruptionError: ``prepared-corrupt``, naming the part.
+            CorruptionError: ``file-corrupt``, naming the part.
         """
         folder = Path(data_dir)
         fs = LocalFilesystem(folder)
         if fs.size(layout.DATA_JSON) is None:
             raise NotFoundError(
                 f"{folder} holds no prepared data: {layout.DATA_JSON} is missing",
-                kind="data-missing",
+                kind=Kind.PATH_MISSING,
                 hint=f"hiddenstore prepare INPUT -o {folder} --target T",
             )
         info = load(fs, layout.DATA_JSON, PreparedData)
@@ -131,7 +131,7 @@ class _Cutter:
 
     def __init__(self, max_tokens: int) -> None:
         if max_tokens < 1:
-            raise ConfigError(f"a unit needs room for at least one token, not {max_tokens}", kind="unit-tokens")
+            raise ConfigError(f"a unit needs room for at least one token, not {max_tokens}", kind=Kind.OPTION_INVALID)
         self._limit = max_tokens
         self._index, self._tokens = 0, 0
 
@@ -178,7 +178,7 @@ def _numpy(values: Any, dtype: type) -> np.ndarray:
 def _corrupt(path: Path, reason: str) -> CorruptionError:
     return CorruptionError(
         f"{path} is damaged: {reason}",
-        kind="prepared-corrupt",
+        kind=Kind.FILE_CORRUPT,
         path=str(path),
         hint="hiddenstore prepare INPUT -o DATA --target T",
     )

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hiddenstore import layout
-from hiddenstore.errors import CorruptionError, NotFoundError
+from hiddenstore.errors import CorruptionError, Kind, NotFoundError
 from hiddenstore.fs.seam import Filesystem
 
 REGISTERED = pa.schema(
@@ -45,12 +45,12 @@ class RegisteredInput:
         """Columns sample_id, unit, tokens, split in input order.
 
         Raises:
-            NotFoundError: ``input-missing``.
-            CorruptionError: ``input-corrupt``.
+            NotFoundError: ``path-missing``.
+            CorruptionError: ``file-corrupt``.
         """
         path = layout.input_path(self.digest)
         if self.fs.size(path) is None:
-            raise NotFoundError(f"{self.fs.root} has no input {self.digest}", kind="input-missing")
+            raise NotFoundError(f"{self.fs.root} has no input {self.digest}", kind=Kind.PATH_MISSING)
         return parse_registered(self.fs.read(path), self.digest, f"{self.fs.root}/{path}")
 
     @property
@@ -102,7 +102,7 @@ def parse_registered(data: bytes, digest: str, where: str) -> pa.Table:
         is_intact = table.schema.names == REGISTERED.names and rows == _content_sha256(table)
         actual = table_digest(table) if is_intact else ""
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise CorruptionError(f"{where} is damaged: {error}", kind="input-corrupt", path=where) from error
+        raise CorruptionError(f"{where} is damaged: {error}", kind=Kind.FILE_CORRUPT, path=where) from error
     reason = None
     if not is_intact:
         reason = "its rows do not have the sha256 it names"
@@ -111,7 +111,7 @@ def parse_registered(data: bytes, digest: str, where: str) -> pa.Table:
     elif file and file != _file_sha256(data, named):
         reason = "the file does not have the sha256 it names"
     if reason is not None:
-        raise CorruptionError(f"{where} is damaged: {reason}", kind="input-corrupt", path=where)
+        raise CorruptionError(f"{where} is damaged: {reason}", kind=Kind.FILE_CORRUPT, path=where)
     return table
 
 

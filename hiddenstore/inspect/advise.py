@@ -17,7 +17,7 @@ from hiddenstore.codecs import CODECS, RECIPES, blosc_chunks, get_codec, get_lay
 from hiddenstore.codecs.affine import channel_statistics
 from hiddenstore.codecs.base import RAW_INDEX, Codec, Encoded, bits_to_tensor
 from hiddenstore.codecs.topk import TOPK_CODEC, pack_rows, top_tokens, unpack_rows
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.records import TopK
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.segments.base import unit_tokens
@@ -228,7 +228,7 @@ def advise_store(store: Store, limits: RecipeLimits, advance: Callable[[], None]
     if not extent.tokens:
         raise ConfigError(
             f"{store.path} holds no sample yet",
-            kind="store-empty",
+            kind=Kind.STORE_EMPTY,
             hint=f"hiddenstore collect DATA -o {store.path} --target T",
         )
     head = store.head(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -245,7 +245,7 @@ def raw_slice(store: Store) -> Slice:
         raise ConfigError(
             f"{store.path} has no calibration slice, and its {' and '.join(rounded)} are rounded already: nothing is "
             "left to measure against",
-            kind="calibration-missing",
+            kind=Kind.CALIBRATION_MISSING,
             hint="hiddenstore collect DATA -o SMALL --target T --recipe raw   (a few conversations do), then: "
             "hiddenstore advise SMALL",
         )

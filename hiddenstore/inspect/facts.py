@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore import layout
-from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError
+from hiddenstore.errors import ConfigError, HiddenstoreError, Kind, NotFoundError
 from hiddenstore.inspect.advice import read_advice
 from hiddenstore.inspect.where import Test, parse_where
 from schemas.capture import CaptureSpec
@@ -136,7 +136,7 @@ def find_sample(store: "Store", key: str) -> str:
         if len(store) and len(key.removeprefix("-")) < SHORTEST_ID:
             raise NotFoundError(
                 f"{store.path} holds {len(store):,} samples, 0 to {len(store) - 1:,}: there is none at {key}",
-                kind="sample-missing",
+                kind=Kind.SAMPLE_MISSING,
                 hint=f"hiddenstore ls {store.path}",
             )
     matches = [sample_id for sample_id in store.sample_ids if sample_id.startswith(key.lower())] if key else []
@@ -144,10 +144,10 @@ def find_sample(store: "Store", key: str) -> str:
         return matches[0]
     if matches:
         shown = ", ".join(matches[:4]) + (", …" if len(matches) > 4 else "")
-        raise ConfigError(f"{len(matches)} samples start with {key!r}: {shown}", kind="sample-ambiguous")
+        raise ConfigError(f"{len(matches)} samples start with {key!r}: {shown}", kind=Kind.SAMPLE_AMBIGUOUS)
     raise NotFoundError(
         f"{store.path} holds {len(store):,} samples, and none is {key!r}",
-        kind="sample-missing",
+        kind=Kind.SAMPLE_MISSING,
         hint=f"hiddenstore ls {store.path}",
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from schemas.manifest import CommitRecord, SampleEntry
 
 Test = Callable[[CommitRecord, SampleEntry], bool]
@@ -42,7 +42,7 @@ def parse_where(conditions: Iterable[str], split: str | None = None) -> Test:
     """A test of one sample; with no condition every sample passes.
 
     Raises:
-        ConfigError: ``where-invalid`` naming the condition and the fields there are.
+        ConfigError: ``option-invalid`` naming the condition and the fields there are.
     """
     tests = [_parse(condition.strip()) for text in conditions for condition in text.split(",") if condition.strip()]
     if split is not None:
@@ -73,4 +73,4 @@ def _parse(text: str) -> Test:
 
 def _invalid(problem: str) -> ConfigError:
     hint = f"--where 'tokens>4096'; fields: {', '.join(FIELDS)}"
-    return ConfigError(f"--where: {problem}", kind="where-invalid", hint=hint)
+    return ConfigError(f"--where: {problem}", kind=Kind.OPTION_INVALID, hint=hint)

@@ -7,11 +7,11 @@ import google_crc32c
 import numpy as np
 
 from hiddenstore.documents import sha256_hex
-from hiddenstore.errors import CorruptionError, FormatError
+from hiddenstore.errors import CorruptionError, FormatError, Kind
 from hiddenstore.fs.seam import Filesystem
 from schemas import CommitRecord, FileEntry
 
-CHUNK_CORRUPT = "chunk-corrupt"
+CHUNK_CORRUPT = Kind.CHUNK_CORRUPT
 """Kind of the errors that cost one sample; every other damage of a segment costs its whole unit."""
 
 # Calls that end at multiples of this give the page cache large pages: cheaper to write, and to read later. Pages of
@@ -95,7 +95,7 @@ class SegmentFiles:
         """A file's entry, after a check that the record names it and that it is there in that size."""
         entry = self._entries.get(path)
         if entry is None:
-            raise self.damaged(path, "file-unnamed", f"the commit record of unit {self.unit} does not name it")
+            raise self.damaged(path, Kind.FILE_UNNAMED, f"the commit record of unit {self.unit} does not name it")
         require_size(self.fs, f"{self.path}/{path}", entry.size)
         return entry
 
@@ -104,17 +104,17 @@ class SegmentFiles:
         entry = self.entry(path)
         data = self.fs.read(f"{self.path}/{path}")
         if sha256_hex(data) != entry.sha256:
-            raise self.damaged(path, "file-corrupt", "its sha256 is not the one the commit record names")
+            raise self.damaged(path, Kind.FILE_CORRUPT, "its sha256 is not the one the commit record names")
         return data
 
-    def damaged(self, path: str, kind: str, reason: str) -> CorruptionError:
+    def damaged(self, path: str, kind: Kind, reason: str) -> CorruptionError:
         """A file that is not what the record names."""
         return damaged(self.fs, f"{self.path}/{path}", kind, reason)
 
     def misfit(self, name: str, reason: str) -> FormatError:
         """An array that is whole but not what the capture says."""
         return FormatError(
-            f"{self.fs.root}/{self.path}/{name} is not the array this store holds: {reason}", kind="array-invalid"
+            f"{self.fs.root}/{self.path}/{name} is not the array this store holds: {reason}", kind=Kind.ARRAY_INVALID
         )
 
 
@@ -122,11 +122,11 @@ def require_size(fs: Filesystem, path: str, expected: int) -> None:
     """CorruptionError ``file-missing`` or ``file-size`` unless the file is there in that size."""
     size = fs.size(path)
     if size is None:
-        raise damaged(fs, path, "file-missing", "it does not exist")
+        raise damaged(fs, path, Kind.FILE_MISSING, "it does not exist")
     if size != expected:
-        raise damaged(fs, path, "file-size", f"expected {expected} bytes, found {size}")
+        raise damaged(fs, path, Kind.FILE_SIZE, f"expected {expected} bytes, found {size}")
 
 
-def damaged(fs: Filesystem, path: str, kind: str, reason: str) -> CorruptionError:
+def damaged(fs: Filesystem, path: str, kind: Kind, reason: str) -> CorruptionError:
     """What to raise over a file whose bytes are not those that were written."""
     return CorruptionError(f"{fs.root}/{path} is damaged: {reason}", kind=kind, path=path)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hiddenstore.codecs.base import Encoded, fresh
 from hiddenstore.codecs.topk import unpack_rows
-from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
+from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.records import Record, Sample
 from hiddenstore.segments import CONTAINERS
@@ -132,7 +132,7 @@ class SegmentReader:
         stored = self.capture.aux_layers
         missing = [layer for layer in layers or () if layer not in stored]
         if missing:
-            raise ConfigError(f"layers {missing} are not held, only {list(stored)}", kind="layer-not-held")
+            raise ConfigError(f"layers {missing} are not held, only {list(stored)}", kind=Kind.LAYER_MISSING)
         return list(range(len(stored))) if layers is None else [stored.index(layer) for layer in layers]
 
     def _finals(self, final: bool) -> list[int]:
@@ -150,7 +150,7 @@ class SegmentReader:
         except CorruptionError as error:
             raise self._with_samples(error, entry) from error
         except NotFoundError as error:
-            missing = CorruptionError(f"{error.message}, but unit {self.record.unit} needs it", kind="file-missing")
+            missing = CorruptionError(f"{error.message}, but unit {self.record.unit} needs it", kind=Kind.FILE_MISSING)
             raise self._with_samples(missing, entry) from error
 
     def _with_samples(self, error: CorruptionError, entry: SampleEntry) -> CorruptionError:

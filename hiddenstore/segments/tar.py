@@ -23,7 +23,7 @@ from torch import Tensor
 from hiddenstore.codecs import blosc_chunks
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, Encoded, fresh, raw_places, select_small
 from hiddenstore.documents import canonical
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.base import (
     FINAL_ROWS,
@@ -99,7 +99,7 @@ def tar_header(name: str, size: int) -> bytes:
     if size > MAX_MEMBER_BYTES:
         raise ConfigError(
             f"{name} has {size:,} bytes, but a member of a tar holds at most {MAX_MEMBER_BYTES:,}",
-            kind="member-too-large",
+            kind=Kind.MEMBER_TOO_LARGE,
             hint="--container zarr has no such limit; or prepare with a smaller --max-tokens",
         )
     info = tarfile.TarInfo(name)
@@ -246,7 +246,7 @@ class _Member(NamedTuple):
     offset: int
     size: int
     crc: int
-    kind: str
+    kind: Kind
     body: np.ndarray | None
 
 
@@ -286,7 +286,7 @@ class TarMembers:
         if field not in unit:
             raise self._files.misfit(INDEX, f"it names no member {UNIT_PREFIX}{field}")
         offset, size, crc = unit[field].tolist()
-        return self._read([_Member(f"{UNIT_PREFIX}{field}", offset, size, crc, "array-corrupt", None)])[0]
+        return self._read([_Member(f"{UNIT_PREFIX}{field}", offset, size, crc, Kind.ARRAY_CORRUPT, None)])[0]
 
     def _read(self, members: Sequence[_Member]) -> list[np.ndarray]:
         """Neighbours are read in one call; nothing is given out before its crc32c fits."""

@@ -14,7 +14,7 @@ import numpy as np
 from hiddenstore.codecs import blosc_chunks
 from hiddenstore.codecs.scratch import Scratch
 from hiddenstore.documents import sha256_hex
-from hiddenstore.errors import FormatError
+from hiddenstore.errors import FormatError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.files import CHUNK_CORRUPT, crc32c, damaged, require_size
 from hiddenstore.segments.zarr_write import ALIGNMENT, CHUNK_CRCS, CRC_BYTES, ArraySpec
@@ -41,9 +41,9 @@ def read_small(fs: Filesystem, folder: str, spec: ArraySpec, sha256: str | None 
     require_size(fs, path, expected)
     data = np.empty(expected, dtype=np.uint8)
     fs.read_into(path, 0, data.data)
-    _check_crc(fs, path, data, "its only chunk", kind="array-corrupt")
+    _check_crc(fs, path, data, "its only chunk", kind=Kind.ARRAY_CORRUPT)
     if sha256 is not None and sha256_hex(data.data) != sha256:
-        raise damaged(fs, path, "array-corrupt", "its sha256 is not the one the commit record names")
+        raise damaged(fs, path, Kind.ARRAY_CORRUPT, "its sha256 is not the one the commit record names")
     array = data[:-CRC_BYTES].view(little).reshape(spec.shape)
     return array.astype(spec.dtype, copy=False)
 
@@ -56,7 +56,7 @@ class ShardReader:
 
     def __init__(self, fs: Filesystem, folder: str, spec: ArraySpec, file_size: int | None = None) -> None:
         if spec.chunk_bytes > MAX_CHUNK_BYTES:
-            raise FormatError(f"{folder} has chunks of {spec.chunk_bytes:,} bytes", kind="array-invalid")
+            raise FormatError(f"{folder} has chunks of {spec.chunk_bytes:,} bytes", kind=Kind.ARRAY_INVALID)
         self.spec = spec
         self._fs = fs
         self._path = f"{folder}/{spec.file_path}"
@@ -68,7 +68,7 @@ class ShardReader:
         self._crcs: list[int] = spec.attributes.get(CHUNK_CRCS, [])
         ints = len(self._crcs) == spec.chunks and set(map(type, self._crcs)) <= {int}
         if not ints or not (min(self._crcs, default=0) >= 0 and max(self._crcs, default=0) < 1 << 32):
-            raise FormatError(f"{folder} does not name the checksum of every chunk", kind="array-invalid")
+            raise FormatError(f"{folder} does not name the checksum of every chunk", kind=Kind.ARRAY_INVALID)
 
     def read_rows(self, start: int, stop: int, out: np.ndarray) -> None:
         """Rows [start, stop) into ``out`` [stop - start, width], C-contiguous and of the array's dtype."""
@@ -207,10 +207,10 @@ class ShardReader:
         require_size(self._fs, self._path, max(size, spec.index_bytes))
         data = np.empty(spec.index_bytes, dtype=np.uint8)
         self._fs.read_into(self._path, size - spec.index_bytes, data.data)
-        _check_crc(self._fs, self._path, data, "the shard index", kind="shard-index")
+        _check_crc(self._fs, self._path, data, "the shard index", kind=Kind.SHARD_INDEX)
         pairs = data[:-CRC_BYTES].view("<u8").reshape(spec.chunks, 2)
         if not self._lie_in_order(pairs, size - spec.index_bytes):
-            raise damaged(self._fs, self._path, "shard-index", "its chunks do not lie end to end")
+            raise damaged(self._fs, self._path, Kind.SHARD_INDEX, "its chunks do not lie end to end")
         return [(offset, offset + length) for offset, length in pairs.tolist()]
 
     def _lie_in_order(self, pairs: np.ndarray, stop: int) -> bool:
@@ -230,7 +230,7 @@ class ShardReader:
         return bool(fitting.all()) and int(offsets[-1] + lengths[-1]) == stop
 
 
-def _check_crc(fs: Filesystem, path: str, data: np.ndarray, what: str, kind: str) -> None:
+def _check_crc(fs: Filesystem, path: str, data: np.ndarray, what: str, kind: Kind) -> None:
     """Bytes uint8 [n] whose last four are the crc32c of the others."""
     expected, actual = int.from_bytes(data[-CRC_BYTES:].tobytes(), "little"), crc32c(data[:-CRC_BYTES])
     if expected != actual:

@@ -18,7 +18,7 @@ import numpy as np
 
 from hiddenstore.codecs import blosc_chunks
 from hiddenstore.documents import canonical
-from hiddenstore.errors import FormatError
+from hiddenstore.errors import FormatError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.files import HashedFile, crc32c, write_bytes
 from schemas import FileEntry
@@ -132,9 +132,9 @@ def parse_metadata(data: bytes, where: str) -> ArraySpec:
         spec = _parse(document)
         is_of_format_1 = spec.metadata() == document
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{where} is not the metadata of an array: {error!r}", kind="array-invalid") from error
+        raise FormatError(f"{where} is not the metadata of an array: {error!r}", kind=Kind.ARRAY_INVALID) from error
     if not is_of_format_1:
-        raise FormatError(f"{where} describes an array that format 1 does not have", kind="array-invalid")
+        raise FormatError(f"{where} describes an array that format 1 does not have", kind=Kind.ARRAY_INVALID)
     return spec
 
 

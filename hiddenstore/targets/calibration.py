@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hiddenstore import layout
 from hiddenstore.documents import load, seal, sha256_hex
-from hiddenstore.errors import CorruptionError, HiddenstoreError
+from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.records import Record
 from schemas.advice import CalibrationSlice, SliceSample
@@ -165,4 +165,4 @@ def _window(record: Record, left: int) -> tuple[range, range]:
 
 
 def _corrupt(fs: Filesystem, path: str, reason: str) -> CorruptionError:
-    return CorruptionError(f"{fs.root}/{path} is damaged: {reason}", kind="calibration-corrupt", path=path)
+    return CorruptionError(f"{fs.root}/{path} is damaged: {reason}", kind=Kind.CALIBRATION_CORRUPT, path=path)

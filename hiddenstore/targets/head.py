@@ -13,7 +13,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 from torch.nn import functional as F
 
-from hiddenstore.errors import ConfigError, CorruptionError
+from hiddenstore.errors import ConfigError, CorruptionError, Kind
 from hiddenstore.targets.matmul import linear
 from schemas.capture import HeadSpec, NormState
 
@@ -42,7 +42,9 @@ class HeadBundle:
     def __post_init__(self) -> None:
         problems = []
         if self.embed_tokens.ndim != 2:
-            raise ConfigError(f"embed_tokens has shape {list(self.embed_tokens.shape)}, expected [V, D]", kind="head")
+            raise ConfigError(
+                f"embed_tokens has shape {list(self.embed_tokens.shape)}, expected [V, D]", kind=Kind.HEAD_INVALID
+            )
         width = self.embed_tokens.shape[1]
         if self.spec.tied != (self.lm_head is None):
             problems.append(f"tied is {self.spec.tied} but lm_head is {'absent' if self.lm_head is None else 'given'}")
@@ -53,7 +55,7 @@ class HeadBundle:
             if tensor is not None and tuple(tensor.shape) != (length,):
                 problems.append(f"{name} has shape {list(tensor.shape)}, expected [{length}]")
         if problems:
-            raise ConfigError("head bundle: " + "; ".join(problems), kind="head")
+            raise ConfigError("head bundle: " + "; ".join(problems), kind=Kind.HEAD_INVALID)
 
     @property
     def hidden_size(self) -> int:
@@ -76,12 +78,12 @@ class HeadBundle:
             tensors = load_tensors(data)
         except SafetensorError as error:
             message = f"{where} is no safetensors file: {error}"
-            raise CorruptionError(message, kind="head-corrupt", path=where) from error
+            raise CorruptionError(message, kind=Kind.HEAD_CORRUPT, path=where) from error
         missing = [name for name in ("embed_tokens", "norm_weight") if name not in tensors]
         if not spec.tied and "lm_head" not in tensors:
             missing.append("lm_head")
         if missing:
-            raise CorruptionError(f"{where} lacks {', '.join(missing)}", kind="head-corrupt", path=where)
+            raise CorruptionError(f"{where} lacks {', '.join(missing)}", kind=Kind.HEAD_CORRUPT, path=where)
         return cls(
             spec,
             tensors["embed_tokens"],

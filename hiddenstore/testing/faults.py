@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
-from hiddenstore.errors import StorageError
+from hiddenstore.errors import Kind, StorageError
 from hiddenstore.fs.disk import PosixDisk
 from hiddenstore.fs.local import LocalFilesystem
 
@@ -30,7 +30,7 @@ SECTOR_BYTES = 512
 
 Data = Literal["kept", "dropped", "torn"]
 Names = Literal["kept", "dropped"]
-Kind = Literal["crash", "enospc", "eio", "exists", "reply-lost"]
+FaultKind = Literal["crash", "enospc", "eio", "exists", "reply-lost"]
 Moment = Literal["before", "half", "after"]
 
 SURVIVALS: tuple[tuple[Data, Names], ...] = tuple(product(("kept", "dropped", "torn"), ("kept", "dropped")))
@@ -52,7 +52,7 @@ class Fault:
     """
 
     at: int
-    kind: Kind = "crash"
+    kind: FaultKind = "crash"
     moment: Moment = "before"
 
 
@@ -317,7 +317,7 @@ class FaultFilesystem(LocalFilesystem):
         won = super().put_if_absent(path, data)
         number, self.puts = self.puts, self.puts + 1
         if self.disk.fault is not None and (self.disk.fault.kind, self.disk.fault.at) == ("reply-lost", number):
-            raise StorageError(f"{self.root}/{path}: no reply", kind="reply-lost")
+            raise StorageError(f"{self.root}/{path}: no reply", kind=Kind.REPLY_LOST)
         return won
 
     def after_crash(self, data: Data, names: Names) -> "FaultFilesystem":

@@ -8,7 +8,7 @@ from functools import partial
 
 from hiddenstore import layout
 from hiddenstore.commit import latest_names, read_commit
-from hiddenstore.errors import CorruptionError, HiddenstoreError, NotFoundError
+from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind, NotFoundError
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inspect.advice import advice_numbers, read_advice
 from hiddenstore.store import Store
@@ -85,7 +85,7 @@ def _unit(store: Store, record: CommitRecord, advance: Advance) -> list[Finding]
         findings.append(Finding(finding.kind, finding.path, names, f"{finding.detail}; {note}"))
     for name, error in lost.items():
         # A unit with a file gone is in the report already, from the structure check.
-        if name not in explained and error.kind not in ("file-missing", "file-size", "file-short"):
+        if name not in explained and error.kind not in (Kind.FILE_MISSING, Kind.FILE_SIZE, Kind.FILE_SHORT):
             findings.append(Finding.of(error, record.segment, (name,)))
     return findings
 

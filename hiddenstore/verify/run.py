@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hiddenstore import layout
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.store import no_store
@@ -32,9 +32,9 @@ def verify(
         ConfigError: unknown depth, or a share outside 0…1.
     """
     if depth not in DEPTHS:
-        raise ConfigError(f"unknown depth {depth!r}, expected one of {', '.join(DEPTHS)}", kind="depth-unknown")
+        raise ConfigError(f"unknown depth {depth!r}, expected one of {', '.join(DEPTHS)}", kind=Kind.OPTION_INVALID)
     if not 0 < sample_share <= 1:
-        raise ConfigError(f"the share of samples must lie in (0, 1], found {sample_share}", kind="share-invalid")
+        raise ConfigError(f"the share of samples must lie in (0, 1], found {sample_share}", kind=Kind.OPTION_INVALID)
     fs = open_filesystem(location)
     if not any(fs.list(folder) for folder in ("", layout.COMMITS_DIR)) or (
         fs.size(layout.STORE_JSON) is None and not fs.list(layout.COMMITS_DIR)

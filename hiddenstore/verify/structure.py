@@ -13,7 +13,7 @@ from hiddenstore import layout
 from hiddenstore.commit import Commit, committed_units, latest_names, read_commit, read_snapshot, scan_commits
 from hiddenstore.console.text import plural
 from hiddenstore.documents import load
-from hiddenstore.errors import CorruptionError, HiddenstoreError
+from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import TEMP_PREFIX, Filesystem
 from hiddenstore.inputs.registered import registered_inputs
 from hiddenstore.store import Store, load_snapshot
@@ -85,7 +85,7 @@ def require_files(store: Store) -> None:
         raise CorruptionError(
             f"{store.path}/{first.path} is damaged: {first.detail} (all {plural(len(first.samples), 'sample')} of its "
             "unit)",
-            kind=first.kind,
+            kind=Kind(first.kind),  # type: ignore[call-arg]  # mypy takes __new__ for the lookup
             hint=shlex.join(["hiddenstore", "repair", store.path]),
             path=first.path,
             samples=first.samples,

@@ -190,7 +190,7 @@ def test_prepared_data_with_parts_elsewhere_is_refused(tmp_path: Path) -> None:
         (folder / "data.json").write_bytes(seal(info.model_copy(update={"files": (moved,)})))
         with pytest.raises(CorruptionError) as error:
             PreparedInput.open(folder)
-        assert error.value.kind == "prepared-corrupt"
+        assert error.value.kind == "file-corrupt"
 
 
 def test_a_link_in_place_of_a_segment_file_reads_exact_bytes_or_fails(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_collect_answers_with_what_it_did(
     again = call_json(capsys, "collect", data, "-o", store, "--target", target, "--layers", "0,2")
     assert (again["units"], again["units_before"]) == (0, 1)
     assert call("collect", data, "-o", store, "--target", target, "--layers", "0,1") == 6
-    assert "capture-mismatch" in capsys.readouterr().err
+    assert "store-mismatch" in capsys.readouterr().err
 
 
 def test_collect_prints_the_layers_and_the_next_command(

@@ -319,13 +319,13 @@ def make_bad_input(folder: Path, case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        ("missing", "input-missing"),
+        ("missing", "path-missing"),
         ("empty", "input-empty"),
         ("broken-gzip", "input-unreadable"),
         ("parquet-cut", "input-unreadable"),
-        ("no-column", "input-no-messages"),
+        ("no-column", "input-columns"),
         ("unknown-format", "input-unreadable"),
-        ("empty-folder", "input-no-files"),
+        ("empty-folder", "input-empty"),
     ],
 )
 def test_an_input_that_cannot_be_read_is_an_error_of_its_own_kind(tmp_path: Path, case: str, kind: str) -> None:
@@ -390,7 +390,7 @@ def test_a_split_or_config_that_does_not_exist_is_an_error(tmp_path: Path, spec:
     (folder / "train.jsonl").write_text(json.dumps(conversation_row(0)))
     with pytest.raises(ConfigError) as caught:
         list(read_conversations([f"{folder}{spec}"]))
-    assert caught.value.kind == "dataset-unreadable"
+    assert caught.value.kind == "input-unreadable"
 
 
 @pytest.mark.usefixtures("dataset_cache")

@@ -245,10 +245,10 @@ def test_a_row_of_another_shape_is_a_problem_and_not_the_end(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "kind", "said"),
     [
-        ("preset:ultrachad", "preset-unknown", "did you mean ultrachat"),
-        ("preset:gsm8k", "preset-missing", "hf download openai/gsm8k"),
-        ("preset:camel:chat", "preset-split", "train"),
-        ("preset:mbpp", "preset-columns", "no column prompt"),
+        ("preset:ultrachad", "name-unknown", "did you mean ultrachat"),
+        ("preset:gsm8k", "path-missing", "hf download openai/gsm8k"),
+        ("preset:camel:chat", "dataset-split", "train"),
+        ("preset:mbpp", "input-columns", "no column prompt"),
     ],
 )
 def test_what_cannot_be_opened_says_why(tmp_path: Path, text: str, kind: str, said: str) -> None:

@@ -92,11 +92,11 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -
 def test_a_scratch_folder_that_is_missing_or_too_small_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no folder") as caught:
         Scratch(tmp_path / "nowhere")
-    assert caught.value.kind == "scratch-missing"
+    assert caught.value.kind == "scratch-invalid"
     scratch = Scratch(tmp_path)
     with pytest.raises(ConfigError, match="are under way at one time") as caught:
         scratch.require(scratch.free_bytes() * 2)
-    assert caught.value.kind == "scratch-too-small"
+    assert caught.value.kind == "scratch-invalid"
     scratch.close()
 
 

@@ -135,14 +135,14 @@ def test_what_versions_and_timing_do_to_the_files_changes_nothing_in_the_store(
     [
         (
             {"write_interval": 20},
-            "engine-no-file",
+            "engine-file",
             r"request 1 of the unit \(\d+ tokens\) was answered .*write_interval",
         ),
         ({"torn": True}, "engine-file", r"states_\d\.pt \(\d+ bytes\) is no whole torch file"),
         ({"object": True}, "engine-file", "cannot read TensorRT-LLM's file"),
         ({"missing": True}, "engine-layers", "64 of it hidden_state once more, but 2 layers of 64 make 128"),
         ({"missing": True, "repeat": False}, "engine-layers", "64 wide, but 2 layers of 64 make 128"),
-        ({"dtype": "int32"}, "engine-dtype", "torch.int32, which is no state"),
+        ({"dtype": "int32"}, "engine-file", "torch.int32, which is no state"),
         ({"cut": 9}, "engine-tokens", r"states of 9 tokens that nobody sent; request \d .* begins alike"),
         ({"pre_norm": True}, "norm-state", "misses the unit scale of the final norm"),
         ({"zero": True}, "norm-state", "misses the unit scale of the final norm by 100.0%"),
@@ -159,7 +159,7 @@ def test_states_that_are_not_those_of_the_request_never_reach_the_store(
     options: CollectOptions, monkeypatch: pytest.MonkeyPatch, traps: dict[str, object], kind: str, says: str
 ) -> None:
     trap(monkeypatch, traps)
-    if kind == "engine-no-file" or "torn" in traps:
+    if kind == "engine-file" or "torn" in traps:
         monkeypatch.setattr(trtllm_requests, "PATIENCE_S", 0.1)
     with pytest.raises(CaptureError, match=says) as caught:
         run(replace(options, layers="1,2", check="hf=12"))
@@ -280,7 +280,7 @@ def test_other_arguments_reach_tensorrt_llm(target: Path, tmp_path: Path) -> Non
             "takes the first GPUs",
             "CUDA_VISIBLE_DEVICES=3 hiddenstore collect …",
         ),
-        ({"longest": 10**9}, "scratch-too-small", "MB free", None),
+        ({"longest": 10**9}, "scratch-invalid", "MB free", None),
     ],
     ids=str,
 )
@@ -331,7 +331,7 @@ def test_without_tensorrt_llm_the_error_says_where_it_is(
     monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
     with pytest.raises(HiddenstoreError, match="TensorRT-LLM cannot be imported") as caught:
         run(options)
-    assert caught.value.kind == "engine-missing"
+    assert caught.value.kind == "not-installed"
     assert "release container of NGC: docs/tensorrt-llm.md" in str(caught.value.hint)
     assert not Path(options.store).exists()
 

@@ -61,10 +61,10 @@ def test_any_float_the_engine_computes_in_is_taken(dtype: torch.dtype) -> None:
         ({"hidden_state": None}, "engine-file", "it has no tensor hidden_state, only aux_hidden_states, id, input_ids"),
         ({"input_ids": "text"}, "engine-file", "no tensor input_ids"),
         ({"aux_hidden_states": torch.zeros(5, 12)}, "engine-layers", "12 wide, but 2 layers of 8 make 16"),
-        ({"aux_hidden_states": torch.zeros(4, 16)}, "engine-rows", r"shape \[4, 16\], but the request has 5 tokens"),
+        ({"aux_hidden_states": torch.zeros(4, 16)}, "engine-file", r"shape \[4, 16\], but the request has 5 tokens"),
         ({"hidden_state": torch.zeros(5, 6)}, "engine-layers", "hidden_state of request 1 of states_7.pt is 6 wide"),
-        ({"hidden_state": torch.zeros(3, 8)}, "engine-rows", "a reused prefix or a chunked prefill"),
-        ({"aux_hidden_states": torch.zeros(5, 16, dtype=torch.int8)}, "engine-dtype", "torch.int8"),
+        ({"hidden_state": torch.zeros(3, 8)}, "engine-file", "a reused prefix or a chunked prefill"),
+        ({"aux_hidden_states": torch.zeros(5, 16, dtype=torch.int8)}, "engine-file", "torch.int8"),
     ],
 )
 def test_states_of_other_layers_rows_or_kind_are_refused(change: dict[str, object], kind: str, says: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from collectors.engines.trtllm import AHEAD, DEFAULT_MAX_TOKENS, FIXED_ARGUMENTS
 from hiddenstore.cli import main
+from hiddenstore.errors import Kind
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tensorrt-llm.md").read_text(encoding="utf-8")
@@ -46,7 +47,7 @@ def test_the_page_shows_collect_with_one_gpu_tensor_parallel_data_parallel_and_s
 )
 def test_every_error_the_page_explains_is_one_that_can_happen(kind: str) -> None:
     for name in re.findall(r"`([\w-]+)`", kind):
-        assert f'kind="{name}"' in SOURCES
+        assert f"Kind.{Kind(name).name}" in SOURCES
 
 
 def test_the_page_names_every_argument_that_protects_the_states() -> None:

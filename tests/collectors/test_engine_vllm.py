@@ -127,7 +127,7 @@ def test_a_key_is_sent_only_from_the_variable_that_is_named(
         (lambda states, tokens: (states[4:], tokens), "engine-shape"),
         (lambda states, tokens: (states[4:], tokens[4:]), "engine-tokens"),
         (lambda states, tokens: (states, tokens[::-1]), "engine-tokens"),
-        (lambda states, tokens: (states[:, :2], tokens), "server-layers"),
+        (lambda states, tokens: (states[:, :2], tokens), "server-unfit"),
         (lambda states, tokens: (states[..., :8], tokens), "engine-shape"),
     ],
     ids=["prefix-cache", "cut", "other-tokens", "fewer-layers", "narrower"],
@@ -152,8 +152,8 @@ def test_a_stop_leaves_no_file(target: EngineTarget, double: VllmDouble, options
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        ({"extra": {"model": "other"}}, "server-model"),
-        ({"longest": 256}, "server-too-short"),
+        ({"extra": {"model": "other"}}, "server-unfit"),
+        ({"longest": 256}, "server-unfit"),
         ({"extra": {"concurency": 3}}, "engine-arg"),
         ({"server": "http://127.0.0.1:9"}, "server-unreachable"),
     ],
@@ -199,7 +199,7 @@ def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"no tensors")
     with pytest.raises(CaptureError, match="cannot read") as caught:
         StateFile(tmp_path / "x.safetensors").read()
-    assert caught.value.kind == "states-unreadable"
+    assert caught.value.kind == "engine-file"
     save_file({"other": torch.zeros(1)}, tmp_path / "y.safetensors")
     with pytest.raises(CaptureError, match="cannot read"):
         StateFile(tmp_path / "y.safetensors").read()

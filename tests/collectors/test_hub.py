@@ -121,7 +121,7 @@ def test_a_split_without_the_columns_of_its_preset_is_refused_at_once(tmp_path: 
     copy_of(tmp_path, a_jsonl=b'{"prompt": "Add.", "answer": "3"}\n')
     with pytest.raises(ConfigError, match="has no column messages; it has prompt, answer") as caught:
         open_named(PRESET, tmp_path)
-    assert caught.value.kind == "preset-columns"
+    assert caught.value.kind == "input-columns"
 
 
 def test_an_empty_cut_of_a_split_is_refused(tmp_path: Path) -> None:

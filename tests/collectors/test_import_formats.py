@@ -158,7 +158,7 @@ def test_fp8_states_are_what_speculators_own_reader_makes_of_them(
 def test_a_name_that_fits_several_formats_is_asked_about(name: str, bring: Importer) -> None:
     with pytest.raises(ConfigError) as caught:
         bring(name)
-    assert caught.value.kind == "format-ambiguous"
+    assert caught.value.kind == "dump-unclear"
     assert caught.value.hint is not None
     assert caught.value.hint.removeprefix("--from ") in FORMATS
 
@@ -174,10 +174,10 @@ def test_layers_that_nothing_names_are_asked_for_with_what_each_choice_means(
 ) -> None:
     peer_dumps.specforge(tmp_path / "dump", spoken, LAYERS, strategy="dflash")
     error = refusal(bring, "specforge-dflash")
-    assert error.kind == "layers-needed"
+    assert error.kind == "dump-unclear"
     assert "--layers 1,15,28 names them by the block whose output they are" in error.message
     assert "--peer-layers" in error.message
-    assert refusal(bring, "specforge-dflash", layers="0,1").kind == "layers-count"
+    assert refusal(bring, "specforge-dflash", layers="0,1").kind == "layers-invalid"
     assert not (tmp_path / "store").exists()
 
 
@@ -197,7 +197,7 @@ def test_columns_of_one_layer_are_stored_once_when_they_are_equal_and_refused_wh
     assert "1 repeated column stored once" in report.explained
     assert Store.open(tmp_path / "store").capture.aux_layers == (0, 1)
     peer_dumps.specforge(tmp_path / "dump", spoken, (1, 2, 0))
-    assert refusal(bring, "specforge-eagle3", store=tmp_path / "other").kind == "layers-differ"
+    assert refusal(bring, "specforge-eagle3", store=tmp_path / "other").kind == "layers-invalid"
 
 
 def test_a_final_hidden_that_the_columns_repeat_is_stored_once(
@@ -221,7 +221,7 @@ def test_a_final_hidden_on_the_other_side_of_the_norm_is_refused_with_what_was_m
 ) -> None:
     peer_dumps.modelopt(tmp_path / "dump", spoken, LAYERS, post=post)
     error = refusal(bring, peer, layers="0,1,2")
-    assert (error.kind, isinstance(error, FormatError)) == ("norm-contradicted", True)
+    assert (error.kind, isinstance(error, FormatError)) == ("dump-norm", True)
     assert f"{'100' if post else '0'}% of its rows" in error.message
     bring(peer, layers="0,1,2", norm="post_norm" if post else "pre_norm")
     assert Store.open(tmp_path / "store").capture.final_norm == ("post_norm" if post else "pre_norm")
@@ -240,7 +240,7 @@ def test_a_wrong_layer_is_found_by_hugging_face_and_the_right_ones_are_named(
 ) -> None:
     peer_dumps.modelopt(tmp_path / "dump", spoken, LAYERS, post=False)
     error = refusal(bring, "modelopt-vllm", layers="1,2,3", check="hf")
-    assert (error.kind, error.hint) == ("layer-mismatch", "--layers 0,1,2")
+    assert (error.kind, error.hint) == ("layers-differ", "--layers 0,1,2")
     bring("modelopt-vllm", layers="0,1,2", check="hf")
     assert (tmp_path / "store" / "calibration" / "profile.json").is_file()
 
@@ -248,13 +248,13 @@ def test_a_wrong_layer_is_found_by_hugging_face_and_the_right_ones_are_named(
 def test_a_dump_of_another_target_is_refused(bring: Importer, tmp_path: Path, spoken: list[Spoken]) -> None:
     narrow = [Spoken(one.ids, one.mask, one.states[..., :40], one.normed[..., :40]) for one in spoken]
     peer_dumps.modelopt(tmp_path / "dump", narrow, LAYERS)
-    assert refusal(bring, "modelopt-hf").kind == "target-width"
+    assert refusal(bring, "modelopt-hf").kind == "target-mismatch"
     foreign = [Spoken(one.ids + 200, one.mask, one.states, one.normed) for one in spoken]
     peer_dumps.modelopt(tmp_path / "dump", foreign, LAYERS)
-    assert refusal(bring, "modelopt-hf", layers="0,1,2").kind == "target-vocabulary"
+    assert refusal(bring, "modelopt-hf", layers="0,1,2").kind == "target-mismatch"
     other = [Spoken(one.ids, one.mask, one.states, one.normed * torch.rand(64) * 2) for one in spoken]
     peer_dumps.modelopt(tmp_path / "dump", other, LAYERS)
-    assert refusal(bring, "modelopt-hf", layers="0,1,2").kind == "norm-contradicted"
+    assert refusal(bring, "modelopt-hf", layers="0,1,2").kind == "dump-norm"
     assert not (tmp_path / "store").exists()
 
 

@@ -20,7 +20,7 @@ from collectors.engines.dump import delete_source
 from collectors.engines.dump.peer import Unusable
 from collectors.engines.dump.torch_files import read_dicts, tensor_of
 from hiddenstore.cli import main
-from hiddenstore.errors import CaptureError, ConfigError, CorruptionError, FormatError, InterruptError
+from hiddenstore.errors import CaptureError, ConfigError, CorruptionError, FormatError, InterruptError, Kind
 from hiddenstore.process import Drain
 from hiddenstore.store import Store
 from tests.collectors import peer_dumps
@@ -136,7 +136,7 @@ def test_torch_files_are_not_read_by_a_torch_with_a_known_hole(
     monkeypatch.setattr(torch, "__version__", "2.9.1")
     with pytest.raises(ConfigError) as caught:
         bring()
-    assert (caught.value.kind, caught.value.hint) == ("torch-unsafe", "pip install 'torch>=2.10'")
+    assert (caught.value.kind, caught.value.hint) == ("pickle-refused", "pip install 'torch>=2.10'")
     assert not (tmp_path / "store").exists()
 
 
@@ -256,7 +256,7 @@ def test_sources_stay_unless_asked_and_go_only_once_they_are_in_the_store(
     def fail_second(*args: Any) -> None:
         calls.append(args)
         if len(calls) == 2:
-            raise CorruptionError("it does not come back", kind="read-back")
+            raise CorruptionError("it does not come back", kind=Kind.READ_BACK)
         read_back(*args)
 
     monkeypatch.setattr(delete_source, "read_back", fail_second)
@@ -285,7 +285,7 @@ def test_rows_whose_states_are_gone_are_counted_apart_and_do_not_hide_the_others
     assert report.deleted_files == 9
     with pytest.raises(ConfigError) as caught:
         bring("speculators")
-    assert caught.value.kind == "source-empty"
+    assert caught.value.kind == "input-empty"
     assert len(Store.open(tmp_path / "store")) == 9
 
 
@@ -375,7 +375,7 @@ def test_tokens_and_states_shifted_against_each_other_are_refused(tmp_path: Path
     assert (bring("good").evidence.next_token_top1 or 0) > 0.3
     with pytest.raises(FormatError) as caught:
         bring("bad")
-    assert caught.value.kind == "row-shift"
+    assert caught.value.kind == "dump-shift"
     assert "predicts its next but one token" in caught.value.message
 
 

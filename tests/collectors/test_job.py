@@ -80,7 +80,7 @@ def test_recipe_tiny_stores_what_the_target_predicts_at_each_final_row(options: 
 def test_drafters_that_read_the_final_hidden_refuse_top_tokens(options: CollectOptions, layers: str) -> None:
     with pytest.raises(ConfigError, match="top tokens instead of the final hidden") as error:
         run(replace(options, layers=layers, recipe="tiny"))
-    assert (error.value.kind, error.value.hint) == ("final-topk", "--recipe compact")
+    assert (error.value.kind, error.value.hint) == ("final-unfit", "--recipe compact")
     assert not Path(options.store).exists()
 
 
@@ -145,13 +145,13 @@ def test_two_inputs_can_be_collected_into_one_store(options: CollectOptions, tmp
 @pytest.mark.parametrize(
     ("change", "error", "kind"),
     [
-        ({"layers": "1,9"}, ConfigError, "layer-out-of-range"),
+        ({"layers": "1,9"}, ConfigError, "layers-invalid"),
         ({"layers": "eagel3"}, ConfigError, "layers-invalid"),
-        ({"engine": "hg"}, ConfigError, "engine-unknown"),
-        ({"recipe": "smal"}, ConfigError, "recipe-unknown"),
-        ({"dtype": "int3"}, ConfigError, "dtype-unknown"),
-        ({"layers": "eagle1", "final": "supervised"}, ConfigError, "final-too-small"),
-        ({"data": "nowhere"}, HiddenstoreError, "data-missing"),
+        ({"engine": "hg"}, ConfigError, "name-unknown"),
+        ({"recipe": "smal"}, ConfigError, "name-unknown"),
+        ({"dtype": "int3"}, ConfigError, "option-invalid"),
+        ({"layers": "eagle1", "final": "supervised"}, ConfigError, "final-unfit"),
+        ({"data": "nowhere"}, HiddenstoreError, "path-missing"),
         ({"target": "./nowhere"}, HiddenstoreError, "target-missing"),
     ],
 )
@@ -168,7 +168,7 @@ def test_a_target_folder_without_config_is_named(options: CollectOptions, tmp_pa
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no config\.json") as caught:
         run(replace(options, target=str(tmp_path / "empty")))
-    assert caught.value.kind == "target-without-config"
+    assert caught.value.kind == "target-incomplete"
 
 
 def test_data_of_another_tokenizer_is_refused(options: CollectOptions, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_store_of_another_capture_is_refused(options: CollectOptions) -> None:
     before = segment_bytes(options.store)
     with pytest.raises(ConflictError, match="aux_layers") as caught:
         run(replace(options, layers="0,1"))
-    assert caught.value.kind == "capture-mismatch"
+    assert caught.value.kind == "store-mismatch"
     assert segment_bytes(options.store) == before
 
 
@@ -192,7 +192,7 @@ def test_another_target_for_a_store_is_refused(options: CollectOptions, tmp_path
     run(options)
     with pytest.raises(ConflictError, match="weights_sha256") as caught:
         run(replace(options, target=str(save_target(tmp_path / "twin", seed=1))))
-    assert caught.value.kind == "capture-mismatch"
+    assert caught.value.kind == "store-mismatch"
 
 
 def test_a_target_that_computes_nan_writes_nothing(options: CollectOptions, tmp_path: Path) -> None:

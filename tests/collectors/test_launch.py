@@ -9,7 +9,7 @@ import pytest
 
 from collectors.capture.job import CollectOptions
 from collectors.launch import launch
-from hiddenstore.errors import ConfigError, CorruptionError, FormatError, HiddenstoreError
+from hiddenstore.errors import ConfigError, CorruptionError, FormatError, HiddenstoreError, Kind
 from hiddenstore.process import Drain
 
 OPTIONS = CollectOptions("data", "store", "target")
@@ -18,9 +18,9 @@ OPTIONS = CollectOptions("data", "store", "target")
 @pytest.mark.parametrize(
     "error",
     [
-        FormatError("no", kind="k", hint="h"),
-        ConfigError("no", kind="k", problems=("one", "two")),
-        CorruptionError("bad", kind="c", path="p", samples=("a", "b")),
+        FormatError("no", kind=Kind.FORMAT_FUTURE, hint="h"),
+        ConfigError("no", kind=Kind.OPTION_INVALID, problems=("one", "two")),
+        CorruptionError("bad", kind=Kind.FILE_CORRUPT, path="p", samples=("a", "b")),
     ],
 )
 def test_an_error_survives_the_way_to_another_process(error: HiddenstoreError) -> None:
@@ -31,10 +31,10 @@ def test_an_error_survives_the_way_to_another_process(error: HiddenstoreError) -
 @pytest.mark.parametrize(
     ("launcher", "kind"),
     [
-        ("rai", "launcher-unknown"),
-        ("ray:0", "launcher-workers"),
-        ("ray:", "launcher-workers"),
-        ("local:2", "launcher-workers"),
+        ("rai", "option-invalid"),
+        ("ray:0", "option-invalid"),
+        ("ray:", "option-invalid"),
+        ("local:2", "option-invalid"),
     ],
 )
 def test_a_launcher_that_cannot_be_is_refused(launcher: str, kind: str) -> None:

@@ -90,7 +90,7 @@ def test_without_ray_the_error_says_how_to_install_it(options: CollectOptions, m
     monkeypatch.delitem(sys.modules, "collectors.launch.ray")
     with pytest.raises(ConfigError) as caught:
         launch("ray", options, Drain(), lambda _text: None)
-    assert (caught.value.kind, caught.value.hint) == ("ray-missing", "pip install 'hiddenstore[ray]'")
+    assert (caught.value.kind, caught.value.hint) == ("not-installed", "pip install 'hiddenstore[ray]'")
 
 
 def test_the_array_script_of_the_docs_gives_each_element_its_own_rank() -> None:

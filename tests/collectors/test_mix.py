@@ -226,7 +226,7 @@ def test_questions_alone_are_refused_where_answers_are_learned(tmp_path: Path, t
     options = PrepareOptions(workers=1, dataset_root=str(tmp_path))
     with pytest.raises(ConfigError, match="questions without answers") as caught:
         prepare(["preset:mt-bench"], tmp_path / "data", target, options)
-    assert caught.value.kind == "preset-prompts-only"
+    assert caught.value.kind == "dataset-prompts-only"
     info = prepare(["preset:mt-bench"], tmp_path / "all", target, PrepareOptions(**{**vars(options), "loss_on": "all"}))
     assert info.samples == 1
 

@@ -176,7 +176,7 @@ def test_the_targets_context_is_the_limit(tmp_path: Path) -> None:
     assert prepare([source], tmp_path / "data", target, ONE).max_tokens == 30
     with pytest.raises(ConfigError, match="30 positions") as caught:
         prepare([source], tmp_path / "more", target, options(max_tokens=31))
-    assert caught.value.kind == "max-tokens-beyond-target"
+    assert caught.value.kind == "option-invalid"
 
 
 def test_a_sample_keeps_its_split_whatever_else_is_prepared(tmp_path: Path, target: str) -> None:
@@ -240,15 +240,15 @@ def test_nothing_usable_is_an_error_with_the_reasons_and_leaves_nothing(tmp_path
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        ("missing", "input-missing"),
+        ("missing", "path-missing"),
         ("empty", "input-empty"),
         ("blank", "input-empty"),
         ("array-breaks", "input-unreadable"),
         ("no-target", "target-missing"),
-        ("no-template-file", "template-missing"),
+        ("no-template-file", "path-missing"),
         ("share", "option-invalid"),
         ("foreign-tokenizer", "tokenizer-mismatch"),
-        ("thoughts", "template-not-prefix-stable"),
+        ("thoughts", "template-unstable"),
     ],
 )
 def test_bad_input_is_an_error_and_nothing_is_written(tmp_path: Path, target: str, case: str, kind: str) -> None:
@@ -281,7 +281,7 @@ def test_bad_input_is_an_error_and_nothing_is_written(tmp_path: Path, target: st
 def test_a_given_template_stands_in_for_the_targets_own(tmp_path: Path) -> None:
     target = tiny_target(tmp_path / "bare", None)
     source = write_rows(tmp_path / "a.jsonl", rows(3))
-    assert fails(tmp_path / "data", [source], target).kind == "target-no-chat-template"
+    assert fails(tmp_path / "data", [source], target).kind == "template-missing"
     (tmp_path / "t.jinja").write_text(CHATML)
     info = prepare([source], tmp_path / "data", target, options(template=str(tmp_path / "t.jinja")))
     assert info.mask_from == "prefixes"

@@ -69,13 +69,13 @@ def test_val_takes_percent_or_fraction(tmp_path: Path, target: str, capsys: Capt
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["none.jsonl"], 2, "input-missing"),
+        (["none.jsonl"], 2, "path-missing"),
         (["a.jsonl", "--val", "101%"], 2, "share"),
         (["a.jsonl", "--val", "some"], 2, "share"),
         (["a.jsonl", "--max-tokens", "1"], 2, "max-tokens"),
         (["a.jsonl", "--max-tokens", "9999"], 2, "--max-tokens 256"),
         (["a.jsonl", "--overlong", "keep"], 2, "overlong"),
-        (["a.jsonl", "--template", "none.jinja"], 2, "template-missing"),
+        (["a.jsonl", "--template", "none.jinja"], 2, "path-missing"),
         ([], 2, "INPUT"),
     ],
 )

@@ -181,7 +181,7 @@ def test_a_line_that_a_kill_cut_in_two_is_answered_again(options: RegenerateOpti
 
 @pytest.mark.parametrize(
     ("change", "kind"),
-    [({"temperature": 0.1}, "regenerate-settings-differ"), ({"inputs": "chats.jsonl"}, "regenerate-input-differs")],
+    [({"temperature": 0.1}, "answers-differ"), ({"inputs": "chats.jsonl"}, "answers-differ")],
 )
 def test_other_settings_or_inputs_never_join_a_run(
     options: RegenerateOptions, change: dict[str, object], kind: str, tmp_path: Path

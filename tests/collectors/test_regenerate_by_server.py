@@ -261,7 +261,7 @@ def test_two_runs_of_one_shard_exclude_each_other(tmp_path: Path, double: ChatDo
 
     double.answer = answer
     run(replace(chosen, concurrency=1))
-    assert getattr(second[0], "kind", "") == "regenerate-running"
+    assert getattr(second[0], "kind", "") == "answers-running"
 
 
 def test_the_key_reaches_the_server_and_nothing_else(

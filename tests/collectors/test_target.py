@@ -18,7 +18,7 @@ from collectors.targets.folder import open_target
 from collectors.targets.head import read_head, weights_bytes
 from collectors.targets.load import EngineTarget, LoadOptions, load_target, load_weights
 from collectors.tokenize.prepare import PrepareOptions, prepare
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.process import Rank
 from tests.collectors.tiny import CONFIGS, VOCAB, save_target
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_without_safetensors_or_with_a_packed_head_is_named(tmp_pat
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError) as caught:
         read_head(open_target(str(folder)))
-    assert caught.value.kind == "target-without-safetensors"
+    assert caught.value.kind == "target-incomplete"
 
 
 def states(folder: Path, options: LoadOptions) -> torch.Tensor:
@@ -132,7 +132,7 @@ def test_the_engine_record_says_how_attention_ran(llama: Path) -> None:
 def test_settings_the_engine_does_not_have_are_refused(llama: Path, options: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
         open_engine("hf", engine_target(llama), EngineOptions(AUX, 64, **options))  # type: ignore[arg-type]
-    assert caught.value.kind in ("attention-unknown", "engine-arg")
+    assert caught.value.kind in ("option-invalid", "engine-arg")
 
 
 @needs_transformers_5
@@ -237,7 +237,7 @@ def test_a_copy_that_cannot_be_loaded_is_no_reason_to_stop_unless_it_was_asked_f
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_words: object) -> None:
-        raise ConfigError("no kernel for it", kind="target-unreadable")
+        raise ConfigError("no kernel for it", kind=Kind.TARGET_UNREADABLE)
 
     monkeypatch.setattr("collectors.checks.reference.load_weights", refuse)
     found = open_reference(Check("auto"), engine_target(llama), LoadOptions(), Rank())

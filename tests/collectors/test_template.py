@@ -166,7 +166,7 @@ def test_a_template_that_rewrites_thoughts_is_refused_when_a_row_has_one() -> No
     assert problem.reason == "not-prefix-stable"
     with pytest.raises(ConfigError, match="rewrites earlier turns") as caught:
         refuse_if_unstable(template, problem)
-    assert caught.value.kind == "template-not-prefix-stable"
+    assert caught.value.kind == "template-unstable"
     assert caught.value.hint is not None
     assert "--template FILE" in caught.value.hint
     assert "--loss-on all" in caught.value.hint
@@ -192,9 +192,9 @@ def test_a_row_that_is_unstable_under_a_stable_template_is_the_rows_problem() ->
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        (USERS_ONLY, "template-no-assistant"),
+        (USERS_ONLY, "template-invalid"),
         (EMPTY_TAGS, "mask-empty"),
-        (NO_PROMPT, "template-not-prefix-stable"),
+        (NO_PROMPT, "template-unstable"),
         (BROKEN, "template-invalid"),
     ],
 )
@@ -208,7 +208,7 @@ def test_a_generation_prompt_that_no_answer_begins_with_is_refused_at_once() -> 
     opens_a_thought = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     with pytest.raises(ConfigError, match="once it is answered") as caught:
         check_template(ChatTemplate(tiny_tokenizer(opens_a_thought)))
-    assert caught.value.kind == "template-not-prefix-stable"
+    assert caught.value.kind == "template-unstable"
     assert caught.value.hint is not None
     assert "last-turn" not in caught.value.hint
     check_template(ChatTemplate(tiny_tokenizer(opens_a_thought), "all"))
@@ -217,7 +217,7 @@ def test_a_generation_prompt_that_no_answer_begins_with_is_refused_at_once() -> 
 def test_a_tokenizer_without_template_needs_one_given() -> None:
     with pytest.raises(ConfigError) as caught:
         ChatTemplate(tiny_tokenizer(None))
-    assert caught.value.kind == "target-no-chat-template"
+    assert caught.value.kind == "template-missing"
     assert caught.value.hint == "give one: --template FILE"
     template = ChatTemplate(tiny_tokenizer(None), template=CHATML)
     assert supervised_runs(template, sample(template, chat("a", "b"))) == ["b<|im_end|>"]

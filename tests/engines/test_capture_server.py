@@ -102,15 +102,15 @@ def test_a_server_of_other_layers_is_refused_with_the_command_that_starts_the_ri
     engine = VllmServer(target(), EngineOptions((1, 3), 256, server=server))
     with pytest.raises(ConfigError, match=r"expected 3 layers for vLLM's ids \[2, 4, 8\]") as caught:
         engine.capture([CaptureRequest(np.array([5, 6, 7], np.int32), np.array([2], np.int32))])
-    assert caught.value.kind == "server-layers"
+    assert caught.value.kind == "server-unfit"
     assert '"eagle_aux_hidden_state_layer_ids": [2, 4, 8]' in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        ({"extra": {"model": "gpt-9"}}, "server-model"),
-        ({"longest": 512}, "server-too-short"),
+        ({"extra": {"model": "gpt-9"}}, "server-unfit"),
+        ({"longest": 512}, "server-unfit"),
         ({"extra": {"modle": "x"}}, "engine-arg"),
     ],
 )
@@ -126,4 +126,4 @@ def test_a_folder_that_is_not_seen_from_here_is_named(server: str, tmp_path: Pat
     engine = VllmServer(target(), EngineOptions((1, 3), 256, server=server, scratch=tmp_path / "elsewhere"))
     with pytest.raises(ConfigError, match="cannot be reached from here") as caught:
         engine.capture([CaptureRequest(np.array([5, 6, 7], np.int32), np.array([2], np.int32))])
-    assert caught.value.kind == "server-path"
+    assert caught.value.kind == "server-unfit"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from hiddenstore.data import Cursor, GlobalBatch, PackedBatch, TokenBatches
-from hiddenstore.errors import ConfigError, ConflictError, CorruptionError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
@@ -75,7 +75,7 @@ class MemoryStore:
             self.most_reading = max(self.most_reading, self.reading)
         try:
             if sample_id in self.broken:
-                raise CorruptionError(f"sample {sample_id} is damaged", kind="chunk-corrupt", samples=(sample_id,))
+                raise CorruptionError(f"sample {sample_id} is damaged", kind=Kind.CHUNK_CORRUPT, samples=(sample_id,))
             record = self.records[sample_id]
             held = record.aux[[LAYERS.index(layer) for layer in layers]]
             rows = record.final_rows if final is not None else record.final_rows[:0]

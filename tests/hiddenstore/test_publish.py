@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hiddenstore.errors import ConflictError, CorruptionError, StorageError
+from hiddenstore.errors import ConflictError, CorruptionError, Kind, StorageError
 from hiddenstore.fs.publish import new_file, new_folder, replace_file, sweep_killed
 
 WRITER = """
@@ -91,7 +91,7 @@ def test_of_two_writers_of_a_name_one_is_refused_and_nothing_is_mixed(tmp_path: 
 
 
 def test_what_fails_inside_keeps_its_own_error_and_leaves_nothing(tmp_path: Path) -> None:
-    for error in (CorruptionError("torn", kind="file-short"), StorageError("gone", kind="server-timeout")):
+    for error in (CorruptionError("torn", kind=Kind.FILE_SHORT), StorageError("gone", kind=Kind.SERVER_TIMEOUT)):
         with pytest.raises(type(error)) as caught, new_folder(tmp_path / "out"):
             raise error
         assert caught.value is error

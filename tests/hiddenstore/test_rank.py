@@ -42,7 +42,7 @@ def test_an_array_alone_says_nothing_about_ranks_for_it_may_be_a_sweep() -> None
 def test_a_partial_set_is_an_error_that_names_what_is_missing(environment: dict[str, str], missing: str) -> None:
     with pytest.raises(ConfigError, match=f"but not {missing}") as caught:
         from_environment(environment)
-    assert caught.value.kind == "rank-incomplete"
+    assert caught.value.kind == "rank-invalid"
 
 
 @pytest.mark.parametrize(("rank", "world"), [("2", "2"), ("-1", "2"), ("x", "2"), ("0", "0")])

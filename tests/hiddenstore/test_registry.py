@@ -103,7 +103,7 @@ def test_an_unknown_name_lists_what_there_is_and_offers_the_nearest() -> None:
         ConfigError, match=r"unknown engine 'vlm', expected one of: hf, vllm; did you mean vllm\?$"
     ) as e:
         table["vlm"]
-    assert (e.value.kind, e.value.hint) == ("engine-unknown", "--engine vllm")
+    assert (e.value.kind, e.value.hint) == ("name-unknown", "--engine vllm")
     with pytest.raises(ConfigError) as e:
         table["something"]
     assert e.value.hint == "--engine hf"

@@ -127,7 +127,7 @@ def test_a_snapshot_freezes_what_is_read(store: Store) -> None:
     assert grown.snapshot().tokens > frozen.tokens
     with pytest.raises(ConflictError) as error:
         grown.save_snapshot("train-1")
-    assert error.value.kind == "snapshot-exists"
+    assert error.value.kind == "output-exists"
     assert store.save_snapshot("train-1") == frozen
 
 

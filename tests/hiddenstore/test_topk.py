@@ -169,7 +169,7 @@ def test_a_copy_of_top_tokens_keeps_them_as_they_are(tiny: Store, tmp_path: Path
 def test_top_tokens_never_become_a_final_hidden_again(tiny: Store, tmp_path: Path, recipe: str) -> None:
     with pytest.raises(ConfigError, match="in place of the final hidden") as error:
         open_copy([tiny], tmp_path / "copy", recipe)
-    assert error.value.kind == "final-topk"
+    assert error.value.kind == "final-unfit"
     assert not (tmp_path / "copy").exists()
 
 

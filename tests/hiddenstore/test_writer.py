@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hiddenstore import layout, writer
-from hiddenstore.errors import ConflictError, StorageError
+from hiddenstore.errors import ConflictError, Kind, StorageError
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
@@ -52,7 +52,7 @@ def test_another_capture_is_refused_with_every_difference() -> None:
     other = CAPTURE.model_copy(update={"aux_layers": (1, 4), "final": "all", "target": target})
     with pytest.raises(ConflictError) as error:
         create_store(store.fs, other, HEAD, "safe", target_files(width=8))
-    assert error.value.kind == "capture-mismatch"
+    assert error.value.kind == "store-mismatch"
     assert error.value.hint
     lines = error.value.message.splitlines()[1:]
     assert lines == [
@@ -176,7 +176,7 @@ def test_a_reply_lost_before_anything_was_stored_is_an_error_that_sweeps_nothing
     store = empty_store()
 
     def timeout(self: LocalFilesystem, path: str, data: bytes) -> bool:
-        raise StorageError("timeout", kind="reply-lost")
+        raise StorageError("timeout", kind=Kind.REPLY_LOST)
 
     monkeypatch.setattr(FaultFilesystem, "put_if_absent", timeout)
     with pytest.raises(StorageError):
@@ -245,7 +245,7 @@ def test_a_failed_sweep_leaves_the_segment_to_gc(monkeypatch: pytest.MonkeyPatch
     write(store)
 
     def refuse(self: LocalFilesystem, path: str) -> None:
-        raise StorageError("busy", kind="io-error")
+        raise StorageError("busy", kind=Kind.IO_ERROR)
 
     monkeypatch.setattr(FaultFilesystem, "remove_tree", refuse)
     assert write(store) is None

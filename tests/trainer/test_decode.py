@@ -249,4 +249,4 @@ def test_a_target_loaded_in_bf16_is_still_the_same_target(tmp_path):
 def test_a_folder_without_config_is_an_error(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_live_target(str(tmp_path), AUX_LAYERS, None, "cpu")
-    assert caught.value.kind == "target-without-config"
+    assert caught.value.kind == "target-incomplete"

@@ -283,7 +283,7 @@ def test_a_pack_without_every_final_hidden_is_refused() -> None:
     ):
         with pytest.raises(FormatError) as caught:
             ours(replace(setting, batch=lacking))
-        assert caught.value.kind == "final-rows-missing"
+        assert caught.value.kind == "final-missing"
         assert "--layers eagle1" in str(caught.value.hint)
         with pytest.raises(FormatError):
             EAGLE1.hits(setting.model, setting.target, lacking, 3)

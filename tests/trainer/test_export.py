@@ -153,7 +153,7 @@ def test_a_failed_proof_leaves_no_folder(tmp_path, monkeypatch):
 def test_an_unknown_engine_and_an_existing_folder_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="vllm") as caught:
         export(make_eagle3(), "sglang2", tmp_path / "out")
-    assert caught.value.kind == "engine-unknown"
+    assert caught.value.kind == "name-unknown"
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
     with pytest.raises(ConflictError):

@@ -23,12 +23,12 @@ COMMAND = "from hiddenstore.cli import main; main()"
 FAILING = """
 import os, sys
 from hiddenstore.data import TokenBatches
-from hiddenstore.errors import CorruptionError
+from hiddenstore.errors import CorruptionError, Kind
 real = TokenBatches.__iter__
 def broken(self):
     for index, batch in enumerate(real(self)):
         if index == 2 and os.environ["RANK"] == "1":
-            raise CorruptionError("a chunk is damaged", kind="chunk-corrupt")
+            raise CorruptionError("a chunk is damaged", kind=Kind.CHUNK_CORRUPT)
         yield batch
 TokenBatches.__iter__ = broken
 from hiddenstore.cli import main

@@ -73,7 +73,7 @@ def test_a_store_without_original_states_or_held_out_text_is_refused(raw: Store,
     run_copy(open_copy([raw], tmp_path / "train", None, lambda _record, entry: entry.split == "train"))
     with pytest.raises(ConfigError, match="holds no validation samples") as caught:
         measure_paired(Store.open(tmp_path / "train"), ("compact",), (0, 1), SHORT, lambda *_: None)
-    assert caught.value.kind == "validation-missing"
+    assert caught.value.kind == "split-empty"
 
 
 def test_advise_finds_paired_training_and_keeps_its_rows(raw: Store) -> None:

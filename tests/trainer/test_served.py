@@ -205,7 +205,7 @@ def test_another_model_several_models_and_another_baseline_are_refused(prompts):
         more = ("--baseline-server", one.url)
         with fake_server(accepts=ACCEPTS) as server:
             found = error(words("vllm", server, prompts, *more), 2)
-    assert found["kind"] == "served-model"
+    assert found["kind"] == "server-unfit"
 
 
 def test_a_server_that_is_not_there_and_one_that_refuses_are_said_so(prompts, tmp_path):

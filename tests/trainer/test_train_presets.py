@@ -64,7 +64,7 @@ def test_an_unknown_preset_is_answered_with_the_one_that_was_meant() -> None:
         ConfigError, match=r"unknown preset .*expected one of: dflash, eagle1, eagle3, eagle3\.1, medusa"
     ) as caught:
         settings_file("eagle31")
-    assert (caught.value.kind, caught.value.hint) == ("preset-unknown", "-c eagle3.1")
+    assert (caught.value.kind, caught.value.hint) == ("name-unknown", "-c eagle3.1")
     assert settings_file("mine.yaml") == Path("mine.yaml")
 
 

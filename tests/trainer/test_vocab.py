@@ -111,5 +111,5 @@ def test_a_curve_is_not_drawn_without_matplotlib_and_says_how_to_get_it(
         main(["vocab", make_store(tmp_path, samples=6).path, "--size", "9", "--plot", str(tmp_path / "c.png")])
     assert caught.value.code == ConfigError.exit_code
     message = capsys.readouterr().err
-    assert "--plot needs matplotlib, which is not installed  [plot-missing]" in message
+    assert "--plot needs matplotlib, which is not installed  [not-installed]" in message
     assert "fix: pip install" in message

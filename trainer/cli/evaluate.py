@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 import click
 
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.errors import ConfigError, Kind
 from trainer.cli.acceptance import acceptance_rows, draft_len_option, floor_members, shape_text
 
 if TYPE_CHECKING:
@@ -187,13 +188,12 @@ def _measure_servers(engine: str, options: _ServerOptions) -> None:
         ConfigError: no server or prompts named; a server that does not draft, or serves another model.
         StorageError, CaptureError: what HttpClient raises.
     """
-    from hiddenstore.errors import ConfigError
     from trainer.evaluate.prompts import left_out, read_questions
     from trainer.evaluate.server_report import require_one_model
 
     for name, values in (("--server URL", options["servers"]), ("--prompts FILE", options["prompts"])):
         if not values:
-            raise ConfigError(f"eval --engine {engine} needs {name}", kind="usage", hint=name)
+            raise ConfigError(f"eval --engine {engine} needs {name}", kind=Kind.USAGE, hint=name)
     unusable: list[str] = []
     questions = read_questions(options["prompts"], unusable, options["count"])
     if unusable:
@@ -270,15 +270,13 @@ def _open(engine: str, options: _ServerOptions, url: str, render: "Render | None
 def _renderer(target: str) -> "Render":
     from transformers import AutoTokenizer
 
-    from hiddenstore.errors import ConfigError
-
     try:
         tokenizer = AutoTokenizer.from_pretrained(target)
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"no tokenizer at {target}: {reason}", kind="target-unreadable") from error
+        raise ConfigError(f"no tokenizer at {target}: {reason}", kind=Kind.TARGET_UNREADABLE) from error
     if tokenizer.chat_template is None:
-        raise ConfigError(f"the tokenizer of {target} has no chat template", kind="template-missing")
+        raise ConfigError(f"the tokenizer of {target} has no chat template", kind=Kind.TEMPLATE_MISSING)
 
     def render(messages: Any) -> list[int]:
         ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)

@@ -7,7 +7,7 @@ import click
 
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.dumps import LAYOUTS, SHORT_NAMES
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 
 if TYPE_CHECKING:
     from hiddenstore.dumps.common import ExportedData
@@ -96,4 +96,6 @@ def _numbers(text: str | None) -> list[int] | None:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError as error:
-        raise ConfigError(f"--layers {text!r} is no list of numbers such as 1,15,28", kind="layers-invalid") from error
+        raise ConfigError(
+            f"--layers {text!r} is no list of numbers such as 1,15,28", kind=Kind.LAYERS_INVALID
+        ) from error

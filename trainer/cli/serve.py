@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.errors import ConfigError, Kind
 
 _FLAGS = "hiddenstore.serve.flags"
 
@@ -57,7 +58,6 @@ def serve(drafter: str | None, **options: Any) -> None:
     if options["checked"]:
         _check(options["checked"], options["engine_version"])
         return
-    from hiddenstore.errors import ConfigError
     from trainer.serve import serving_engine
     from trainer.serve.launch import become, document_of, require_installed, script, show, write_files
     from trainer.serve.plan import ServeOptions
@@ -67,7 +67,7 @@ def serve(drafter: str | None, **options: Any) -> None:
     if missing:
         raise ConfigError(
             f"serve needs {' and '.join(missing)}",
-            kind="serve-incomplete",
+            kind=Kind.SERVE_SETTING,
             hint="hiddenstore serve DIR --target Qwen/Qwen3-8B --engine vllm",
         )
     engine = serving_engine(options["engine"])

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.errors import HiddenstoreError, Kind
 from trainer.drafters import DRAFTERS
 from trainer.presets import preset_names
 
 if TYPE_CHECKING:
     from trainer.train.loop import TrainReport
 
-_REFUSED_BY_DISK = {"disk-full", "io-error", "permission-denied"}
-_REPORTED_BY_RANK_0 = {"another-rank", "interrupted", "loss-not-finite", "loss-stays-high"}
+_REFUSED_BY_DISK = {Kind.DISK_FULL, Kind.IO_ERROR, Kind.PERMISSION_DENIED}
+_REPORTED_BY_RANK_0 = {Kind.ANOTHER_RANK, Kind.INTERRUPTED, Kind.LOSS_NOT_FINITE, Kind.LOSS_STAYS_HIGH}
 
 
 class _Train(click.Command):
@@ -49,7 +50,6 @@ class _Train(click.Command):
 @common_options
 def train(store: str, words: tuple[str, ...], run: str, drafter: str | None, file: str | None, resume: bool) -> None:
     """Train a drafter from a store; the target is not needed."""
-    from hiddenstore.errors import HiddenstoreError
     from hiddenstore.fs.seam import storage_error
     from hiddenstore.process import from_environment
     from trainer.parallel.group import use_all_cores

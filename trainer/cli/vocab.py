@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.errors import ConfigError, ConflictError, Kind
 
 CURVE_WIDTH = 40
 
@@ -65,11 +66,10 @@ def vocab(store: str, size: int, out: str | None, existing: str | None, curve: b
 
 
 def _write(path: Path, data: bytes) -> None:
-    from hiddenstore.errors import ConflictError
     from hiddenstore.fs.publish import replace_file
 
     if path.exists() and path.read_bytes() != data:
-        raise ConflictError(f"{path} exists and holds something else", kind="file-exists")
+        raise ConflictError(f"{path} exists and holds something else", kind=Kind.FILE_EXISTS)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, data)
 
@@ -98,17 +98,17 @@ def _show(document: dict[str, Any], with_curve: bool) -> None:
 def _draw(path: Path, points: list[tuple[int, float]], size: int) -> None:
     from io import BytesIO
 
-    from hiddenstore.errors import ConfigError
-
     if path.suffix not in (".png", ".svg"):
-        raise ConfigError(f"{path} is neither .png nor .svg", kind="plot-format", hint="--plot coverage.png")
+        raise ConfigError(f"{path} is neither .png nor .svg", kind=Kind.OPTION_INVALID, hint="--plot coverage.png")
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         from hiddenstore.doctor.installation import install_command
 
         fix = install_command("matplotlib", "plot")
-        raise ConfigError("--plot needs matplotlib, which is not installed", kind="plot-missing", hint=fix) from error
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed", kind=Kind.NOT_INSTALLED, hint=fix
+        ) from error
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()

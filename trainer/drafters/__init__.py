@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.registry import Registry
 from hiddenstore.targets.identity import target_argument
 from hiddenstore.targets.layer_rules import LAYER_RULES
@@ -56,7 +56,7 @@ def check_store(name: str, needs: "Needs", capture: "CaptureSpec", where: str) -
         words = f" --final {final}" if final else ""
         raise ConfigError(
             f"{name} cannot be trained on {where}: it lacks {' and '.join(lacks)}",
-            kind="store-lacks-states",
+            kind=Kind.STORE_LACKS_STATES,
             hint=f"hiddenstore collect DATA -o NEW_STORE --target {target_argument(capture.target)} --layers {layers}"
             + words,
         )

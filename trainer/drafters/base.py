@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hiddenstore.data import PackedBatch
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.layer_rules import LAYER_RULES
 from trainer.config import DrafterConfig, LossConfig
@@ -247,7 +247,7 @@ class DrafterKind(ABC, Generic[M, C, S]):
         Raises:
             ConfigError: this kind drafts no trees.
         """
-        raise ConfigError(f"{self.name} drafts no trees: leave --tree out", kind="no-tree")
+        raise ConfigError(f"{self.name} drafts no trees: leave --tree out", kind=Kind.NO_TREE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,13 +270,13 @@ class DrafterInUse:
         """Refuse drafts that this drafter cannot make.
 
         Raises:
-            ConfigError: ``draft-len``: it proposes fewer than ``tokens`` at a time.
+            ConfigError: ``option-invalid``: it proposes fewer than ``tokens`` at a time.
         """
         longest = self.kind.longest_draft(self.config)
         if longest is not None and tokens > longest:
             raise ConfigError(
                 f"this {self.kind.name} drafter proposes at most {longest} tokens at a time, not {tokens}",
-                kind="draft-len",
+                kind=Kind.OPTION_INVALID,
                 hint=f"--draft-len {longest}",
             )
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear, linear
 from trainer.attention.block import Sight, block_attention
@@ -271,14 +271,14 @@ def _check_fits(config: DFlashConfig, head: HeadBundle) -> None:
         raise ConfigError(
             f"dflash shares the target's embeddings, so drafter.hidden_size must be {head.hidden_size}, "
             f"not {config.hidden_size}",
-            kind="drafter-width",
+            kind=Kind.OPTION_INVALID,
             hint=f"drafter.hidden_size={head.hidden_size}",
         )
     if config.mask_token_id >= head.embed_tokens.shape[0]:
         raise ConfigError(
             f"drafter.mask_token_id {config.mask_token_id} has no embedding: the target has "
             f"{head.embed_tokens.shape[0]} rows",
-            kind="mask-token",
+            kind=Kind.OPTION_INVALID,
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear
 from trainer.attention.cache import KVCache, attend_cached
@@ -207,14 +207,14 @@ def _require_the_target_s_shape(config: Eagle1Config, target: TargetInterface) -
         raise ConfigError(
             f"eagle1 predicts what the target's head reads: drafter.hidden_size is {config.hidden_size}, "
             f"the target's is {width}",
-            kind="drafter-shape",
+            kind=Kind.DRAFTER_SHAPE,
             hint=f"drafter.hidden_size={width}",
         )
     if not target.vocab.is_full:
         raise ConfigError(
             f"eagle1 is read by the target's whole head of {target.vocab.target_size} tokens, in training and in every "
             f"engine; a draft vocabulary of {target.vocab.size} has no place in it",
-            kind="drafter-shape",
+            kind=Kind.DRAFTER_SHAPE,
             hint=f"drafter.vocab_size={target.vocab.target_size}",
         )
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear
 from trainer.config import DrafterConfig, LossConfig
@@ -267,13 +267,13 @@ def _require_fit(config: MedusaConfig, target: TargetInterface) -> None:
         raise ConfigError(
             f"medusa heads read the target's final hidden: drafter.hidden_size is {config.hidden_size}, the target's "
             f"is {width}",
-            kind="drafter-shape",
+            kind=Kind.DRAFTER_SHAPE,
             hint=f"drafter.hidden_size={width}",
         )
     if config.original_head and not target.vocab.is_full:
         raise ConfigError(
             f"the target's own head knows {target.vocab.target_size} tokens, the draft vocabulary {target.vocab.size}",
-            kind="drafter-shape",
+            kind=Kind.DRAFTER_SHAPE,
             hint=f"drafter.vocab_size={target.vocab.target_size}, or drafter.original_head=false",
         )
 

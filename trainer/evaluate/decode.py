@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hiddenstore.data import PackedBatch
-from hiddenstore.errors import CaptureError, ConfigError
+from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.repetition import LOOP_SHARE, repeated_share
 from trainer.drafters.base import DrafterInUse
 from trainer.evaluate.acceptance import AcceptanceTally, DraftShape
@@ -147,7 +147,7 @@ def _generator(
 
         def generate(prompt: list[int], tally: AcceptanceTally, rule: Rule | None) -> Generation:
             if rule is not None:
-                raise ConfigError("trees are drafted at temperature 0 only", kind="no-tree", hint="--draft-len 3")
+                raise ConfigError("trees are drafted at temperature 0 only", kind=Kind.NO_TREE, hint="--draft-len 3")
             return speculative_tree(target, tree, prompt, max_new_tokens, tally)
 
         return generate
@@ -161,7 +161,7 @@ def _check(result: DecodeResult) -> None:
         raise ConfigError(
             f"none of {result.tried} prompts was decoded: {result.looping} greedy answers loop, "
             f"{result.too_long} prompts are too long",
-            kind="nothing-decoded",
+            kind=Kind.NOTHING_DECODED,
             hint="give more prompts, or a smaller --max-new-tokens",
         )
     for decoded in result.by_shape:
@@ -169,12 +169,12 @@ def _check(result: DecodeResult) -> None:
         if not drafts:
             raise CaptureError(
                 f"{prefills} answers were decoded and nothing was drafted: every answer ended with its first token",
-                kind="nothing-drafted",
+                kind=Kind.NOTHING_DRAFTED,
             )
         if decoded.target_forwards != drafts + prefills:
             raise CaptureError(
                 f"{decoded.target_forwards} target forwards, expected {drafts} drafts + {prefills} prefills",
-                kind="forward-count",
+                kind=Kind.FORWARD_COUNT,
             )
 
 

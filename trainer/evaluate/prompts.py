@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hiddenstore.errors import ConfigError, FormatError, NotFoundError
+from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.layout import DATA_JSON, STORE_JSON
 from hiddenstore.records import Sample
 from schemas.capture import TargetIdentity
@@ -37,8 +37,8 @@ def read_questions(files: Sequence[str], unusable: list[str], count: int | None 
     """Questions in file order, at most ``count`` of each task; rows that ask nothing are put into ``unusable``.
 
     Raises:
-        NotFoundError: ``prompts-missing``.
-        ConfigError: ``prompts-empty``.
+        NotFoundError: ``path-missing``.
+        ConfigError: ``input-empty``.
     """
     questions: list[Question] = []
     per_task: Counter[str] = Counter()
@@ -60,10 +60,10 @@ def questions_of(path: Path, unusable: list[str]) -> Iterator[Question]:
     name.
 
     Raises:
-        NotFoundError: ``prompts-missing``.
+        NotFoundError: ``path-missing``.
     """
     if not path.is_file():
-        raise NotFoundError(f"no prompts at {path}: expected a JSONL file", kind="prompts-missing")
+        raise NotFoundError(f"no prompts at {path}: expected a JSONL file", kind=Kind.PATH_MISSING)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -78,7 +78,7 @@ def questions_of(path: Path, unusable: list[str]) -> Iterator[Question]:
 def no_prompt(source: str, unusable: Sequence[str]) -> ConfigError:
     """What to raise for a source without a single prompt."""
     why = f"; of {len(unusable)} rows the first: {unusable[0]}" if unusable else ""
-    return ConfigError(f"{source} holds no prompt{why}", kind="prompts-empty")
+    return ConfigError(f"{source} holds no prompt{why}", kind=Kind.INPUT_EMPTY)
 
 
 def left_out(unusable: Sequence[str]) -> str:
@@ -157,7 +157,7 @@ def read_prompts(
 
     Raises:
         NotFoundError: no such file.
-        ConfigError: ``prompts-empty``: there is none, with the first line that holds none and why.
+        ConfigError: ``input-empty``: there is none, with the first line that holds none and why.
         FormatError: DATA or store of another tokenizer.
     """
     path = Path(source)
@@ -175,7 +175,7 @@ def read_prompts(
         _require_tokenizer(source, prepared.info.tokenizer_sha256, identity)
         samples = (sample for sample in prepared.samples() if sample.split == split)
     elif not path.is_file():
-        raise NotFoundError(f"no prompts at {source}: expected a JSONL file, DATA or a store", kind="prompts-missing")
+        raise NotFoundError(f"no prompts at {source}: expected a JSONL file, DATA or a store", kind=Kind.PATH_MISSING)
     prompts = _from_jsonl(path, tokenizer, unusable) if samples is None else _cut_before_answers(samples)
     first = next(prompts, None)
     if first is not None:
@@ -184,14 +184,14 @@ def read_prompts(
         raise no_prompt(source, unusable)
     raise ConfigError(
         f"{source} holds no {split} sample with an answer",
-        kind="prompts-empty",
+        kind=Kind.INPUT_EMPTY,
         hint="--prompts FILE.jsonl with messages, or DATA prepared with a larger --val",
     )
 
 
 def _from_jsonl(path: Path, tokenizer: Any, unusable: list[str]) -> Iterator[Prompt]:
     if tokenizer.chat_template is None:
-        raise ConfigError("the target's tokenizer has no chat template", kind="template-missing")
+        raise ConfigError("the target's tokenizer has no chat template", kind=Kind.TEMPLATE_MISSING)
     for question in questions_of(path, unusable):
         messages = list(question.history)
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -210,5 +210,5 @@ def _require_tokenizer(source: str, tokenizer_sha256: str, identity: TargetIdent
         raise FormatError(
             f"{source} was tokenised by another tokenizer than the target's: "
             f"{tokenizer_sha256[:8]}…, the target has {identity.tokenizer_sha256[:8]}…",
-            kind="target-mismatch",
+            kind=Kind.TARGET_MISMATCH,
         )

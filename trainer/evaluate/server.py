@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hiddenstore.errors import CaptureError, ConfigError
+from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.http import HttpClient, RefusedError
 from trainer.evaluate.prompts import Message
 
@@ -175,7 +175,7 @@ class Server:
         """Why accepted length cannot be read of this server, and what would help."""
         return ConfigError(
             f"the server at {self.client.url} does not draft: its /metrics has no vllm:spec_decode counters",
-            kind="no-speculation",
+            kind=Kind.NO_SPECULATION,
             hint=f"hiddenstore serve DRAFTER --engine vllm --target {self.model}",
         )
 
@@ -206,7 +206,7 @@ class SglangServer(Server):
         advice = "" if self._render else "; older releases say it only of /generate, which --target makes it use"
         return ConfigError(
             f"the server at {self.client.url} sent no spec_verify_ct with its answers: it does not draft{advice}",
-            kind="no-speculation",
+            kind=Kind.NO_SPECULATION,
             hint=f"hiddenstore serve DRAFTER --engine sglang --target {self.model}",
         )
 
@@ -219,18 +219,18 @@ def served_model(client: HttpClient, name: str | None) -> str:
     """The model a server serves; ``name`` must be among them, where given.
 
     Raises:
-        ConfigError: ``served-model``: it serves another, or several and none was named.
+        ConfigError: ``server-unfit``: it serves another, or several and none was named.
         CaptureError: ``server-answer``: it lists no models.
     """
     # Adapters name the model they belong to.
     names = client.get("/v1/models", lambda page: [str(row["id"]) for row in page["data"] if not row.get("parent")])
     if not names:
-        raise CaptureError(f"{client.url}/v1/models lists no model: no OpenAI-like server", kind="server-answer")
+        raise CaptureError(f"{client.url}/v1/models lists no model: no OpenAI-like server", kind=Kind.SERVER_ANSWER)
     if name in names or (name is None and len(names) == 1):
         return name or names[0]
     listed = ", ".join(names)
     problem = f"serves several models: {listed}" if name is None else f"serves {listed}, not {name}"
-    raise ConfigError(f"{client.url} {problem}", kind="served-model", hint=f"--model {names[0]}")
+    raise ConfigError(f"{client.url} {problem}", kind=Kind.SERVER_UNFIT, hint=f"--model {names[0]}")
 
 
 def _read_chat(document: Any) -> Completion:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from hiddenstore.errors import CaptureError, ConfigError
+from hiddenstore.errors import CaptureError, ConfigError, Kind
 from trainer.evaluate.prompts import Message, Question
 from trainer.evaluate.server import Completion, DraftCounts, SamplingOptions, Server
 
@@ -79,7 +79,7 @@ def measure(
         seconds = time.perf_counter() - started
         answers = [answer for conversation in conversations for answer in conversation]
         if not sum(answer.tokens for answer in answers):
-            raise CaptureError(f"{server.client.url} answered {task} without a single token", kind="server-answer")
+            raise CaptureError(f"{server.client.url} answered {task} without a single token", kind=Kind.SERVER_ANSWER)
         after = server.counts()
         if server.counts_each_answer:
             counts = _sum(answer.counts for answer in answers)
@@ -116,11 +116,11 @@ def _sum(counts: Iterable[DraftCounts | None]) -> DraftCounts | None:
 
 
 def require_one_model(server: Server, baseline: Server) -> None:
-    """Refuse a baseline of another model; ConfigError ``served-model``."""
+    """Refuse a baseline of another model; ConfigError ``server-unfit``."""
     if server.model != baseline.model:
         raise ConfigError(
             f"{server.client.url} serves {server.model}, the baseline {baseline.client.url} serves {baseline.model}",
-            kind="served-model",
+            kind=Kind.SERVER_UNFIT,
             hint="start the baseline with the same target and --served-model-name",
         )
 

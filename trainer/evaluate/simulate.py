@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hiddenstore.data import PackedBatch, TokenBatches
-from hiddenstore.errors import ConfigError, FormatError
+from hiddenstore.errors import CaptureError, ConfigError, FormatError, Kind
 from hiddenstore.store import Store
 from hiddenstore.targets.identity import identity_differences
 from schemas.capture import TargetIdentity
@@ -61,13 +61,13 @@ def evaluate(
         ConfigError: the split is empty or has nothing to draft, or the store lacks a layer.
     """
     if min((shape.length for shape in shapes), default=0) < 1:
-        raise ConfigError("a draft needs at least one token", kind="draft-len")
+        raise ConfigError("a draft needs at least one token", kind=Kind.OPTION_INVALID)
     packs = _packs(store, split, drafters[0].needs)
     results = evaluate_packs(drafters, packs, shapes, device=device, on_pack=on_pack)
     if not results[0].tally.drafts:
-        raise ConfigError(
+        raise CaptureError(
             f"no answer of the {split} split of {store.path} has two supervised tokens: nothing to draft",
-            kind="nothing-drafted",
+            kind=Kind.NOTHING_DRAFTED,
         )
     return results
 
@@ -119,7 +119,7 @@ def require_same_capture(trained_on: TargetIdentity, store: Store, hint: str | N
         raise FormatError(
             f"{store.path} was captured from {store.capture.target.name}, the drafter was trained on "
             f"{trained_on.name}:\n" + "\n".join(differences),
-            kind="target-mismatch",
+            kind=Kind.TARGET_MISMATCH,
             hint=hint,
         )
 
@@ -130,7 +130,7 @@ def _packs(store: Store, split: Split, needs: "Needs") -> Iterator[PackedBatch]:
         others = sorted({entry.split for _, entry in store.entries})
         raise ConfigError(
             f"{store.path} holds no {split} samples, only: {', '.join(others) or 'none at all'}",
-            kind="split-empty",
+            kind=Kind.SPLIT_EMPTY,
             hint=f"--split {others[0]}" if others else None,
         )
     batches = TokenBatches(

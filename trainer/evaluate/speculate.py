@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hiddenstore.data import PackedBatch
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from trainer.drafters.base import DraftTree, Live, LiveTree, Verified, most_probable
 from trainer.evaluate.acceptance import AcceptanceTally, answers
 from trainer.evaluate.target import LiveTarget
@@ -74,7 +74,7 @@ class RejectionSampling:
 
     def __init__(self, temperature: float, target_ids: Tensor, seed: int = 0) -> None:
         if temperature <= 0:
-            raise ConfigError(f"temperature {temperature:g} cannot be sampled at", kind="temperature")
+            raise ConfigError(f"temperature {temperature:g} cannot be sampled at", kind=Kind.OPTION_INVALID)
         self.temperature = temperature
         self.target_ids = target_ids.cpu()
         self.dice = torch.Generator().manual_seed(seed)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from hiddenstore.errors import ConfigError, FormatError, NotFoundError
+from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import (
     chat_template_sha256,
@@ -62,7 +62,7 @@ class LiveTarget:
         outside = [layer for layer in self._aux_layers if not -1 <= layer < len(blocks)]
         if outside:
             raise FormatError(
-                f"the drafter reads layers {outside}, the target has 0…{len(blocks) - 1}", kind="target-mismatch"
+                f"the drafter reads layers {outside}, the target has 0…{len(blocks) - 1}", kind=Kind.TARGET_MISMATCH
             )
         for layer in self._aux_layers:
             if layer == -1:
@@ -106,7 +106,9 @@ class LiveTarget:
         """
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or []
         if any("sliding" in kind or "chunked" in kind for kind in kinds):
-            raise ConfigError("a target with sliding-window layers checks no trees: leave --tree out", kind="no-tree")
+            raise ConfigError(
+                "a target with sliding-window layers checks no trees: leave --tree out", kind=Kind.NO_TREE
+            )
         past, nodes, dtype = cache.get_seq_length(), len(tree.tokens), self.model.dtype
         visible = torch.ones(nodes + 1, past + nodes + 1, dtype=torch.bool)
         visible[0, past + 1 :] = False
@@ -167,14 +169,14 @@ def load_live_target(
 
     Raises:
         NotFoundError: ``target-missing``.
-        ConfigError: ``target-without-config``, ``target-unreadable``.
+        ConfigError: ``target-incomplete``, ``target-unreadable``.
         FormatError: ``target-mismatch``, naming every difference.
     """
     folder = Path(name)
     if not folder.exists() and name.startswith((".", "/", "~")):
-        raise NotFoundError(f"target {name} does not exist", kind="target-missing")
+        raise NotFoundError(f"target {name} does not exist", kind=Kind.TARGET_MISSING)
     if folder.exists() and not (folder / "config.json").is_file():
-        raise ConfigError(f"target folder {name} has no config.json", kind="target-without-config")
+        raise ConfigError(f"target folder {name} has no config.json", kind=Kind.TARGET_INCOMPLETE)
     torch_dtype = getattr(torch, dtype) if dtype else (torch.float32 if device == "cpu" else "auto")
     transformers_logging.disable_progress_bar()
     try:
@@ -185,7 +187,7 @@ def load_live_target(
     except (OSError, ValueError) as error:
         where = "" if folder.exists() else "is no folder here, and as a hub id "
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"target {name} {where}cannot be loaded: {reason}", kind="target-unreadable") from error
+        raise ConfigError(f"target {name} {where}cannot be loaded: {reason}", kind=Kind.TARGET_UNREADABLE) from error
     model = model.to(device).eval()
     identity = identity_of(name, model, tokenizer, raw_config)
     require_same_target(expected, identity, f"target {name}")
@@ -218,7 +220,7 @@ def require_same_target(expected: TargetIdentity, actual: TargetIdentity, what: 
     if differences:
         raise FormatError(
             f"{what} is not the target the drafter was trained for ({expected.name}):\n" + "\n".join(differences),
-            kind="target-mismatch",
+            kind=Kind.TARGET_MISMATCH,
             hint=f"--target {target_argument(expected)}: the one called {expected.name}",
         )
 
@@ -245,6 +247,6 @@ def _backbone(model: Any) -> Any:
     backbone = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "model", None)
     if backbone is None or not hasattr(backbone, "layers") or not hasattr(backbone, "norm"):
         raise ConfigError(
-            f"{type(model).__name__}: no decoder blocks `layers` and `norm` found", kind="family-unsupported"
+            f"{type(model).__name__}: no decoder blocks `layers` and `norm` found", kind=Kind.FAMILY_UNSUPPORTED
         )
     return backbone

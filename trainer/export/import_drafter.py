@@ -7,7 +7,7 @@ import torch
 
 from hiddenstore.data.batches import Cursor
 from hiddenstore.data.order import Order
-from hiddenstore.errors import ConflictError, NotFoundError
+from hiddenstore.errors import ConflictError, Kind, NotFoundError
 from hiddenstore.store import Store
 from schemas.layers import LayerConvention
 from trainer.drafters import check_store, drafter_kind
@@ -43,9 +43,9 @@ def import_drafter(
     """
     source, path = Path(folder), Path(run)
     if not source.is_dir():
-        raise NotFoundError(f"{source} is no folder", kind="import-missing")
+        raise NotFoundError(f"{source} is no folder", kind=Kind.PATH_MISSING)
     if (path / RUN_JSON).exists() or checkpoint.latest(path) is not None:
-        raise ConflictError(f"{path} holds a run already", kind="run-exists", hint="give another -o folder")
+        raise ConflictError(f"{path} holds a run already", kind=Kind.OUTPUT_EXISTS, hint="give another -o folder")
     store = Store.open(store_location)
     head, target = store.head(), store.capture.target
     found = read_published(source, head, target.num_layers, convention)

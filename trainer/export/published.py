@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.targets.head import HeadBundle
 from schemas.layers import LayerConvention
 from trainer.config import DrafterConfig
@@ -56,7 +56,7 @@ def read_published(
         names = ", ".join(map(str, config.get("architectures") or ())) or "not set"
         raise ConfigError(
             f"{folder} is no checkpoint of {', '.join(DRAFTERS)}: architectures is {names}",
-            kind="import-unknown",
+            kind=Kind.NAME_UNKNOWN,
         )
     tensors = {drafter.our_name(name): tensor for name, tensor in tensors.items()}
     vocab, order = _vocabulary(tensors, config, head)
@@ -69,15 +69,17 @@ def read_published(
         facts, tensors = drafter.read(config, tensors, target)
         settings = drafter_kind(drafter.drafter).config.model_validate({"vocab_size": vocab.size, **facts})
     except KeyError as error:
-        raise ConfigError(f"{folder}: config.json or weights lack {error}", kind="import-incomplete") from error
+        raise ConfigError(f"{folder}: config.json or weights lack {error}", kind=Kind.DRAFTER_UNFIT) from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{folder}: {where} {first['msg']}, found {first['input']!r}", kind="import-unfit") from error
+        raise ConfigError(
+            f"{folder}: {where} {first['msg']}, found {first['input']!r}", kind=Kind.DRAFTER_UNFIT
+        ) from error
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{folder}: {error}", kind="import-unfit") from error
+        raise ConfigError(f"{folder}: {error}", kind=Kind.DRAFTER_UNFIT) from error
     return Published(settings, tensors, vocab)
 
 
@@ -90,14 +92,14 @@ def _vocabulary(tensors: Tensors, config: Mapping[str, Any], head: HeadBundle) -
         if rows != head.vocab_size:
             raise ConfigError(
                 f"the drafter says {rows} tokens and has no d2t, but the target has {head.vocab_size}",
-                kind="import-unfit",
+                kind=Kind.DRAFTER_UNFIT,
             )
         return DraftVocab.full(head.vocab_size), None
     offsets = tensors["d2t"].long()
     ids = torch.arange(len(offsets)) + offsets
     known = config.get("draft_vocab_size", len(ids))
     if known != len(ids):
-        raise ConfigError(f"draft_vocab_size is {known}, but d2t names {len(ids)} tokens", kind="import-unfit")
+        raise ConfigError(f"draft_vocab_size is {known}, but d2t names {len(ids)} tokens", kind=Kind.DRAFTER_UNFIT)
     order = ids.argsort()
     return DraftVocab.of_ids(ids, head.vocab_size), None if torch.equal(ids[order], ids) else order
 
@@ -106,9 +108,9 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / "config.json").read_bytes())
     except FileNotFoundError as error:
-        raise NotFoundError(f"{folder} holds no config.json", kind="import-missing") from error
+        raise NotFoundError(f"{folder} holds no config.json", kind=Kind.PATH_MISSING) from error
     except ValueError as error:
-        raise ConfigError(f"{folder / 'config.json'} is no JSON: {error}", kind="import-unfit") from error
+        raise ConfigError(f"{folder / 'config.json'} is no JSON: {error}", kind=Kind.DRAFTER_UNFIT) from error
     inner = found.get("transformer_layer_config")
     return {**inner, **found} if isinstance(inner, dict) else dict(found)
 
@@ -133,15 +135,15 @@ def _tensors(folder: Path) -> Tensors:
         )
         raise ConfigError(
             f"{folder} holds {pickled[0].name}, a pickle, which may run code when read; only safetensors is taken",
-            kind="import-pickle",
+            kind=Kind.PICKLE_REFUSED,
             hint=shlex.join(["python", "-c", code, str(pickled[0]), str(folder / "model.safetensors")]),
         )
     if not files:
-        raise NotFoundError(f"{folder} holds no .safetensors file", kind="import-missing")
+        raise NotFoundError(f"{folder} holds no .safetensors file", kind=Kind.PATH_MISSING)
     found: Tensors = {}
     for file in files:
         try:
             found |= {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file} is no safetensors file: {error}", kind="import-unfit") from error
+            raise ConfigError(f"{file} is no safetensors file: {error}", kind=Kind.DRAFTER_UNFIT) from error
     return found

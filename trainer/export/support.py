@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.registry import Registry, unknown
 from trainer.drafters import DRAFTERS, drafter_kind
 from trainer.formats.base import (
@@ -111,7 +111,7 @@ def refusal(checkpoint: Checkpoint, engine: Engine, reads: Reads) -> ConfigError
     reasons = "; ".join(lack.reason for lack in lacks)
     return ConfigError(
         f"{engine.title} cannot run this {checkpoint_word(checkpoint)} drafter: {reasons}",
-        kind="export-unsupported",
+        kind=Kind.EXPORT_UNSUPPORTED,
         hint="; ".join(dict.fromkeys(lack.fix for lack in lacks if lack.fix)) or None,
     )
 
@@ -128,7 +128,7 @@ def required(checkpoint: Checkpoint, engine: Engine, version: str) -> Reads:
         answer = support(engine.name, version, word)
         raise ConfigError(
             f"{engine.title} {version} cannot serve {word}: {answer.reason}",
-            kind="export-unsupported",
+            kind=Kind.EXPORT_UNSUPPORTED,
             hint=answer.nearest,
         )
     refused = refusal(checkpoint, engine, entry)

@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hiddenstore.errors import ConfigError, CorruptionError, HiddenstoreError
+from hiddenstore.errors import ConfigError, CorruptionError, HiddenstoreError, Kind
 from hiddenstore.fs.publish import new_folder, refuse_existing_folder
 from hiddenstore.store import Store
 from hiddenstore.targets.identity import target_argument
@@ -89,7 +89,7 @@ def export(
     required(checkpoint, table, at)
     name = dtype or checkpoint.identity.dtype
     if name not in DTYPES:
-        raise ConfigError(f"cannot export as {name!r}; choose one of {', '.join(DTYPES)}", kind="dtype-unknown")
+        raise ConfigError(f"cannot export as {name!r}; choose one of {', '.join(DTYPES)}", kind=Kind.OPTION_INVALID)
     refuse_existing_folder(out)
     made = engine_files(checkpoint, table, at, name)
     about = about_export(checkpoint, table, at)
@@ -163,11 +163,11 @@ def stretched(checkpoint: Checkpoint, factor: float, original: int) -> Checkpoin
     config = checkpoint.config
     kind = drafter_kind(config.name)
     if not drafter_export(config.name).has_positions:
-        raise ConfigError(f"{config.name} has no positions to stretch", kind="rope-scaling", hint="leave --yarn out")
+        raise ConfigError(f"{config.name} has no positions to stretch", kind=Kind.ROPE_SCALING, hint="leave --yarn out")
     if config.rope_scaling is not None:
         raise ConfigError(
             f"the drafter was trained with rope_scaling {config.rope_scaling.rope_type}; YaRN is for one without",
-            kind="rope-scaling",
+            kind=Kind.ROPE_SCALING,
             hint="train with drafter.rope_scaling=none",
         )
     scaling = RopeScaling(rope_type="yarn", factor=factor, original_max_position_embeddings=original)
@@ -186,7 +186,9 @@ def prove_equal(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Non
     try:
         reloaded, vocab = read_back(folder, checkpoint)
     except HiddenstoreError as error:
-        raise CorruptionError(f"{folder} is no drafter: {error}", kind="export-unreadable", path=str(folder)) from error
+        raise CorruptionError(
+            f"{folder} is no drafter: {error}", kind=Kind.EXPORT_UNREADABLE, path=str(folder)
+        ) from error
     expected, found = _probe(_rounded(checkpoint, dtype), checkpoint), _probe(reloaded, checkpoint)
     same_tokens = torch.equal(vocab.target_ids, checkpoint.vocab.target_ids.cpu())
     same_layers = list(reloaded.config.aux_layers) == sorted(checkpoint.config.aux_layers)
@@ -194,7 +196,7 @@ def prove_equal(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Non
         worst = float((expected - found).abs().max()) if expected.shape == found.shape else float("nan")
         raise CorruptionError(
             f"{folder}: the exported files do not give the drafter's logits (largest difference {worst:g})",
-            kind="export-differs",
+            kind=Kind.EXPORT_DIFFERS,
             path=str(folder),
         )
 

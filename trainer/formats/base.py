@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from packaging.version import InvalidVersion, Version
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from schemas.capture import TargetIdentity
 from schemas.layers import LayerConvention
 
@@ -206,7 +206,7 @@ def parse_version(text: str) -> Version:
         return Version(text)
     except InvalidVersion as error:
         raise ConfigError(
-            f"{text!r} is no version", kind="engine-version", hint="--engine-version 1.3.0rc12"
+            f"{text!r} is no version", kind=Kind.ENGINE_VERSION, hint="--engine-version 1.3.0rc12"
         ) from error
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from schemas.layers import default_aux_layers, from_convention, to_convention
 from trainer.formats import parts
 from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Refused, Target, Tensors
@@ -154,7 +154,7 @@ def _published_layers(config: Mapping[str, Any], target: Target) -> tuple[int, .
     meanings = ", ".join(f"{layers} in {_CONVENTIONS[name]}" for name, layers in readings.items())
     raise ConfigError(
         f"layer ids {list(ids)} are ambiguous: they mean layers {meanings}, and the wrong ones draft badly in silence",
-        kind="import-layers",
+        kind=Kind.DRAFTER_UNFIT,
         hint="--layer-convention vllm, or --layer-convention output",
     )
 

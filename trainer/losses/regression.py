@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
-from hiddenstore.errors import FormatError
+from hiddenstore.errors import FormatError, Kind
 from trainer.config import LossConfig
 from trainer.losses.fused_head import StepLosses, Supervision, head_losses, step_scales
 from trainer.losses.teacher import FrozenHead, TargetInterface
@@ -128,7 +128,7 @@ def require_every_final(batch: PackedBatch) -> None:
     what = "the target's top tokens" if batch.topk is not None else f"the final hidden of {rows} tokens"
     raise FormatError(
         f"the drafter reads the final hidden of every token, a pack of {batch.tokens} holds {what}",
-        kind="final-rows-missing",
+        kind=Kind.FINAL_MISSING,
         hint="hiddenstore collect DATA -o STORE --target T --layers eagle1",
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
-from hiddenstore.errors import FormatError
+from hiddenstore.errors import FormatError, Kind
 from hiddenstore.records import TopK
 from hiddenstore.targets.head import HeadBundle
 from schemas.capture import NormState
@@ -97,7 +97,7 @@ def final_index(
         raise FormatError(
             f"sample {batch.sample_ids[int(batch.document[row])]}: no final hidden is stored at pack row {row}, which "
             f"{reader} reads",
-            kind="final-rows-missing",
+            kind=Kind.FINAL_MISSING,
             hint=f"hiddenstore collect DATA -o STORE --target T {option}",
         )
     return index

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed
 
 from hiddenstore.data import PackedBatch
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from trainer.parallel.group import ProcessGroup, peer_errors
 from trainer.slots.shift import SlotRange, document_starts
 
@@ -70,7 +70,7 @@ def context_group(size: int, group: ProcessGroup) -> ContextGroup | None:
     if ranks % size:
         raise ConfigError(
             f"train.context_parallel={size} does not divide {ranks} ranks",
-            kind="context-parallel",
+            kind=Kind.OPTION_INVALID,
             hint=f"torchrun --nproc-per-node {size * max(1, ranks // size)} … or train.context_parallel=1",
         )
     if size == 1:

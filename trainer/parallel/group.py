@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from hiddenstore.errors import ConfigError, HiddenstoreError, StorageError
+from hiddenstore.errors import ConfigError, HiddenstoreError, Kind, StorageError
 from hiddenstore.process import Rank
 
 
@@ -29,9 +29,9 @@ def pick_device(name: str) -> str:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"unknown device {name!r}", kind="device-unavailable") from error
+        raise ConfigError(f"unknown device {name!r}", kind=Kind.DEVICE_UNAVAILABLE) from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} asked for, but there is no GPU here", kind="device-unavailable")
+        raise ConfigError(f"device {name!r} asked for, but there is no GPU here", kind=Kind.DEVICE_UNAVAILABLE)
     return name
 
 
@@ -155,7 +155,7 @@ class ProcessGroup:
                 with suppress(StorageError):
                     self.any(True)
         if self.any(False):
-            raise HiddenstoreError(f"{self.rank} stopped because another rank failed", kind="another-rank")
+            raise HiddenstoreError(f"{self.rank} stopped because another rank failed", kind=Kind.ANOTHER_RANK)
 
     def broadcast_bytes(self, make: Callable[[], bytes]) -> bytes:
         """What ``make`` returns on rank 0, on every rank. An error of ``make`` stops them all."""
@@ -219,7 +219,7 @@ def _check_rendezvous(rank: Rank, environment: Mapping[str, str]) -> None:
     raise ConfigError(
         f"this is {rank}, but {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set: "
         "the ranks do not know where to meet",
-        kind="rank-rendezvous",
+        kind=Kind.RANK_RENDEZVOUS,
         hint=fix,
     )
 
@@ -254,6 +254,6 @@ def peer_errors() -> Iterator[None]:
     except RuntimeError as error:
         raise StorageError(
             f"lost contact with the other ranks: {str(error).splitlines()[0]}",
-            kind="rank-lost",
+            kind=Kind.RANK_LOST,
             hint="the message of the rank that failed first says why",
         ) from error

@@ -18,7 +18,7 @@ def settings_file(name_or_path: str | Path) -> Path:
     """The file that ``-c`` means: a preset's by its name, else the path itself.
 
     Raises:
-        ConfigError: ``preset-unknown``: neither a preset nor a file.
+        ConfigError: ``name-unknown``: neither a preset nor a file.
     """
     name, names = str(name_or_path), preset_names()
     if name in names:

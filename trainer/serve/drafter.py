@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hiddenstore.errors import ConfigError, FormatError, NotFoundError
+from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.targets.identity import config_sha256
 from hiddenstore.targets.layer_rules import LAYER_RULES
 from schemas.layers import LayerConvention, to_convention
@@ -44,7 +44,7 @@ def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
 
     Raises:
         NotFoundError: no config.json there.
-        ConfigError: ``serve-drafter``: a file is no JSON, or nothing tells what this drafter is.
+        ConfigError: ``serve-setting``: a file is no JSON, or nothing tells what this drafter is.
     """
     config = _json(folder / CONFIG_FILE)
     drafter = recognised(config, {})
@@ -53,12 +53,12 @@ def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
     if word is None and method is None:
         raise ConfigError(
             f"{folder} does not say which drafter it is: architectures {config.get('architectures')}",
-            kind="serve-drafter",
+            kind=Kind.SERVE_SETTING,
             hint=f"--method {' | '.join((*words(), 'draft-target'))}",
         )
     if word and method and words().get(word) is not words().get(method):
         raise ConfigError(
-            f"{folder} is {word}, not {method}", kind="serve-drafter", hint="leave --method out, or give another DIR"
+            f"{folder} is {word}, not {method}", kind=Kind.SERVE_SETTING, hint="leave --method out, or give another DIR"
         )
     word = str(word or method)
     longest = words()[word].longest(config) if word in words() else None
@@ -85,7 +85,7 @@ def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) ->
     if drafter.engine not in engine.loads:
         raise FormatError(
             f"{drafter.path} was exported for {drafter.engine}; {engine.title} reads other layer ids and names",
-            kind="serve-engine",
+            kind=Kind.SERVE_ENGINE,
             hint=f"hiddenstore export RUN --engine {engine.name} -o DIR",
         )
     table = engine_named(drafter.engine)
@@ -94,7 +94,7 @@ def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) ->
     if drafter.engine == engine.name and not (isinstance(ours, Reads) and ours.same_file(theirs)):
         raise FormatError(
             f"{drafter.path} was exported for {engine.title} {written}, and {version} reads another layout",
-            kind="serve-engine",
+            kind=Kind.SERVE_ENGINE,
             hint=f"hiddenstore export RUN --engine {engine.name} --engine-version {version} -o DIR",
         )
 
@@ -118,7 +118,7 @@ def check_target(drafter: ServedDrafter, target: str) -> list[str]:
         engine = drafter.engine or "ENGINE"
         raise FormatError(
             f"{target} is not the target of {drafter.path}\n" + "\n".join(f"  {line}" for line in differences),
-            kind="target-mismatch",
+            kind=Kind.TARGET_MISMATCH,
             hint=f"--target {expected.get('name') or 'ITS_TARGET'}, or hiddenstore export RUN_OF_THIS_TARGET "
             f"--engine {engine} -o DIR",
         )
@@ -198,9 +198,9 @@ def _json(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_bytes())
     except FileNotFoundError as error:
         hint = "hiddenstore export RUN --engine vllm|sglang|trtllm -o DIR"
-        raise NotFoundError(f"{file} does not exist", kind="serve-missing", hint=hint) from error
+        raise NotFoundError(f"{file} does not exist", kind=Kind.PATH_MISSING, hint=hint) from error
     except (ValueError, NotADirectoryError) as error:
-        raise ConfigError(f"{file} is no JSON: {error}", kind="serve-drafter") from error
+        raise ConfigError(f"{file} is no JSON: {error}", kind=Kind.SERVE_SETTING) from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{file} should hold a JSON object", kind="serve-drafter")
+        raise ConfigError(f"{file} should hold a JSON object", kind=Kind.SERVE_SETTING)
     return found

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from hiddenstore.console.output import output
 from hiddenstore.console.text import clean
-from hiddenstore.errors import ConfigError, ConflictError, NotFoundError
+from hiddenstore.errors import ConfigError, ConflictError, Kind
 from hiddenstore.fs.seam import storage_error
 from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine
 
@@ -84,28 +84,28 @@ def write_files(files: Mapping[str, str]) -> None:
         try:
             if path.exists() and path.read_text(encoding="utf-8") != text:
                 what = f"{path} exists and says something else"
-                raise ConflictError(what, kind="output-exists", hint="-o ANOTHER.yaml")
+                raise ConflictError(what, kind=Kind.OUTPUT_EXISTS, hint="-o ANOTHER.yaml")
             path.write_text(text, encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise storage_error(OSError(str(error)), name) from error
 
 
 def require_installed(plan: ServePlan, engine: ServingEngine, form: str) -> None:
-    """Raise NotFoundError ``engine-missing``, with how to get it, unless the plan's program can be started."""
+    """Raise NotFoundError ``not-installed``, with how to get it, unless the plan's program can be started."""
     if not plan.command:
         raise ConfigError(
             "the Python form is a program to keep, not a server to start",
-            kind="serve-form",
+            kind=Kind.OPTION_INVALID,
             hint="add --print-only, and redirect it to a file",
         )
     program = plan.command[0]
     if shutil.which(program) is None:
         how = "install Docker with the NVIDIA container toolkit" if form == "container" else engine.install
-        raise NotFoundError(f"{program} is not installed here", kind="engine-missing", hint=_hint(how, engine, form))
+        raise ConfigError(f"{program} is not installed here", kind=Kind.NOT_INSTALLED, hint=_hint(how, engine, form))
     if plan.command[1:2] == ("-m",) and not _has_module(program, plan.command[2].partition(".")[0]):
-        raise NotFoundError(
+        raise ConfigError(
             f"{program} has no module {plan.command[2]}",
-            kind="engine-missing",
+            kind=Kind.NOT_INSTALLED,
             hint=_hint(engine.install, engine, form),
         )
 

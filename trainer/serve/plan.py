@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from hiddenstore import settings as config
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from trainer.export.support import engine_named, row, support, words
 from trainer.formats.base import Reads
 
@@ -98,11 +98,11 @@ class ServingEngine:
         """What ``version`` of the engine calls a method that drafts with ``model``; empty for ``none``.
 
         Raises:
-            ConfigError: ``serve-unsupported``: it does not draft so; ``serve-drafter``: a model is needed.
+            ConfigError: ``serve-unsupported``: it does not draft so; ``serve-setting``: a model is needed.
         """
         self.check(method, version)
         if model is None and needs_model(method):
-            raise ConfigError(f"{method} needs a drafter: its folder or hub id", kind="serve-drafter")
+            raise ConfigError(f"{method} needs a drafter: its folder or hub id", kind=Kind.SERVE_SETTING)
         if method not in words():
             return self.untrained.get(method, "")
         found = row(engine_named(self.name), version, method)
@@ -116,14 +116,14 @@ class ServingEngine:
         if method not in words():
             raise ConfigError(
                 f"{self.title} does not draft with {method} ({methods().get(method, 'unknown')})",
-                kind="serve-unsupported",
+                kind=Kind.SERVE_UNSUPPORTED,
                 hint=f"--method {' | '.join((*self.untrained, 'none'))}",
             )
         answer = support(self.name, version, method)
         if not answer.ok:
             raise ConfigError(
                 f"{self.title} {version} does not serve {methods()[method]}: {answer.reason}",
-                kind="serve-unsupported",
+                kind=Kind.SERVE_UNSUPPORTED,
                 hint=answer.nearest,
             )
 
@@ -147,7 +147,7 @@ def checked_settings(model: type[BaseModel], settings: tuple[str, ...]) -> dict[
     try:
         return config.load(model, None, settings).model_dump(exclude_unset=True)
     except ConfigError as error:
-        raise ConfigError(error.message, kind="serve-setting", hint=error.hint) from error
+        raise ConfigError(error.message, kind=Kind.SERVE_SETTING, hint=error.hint) from error
 
 
 def flag_value(flags: tuple[str, ...], *names: str) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from trainer.formats.base import parse_version
 from trainer.serve.drafter import ServedDrafter, check_engine, check_target, read_drafter, warnings_of
 from trainer.serve.plan import ServeOptions, ServePlan, ServeRequest, ServingEngine, flag_value, methods, needs_model
@@ -52,7 +52,8 @@ def resolve(engine: ServingEngine, options: ServeOptions) -> Resolved:
     method = drafter.method if drafter else (options.method or "")
     if options.form not in engine.forms:
         raise ConfigError(
-            f"{engine.title} has no form {options.form!r}; there is: {', '.join(engine.forms)}", kind="serve-form"
+            f"{engine.title} has no form {options.form!r}; there is: {', '.join(engine.forms)}",
+            kind=Kind.OPTION_INVALID,
         )
     version = options.version or engine.version
     if (
@@ -143,28 +144,28 @@ def _drafter(options: ServeOptions) -> ServedDrafter | None:
         close = get_close_matches(options.method, methods(), n=1, cutoff=0.4)
         raise ConfigError(
             f"no method {options.method!r}; there is: {', '.join(methods())}",
-            kind="serve-method",
+            kind=Kind.SERVE_UNSUPPORTED,
             hint=f"--method {close[0]}" if close else None,
         )
     if options.drafter is None:
         if options.method is None:
             raise ConfigError(
                 "nothing says what drafts: neither a drafter's folder nor a method",
-                kind="serve-method",
+                kind=Kind.SERVE_UNSUPPORTED,
                 hint=f"hiddenstore serve DIR --target {shlex.quote(options.target)}, or --method ngram",
             )
         if needs_model(options.method):
             meaning = methods()[options.method]
             raise ConfigError(
                 f"--method {options.method} needs {meaning}: its folder or hub id as the first argument",
-                kind="serve-drafter",
+                kind=Kind.SERVE_SETTING,
                 hint=f"hiddenstore serve DIR --method {options.method} --target {shlex.quote(options.target)}",
             )
         return None
     if options.method is not None and not needs_model(options.method) and options.method != "user-provided":
         raise ConfigError(
             f"--method {options.method} takes no drafter, but {options.drafter} was given",
-            kind="serve-drafter",
+            kind=Kind.SERVE_SETTING,
             hint="leave the folder out",
         )
     folder = Path(options.drafter)
@@ -181,7 +182,7 @@ def _draft_len(options: ServeOptions, drafter: ServedDrafter | None) -> tuple[in
     if longest is not None and options.draft_len > longest:
         raise ConfigError(
             f"{options.drafter} drafts at most {longest} tokens, asked for {options.draft_len}",
-            kind="serve-draft-len",
+            kind=Kind.SERVE_SETTING,
             hint=f"--draft-len {longest}",
         )
     if drafter and drafter.engine and trained and options.draft_len > trained:

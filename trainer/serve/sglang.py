@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from trainer.config import Section
 from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, checked_settings, flag_value, port_of
 
@@ -54,7 +54,7 @@ def speculative_flags(
     ``num_draft_tokens`` = ``draft_len`` + 1, which is also DFlash's block. ``settings`` are fields of `Speculation`.
 
     Raises:
-        ConfigError: ``serve-unsupported``, ``serve-setting`` or ``serve-drafter``.
+        ConfigError: ``serve-unsupported``, ``serve-setting``.
     """
     algorithm = SGLANG.method(method, version, model)
     if method == "none":
@@ -68,7 +68,7 @@ def speculative_flags(
     if values.get("eagle_topk", 1) > 1 and "num_draft_tokens" not in (settings or {}):
         raise ConfigError(
             f"eagle-topk {values['eagle_topk']} drafts a tree: say how many of its tokens are verified",
-            kind="serve-setting",
+            kind=Kind.SERVE_SETTING,
             hint="--set num-draft-tokens=16, what SGLang's page verifies with 3 steps of top 4",
         )
     flags = ["--speculative-algorithm", algorithm]

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from trainer.formats.base import is_within
 from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, flag_value, port_of
 from trainer.serve.trtllm_rules import MODEL, refuse, target_problems
@@ -77,7 +77,7 @@ def speculative_config(
     """The file's ``speculative_config`` in the spelling of ``version``; empty for ``none``.
 
     Raises:
-        ConfigError: ``serve-unsupported`` or ``serve-drafter``.
+        ConfigError: ``serve-unsupported`` or ``serve-setting``.
     """
     name = TRTLLM.method(method, version, model)
     if method == "none":
@@ -114,7 +114,7 @@ def file_settings(request: ServeRequest) -> dict[str, Any]:
         both = isinstance(value, Mapping) and isinstance(settings.get(key), dict)
         settings[key] = settings[key] | value if both else value
     problems = target_problems(request.target) if request.method == "mtp" else []
-    refuse(settings, request.version, "--set", "serve-setting", problems)
+    refuse(settings, request.version, "--set", problems)
     return settings
 
 
@@ -128,7 +128,7 @@ def split_settings(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:
-            raise ConfigError(f"--set {word}: should be key=value", kind="serve-setting")
+            raise ConfigError(f"--set {word}: should be key=value", kind=Kind.SERVE_SETTING)
         if key == PROFILE:
             profile = text
             continue
@@ -142,9 +142,9 @@ def split_settings(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
             section[name] = yaml.safe_load(text)
         except yaml.YAMLError as error:
             reason = " ".join(str(error).split())[:120]
-            raise ConfigError(f"{key}={text}: no value: {reason}", kind="serve-setting") from error
+            raise ConfigError(f"{key}={text}: no value: {reason}", kind=Kind.SERVE_SETTING) from error
     if profile not in PROFILES:
-        raise ConfigError(f"--set profile={profile}: there is {', '.join(PROFILES)}", kind="serve-setting")
+        raise ConfigError(f"--set profile={profile}: there is {', '.join(PROFILES)}", kind=Kind.SERVE_SETTING)
     return profile, written
 
 
@@ -220,13 +220,13 @@ def _user_provided(request: ServeRequest) -> str:
     if request.form != "python":
         raise ConfigError(
             "a drafter class of your own is a Python object, which no YAML file can hold",
-            kind="serve-unsupported",
+            kind=Kind.SERVE_UNSUPPORTED,
             hint="--form python",
         )
     if not (colon and module and name.isidentifier()):
         raise ConfigError(
             f"user-provided wants module:Class of a tensorrt_llm Drafter, found {request.drafter!r}",
-            kind="serve-drafter",
+            kind=Kind.SERVE_SETTING,
             hint="hiddenstore serve my_drafters:MyDrafter --method user-provided --form python …",
         )
     speculation = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.settings import KeysOnce, all_problems, first_line
 from trainer.formats.base import is_within
 from trainer.serve.drafter import text_config
@@ -106,7 +106,7 @@ def file_problems(settings: Settings, version: str | None = None) -> Iterator[st
             if section in sections and is_broken(sections[section]):
                 yield f"{section}.{setting}: {text.format_map(sections[section])}"
         except TypeError as error:
-            raise ConfigError(f"{section}.{setting} cannot be compared: {error}", kind="serve-setting") from error
+            raise ConfigError(f"{section}.{setting} cannot be compared: {error}", kind=Kind.SERVE_SETTING) from error
     kind = str(sections.get("speculative_config", {}).get("decoding_type"))
     if version is not None and kind in SINCE and not is_within(version, SINCE[kind], None):
         yield f"speculative_config.decoding_type: {kind} is not in version {version} (since {SINCE[kind]})"
@@ -122,11 +122,11 @@ def target_problems(target: str) -> list[str]:
     return [f"speculative_config.decoding_type: MTP, but {target} has no num_nextn_predict_layers"]
 
 
-def refuse(settings: Settings, version: str | None, where: str, kind: str, problems: Iterable[str] = ()) -> None:
+def refuse(settings: Settings, version: str | None, where: str, problems: Iterable[str] = ()) -> None:
     """Raise a ConfigError that lists every contradiction of the settings, besides ``problems``; none: return."""
     lines = [f"{where}: {problem}" for problem in (*problems, *file_problems(settings, version))]
     if lines:
-        raise ConfigError(all_problems(lines), kind=kind)
+        raise ConfigError(all_problems(lines), kind=Kind.SERVE_SETTING)
 
 
 class _OnceLoader(KeysOnce, yaml.SafeLoader):
@@ -138,21 +138,21 @@ def check_file(path: Path, version: str | None = None) -> dict[str, Any]:
 
     Raises:
         NotFoundError: no such file.
-        ConfigError: ``serve-yaml``, one line a problem.
+        ConfigError: ``serve-setting``, one line a problem.
     """
     try:
         loader = _OnceLoader(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise NotFoundError(f"{path} does not exist", kind="serve-missing") from error
+        raise NotFoundError(f"{path} does not exist", kind=Kind.PATH_MISSING) from error
     except (UnicodeDecodeError, IsADirectoryError) as error:
-        raise ConfigError(f"{path} is no text file: {error}", kind="serve-yaml") from error
+        raise ConfigError(f"{path} is no text file: {error}", kind=Kind.SERVE_SETTING) from error
     try:
         settings = loader.get_single_data()
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} is no YAML: {first_line(error)}", kind="serve-yaml") from error
+        raise ConfigError(f"{path} is no YAML: {first_line(error)}", kind=Kind.SERVE_SETTING) from error
     finally:
         loader.dispose()
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path} should hold key: value lines", kind="serve-yaml")
-    refuse(settings, version, str(path), "serve-yaml")
+        raise ConfigError(f"{path} should hold key: value lines", kind=Kind.SERVE_SETTING)
+    refuse(settings, version, str(path))
     return settings

@@ -56,7 +56,7 @@ def speculative_config(
     folder or hub id, ``draft_len`` the tokens drafted per step, ``settings`` further fields by vLLM's names.
 
     Raises:
-        ConfigError: ``serve-unsupported``: this version lacks the method; ``serve-drafter``: the method needs a model
+        ConfigError: ``serve-unsupported``: this version lacks the method; ``serve-setting``: the method needs a model
             and none was given.
     """
     name = VLLM.method(method, version, model)

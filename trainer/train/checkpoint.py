@@ -19,7 +19,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from hiddenstore.documents import seal, sha256_hex, unseal
-from hiddenstore.errors import CorruptionError, NotFoundError
+from hiddenstore.errors import CorruptionError, Kind, NotFoundError
 from hiddenstore.fs.publish import new_folder, replace_file, sweep_killed
 from schemas.base import Document
 from schemas.capture import HeadSpec, TargetIdentity
@@ -136,7 +136,7 @@ def best(run: Path) -> Path:
         raise NotFoundError(
             f"{run} has no best checkpoint: "
             + ("none was kept (train.keep_best=0)" if ranked else "none of its steps was validated"),
-            kind="checkpoint-missing",
+            kind=Kind.CHECKPOINT_MISSING,
             hint=f"{newest or run}",
         )
     return folder
@@ -165,7 +165,7 @@ def load(path: Path) -> Checkpoint:
         if sha256_hex(data) != digest:
             raise CorruptionError(
                 f"{path / name}: sha256 {sha256_hex(data)[:12]}…, {STATE_JSON} expects {digest[:12]}…",
-                kind="checkpoint-corrupt",
+                kind=Kind.CHECKPOINT_CORRUPT,
                 path=str(path / name),
             )
         contents[name] = data
@@ -195,7 +195,7 @@ def resolve(path: Path) -> Path:
     if newest is None:
         raise NotFoundError(
             f"{path} is no run with a checkpoint: {path / FOLDER} holds none",
-            kind="checkpoint-missing",
+            kind=Kind.CHECKPOINT_MISSING,
             hint=f"hiddenstore train STORE -o {path}",
         )
     return newest
@@ -206,5 +206,5 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError as error:
         raise CorruptionError(
-            f"checkpoint {path.parent} lacks {path.name}", kind="checkpoint-corrupt", path=str(path)
+            f"checkpoint {path.parent} lacks {path.name}", kind=Kind.CHECKPOINT_CORRUPT, path=str(path)
         ) from error

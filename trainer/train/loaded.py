@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import FormatError, Kind
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from schemas.capture import NormState, TargetIdentity
@@ -69,9 +69,9 @@ def load_drafter(
 def _head_of_store(spec: checkpoint.DrafterSpec) -> HeadBundle:
     store = Store.open(spec.store)
     if store.capture.target != spec.target:
-        raise ConfigError(
+        raise FormatError(
             f"{spec.store} now holds states of {store.capture.target.name}, the drafter was trained for another "
             f"capture of {spec.target.name}",
-            kind="target-mismatch",
+            kind=Kind.TARGET_MISMATCH,
         )
     return store.head()

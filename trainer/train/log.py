@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 
 METRICS = "metrics.jsonl"
 
@@ -136,7 +136,7 @@ def _open_board(run: Path, start: int) -> Any:
     except ImportError as error:
         raise ConfigError(
             "train.tensorboard is set, but tensorboard is not installed",
-            kind="tensorboard-missing",
+            kind=Kind.NOT_INSTALLED,
             hint="pip install 'hiddenstore[tensorboard]'",
         ) from error
     return SummaryWriter(str(run / "tensorboard"), purge_step=start)

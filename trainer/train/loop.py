@@ -16,7 +16,7 @@ import torch
 from hiddenstore.console.output import output
 from hiddenstore.console.text import amount, plural
 from hiddenstore.data import GlobalBatch
-from hiddenstore.errors import ConfigError, InterruptError
+from hiddenstore.errors import ConfigError, InterruptError, Kind
 from hiddenstore.process import Drain, drain_on_signal, from_environment
 from trainer.parallel.group import process_group
 from trainer.settings import derived
@@ -182,7 +182,7 @@ def _train(state: TrainState, drain: Drain, began: float) -> TrainReport:
                 raise InterruptError(
                     f"stopped by {drain.signal_name or 'another rank'} after step {state.step} of {total}; "
                     "a checkpoint is saved",
-                    kind="interrupted",
+                    kind=Kind.INTERRUPTED,
                     hint=state.options.resume_command,
                 )
             if at_end:
@@ -215,7 +215,7 @@ def _check_validation(state: TrainState) -> None:
     if not any(entry.split == "validation" for _, entry in state.store.entries):
         raise ConfigError(
             f"train.patience waits for validations, but {state.store.path} holds no validation samples",
-            kind="validation-missing",
+            kind=Kind.VALIDATION_MISSING,
             hint="hiddenstore prepare INPUT -o DATA --target T --val 1%",
         )
 

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from hiddenstore.care.copy import open_copy, run_copy
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.inspect.advise import inexact_fields
 from hiddenstore.process import Rank
 from hiddenstore.store import Store
@@ -52,7 +52,7 @@ def measure_paired(
     if rounded:
         raise ConfigError(
             f"the {' and '.join(rounded)} of {store.path} are rounded already: no original states to train on",
-            kind="states-rounded",
+            kind=Kind.STATES_ROUNDED,
             hint="hiddenstore collect DATA -o RAW --target T --recipe raw, then: hiddenstore advise RAW --paired",
         )
     words = (*(f"{name}={value}" for name, value in DEFAULTS.items()), *words)
@@ -133,7 +133,7 @@ def _sample_ids(store: Store, train_tokens: int) -> frozenset[str]:
         if not samples:
             raise ConfigError(
                 f"{store.path} holds no {split} samples, and --paired trains on one split and judges on the other",
-                kind=f"{'validation' if split == 'validation' else 'split'}-missing",
+                kind=Kind.SPLIT_EMPTY,
                 hint="hiddenstore prepare INPUT -o DATA --target T --val 2%",
             )
         total = 0

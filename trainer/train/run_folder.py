@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hiddenstore import settings
 from hiddenstore.documents import seal, unseal
-from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.store import Store
 from hiddenstore.targets.identity import identity_differences
@@ -178,12 +178,12 @@ def started_from(run: Path) -> RunInfo | None:
         return None
     start = describe(recorded.path)
     if start.start_facts() != recorded:
-        raise ConflictError(f"{recorded.path} is not what {run} was started from any more", kind="init-changed")
+        raise ConflictError(f"{recorded.path} is not what {run} was started from any more", kind=Kind.INIT_CHANGED)
     return start
 
 
 def _differs(problem: str, differences: Sequence[str], hint: str | None) -> ConfigError:
-    return ConfigError(f"{problem}:\n" + "\n".join(differences), kind="init-differs", hint=hint)
+    return ConfigError(f"{problem}:\n" + "\n".join(differences), kind=Kind.INIT_DIFFERS, hint=hint)
 
 
 def _text(value: object) -> str:
@@ -209,7 +209,7 @@ def open_new(options: TrainOptions) -> tuple[Store, TrainConfig]:
         at = f"with {newest.name} its newest checkpoint" if newest is not None else "without a checkpoint yet"
         raise ConflictError(
             f"{options.run} holds a run already, {at}; --resume continues it, another -o starts a new one",
-            kind="run-exists",
+            kind=Kind.OUTPUT_EXISTS,
             hint=options.resume_command,
         )
     store = Store.open(options.store)
@@ -276,7 +276,7 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
     if not (path / RUN_JSON).is_file():
         raise NotFoundError(
             f"{path} is no run to resume: {RUN_JSON} is missing",
-            kind="run-missing",
+            kind=Kind.RUN_MISSING,
             hint=f"hiddenstore train {options.store} -o {path}",
         )
     refused = [word for word in options.words if not word.startswith("train.") or word.startswith("train.init_from")]
@@ -285,14 +285,14 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
         raise ConfigError(
             f"{changes}: a resumed run keeps its settings ({path / CONFIG}) and where it started from; only train.* "
             "may change",
-            kind="resume-settings",
+            kind=Kind.RESUME_SETTINGS,
             hint=f"other settings are another run: hiddenstore train {options.store} -o {path}-2 …",
         )
     name = _drafter_name(path)
     if options.drafter not in (None, name):
         raise ConfigError(
             f"{path} trains {name}, not {options.drafter}",
-            kind="resume-settings",
+            kind=Kind.RESUME_SETTINGS,
             hint=f"hiddenstore train {options.store} -o {path}-2 --drafter {options.drafter}",
         )
     store = _same_store(options)
@@ -306,7 +306,7 @@ def _drafter_name(run: Path) -> str:
     try:
         return str(yaml.safe_load((run / CONFIG).read_bytes())["drafter"]["name"])
     except (yaml.YAMLError, KeyError, TypeError, OSError) as error:
-        raise CorruptionError(f"{run / CONFIG} names no drafter: {error}", kind="run-corrupt") from error
+        raise CorruptionError(f"{run / CONFIG} names no drafter: {error}", kind=Kind.RUN_CORRUPT) from error
 
 
 def _same_store(options: TrainOptions) -> Store:
@@ -321,10 +321,12 @@ def _same_store(options: TrainOptions) -> Store:
         if expected != actual:
             differences.append(f"{name}: {expected} expected, {actual} found")
     if differences:
-        raise ConflictError(f"{problem}:\n" + "\n".join(differences), kind="resume-store", hint=hint)
+        raise ConflictError(f"{problem}:\n" + "\n".join(differences), kind=Kind.RESUME_STORE, hint=hint)
     try:
         return Store.open(options.store, _read_snapshot(options.run / SNAPSHOT))
     except CorruptionError as error:
         if str(Path(store.path).resolve()) == facts.store:
             raise
-        raise ConflictError(f"{problem}, nor a copy of it: {error.message}", kind="resume-store", hint=hint) from error
+        raise ConflictError(
+            f"{problem}, nor a copy of it: {error.message}", kind=Kind.RESUME_STORE, hint=hint
+        ) from error

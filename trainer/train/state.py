@@ -11,7 +11,7 @@ from torch import Tensor
 from hiddenstore.console.output import output
 from hiddenstore.data import Cursor, TokenBatches
 from hiddenstore.documents import seal, unseal
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.store import Store
 from schemas.manifest import Snapshot
 from trainer.config import TrainConfig
@@ -151,7 +151,7 @@ def _check_context(config: TrainConfig) -> None:
         raise ConfigError(
             f"{config.drafter.name} cannot split a sequence over ranks (train.context_parallel="
             f"{config.train.context_parallel}); these can: {', '.join(able)}",
-            kind="context-parallel",
+            kind=Kind.OPTION_INVALID,
             hint="train.context_parallel=1",
         )
 
@@ -257,7 +257,7 @@ def _device(config: TrainConfig, group: ProcessGroup) -> torch.device:
         if local >= count > 1:
             raise ConfigError(
                 f"{group.rank} is number {local} on this machine, which has {count} GPUs",
-                kind="device-unavailable",
+                kind=Kind.DEVICE_UNAVAILABLE,
                 hint=f"torchrun --nproc-per-node {count} …",
             )
     torch.cuda.set_device(device)

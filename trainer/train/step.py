@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hiddenstore.data import GlobalBatch, PackedBatch
-from hiddenstore.errors import CaptureError
+from hiddenstore.errors import CaptureError, Kind
 from trainer.drafters.base import LossInputs
 from trainer.evaluate.acceptance import DraftShape
 from trainer.evaluate.simulate import evaluate_packs
@@ -191,7 +191,7 @@ def _not_finite(state: TrainState, batch: GlobalBatch, what: str) -> CaptureErro
     return CaptureError(
         f"step {state.step + 1}: {what} over samples {some_of(batch.all_sample_ids)}; the weights are those of step "
         f"{state.step}",
-        kind="loss-not-finite",
+        kind=Kind.LOSS_NOT_FINITE,
         hint=f"hiddenstore verify {state.store.path} --meaning",
     )
 
@@ -201,7 +201,7 @@ def _stays_high(state: TrainState, batch: GlobalBatch, value: float) -> CaptureE
     return CaptureError(
         f"step {state.step + 1}: loss {value:.3f} is the last of {MOST_IN_A_ROW + 1} in a row above {factor:g} times "
         f"the median of {median:.3f}; samples {some_of(batch.all_sample_ids)}; none of them changed the weights",
-        kind="loss-stays-high",
+        kind=Kind.LOSS_STAYS_HIGH,
         hint=f"hiddenstore verify {state.store.path} --meaning, or "
         f"{state.options.resume_command} train.spike_factor=none",
     )

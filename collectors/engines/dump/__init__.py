@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.registry import Registry
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ def find_format(name: str) -> "type[PeerSource]":
     """The class of a format.
 
     Raises:
-        ConfigError: ``format-ambiguous``: the name fits several, and which one decides what the numbers mean;
+        ConfigError: ``dump-unclear``: the name fits several, and which one decides what the numbers mean;
             ``format-unknown``.
     """
     if name in AMBIGUOUS and name not in FORMATS:
         message, hint = AMBIGUOUS[name]
-        raise ConfigError(message, kind="format-ambiguous", hint=hint)
+        raise ConfigError(message, kind=Kind.DUMP_UNCLEAR, hint=hint)
     return FORMATS[name]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from collectors.engines.dump.peer import PeerSource, Unusable
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.targets.layer_rules import LAYER_RULES
 from schemas.capture import NormState
 from schemas.layers import field_name, from_convention, published_aux_layers, to_convention
@@ -83,7 +83,7 @@ class Claims:
     def columns(self, source: PeerSource, num_layers: int) -> tuple[int, ...] | None:
         """Our number of each column, in the dump's order; None when nothing was said."""
         if self.layers is not None and self.peer_layers is not None:
-            raise ConfigError("give --layers or --peer-layers, not both", kind="layers-invalid")
+            raise ConfigError("give --layers or --peer-layers, not both", kind=Kind.LAYERS_INVALID)
         if self.peer_layers is not None:
             ids = _numbers(self.peer_layers, "--peer-layers")
             # vLLM hands columns out ascending and once each, in whatever order they were asked for.
@@ -101,7 +101,7 @@ class Claims:
             raise ConfigError(
                 f"layers {_listed(outside)} are outside -1…{num_layers - 1}: the target has {num_layers} layers, "
                 "counted from 0 by their output, and -1 is the embedding output",
-                kind="layer-out-of-range",
+                kind=Kind.LAYERS_INVALID,
                 hint="--peer-layers takes the numbers as the peer's own command named them",
             )
         return tuple(layers)
@@ -113,7 +113,7 @@ def choose_columns(
     """The layer of each of ``count`` columns; ``stated`` are ids in the dump itself, in the peer's numbering.
 
     Raises:
-        ConfigError: ``layers-needed``: nobody says which they are; ``layers-count``; ``layers-differ``: the person and
+        ConfigError: ``dump-unclear``: nobody says which they are; ``layers-invalid``; ``layers-differ``: the person and
             the dump disagree.
     """
     claimed = claims.columns(source, num_layers)
@@ -122,9 +122,9 @@ def choose_columns(
     if stated is not None:
         layers = tuple(from_convention(stated, source.numbering))
         if claimed not in (None, layers):
-            raise ConfigError(
+            raise FormatError(
                 f"the dump says its layers are {_listed(layers)}, not {_listed(claimed or ())}",
-                kind="layers-differ",
+                kind=Kind.LAYERS_DIFFER,
                 hint="leave --layers out",
             )
         return _fitted(source, layers, count, num_layers, "the dump names")
@@ -149,7 +149,7 @@ def _fitted(source: PeerSource, layers: tuple[int, ...], count: int, num_layers:
         return Columns(layers[:-1])  # vLLM's own list ends in the id of the final hidden
     raise ConfigError(
         f"the dump holds {count} layers, {who} {len(layers)}: {_listed(layers)}",
-        kind="layers-count",
+        kind=Kind.LAYERS_INVALID,
         hint=f"name {count} layers, in the order of the dump: --layers {','.join(map(str, range(count)))}",
     )
 
@@ -172,14 +172,16 @@ def _needed(source: PeerSource, count: int, num_layers: int) -> ConfigError:
     text += source.layers_note
     option = "--peer-layers" if is_vllm else "--layers"
     example = published_aux_layers("dflash", num_layers, count) if num_layers > count > 1 else list(range(count))
-    return ConfigError(text, kind="layers-needed", hint=f"{option} {','.join(map(str, example))}")
+    return ConfigError(text, kind=Kind.DUMP_UNCLEAR, hint=f"{option} {','.join(map(str, example))}")
 
 
 def _numbers(text: str, option: str) -> list[int]:
     try:
         return [int(word) for word in text.replace(" ", ",").split(",") if word]
     except ValueError:
-        raise ConfigError(f"{option} {text!r} is no list of numbers such as 1,15,28", kind="layers-invalid") from None
+        raise ConfigError(
+            f"{option} {text!r} is no list of numbers such as 1,15,28", kind=Kind.LAYERS_INVALID
+        ) from None
 
 
 def _listed(layers: Sequence[int]) -> str:

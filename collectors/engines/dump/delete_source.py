@@ -8,7 +8,7 @@ import torch
 
 from collectors.engines.dump.peer import PeerSource
 from hiddenstore.codecs import get_codec
-from hiddenstore.errors import CorruptionError, StorageError
+from hiddenstore.errors import CorruptionError, Kind, StorageError
 from hiddenstore.inputs.prepared import PreparedInput
 from hiddenstore.records import Record
 from hiddenstore.store import Store
@@ -59,7 +59,9 @@ class SourceDeleter:
             self.deleted += path.is_file()
             path.unlink(missing_ok=True)
         except OSError as error:
-            raise StorageError(f"{path} is imported but cannot be deleted: {error}", kind="delete-failed") from error
+            raise StorageError(
+                f"{path} is imported but cannot be deleted: {error}", kind=Kind.SOURCE_UNDELETED
+            ) from error
 
 
 def read_back(store: Store, commit: CommitRecord, records: Sequence[Record]) -> None:
@@ -83,7 +85,7 @@ def read_back(store: Store, commit: CommitRecord, records: Sequence[Record]) -> 
         if not same or (exact_final and not _equal(stored.final, expected.final)):
             raise CorruptionError(
                 f"{store.path}/{commit.segment} does not give back sample {entry.id} as it was written",
-                kind="read-back",
+                kind=Kind.READ_BACK,
                 path=commit.segment,
                 samples=(entry.id,),
                 hint=f"check the disk; the source stays. hiddenstore verify {store.path} --full",

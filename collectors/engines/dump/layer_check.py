@@ -13,7 +13,7 @@ from collectors.engines.dump.columns import Columns
 from collectors.engines.dump.probe import Probed
 from collectors.targets.families import probe_states
 from collectors.targets.load import LoadedTarget
-from hiddenstore.errors import FormatError
+from hiddenstore.errors import FormatError, Kind
 from schemas.capture import FINAL, NormState
 from schemas.layers import field_name
 
@@ -27,7 +27,7 @@ def check_layers(reference: LoadedTarget, probed: Sequence[Probed], columns: Col
     """Recompute a few samples; returns how many.
 
     Raises:
-        FormatError: ``layer-mismatch``, naming the layer that each column is nearest to.
+        FormatError: ``layers-differ``, naming the layer that each column is nearest to.
     """
     last = len(reference.blocks) - 1
     names = [*columns.aux_layers]
@@ -78,6 +78,6 @@ def _mismatch(
     hint = f"--layers {','.join(map(str, order))}" if is_clear and set(true_layers) != set(order) else None
     return FormatError(
         f"the states are not those of this target at these layers: {'; '.join(lines)}",
-        kind="layer-mismatch",
+        kind=Kind.LAYERS_DIFFER,
         hint=hint or "check that --target is the dump's own, at its revision",
     )

@@ -25,7 +25,7 @@ from collectors.engines.dump.probe import (
 )
 from collectors.targets.load import EngineTarget
 from hiddenstore.dumps.common import ABOUT_FILE
-from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError
+from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, Kind
 from hiddenstore.records import Sample
 from hiddenstore.targets.head import HeadBundle
 from schemas.capture import NormState
@@ -50,9 +50,9 @@ def settle_meaning(
     """Read the first samples of a dump, settle layers and norm, and probe what they mean.
 
     Raises:
-        ConfigError: ``source-empty``, ``nothing-usable``, and as ``choose_columns`` and ``settle_norm``.
-        FormatError: the dump is of another target (``target-width``, ``target-vocabulary``) or does not mean what its
-            format says (``norm-contradicted``, ``row-shift``).
+        ConfigError: ``input-empty``, ``nothing-usable``, and as ``choose_columns`` and ``settle_norm``.
+        FormatError: the dump is of another target (``target-mismatch``) or does not mean what its
+            format says (``dump-norm``, ``dump-shift``).
     """
     head, num_layers = target.head, target.folder.num_layers
     require_fit(head, source)
@@ -63,7 +63,7 @@ def settle_meaning(
         raise ConfigError(
             f"{source.folder} holds no {source.name} samples"
             + (", its index lists some that are gone" if locations else ""),
-            kind="source-empty",
+            kind=Kind.INPUT_EMPTY,
             hint="name the folder that the peer's own command wrote",
         )
     samples, peers = _first_samples(source, present, matcher, head)
@@ -98,7 +98,7 @@ def _exported_layers(source: PeerSource, target: EngineTarget) -> tuple[int, ...
         raise FormatError(
             f"{path} names a target whose embeddings, norm and LM head have sha256 {str(weights)[:8]}…, target "
             f"{target.folder.label} has {target.identity.weights_sha256[:8]}…",
-            kind="target-mismatch",
+            kind=Kind.TARGET_MISMATCH,
         )
     return tuple(int(layer) for layer in layers)
 
@@ -136,20 +136,20 @@ def _nothing_usable(refused: Sequence[Unusable], count: int, head: HeadBundle) -
         )
     return ConfigError(
         "\n  ".join([f"none of the first {len(refused)} of {count} samples can be imported", *reasons[:5]]),
-        kind="nothing-usable",
+        kind=Kind.NOTHING_USABLE,
         hint=hint,
     )
 
 
 def _probed(sample: Sample, peer: PeerSample, columns: Columns, width: int) -> Probed:
-    """Raises ConfigError ``layers-differ`` where a column is not what it should repeat: the layers are misnamed."""
+    """Raises ConfigError ``layers-invalid`` where a column is not what it should repeat: the layers are misnamed."""
     aux = torch.empty((len(columns.aux_layers), sample.tokens, width), dtype=torch.bfloat16)
     try:
         final = states_of_tokens(sample.input_ids, peer, columns, aux)
     except Unusable as unusable:
         raise ConfigError(
             f"{sample.source}: {unusable.detail}",
-            kind=unusable.reason,
+            kind=Kind.LAYERS_INVALID,
             hint="name the layers the dump was made with: --layers or --peer-layers",
         ) from unusable
     return Probed(sample, aux, final)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiddenstore.errors import ConfigError, FormatError, NotFoundError
+from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from schemas.capture import NormState
 from schemas.layers import LayerConvention
 
@@ -86,9 +86,9 @@ class PeerSource(ABC):
     stated = Stated()
 
     def __init__(self, name: str, folder: Path, width: int) -> None:
-        """Raises NotFoundError ``source-missing``; a subclass ``source-unreadable`` and ``source-version`` too."""
+        """Raises NotFoundError ``path-missing``; a subclass ``input-unreadable`` and ``dump-version`` too."""
         if not folder.is_dir():
-            raise NotFoundError(f"{folder} is no folder", kind="source-missing")
+            raise NotFoundError(f"{folder} is no folder", kind=Kind.PATH_MISSING)
         self.name = name
         self.folder, self._width = folder, width
 
@@ -128,7 +128,7 @@ def files_below(folder: Path, *suffixes: str) -> list[str]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A JSON object; ConfigError ``source-unreadable``."""
+    """A JSON object; ConfigError ``input-unreadable``."""
     try:
         document = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -139,9 +139,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def require_version(path: Path, manifest: dict[str, Any], key: str, expected: int) -> None:
-    """Raises FormatError ``source-version``."""
+    """Raises FormatError ``dump-version``."""
     if manifest.get(key) != expected:
-        raise FormatError(f"{path} is of {key} {manifest.get(key)}, expected {expected}", kind="source-version")
+        raise FormatError(f"{path} is of {key} {manifest.get(key)}, expected {expected}", kind=Kind.DUMP_VERSION)
 
 
 def facts_of(manifest: dict[str, Any], *names: str) -> tuple[tuple[str, str], ...]:
@@ -151,7 +151,7 @@ def facts_of(manifest: dict[str, Any], *names: str) -> tuple[tuple[str, str], ..
 
 
 def unreadable(message: str, hint: str | None = None) -> ConfigError:
-    return ConfigError(message, kind="source-unreadable", hint=hint)
+    return ConfigError(message, kind=Kind.INPUT_UNREADABLE, hint=hint)
 
 
 def token_ids(value: Any, key: str) -> np.ndarray:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from collectors.engines.dump.columns import Columns
 from collectors.engines.dump.peer import PeerSample, PeerSource
-from hiddenstore.errors import ConfigError, FormatError
+from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.records import Sample
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.verify.probes import Prediction, Rows, combined, predict, unigram_nats, unit_scale_error
@@ -73,14 +73,14 @@ def settle_norm(
     """The norm state to stamp: what a person claims, else what the files say, else the format's; the data must agree.
 
     Raises:
-        ConfigError: ``norm-mixed``: the files disagree among themselves.
-        FormatError: ``norm-contradicted``, with what was measured.
+        ConfigError: ``dump-unclear``: the files disagree among themselves.
+        FormatError: ``dump-norm``, with what was measured.
     """
     stated = filed - {None}
     if len(stated) > 1:
         raise ConfigError(
             "some files say their final hidden is before the norm, others after it; import them as two stores",
-            kind="norm-mixed",
+            kind=Kind.DUMP_UNCLEAR,
         )
     state: NormState = claimed or next(iter(stated), None) or source.final or "pre_norm"
     if share is None:
@@ -104,7 +104,7 @@ def settle_norm(
     raise FormatError(
         f"{who} that the final hidden is {side} the target's final norm, but {share:.0%} of its rows have the root "
         f"mean square that this target's norm leaves (all would, after it): {verdict}",
-        kind="norm-contradicted",
+        kind=Kind.DUMP_NORM,
         hint=hint,
     )
 
@@ -113,8 +113,8 @@ def check_meaning(head: HeadBundle, norm: NormState, probed: Sequence[Probed], c
     """Do the states belong to their tokens, at their places?
 
     Raises:
-        FormatError: ``row-shift``: the final hidden predicts another place than the next token; ``layers-differ``: what
-            is named embeddings is not.
+        FormatError: ``dump-shift``: the final hidden predicts another place than the next token; ``layers-differ``:
+            what is named embeddings is not.
     """
     evidence = Evidence(samples=len(probed), typical_norms=_typical(probed))
     if -1 in columns.aux_layers:
@@ -137,7 +137,7 @@ def check_meaning(head: HeadBundle, norm: NormState, probed: Sequence[Probed], c
         raise FormatError(
             f"the final hidden predicts its {token} token ({nats:.2f} nats) rather than the next ({following:.2f}): "
             "tokens and states of the dump are shifted against each other",
-            kind="row-shift",
+            kind=Kind.DUMP_SHIFT,
             hint="import what the peer wrote, not what its loader gives: loaders shift",
         )
     elif following >= chance:
@@ -154,7 +154,7 @@ def require_fit(head: HeadBundle, source: PeerSource, samples: Sequence[PeerSamp
     """Refuse a dump of another target: by what it states, then by its first ``samples``.
 
     Raises:
-        FormatError: ``target-width``, ``target-vocabulary``.
+        FormatError: ``target-mismatch``.
     """
     width, vocab_size = source.stated.width, source.stated.vocab_size
     if width not in (None, head.hidden_size):
@@ -162,14 +162,14 @@ def require_fit(head: HeadBundle, source: PeerSource, samples: Sequence[PeerSamp
     if vocab_size is not None and vocab_size > head.vocab_size:
         raise FormatError(
             f"the dump is of a target with {vocab_size} tokens, this one has {head.vocab_size}",
-            kind="target-vocabulary",
+            kind=Kind.TARGET_MISMATCH,
         )
     for sample in samples:
         highest = int(sample.input_ids.max())
         if highest >= head.vocab_size:
             raise FormatError(
                 f"the dump holds token {highest}, but the target has {head.vocab_size} tokens: it is of another target",
-                kind="target-vocabulary",
+                kind=Kind.TARGET_MISMATCH,
             )
         width = sample.column_width if sample.final is None else int(sample.final.shape[1])
         if width % head.hidden_size or (sample.final is not None and width != head.hidden_size):
@@ -177,10 +177,10 @@ def require_fit(head: HeadBundle, source: PeerSource, samples: Sequence[PeerSamp
 
 
 def wrong_width(states: str, head: HeadBundle) -> FormatError:
-    """``target-width``: ``states`` that cannot be this target's."""
+    """``target-mismatch``: ``states`` that cannot be this target's."""
     return FormatError(
         f"the states of the dump are {states}, the target is {head.hidden_size} wide: it is of another target",
-        kind="target-width",
+        kind=Kind.TARGET_MISMATCH,
     )
 
 
@@ -210,6 +210,6 @@ def _require_embeddings(head: HeadBundle, probed: Sequence[Probed], slot: int) -
         if float(error) > EMBEDDING_ERROR:
             raise FormatError(
                 f"the layer named -1 is not the embedding output: {one.sample.source} is off by {float(error):.0%}",
-                kind="layers-differ",
+                kind=Kind.LAYERS_DIFFER,
                 hint="check --layers against the ids that the dump was made with",
             )

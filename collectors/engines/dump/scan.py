@@ -24,7 +24,7 @@ from collectors.tokenize.prepare import RejectTally
 from collectors.tokenize.write import REJECTS_JSONL, PartWriter, RejectsWriter, refuse_existing_data, write_document
 from hiddenstore.console.progress import Progress
 from hiddenstore.documents import seal
-from hiddenstore.errors import CaptureError, HiddenstoreError, InterruptError
+from hiddenstore.errors import CaptureError, HiddenstoreError, InterruptError, Kind
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import new_folder
 from hiddenstore.inputs.prepared import PreparedInput
@@ -161,7 +161,7 @@ class Scan:
         with Progress("read tokens", len(locations), "samples") as progress:
             for location in locations:
                 if self.stop():
-                    raise InterruptError("stopped by a signal", kind="interrupted")
+                    raise InterruptError("stopped by a signal", kind=Kind.INTERRUPTED)
                 try:
                     sample = self._sample(location)
                 except Unusable as unusable:
@@ -242,6 +242,6 @@ def _too_many(tally: ScanTally, allowed: int) -> CaptureError:
     return CaptureError(
         f"{tally.refused} of {tally.rows} samples cannot be imported ({counts}), more than the {allowed} allowed; "
         f"latest {'; '.join(tally.latest)}",
-        kind="too-many-rejects",
+        kind=Kind.TOO_MANY_REJECTS,
         hint="if the dump is known to be damaged, allow more of it: --max-rejects 5%",
     )

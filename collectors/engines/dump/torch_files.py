@@ -13,7 +13,7 @@ from torch import Tensor
 
 from collectors.engines.dump.peer import Unusable, missing_key
 from collectors.targets.folder import first_line
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, Kind
 
 SAFE_TORCH = Version("2.10")
 MIB = 1 << 20
@@ -26,12 +26,12 @@ def require_safe_torch() -> None:
     """Refuse a torch whose ``weights_only`` can be talked into running code.
 
     Raises:
-        ConfigError: ``torch-unsafe``.
+        ConfigError: ``pickle-refused``.
     """
     if Version(torch.__version__) < SAFE_TORCH:
         raise ConfigError(
             f"torch {torch.__version__} cannot read torch files of strangers safely (CVE-2026-24747), {SAFE_TORCH} can",
-            kind="torch-unsafe",
+            kind=Kind.PICKLE_REFUSED,
             hint=f"pip install 'torch>={SAFE_TORCH}'",
         )
 
