@@ -34,11 +34,11 @@ from collectors.demo import TARGET_DIR
 from collectors.engines.assembly import Assembly
 from collectors.engines.hf import _pad, plan_batches
 from collectors.engines.resources import PREFIX, default_root
-from collectors.engines.vllm_files import LayerIds, StateFile, kv_transfer_config, speculative_config
+from collectors.engines.vllm import LayerIds, StateFile, kv_transfer_config, speculative_config
 from collectors.targets.layers import choose_layers
 from collectors.targets.load import load_target, open_target
-from hiddenstore.inputs import prepared as inputs
-from hiddenstore.inputs.prepared import PreparedInput, Unit
+from hiddenstore import inputs
+from hiddenstore.inputs import PreparedInput, Unit
 from hiddenstore.process import Drain, Rank
 
 BATCH_TOKENS = 4096

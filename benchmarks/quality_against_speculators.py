@@ -79,11 +79,9 @@ class Peer:
 
 
 def as_ours(theirs: Path, out: Path) -> None:
-    """Their checkpoint without the norm before fc, which ours has not.
-
-    That norm divides a token's states by one number and multiplies each by its weight. Its weight goes into fc; the
-    number goes away in the norm behind fc, as nothing reads fc's output but that norm.
-    """
+    """Their checkpoint without the norm before fc, which ours has not. That norm divides a token's states by one number
+    and multiplies each by its weight. Its weight goes into fc; the number goes away in the norm behind fc, as nothing
+    reads fc's output but that norm."""
     config = json.loads((theirs / "config.json").read_text(encoding="utf-8"))
     tensors = {name: tensor.float() for name, tensor in load_file(theirs / "model.safetensors").items()}
     if config["norm_before_fc"]:

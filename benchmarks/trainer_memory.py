@@ -32,7 +32,7 @@ def make_store(folder: Path, depth: int) -> str:
     """A store of random states, as if captured from a target of ``depth`` layers."""
     import numpy as np
 
-    from hiddenstore.inputs.registered import input_digest
+    from hiddenstore.inputs import input_digest
     from hiddenstore.records import Sample, sample_id
     from hiddenstore.testing import builders
     from hiddenstore.writer import create_store, write_unit

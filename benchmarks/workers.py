@@ -26,10 +26,8 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: the class behind it, what it is measured in, and where it runs.
-
-    ``folder``: what it reads or writes. ``checkout``: the repository whose worker it is.
-    """
+    """A line of a table: the class behind it, what it is measured in, and where it runs. ``folder``: what it reads or
+    writes. ``checkout``: the repository whose worker it is."""
 
     label: str
     kind: str
@@ -97,11 +95,7 @@ class WorkerProcess:
         return json.loads(line) if line else {"failed": "the worker died"}
 
     def demand(self, op: str, **options: Any) -> Answer:
-        """An answer without which there is nothing to measure.
-
-        Raises:
-            RuntimeError: the worker could not.
-        """
+        """An answer without which there is nothing to measure. Raises RuntimeError: the worker could not."""
         answer = self.ask(op, **options)
         if "failed" in answer:
             raise RuntimeError(answer["failed"])
@@ -128,10 +122,8 @@ def running(start: Callable[[Row], WorkerProcess], rows: Sequence[Row]) -> Itera
 @dataclass(frozen=True)
 class Turns:
     """How rows take turns. ``requests(turn)``: options by measure; ``before``: what happens ahead of each request.
-
     ``unit`` divides the seconds. Shuffled, no row follows the same one twice: what the one before gave back to the
-    system decides what memory costs.
-    """
+    system decides what memory costs."""
 
     rounds: int
     requests: Callable[[int], Mapping[str, Mapping[str, Any]]]

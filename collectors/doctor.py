@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from collectors.engines import ENGINES, load_attribute
-from collectors.engines.versions import optional_package
-from hiddenstore.doctor.installation import DoctorCheck
+from collectors.engines.resources import optional_package
+from hiddenstore.doctor import DoctorCheck
 
 MEMORY = Path("/dev/shm")
 

@@ -2,7 +2,7 @@
 
 >>> import hiddenstore                                    # doctest: +SKIP
 >>> store = hiddenstore.open("my-store")                  # doctest: +SKIP
->>> record = store[store.sample_ids[0]]                   # doctest: +SKIP
+>>> record = store[0]                                     # doctest: +SKIP
 >>> record.aux.shape, record.final.shape                  # doctest: +SKIP
 (torch.Size([3, 812, 4096]), torch.Size([402, 4096]))
 
@@ -52,9 +52,20 @@ def open(location: str | Path, snapshot: str | None = None) -> "Store":
     return Store.open(location, snapshot)
 
 
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("hiddenstore")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         from importlib import import_module
 
         return getattr(import_module(_LAZY[name]), name)
+    if name == "__version__":
+        return _version()
     raise AttributeError(f"module 'hiddenstore' has no attribute {name!r}")

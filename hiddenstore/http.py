@@ -114,6 +114,7 @@ class HttpClient:
     def _request(self, method: str, path: str, content: bytes | None, read: Callable[[bytes], T]) -> T:
         tries, timeout_s = self.access.tries, self.access.timeout_s
         end_s = time.monotonic() + tries * (timeout_s + LONGEST_WAIT_S)
+        words = ""
         for number in range(1, tries + 1):
             retry_after = ""
             try:
@@ -123,6 +124,11 @@ class HttpClient:
                 return self._read(response, body, read)
             except (StorageError, CaptureError) as error:
                 wait_s = retry_wait_s(number, retry_after)
+                if error.kind in (Kind.SERVER_FAILING, Kind.SERVER_ANSWER):
+                    words = words or error.message
+                elif words:
+                    # A server that failed and then went away: its own words say why.
+                    error.message = f"{words}, then {error.message}"
                 if number == tries or time.monotonic() + wait_s >= end_s or self._closed.wait(wait_s):
                     error.message += f" ({number} tries)" if number > 1 else ""
                     raise

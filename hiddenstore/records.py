@@ -4,6 +4,7 @@ Shapes: T tokens of one sample, L aux layers, D target width, R rows of the fina
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,9 @@ class Sample:
     split: str = "train"
     source: str = ""
 
+    def __repr__(self) -> str:
+        return f"Sample({self.id}, {self.split}, {self.tokens:,} tokens, {self.supervised:,} supervised)"
+
     @property
     def tokens(self) -> int:
         return int(self.input_ids.shape[0])
@@ -58,6 +62,9 @@ class TopK:
     ids: "Tensor"
     log_probs: "Tensor"
     lse: "Tensor"
+
+    def __repr__(self) -> str:
+        return f"TopK({self.rows:,} rows, k={self.k})"
 
     @property
     def rows(self) -> int:
@@ -92,6 +99,10 @@ class Record:
     final_rows: np.ndarray
     topk: TopK | None = None
 
+    def __repr__(self) -> str:
+        final = f"final {list(self.final.shape)}" if self.topk is None else repr(self.topk)
+        return f"Record({self.sample!r}, aux {list(self.aux.shape)}, {final})"
+
 
 def final_row_positions(loss_mask: np.ndarray, mode: FinalMode) -> np.ndarray:
     """Token positions at which the final hidden is held: int32 [R], ascending.
@@ -109,3 +120,17 @@ def final_row_positions(loss_mask: np.ndarray, mode: FinalMode) -> np.ndarray:
     reach[:-1] |= supervised[1:]
     reach[1:] |= supervised[:-1]
     return np.flatnonzero(reach).astype(np.int32)
+
+
+LOOP_SHARE = 0.3
+"""An answer with a larger ``repeated_share`` loops."""
+
+
+def repeated_share(token_ids: Sequence[int], order: int = 4) -> float:
+    """Share of n-grams (default 4) that occurred before in the same answer; 0 for answers shorter than one n-gram.
+
+    >>> repeated_share([1, 2, 3, 4, 1, 2, 3, 4, 1])
+    0.3333333333333333
+    """
+    grams = [tuple(token_ids[i : i + order]) for i in range(len(token_ids) - order + 1)]
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0

@@ -16,10 +16,12 @@ from hiddenstore.codecs import CODECS, LAYOUTS
 from hiddenstore.commit import Commit, Scan, make_snapshot, read_snapshot, scan_commits
 from hiddenstore.documents import load, seal, sha256_hex
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, Kind, NotFoundError
+from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, is_inside
 from hiddenstore.registry import Registry
 from hiddenstore.segments import CONTAINERS
+from hiddenstore.sequence import RecordSequence
 from schemas.capture import CaptureSpec
 from schemas.manifest import CommitRecord, PackageRole, SampleEntry, Snapshot, StoreManifest
 
@@ -29,25 +31,16 @@ if TYPE_CHECKING:
     import zarr
     from torch import Tensor
 
-    from hiddenstore.inputs.registered import RegisteredInput
+    from hiddenstore.inputs import RegisteredInput
     from hiddenstore.records import Record, Sample
     from hiddenstore.segments.segment import SegmentReader
     from hiddenstore.targets.head import HeadBundle
 
 OPEN_SEGMENTS = 64
+_PICKLED = ("fs", "path", "manifest", "damaged", "_commits")
 
 
-def no_store(fs: Filesystem) -> NotFoundError:
-    """``store-missing``: what to raise where there is no store.json."""
-    path = shlex.quote(fs.root)
-    if fs.size(layout.DATA_JSON) is not None:
-        what, command = "it holds prepared data", f"hiddenstore collect {path} -o STORE --target TARGET"
-    else:
-        what, command = f"{layout.STORE_JSON} is missing", f"hiddenstore collect DATA -o {path} --target TARGET"
-    return NotFoundError(f"{fs.root} is no store: {what}", kind=Kind.STORE_MISSING, hint=command)
-
-
-class Store:
+class Store(RecordSequence):
     """Captured samples by id. Opening reads metadata only; what is committed later is seen by opening again.
 
     Reading is safe from many threads. A sample id held by several units is read from the first unit by name;
@@ -80,7 +73,7 @@ class Store:
         """
         fs = open_filesystem(location)
         if fs.size(layout.STORE_JSON) is None:
-            raise no_store(fs)
+            raise missing("store", fs.root)
         manifest = load(fs, layout.STORE_JSON, StoreManifest)
         outside = [file.path for file in manifest.target_files if not is_inside(file.path)]
         if outside:
@@ -96,29 +89,18 @@ class Store:
             raise scan.damaged[0]
         return cls(fs, manifest, scan)
 
-    def __repr__(self) -> str:
-        capture, target = self.capture, self.capture.target
-        tokens = sum(record.tokens for record in self.commits())
-        supervised = sum(entry.supervised for record in self.commits() for entry in record.samples)
-        size = sum(record.bytes_stored for record in self.commits())
-        share = f"{supervised / tokens:.0%}" if tokens else "none"
-        aux = ", ".join(capture.aux_fields) or "none"
-        return (
-            f"Store {self.path}\n"
-            f"  {len(self):,} samples, {tokens:,} tokens ({share} supervised), {len(self._commits):,} units, "
-            f"{size / 1e9:.2f} GB\n"
-            f"  target {target.name}: {target.model_type}, {target.num_layers} layers, width {target.hidden_size}\n"
-            f"  aux {aux} ({capture.codecs.aux}); final {capture.final}, {capture.final_norm} ({capture.codecs.final})"
-        )
+    def __getstate__(self) -> dict[str, object]:
+        """What a process that gets it by pickle needs: its units are opened there anew."""
+        return {name: value for name, value in vars(self).items() if name in _PICKLED}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state, _readers=OrderedDict(), _lock=threading.Lock())
 
     def __len__(self) -> int:
         return len(self._index)
 
     def __contains__(self, sample_id: object) -> bool:
         return sample_id in self._index
-
-    def __getitem__(self, sample_id: str) -> "Record":
-        return self.read(sample_id)
 
     @property
     def capture(self) -> CaptureSpec:
@@ -239,7 +221,7 @@ class Store:
 
     def inputs(self) -> "dict[str, RegisteredInput]":
         """The inputs this store was asked to hold, by digest."""
-        from hiddenstore.inputs.registered import registered_inputs
+        from hiddenstore.inputs import registered_inputs
 
         return registered_inputs(self.fs)
 

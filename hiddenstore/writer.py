@@ -20,7 +20,7 @@ from schemas.capture import CaptureSpec, HeadSpec
 from schemas.manifest import CommitRecord, Container, Engine, FileEntry, Package, PackageRole, Reject, StoreManifest
 
 if TYPE_CHECKING:
-    from hiddenstore.inputs.prepared import PreparedInput
+    from hiddenstore.inputs import PreparedInput
     from hiddenstore.records import Record
     from hiddenstore.segments.base import EncodedUnit
 
@@ -175,7 +175,7 @@ def register_input(store: Store, prepared: "PreparedInput") -> str:
     Raises:
         ConflictError: ``input-units-differ`` when the same input is registered with other unit borders.
     """
-    from hiddenstore.inputs.registered import RegisteredInput, parse_registered
+    from hiddenstore.inputs import RegisteredInput, parse_registered
     from hiddenstore.segments.base import unit_tokens
 
     digest = prepared.info.digest
@@ -197,7 +197,7 @@ def register_input(store: Store, prepared: "PreparedInput") -> str:
 
 def pending_units(store: Store, digest: str) -> list[str]:
     """Units of a registered input without a commit record, in input order; reads the folder as it is now."""
-    from hiddenstore.inputs.registered import RegisteredInput
+    from hiddenstore.inputs import RegisteredInput
 
     done = committed_units(store.fs)
     return [unit for unit in RegisteredInput(store.fs, digest).units if unit not in done]

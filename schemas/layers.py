@@ -34,7 +34,7 @@ def field_name(layer: int) -> str:
 
 @dataclass(frozen=True)
 class LayerRule:
-    """What a drafter reads of a target unless told otherwise: a row of ``hiddenstore.targets.layer_rules``.
+    """What a drafter reads of a target unless told otherwise: a row of ``hiddenstore.targets``.
 
     ``published``: the field's formula for its aux layers, of the target's number of layers and of how many are read
     (None: as many as is usual). ``final``: rows of the final hidden; ``reads_final``: it reads that hidden itself, so

@@ -108,6 +108,13 @@ def damaged_run(world: World, folder: Path) -> str:
     return str(folder / "damaged")
 
 
+def run_with_config(world: World, folder: Path, content: str) -> str:
+    """A copy of the run under other settings."""
+    shutil.copytree(world / "run", folder / "changed")
+    (folder / "changed" / "config.yaml").write_text(content)
+    return str(folder / "changed")
+
+
 def without_config(folder: Path) -> str:
     (folder / "empty").mkdir()
     return str(folder / "empty")

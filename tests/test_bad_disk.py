@@ -44,6 +44,17 @@ def fill(disk: Path, free_bytes: int) -> Path:
     return ballast
 
 
+def test_used_up_inodes_are_told_from_a_full_disk(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for disk in mounted(tmp_path / "disk", f"size={DISK_BYTES},nr_inodes=8"):
+        assert run("copy", world / "store", str(disk / "copy")) == STORAGE
+        message, fix = error_of(capsys.readouterr().err)
+        assert message.startswith("no more files fit on the disk while writing")
+        assert "free" not in message
+        assert "df -i" in fix
+
+
 @pytest.mark.parametrize("free_bytes", [0, 4 << 10, 8 << 10])
 def test_prepare_on_a_full_disk_leaves_nothing(
     free_bytes: int, world: World, small_disk: Path, capsys: pytest.CaptureFixture[str]
@@ -137,3 +148,19 @@ def test_a_read_only_folder_is_named(
     assert "[permission-denied]" in message
     assert str(read_only) in message
     assert list(read_only.iterdir()) == []
+
+
+def test_sources_that_cannot_be_deleted_are_imported_all_the_same(
+    world: World, small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump, store = small_disk / "dump", str(tmp_path / "new")
+    assert run("export-data", world / "no_final", "--to", "specforge-dflash", "-o", str(dump)) == 0
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    before = tree(dump)
+    words = ("import", str(dump), "--from", "specforge-dflash", "-o", store, "--target", world / "target")
+    assert run(*words, "--delete-source") == STORAGE
+    message, _ = error_of(capsys.readouterr().err)
+    assert "[source-undeleted]" in message
+    assert f"{dump}" in message
+    assert tree(dump) == before
+    assert run("verify", store, "--full") == 0

@@ -11,6 +11,7 @@ from tests.bad_input import (
     CONFLICT,
     FOUND,
     MISFIT,
+    STORAGE,
     USAGE,
     Case,
     check,
@@ -18,6 +19,7 @@ from tests.bad_input import (
     damaged_store,
     on,
     rows,
+    run_with_config,
     text,
     train,
 )
@@ -68,6 +70,16 @@ CASES = [
         "vocab-corrupt",
         ("chats.jsonl",),
     ),
+    *(
+        Case(
+            f"vocab {where} a file",
+            lambda w, _, rest=rest: ("vocab", w / "store", "-o", f"{w / 'chats.jsonl'}/{rest}"),  # type: ignore[misc]
+            STORAGE,
+            "path-invalid",
+            ("chats.jsonl",),
+        )
+        for where, rest in (("in", "d2t.pt"), ("below", "deep/d2t.pt"))
+    ),
     # train
     Case("train nothing", train(store="nowhere"), USAGE, "store-missing", ("nowhere",)),
     Case(
@@ -104,6 +116,13 @@ CASES = [
         "hiddenstore repair",
     ),
     Case("run exists", on("train", "store", "-o", "run"), CONFLICT, "output-exists", ("step-2",), "--resume"),
+    Case(
+        "resume a damaged run",
+        lambda w, f: ("train", w / "store", "-o", run_with_config(w, f, "drafter: [eagle3"), "--resume"),
+        FOUND,
+        "run-corrupt",
+        ("config.yaml",),
+    ),
     Case("nothing to resume", train("--resume"), USAGE, "run-missing", ("new",), "hiddenstore train"),
     Case(
         "resume another store",
@@ -190,6 +209,17 @@ CASES = [
         "input-empty",
         ("validation",),
     ),
+    Case(
+        "decode a sampled tree",
+        lambda w, _: (
+            *("decode", w / "run", "--target", w / "target", "--prompts", w / "store"),
+            *("--draft-len", "2x2", "--temperature", "0.5"),
+        ),
+        USAGE,
+        "no-tree",
+        ("temperature 0",),
+        "--draft-len 3",
+    ),
     # export
     Case(
         "export over a folder",
@@ -259,6 +289,15 @@ CASES = [
         USAGE,
         "usage",
         ("arrow", "speculators"),
+    ),
+    # import
+    Case(
+        "import into a remote store",
+        on("import", "data", "--from", "speculators", "-o", "s3://bucket/store", "--target", "target"),
+        USAGE,
+        "store-remote",
+        ("s3://bucket/store",),
+        "hiddenstore copy",
     ),
     # usage
     Case("command unknown", on("colect"), USAGE, "usage", ("colect", "collect"), "hiddenstore collect --help"),

@@ -32,7 +32,7 @@ def test_a_make_target_the_readme_names_exists(command: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"^hiddenstore ([\w-]+)", README, re.MULTILINE))))
 def test_a_command_the_readme_shows_exists(name: str) -> None:
-    from hiddenstore.cli.commands import find_commands
+    from hiddenstore.cli import find_commands
 
     assert name in find_commands()
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hiddenstore.cli import inner, pipeline
+from hiddenstore.cli import inner
+from hiddenstore.cli import run as pipeline
 from hiddenstore.errors import CaptureError, Kind
 from tests.tiny_world import LAYERS, World, error_of, run, tree
 
@@ -99,6 +100,14 @@ def test_a_stage_that_failed_is_where_the_same_command_goes_on(
     assert done == ["prepare", "collect", "verify"]
 
 
+def test_a_command_that_fails_on_its_ranks_is_named_with_its_words(tmp_path: Path) -> None:
+    words = ["nowhere", "-o", str(tmp_path / "run")]
+    with pytest.raises(CaptureError, match="hiddenstore train on 2 ranks stopped with exit code 1") as caught:
+        inner.do_on_ranks(2, "train", words)
+    assert caught.value.kind == "ranks-failed"
+    assert caught.value.hint == f"hiddenstore train nowhere -o {tmp_path / 'run'}"
+
+
 def test_a_killed_run_trains_on_to_the_drafter_of_an_uninterrupted_one(world: World, tmp_path: Path) -> None:
     settings = {**SMALL, "train": {"max_steps": 10, "checkpoint_every": 1, "validate_every": 0}}
     drafters = {"eagle3": {"drafter": "eagle3", "settings": settings}}
@@ -181,6 +190,7 @@ def test_what_a_changed_pipeline_would_make_otherwise_is_refused_with_both_comma
     assert run("run", str(finished / "pipeline.yaml"), "collect.recipe=lossless") == CONFLICT
     message, fix = error_of(capsys.readouterr().err)
     assert "the pipeline now says" in message
+    assert message.endswith("[stage-changed]")
     assert "--recipe lossless" in message
     assert fix == f"rm -r {finished / 'out' / 'store'} {finished / 'out' / 'done' / 'collect.json'}"
     assert tree(finished / "out") == before
@@ -195,7 +205,9 @@ def test_changed_inputs_are_noticed(world: World, tmp_path: Path, capsys: pytest
     lines = chats.read_text().splitlines(keepends=True)
     chats.write_text("".join(lines[:-1]))
     assert run("run", file) == CONFLICT
-    assert "inputs that have changed since" in error_of(capsys.readouterr().err)[0]
+    message = error_of(capsys.readouterr().err)[0]
+    assert "inputs that have changed since" in message
+    assert message.endswith("[stage-changed]")
 
 
 def test_a_damaged_record_names_its_file(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,11 +28,7 @@ FULL_VOCAB_LIMIT = 32768
 
 @cache
 def config_class(drafter: str) -> type[TrainConfig]:
-    """The settings of a run that trains this kind of drafter.
-
-    Raises:
-        ConfigError: there is no such drafter.
-    """
+    """The settings of a run that trains this kind of drafter. Raises ConfigError: there is no such drafter."""
     kind = drafter_kind(drafter)
     loss = (kind.loss, Field(default_factory=kind.loss))
     return create_model("TrainConfig", __base__=TrainConfig, drafter=(kind.config, ...), loss=loss)
@@ -46,10 +42,7 @@ def load_config(
     start: DrafterConfig | None = None,
 ) -> TrainConfig:
     """Settings for a run over ``store``. ``start``: those of the drafter to start from, which then are the defaults.
-
-    Raises:
-        ConfigError: every unknown or invalid setting at once, or ``drafter-contradiction``.
-    """
+    Raises ConfigError: every unknown or invalid setting at once, or ``drafter-contradiction``."""
     name = _drafter_name(drafter, file, words, start)
     defaults = derived(store, name)
     if start is not None:
@@ -65,11 +58,8 @@ def load_config(
 
 
 def check_settings(drafter: str | None, file: str | Path | None, words: Sequence[str]) -> None:
-    """Refuse settings before there is a store: what `settings.check` finds.
-
-    Raises:
-        ConfigError: every unknown setting and every value of a wrong type, or ``drafter-contradiction``.
-    """
+    """Refuse settings before there is a store: what `settings.check` finds. Raises ConfigError: every unknown setting
+    and every value of a wrong type, or ``drafter-contradiction``."""
     is_named = drafter is not None or settings.assignments("drafter.name", file, words)
     if not is_named and settings.assignments("train.init_from", file, words):
         # Which drafter it is, only what it starts from can tell.
@@ -148,15 +138,13 @@ def _rope(shape: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def default_lr(hidden_size: int) -> float:
-    """1e-4 at width 4096 (SpecForge, TorchSpec, ModelOpt, speculators), rising as drafters shrink; two digits.
-
-    The exponent is set by a 192-wide drafter, which learns fastest near 5e-3.
-    """
+    """1e-4 at width 4096 (SpecForge, TorchSpec, ModelOpt, speculators), rising as drafters shrink; two digits. The
+    exponent is set by a 192-wide drafter, which learns fastest near 5e-3."""
     return float(f"{min(5e-3, 1e-4 * (4096 / hidden_size) ** 1.28):.1e}")
 
 
-def _target_shape(store: "Store") -> Mapping[str, Any]:
-    """The text part of the target's ``config.json``, or nothing when the store holds none."""
+def target_config(store: "Store") -> dict[str, Any]:
+    """The target's ``config.json``, or nothing when the store holds none. Raises FormatError: ``document-invalid``."""
     if not any(file.path.endswith("config.json") for file in store.manifest.target_files):
         return {}
     try:
@@ -165,6 +153,14 @@ def _target_shape(store: "Store") -> Mapping[str, Any]:
         raise FormatError(
             f"target/config.json of {store.path} is no JSON: {error}", kind=Kind.DOCUMENT_INVALID
         ) from error
+    if not isinstance(config, dict):
+        raise FormatError(f"target/config.json of {store.path} should hold an object", kind=Kind.DOCUMENT_INVALID)
+    return config
+
+
+def _target_shape(store: "Store") -> Mapping[str, Any]:
+    """The text part of the target's ``config.json``."""
+    config = target_config(store)
     inner = config.get("text_config")
     shape: dict[str, Any] = inner if isinstance(inner, dict) else config
     return {**_class_defaults(shape), **shape}

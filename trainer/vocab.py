@@ -99,12 +99,8 @@ class DraftVocab:
     @classmethod
     def load(cls, path: str | Path, target_size: int) -> "DraftVocab":
         """From ``vocab.safetensors`` or a peer's ``d2t.pt`` (a tensor, or a mapping with ``d2t``) or ``d2t.npy``.
-
-        Raises:
-            NotFoundError: no such file.
-            CorruptionError: the file cannot be read.
-            ConfigError: it does not fit a target of ``target_size`` tokens.
-        """
+        Raises NotFoundError: no such file; CorruptionError: the file cannot be read; ConfigError: it does not fit a
+        target of ``target_size`` tokens."""
         path = Path(path)
         if not path.is_file():
             raise NotFoundError(f"no draft vocabulary at {path}", kind=Kind.PATH_MISSING)

@@ -96,10 +96,8 @@ class Ratio:
 
 
 def cpu(timings: Sequence[Timing], kind: str, measure: str) -> float | None:
-    """CPU seconds a logical GB of one row: the median, and of writes the smallest.
-
-    A write costs up to ten times as much where the page cache has no memory to hand, whoever writes.
-    """
+    """CPU seconds a logical GB of one row: the median, and of writes the smallest. A write costs up to ten times as
+    much where the page cache has no memory to hand, whoever writes."""
     timing = next((timing for timing in timings if timing.row.kind == kind and measure in timing.cpu), None)
     if timing is None or timing.failed is not None:
         return None

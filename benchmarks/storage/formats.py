@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,23 +20,22 @@ import torch
 Samples = Callable[[], Iterator[np.ndarray]]
 
 
-class Format(ABC):
-    """One way to read samples from a folder. ``shuffles``: whether one can be read without those before it.
-
-    Those that write too have ``write(samples)``, for a folder that exists and is empty; others read what those wrote.
-    """
+class Format:
+    """One way to read samples from a folder. ``shuffles``: whether one can be read without those before it. Those that
+    write too have ``write(samples)``, for a folder that exists and is empty; others read what those wrote. By itself it
+    is the format of what has no files: a codec alone."""
 
     shuffles = True
 
     def __init__(self, folder: Path, shapes: Sequence[tuple[int, int, int]]) -> None:
         self.folder, self.shapes = folder, shapes
 
-    def open(self) -> None:  # noqa: B027  Most formats have nothing to open.
+    def open(self) -> None:
         """Whatever a reader does once."""
 
-    @abstractmethod
     def read(self, index: int, out: np.ndarray) -> None:
         """One sample into ``out`` [L, t, D]."""
+        raise NotImplementedError(f"{type(self).__name__} reads no single sample")
 
     def read_all(self, out_of: Callable[[int], np.ndarray]) -> None:
         """Every sample in stored order, the ``index``-th into ``out_of(index)``."""

@@ -23,6 +23,7 @@ from hiddenstore.writer import create_store, write_unit
 from schemas.capture import HeadSpec
 from trainer.drafters import drafter_kind
 from trainer.parallel.group import ProcessGroup
+from trainer.train.lock import RunLock
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state
 from trainer.train.step import steps
@@ -75,10 +76,8 @@ def words(case: Case, vocab_file: Path, prefetch_mb: int, train: dict[str, Any])
 
 
 class Ours:
-    """``hiddenstore train`` up to its log and checkpoints: batches of the store, plan, backward, clip, AdamW.
-
-    ``root``: a new folder for the store and the run; ``train``: settings of that section, the device above all.
-    """
+    """``hiddenstore train`` up to its log and checkpoints: batches of the store, plan, backward, clip, AdamW. ``root``:
+    a new folder for the store and the run; ``train``: settings of that section, the device above all."""
 
     recipe = "raw"
     in_memory = False
@@ -90,7 +89,7 @@ class Ours:
         vocab.write_bytes(DraftVocab.of_ids(tensors.target_ids, case.vocab).save_bytes())
         make_store(case, tensors, root / "store", self.recipe)
         options = TrainOptions(root / "store", root / "run", case.drafter, None, words(case, vocab, prefetch_mb, train))
-        self.state: TrainState = build_state(options, ProcessGroup(Rank()))
+        self.state: TrainState = build_state(options, ProcessGroup(Rank()), RunLock(root / "run"))
         if tensors.weights:
             self.state.model.load_state_dict(tensors.weights)
         if self.in_memory:

@@ -15,7 +15,7 @@ from hiddenstore.console.text import size
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.segments.base import Container, unit_tokens
 from hiddenstore.store import Store
-from schemas.capture import TOPK, CaptureSpec, Codecs, FinalMode, TargetIdentity
+from schemas.capture import TOPK, CaptureSpec, Codecs, FinalMode
 from schemas.prepared import PreparedData
 
 # Token ids, mask and row positions of one token.
@@ -60,12 +60,7 @@ def make_plan(
     rate: float | None,
     container: str = "zarr",
 ) -> Plan:
-    """Estimate every recipe that serves the drafters asked for, the largest first.
-
-    Args:
-        location: where the store will be, for the free space.
-        rate: tokens per second that collect reached before.
-    """
+    """Every recipe that serves the drafters, the largest first; ``rate``: tokens per second that collect reached."""
     codecs = get_recipe(recipe)
     capture = _capture(folder, choice, codecs)
     listed = {name: get_recipe(name) for name in RECIPES} | {recipe_name(codecs): codecs}
@@ -79,10 +74,7 @@ def make_plan(
 
 
 def shortage(store: Store, info: PreparedData, tokens: int) -> str | None:
-    """The warning before ``tokens`` of this input are captured into less free space than they take; None if they fit.
-
-    Space is that of the folder of a local store.
-    """
+    """A warning where ``tokens`` of this input take more than is free beside a local store; None if they fit."""
     if "://" in store.path:
         return None
     manifest, codecs = store.manifest, store.capture.codecs
@@ -110,18 +102,7 @@ def free_bytes(location: str | Path) -> int:
 
 def _capture(folder: TargetFolder, choice: LayerChoice, codecs: Codecs) -> CaptureSpec:
     """A capture spec without weights; it goes nowhere."""
-    identity = TargetIdentity(
-        name=folder.label,
-        model_type=folder.config.model_type,
-        hidden_size=folder.config.hidden_size,
-        num_layers=folder.num_layers,
-        vocab_size=folder.config.vocab_size,
-        dtype="",
-        config_sha256=folder.config_sha256,
-        tokenizer_sha256=folder.tokenizer_sha256,
-        chat_template_sha256=folder.chat_template_sha256,
-        weights_sha256="",
-    )
+    identity = folder.identity(folder.config.hidden_size, folder.config.vocab_size)
     return CaptureSpec(
         target=identity, aux_layers=choice.aux_layers, final=choice.final, final_norm="pre_norm", codecs=codecs
     )

@@ -6,35 +6,34 @@ back from.
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from collectors.capture.job import CollectJob, CollectReport, JobSettings
+import torch
+
+from collectors.capture.job import CollectJob, CollectReport, JobSettings, new_store
 from collectors.capture.options import require_data_fits
 from collectors.checks.capture import CheckSpec
 from collectors.checks.reference import Reference, open_reference, parse_check, profile_target
 from collectors.engines.dump import find_format
-from collectors.engines.dump.columns import Claims
-from collectors.engines.dump.delete_source import SourceDeleter
-from collectors.engines.dump.engine import DumpEngine
-from collectors.engines.dump.layer_check import check_layers
+from collectors.engines.dump.engine import Claims, DumpEngine
 from collectors.engines.dump.matching import Matcher, PreparedTokens, exported_turns
-from collectors.engines.dump.meaning import DumpMeaning, settle_meaning
-from collectors.engines.dump.probe import Evidence
+from collectors.engines.dump.meaning import DumpMeaning, Evidence, check_layers, settle_meaning
+from collectors.engines.dump.peer import PeerSource
 from collectors.engines.dump.scan import SKIPPED, Scan, count_refused, covered_locations, finished_scans, scan_key
 from collectors.targets.folder import open_target
 from collectors.targets.load import EngineTarget, LoadOptions
 from collectors.tokenize.template import read_template
-from hiddenstore.codecs import DEFAULT_RECIPE, get_recipe, recipe_name
-from hiddenstore.errors import ConfigError, Kind, NotFoundError
-from hiddenstore.inputs.prepared import PreparedInput
+from hiddenstore.codecs import DEFAULT_RECIPE, get_codec, get_recipe
+from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError, StorageError
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Drain, Rank
+from hiddenstore.records import Record
 from hiddenstore.store import Store
 from hiddenstore.verify.profile import write_profile
-from hiddenstore.writer import create_store
 from schemas.capture import CaptureSpec, FinalMode, NormState
-from schemas.manifest import Container
+from schemas.manifest import CommitRecord, Container
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,7 @@ class ImportOptions:
 
 @dataclass
 class ImportReport(CollectReport):
-    """What this run did, over all ``inputs``; ``input`` is the last of them.
-
-    ``rounded`` samples were wider than bf16; ``padding`` rows were left behind.
-    """
+    """What this run did over all ``inputs``; ``rounded`` samples were wider than bf16, ``padding`` rows left out."""
 
     peer: str = ""
     explained: str = ""
@@ -175,7 +171,7 @@ class ImportJob:
         )
         prepared = scan.run(locations)
         self.report.padding = scan.tally.padding
-        for reason, rows in scan.tally.without_sample.items():
+        for reason, rows in scan.tally.rejects.items():
             (self.report.skipped if reason in SKIPPED else self.report.rejects)[reason] += rows
         return scans if prepared is None else [*scans, prepared]
 
@@ -183,7 +179,14 @@ class ImportJob:
         """Every pass through the collect job."""
         engine, report, meaning = self.engine, self.report, self.meaning
         final: FinalMode = "none" if engine.final_norm is None else "all"
-        store = self._create(final)
+        capture = CaptureSpec(
+            target=engine.target.identity,
+            aux_layers=meaning.columns.aux_layers,
+            final=final,
+            final_norm=meaning.norm,
+            codecs=get_recipe(self.options.recipe),
+        )
+        store = new_store(self.options.store, self.options.container, engine.target, capture)
         if self.reference.target is not None:
             write_profile(store.fs, profile_target(self.reference.target, scans[0], final))
         layers, norms = meaning.columns.aux_layers, meaning.evidence.typical_norms
@@ -199,18 +202,6 @@ class ImportJob:
         report.rounded = engine.rounded
         if deleter is not None:
             report.deleted_files, report.remaining_files = deleter.deleted, deleter.remaining
-
-    def _create(self, final: FinalMode) -> Store:
-        options, target = self.options, self.engine.target
-        capture = CaptureSpec(
-            target=target.identity,
-            aux_layers=self.meaning.columns.aux_layers,
-            final=final,
-            final_norm=self.meaning.norm,
-            codecs=get_recipe(options.recipe),
-        )
-        recipe, files = recipe_name(capture.codecs), target.target_files()
-        return create_store(options.store, capture, target.head.spec, recipe, files, options.container)
 
 
 def _matcher(options: ImportOptions, target: EngineTarget) -> Matcher:
@@ -229,3 +220,80 @@ def _membership(store: str | Path) -> Callable[[str], bool]:
         return Store.open(store).__contains__
     except NotFoundError:
         return lambda _name: False
+
+
+class SourceDeleter:
+    """Knows what is only in each file of a dump: ``deleted`` files are gone, ``remaining`` are not all imported."""
+
+    def __init__(self, store: Store, source: PeerSource, locations: Sequence[str]) -> None:
+        self._store, self._source = store, source
+        self._left: dict[Path, set[str]] = {}
+        for location in locations:
+            self._left.setdefault(source.file_of(location), set()).add(location)
+        self.deleted = 0
+
+    @property
+    def remaining(self) -> int:
+        return sum(path.is_file() for path in self._left)
+
+    def on_commit(self, commit: CommitRecord, records: Sequence[Record]) -> None:
+        """Read a unit back that was just committed; files that hold no sample outside the store are deleted."""
+        read_back(self._store, commit, records)
+        self._release(record.sample.source for record in records)
+
+    def catch_up(self, prepared: PreparedInput, digest: str) -> None:
+        """The same for units of an input that were committed before this run."""
+        locations = {sample.id: sample.source for sample in prepared.samples()}
+        for commit in Store.open(self._store.fs).commits():
+            if commit.input != digest:
+                continue
+            sources = [locations[sample.id] for sample in commit.samples if sample.id in locations]
+            if any(self._source.file_of(location).is_file() for location in sources):
+                read_back(self._store, commit, ())
+            self._release(sources)
+
+    def _release(self, locations: Iterable[str]) -> None:
+        for location in locations:
+            path = self._source.file_of(location)
+            left = self._left.get(path, set())
+            left.discard(location)
+            if path in self._left and not left:
+                self._delete(path)
+
+    def _delete(self, path: Path) -> None:
+        del self._left[path]
+        try:
+            self.deleted += path.is_file()
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"{path} is imported but cannot be deleted: {error}", kind=Kind.SOURCE_UNDELETED
+            ) from error
+
+
+def read_back(store: Store, commit: CommitRecord, records: Sequence[Record]) -> None:
+    """Decode every sample of a committed unit, compare exact codecs with ``records``; CorruptionError ``read-back``."""
+    if not commit.samples:
+        return
+    capture, reader = store.capture, store.open_unit(commit)
+    exact_aux = get_codec(capture.codecs.aux).exact
+    exact_final = capture.holds_final_hidden and get_codec(capture.codecs.final).exact
+    written = {record.sample.id: record for record in records}
+    counts = Counter(entry.id for entry in commit.samples)
+    for index, entry in enumerate(commit.samples):
+        stored, expected = reader.read(index), written.get(entry.id)
+        if expected is None or counts[entry.id] > 1:
+            continue
+        same = not exact_aux or _equal(stored.aux, expected.aux)
+        if not same or (exact_final and not _equal(stored.final, expected.final)):
+            raise CorruptionError(
+                f"{store.path}/{commit.segment} does not give back sample {entry.id} as it was written",
+                kind=Kind.READ_BACK,
+                path=commit.segment,
+                samples=(entry.id,),
+                hint=f"check the disk; the source stays. hiddenstore verify {store.path} --full",
+            )
+
+
+def _equal(stored: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(stored.contiguous().view(torch.int16), expected.cpu().contiguous().view(torch.int16))

@@ -2,44 +2,195 @@
 
 The main thread runs the target; one worker thread checks, encodes and commits the unit before. Which units a rank does
 follows from the unit's index in the input alone, so a restart under another world size only changes who does the rest.
+``--recipe auto`` captures the first tokens and tries every recipe on them before a store exists.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
-from collectors.capture.estimate import shortage
-from collectors.capture.open_store import open_store
-from collectors.capture.options import CollectOptions, engine_options, require_data_fits, resolve_recipe
-from collectors.capture.unit_records import UnitStates, capture_samples, records_of
+import numpy as np
+
+from collectors.capture.estimate import final_rows, shortage
+from collectors.capture.options import AUTO, CollectOptions, engine_options, require_data_fits, resolve_recipe
 from collectors.checks.capture import CheckSpec, RejectBudget, check_unit
 from collectors.checks.crosscheck import CrossCheck
 from collectors.checks.reference import open_reference, parse_check, profile_target, typical_norms
-from collectors.engines import CaptureEngine, open_engine
+from collectors.engines import Captured, CaptureEngine, CaptureRequest, open_engine
 from collectors.targets.folder import open_target
 from collectors.targets.layers import choose_layers
 from collectors.targets.load import EngineTarget, LoadOptions
 from collectors.tokenize.template import read_template
-from hiddenstore.codecs import get_recipe
+from hiddenstore.codecs import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import InterruptError, Kind
-from hiddenstore.inputs.prepared import PreparedInput, Unit
-from hiddenstore.inputs.registered import RegisteredInput
+from hiddenstore.errors import CaptureError, ConflictError, InterruptError, Kind, NotFoundError
+from hiddenstore.inputs import PreparedInput, RegisteredInput, Unit
+from hiddenstore.inspect.advise import Extent, advise, smaller_line, table_lines, trials, verdict, write_advice
+from hiddenstore.inspect.facts import raw_bytes_per_token
 from hiddenstore.layout import commit_path
 from hiddenstore.process import Drain, Rank
-from hiddenstore.records import Record
+from hiddenstore.records import Record, Sample, final_row_positions
 from hiddenstore.segments.base import unit_tokens
 from hiddenstore.store import Store
-from hiddenstore.targets.calibration import take_slice, write_slice
+from hiddenstore.targets.calibration import Slice, slice_tokens, take_slice, write_slice
 from hiddenstore.verify.profile import write_profile
-from hiddenstore.writer import pending_units, register_input, write_unit
-from schemas.capture import CaptureSpec
-from schemas.manifest import CommitRecord
+from hiddenstore.writer import create_store, pending_units, register_input, write_unit
+from schemas.advice import Advice
+from schemas.capture import CaptureSpec, Codecs, FinalMode
+from schemas.manifest import CommitRecord, Container, Reject
 from schemas.prepared import PreparedData
+
+
+@dataclass(frozen=True, eq=False)
+class UnitStates:
+    """Samples of a unit that have states, the request for each, and their states; ``rejects`` have none."""
+
+    samples: Sequence[Sample]
+    requests: Sequence[CaptureRequest]
+    captured: Captured
+    rejects: Sequence[Reject]
+
+    @property
+    def final_rows(self) -> list[np.ndarray]:
+        """Positions of the final rows of each sample."""
+        return [request.final_rows for request in self.requests]
+
+
+def capture_samples(
+    engine: CaptureEngine, samples: Sequence[Sample], final: FinalMode, stop: Callable[[], bool]
+) -> UnitStates:
+    """Run samples, with ``final`` none one final row of each for the top-1 check; InterruptError on ``stop()``."""
+    requests = requests_of(samples, final, engine.final_norm is not None)
+    captured = engine.capture(requests, stop)
+    refused = {refusal.index for refusal in captured.refusals}
+    rejects = []
+    for refusal in captured.refusals:
+        sample = samples[refusal.index]
+        rejects.append(Reject(id=sample.id, tokens=sample.tokens, reason=refusal.reason, detail=refusal.detail))
+    indices = [index for index in range(len(samples)) if index not in refused]
+    return UnitStates([samples[k] for k in indices], [requests[k] for k in indices], captured, rejects)
+
+
+def requests_of(samples: Sequence[Sample], final: FinalMode, has_final: bool = True) -> list[CaptureRequest]:
+    """What to run; with ``final`` none the last row of each sample, where the engine has a final hidden."""
+    if final == "none" and has_final:
+        rows = [np.array([sample.tokens - 1], dtype=np.int32) for sample in samples]
+    else:
+        rows = [final_row_positions(sample.loss_mask, final) for sample in samples]
+    return [CaptureRequest(sample.input_ids, row, sample.source) for sample, row in zip(samples, rows, strict=True)]
+
+
+def records_of(unit: UnitStates, final: FinalMode) -> Iterator[Record]:
+    """A record per sample, views of what was captured."""
+    captured, start, final_start = unit.captured, 0, 0
+    for sample, request in zip(unit.samples, unit.requests, strict=True):
+        end, final_end = start + sample.tokens, final_start + len(request.final_rows)
+        if final == "none":
+            states, rows = captured.final[:0], np.zeros(0, dtype=np.int32)
+        else:
+            states, rows = captured.final[final_start:final_end], request.final_rows
+        yield Record(sample, captured.aux[:, start:end], states, rows)
+        start, final_start = end, final_end
+
+
+def open_store(
+    options: CollectOptions,
+    prepared: PreparedInput,
+    engine: CaptureEngine,
+    check: CheckSpec,
+    capture: CaptureSpec,
+    stop: Callable[[], bool],
+    note: Callable[[str], None],
+) -> Store:
+    """The store of ``options``: a new one, under ``auto`` of the recipe advised, or the old one.
+
+    Raises:
+        ConflictError: it holds another capture; or as ``calibrate``.
+    """
+    create = partial(new_store, options.store, options.container, engine.target)
+    if options.recipe != AUTO:
+        return create(capture)
+    codecs = _stored_codecs(options.store)
+    if codecs is not None:
+        return create(capture.model_copy(update={"codecs": codecs}))
+    first, advice = calibrate(prepared, engine, check, capture, options.container, stop)
+    for line in (*table_lines(advice, raw_bytes_per_token(capture)), verdict(advice), smaller_line(advice)):
+        if line is not None:
+            note(line)
+    advised = capture.model_copy(update={"codecs": get_recipe(advice.chosen)})
+    try:
+        store = create(advised)
+    except ConflictError:
+        # Another rank on another device may have come to another recipe first; then that one holds.
+        codecs = _stored_codecs(options.store)
+        if codecs in (None, advised.codecs):
+            raise
+        store = create(capture.model_copy(update={"codecs": codecs}))
+    write_advice(store.fs, advice)
+    write_slice(store.fs, first, capture)
+    return store
+
+
+def calibrate(
+    prepared: PreparedInput,
+    engine: CaptureEngine,
+    check: CheckSpec,
+    capture: CaptureSpec,
+    container: Container,
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[Slice, Advice]:
+    """The first samples of an input: a raw slice of them, and what the advisor makes of it.
+
+    Every rank does the same work on the same samples, so all come to the same recipe.
+
+    Raises:
+        CaptureError: ``calibration-rejected``: none of the samples may be stored; or as ``check_unit``.
+    """
+    head = engine.target.head
+    samples = list(_first(prepared.samples(), slice_tokens(capture)))
+    unit = capture_samples(engine, samples, capture.final, stop)
+    rejects = [*unit.rejects, *check_unit(unit.samples, unit.captured, unit.final_rows, head, check)]
+    refused = {reject.id for reject in rejects}
+    records = records_of(unit, capture.final)
+    first = take_slice((record for record in records if record.sample.id not in refused), capture)
+    if first is None:
+        raise CaptureError(
+            f"none of the first {len(samples)} samples may be stored: {rejects[0].detail}",
+            kind=Kind.CALIBRATION_REJECTED,
+            hint=f"--recipe {DEFAULT_RECIPE}, which measures nothing first",
+        )
+    extent = Extent(prepared.info.samples, prepared.info.tokens, final_rows(prepared.info, capture.final))
+    with Progress("advise", total=trials(capture), unit="recipes") as progress:
+        return first, advise(first, capture, head, extent, container=container, advance=progress.advance)
+
+
+def _first(samples: Iterable[Sample], tokens: int) -> Iterator[Sample]:
+    """Samples until they have so many tokens."""
+    for sample in samples:
+        yield sample
+        tokens -= sample.tokens
+        if tokens <= 0:
+            return
+
+
+def new_store(location: str | Path, container: Container, target: EngineTarget, capture: CaptureSpec) -> Store:
+    """The store for a capture of a target, made or found; raises as ``create_store``."""
+    recipe, files = recipe_name(capture.codecs), target.target_files()
+    return create_store(location, capture, target.head.spec, recipe, files, container)
+
+
+def _stored_codecs(location: str | Path) -> Codecs | None:
+    """The codecs of the store that is there, None where there is none."""
+    try:
+        return Store.open(location, strict=False).capture.codecs
+    except NotFoundError:
+        return None
 
 
 @dataclass
@@ -203,10 +354,7 @@ class CollectJob:
         return self.report
 
     def capture(self, unit: Unit) -> Future[CommitRecord | None]:
-        """Run one unit and leave it to the worker thread, once that is done with the unit before.
-
-        The result is None where another job committed the unit first.
-        """
+        """Run one unit and leave it to the worker thread; its result is None where another job committed it first."""
         began = time.monotonic()
         states = capture_samples(self.engine, unit.samples, self.store.capture.final, lambda: self.drain.requested)
         self.report.forward_s += time.monotonic() - began
@@ -218,10 +366,7 @@ class CollectJob:
         return self._behind
 
     def capture_named(self, name: str) -> Future[CommitRecord | None] | None:
-        """Find a unit by name and capture it; None where it is committed.
-
-        The input is a stream: going forward reads on, going back begins again. Names sort as units lie in it.
-        """
+        """Find a unit by name and capture it, None where it is committed; going back reads the input anew."""
         if self._is_committed(name):
             return None
         if name <= self._last or not self._last:

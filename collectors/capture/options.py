@@ -58,11 +58,10 @@ class CollectOptions:
 
 
 def resolve_recipe(recipe: str, choice: LayerChoice) -> str:
-    """The recipe's own name for what was asked; ``auto``, while nothing is measured, counts as the default.
+    """The recipe's own name, of the default for ``auto``.
 
     Raises:
-        ConfigError: ``name-unknown``, ``codec-unknown``; ``final-unfit``: a drafter asked for reads the final hidden,
-            and the recipe stores the target's top tokens instead.
+        ConfigError: ``final-unfit``: a drafter reads the final hidden, the recipe stores top tokens; as ``get_recipe``.
     """
     codecs = get_recipe(DEFAULT_RECIPE if recipe == AUTO else recipe)
     if codecs.final == TOPK and choice.reads_final:
@@ -75,11 +74,7 @@ def resolve_recipe(recipe: str, choice: LayerChoice) -> str:
 
 
 def require_data_fits(info: PreparedData, folder: TargetFolder) -> None:
-    """Refuse DATA that was tokenised for another target.
-
-    Raises:
-        FormatError: ``tokenizer-mismatch``, naming which of vocabulary and chat template differs.
-    """
+    """Refuse DATA tokenised for another target: FormatError ``tokenizer-mismatch``, naming what differs."""
     pairs = (
         ("tokenizer", info.tokenizer_sha256, folder.tokenizer_sha256),
         ("chat template", info.chat_template_sha256, folder.chat_template_sha256),
@@ -100,13 +95,10 @@ def require_data_fits(info: PreparedData, folder: TargetFolder) -> None:
 
 
 def read_engine_args(pairs: Sequence[str]) -> dict[str, Any]:
-    """``KEY=VALUE`` words as settings; a value is read as YAML.
+    """``KEY=VALUE`` words as settings, values read as YAML; ConfigError ``engine-arg``.
 
     >>> read_engine_args(["enforce_eager=true", "gpu_memory_utilization=0.8"])
     {'enforce_eager': True, 'gpu_memory_utilization': 0.8}
-
-    Raises:
-        ConfigError: ``engine-arg``.
     """
     settings = {}
     for pair in pairs:
@@ -127,15 +119,8 @@ def engine_options(options: CollectOptions, choice: LayerChoice, longest: int, r
     device = options.device
     if device == "auto" and torch.cuda.is_available():
         device = f"cuda:{rank.local_rank % torch.cuda.device_count()}"
+    scratch = None if options.scratch is None else Path(options.scratch)
+    same = {name: getattr(options, name) for name in ("batch_tokens", "dtype", "tensor_parallel", "extra", "server")}
     return EngineOptions(
-        aux_layers=choice.aux_layers,
-        batch_tokens=options.batch_tokens,
-        longest=longest,
-        dtype=options.dtype,
-        device=device,
-        tensor_parallel=options.tensor_parallel,
-        extra=options.extra,
-        scratch=None if options.scratch is None else Path(options.scratch),
-        server=options.server,
-        local_rank=rank.local_rank,
+        choice.aux_layers, longest=longest, device=device, scratch=scratch, local_rank=rank.local_rank, **same
     )

@@ -42,10 +42,7 @@ class UnitNorms:
 
 @dataclass(frozen=True)
 class CheckSpec:
-    """What to expect: aux layers, norm state of the final hidden, typical row norm per aux layer (empty = unknown).
-
-    ``names_source``: a reject says where its sample came from.
-    """
+    """What to expect; ``reference``: typical row norm per aux layer, if known. ``names_source``: rejects name it."""
 
     aux_layers: tuple[int, ...]
     final_norm: NormState
@@ -56,10 +53,7 @@ class CheckSpec:
 def check_unit(
     samples: Sequence[Sample], captured: Captured, final_rows: Sequence[np.ndarray], head: HeadBundle, spec: CheckSpec
 ) -> list[Reject]:
-    """The samples of a unit that must not be stored, in unit order, each with its first reason.
-
-    Args:
-        final_rows: positions of the final rows of each sample.
+    """The samples of a unit that must not be stored, in order, each with its first reason.
 
     Raises:
         CaptureError: as ``require_matching``.
@@ -121,12 +115,7 @@ def _row_norms(states: Tensor) -> np.ndarray:
 def require_matching(
     samples: Sequence[Sample], captured: Captured, final_rows: Sequence[np.ndarray], spec: CheckSpec
 ) -> None:
-    """Refuse a unit whose states cannot belong to its samples.
-
-    Raises:
-        CaptureError: ``engine-tokens``: the engine ran other tokens than it was given; ``engine-shape``: it returned
-            states of another number of layers or positions.
-    """
+    """CaptureError ``engine-tokens``, ``engine-shape`` where the states cannot be those of the samples."""
     sent = np.concatenate([sample.input_ids for sample in samples]) if samples else np.zeros(0, dtype=np.int32)
     if not np.array_equal(sent, captured.token_ids):
         raise CaptureError(

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from collectors.checks.capture import MIN_PROFILED_TOKENS
+from collectors.targets.checkpoint import weights_bytes
 from collectors.targets.families import verify_parts
-from collectors.targets.head import weights_bytes
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.inputs.prepared import PreparedInput
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Rank
 from hiddenstore.records import final_row_positions
 from hiddenstore.verify.profile import LayerProfile, make_profile
@@ -34,10 +34,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Reference:
-    """The target as transformers runs it, None where it is not loaded; ``explained`` is for people.
-
-    ``compares``: samples of the units are compared with it, beyond the layer profile.
-    """
+    """The target as transformers runs it, if loaded; ``compares``: with units too, beyond the layer profile."""
 
     target: LoadedTarget | None
     compares: bool = False
@@ -65,8 +62,7 @@ def parse_check(text: str) -> Check:
 def open_reference(check: Check, target: EngineTarget, options: LoadOptions, rank: Rank) -> Reference:
     """Load the copy where ``--check`` wants one; an engine that is transformers is its own copy.
 
-    ``auto``: the first rank only, and when the weights take at most half of the memory that is free. The copy runs on
-    the CPU unless ``options.device`` names another device, for the engine has the GPU.
+    It runs on the CPU unless ``options.device`` names another device, for the engine has the GPU.
 
     Raises:
         ConfigError: as ``load_weights``, where the copy was asked for by name.
@@ -75,28 +71,28 @@ def open_reference(check: Check, target: EngineTarget, options: LoadOptions, ran
         return Reference(target, compares=check.mode == "hf")
     if check.mode == "none" or (check.mode == "auto" and not rank.is_first):
         return Reference(None)
-    why = _too_big(target) if check.mode == "auto" else None
-    if why is not None:
-        return Reference(None, explained=_left_out(why))
+    if check.mode == "auto":
+        needed, free = weights_bytes(target.folder), free_bytes()
+        if needed is None:
+            return _left_out("its weights have no known size")
+        if needed > RAM_SHARE * free:
+            return _left_out(f"its weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory is free")
     device = "cpu" if options.device == "auto" else options.device
     try:
         loaded = load_weights(target.folder, LoadOptions(options.dtype, device))
     except ConfigError as error:
         if check.mode == "hf":
             raise
-        return Reference(None, explained=_left_out(error.message))
+        return _left_out(error.message)
     explained = f"compared with Hugging Face on {device}: {check.samples} samples of the first unit, then now and then"
     return Reference(loaded, True, explained)
 
 
 def profile_target(target: LoadedTarget, prepared: PreparedInput, final: FinalMode) -> LayerProfile:
-    """Run the first tokens of the first sample, verify the target's parts on them and sketch every layer.
-
-    Enough of them to reach an answer, so that the rows of the final hidden that the store keeps are sketched too.
+    """Sketch every layer over the first tokens of the first sample, enough of them to reach an answer.
 
     Raises:
-        ConfigError: ``input-empty``, or as ``verify_parts``.
-        CaptureError: as ``verify_parts``.
+        ConfigError: ``input-empty``; ConfigError, CaptureError: as ``verify_parts``.
     """
     sample = next(iter(prepared.samples()), None)
     if sample is None:
@@ -126,17 +122,9 @@ def free_bytes() -> int:
     return int(available.split()[1]) * 1024
 
 
-def _too_big(target: EngineTarget) -> str | None:
-    needed, free = weights_bytes(target.folder), free_bytes()
-    if needed is None:
-        return "its weights have no known size"
-    if needed > RAM_SHARE * free:
-        return f"its weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory is free"
-    return None
-
-
-def _left_out(why: str) -> str:
-    return (
+def _left_out(why: str) -> Reference:
+    explained = (
         f"not compared with Hugging Face: {why}; no layer profile is written, and a layer one off would go unseen. "
         f"--check hf compares all the same"
     )
+    return Reference(None, explained=explained)

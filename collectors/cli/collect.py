@@ -1,6 +1,6 @@
 """``hiddenstore collect``."""
 
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -8,41 +8,20 @@ from collectors.cli.options import (
     container_option,
     engine_flags,
     engine_option,
+    job_document,
+    job_lines,
     remote_code_option,
     revision_option,
     server_option,
     tensor_parallel_option,
 )
+from hiddenstore.cli.stores import DATA
 from hiddenstore.codecs import DEFAULT_RECIPE, RECIPE_HELP
 from hiddenstore.console.output import common_options, examples, output
-from hiddenstore.targets.layer_rules import LAYER_RULES
+from hiddenstore.targets import LAYER_RULES
 
 if TYPE_CHECKING:
     from collectors.capture.job import CollectReport
-    from schemas.capture import FinalMode
-    from schemas.manifest import Container
-
-
-class _Options(TypedDict):
-    """Each is the member of ``CollectOptions`` of its name."""
-
-    data: str
-    target: str
-    revision: str | None
-    template: str | None
-    trust_remote_code: bool
-    engine: str
-    check: str
-    layers: str
-    final: "FinalMode | None"
-    recipe: str
-    container: "Container"
-    batch_tokens: int
-    dtype: str | None
-    device: str
-    tensor_parallel: int
-    server: str | None
-    scratch: str | None
 
 
 @click.command(
@@ -55,7 +34,7 @@ class _Options(TypedDict):
         "torchrun --nproc-per-node 8 -m hiddenstore.cli collect DATA -o STORE --target Qwen/Qwen3-8B",
     )
 )
-@click.argument("data", type=click.Path())
+@click.argument("data", type=DATA)
 @click.option("-o", "--out", "store", required=True, type=click.Path(), help="The store; the same command resumes.")
 @click.option("--target", required=True, help="A local folder or a hub id.")
 @revision_option
@@ -99,13 +78,12 @@ class _Options(TypedDict):
 @remote_code_option
 @common_options
 def collect(
-    store: str, engine_args: tuple[str, ...], engine_flags: dict[str, str], launcher: str, **options: Unpack[_Options]
+    store: str, engine_args: tuple[str, ...], engine_flags: dict[str, str], launcher: str, **options: Any
 ) -> None:
     """Capture the target's hidden states over prepared DATA into a store.
 
     Resumable: what is committed stays, the same command does the rest, under any number of workers (torchrun, SLURM,
-    Ray).
-    Ctrl-C or SIGTERM drops the open unit and exits 75.
+    Ray). Ctrl-C or SIGTERM drops the open unit and exits 75.
     """
     from collectors.capture.options import CollectOptions, read_engine_args
     from collectors.launch import launch
@@ -124,19 +102,10 @@ def collect(
     out.hint("hiddenstore", "verify", store, "--meaning")
 
 
-def _document(report: "CollectReport") -> dict[str, object]:
-    document: dict[str, object] = {
-        "store": report.store,
+def _document(report: "CollectReport") -> dict[str, Any]:
+    document = job_document(report) | {
         "input": report.input,
-        "units": report.units,
-        "samples": report.samples,
-        "tokens": report.tokens,
-        "bytes_stored": report.bytes_stored,
         "samples_compared": report.compared_samples,
-        "rejects": dict(report.rejects),
-        "units_before": report.resumed_units,
-        "units_pending": report.pending_units,
-        "seconds": round(report.seconds, 3),
         "forward_s": round(report.forward_s, 3),
         "wait_s": round(report.wait_s, 3),
         "tokens_per_s": round(report.tokens_per_s, 1),
@@ -147,21 +116,9 @@ def _document(report: "CollectReport") -> dict[str, object]:
 
 
 def _lines(report: "CollectReport") -> list[tuple[str, str]]:
-    from hiddenstore.console.text import size
-
-    rejects = ", ".join(f"{count} {reason}" for reason, count in sorted(report.rejects.items())) or "none"
     if report.resumed_units and not report.units and not report.pending_units:
         return [("store", report.store), ("units", f"{report.resumed_units}, committed before: nothing to do")]
-    before = f" ({report.resumed_units} were committed before)" if report.resumed_units else ""
-    per_token = f", {report.bytes_stored / report.tokens:,.0f} bytes per token" if report.tokens else ""
-    lines = [
-        ("store", report.store),
-        ("units", f"{report.units}{before}"),
-        ("samples", f"{report.samples:,}"),
-        ("tokens", f"{report.tokens:,} at {report.tokens_per_s:,.0f} tokens/s"),
-        ("written", f"{size(report.bytes_stored)}{per_token}"),
-        ("rejects", rejects),
-    ]
+    lines = job_lines(report, f" at {report.tokens_per_s:,.0f} tokens/s")
     if report.compared_samples:
         lines.append(("compared", f"{report.compared_samples} samples equal Hugging Face's"))
     if report.workers:

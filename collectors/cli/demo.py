@@ -39,11 +39,7 @@ TRAIN_SETTINGS = (
 
 
 class Walk:
-    """One run of the demo into a fresh folder.
-
-    Raises:
-        ConflictError: the folder holds something already.
-    """
+    """One run of the demo into a fresh folder; ConflictError where it holds something already."""
 
     def __init__(self, folder: str, seed: int) -> None:
         self.folder = Path(folder)

@@ -1,10 +1,10 @@
 """``hiddenstore import``: another project's dump into a store."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from collectors.cli.options import container_option, revision_option
+from collectors.cli.options import container_option, counts, job_document, job_lines, revision_option
 from collectors.cli.prepare import Share
 from collectors.engines.dump import FORMATS
 from hiddenstore.codecs import DEFAULT_RECIPE, RECIPE_HELP
@@ -12,7 +12,6 @@ from hiddenstore.console.output import common_options, examples, output
 
 if TYPE_CHECKING:
     from collectors.capture.import_job import ImportReport
-    from schemas.manifest import Container
 
 
 @click.command(
@@ -60,25 +59,7 @@ if TYPE_CHECKING:
 )
 @click.option("--delete-source", is_flag=True, help="Delete each file once all it holds is committed and read back.")
 @common_options
-def import_data(
-    source: str,
-    peer: str,
-    store: str,
-    target: str,
-    revision: str | None,
-    template: str | None,
-    layers: str | None,
-    peer_layers: str | None,
-    norm: Literal["pre", "post"] | None,
-    tokens_from: str | None,
-    loss_on: str | None,
-    validation: float,
-    recipe: str,
-    container: "Container",
-    max_rejects: float,
-    check: str,
-    delete_source: bool,
-) -> None:
+def import_data(norm: str | None, **options: Any) -> None:
     """Bring another project's dump of hidden states into a store.
 
     What the numbers mean follows from FORMAT, and the first samples are held against it before anything is written.
@@ -89,74 +70,36 @@ def import_data(
     from hiddenstore.process import drain_on_signal
 
     out = output()
-    options = ImportOptions(
-        source,
-        peer,
-        store,
-        target,
-        revision=revision,
-        template=template,
-        layers=layers,
-        peer_layers=peer_layers,
-        norm=None if norm is None else "pre_norm" if norm == "pre" else "post_norm",
-        recipe=recipe,
-        container=container,
-        tokens_from=tokens_from,
-        loss_on=loss_on,
-        validation=validation,
-        max_rejects=max_rejects,
-        check=check,
-        delete_source=delete_source,
-    )
+    options["norm"] = norm and f"{norm}_norm"
     with drain_on_signal() as drain:
-        report = import_dump(options, drain, out.note)
+        report = import_dump(ImportOptions(**options), drain, out.note)
     out.data(_document(report), human=lambda: out.pairs(_lines(report)))
     if report.rounded:
         out.warn(f"{report.rounded:,} samples held wider numbers than bf16 and were rounded")
-    if delete_source and report.remaining_files:
+    if options["delete_source"] and report.remaining_files:
         out.note(f"{report.remaining_files:,} source files stay: not everything in them is in the store")
     if report.units or report.resumed_units:
         out.hint("hiddenstore", "verify", report.store, "--meaning")
 
 
-def _document(report: "ImportReport") -> dict[str, object]:
-    return {
-        "store": report.store,
+def _document(report: "ImportReport") -> dict[str, Any]:
+    return job_document(report) | {
         "from": report.peer,
         "inputs": report.inputs,
         "layers": report.explained,
         "final_norm": report.final_norm,
-        "units": report.units,
-        "samples": report.samples,
-        "tokens": report.tokens,
-        "bytes_stored": report.bytes_stored,
-        "rejects": dict(report.rejects),
         "skipped": dict(report.skipped),
-        "units_before": report.resumed_units,
-        "units_pending": report.pending_units,
         "padding_rows": report.padding,
         "rounded_samples": report.rounded,
         "deleted_files": report.deleted_files,
         "evidence": report.evidence.document(),
-        "seconds": round(report.seconds, 3),
     }
 
 
 def _lines(report: "ImportReport") -> list[tuple[str, str]]:
-    from hiddenstore.console.text import size
-
-    before = f" ({report.resumed_units} were committed before)" if report.resumed_units else ""
-    per_token = f", {report.bytes_stored / report.tokens:,.0f} bytes per token" if report.tokens else ""
-    lines = [
-        ("store", report.store),
-        ("units", f"{report.units}{before}"),
-        ("samples", f"{report.samples:,}"),
-        ("tokens", f"{report.tokens:,}"),
-        ("written", f"{size(report.bytes_stored)}{per_token}"),
-        ("rejects", _counts(report.rejects)),
-    ]
+    lines = job_lines(report)
     if report.skipped:
-        lines.append(("skipped", _counts(report.skipped)))
+        lines.append(("skipped", counts(report.skipped)))
     if report.padding:
         lines.append(("padding", f"{report.padding:,} rows left behind"))
     if report.deleted_files:
@@ -165,7 +108,3 @@ def _lines(report: "ImportReport") -> list[tuple[str, str]]:
     if top1 is not None:
         lines.append(("meaning", f"top-1 of the next token {top1:.0%} on supervised spans of {samples} samples"))
     return lines
-
-
-def _counts(counted: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counted.items())) or "none"

@@ -1,13 +1,16 @@
-"""Options that several commands of the collectors have, and those that follow from the table of engines."""
+"""Options that several commands of the collectors have, and what those that fill a store say at their end."""
 
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from collectors.engines import ENGINES, EngineRow
 from hiddenstore.segments import CONTAINERS
+
+if TYPE_CHECKING:
+    from collectors.capture.job import CollectReport
 
 container_option = click.option(
     "--container",
@@ -63,3 +66,35 @@ def engine_flags(command: Callable[..., None]) -> Callable[..., None]:
     for setting, name, text in reversed(flags):
         run = click.option(f"--{setting.replace('_', '-')}", help=f"Engine {name}: {text}")(run)
     return run
+
+
+def job_document(report: "CollectReport") -> dict[str, Any]:
+    """What every job that fills a store says for ``--json``."""
+    names = ("store", "units", "samples", "tokens", "bytes_stored")
+    return {name: getattr(report, name) for name in names} | {
+        "rejects": dict(report.rejects),
+        "units_before": report.resumed_units,
+        "units_pending": report.pending_units,
+        "seconds": round(report.seconds, 3),
+    }
+
+
+def job_lines(report: "CollectReport", rate: str = "") -> list[tuple[str, str]]:
+    """The same for people; ``rate`` follows the tokens."""
+    from hiddenstore.console.text import size
+
+    before = f" ({report.resumed_units} were committed before)" if report.resumed_units else ""
+    per_token = f", {report.bytes_stored / report.tokens:,.0f} bytes per token" if report.tokens else ""
+    return [
+        ("store", report.store),
+        ("units", f"{report.units}{before}"),
+        ("samples", f"{report.samples:,}"),
+        ("tokens", f"{report.tokens:,}{rate}"),
+        ("written", f"{size(report.bytes_stored)}{per_token}"),
+        ("rejects", counts(report.rejects)),
+    ]
+
+
+def counts(counter: dict[str, int]) -> str:
+    """``3 duplicate, 1 empty``, or none."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counter.items())) or "none"

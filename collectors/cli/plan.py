@@ -1,29 +1,17 @@
 """``hiddenstore plan``."""
 
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from collectors.cli.options import revision_option
+from hiddenstore.cli.stores import DATA
 from hiddenstore.codecs import DEFAULT_RECIPE
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.segments import CONTAINERS
 
 if TYPE_CHECKING:
     from collectors.capture.estimate import Plan
-    from schemas.capture import FinalMode
-
-
-class _Options(TypedDict):
-    """What is captured, into which store, and how fast."""
-
-    revision: str | None
-    layers: str
-    final: "FinalMode | None"
-    recipe: str
-    container: str
-    out: str
-    rate: float | None
 
 
 @click.command(
@@ -32,7 +20,7 @@ class _Options(TypedDict):
         "hiddenstore plan DATA --target ./target --layers all-drafters --out /data/store --rate 6000",
     )
 )
-@click.argument("data", type=click.Path())
+@click.argument("data", type=DATA)
 @click.option("--target", required=True, help="A local folder or a hub id; its weights are not read.")
 @revision_option
 @click.option("--template", type=click.Path(), help="The chat template file that prepare was given.")
@@ -45,14 +33,14 @@ class _Options(TypedDict):
 @click.option("-o", "--out", default=".", type=click.Path(), help="Where the store will be: its free space is shown.")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Tokens/s that collect reached; gives hours.")
 @common_options
-def plan(data: str, target: str, template: str | None, **options: Unpack[_Options]) -> None:
+def plan(data: str, target: str, template: str | None, **options: Any) -> None:
     """How many bytes, files and hours a collect needs, before anything is written."""
     from collectors.capture.estimate import make_plan
     from collectors.capture.options import require_data_fits, resolve_recipe
     from collectors.targets.layers import choose_layers
     from collectors.targets.load import open_target
     from collectors.tokenize.template import read_template
-    from hiddenstore.inputs.prepared import PreparedInput
+    from hiddenstore.inputs import PreparedInput
 
     out = output()
     info = PreparedInput.open(data).info

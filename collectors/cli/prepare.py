@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,7 +11,6 @@ from hiddenstore.console.output import common_options, examples, output
 
 if TYPE_CHECKING:
     from collectors.conversations.mix import Mix
-    from schemas.prepared import LossOn, Overlong
 
 
 class Share(click.ParamType):
@@ -29,21 +28,11 @@ class Share(click.ParamType):
         return share
 
 
-class _TokenOptions(TypedDict):
-    """Options of ``--mode train`` alone; each is the member of ``PrepareOptions`` of its name."""
-
-    loss_on: "LossOn"
-    think_loss: bool
-    max_tokens: int | None
-    overlong: "Overlong"
-    validation: float
-    template: str | None
-    workers: int | None
-    revision: str | None
-    trust_remote_code: bool
-
-
-TRAIN_ONLY = ("target", *_TokenOptions.__annotations__)
+# Each is the member of ``PrepareOptions`` of its name.
+TOKEN_OPTIONS = (
+    *("loss_on", "think_loss", "max_tokens", "overlong", "validation", "template", "workers"),
+    *("revision", "trust_remote_code"),
+)
 
 
 @click.command(
@@ -109,7 +98,7 @@ def prepare(
     augment: str | None,
     dataset_root: str | None,
     list_presets: bool,
-    **options: Unpack[_TokenOptions],
+    **options: Any,
 ) -> None:
     """Turn conversations into tokens with a loss mask (DATA) that collect takes.
 
@@ -124,7 +113,7 @@ def prepare(
     if out is None:
         raise click.UsageError("Missing option '-o' / '--out'.")
     if mode == "generate":
-        for name in TRAIN_ONLY:
+        for name in ("target", *TOKEN_OPTIONS):
             if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
                 flag = "--val" if name == "validation" else f"--{name.replace('_', '-')}"
                 raise click.UsageError(f"--mode generate writes no tokens: it takes no {flag}")
@@ -150,12 +139,13 @@ def _sources(inputs: tuple[str, ...], mix: str | None) -> "Sequence[str] | Mix":
 
 
 def _train(
-    sources: "Sequence[str] | Mix", out: str, target: str, dataset_root: str | None, options: _TokenOptions
+    sources: "Sequence[str] | Mix", out: str, target: str, dataset_root: str | None, options: dict[str, Any]
 ) -> None:
     import time
 
     from collectors.tokenize.prepare import PrepareOptions
     from collectors.tokenize.prepare import prepare as run
+    from collectors.tokenize.template import TOOL_CALLS_LOST
     from hiddenstore.console.text import plural
     from hiddenstore.process import drain_on_signal
 
@@ -175,6 +165,11 @@ def _train(
         output().warn(
             f"{plural(document.reasoning_lost, 'sample')} lost the reasoning of the last answer: this chat template "
             "writes none; --template FILE names one that does"
+        )
+    if calls := sum(reject.rows for reject in document.rejects if reject.reason == TOOL_CALLS_LOST):
+        output().warn(
+            f"{plural(calls, 'row')} called tools and {'was' if calls == 1 else 'were'} left out: this chat template "
+            "writes no calls; --template FILE names one that does"
         )
     revision = ("--revision", settings.revision) if settings.revision else ()
     own_code = ("--trust-remote-code",) if settings.trust_remote_code else ()

@@ -1,7 +1,7 @@
 """``hiddenstore regenerate``."""
 
 import re
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import click
 
@@ -20,27 +20,6 @@ class Shard(click.ParamType):
         if not match or int(match[1]) > int(match[2]):
             self.fail(f"{value!r} is not a shard such as 1/4 … 4/4", param, ctx)
         return int(match[1]), int(match[2])
-
-
-class _Options(TypedDict):
-    """Each is the member of ``RegenerateOptions`` of its name."""
-
-    inputs: tuple[str, ...]
-    out: str
-    target: str | None
-    server: str | None
-    model: str | None
-    api_key_env: str | None
-    concurrency: int
-    shard: tuple[int, int]
-    system: str | None
-    template: str | None
-    temperature: float
-    max_new_tokens: int
-    max_samples: int | None
-    workers: int
-    seed: int
-    device: str
 
 
 @click.command(
@@ -65,18 +44,18 @@ class _Options(TypedDict):
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Per answer.")
 @click.option("--max-samples", type=click.IntRange(min=1), help="Only the first N conversations.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes (tiny targets).")
-@click.option("--seed", default=0, show_default=True, help="Equal seeds give equal answers.")
+@click.option("--seed", type=int, help="Equal seeds give equal answers; default: 0, and none sent to a server.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 …")
 @click.option(
     "--set",
     "more",
     multiple=True,
     metavar="KEY=VALUE",
-    help="top_p, batch_size, dtype, revision; retries, timeout_s, max_failures, extra.NAME of requests.",
+    help="top_p, batch_size, dtype, revision; retries, timeout_s, max_failures, max_failure_share, extra.NAME.",
 )
 @common_options
 @click.pass_context
-def regenerate(ctx: click.Context, more: tuple[str, ...], **options: Unpack[_Options]) -> None:
+def regenerate(ctx: click.Context, more: tuple[str, ...], **options: Any) -> None:
     """Let the target write the answers of conversations itself, turn by turn.
 
     A drafter has to predict the target, not the people or models who wrote the data. Conversations without answers get
@@ -110,7 +89,7 @@ def regenerate(ctx: click.Context, more: tuple[str, ...], **options: Unpack[_Opt
         out.hint("hiddenstore", "prepare", report.out, "-o", "DATA", "--target", options["target"] or "T")
 
 
-def _refuse_misfits(ctx: click.Context, options: _Options) -> None:
+def _refuse_misfits(ctx: click.Context, options: dict[str, Any]) -> None:
     """Options of the other way to answer would be ignored in silence."""
     if (options["target"] is None) == (options["server"] is None):
         raise click.UsageError("Give either '--target T' (answers in this process) or '--server URL'.")

@@ -1,10 +1,13 @@
 """Datasets by name, from ``datasets.yaml``: ``preset:NAME``, or ``preset:NAME:SPLIT[slice]`` for one of its splits.
 
 A dataset comes from a copy below ``--preset-root`` where there is one, else through ``datasets`` from its cache or hub.
+How its rows become rows with ``messages`` is one small function for each shape of row.
 """
 
+import ast
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, partial
@@ -16,9 +19,179 @@ import yaml
 from collectors.conversations.files import open_file
 from collectors.conversations.hub import HubSplit, open_json_split, open_table
 from collectors.conversations.parse import decoded_row
-from collectors.conversations.rows import Problem, Row, Source
-from collectors.conversations.shapes import Shape, leaves_question_out, shape_of
+from collectors.conversations.rows import MESSAGE_COLUMNS, TOOLS_COLUMN, Problem, Row, Source
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
+
+Table = dict[str, Any]
+
+_LEFT_OUT = "-"
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_RESPONSE = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``read`` makes of one row ``messages`` and maybe ``tools``, from ``columns`` and ``optional`` ones."""
+
+    columns: tuple[str, ...]
+    read: Callable[[Table], Table]
+    optional: tuple[str, ...] = ()
+    is_prompt: bool = False
+
+    def select(self, names: Sequence[str], table: str) -> list[str]:
+        """The columns to load of those a table has; ConfigError ``input-columns``."""
+        missing = [name for name in self.columns if name not in names]
+        if missing:
+            raise ConfigError(
+                f"{table} has no column {' or '.join(missing)}; it has {', '.join(names) or 'none'}",
+                kind=Kind.INPUT_COLUMNS,
+                hint="give the file itself where its rows hold messages, or another copy with --preset-root DIR",
+            )
+        return [name for name in names if name in (*self.columns, *self.optional)]
+
+
+def shape_of(text: str | dict[str, Any]) -> Shape:
+    """What ``datasets.yaml`` writes as a shape: a name of ``SHAPES``, ``{pair: [Q, A]}`` or ``{prompt: Q}``."""
+    if isinstance(text, str):
+        return SHAPES[text]
+    return _prompt(text["prompt"]) if "prompt" in text else _pair(*text["pair"])
+
+
+def _prompt(column: str, text: Callable[[Any], Any] = lambda value: value) -> Shape:
+    return Shape((column,), lambda row: {"messages": [_message("user", text(row[column]))]}, is_prompt=True)
+
+
+def _pair(question: str, answer: str, text: Callable[[Any], Any] = lambda value: value) -> Shape:
+    def read(row: Table) -> Table:
+        return {"messages": [_message("user", text(row[question])), _message("assistant", row[answer])]}
+
+    return Shape((question, answer), read)
+
+
+def leaves_question_out(messages: Any) -> bool:
+    """Whether a user's turn is the dash that stands for a question its publisher may not give away."""
+    return any(
+        turn.get("role") == "user" and isinstance(turn.get("content"), str) and turn["content"].strip() == _LEFT_OUT
+        for turn in (messages if isinstance(messages, list) else [])
+        if isinstance(turn, dict)
+    )
+
+
+def _message(role: str, content: Any) -> Table:
+    return {"role": role, "content": content}
+
+
+def _system(text: Any) -> list[Table]:
+    return [_message("system", text)] if isinstance(text, str) and text.strip() else []
+
+
+def _with_tools(messages: Any, tools: Any) -> Table:
+    return {"messages": messages} | ({TOOLS_COLUMN: tools} if tools is not None else {})
+
+
+def _role_and_text(turn: Table) -> tuple[Any, Any]:
+    return turn.get("role") or turn.get("from"), turn.get("content") or turn.get("value") or ""
+
+
+def _messages(row: Table) -> Any:
+    """Messages as they are, without the empty system turns that some sets begin with."""
+    turns = row[next(name for name in MESSAGE_COLUMNS if name in row)]
+    while isinstance(turns, list) and turns and isinstance(turns[0], dict):
+        role, text = _role_and_text(turns[0])
+        if role != "system" or not isinstance(text, str) or text.strip():
+            break
+        turns = turns[1:]
+    return turns
+
+
+def _turns(row: Table) -> Table:
+    return _with_tools(_messages(row), row.get(TOOLS_COLUMN))
+
+
+def _with_tools_in_metadata(row: Table) -> Table:
+    """Nemotron v1: ``metadata`` is text, a JSON object with the tools where a conversation has some."""
+    metadata = row.get("metadata") or ""
+    members = json.loads(metadata) if metadata.lstrip().startswith("{") else {}
+    tools = members.get(TOOLS_COLUMN)
+    return _with_tools(_messages(row), row.get(TOOLS_COLUMN) if tools is None else tools)
+
+
+def _hermes(row: Table) -> Table:
+    """Tool calls written into the text of turns; the system turn with the tools goes, as templates write them."""
+    if not row.get(TOOLS_COLUMN):
+        return _turns(row)
+    messages: list[Table] = []
+    for turn in _messages(row):
+        role, text = _role_and_text(turn)
+        if not isinstance(text, str):
+            raise ValueError(f"a turn holds {type(text).__name__}, expected text")
+        if role == "system" and "<tools>" in text:
+            continue
+        if role == "tool":
+            messages += [_message("tool", response) for response in _RESPONSE.findall(text) or [text]]
+        elif calls := _CALL.findall(text):
+            tool_calls = [_tool_call(call) for call in calls]
+            messages.append({**_message(role, _CALL.sub("", text).strip()), "tool_calls": tool_calls})
+        else:
+            messages.append(_message(role, text))
+    return _with_tools(messages, row[TOOLS_COLUMN])
+
+
+def _tool_call(text: str) -> Table:
+    """From JSON, or from the Python that printed it."""
+    try:
+        call = json.loads(text)
+    except ValueError:
+        try:
+            call = ast.literal_eval(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+            raise ValueError(f"a tool call is neither JSON nor a Python literal: {text[:80]}") from error
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError(f"a tool call is no object with a name: {text[:80]}")
+    return {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments") or {}}}
+
+
+def _input_and_output(row: Table) -> Table:
+    """Llama-Nemotron: the turns before the answer are a list in ``input``."""
+    turns = row["input"] if isinstance(row["input"], list) else [_message("user", row["input"])]
+    return {"messages": [*_system(row.get("system_prompt")), *turns, _message("assistant", row["output"])]}
+
+
+def _instruction(row: Table) -> Table:
+    """Alpaca: ``input`` is what the instruction is about, often empty."""
+    topic = row.get("input") or ""
+    question = f"{row['instruction']}\n\n{topic}" if topic.strip() else row["instruction"]
+    return {"messages": [_message("user", question), _message("assistant", row["output"])]}
+
+
+_CODE = "Complete this Python function so that it does what its docstring says.\n```python\n{}\n```"
+_NEWS = "Summarize this article in a few sentences.\n\n{}"
+
+SHAPES = {
+    "messages": Shape(("messages",), _turns, (TOOLS_COLUMN,)),
+    "conversations": Shape(("conversations",), _turns, (TOOLS_COLUMN,)),
+    "messages_and_metadata": Shape(("messages",), _with_tools_in_metadata, ("metadata",)),
+    "hermes": Shape(("conversations",), _hermes, (TOOLS_COLUMN,)),
+    # Nebius: the question is the first turn of the conversation, its own answer stands beside it.
+    "generated_answer": Shape(
+        ("conversation", "generated_message"),
+        lambda row: {"messages": [row["conversation"][0], row["generated_message"]]},
+    ),
+    "news": _pair("article", "highlights", _NEWS.format),
+    "conversations_and_system": Shape(
+        ("conversations",), lambda row: {"messages": [*_system(row.get("system")), *_messages(row)]}, ("system",)
+    ),
+    "input_output": Shape(("input", "output"), _input_and_output, ("system_prompt",)),
+    "instruction": Shape(("instruction", "output"), _instruction, ("input",)),
+    # MT-Bench: the user's turns as a list of texts, which FastChat's own file calls ``turns``.
+    "questions": Shape(
+        ("prompt",),
+        lambda row: {"messages": [_message("user", text) for text in row.get("prompt") or row["turns"]]},
+        is_prompt=True,
+    ),
+    "unfinished_code": _prompt("prompt", _CODE.format),
+}
+
 
 PRESET = "preset:"
 """What an input that names a dataset of the table begins with."""

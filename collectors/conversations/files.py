@@ -32,11 +32,10 @@ _TOO_LARGE = f"a row may have {MAX_ROW_BYTES >> 20} MiB"
 
 
 def open_file(path: Path, label: str, columns: ColumnFilter = conversation_columns) -> Source:
-    """The source behind one JSON lines, JSON or parquet file; ``columns`` says which of a table to read.
+    """The source behind one file; ``columns`` says which of a table to read.
 
     Raises:
-        ConfigError: ``input-empty`` or ``input-unreadable``, and what ``columns`` raises.
-        StorageError: ``input-unreadable``, the disk refused.
+        ConfigError, StorageError: ``input-empty``, ``input-unreadable``; and what ``columns`` raises.
     """
     try:
         size = path.stat().st_size
@@ -61,12 +60,7 @@ def open_file(path: Path, label: str, columns: ColumnFilter = conversation_colum
 
 
 class ByteStream:
-    """A file read as bytes, unpacked when it is gzip.
-
-    Raises:
-        ConfigError: ``input-unreadable``, damaged gzip.
-        StorageError: ``input-unreadable``, the disk refused.
-    """
+    """A file read as bytes, unpacked when it is gzip; ConfigError or StorageError ``input-unreadable``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -124,11 +118,7 @@ def _line_rows(path: Path, label: str) -> Iterator[Row]:
 
 
 def _array_rows(path: Path, label: str) -> Iterator[Row]:
-    """Elements of one JSON array, built as they arrive; ``location`` names the line an element starts at.
-
-    Raises:
-        ConfigError: ``input-unreadable``, naming the line: what follows a broken element cannot be found.
-    """
+    """Elements of one JSON array as they arrive; what follows a broken element cannot be found, so it ends the run."""
     events: list[tuple[str, Any]] = ijson.sendable_list()
     # The other backends turn lone surrogates into question marks and end at integers beyond 64 bits.
     parser = ijson.get_backend("python").basic_parse_coro(events, use_float=True)

@@ -64,10 +64,7 @@ def open_dataset(text: str) -> Source:
 
 
 def open_table(split: HubSplit, columns: ColumnFilter = conversation_columns, label: str | None = None) -> Source:
-    """One split as ``datasets`` makes a table of it; ``columns`` says which of its columns to read.
-
-    ``label`` stands for the name in locations. Raises as ``open_dataset``.
-    """
+    """One split as ``datasets`` makes a table of it; ``label`` names it in locations. Raises as ``open_dataset``."""
     table = _load(split)
     title = str(replace(split, split=split.split or table.split))
     if len(table) == 0:
@@ -79,14 +76,10 @@ def open_table(split: HubSplit, columns: ColumnFilter = conversation_columns, la
 
 
 def open_json_split(split: HubSplit, columns: ColumnFilter, label: str) -> Source | None:
-    """The rows of one split, read row by row, where all of them lie in JSON files.
+    """The rows of one split, read row by row, where all of them lie in JSON files; None where they do not.
 
-    ``datasets`` makes one table of a split; rows with tool calls, whose arguments and schemas differ, do not fit into
-    one. None where they lie elsewhere, where the split is cut by percent or from its end (which takes their number),
-    and where the dataset cannot be opened. ``columns`` sees the members of the first row.
-
-    Raises:
-        ConfigError: ``input-empty`` and what ``columns`` raises.
+    Rows with tool calls, whose arguments and schemas differ, do not fit into the one table that ``datasets`` makes.
+    None too where the split is cut by percent or from its end. Raises what ``columns`` raises.
     """
     match = _SLICED.fullmatch(split.split or "")
     files = _json_files(split, match["name"]) if match else []

@@ -1,24 +1,83 @@
-"""Mixes: which rows of which sources become data, from a YAML file or from the inputs of a command line.
+"""Sources of rows: files, folders, datasets by name and ids of ``datasets``, as a command line or a mix names them.
 
 The rows a mix takes of a source are those whose keyed hash is smallest: the same seed takes the same rows, and a larger
 cap only adds to them.
 """
 
 import hashlib
+import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from collectors.conversations.datasets import PRESET, find_dataset
-from collectors.conversations.open import open_each
+from collectors.conversations.datasets import PRESET, find_dataset, open_named
+from collectors.conversations.files import SUFFIXES, open_file
+from collectors.conversations.hub import is_saved_dataset, open_dataset
 from collectors.conversations.rows import Row, Source
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.settings import load
+
+
+def open_sources(inputs: Sequence[str], dataset_root: str | Path | None = None) -> list[Source]:
+    """The sources behind paths, folders, names and ``datasets`` ids, folders in sorted order; see ``open_each``."""
+    return [source for sources in open_each(inputs, dataset_root) for source in sources]
+
+
+def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> list[list[Source]]:
+    """The sources of every input in a list of its own; labels tell all files of all inputs apart.
+
+    Raises:
+        NotFoundError, ConfigError: as the readers, and ``input-empty``.
+    """
+    opened: list[list[Source | Path]] = []
+    folders: dict[Path, Path] = {}
+    for text in inputs:
+        path = Path(text)
+        if text.startswith(PRESET):
+            opened.append([*open_named(text, dataset_root)])
+        elif path.is_dir() and not is_saved_dataset(path):
+            files = _files_below(path)
+            folders.update(dict.fromkeys(files, path))
+            opened.append([*files])
+        else:
+            opened.append([path if path.is_file() else open_dataset(text)])
+    labels = _labels([item for items in opened for item in items if isinstance(item, Path)], folders)
+    return [[open_file(item, labels[item]) if isinstance(item, Path) else item for item in items] for items in opened]
+
+
+def _files_below(folder: Path) -> list[Path]:
+    files = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and path.name.removesuffix(".gz").endswith(SUFFIXES)
+        and not any(name.startswith(".") for name in path.relative_to(folder).parts)
+    ]
+    if not files:
+        raise ConfigError(
+            f"{folder} holds no conversation file (looked for {', '.join(SUFFIXES)}, with or without .gz)",
+            kind=Kind.INPUT_EMPTY,
+        )
+    return files
+
+
+def _labels(paths: list[Path], folders: dict[Path, Path]) -> dict[Path, str]:
+    """The shortest tails that tell the paths apart, from their folder on: what lands in ``source`` shows no home."""
+    absolute = {path: Path(os.path.abspath(path)) for path in paths}
+    depth = {path: 1 + len(path.relative_to(folders[path]).parts) if path in folders else 1 for path in paths}
+    while True:
+        labels = {path: "/".join(full.parts[-depth[path] :]).lstrip("/") for path, full in absolute.items()}
+        shared = Counter(label for label, _ in {(label, absolute[path]) for path, label in labels.items()})
+        clashes = [path for path, label in labels.items() if shared[label] > 1]
+        if not clashes:
+            return labels
+        for path in clashes:
+            depth[path] += 1
 
 
 class _Settings(BaseModel):
@@ -108,8 +167,7 @@ def open_inputs(inputs: Sequence[str] | Mix, dataset_root: str | Path | None = N
     """Every source of the inputs, whole, or what the mix takes of it.
 
     Raises:
-        ConfigError: ``path-missing`` without any input, ``input-empty`` when weights leave a source without a row, and
-            what ``open_each`` raises.
+        ConfigError: ``input-missing``, ``input-empty``, ``mix-too-large``; and what ``open_each`` raises.
     """
     if isinstance(inputs, Mix):
         opened = open_each([entry.text for entry in inputs.sources], dataset_root)
@@ -198,9 +256,8 @@ def _sampled(source: Source, entry: MixSource, available: int, rows: int, seed: 
 
     sample = frozenset(sorted(range(available), key=rank)[:rows])
     size = source.size * rows // available if source.size else 0
-    sampled = replace(source, rows=partial(_rows_of, source, sample), count=rows, size=size)
-    return MixedSource(sampled, entry, available)
 
+    def sampled() -> Iterator[Row]:
+        return (row for number, row in enumerate(source.rows()) if number in sample)
 
-def _rows_of(source: Source, sample: frozenset[int]) -> Iterator[Row]:
-    return (row for number, row in enumerate(source.rows()) if number in sample)
+    return MixedSource(replace(source, rows=sampled, count=rows, size=size), entry, available)

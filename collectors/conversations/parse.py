@@ -26,19 +26,22 @@ ROLE_OF = {name: role for role, names in _ROLE_NAMES.items() for name in names.s
 TEXT_PARTS = ("text", "input_text", "output_text")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 MEMBERS_OF_TEXT = ("name", "tool_call_id", *REASONING)
+FINISH_REASON, CUT = "finish_reason", "length"
+"""What a message says of an answer that its token limit cut, in the words of OpenAI's API."""
 _SHOWN = 80
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages with ``role`` (one of ``schemas.ROLES``) and ``content`` text, and the tools the target was offered.
+    """Messages with ``role`` (of ``schemas.ROLES``), ``content`` text, maybe ``tool_calls`` and ``MEMBERS_OF_TEXT``.
 
-    A message may also carry ``tool_calls`` and the members of ``MEMBERS_OF_TEXT``, as chat templates read them.
+    ``cut``: indices of answers that their token limit ended, so that the target never wrote their end.
     """
 
     location: str
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    cut: frozenset[int] = frozenset()
 
     @property
     def has_answer(self) -> bool:
@@ -55,7 +58,10 @@ def parse_row(row: Row) -> Conversation | Problem:
     if isinstance(value, Problem):
         return value
     try:
-        return Conversation(row.location, _messages(value), _tools(value.get(TOOLS_COLUMN)))
+        entries = _entries(value)
+        messages = [_message(entry, f"message {number}") for number, entry in enumerate(entries, start=1)]
+        cut = frozenset(index for index, entry in enumerate(entries) if entry.get(FINISH_REASON) == CUT)
+        return Conversation(row.location, messages, _tools(value.get(TOOLS_COLUMN)), cut)
     except _UnusableError as error:
         return Problem(row.location, *error.args)
     except RecursionError as error:
@@ -88,7 +94,7 @@ def _json(text: str, reason: str) -> Any:
         raise _UnusableError(reason, str(error)) from error
 
 
-def _messages(row: dict[str, Any]) -> list[Message]:
+def _entries(row: dict[str, Any]) -> list[Any]:
     name = next((name for name in MESSAGE_COLUMNS if row.get(name) is not None), None)
     if name is None:
         names = ", ".join(sorted(str(key) for key in row)[:8]) or "nothing"
@@ -100,7 +106,7 @@ def _messages(row: dict[str, Any]) -> list[Message]:
         raise _UnusableError("messages-not-a-list", f"{name} is {_kind(messages)}")
     if not messages:
         raise _UnusableError("no-messages", f"{name} is an empty list")
-    return [_message(entry, f"message {number}") for number, entry in enumerate(messages, start=1)]
+    return messages
 
 
 def _message(entry: Any, title: str) -> Message:

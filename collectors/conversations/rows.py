@@ -27,10 +27,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Row:
-    """One row: ``location`` is ``file:line`` (row number in tables), ``size`` its bytes in the source, for progress.
-
-    ``payload`` is the line as bytes, a decoded value, or the problem that reading it met.
-    """
+    """One row at ``file:line``, ``size`` bytes; ``payload`` is bytes, a decoded value, or the problem of reading it."""
 
     location: str
     payload: Any
@@ -48,11 +45,7 @@ class Source:
 
 
 def conversation_columns(names: Sequence[str], table: str) -> list[str]:
-    """The columns of a table that hold a conversation and its tools.
-
-    Raises:
-        ConfigError: ``input-columns`` when the table has none.
-    """
+    """The columns of a table that hold a conversation and its tools; ConfigError ``input-columns``."""
     column = next((name for name in MESSAGE_COLUMNS if name in names), None)
     if column is None:
         raise ConfigError(

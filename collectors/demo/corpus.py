@@ -42,11 +42,7 @@ class Entry:
 
 
 def conversations(library: Path | None = None) -> list[dict[str, list[dict[str, str]]]]:
-    """OpenAI ``messages`` rows, in a fixed order; the wording of a question is chosen by a digest of the name.
-
-    Raises:
-        NotFoundError: the installation carries no library sources.
-    """
+    """OpenAI ``messages`` rows, in a fixed order; NotFoundError where the installation carries no library sources."""
     folder = library or Path(sysconfig.get_path("stdlib"))
     rows, answers = [], set()
     for entry in _entries(folder):

@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class CaptureRequest:
-    """One sample to run: input_ids int32 [T]; final_rows int32 [r], ascending positions of the final hidden.
-
-    ``source``: where the sample came from, for an engine that looks states up instead of computing them.
-    """
+    """input_ids int32 [T]; final_rows int32 [r], ascending positions; ``source``: where the sample came from."""
 
     input_ids: "np.ndarray"
     final_rows: "np.ndarray"
@@ -63,11 +60,7 @@ class Captured:
 
 
 class CaptureEngine(Protocol):
-    """Runs a target over token ids and hands out its states.
-
-    ``target`` is the target as the engine sees it; ``final_norm`` says what ``Captured.final`` is, None where the
-    engine has no final hidden.
-    """
+    """Runs a target over token ids; ``final_norm`` says what ``Captured.final`` is, None where the engine has none."""
 
     target: "EngineTarget"
 
@@ -139,13 +132,13 @@ _ROWS: dict[str, str | EngineRow] = {
         },
     ),
     "vllm": EngineRow(
-        "collectors.engines.vllm_process:open_vllm",
-        "collectors.engines.vllm_process:checks",
+        "collectors.engines.vllm:open_vllm",
+        "collectors.engines.vllm:checks",
         server="a server that runs already.",
         tensor_parallel=True,
     ),
     "trtllm": EngineRow(
-        "collectors.engines.trtllm:TrtllmEngine", "collectors.engines.trtllm_install:checks", tensor_parallel=True
+        "collectors.engines.trtllm:TrtllmEngine", "collectors.engines.trtllm:checks", tensor_parallel=True
     ),
 }
 ENGINES: Registry[EngineRow] = Registry(
@@ -160,12 +153,7 @@ def load_attribute(reference: str) -> Any:
 
 
 def open_engine(name: str, target: "EngineTarget", options: EngineOptions) -> CaptureEngine:
-    """Start the engine ``name`` for a target.
-
-    Raises:
-        ConfigError: ``engine-unknown``; ``not-installed``: its package is not installed here; ``engine-arg``;
-            ``plugin-broken``.
-    """
+    """Start an engine; ConfigError ``engine-unknown``, ``not-installed``, ``engine-arg`` or ``plugin-broken``."""
     row = ENGINES[name]
     if options.server is not None and not row.server:
         raise ConfigError(f"engine {name} runs in this process and takes no --server", kind=Kind.ENGINE_ARG)
@@ -175,11 +163,7 @@ def open_engine(name: str, target: "EngineTarget", options: EngineOptions) -> Ca
 
 
 def read_settings(engine: str, extra: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """``defaults`` overridden by ``extra``, for engines whose settings are a closed list.
-
-    Raises:
-        ConfigError: ``engine-arg``: a name that the engine does not know.
-    """
+    """``defaults`` overridden by ``extra``; ConfigError ``engine-arg`` for a name the engine does not know."""
     for name in extra:
         if name not in defaults:
             near = get_close_matches(name, defaults, n=1)

@@ -31,14 +31,10 @@ class Assembly:
         self._final = fresh((sum(rows), width), torch.bfloat16)
 
     def put(self, index: int, token_ids: np.ndarray, aux: Tensor, final: Tensor, next_token: int | None = None) -> None:
-        """Take the states of request ``index``: any float dtype, any device.
-
-        token_ids int [T] as the engine ran them; aux [L, T, D]; final [T, D], every position; next_token is what the
-        engine would emit after the last position.
+        """Take the states of request ``index``: token_ids int [T] as run; aux [L, T, D]; final [T, D], any dtype.
 
         Raises:
-            CaptureError: ``engine-tokens``: other tokens than were asked; ``engine-shape``: states of fewer positions,
-                layers or channels, as a prefix cache leaves them behind; ``engine-request``: answered twice.
+            CaptureError: ``engine-tokens``, ``engine-shape``, ``engine-request`` (answered twice).
         """
         request, where = self._requests[index], f"request {index} of {len(self._requests)}"
         tokens = len(request.input_ids)
@@ -67,11 +63,7 @@ class Assembly:
         self._missing.discard(index)
 
     def captured(self) -> Captured:
-        """The whole unit.
-
-        Raises:
-            CaptureError: ``engine-request``: requests that the engine never answered.
-        """
+        """The whole unit. Raises CaptureError ``engine-request``: requests that the engine never answered."""
         if self._missing:
             first = min(self._missing)
             raise CaptureError(

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from collectors.engines import ENGINES, Captured, CaptureRequest, EngineOptions, raise_if_stopped, read_settings
-from collectors.engines.versions import optional_package
+from collectors.engines.resources import optional_package
 from collectors.targets.families import Parts, first_tensor
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
 from hiddenstore.codecs.base import fresh
-from hiddenstore.doctor.installation import DoctorCheck, install_command, version_of
+from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import ConfigError, Kind
 from schemas.capture import NormState
 from schemas.manifest import Engine
@@ -77,10 +77,7 @@ def _rope_parameters(config: object) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where one row of a batch goes: aux rows ``start … start + tokens``, final rows ``final_start … + len(rows)``.
-
-    ``rows`` int64 [r] are ascending token positions, or a slice when they are consecutive.
-    """
+    """Where one row of a batch goes; ``rows`` int64 [r] ascending token positions, or a slice of consecutive ones."""
 
     start: int
     tokens: int
@@ -90,10 +87,7 @@ class Placement:
 
 
 class StateTap:
-    """Context manager that installs the hooks for one unit and owns its buffers.
-
-    aux bf16 [L, N, D] and final bf16 [R, D], on the target's device. Set ``batch`` before each forward.
-    """
+    """Installs the hooks for one unit; aux bf16 [L, N, D], final bf16 [R, D]. Set ``batch`` before each forward."""
 
     def __init__(self, parts: Parts, aux_layers: Sequence[int], tokens: int, final_rows: int) -> None:
         self._parts = parts
@@ -111,7 +105,7 @@ class StateTap:
                 # The input of block 0, not the output of the embedding module: Granite scales in between.
                 hook = blocks[0].register_forward_pre_hook(partial(self._take_input, slot), with_kwargs=True)
             else:
-                hook = blocks[layer].register_forward_hook(partial(self._take_output, slot))
+                hook = blocks[layer].register_forward_hook(partial(self._take, slot))
             self._handles.append(hook)
         self._handles.append(self._parts.final_norm.register_forward_pre_hook(self._take_final))
         return self
@@ -121,13 +115,11 @@ class StateTap:
             handle.remove()
         self._handles.clear()
 
-    def _take_output(self, slot: int, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        self._take(slot, first_tensor(output))
+    def _take_input(self, slot: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._take(slot, module, args, args if args else kwargs["hidden_states"])
 
-    def _take_input(self, slot: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._take(slot, first_tensor(args if args else kwargs["hidden_states"]))
-
-    def _take(self, slot: int, states: Tensor) -> None:
+    def _take(self, slot: int, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        states = first_tensor(output)
         for row, placement in enumerate(self.batch):
             out = self.aux[slot, placement.start : placement.start + placement.tokens]
             out.copy_(states[row, : placement.tokens])
@@ -220,25 +212,18 @@ class HfEngine:
     def _next_tokens(
         self, last: Tensor, requests: Sequence[CaptureRequest], placements: Sequence[Placement]
     ) -> tuple[Tensor, Tensor]:
-        """The model's own top-1 at a few captured rows: its own norm, its own LM head. Returns int64 [C], [C].
-
-        Scale and softcap of the logits are monotone, so the LM head alone decides the top-1.
-        """
+        """The model's own top-1 at a few captured rows, int64 [C], [C]; scale and softcap are monotone, so left out."""
         batch_rows, positions, final_rows = [], [], []
         for row, (request, placement) in enumerate(zip(requests, placements, strict=True)):
-            for k in _spread(len(request.final_rows)):
+            rows = len(request.final_rows)
+            count = min(CHECKED_ROWS, rows)
+            for k in sorted({rows - 1 - (i * rows) // count for i in range(count)}):
                 batch_rows.append(row)
                 positions.append(int(request.final_rows[k]))
                 final_rows.append(placement.final_start + k)
         picked = last[torch.tensor(batch_rows, dtype=torch.long), torch.tensor(positions, dtype=torch.long)]
         tokens = self.target.lm_head(picked).argmax(dim=-1)
         return torch.tensor(final_rows, dtype=torch.long), tokens.cpu()
-
-
-def _spread(rows: int) -> list[int]:
-    """Up to ``CHECKED_ROWS`` indices below ``rows``, the last one among them."""
-    count = min(CHECKED_ROWS, rows)
-    return sorted({rows - 1 - (k * rows) // count for k in range(count)})
 
 
 def _placements(requests: Sequence[CaptureRequest], device: torch.device) -> list[Placement]:

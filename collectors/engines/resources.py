@@ -1,7 +1,8 @@
-"""What an engine takes of its machine: the GPUs of its rank, and a folder in memory that states pass through."""
+"""What an engine takes of its machine: versions of packages, the GPUs of its rank, and a folder in memory."""
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -11,7 +12,36 @@ from pathlib import Path
 import torch
 
 from collectors.engines import EngineOptions
+from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import ConfigError, Kind
+
+Numbers = tuple[int, int]
+
+
+def major_minor(version: str | None) -> Numbers:
+    """Major and minor number of a version, zeros where it states none."""
+    match = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def check_version(
+    name: str, version: str | None, detail: str, oldest: Numbers, newest: Numbers, source: str
+) -> DoctorCheck:
+    """``ok`` from ``oldest`` to ``newest``, else a warning that says by ``source`` where ``detail`` is known from."""
+    if oldest <= major_minor(version) <= newest:
+        return DoctorCheck(name, "ok", detail)
+    span = " to ".join(f"{major}.{minor}" for major, minor in (oldest, newest))
+    return DoctorCheck(name, "warning", f"{detail}; that was {source} {span}", "collect with --check hf")
+
+
+def optional_package(distribution: str, extra: str, purpose: str) -> DoctorCheck:
+    """A package that only ``purpose`` needs; our ``extra`` brings it."""
+    version = version_of(distribution)
+    if version is not None:
+        return DoctorCheck(distribution, "ok", version)
+    fix = install_command(distribution, extra)
+    return DoctorCheck(distribution, "absent", f"not installed; serves {purpose}", fix)
+
 
 PREFIX = "hiddenstore-scratch-"
 _OWNER = ".owner"
@@ -21,11 +51,7 @@ _SMALL_BYTES = 1 << 30
 
 
 def choose_devices(options: EngineOptions) -> None:
-    """Let this process, and those it starts, see its rank's own ``tensor_parallel`` GPUs only, counted by local rank.
-
-    Raises:
-        ConfigError: ``devices-too-few``.
-    """
+    """Let this process see its rank's own ``tensor_parallel`` GPUs only; ConfigError ``devices-too-few``."""
     if not torch.cuda.is_available():
         return
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

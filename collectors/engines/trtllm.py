@@ -6,9 +6,15 @@ layer ids are ours (block outputs from 0) and whose id -1 is the final hidden af
 Shapes: T tokens of a request, N tokens of the unit, R final rows, L aux layers, D target width, V vocabulary.
 """
 
+import json
 import os
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module, util
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,16 +23,217 @@ from torch import Tensor
 
 from collectors.engines import Captured, CaptureRequest, EngineOptions, raise_if_stopped
 from collectors.engines.assembly import Assembly
-from collectors.engines.resources import Scratch, choose_devices
+from collectors.engines.resources import Scratch, check_version, choose_devices
 from collectors.engines.trtllm_files import SavedFolder, SavedStates
-from collectors.engines.trtllm_install import load_package, missing_parts, package_version
-from collectors.engines.trtllm_requests import RunningRequests
+from collectors.targets.folder import first_line
 from collectors.targets.load import DTYPE_ALIASES, EngineTarget
+from hiddenstore.doctor import DoctorCheck, version_of
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.verify.probes import unit_scale_error
 from schemas.capture import NormState
 from schemas.layers import to_convention
 from schemas.manifest import Engine
+
+PACKAGE = "tensorrt_llm"
+DISTRIBUTIONS = ("tensorrt-llm", "tensorrt_llm")
+CONTAINER_HINT = "run in the TensorRT-LLM release container of NGC: docs/tensorrt-llm.md"
+IMPORT_S = 180
+# Versions whose documentation this engine was written to.
+OLDEST, NEWEST = (1, 2), (1, 3)
+
+# module, attribute, fields or methods that are used of it
+NEEDED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (PACKAGE, "LLM", ("generate_async", "shutdown")),
+    (PACKAGE, "SamplingParams", ("max_tokens", "temperature")),
+    ("tensorrt_llm.llmapi", "KvCacheConfig", ("enable_block_reuse",)),
+    (
+        "tensorrt_llm.llmapi",
+        "SaveHiddenStatesDecodingConfig",
+        ("output_directory", "write_interval", "file_prefix", "eagle3_layers_to_capture"),
+    ),
+    (
+        "tensorrt_llm.llmapi",
+        "TorchLlmArgs",
+        (
+            *("model", "revision", "dtype", "tensor_parallel_size", "kv_cache_config", "speculative_config"),
+            *("enable_chunked_prefill", "disable_overlap_scheduler", "max_batch_size", "max_num_tokens"),
+        ),
+    ),
+)
+
+
+def load_package() -> ModuleType:
+    """The ``tensorrt_llm`` package; ConfigError ``not-installed`` says where it can be imported."""
+    try:
+        return import_module(PACKAGE)
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"TensorRT-LLM cannot be imported: {first_line(error)}", kind=Kind.NOT_INSTALLED, hint=CONTAINER_HINT
+        ) from error
+
+
+def package_version(package: ModuleType) -> str:
+    """The version the package states, or its distribution's."""
+    stated = getattr(package, "__version__", None)
+    return stated if isinstance(stated, str) else version_of(*DISTRIBUTIONS) or "unknown"
+
+
+def missing_parts() -> list[str]:
+    """Classes, fields and methods this engine uses that the installed TensorRT-LLM does not have, as dotted names."""
+    missing = []
+    for module, attribute, members in NEEDED:
+        try:
+            used = getattr(import_module(module), attribute, None)
+        except ImportError:
+            used = None
+        if used is None:
+            missing.append(f"{module}.{attribute}")
+        else:
+            missing += [f"{module}.{attribute}.{name}" for name in members if not _has_member(used, name)]
+    return missing
+
+
+def _has_member(used: Any, name: str) -> bool:
+    declared = {*getattr(used, "model_fields", ()), *getattr(used, "__dataclass_fields__", ())}
+    return name in declared or hasattr(used, name)
+
+
+def checks() -> Iterator[DoctorCheck]:
+    """What ``doctor`` says of TensorRT-LLM; it is imported in a process of its own."""
+    name, version = "engine trtllm", version_of(*DISTRIBUTIONS)
+    if util.find_spec(PACKAGE) is None:
+        yield DoctorCheck(name, "absent", "tensorrt_llm is not installed", CONTAINER_HINT)
+        return
+    problem = None
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", __name__], capture_output=True, text=True, timeout=IMPORT_S, check=False
+        )
+        document = json.loads(process.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        problem = f"tensorrt_llm {version} did not import within {IMPORT_S} s"
+    except (IndexError, ValueError):
+        last = (process.stderr.strip().splitlines() or [f"exit {process.returncode}"])[-1]
+        problem = f"tensorrt_llm {version} ends the process that imports it: {last}"
+    else:
+        problem = document.get("error")
+        if document.get("missing"):
+            problem = f"TensorRT-LLM {document['version']} lacks {', '.join(document['missing'])}"
+    if problem is not None:
+        yield DoctorCheck(name, "problem", problem, CONTAINER_HINT)
+        return
+    detail = f"TensorRT-LLM {document['version']} has what is used of it · layer ids are ours, final hidden post-norm"
+    yield check_version(name, document["version"], detail, OLDEST, NEWEST, "read in the documentation of")
+
+
+def main() -> int:
+    """Print ``{"version": …, "missing": […]}`` or ``{"error": …}`` as the last line of stdout."""
+    try:
+        document: dict[str, object] = {"version": package_version(load_package()), "missing": missing_parts()}
+    except ConfigError as error:
+        document = {"error": error.message}
+    sys.stdout.write("\n" + json.dumps(document) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+
+PATIENCE_S = 60.0
+"""How long the file of a request may take once the request was answered."""
+
+
+class _Answer:
+    """What TensorRT-LLM says to one request, awaited by a thread of its own, which its shutdown may leave waiting."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        self.token = -1
+        self.error: Exception | None = None
+        self.time_s: float | None = None
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        try:
+            self.token = int(self.handle.result().outputs[0].token_ids[0])
+        except Exception as error:  # noqa: BLE001 - raised by the thread that owns the engine
+            self.error = error
+        self.time_s = time.monotonic()
+
+
+class RunningRequests:
+    """Requests under way; each leaves once both its answer and its states are here."""
+
+    def __init__(self, requests: Sequence[CaptureRequest]) -> None:
+        self._requests = requests
+        self._answers: dict[int, _Answer] = {}
+        self._states: dict[int, SavedStates] = {}
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def add(self, index: int, handle: Any) -> None:
+        self._answers[index] = _Answer(handle)
+
+    def match(self, saved: SavedStates) -> None:
+        """Give states to the oldest request of these tokens; CaptureError ``engine-tokens`` where nobody sent them."""
+        similar = ""
+        for index in sorted(self._answers.keys() - self._states.keys()):
+            ids = self._requests[index].input_ids
+            if np.array_equal(ids, saved.token_ids):
+                self._states[index] = saved
+                return
+            common = min(len(ids), len(saved.token_ids))
+            if common and np.array_equal(ids[:common], saved.token_ids[:common]):
+                similar = similar or f"; {self._name(index)} begins alike, so it was cut or extended"
+        tokens = len(saved.token_ids)
+        raise CaptureError(
+            f"TensorRT-LLM saved states of {tokens} tokens that nobody sent{similar}", kind=Kind.ENGINE_TOKENS
+        )
+
+    def finished(self, folder: SavedFolder) -> Iterator[tuple[int, SavedStates, int]]:
+        """Index, states and next token of the requests that have both.
+
+        Raises:
+            CaptureError: ``engine-request``; ``engine-file``, ``engine-file`` ``PATIENCE_S`` after the answer.
+        """
+        for index, answer in list(self._answers.items()):
+            if answer.time_s is None:
+                continue
+            if answer.error is not None:
+                raise CaptureError(
+                    f"TensorRT-LLM failed on {self._name(index)}: {answer.error}", kind=Kind.ENGINE_REQUEST
+                ) from answer.error
+            if index in self._states:
+                del self._answers[index]
+                yield index, self._states.pop(index), answer.token
+            elif time.monotonic() - answer.time_s > PATIENCE_S:
+                raise self._overdue(index, folder)
+
+    def abort(self) -> None:
+        for answer in self._answers.values():
+            answer.handle.abort()
+
+    def _name(self, index: int) -> str:
+        return f"request {index + 1} of the unit ({len(self._requests[index].input_ids)} tokens)"
+
+    def _overdue(self, index: int, folder: SavedFolder) -> CaptureError:
+        answered = f"{self._name(index)} was answered {PATIENCE_S:.0f} s ago, but"
+        if torn := folder.unfinished():
+            return CaptureError(
+                f"{answered} {', '.join(torn)} is no whole torch file yet: its writer died, or {folder.folder.parent} "
+                f"is full",
+                kind=Kind.ENGINE_FILE,
+                hint=f"df -h {folder.folder.parent}",
+            )
+        return CaptureError(
+            f"{answered} no file with its tokens came to {folder.folder}: TensorRT-LLM writes after every "
+            f"write_interval requests, which this engine sets to 1, and never writes the rest",
+            kind=Kind.ENGINE_FILE,
+            hint="hiddenstore doctor",
+        )
+
 
 AHEAD = 3
 """Requests given to TensorRT-LLM whose states are not taken yet: so many files may lie in the folder at once."""
@@ -112,9 +319,7 @@ class TrtllmEngine:
 
         Raises:
             ConfigError: ``request-too-long``: before the request is run.
-            CaptureError: ``engine-request``: TensorRT-LLM refused one; ``engine-file``: its states never came;
-                ``engine-tokens``: states of tokens nobody sent; ``norm-state``: a final hidden before the norm; or as
-                ``SavedFolder.take``.
+            CaptureError: ``norm-state``: a final hidden before the norm; as ``RunningRequests``, ``SavedFolder.take``.
         """
         unit = Assembly(requests, len(self._layers), self.target.head.hidden_size)
         running = RunningRequests(requests)
@@ -206,9 +411,7 @@ class TrtllmEngine:
 
 
 def llm_arguments(target: EngineTarget, options: EngineOptions) -> dict[str, Any]:
-    """What ``LLM(...)`` is given besides what is fixed: the target, its parallelism and the person's own arguments.
-
-    ``a.b=value`` among ``options.extra`` is member ``b`` of argument ``a``.
+    """What ``LLM(...)`` is given besides what is fixed; ``a.b=value`` in ``extra`` is member ``b`` of argument ``a``.
 
     Raises:
         ConfigError: ``engine-arg``: one that capturing depends on.

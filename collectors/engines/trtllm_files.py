@@ -28,10 +28,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, eq=False)
 class SavedStates:
-    """One request: token_ids int32 [T]; aux [L, T, D] layers ascending; final [T, D] post-norm; in the file's dtype.
-
-    Both are views of the file ``path``, which stays until ``SavedFolder.done``.
-    """
+    """token_ids int32 [T]; aux [L, T, D], layers ascending; final [T, D] post-norm; views of ``path``."""
 
     path: Path
     token_ids: np.ndarray
@@ -56,8 +53,7 @@ class SavedFolder:
         """The requests of every file that has become whole since the last call.
 
         Raises:
-            CaptureError: ``engine-file``: it holds something else; ``engine-layers``, ``engine-file``,
-                ``engine-file``: the states are not those of the tokens and layers.
+            CaptureError: ``engine-file``, ``engine-layers``, ``engine-file``, ``engine-file``.
         """
         for path in self._files():
             if path in self._in_use or not _is_complete(path):
@@ -97,11 +93,7 @@ def _load(path: Path) -> list[Any]:
 
 
 def read_entry(entry: object, layers: int, width: int, path: Path, position: int = 0) -> SavedStates:
-    """One saved request, checked against ``layers`` captured layers of ``width``.
-
-    Raises:
-        CaptureError: as ``SavedFolder.take``; ``path`` and ``position`` name the entry.
-    """
+    """One saved request, checked against ``layers`` layers of ``width``; raises as ``SavedFolder.take``."""
     where = f"request {position + 1} of {path.name}"
     if not isinstance(entry, Mapping):
         raise _no_entry(where, f"it is a {type(entry).__name__}")

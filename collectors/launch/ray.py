@@ -27,7 +27,7 @@ from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
 from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, InterruptError, Kind
 from hiddenstore.fs import open_filesystem
-from hiddenstore.inputs.prepared import PreparedInput
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.layout import STORE_JSON, commit_path
 from hiddenstore.process import Drain, Rank
 from hiddenstore.store import Store

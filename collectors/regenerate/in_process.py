@@ -20,9 +20,9 @@ from collectors.regenerate.options import RegenerateOptions
 from collectors.regenerate.rewrite import AnswerAll, Recorded, Reply, Rewrite, Take
 from collectors.targets.folder import TargetFolder, open_target
 from collectors.targets.load import LoadedTarget, load_target
-from collectors.tokenize.template import read_template
+from collectors.tokenize.template import limited_rendering, read_template
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.repetition import LOOP_SHARE, repeated_share
+from hiddenstore.records import LOOP_SHARE, repeated_share
 
 # Compacting copies the cache once; below this share of running rows it pays for itself within a few steps.
 COMPACT_BELOW = 0.75
@@ -174,16 +174,12 @@ Tasks = Sequence[tuple[list[list[int]], str]]
 
 
 def open_in_process(options: RegenerateOptions) -> tuple[str, AnswerAll]:
-    """The target's label, and what answers with it; its weights are read when the first batch asks for them.
-
-    Raises:
-        ConfigError: ``template-missing``, or as ``open_target``.
-    """
+    """The target's label, and what answers with it; raises as ``open_target``, and ``template-missing``."""
     template = None if options.template is None else read_template(options.template)
     folder = open_target(str(options.target), options.revision, template)
     if not folder.tokenizer.chat_template:
         raise ConfigError(f"target {folder.label} has no chat template", kind=Kind.TEMPLATE_MISSING)
-    sampling = Sampling(options.temperature, options.max_new_tokens, options.seed, options.top_p)
+    sampling = Sampling(options.temperature, options.max_new_tokens, options.seed or 0, options.top_p)
     return folder.label, _InProcess(folder, sampling, options).answer_all
 
 
@@ -221,9 +217,10 @@ class _InProcess:
         limit = getattr(self.folder.config, "max_position_embeddings", None) or 1 << 30
         fitting = []
         for rewrite in conversations:
-            prompt: list[int] = self.folder.tokenizer.apply_chat_template(
-                rewrite.done, tools=rewrite.tools, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            with limited_rendering(f"conversation {rewrite.number + 1}"):
+                prompt: list[int] = self.folder.tokenizer.apply_chat_template(
+                    rewrite.done, tools=rewrite.tools, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
             if len(prompt) + self.sampling.max_new_tokens <= limit:
                 fitting.append((rewrite, prompt))
             else:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from collectors.conversations.open import open_sources
+from collectors.conversations.mix import open_sources
 from collectors.conversations.parse import Conversation, parse_row
 from collectors.conversations.rows import Source
 from collectors.regenerate.answers import AnswerLog, AnswersFolder
@@ -22,7 +22,7 @@ from collectors.regenerate.options import RegenerateOptions, RegenerateReport, a
 from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
-from hiddenstore.errors import ConfigError, InterruptError, Kind
+from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind
 from hiddenstore.fs.publish import new_file, refuse_existing_file
 
 
@@ -38,6 +38,7 @@ def regenerate(
             ``answers-differ``.
         ConfigError: ``nothing-usable``: no conversation has an answer to rewrite; or an option is out of range.
         StorageError: ``server-unreachable`` or ``server-failing``; what was answered is kept.
+        CaptureError: ``nothing-answered``: every conversation was left out.
         InterruptError: ``interrupted``; what was answered is kept.
     """
     out = Path(options.out)
@@ -160,4 +161,11 @@ def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFol
             if item.drop is None:
                 file.write(json.dumps(item.row(), ensure_ascii=False).encode() + b"\n")
                 report.written += 1
+        if not report.written:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(report.dropped.items()))
+            raise CaptureError(
+                f"none of {plural(report.read, 'conversation')} has an answer to learn from: {reasons}",
+                kind=Kind.NOTHING_ANSWERED,
+                hint=f"rm -r {folder.path} has them answered again",
+            )
     return report

@@ -20,6 +20,8 @@ class RegenerateOptions:
 
     ``shard`` (i, n) takes every n-th conversation, i in 1 … n. ``api_key_env`` names an environment variable.
     ``system`` opens conversations without a system message. ``extra`` members join every request to a server.
+    ``seed`` None is 0 in this process, and no seed for a server. More than ``max_failures`` conversations that fail, or
+    than ``max_failure_share`` of all, end the run.
     """
 
     inputs: tuple[str, ...]
@@ -39,12 +41,13 @@ class RegenerateOptions:
     max_samples: int | None = None
     batch_size: int = 128
     workers: int = 1
-    seed: int = 0
+    seed: int | None = None
     dtype: str | None = None
     device: str = "auto"
     retries: int = 6
     timeout_s: float = 600.0
     max_failures: int = 10
+    max_failure_share: float = 0.5
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -108,6 +111,7 @@ class MoreSettings(BaseModel):
     retries: int = 6
     timeout_s: float = 600.0
     max_failures: int = 10
+    max_failure_share: float = 0.5
     extra: dict[str, Any] = {}
 
     @field_validator("extra")
@@ -142,6 +146,8 @@ def require_possible(options: RegenerateOptions) -> None:
             raise ConfigError(f"{name.replace('_', ' ')} must be at least {limit}", kind=Kind.OPTION_INVALID)
     if not 0 < options.top_p <= 1 or options.timeout_s <= 0:
         raise ConfigError("top-p must lie in 0…1 and the timeout be longer than 0 s", kind=Kind.OPTION_INVALID)
+    if not 0 <= options.max_failure_share <= 1:
+        raise ConfigError("max failure share must lie in 0…1", kind=Kind.OPTION_INVALID)
     shard, shards = options.shard
     if not 1 <= shard <= shards:
         raise ConfigError(f"shard {shard}/{shards} does not exist: they count from 1", kind=Kind.OPTION_INVALID)
@@ -149,7 +155,7 @@ def require_possible(options: RegenerateOptions) -> None:
 
 def answer_settings(options: RegenerateOptions, label: str) -> dict[str, Any]:
     """What the answers depend on; a run that goes on with others would mix two kinds of answers."""
-    names = ["temperature", "top_p", "max_new_tokens", "max_samples", "seed", "system"]
+    names = ["temperature", "top_p", "max_new_tokens", "max_samples", "system"]
     if options.server is None:
         names += ["batch_size", "dtype", "revision"]
     return {
@@ -158,4 +164,5 @@ def answer_settings(options: RegenerateOptions, label: str) -> dict[str, Any]:
         "inputs": hashlib.sha256("\0".join(Path(text).name for text in options.inputs).encode()).hexdigest()[:16],
         "extra": dict(options.extra),
         **{name: getattr(options, name) for name in names},
+        "seed": options.seed if options.server is not None else options.seed or 0,
     }

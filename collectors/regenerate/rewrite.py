@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from collectors.conversations.parse import Conversation, Message
+from collectors.conversations.parse import CUT, FINISH_REASON, Conversation, Message
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,7 @@ class Reply:
 
 @dataclass
 class Rewrite:
-    """Conversation ``number`` of the input: ``done`` messages hold new answers, ``todo`` are still to come.
-
-    ``is_short``: it ends early, because the target called other tools than the recorded results answer.
-    """
+    """Conversation ``number``; ``is_short``: the target called other tools than the recorded results answer."""
 
     number: int
     digest: str
@@ -57,10 +54,7 @@ class Rewrite:
 
     @classmethod
     def of(cls, number: int, conversation: Conversation, system: str | None) -> "Rewrite":
-        """A conversation with answers has those rewritten; one without gets an answer after every user turn.
-
-        ``system`` opens a conversation without a system message.
-        """
+        """Answers are rewritten; a conversation without any gets one after every user turn."""
         messages = list(conversation.messages)
         if system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
@@ -96,6 +90,8 @@ class Rewrite:
             message["reasoning_content"] = reply.reasoning
         if reply.tool_calls:
             message["tool_calls"] = list(reply.tool_calls)
+        if reply.is_cut:
+            message[FINISH_REASON] = CUT
         self.done.append(message)
         before = recorded.get("tool_calls") or []
         if _names(before) != _names(reply.tool_calls):

@@ -15,9 +15,10 @@ from typing import Any
 from collectors.conversations.parse import Message
 from collectors.regenerate.options import RegenerateOptions
 from collectors.regenerate.rewrite import AnswerAll, Recorded, Reply, Rewrite, Take
+from hiddenstore.console.text import plural
 from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, Kind, StorageError
 from hiddenstore.http import HttpClient, RefusedError, ServerAccess
-from hiddenstore.repetition import LOOP_SHARE, repeated_share
+from hiddenstore.records import LOOP_SHARE, repeated_share
 
 REFUSALS_WITHOUT_ANSWER = 10
 _POLL_S = 0.2
@@ -59,12 +60,11 @@ class ChatServer:
             )
         return models[0]
 
-    def reply(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, seed: int) -> Reply:
+    def reply(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, seed: int | None) -> Reply:
         """The next answer of a conversation; ``refused`` where the server takes other requests but not this one.
 
         Raises:
-            UnansweredError: the server did not answer so often as was tried.
-            ConfigError: ``server-refused``, the key, the model or the address is wrong.
+            UnansweredError: as often as was tried. ConfigError: ``server-refused``: wrong key, model or address.
         """
         settings = self.settings
         request: dict[str, Any] = {
@@ -72,8 +72,9 @@ class ChatServer:
             "messages": [_sent(message) for message in messages],
             "temperature": settings.temperature,
             "max_tokens": settings.max_new_tokens,
-            "seed": seed,
         }
+        if seed is not None:
+            request["seed"] = seed
         if settings.top_p < 1:
             request["top_p"] = settings.top_p
         if tools:
@@ -118,7 +119,9 @@ def _read_reply(document: Any) -> Reply:
     tokens = int((document.get("usage") or {}).get("completion_tokens") or 0)
     _require_usable(reasoning, calls, tokens)
     # vLLM gives them when asked with return_token_ids; the last one of a finished answer is its end token.
-    ids = choice.get("token_ids") or _word_ids(text)
+    # Without the server's token ids, loops show in words as numbers too.
+    numbers: dict[str, int] = {}
+    ids = choice.get("token_ids") or [numbers.setdefault(word, len(numbers)) for word in text.split()]
     words = ids[:-1] if finish == "stop" and choice.get("token_ids") else ids
     drop = None
     if finish == "content_filter":
@@ -145,24 +148,17 @@ def _require_usable(reasoning: Any, calls: tuple[Any, ...], tokens: int) -> None
         raise ValueError("completion_tokens is no count")
 
 
-def _word_ids(text: str) -> list[int]:
-    """Words as numbers: without the server's token ids, loops show in them too."""
-    numbers: dict[str, int] = {}
-    return [numbers.setdefault(word, len(numbers)) for word in text.split()]
-
-
 class _ServerRun:
-    """Conversations through one server.
-
-    A conversation whose request was given up is tried once more at the end, and left out if it fails again; more than
-    ``options.max_failures`` of them end the run.
-    """
+    """A conversation given up is tried once more at the end, and left out if the budget of failures has room for it."""
 
     def __init__(self, server: ChatServer, options: RegenerateOptions, recorded: Recorded, take: Take) -> None:
         self._server, self._options, self._recorded, self._take = server, options, recorded, take
         self._lock, self._input_lock = threading.Lock(), threading.Lock()
-        self._failed: list[Rewrite] = []
-        self._answers = self._refusals = 0
+        self._failed: list[tuple[Rewrite, UnansweredError]] = []
+        # Refusals before the first answer: the request is wrong, or a few conversations are.
+        self._refused: list[tuple[Rewrite, Reply]] = []
+        self._conversations = self._answers = 0
+        self._first_failure: UnansweredError | None = None
         self._error: BaseException | None = None
         self._is_over = False
 
@@ -170,14 +166,21 @@ class _ServerRun:
         """Answer every turn of every conversation; ``check`` may raise to stop.
 
         Raises:
-            StorageError: ``server-failing``, the budget is spent.
-            ConfigError: ``server-refused``: wrong key or model, or every request so far was refused.
+            StorageError: ``server-failing``: the budget is spent, or nothing was answered.
+            ConfigError: ``server-refused``: wrong key or model, or every request was refused.
         """
         try:
             self._pass(rewrites, check, last=False)
-            again, self._failed = self._failed, []
+            again, self._failed = [rewrite for rewrite, _ in self._failed], []
             if again:
                 self._pass(iter(again), check, last=True)
+            share = self._options.max_failure_share
+            if self._failed and (not self._answers or len(self._failed) > share * self._conversations):
+                raise self._failing(f"more than max_failure_share={share:g} of {self._conversations}")
+            if self._refused and not self._answers:
+                raise _all_refused(self._refused[-1][1])
+            for rewrite, error in self._failed:
+                self._take(rewrite, Reply(drop="server-failed", detail=str(error)))
         finally:
             self._is_over = True
             self._server.close()
@@ -203,6 +206,7 @@ class _ServerRun:
             while self._error is None and not self._is_over:
                 with self._input_lock:
                     rewrite = next(rewrites, None)
+                    self._conversations += rewrite is not None and not last
                 if rewrite is None:
                     return
                 try:
@@ -220,38 +224,56 @@ class _ServerRun:
         for reply in self._recorded(rewrite)[rewrite.turn :]:
             rewrite.advance()
             self._take(rewrite, reply)
+            with self._lock:
+                self._answers += reply.drop not in ("refused", "server-failed")
         while rewrite.advance() and not self._is_over:
-            # A seed for each answer, so that equal prompts get different answers.
-            name = f"{self._options.seed}/{rewrite.number}/{rewrite.turn}".encode()
-            seed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little") >> 1
-            reply = self._server.reply(rewrite.done, rewrite.tools, seed)
+            reply = self._server.reply(rewrite.done, rewrite.tools, self._seed(rewrite))
             with self._lock:
                 self._answers += reply.drop != "refused"
-                self._refusals += reply.drop == "refused"
-                if not self._answers and self._refusals >= REFUSALS_WITHOUT_ANSWER:
-                    raise ConfigError(
-                        f"every request was refused so far; the last: {reply.detail}",
-                        kind=Kind.SERVER_REFUSED,
-                        hint="check the settings; conversations that are refused alone are left out and counted",
-                    )
+                if not self._answers:
+                    self._refused.append((rewrite, reply))
+                    if len(self._refused) >= REFUSALS_WITHOUT_ANSWER:
+                        raise _all_refused(reply)
+                    return
+                refused, self._refused = self._refused, []
             if not self._is_over:
-                self._take(rewrite, reply)
+                for one in (*refused, (rewrite, reply)):
+                    self._take(*one)
+
+    def _seed(self, rewrite: Rewrite) -> int | None:
+        """A seed for each answer, so that equal prompts get different answers; none where none was asked for."""
+        if self._options.seed is None:
+            return None
+        name = f"{self._options.seed}/{rewrite.number}/{rewrite.turn}".encode()
+        return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little") >> 1
 
     def _give_up(self, rewrite: Rewrite, error: UnansweredError, last: bool) -> None:
         # A request that the end of the run cut short says nothing about the server.
         if self._is_over:
             return
         with self._lock:
-            self._failed.append(rewrite)
-            failed = len(self._failed)
-        if last:
-            self._take(rewrite, Reply(drop="server-failed", detail=str(error)))
-        elif failed > (limit := self._options.max_failures):
-            self._error = StorageError(
-                f"{failed} conversations failed, more than max_failures={limit}; the last: {error}",
-                kind=Kind.SERVER_FAILING,
-                hint="what was answered is kept; the same command goes on once the server is well",
-            )
+            self._failed.append((rewrite, error))
+            self._first_failure = self._first_failure or error
+            if not last and len(self._failed) > (limit := self._options.max_failures):
+                self._error = self._failing(f"more than max_failures={limit}")
+
+    def _failing(self, budget: str) -> StorageError:
+        """The server's own words first, as they came first: what follows them is often their consequence."""
+        kept = "what was answered is kept; the same command goes on" if self._answers else "the same command starts"
+        return StorageError(
+            f"{self._first_failure}; {plural(len(self._failed), 'conversation')} failed, "
+            f"{budget if self._answers else 'and none was answered'}",
+            kind=Kind.SERVER_FAILING,
+            hint=f"{kept} once the server is well",
+        )
+
+
+def _all_refused(reply: Reply) -> ConfigError:
+    return ConfigError(
+        f"every request was refused so far; the last: {reply.detail}",
+        kind=Kind.SERVER_REFUSED,
+        hint="check the settings; conversations that are refused alone are left out and counted",
+    )
 
 
 def open_server(options: RegenerateOptions) -> tuple[str, AnswerAll]:
@@ -261,7 +283,7 @@ def open_server(options: RegenerateOptions) -> tuple[str, AnswerAll]:
         timeout_s=options.timeout_s,
         tries=options.retries + 1,
         api_key_env=options.api_key_env,
-        hint="what was answered is kept; the same command goes on once the server is back",
+        hint="the same command goes on once the server is back",
     )
     settings = ServerSettings(
         access, options.model or "", options.temperature, options.max_new_tokens, options.top_p, options.extra

@@ -59,10 +59,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The modules of a loaded target that capture touches, and its head bundle.
-
-    ``backbone`` maps token ids to the post-norm last hidden without LM-head logits.
-    """
+    """The modules that capture touches; ``backbone`` maps token ids to the post-norm last hidden without logits."""
 
     backbone: nn.Module
     blocks: list[nn.Module]
@@ -71,15 +68,7 @@ class Parts:
 
 
 def find_parts(model: nn.Module, config: Any) -> Parts:
-    """Locate the parts of a CausalLM by its family's row.
-
-    Args:
-        model: a transformers ``…ForCausalLM``.
-        config: its text config.
-
-    Raises:
-        ConfigError: ``family-unsupported``, naming the attribute that is missing.
-    """
+    """Locate the parts of a ``…ForCausalLM`` by its family's row; ConfigError ``family-unsupported``."""
     model_type = str(config.model_type)
     family = FAMILIES.get(model_type, LLAMA_LIKE)
     backbone = _module(model, family.backbone, model_type)
@@ -89,7 +78,9 @@ def find_parts(model: nn.Module, config: Any) -> Parts:
     blocks = _module(backbone, family.blocks, model_type)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) != config.num_hidden_layers:
         raise _unsupported(model_type, f"{family.blocks} is no list of {config.num_hidden_layers} decoder blocks")
-    tied = lm_head.weight is embeddings.weight or _shares_memory(lm_head.weight, embeddings.weight)
+    one, other = lm_head.weight, embeddings.weight
+    # Tensors on the meta device all begin at address 0.
+    tied = one is other or (one.device.type != "meta" and one.data_ptr() == other.data_ptr())
     cap = getattr(config, family.softcap, None)
     spec = HeadSpec(
         norm_flavour=family.norm,
@@ -173,11 +164,7 @@ def verify_parts(model: nn.Module, parts: Parts, token_ids: Tensor, model_type: 
 
 @torch.no_grad()
 def probe_states(parts: Parts, token_ids: Tensor, model_type: str) -> Probe:
-    """Every layer of one sample from a plain forward of its own: no padding, no batch, no LM head.
-
-    Args:
-        token_ids: int64 [1, T].
-    """
+    """Every layer of one sample, int64 [1, T], from a plain forward: no padding, no batch, no LM head."""
     inputs, outputs, _ = _watch(parts, lambda: parts.backbone(input_ids=token_ids, use_cache=False), model_type)
     return Probe(torch.cat(inputs), outputs[-1][0])
 
@@ -234,11 +221,6 @@ def _norm_eps(norm: nn.Module, model_type: str) -> float:
 def _bias(module: nn.Module) -> Tensor | None:
     bias = getattr(module, "bias", None)
     return bias.detach() if isinstance(bias, Tensor) else None
-
-
-def _shares_memory(one: Tensor, other: Tensor) -> bool:
-    # Tensors on the meta device all begin at address 0.
-    return one.device.type != "meta" and one.data_ptr() == other.data_ptr()
 
 
 def _unsupported(model_type: str, detail: str) -> ConfigError:

@@ -1,12 +1,14 @@
 """What can be known of a target without its weights: config, tokenizer, chat template and their digests."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_sha256
+from schemas.capture import TargetIdentity
 
 CONFIG_FILE = "config.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -23,8 +25,8 @@ class TargetFolder:
     """A target before its weights are read.
 
     config is the text config; the two digests are those ``prepare`` wrote into its data. ``trust_remote_code``: the
-    repository's own Python may run; ``open_target`` allows it at a pinned commit only. ``quantised``: the checkpoint
-    holds weights that only transformers' own loaders read.
+    repository's own Python may run; ``open_target`` allows it at a pinned commit only. ``quantisation`` is the config's
+    own word for the form of its weights.
     """
 
     name: str
@@ -35,7 +37,12 @@ class TargetFolder:
     tokenizer_sha256: str
     chat_template_sha256: str
     trust_remote_code: bool = False
-    quantised: bool = False
+    quantisation: Mapping[str, Any] | None = None
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the checkpoint holds weights that only a loader of their form reads."""
+        return self.quantisation is not None
 
     @property
     def num_layers(self) -> int:
@@ -46,6 +53,21 @@ class TargetFolder:
         """The name for people: the last part of a folder, the id of a hub model; never a path of this machine."""
         path = Path(self.name)
         return path.resolve().name if path.exists() else self.name
+
+    def identity(self, width: int, vocab_size: int, **weights: str) -> TargetIdentity:
+        """Who it is; ``weights`` are ``dtype`` and ``weights_sha256``, empty where no weights are read."""
+        return TargetIdentity(
+            name=self.label,
+            revision=self.revision,
+            model_type=self.config.model_type,
+            hidden_size=width,
+            num_layers=self.num_layers,
+            vocab_size=vocab_size,
+            config_sha256=self.config_sha256,
+            tokenizer_sha256=self.tokenizer_sha256,
+            chat_template_sha256=self.chat_template_sha256,
+            **{"dtype": "", "weights_sha256": ""} | weights,
+        )
 
     def file(self, name: str) -> Path | None:
         """A file of the target on this machine, fetched from the hub where need be; None where it has none."""
@@ -104,18 +126,19 @@ def open_target(
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a config may hold anything, and transformers computes with it
         where = name if path.exists() else f"{name}, which is no folder here"
         raise ConfigError(
-            f"cannot read the config of target {where}: {first_line(error)}", kind=Kind.TARGET_UNREADABLE
+            f"cannot read the config of target {where}: {_foreign(path, CONFIG_FILE) or first_line(error)}",
+            kind=Kind.TARGET_UNREADABLE,
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except Exception as error:  # as above
         # transformers 4 stumbles over what transformers 5 saved, and over a folder without any tokenizer.
         newer = "TokenizersBackend" in str(error)
         raise ConfigError(
-            f"cannot read the tokenizer of target {name}: {first_line(error)}",
+            f"cannot read the tokenizer of target {name}: {_foreign(path, *TOKENIZER_FILES) or first_line(error)}",
             kind=Kind.TARGET_INCOMPLETE,
             hint=f'"tokenizer_class": "PreTrainedTokenizerFast" in {name}/tokenizer_config.json' if newer else None,
         ) from error
@@ -130,8 +153,26 @@ def open_target(
         tokenizer_sha256=tokenizer_sha256(tokenizer),
         chat_template_sha256=chat_template_sha256(tokenizer.chat_template),
         trust_remote_code=trust_remote_code,
-        quantised="quantization_config" in raw,
+        quantisation=raw.get("quantization_config"),
     )
+
+
+def beginning_of_another(start: bytes) -> str | None:
+    """What a file is instead that begins like this: empty, a pointer of Git LFS, or a page about an error."""
+    text = start[:64].lower()
+    names = {
+        b"version https://git-lfs": "a Git LFS pointer, not the file",
+        b"<!doctype": "a web page",
+        b"<html": "a web page",
+    }
+    return "empty" if not text else next((name for word, name in names.items() if text.startswith(word)), None)
+
+
+def _foreign(folder: Path, *names: str) -> str | None:
+    for path in (folder / name for name in names):
+        if path.is_file() and (other := beginning_of_another(path.read_bytes()[:64])):
+            return f"{path.name} is {other}"
+    return None
 
 
 def first_line(error: Exception) -> str:

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from typing import get_args
 
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.targets.layer_rules import LAYER_RULES
+from hiddenstore.targets import LAYER_RULES
 from schemas.capture import FinalMode
 
 ALL_DRAFTERS = "all-drafters"
@@ -13,10 +13,7 @@ ALL_DRAFTERS = "all-drafters"
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """aux_layers ascending (-1 = embeddings); final mode; ``explained`` is for people.
-
-    ``reads_final``: a drafter named needs the final hidden itself, not only what the target predicts from it.
-    """
+    """aux_layers ascending (-1 = embeddings); ``reads_final``: a drafter needs the final hidden itself."""
 
     aux_layers: tuple[int, ...]
     final: FinalMode

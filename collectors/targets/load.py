@@ -1,4 +1,4 @@
-"""A target as engines get it, and as transformers loads it: its head bundle, its identity, then its weights and parts.
+"""A target as engines get it, and as transformers loads it: its identity, then its weights and parts.
 
 Shapes: D target width, V target vocabulary.
 """
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from collectors.targets.checkpoint import damage, read_head, require_applied, require_complete
 from collectors.targets.families import Parts, find_parts
 from collectors.targets.folder import TargetFolder, first_line, open_target
-from collectors.targets.head import read_head
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets.head import HEAD_FILE, HeadBundle
 from hiddenstore.targets.identity import weights_sha256
@@ -47,18 +47,11 @@ class EngineTarget:
 
     @cached_property
     def identity(self) -> TargetIdentity:
-        folder, head = self.folder, self.head
-        return TargetIdentity(
-            name=folder.label,
-            revision=folder.revision,
-            model_type=folder.config.model_type,
-            hidden_size=head.hidden_size,
-            num_layers=folder.num_layers,
-            vocab_size=head.vocab_size,
+        head = self.head
+        return self.folder.identity(
+            head.hidden_size,
+            head.vocab_size,
             dtype=str(head.norm_weight.dtype).removeprefix("torch."),
-            config_sha256=folder.config_sha256,
-            tokenizer_sha256=folder.tokenizer_sha256,
-            chat_template_sha256=folder.chat_template_sha256,
             weights_sha256=weights_sha256(head.embed_tokens, head.norm_weight, head.lm_head),
         )
 
@@ -103,11 +96,7 @@ class LoadedTarget(EngineTarget):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How transformers loads a target.
-
-    ``device_map``: accelerate's word (``auto``, ``balanced`` …) that spreads the blocks over several devices.
-    ``attention``: one of ``ATTENTION``; None lets transformers choose.
-    """
+    """How transformers loads a target; ``device_map``: accelerate's word, ``attention``: of ``ATTENTION`` or None."""
 
     dtype: str | None = None
     device: str = "auto"
@@ -127,8 +116,8 @@ def load_weights(folder: TargetFolder, options: LoadOptions) -> LoadedTarget:
     """Load the weights, quantised as the checkpoint's own config says, and find the parts.
 
     Raises:
-        ConfigError: ``option-invalid``, ``device-unavailable``, ``not-installed``,
-            ``target-unreadable`` or ``family-unsupported``.
+        ConfigError: ``option-invalid``, ``device-unavailable``, ``option-invalid``, ``not-installed``,
+            ``family-unsupported``, ``target-unreadable``; as ``damage``, ``require_applied``, ``require_complete``.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -149,15 +138,19 @@ def load_weights(folder: TargetFolder, options: LoadOptions) -> LoadedTarget:
                 kind=Kind.NOT_INSTALLED,
                 hint="pip install 'hiddenstore[hf]'",
             )
+    require_applied(folder)
     transformers_logging.disable_progress_bar()
+    settings |= {"dtype": dtype, "revision": folder.revision, "trust_remote_code": folder.trust_remote_code}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder.name, revision=folder.revision, dtype=dtype, trust_remote_code=folder.trust_remote_code, **settings
+        # Tensors of another shape are reported with the rest, by name, and refused.
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder.name, output_loading_info=True, ignore_mismatched_sizes=True, **settings
         )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise ConfigError(
+    except Exception as error:  # a damaged file may raise anything
+        raise damage(folder) or ConfigError(
             f"cannot load the weights of target {folder.name}: {first_line(error)}", kind=Kind.TARGET_UNREADABLE
         ) from error
+    require_complete(folder, report)
     return wrap_model(folder, model if "device_map" in settings else model.to(device))
 
 

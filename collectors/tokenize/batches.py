@@ -22,6 +22,7 @@ from collectors.conversations.parse import Conversation, parse_row
 from collectors.conversations.rows import NO_ANSWER, Problem, Row
 from collectors.tokenize.template import ChatTemplate, Tokenised
 from hiddenstore.errors import InterruptError, Kind, StorageError
+from hiddenstore.inputs import PREPARED
 from hiddenstore.records import sample_id
 from schemas.prepared import Overlong
 
@@ -30,16 +31,6 @@ BATCH_BYTES = 1 << 20
 WORTH_WORKERS_BYTES = 8 << 20
 MOST_WORKERS = 32
 
-SCHEMA = pa.schema(
-    [
-        ("sample_id", pa.string()),
-        ("input_ids", pa.list_(pa.int32())),
-        ("loss_mask", pa.list_(pa.uint8())),
-        ("spans", pa.list_(pa.struct([("role", pa.int32()), ("start", pa.int32()), ("end", pa.int32())]))),
-        ("split", pa.string()),
-        ("source", pa.string()),
-    ]
-)
 FACTS = np.dtype(
     [("tokens", "i8"), ("supervised", "i8"), ("validation", "?"), ("cut", "?"), ("reasoning_lost", "?")],
 )
@@ -60,7 +51,7 @@ class SampleRules:
 class SampleBatch:
     """What one batch of rows became.
 
-    samples has the columns of ``SCHEMA`` and n rows, facts ``FACTS`` [n]; ``size`` is the bytes of the rows in their
+    samples has the columns of ``PREPARED`` and n rows, facts ``FACTS`` [n]; ``size`` is the bytes of the rows in their
     source, ``highest_id`` the largest token id, -1 when n = 0.
     """
 
@@ -134,7 +125,9 @@ def ordered_batches(
         while size < WORTH_WORKERS_BYTES and (batch := next(batches, None)):
             ahead.append(batch)
             size += sum(row.size for row in batch)
-        workers = min(_cores(), MOST_WORKERS) if size >= WORTH_WORKERS_BYTES else 1
+        # macOS knows no affinity.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = min(cores, MOST_WORKERS) if size >= WORTH_WORKERS_BYTES else 1
         batches = chain(ahead, batches)
     if workers > 1:
         yield from _pooled(rules, batches, workers, stopping)
@@ -142,11 +135,6 @@ def ordered_batches(
     for batch in batches:
         _check_stop(stopping)
         yield make_batch(rules, batch)
-
-
-def _cores() -> int:
-    """Cores this process may use; macOS knows no affinity."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _pooled(
@@ -254,5 +242,5 @@ def _record_batch(samples: Sequence[Tokenised], ids: list[str], validation: floa
         ["validation" if is_validation(name, validation) else "train" for name in ids],
         [sample.location for sample in samples],
     ]
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, PREPARED, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=PREPARED)

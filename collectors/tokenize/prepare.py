@@ -7,7 +7,6 @@ that finds exact duplicates, nothing else.
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,23 +16,21 @@ import pyarrow.parquet as pq
 
 from collectors.conversations.datasets import find_dataset
 from collectors.conversations.mix import Mix, MixedSource, open_inputs
-from collectors.conversations.rows import NO_ANSWER, Problem, Row, Source
+from collectors.conversations.rows import NO_ANSWER, Row, Source
 from collectors.targets.load import TargetFolder, open_target
 from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
 from collectors.tokenize.template import NOT_STABLE, ChatTemplate, check_template, read_template, refuse_if_unstable
-from collectors.tokenize.write import PartWriter, RejectsWriter, refuse_existing_data, write_document
+from collectors.tokenize.write import Tally, data_files, refuse_existing_data, write_document
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
 from hiddenstore.documents import seal
-from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, Kind
+from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import new_folder
-from hiddenstore.inputs.registered import input_digest
+from hiddenstore.inputs import input_digest
 from hiddenstore.layout import DATA_JSON
 from schemas.manifest import FileEntry
-from schemas.prepared import LossOn, Overlong, PreparedData, RejectCount, SourceCount
-
-EXAMPLES_PER_REASON = 3
+from schemas.prepared import LossOn, Overlong, PreparedData, SourceCount
 
 
 @dataclass(frozen=True)
@@ -73,43 +70,12 @@ class PrepareOptions:
 
 
 @dataclass
-class RejectTally:
-    """What was left out: rows by reason, and examples of each."""
+class BatchTally(Tally):
+    """Counts over batches; ``read``: rows by source."""
 
-    rejects: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[str]] = field(default_factory=dict)
-
-    def reject(self, problem: Problem) -> None:
-        """Count one row that is left out."""
-        self.rejects[problem.reason] += 1
-        examples = self.examples.setdefault(problem.reason, [])
-        if len(examples) < EXAMPLES_PER_REASON:
-            examples.append(f"{problem.location}: {problem.detail}")
-
-    def reject_counts(self) -> tuple[RejectCount, ...]:
-        """Rows refused by reason, most first."""
-        return tuple(
-            RejectCount(reason=reason, rows=rows, examples=tuple(self.examples[reason]))
-            for reason, rows in sorted(self.rejects.items(), key=lambda item: (-item[1], item[0]))
-        )
-
-
-@dataclass
-class Tally(RejectTally):
-    """Counts of one ``prepare``.
-
-    ``ids`` holds the 16 bytes of every sample id, ``totals`` the sums of ``FACTS``, ``read`` the rows by source.
-    """
-
-    rows: int = 0
-    samples: int = 0
-    longest: int = 0
-    duplicates: int = 0
-    totals: Counter[str] = field(default_factory=Counter)
     read: Counter[str] = field(default_factory=Counter)
     source_samples: Counter[str] = field(default_factory=Counter)
     source_tokens: Counter[str] = field(default_factory=Counter)
-    ids: set[bytes] = field(default_factory=set)
 
     def add(self, batch: SampleBatch) -> np.ndarray:
         """Count a batch; bool [n]: its samples that are new, the others are duplicates."""
@@ -180,51 +146,33 @@ def prepare(
     _refuse_prompts(mixed, options.loss_on)
     folder = open_target(target, options.revision, trust_remote_code=options.trust_remote_code)
     rules = _rules(folder, options)
-    template, tally = rules.template, Tally()
+    template, tally = rules.template, BatchTally()
     with new_folder(out, refuse_existing_data) as new:
         fs = LocalFilesystem(new)
         sources = [entry.source for entry in mixed]
         batches = ordered_batches(rules, batches_of(_rows(sources, tally.read)), options.workers, stopping)
         files = _write(fs, _checked(batches, folder, template), _progress(sources), tally)
-        document = _document(rules, tally, mixed, folder).model_copy(
-            update={
-                "digest": input_digest(_names(fs, files)),
-                "files": files,
-                "mix_seed": inputs.seed if isinstance(inputs, Mix) else None,
-            }
+        tokenizer_sha256, chat_template_sha256 = template.digests
+        document = PreparedData(
+            digest=input_digest(_names(fs, files)),
+            files=files,
+            target=folder.label,
+            tokenizer_sha256=tokenizer_sha256,
+            chat_template_sha256=chat_template_sha256,
+            vocab_size=int(folder.config.vocab_size),
+            loss_on=template.loss_on,
+            think_loss=template.think_loss,
+            mask_from=template.mask_from,
+            max_tokens=rules.max_tokens,
+            overlong=rules.overlong,
+            validation_share=rules.validation,
+            reasoning_lost=tally.totals["reasoning_lost"],
+            sources=tally.source_counts(mixed),
+            mix_seed=inputs.seed if isinstance(inputs, Mix) else None,
+            **tally.members(),
         )
         write_document(fs, DATA_JSON, seal(document))
     return document
-
-
-def _document(rules: SampleRules, tally: Tally, mixed: Sequence[MixedSource], folder: TargetFolder) -> PreparedData:
-    """What the counts say; the digest and the files of the samples are still to be filled in."""
-    template = rules.template
-    tokenizer_sha256, chat_template_sha256 = template.digests
-    return PreparedData(
-        digest="",
-        target=folder.label,
-        tokenizer_sha256=tokenizer_sha256,
-        chat_template_sha256=chat_template_sha256,
-        vocab_size=int(folder.config.vocab_size),
-        loss_on=template.loss_on,
-        think_loss=template.think_loss,
-        mask_from=template.mask_from,
-        max_tokens=rules.max_tokens,
-        overlong=rules.overlong,
-        validation_share=rules.validation,
-        rows_read=tally.rows,
-        samples=tally.samples,
-        validation_samples=tally.totals["validation"],
-        tokens=tally.totals["tokens"],
-        supervised_tokens=tally.totals["supervised"],
-        longest=tally.longest,
-        cut=tally.totals["cut"],
-        duplicates=tally.duplicates,
-        reasoning_lost=tally.totals["reasoning_lost"],
-        sources=tally.source_counts(mixed),
-        rejects=tally.reject_counts(),
-    )
 
 
 def _refuse_prompts(sources: Sequence[MixedSource], loss_on: LossOn) -> None:
@@ -292,31 +240,24 @@ def _progress(sources: list[Source]) -> Progress:
 
 
 def _write(
-    fs: LocalFilesystem, batches: Iterator[SampleBatch], progress: Progress, tally: Tally
+    fs: LocalFilesystem, batches: Iterator[SampleBatch], progress: Progress, tally: BatchTally
 ) -> tuple[FileEntry, ...]:
-    parts, rejects = PartWriter(fs), RejectsWriter(fs)
-    try:
-        with progress:
-            for batch in batches:
-                is_new = tally.add(batch)
-                for problem in batch.problems:
-                    rejects.write(problem)
-                samples = batch.samples if is_new.all() else batch.samples.filter(pa.array(is_new))
-                parts.write(samples, int(batch.facts["tokens"][is_new].sum()))
-                fields = {"samples": tally.samples, "rejects": tally.rejects.total(), "duplicates": tally.duplicates}
-                progress.advance(batch.rows if progress.unit == "rows" else batch.size, **fields)
+    with data_files(fs) as (parts, rejects), progress:
+        for batch in batches:
+            is_new = tally.add(batch)
+            for problem in batch.problems:
+                rejects.write(problem)
+            samples = batch.samples if is_new.all() else batch.samples.filter(pa.array(is_new))
+            parts.write(samples, int(batch.facts["tokens"][is_new].sum()))
+            fields = {"samples": tally.samples, "rejects": tally.rejects.total(), "duplicates": tally.duplicates}
+            progress.advance(batch.rows if progress.unit == "rows" else batch.size, **fields)
         if not tally.samples:
             raise _nothing_usable(tally)
         rejects.close()
         return parts.close()
-    except BaseException:
-        with suppress(HiddenstoreError):
-            parts.abort()
-            rejects.abort()
-        raise
 
 
-def _nothing_usable(tally: Tally) -> ConfigError:
+def _nothing_usable(tally: BatchTally) -> ConfigError:
     counts = tally.reject_counts()
     reasons = [f"{count.reason}: {plural(count.rows, 'row')}, first {count.examples[0]}" for count in counts]
     hint = "hiddenstore regenerate INPUT -o answers.jsonl --target TARGET, then prepare those"

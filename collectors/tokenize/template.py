@@ -1,14 +1,20 @@
 """The target's chat template and tokenizer: conversations → token ids, loss mask and turn spans.
 
-The ids are those of ``tokenizer.apply_chat_template``: the template writes BOS itself, the tokenizer adds none.
+The ids are those of ``tokenizer.apply_chat_template``: the template writes BOS itself, the tokenizer adds none. What
+the target itself writes is found by the ``{% generation %}`` tags of the template, or by comparing the whole text with
+that of the first messages alone, which must be a prefix of it; a template that strips old thoughts has none.
 
-Shapes: T tokens of one conversation, n turns.
+Shapes: T tokens of one conversation, n turns. Text ranges [start, end) count characters, token spans tokens.
 """
 
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +23,160 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from collectors.conversations.parse import REASONING, Conversation, Message
 from collectors.conversations.rows import Problem
-from collectors.tokenize.turns import (
-    EncodedTokenMap,
-    Prefixes,
-    Range,
-    RewrittenError,
-    TokenMap,
-    find_turns,
-    token_spans,
-)
-from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
+from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
-from schemas.prepared import LossOn, MaskFrom
+from schemas.prepared import ROLES, LossOn, MaskFrom
+
+Range = tuple[int, int]
+ASSISTANT = ROLES.index("assistant")
+_SHOWN = 24
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A range of the text: ``role`` indexes ``schemas.ROLES``; an assistant turn is exactly what the target writes."""
+
+    role: int
+    start: int
+    end: int
+
+
+class RewrittenError(Exception):
+    """The template renders earlier messages otherwise once later ones follow."""
+
+
+class Prefixes:
+    """Renderings of the first messages of a conversation beside its whole text; ``render`` gives None where refused."""
+
+    def __init__(self, text: str, messages: Sequence[Message], render: Callable[[int, bool], str | None]) -> None:
+        self.text = text
+        self.messages = messages
+        self._render = render
+        self._ends: dict[int, int | None] = {0: 0, len(messages): len(text)}
+
+    def end(self, count: int) -> int | None:
+        """Where the first ``count`` messages end, None when the template does not reveal it."""
+        if count not in self._ends:
+            prefix = self._render(count, False)
+            self._ends[count] = len(prefix) if prefix is not None and self.text.startswith(prefix) else None
+        return self._ends[count]
+
+    def answer(self, index: int, end_tokens: Sequence[str]) -> Range:
+        """What the target writes of message ``index``: after the generation prompt, up to its end-of-turn token.
+
+        Raises:
+            RewrittenError: the rendering of the messages before it, or up to it, is no prefix of the whole text.
+        """
+        prompt = self._render(index, True) if index else ""
+        end = self.end(index + 1)
+        if prompt is None or not self.text.startswith(prompt):
+            raise RewrittenError(self._difference(f"the prompt of message {index + 1}", prompt))
+        if end is None:
+            raise RewrittenError(self._difference(f"message {index + 1}", self._render(index + 1, False)))
+        written = self.text[len(prompt) : end]
+        # White space after the end-of-turn token is the template's, the target never writes it.
+        if written.rstrip().endswith(tuple(end_tokens)):
+            end = len(prompt) + len(written.rstrip())
+        return len(prompt), end
+
+    def _difference(self, title: str, alone: str | None) -> str:
+        if alone is None:
+            return f"the template refuses to render {title} alone"
+        at = next((i for i, (a, b) in enumerate(zip(alone, self.text, strict=False)) if a != b), len(self.text))
+        alone, expected = alone[at : at + _SHOWN], self.text[at : at + _SHOWN]
+        return f"{title} alone renders {alone!r} where the whole conversation has {expected!r}"
+
+
+def find_turns(prefixes: Prefixes, answers: dict[int, Range]) -> list[Turn]:
+    """The turns in order, disjoint, from the ranges of the assistant messages and the ends of the others.
+
+    Messages whose boundary the template does not reveal share a turn, with the role of the last of them. What lies
+    between turns (headers of answers, white space after them) belongs to the template.
+    """
+    turns: list[Turn] = []
+    cursor, open_role = 0, None
+    for index, message in enumerate(prefixes.messages):
+        role = ROLES.index(message["role"])
+        end = prefixes.end(index + 1)
+        if role == ASSISTANT:
+            answer = answers.get(index)
+            if open_role is not None and answer is not None and answer[0] > cursor:
+                turns.append(Turn(open_role, cursor, answer[0]))
+            if answer is not None:
+                turns.append(Turn(role, *answer))
+            open_role, cursor = None, end if end is not None else answer[1] if answer is not None else cursor
+        elif end is None or end < cursor:
+            open_role = role
+        else:
+            if end > cursor:
+                turns.append(Turn(role, cursor, end))
+            open_role, cursor = None, end
+    if open_role is not None and cursor < len(prefixes.text):
+        turns.append(Turn(open_role, cursor, len(prefixes.text)))
+    return turns
+
+
+class TokenMap:
+    """Maps ranges of a text to spans of its tokens: a token belongs to a range when it overlaps it.
+
+    This is what ``return_assistant_tokens_mask`` of transformers marks, save that there a character made of several
+    tokens loses all but the first at the end of a range.
+    """
+
+    def __init__(self, starts: np.ndarray, ends: np.ndarray) -> None:
+        self._starts = np.maximum.accumulate(starts) if len(starts) else starts
+        self._ends = np.maximum.accumulate(ends) if len(ends) else ends
+
+    @classmethod
+    def from_offsets(cls, offsets: Sequence[Range]) -> "TokenMap":
+        """From the character range of each token, as fast tokenizers give it."""
+        pairs = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+        return cls(pairs[:, 0], pairs[:, 1])
+
+    def span(self, start: int, end: int) -> Range:
+        """Tokens that overlap characters [start, end), as [first, last + 1)."""
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        last = int(np.searchsorted(self._starts, end, side="left"))
+        return first, max(first, last)
+
+
+class EncodedTokenMap(TokenMap):
+    """The same for a tokenizer without offsets, by encoding the text up to a character and comparing ids."""
+
+    def __init__(self, text: str, ids: Sequence[int], encode: Callable[[str], Sequence[int]]) -> None:
+        self._text, self._ids, self._encode = text, ids, encode
+
+    def span(self, start: int, end: int) -> Range:
+        first, _ = self._common(start)
+        last, is_cut = self._common(end)
+        return first, max(first, min(len(self._ids), last + is_cut))
+
+    def _common(self, at: int) -> tuple[int, bool]:
+        """How many ids the text up to character ``at`` shares with all of it, and whether it has more."""
+        prefix = self._encode(self._text[:at])
+        shared = next((i for i, (a, b) in enumerate(zip(prefix, self._ids, strict=False)) if a != b), None)
+        if shared is None:
+            shared = min(len(prefix), len(self._ids))
+        return shared, shared < len(prefix)
+
+
+def token_spans(turns: Sequence[Turn], tokens: TokenMap) -> np.ndarray:
+    """int32 [n, 3] of (role, start, end), disjoint: a token two turns share belongs to the assistant's."""
+    ranges = [(turn.role, *tokens.span(turn.start, turn.end)) for turn in turns]
+    spans: list[tuple[int, int, int]] = []
+    for (role, first, last), following in zip_longest(ranges, ranges[1:]):
+        start = max(first, spans[-1][2] if spans else 0)
+        stop = min(last, following[1]) if following and role != ASSISTANT else last
+        if stop > start:
+            spans.append((role, start, stop))
+    return np.asarray(spans, dtype=np.int32).reshape(-1, 3)
+
 
 NOT_STABLE = "not-prefix-stable"
 NOTHING_SUPERVISED = "nothing-supervised"
+TOOL_CALLS_LOST = "tool-calls-lost"
+# Processor time of one rendering; the longest of real conversations take hundredths of it.
+RENDER_S = 10.0
 
 THINK_TAGS = (
     ("<think>", "</think>"),
@@ -65,25 +210,8 @@ class Tokenised:
     is_cut: bool = False
 
 
-def tokenizer_digests(target: Any, template: str | None = None) -> tuple[str, str]:
-    """(tokenizer_sha256, chat_template_sha256) of a target folder, hub id or loaded tokenizer.
-
-    ``template`` stands in for the tokenizer's own chat template, as ``--template FILE`` does.
-    """
-    if isinstance(target, str | Path):
-        from collectors.targets.load import open_target
-
-        target = open_target(str(target)).tokenizer
-    return tokenizer_sha256(target), chat_template_sha256(template or target.chat_template)
-
-
 def read_template(file: str | Path) -> str:
-    """The text of a chat template file.
-
-    Raises:
-        NotFoundError: ``path-missing``.
-        ConfigError: ``template-invalid`` when it is empty or not UTF-8.
-    """
+    """The text of a chat template file; NotFoundError ``template-missing``, ConfigError ``template-invalid``."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -95,6 +223,41 @@ def read_template(file: str | Path) -> str:
     if not text.strip():
         raise ConfigError(f"template {file} is empty", kind=Kind.TEMPLATE_INVALID)
     return text
+
+
+@contextmanager
+def limited_rendering(location: str) -> Iterator[None]:
+    """FormatError ``template-endless`` once a rendering has taken ``RENDER_S`` of this process's own time.
+
+    A signal ends it, so that a loop in the template ends too; signals reach the main thread only.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    is_over = False
+
+    def end(_signal: int, _frame: object) -> None:
+        nonlocal is_over
+        is_over = True
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_S)
+    try:
+        yield
+    except Exception as error:
+        # Jinja may stumble over an error that comes from nowhere, and raise its own.
+        if not is_over:
+            raise
+        raise FormatError(
+            f"{location}: the chat template has not rendered it after {RENDER_S:g} s",
+            kind=Kind.TEMPLATE_ENDLESS,
+            hint="give another template: --template FILE",
+        ) from error
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 class ChatTemplate:
@@ -126,7 +289,8 @@ class ChatTemplate:
 
     @property
     def digests(self) -> tuple[str, str]:
-        return tokenizer_digests(self.tokenizer, self._template)
+        """(tokenizer_sha256, chat_template_sha256)."""
+        return tokenizer_sha256(self.tokenizer), chat_template_sha256(self._template or self.tokenizer.chat_template)
 
     def text_for(self, tools: list[dict[str, Any]] | None) -> str:
         """The template's text; some tokenizers have another one for conversations with tools."""
@@ -135,20 +299,18 @@ class ChatTemplate:
     def render(
         self, conversation: Conversation, count: int | None = None, prompt: bool = False
     ) -> tuple[str, list[Range]]:
-        """Text of the first ``count`` messages, and the ranges of it within generation tags.
-
-        ``prompt`` adds the generation prompt. Raises what templates raise.
-        """
+        """Text of the first ``count`` messages, ``prompt``: and its generation prompt; ranges in generation tags."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        texts, ranges = render_jinja_template(
-            conversations=[conversation.messages[:count]],
-            tools=conversation.tools,
-            chat_template=self.text_for(conversation.tools),
-            return_assistant_tokens_mask=self.is_tagged,
-            add_generation_prompt=prompt,
-            **self._special,
-        )
+        with limited_rendering(conversation.location):
+            texts, ranges = render_jinja_template(
+                conversations=[conversation.messages[:count]],
+                tools=conversation.tools,
+                chat_template=self.text_for(conversation.tools),
+                return_assistant_tokens_mask=self.is_tagged,
+                add_generation_prompt=prompt,
+                **self._special,
+            )
         return texts[0], [tuple(pair) for pair in ranges[0]] if ranges else []
 
     def prefixes(self, conversation: Conversation, text: str) -> Prefixes:
@@ -175,6 +337,9 @@ class ChatTemplate:
         try:
             text, tagged = self.render(conversation)
             text.encode("utf-8")
+            if len(conversation.messages) - 1 in conversation.cut:
+                end = self._words_end(text, conversation.messages[-1], (0, len(text)))
+                text, tagged = text[:end], [(start, min(stop, end)) for start, stop in tagged if start < end]
         except _RENDER_ERRORS as error:
             detail = " ".join((str(error) or type(error).__name__).split())[:_DETAIL]
             return Problem(conversation.location, "template-refused", detail)
@@ -210,17 +375,56 @@ class ChatTemplate:
             answers, supervised = self._answers(prefixes, tagged)
         except RewrittenError as error:
             return Problem(conversation.location, NOT_STABLE, str(error))
+        if lost := self._lost(conversation, prefixes, answers):
+            return Problem(conversation.location, *lost)
+        ends: list[Range] = []
+        for index in sorted(conversation.cut & answers.keys()):
+            start, end = answers[index]
+            answers[index] = (start, self._words_end(text, conversation.messages[index], (start, end)))
+            ends.append((answers[index][1], end))
         mask = np.zeros(len(ids), dtype=np.uint8)
         for start, end in [(0, len(text))] if self.loss_on == "all" else supervised:
             mask[slice(*tokens.span(start, end))] = 1
         if not self.think_loss:
             for start, end in reasoning_ranges(text, list(answers.values()) if self.loss_on == "all" else supervised):
                 mask[slice(*tokens.span(start, end))] = 0
+        for start, end in ends:
+            mask[slice(*tokens.span(start, end))] = 0
         if not mask.any():
             return Problem(conversation.location, NOTHING_SUPERVISED, "no token of it is supervised")
         spans = token_spans(find_turns(prefixes, answers), tokens)
         is_lost = _is_reasoning_lost(conversation, text)
         return Tokenised(conversation.location, np.asarray(ids, dtype=np.int32), mask, spans, is_lost)
+
+    def _words_end(self, text: str, message: Message, within: Range) -> int:
+        """Where the words of an answer end in its range of the text: before what the template ends it with."""
+        start, end = within
+        words = text[start:end].rstrip()
+        while token := next((token for token in self.end_tokens if words.endswith(token)), None):
+            words = words.removesuffix(token).rstrip()
+        content = message["content"].rstrip()
+        at = words.rfind(content) if content else -1
+        return start + (len(words) if at < 0 else at + len(content))
+
+    def _lost(
+        self, conversation: Conversation, prefixes: Prefixes, answers: dict[int, Range]
+    ) -> tuple[str, str] | None:
+        """What the target wrote and the template does not: a tool call, or all of an answer; reason and detail."""
+        for index, message in enumerate(conversation.messages):
+            calls, content = message.get("tool_calls") or [], message["content"].strip()
+            if calls:
+                start, end = prefixes.end(index), prefixes.end(index + 1)
+                written = prefixes.text[start or 0 : end if start is not None else None]
+                names = [str(call.get("function", call).get("name") or "") for call in calls]
+                if missing := [name for name in names if name not in written]:
+                    return TOOL_CALLS_LOST, f"the template writes no call of {', '.join(missing)}"
+            written = prefixes.text[slice(*answers.get(index, (0, 0)))]
+            if index in answers and not (content and content in written) and (content or calls):
+                for token in (*self.end_tokens, *chain.from_iterable(THINK_TAGS)):
+                    written = written.replace(token, "")
+                if not written.strip():
+                    return "empty-answer", f"the template writes nothing of message {index + 1}"
+        return None
 
     def _answers(self, prefixes: Prefixes, tagged: list[Range]) -> tuple[dict[int, Range], list[Range]]:
         """Text ranges of the assistant messages by index, and those that ``loss_on`` supervises."""
@@ -319,11 +523,7 @@ def check_template(template: ChatTemplate) -> None:
 
 
 def refuse_if_unstable(template: ChatTemplate, problem: Problem) -> None:
-    """Raise when a row that was not prefix-stable is the template's doing and not that row's.
-
-    Raises:
-        ConfigError: ``template-unstable``.
-    """
+    """ConfigError ``template-unstable`` where the template and not the row is at fault."""
     if _rewrites_history(template):
         raise _unstable(template, f"{problem.location}: {problem.detail}")
 

@@ -1,8 +1,12 @@
-"""Writes the files of a DATA folder beside its name and gives them that name at the end: parts, rejects, data.json."""
+"""The files of a DATA folder (parts, rejects, data.json) and the counts that data.json states."""
 
 import hashlib
 import io
 import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +14,77 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from collectors.conversations.rows import Problem
-from collectors.tokenize.batches import SCHEMA
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import Filesystem, WritableFile
+from hiddenstore.inputs import PREPARED
 from hiddenstore.layout import DATA_JSON
 from schemas.manifest import FileEntry
+from schemas.prepared import RejectCount
 
 REJECTS_JSONL = "rejects.jsonl"
 GROUP_TOKENS = 1 << 20
 GROUP_ROWS = 8192
 PART_TOKENS = 64 << 20
+EXAMPLES_PER_REASON = 3
+
+
+@dataclass
+class Tally:
+    """Samples of one DATA folder and the rows left out of it.
+
+    ``totals`` adds up tokens, supervised, validation, cut and the like; ``ids`` are the 16 bytes of every sample id;
+    ``examples`` the first few rows of every reason.
+    """
+
+    rows: int = 0
+    samples: int = 0
+    longest: int = 0
+    duplicates: int = 0
+    totals: Counter[str] = field(default_factory=Counter)
+    rejects: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    ids: set[bytes] = field(default_factory=set)
+
+    def reject(self, problem: Problem) -> None:
+        """Count one row that is left out."""
+        self.rejects[problem.reason] += 1
+        examples = self.examples.setdefault(problem.reason, [])
+        if len(examples) < EXAMPLES_PER_REASON:
+            examples.append(f"{problem.location}: {problem.detail}")
+
+    def reject_counts(self) -> tuple[RejectCount, ...]:
+        """Rows refused by reason, most first."""
+        return tuple(
+            RejectCount(reason=reason, rows=rows, examples=tuple(self.examples[reason]))
+            for reason, rows in sorted(self.rejects.items(), key=lambda item: (-item[1], item[0]))
+        )
+
+    def members(self) -> dict[str, Any]:
+        """What data.json states of the counts, by the members of ``PreparedData``."""
+        return {
+            "rows_read": self.rows,
+            "samples": self.samples,
+            "validation_samples": self.totals["validation"],
+            "tokens": self.totals["tokens"],
+            "supervised_tokens": self.totals["supervised"],
+            "longest": self.longest,
+            "cut": self.totals["cut"],
+            "duplicates": self.duplicates,
+            "rejects": self.reject_counts(),
+        }
+
+
+@contextmanager
+def data_files(fs: Filesystem) -> Iterator[tuple["PartWriter", "RejectsWriter"]]:
+    """The writers of parts and rejects, for the caller to close; an error lets go of what is open."""
+    parts, rejects = PartWriter(fs), RejectsWriter(fs)
+    try:
+        yield parts, rejects
+    except BaseException:
+        with suppress(HiddenstoreError):
+            parts.abort()
+            rejects.abort()
+        raise
 
 
 def refuse_existing_data(out: Path) -> None:
@@ -46,7 +111,7 @@ class PartWriter:
         self._part: tuple[_HashedSink, pq.ParquetWriter] | None = None
 
     def write(self, samples: pa.RecordBatch, tokens: int) -> None:
-        """Append samples (columns of ``SCHEMA``) that hold ``tokens`` tokens in all."""
+        """Append samples (columns of ``PREPARED``) that hold ``tokens`` tokens in all."""
         self._group.append(samples)
         self._group_tokens += tokens
         self._group_rows += samples.num_rows
@@ -71,8 +136,8 @@ class PartWriter:
             return
         if self._part is None:
             sink = _HashedSink(self._fs, f"part-{len(self._files):05d}.parquet")
-            self._part = sink, pq.ParquetWriter(sink, SCHEMA, compression="zstd", write_page_checksum=True)
-        table = pa.Table.from_batches(self._group, SCHEMA).combine_chunks()
+            self._part = sink, pq.ParquetWriter(sink, PREPARED, compression="zstd", write_page_checksum=True)
+        table = pa.Table.from_batches(self._group, PREPARED).combine_chunks()
         self._part[1].write_table(table, row_group_size=table.num_rows)
         self._part_tokens += self._group_tokens
         self._group, self._group_tokens, self._group_rows = [], 0, 0

@@ -20,9 +20,8 @@ from hiddenstore.codecs import DEFAULT_RECIPE, get_layout, get_recipe, recipe_na
 from hiddenstore.codecs.base import CodeLayout
 from hiddenstore.commit import committed_units
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
-from hiddenstore.inputs.prepared import PreparedInput
-from hiddenstore.inputs.registered import RegisteredInput, input_digest
-from hiddenstore.inspect.where import Test
+from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest
+from hiddenstore.inspect.samples import Test
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import copy_slice
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile

@@ -13,10 +13,11 @@ from hiddenstore.care.stored_unit import stored_unit
 from hiddenstore.commit import Commit, publish_commit, read_commit, scan_commits
 from hiddenstore.documents import load
 from hiddenstore.errors import ConflictError, CorruptionError, HiddenstoreError, Kind
+from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.segment import write_encoded
-from hiddenstore.store import Store, load_snapshot, no_store
+from hiddenstore.store import Store, load_snapshot
 from hiddenstore.targets.calibration import SLICE_PATH, slice_bytes, slice_document, unnamed_slices
 from hiddenstore.verify.bytes import damaged_files, rarely_read_documents, unreadable_samples
 from hiddenstore.verify.structure import leftovers, orphan_segments, superseded_segments
@@ -107,7 +108,7 @@ def gc(location: "str | Path | Filesystem", dry_run: bool = True, older_than_s: 
 def _open(location: "str | Path | Filesystem") -> Filesystem:
     fs = open_filesystem(location)
     if fs.size(layout.STORE_JSON) is None:
-        raise no_store(fs)
+        raise missing("store", fs.root)
     return fs
 
 

@@ -7,15 +7,16 @@ or environment · 6 conflict · 75 interrupted, resumable · 130 second interrup
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module, metadata
 from types import FrameType
 from typing import Any, NoReturn
 
 import click
 
-from hiddenstore.cli.commands import OTHER_WORDS, SECTIONS, find_commands
 from hiddenstore.cli.translate import INTERRUPTED_EXIT, PIPE_EXIT, RUN_AGAIN, as_hiddenstore_error, usage_error
 from hiddenstore.console.output import Output
 from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind
@@ -24,6 +25,116 @@ __all__ = ["main"]
 
 # Threads that spin while they wait cost up to 15x on a shared CPU; OpenMP reads this once, when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+ENTRY_POINT_GROUP = "hiddenstore.commands"
+_ADDED = "Added"
+_COMPLETE = "_HIDDENSTORE_COMPLETE"
+
+# Section, name and one line of every command of ours, in the order of ``--help``.
+_SUMMARIES: Mapping[str, Mapping[str, str]] = {
+    "Make": {
+        "demo": "The whole path on CPU with a tiny bundled target.",
+        "run": "Conversations → exported drafter from one pipeline file.",
+        "prepare": "Conversations → tokens, loss mask and turn spans.",
+        "regenerate": "Let the target rewrite the answers itself.",
+        "plan": "Bytes, files and hours, before anything is written.",
+        "collect": "Capture the target's hidden states into a store; resumable.",
+        "import": "Another project's dump of hidden states into a store; resumable.",
+    },
+    "Look": {
+        "info": "What a store holds, on one screen.",
+        "ls": "The samples of a store.",
+        "show": "One sample: its text, what is trained on, norms per layer.",
+        "stats": "Lengths, splits and norms per layer over the whole store.",
+        "diff": "How two stores differ: capture, samples, numbers.",
+        "advise": "Which recipe the states can take, measured on them.",
+    },
+    "Care": {
+        "verify": "Every byte there, intact, and meaning what it says.",
+        "copy": "Merge, subset or re-encode stores; resumable.",
+        "repair": "Drop what is damaged, keep the rest; prints a plan first.",
+        "gc": "Sweep what no commit names; prints a plan first.",
+    },
+    "Train": {
+        "vocab": "The draft vocabulary, from supervised tokens.",
+        "train": "Train a drafter from a store.",
+        "import-drafter": "A published drafter as a run to start from.",
+        "eval": "Accepted length on recorded text.",
+        "decode": "Accepted length in real speculative decoding.",
+        "export": "A drafter as an engine loads it.",
+        "serve": "A drafter in an engine: the exact command and file, or run it.",
+        "export-data": "A store's samples as another trainer reads them.",
+    },
+    "System": {"doctor": "This machine: versions, engines, disk speed."},
+}
+SECTIONS = (*_SUMMARIES, _ADDED)
+OUR_COMMANDS = frozenset(name for commands in _SUMMARIES.values() for name in commands)
+
+# Commands of this package by module. Those of the upper packages come from entry points: nothing points upward.
+_BUILT_IN = {
+    "look": ("info", "ls", "show", "stats", "diff"),
+    "care": ("verify", "copy", "repair", "gc", "doctor"),
+    "advise": ("advise",),
+    "run": ("run",),
+}
+
+
+@dataclass(frozen=True)
+class CommandSpec:
+    """Where a command lives and its one line in ``--help``. ``target`` is ``module:attribute``."""
+
+    name: str
+    section: str
+    summary: str
+    target: str
+
+
+# What people type first, coming from other tools.
+OTHER_WORDS: Mapping[str, str] = {
+    "convert": "copy",
+    "merge": "copy",
+    "subset": "copy",
+    "reencode": "copy",
+    "cp": "copy",
+    "head": "ls",
+    "list": "ls",
+    "cat": "show",
+    "inspect": "info",
+    "status": "info",
+    "validate": "verify",
+    "check": "verify",
+    "fsck": "verify",
+    "evaluate": "eval",
+    "tokenize": "prepare",
+    "capture": "collect",
+    "extract": "collect",
+    "generate": "regenerate",
+    "clean": "gc",
+    "fix": "repair",
+    "compare": "diff",
+}
+
+
+@cache
+def find_commands() -> Mapping[str, CommandSpec]:
+    """Every command of this installation in the order of ``--help``: ours, then others'.
+
+    A foreign entry point never replaces a command of ours.
+    """
+    targets: dict[str, tuple[str, str]] = {}
+    for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        owner = point.dist.name if point.dist is not None else "another package"
+        if point.name not in targets or owner == "hiddenstore":
+            targets[point.name] = (point.value, owner)
+    for module, names in _BUILT_IN.items():
+        targets |= {name: (f"hiddenstore.cli.{module}:{name}", "hiddenstore") for name in names}
+    added = {name: f"From {targets[name][1]}." for name in sorted(targets.keys() - OUR_COMMANDS)}
+    return {
+        name: CommandSpec(name, section, summary, targets[name][0])
+        for section, summaries in {**_SUMMARIES, _ADDED: added}.items()
+        for name, summary in summaries.items()
+        if name in targets
+    }
 
 
 class CommandGroup(click.Group):
@@ -75,6 +186,10 @@ class CommandGroup(click.Group):
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
         if not extra.get("standalone_mode", True):
             return super().main(args, *rest, **extra)
+        if _COMPLETE in os.environ:
+            from hiddenstore.cli.completion import complete_paths
+
+            complete_paths()
         arguments = list(sys.argv[1:] if args is None else args)
         with _interruptible():
             sys.exit(_run(super().main, arguments, *rest, **{**extra, "standalone_mode": False}))
@@ -82,7 +197,7 @@ class CommandGroup(click.Group):
 
 def _run(click_main: Any, arguments: list[str], *rest: Any, **extra: Any) -> int:
     """Run the command; the exit code. Every error is printed here and nowhere else."""
-    from hiddenstore.doctor.installation import check_packages
+    from hiddenstore.doctor import check_packages
 
     printer = _printer_of(arguments)
     try:
@@ -167,7 +282,9 @@ def _silence_stdout() -> None:
     cls=CommandGroup,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="\b\nStart here:\n  hiddenstore demo\n  hiddenstore COMMAND --help",
+    epilog="\b\nStart here:\n  hiddenstore demo\n  hiddenstore COMMAND --help\n\n"
+    "\b\nCompletion of commands, options and paths (or zsh_source, fish_source):\n"
+    f'  eval "$({_COMPLETE}=bash_source hiddenstore)"',
 )
 @click.version_option(package_name="hiddenstore", message="%(prog)s %(version)s")
 @click.pass_context

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.stores import open_store
+from hiddenstore.cli.stores import STORE, open_store
 from hiddenstore.codecs import DEFAULT_RECIPE
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import Kind, NotFoundError
@@ -29,7 +29,7 @@ _COMPARED = (DEFAULT_RECIPE, "compact")
         "hiddenstore advise my-store --paired --recipe compact --seeds 3 optim.lr=1e-3",
     )
 )
-@click.argument("store")
+@click.argument("store", type=STORE)
 @click.argument("settings", nargs=-1, metavar="[key.path=value]...")
 @click.option("--max-kl", default=1e-3, show_default=True, type=click.FloatRange(min=0), help="Nats, through the head.")
 @click.option(
@@ -65,8 +65,7 @@ def advise(
     smallest recipe within both limits; the table is kept in the store. SETTINGS are those of train, for --paired.
     """
     from hiddenstore.console.progress import Progress
-    from hiddenstore.inspect.advice import write_advice
-    from hiddenstore.inspect.advise import RecipeLimits, advise_store, trials
+    from hiddenstore.inspect.advise import RecipeLimits, advise_store, trials, write_advice
     from hiddenstore.inspect.facts import raw_bytes_per_token
 
     if not paired and (settings or recipes):
@@ -86,7 +85,7 @@ def advise(
 
 
 def _show(advice: "Advice", bytes_raw: float) -> None:
-    from hiddenstore.inspect.advice import paired_lines, smaller_line, table_lines, verdict
+    from hiddenstore.inspect.advise import paired_lines, smaller_line, table_lines, verdict
 
     out = output()
     about = (

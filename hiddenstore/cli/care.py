@@ -1,17 +1,18 @@
-"""The commands that keep stores healthy: verify, copy, repair, gc."""
+"""The commands that keep stores, and the machine they lie on, healthy: verify, copy, repair, gc, doctor."""
 
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.padding import Padding
 from rich.text import Text
 
-from hiddenstore.cli.stores import open_store
-from hiddenstore.codecs import RECIPE_HELP
+from hiddenstore.cli.stores import STORE, open_store
+from hiddenstore.codecs import RECIPE_HELP, get_recipe
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, clean, clean_line, count, plural, seconds, size
 from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind
@@ -19,20 +20,24 @@ from hiddenstore.segments import CONTAINERS
 
 if TYPE_CHECKING:
     from hiddenstore.care.copy import Copy, CopyReport
+    from hiddenstore.doctor import DoctorCheck
     from hiddenstore.verify import Report
     from schemas.manifest import Container
 
 _FINDINGS_EXIT = 3
+_PROBLEM_EXIT = 5
 _MOST_SHOWN = 20
 _SEGMENT_PATH = re.compile(r"^\S*segments/[^/\s]+/")
 _SAME_COLLECT = "hiddenstore collect DATA -o {} --target T   (the same command does the rest)"
 _UNREADABLE = ("file-", "commit-", "document-", "segment-", "chunk-", "array-", "shard-", "input-")
 
+_MARKS = {"ok": ("✓", "green"), "absent": ("·", "dim"), "warning": ("!", "yellow"), "problem": ("✗", "red")}
+
 _yes = click.option("-y", "--yes", is_flag=True, help="Do it; without this the plan is printed and nothing changes.")
 
 
 @click.command(epilog=examples("hiddenstore verify my-store", "hiddenstore verify my-store --full --meaning --json"))
-@click.argument("store")
+@click.argument("store", type=STORE)
 @click.option("--full", is_flag=True, help="Read every byte and check every digest.")
 @click.option(
     "--meaning", is_flag=True, help="Check that the states are those of these tokens, layers and this target."
@@ -159,8 +164,8 @@ def _indented(text: str) -> None:
         "hiddenstore copy my-store small-store --recipe safe --where 'tokens<=2048' --split train",
     )
 )
-@click.argument("sources", nargs=-1, required=True, metavar="SRC...")
-@click.argument("destination", metavar="DST")
+@click.argument("sources", type=STORE, nargs=-1, required=True, metavar="SRC...")
+@click.argument("destination", type=click.Path(), metavar="DST")
 @click.option(
     "--recipe",
     metavar="NAME",
@@ -182,10 +187,13 @@ def copy(
 
     Equal codecs and no filter: codes are copied as they are. The same command again continues where it stopped.
     """
-    from hiddenstore.care.copy import open_copy
-    from hiddenstore.inspect.where import parse_where
+    from hiddenstore.inspect.samples import parse_where
 
+    if recipe is not None:
+        get_recipe(recipe)
     keep = parse_where(where, split) if where or split else None
+    from hiddenstore.care.copy import open_copy
+
     opened = open_copy([open_store(source) for source in sources], destination, recipe, keep, container)
     out = output()
     for note in opened.notes:
@@ -257,7 +265,7 @@ def _show_copy(document: Mapping[str, Any]) -> None:
 
 
 @click.command(epilog=examples("hiddenstore repair my-store", "hiddenstore repair my-store -y"))
-@click.argument("store")
+@click.argument("store", type=STORE)
 @_yes
 @common_options
 def repair(store: str, yes: bool) -> None:
@@ -304,7 +312,7 @@ def _repair_row(unit: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 @click.command(epilog=examples("hiddenstore gc my-store", "hiddenstore gc my-store --older-than 7d -y"))
-@click.argument("store")
+@click.argument("store", type=STORE)
 @click.option(
     "--older-than", default="24h", show_default=True, metavar="AGE", help="Spare what is younger: 30m, 12h, 7d."
 )
@@ -347,3 +355,37 @@ def parse_age(text: str) -> float:
     if match is None or (not match[2] and float(match[1]) != 0):
         raise ConfigError(f"--older-than {text!r} is no age", kind=Kind.OPTION_INVALID, hint="--older-than 24h")
     return float(match[1]) * {"": 0, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+@click.command(epilog=examples("hiddenstore doctor", "hiddenstore doctor /data --json"))
+@click.argument("folder", default=".", type=click.Path(path_type=Path))
+@common_options
+def doctor(folder: Path) -> None:
+    """This machine: versions, GPUs, engines, and how fast FOLDER (where a store would go) writes, syncs and reads.
+
+    Writes and removes a 32 MB trial file in FOLDER. Exits 5 when something would not work.
+    """
+    from hiddenstore.doctor import examine
+
+    checks = examine(folder)
+    problems = [check for check in checks if check.status == "problem"]
+    document = {
+        "ok": not problems,
+        "folder": str(folder),
+        "checks": [
+            {"name": check.name, "status": check.status, "detail": check.detail, "fix": check.fix} for check in checks
+        ],
+    }
+    output().data(document, human=lambda: _show_machine(checks), quiet="\n".join(check.detail for check in problems))
+    if problems:
+        raise click.exceptions.Exit(_PROBLEM_EXIT)
+    output().hint("hiddenstore demo")
+
+
+def _show_machine(checks: "list[DoctorCheck]") -> None:
+    rows = []
+    for check in checks:
+        mark, style = _MARKS[check.status]
+        detail = Text(check.detail).append(f"   {check.fix}" if check.fix else "", style="cyan")
+        rows.append((Text.assemble((f"{mark} ", style), (check.name, "dim")), detail))
+    output().pairs(rows)

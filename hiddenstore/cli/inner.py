@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import click
 
+from hiddenstore.cli.stores import WORDS_ONLY
 from hiddenstore.console.output import output, swapped_output
 from hiddenstore.errors import CaptureError, InterruptError, Kind
 
@@ -51,8 +52,13 @@ def check(name: str, words: Sequence[str]) -> None:
         click.UsageError: it takes no such option or value.
         HiddenstoreError: it refuses what its words say, whatever it would read.
     """
-    with swapped_output("silent"):
-        context = _context(name, words)
+    meta = click.get_current_context().meta
+    meta[WORDS_ONLY] = True
+    try:
+        with swapped_output("silent"):
+            context = _context(name, words)
+    finally:
+        del meta[WORDS_ONLY]
     if isinstance(context.command, Checked):
         context.command.check(**context.params)
 

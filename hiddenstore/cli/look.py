@@ -9,7 +9,7 @@ import click
 from rich.padding import Padding
 from rich.text import Text
 
-from hiddenstore.cli.stores import open_store
+from hiddenstore.cli.stores import STORE, open_store
 from hiddenstore.codecs import RECIPES
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, amount, bar, clean, count, number, percent, plural, size, spark
@@ -21,7 +21,7 @@ _DIFFERENT_EXIT = 3
 
 
 @click.command(epilog=examples("hiddenstore info my-store", "hiddenstore info my-store@train-v1 --json"))
-@click.argument("store")
+@click.argument("store", type=STORE)
 @common_options
 def info(store: str) -> None:
     """What STORE holds, on one screen. Reads metadata only."""
@@ -134,7 +134,7 @@ def _advice_lines(advice: Mapping[str, Any]) -> str:
 
 
 @click.command(epilog=examples("hiddenstore ls my-store -n 5", "hiddenstore ls my-store --where 'tokens>4096' -q"))
-@click.argument("store")
+@click.argument("store", type=STORE)
 @click.option(
     "-n", "--limit", type=click.IntRange(min=0), default=20, show_default=True, help="Rows to print; 0 prints all."
 )
@@ -142,11 +142,10 @@ def _advice_lines(advice: Mapping[str, Any]) -> str:
 @common_options
 def ls(store: str, limit: int, where: tuple[str, ...]) -> None:
     """The samples of STORE: length, what is trained on, split and unit. -q prints ids only."""
-    from hiddenstore.inspect import facts
-    from hiddenstore.inspect.where import parse_where
+    from hiddenstore.inspect.samples import parse_where, samples
 
     opened = open_store(store)
-    rows, matching = facts.samples(opened, parse_where(where), limit or None)
+    rows, matching = samples(opened, parse_where(where), limit or None)
     document = {"path": opened.path, "samples": len(opened), "matching": matching, "rows": rows}
     output().data(document, human=lambda: _show_samples(rows), quiet="\n".join(row["id"] for row in rows))
     output().note(f"{len(rows):,} of {matching:,} samples" + (f" ({len(opened):,} in the store)" if where else ""))
@@ -173,7 +172,7 @@ def _show_samples(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 @click.command(epilog=examples("hiddenstore show my-store", "hiddenstore show my-store 4f2a --all"))
-@click.argument("store")
+@click.argument("store", type=STORE)
 @click.argument("sample", default="0")
 @click.option(
     "--tokens",
@@ -189,8 +188,7 @@ def show(store: str, sample: str, tokens: int, all_tokens: bool) -> None:
 
     SAMPLE is an index counted from 0, an id, or the start of an id.
     """
-    from hiddenstore.inspect.facts import find_sample
-    from hiddenstore.inspect.sample import view
+    from hiddenstore.inspect.samples import find_sample, view
 
     opened = open_store(store)
     document = view(opened, find_sample(opened, sample))
@@ -273,7 +271,7 @@ def _or_dash(value: float | None, form: Callable[[float], str]) -> str:
 
 
 @click.command(epilog=examples("hiddenstore stats my-store", "hiddenstore stats my-store --json"))
-@click.argument("store")
+@click.argument("store", type=STORE)
 @common_options
 def stats(store: str) -> None:
     """Lengths, splits, bytes and norms per layer over all of STORE. Reads metadata only."""
@@ -332,8 +330,8 @@ def _show_stats(document: Mapping[str, Any]) -> None:
 @click.command(
     epilog=examples("hiddenstore diff raw-store q8-store", "hiddenstore diff with-vllm with-hf --tolerance 0.01")
 )
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=STORE)
+@click.argument("b", type=STORE)
 @click.option(
     "--samples",
     type=click.IntRange(min=0),

@@ -1,15 +1,318 @@
-"""``hiddenstore run``: the whole way from conversations to an exported drafter, from one file."""
+"""``hiddenstore run``: a pipeline file as the commands it stands for, from the first unfinished stage to the last."""
 
-from collections.abc import Sequence
+import hashlib
+import json
+import shlex
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from hiddenstore.cli.inner import check, do, do_on_ranks, find
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.console.text import seconds
+from hiddenstore.documents import load, seal
+from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
+from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.settings import all_problems
+from hiddenstore.settings import load as load_settings
+from schemas.base import FORMAT_VERSION, Document
 
-if TYPE_CHECKING:
-    from hiddenstore.cli.pipeline import Pipeline, StageResult
+Section = dict[str, Any]
+"""Options of a command by their long names, with ``_`` or ``-``: ``max-tokens: 2048``, ``full: true``."""
+
+# Options that a pipeline has its own member for, or that belong to all of the run.
+_RESERVED = ("--out", "--target", "--drafter", "--config", "--resume", "--json", "--quiet", "--verbose")
+_DONE_FOLDER = "done"
+
+
+class DrafterSection(BaseModel):
+    """One drafter. ``config``: a preset of ``hiddenstore train`` or a YAML file; ``settings``: its key.path=value words
+    as a tree; ``ranks``: processes to train it on."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    drafter: str | None = None
+    config: str | None = None
+    settings: dict[str, Any] = Field(default_factory=dict)
+    ranks: int = Field(1, gt=0)
+
+
+class Pipeline(BaseModel):
+    """``out`` is the folder of everything the run makes. One capture serves every entry of ``drafters``; ``eval``,
+    ``decode`` and ``export`` are done for each. ``regenerate`` and ``decode`` happen where their section is there."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    target: str
+    out: str
+    inputs: list[str] = Field(min_length=1)
+    regenerate: Section | None = None
+    prepare: Section = Field(default_factory=dict)
+    collect: Section = Field(default_factory=dict)
+    verify: Section = Field(default_factory=lambda: {"full": True, "meaning": True})
+    drafters: dict[str, DrafterSection] = Field(min_length=1)
+    eval: Section = Field(default_factory=dict)
+    decode: Section | None = None
+    export: Section = Field(default_factory=lambda: {"engine": "vllm"})
+
+    @field_validator("drafters", mode="before")
+    @classmethod
+    def _drafters_may_be_empty(cls, drafters: Any) -> Any:
+        return {name: section or {} for name, section in drafters.items()} if isinstance(drafters, dict) else drafters
+
+    @field_validator("drafters")
+    @classmethod
+    def _names_are_folders(cls, drafters: dict[str, DrafterSection]) -> dict[str, DrafterSection]:
+        for name in drafters:
+            if name in ("", ".", "..") or Path(name).name != name:
+                raise ValueError(f"{name!r} cannot name a folder")
+        return drafters
+
+
+@dataclass(frozen=True)
+class Stage:
+    """``name``: ``prepare``, or ``eagle3/train``. ``command`` with its ``words``; ``product``: what it leaves on disk,
+    None for an answer alone; ``resume``: the words instead where ``product`` was begun before; ``ranks``: processes."""
+
+    name: str
+    command: str
+    words: tuple[str, ...]
+    product: Path | None = None
+    resume: tuple[str, ...] = ()
+    ranks: int = 1
+
+    @property
+    def record(self) -> str:
+        """The document of the finished stage, below ``out``."""
+        return f"{_DONE_FOLDER}/{self.name.replace('/', '.')}.json"
+
+    def line(self, words: Sequence[str]) -> str:
+        """The command as a person types it."""
+        return shlex.join(["hiddenstore", self.command, *words])
+
+
+class _Builder:
+    """Makes the stages of a pipeline; ``problems`` are keys of sections that are no options, with what fixes each."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline, self._out = pipeline, Path(pipeline.out)
+        self.problems: dict[str, str | None] = {}
+
+    def stages(self) -> Iterator[Stage]:
+        """Every stage in order."""
+        pipeline, target = self._pipeline, ("--target", self._pipeline.target)
+        data, store, inputs = self._out / "data", self._out / "store", tuple(pipeline.inputs)
+        if pipeline.regenerate is not None:
+            answers = self._out / "answers.jsonl"
+            words = (*inputs, "-o", str(answers), *target, *self._options("regenerate"))
+            yield Stage("regenerate", "regenerate", words, answers)
+            inputs = (str(answers),)
+        yield Stage("prepare", "prepare", (*inputs, "-o", str(data), *target, *self._options("prepare")), data)
+        yield Stage("collect", "collect", (str(data), "-o", str(store), *target, *self._options("collect")), store)
+        yield Stage("verify", "verify", (str(store), *self._options("verify")))
+        for name, section in pipeline.drafters.items():
+            yield from self._drafter_stages(name, section, str(store))
+
+    def _drafter_stages(self, name: str, section: DrafterSection, store: str) -> Iterator[Stage]:
+        run, drafter = self._out / name / "run", self._out / name / "drafter"
+        named = (("--drafter", section.drafter), ("-c", section.config))
+        options = [word for option, value in named if value is not None for word in (option, value)]
+        words = (store, "-o", str(run), *options, *_settings(section.settings))
+        yield Stage(f"{name}/train", "train", words, run, (store, "-o", str(run), "--resume"), section.ranks)
+        yield Stage(f"{name}/eval", "eval", (str(run), store, *self._options("eval")))
+        if self._pipeline.decode is not None:
+            words = (str(run), "--target", self._pipeline.target, *self._options("decode"))
+            yield Stage(f"{name}/decode", "decode", words)
+        yield Stage(f"{name}/export", "export", (str(run), "-o", str(drafter), *self._options("export")), drafter)
+
+    def _options(self, command: str) -> list[str]:
+        """The section of a command as its words."""
+        options = {
+            option.removeprefix("--"): parameter
+            for parameter in find(command).params
+            if isinstance(parameter, click.Option)
+            for option in parameter.opts
+            if option.startswith("--") and option not in _RESERVED
+        }
+        words = []
+        for key, value in getattr(self._pipeline, command).items():
+            name = str(key).replace("_", "-")
+            if name in options:
+                words += _option_words(f"--{name}", options[name], value)
+                continue
+            close = get_close_matches(name, options, n=1)
+            advice = f"did you mean {close[0]}?" if close else f"it takes {', '.join(sorted(options))}"
+            problem = f"{command}: hiddenstore {command} takes no {name!r} here; {advice}"
+            self.problems[problem] = f"hiddenstore {command} --help"
+        return words
+
+
+def _option_words(option: str, parameter: click.Option, value: Any) -> list[str]:
+    if parameter.is_flag:
+        return [option] if value is True or str(value).lower() == "true" else []
+    if value is None:
+        return []
+    values = [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+    if parameter.nargs > 1:
+        return [option, *values]
+    if parameter.multiple:
+        return [word for item in values for word in (option, item)]
+    return [option, ",".join(values)]
+
+
+def _settings(tree: Mapping[str, Any], path: Sequence[str] = ()) -> Iterator[str]:
+    """A tree of settings as ``key.path=value`` words."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value, (*path, str(key)))
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, list) else "none" if value is None else str(value)
+            yield f"{'.'.join((*path, str(key)))}={text}"
+
+
+def stages_of(pipeline: Pipeline) -> list[Stage]:
+    """Every stage in order.
+
+    Raises:
+        ConfigError: ``option-invalid``: a section holds an option that its command does not have, or a value that is
+            none of that option's; the message lists every one.
+    """
+    builder = _Builder(pipeline)
+    stages, problems = list(builder.stages()), builder.problems
+    for stage in stages:
+        try:
+            check(stage.command, stage.words)
+        except click.UsageError as error:
+            problems.setdefault(f"{stage.command}: {error.format_message()}", f"hiddenstore {stage.command} --help")
+        except ConfigError as error:
+            # Its words come from the pipeline file, not from a command line.
+            lines = [problem.replace(" (command line)", "") for problem in error.problems]
+            problems |= {f"{stage.name}: {line}": error.hint for line in lines}
+        except NotFoundError as error:
+            problems[f"{stage.name}: {error.message}"] = error.hint
+    if problems:
+        raise ConfigError(all_problems(list(problems)), kind=Kind.OPTION_INVALID, hint=next(iter(problems.values())))
+    return stages
+
+
+class DoneStage(Document):
+    """A finished stage: its words, what it answered (JSON text), seconds. ``built_on``: digest of what it read."""
+
+    format: int = FORMAT_VERSION
+    stage: str
+    words: tuple[str, ...]
+    answer: str
+    seconds: float
+    built_on: str
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """A stage after the run: its answer, its seconds, and whether an earlier run did it."""
+
+    stage: Stage
+    answer: Mapping[str, Any]
+    seconds: float
+    was_done: bool
+
+
+def run_pipeline(pipeline: Pipeline) -> list[StageResult]:
+    """Do every stage that is not done, in order; stop at the first that fails, which the same command repeats.
+
+    Raises:
+        ConfigError: a section holds what its command does not take; before anything is done.
+        ConflictError: the folder is another's, or something in it was made by another pipeline.
+        HiddenstoreError: what a command raises.
+    """
+    stages, out = stages_of(pipeline), Path(pipeline.out)
+    if out.exists() and any(out.iterdir()) and not (out / _DONE_FOLDER).is_dir():
+        raise ConflictError(
+            f"{out} holds things that no `hiddenstore run` made", kind=Kind.OUTPUT_EXISTS, hint="out: another folder"
+        )
+    (out / _DONE_FOLDER).mkdir(parents=True, exist_ok=True)
+    fs, inputs = LocalFilesystem(out), _digest_of_files(pipeline.inputs)
+    finished: dict[str, DoneStage] = {}
+    results = []
+    for number, stage in enumerate(stages, 1):
+        # A stage is built on the capture, and on the earlier stages of its own drafter.
+        drafter, _, _ = stage.name.rpartition("/")
+        before = [done for name, done in finished.items() if "/" not in name or name.startswith(f"{drafter}/")]
+        built_on = hashlib.sha256(b"".join(map(seal, before))).hexdigest() + inputs
+        earlier = _finished_before(fs, stage, built_on)
+        output().note(f"\n{number}/{len(stages)}  {stage.name}{'  (done before)' if earlier else ''}")
+        done = earlier or _do(stage, built_on)
+        if earlier is None:
+            fs.put_if_absent(stage.record, seal(done))
+        finished[stage.name] = done
+        results.append(StageResult(stage, json.loads(done.answer), done.seconds, earlier is not None))
+    return results
+
+
+def _finished_before(fs: LocalFilesystem, stage: Stage, built_on: str) -> DoneStage | None:
+    """What ``stage`` gave, if it was done with the same words on the same inputs; another answer is dropped.
+
+    Raises:
+        ConflictError: ``stage-changed``: its product is there, made otherwise.
+        CorruptionError: its document is damaged.
+    """
+    if fs.size(stage.record) is None:
+        return None
+    done, record = load(fs, stage.record, DoneStage), Path(fs.root, stage.record)
+    has_product = stage.product is not None and stage.product.exists()
+    if (done.words, done.built_on) == (stage.words, built_on) and (has_product or stage.product is None):
+        return done
+    if has_product:
+        how = "was made from inputs that have changed since"
+        if done.words != stage.words:
+            how = f"was made by `{stage.line(done.words)}`, the pipeline now says `{stage.line(stage.words)}`"
+        raise ConflictError(
+            f"{stage.product} {how}; name another folder in out:, or remove it",
+            kind=Kind.STAGE_CHANGED,
+            hint=shlex.join(["rm", "-r", str(stage.product), str(record)]),
+        )
+    record.unlink()
+    return None
+
+
+def _digest_of_files(paths: Iterable[str]) -> str:
+    """sha256 over the local files among ``paths``; hub ids are their names."""
+    digest = hashlib.sha256()
+    for path in map(Path, paths):
+        for file in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
+            digest.update(str(file).encode())
+            if file.is_file():
+                with file.open("rb") as handle:
+                    digest.update(hashlib.file_digest(handle, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _do(stage: Stage, built_on: str) -> DoneStage:
+    start, words = time.monotonic(), stage.words
+    if stage.resume and stage.product is not None:
+        if (stage.product / "run.json").exists():
+            words = stage.resume
+        else:
+            # A run stopped before its first document has nothing to go on from.
+            shutil.rmtree(stage.product, ignore_errors=True)
+    answer: Mapping[str, Any] = {}
+    if stage.ranks > 1:
+        do_on_ranks(stage.ranks, stage.command, words)
+    else:
+        answer = do(stage.command, *words)
+    return DoneStage(
+        stage=stage.name,
+        words=stage.words,
+        answer=json.dumps(answer, default=str),
+        seconds=round(time.monotonic() - start, 3),
+        built_on=built_on,
+    )
 
 
 @click.command(
@@ -27,11 +330,7 @@ def run(pipeline: str, words: tuple[str, ...]) -> None:
     Each stage is a command that is printed before it runs. Finished stages are not repeated: after a stop, whatever the
     reason, the same command goes on. Sections hold the options of their commands: see docs/run.md.
     """
-    from hiddenstore.cli.pipeline import Pipeline
-    from hiddenstore.cli.pipeline import run as run_pipeline
-    from hiddenstore.settings import load
-
-    settings = load(Pipeline, pipeline, words)
+    settings = load_settings(Pipeline, pipeline, words)
     results = run_pipeline(settings)
     rows = [_summary(name, results, settings) for name in settings.drafters]
     stages = [
@@ -49,7 +348,7 @@ def run(pipeline: str, words: tuple[str, ...]) -> None:
     output().hint("hiddenstore", "serve", rows[0]["folder"], "--target", settings.target, "--engine", engine)
 
 
-def _summary(name: str, results: "Sequence[StageResult]", pipeline: "Pipeline") -> dict[str, Any]:
+def _summary(name: str, results: Sequence[StageResult], pipeline: Pipeline) -> dict[str, Any]:
     answers = {result.stage.name: result.answer for result in results}
     simulated, live = answers[f"{name}/eval"], answers.get(f"{name}/decode", {})
     longest = (simulated.get("sweep") or [simulated])[-1]
@@ -63,9 +362,7 @@ def _summary(name: str, results: "Sequence[StageResult]", pipeline: "Pipeline") 
     }
 
 
-def _show(rows: Sequence[dict[str, Any]], results: "Sequence[StageResult]") -> None:
-    from hiddenstore.console.text import seconds
-
+def _show(rows: Sequence[dict[str, Any]], results: Sequence[StageResult]) -> None:
     def figures(row: dict[str, Any]) -> list[str]:
         values = (row[key] for key in ("ngram", "simulated", "live"))
         return [f"{value:.2f}" if isinstance(value, float) else "–" for value in values]

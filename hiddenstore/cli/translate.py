@@ -1,7 +1,13 @@
 """Errors of others in our words: click's usage errors, the operating system's refusals, and our own bugs."""
 
 import errno
+import os
+import platform
+import tempfile
+import traceback
 from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
 
 import click
 
@@ -20,6 +26,8 @@ _OS_KINDS = {
     errno.ECONNREFUSED: Kind.IO_ERROR,
     errno.ECONNRESET: Kind.IO_ERROR,
     errno.ENOTDIR: Kind.PATH_INVALID,
+    # A folder was to be made where a file is.
+    errno.EEXIST: Kind.PATH_INVALID,
     errno.EISDIR: Kind.PATH_INVALID,
     errno.ENAMETOOLONG: Kind.PATH_INVALID,
 }
@@ -53,6 +61,9 @@ def as_hiddenstore_error(error: Exception, arguments: Sequence[str]) -> Hiddenst
     if _is_out_of_memory(error):
         first = (str(error).splitlines() or ["no memory left"])[0]
         return StorageError(f"out of memory: {first}", kind=Kind.OUT_OF_MEMORY, hint="use smaller batches")
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        message = "the system starts no more threads for this user or container"
+        return StorageError(message, kind=Kind.TOO_MANY_THREADS, hint="ulimit -u; export OMP_NUM_THREADS=1")
     return _bug(error, arguments)
 
 
@@ -64,8 +75,6 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _bug(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:
-    from hiddenstore.console.logs import write_crash_log
-
     try:
         log = str(write_crash_log(error, arguments))
     except OSError as failure:
@@ -76,3 +85,25 @@ def _bug(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:
         kind=Kind.INTERNAL,
         hint="report it with that file attached",
     )
+
+
+def write_crash_log(error: BaseException, arguments: Sequence[str]) -> Path:
+    """Write the traceback and the versions of this machine to a new file in the temporary folder; its path."""
+    versions = [f"{name} {_version(name)}" for name in ("hiddenstore", "torch", "transformers", "zarr", "numpy")]
+    lines = [
+        f"hiddenstore {' '.join(arguments)}",
+        f"python {platform.python_version()} on {platform.platform()}; {', '.join(versions)}",
+        "",
+        *traceback.format_exception(error),
+    ]
+    descriptor, path = tempfile.mkstemp(prefix="hiddenstore-error-", suffix=".log")
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as log:
+        log.write("\n".join(lines))
+    return Path(path)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "absent"

@@ -1,4 +1,4 @@
-"""How states become bytes: one file per codec and one line in ``CODECS``; recipes choose a codec per field.
+"""How states become bytes: a codec is one file and one line in ``CODECS``; recipes choose a codec per field.
 
 Importing this loads no codec, so that names are known before torch is.
 """
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _STATES = {
     "bf16": "hiddenstore.codecs.verbatim:BF16",
     "lossless": "hiddenstore.codecs.verbatim:LOSSLESS",
-    "q8": "hiddenstore.codecs.q8:Q8",
-    "q4": "hiddenstore.codecs.q4:Q4",
+    "q8": "hiddenstore.codecs.affine:Q8",
+    "q4": "hiddenstore.codecs.affine:Q4",
 }
 _GROUP = "hiddenstore.codecs"
 CODECS: "Registry[Codec]" = Registry("codec", _GROUP, {**_STATES}, "hiddenstore.codecs.base:Codec")

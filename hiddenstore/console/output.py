@@ -13,6 +13,7 @@ A command is written like this::
 """
 
 import json
+import logging
 import math
 import re
 import shlex
@@ -40,6 +41,10 @@ _WIDTH_OF_A_FILE = 120
 _WIDER_THAN_ANY_ROW = 10_000
 _UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 _default: "Output | None" = None
+_NOISY = (
+    *("datasets", "transformers", "urllib3", "httpx2", "httpcore2", "filelock", "fsspec", "numcodecs", "zarr"),
+    "py.warnings",
+)
 
 
 class Output:
@@ -257,7 +262,27 @@ def _set_quiet(_context: click.Context, _parameter: click.Parameter, value: bool
 
 
 def _set_verbose(_context: click.Context, _parameter: click.Parameter, value: int) -> None:
-    from hiddenstore.console.logs import set_up
-
     output().verbose = value
-    set_up(value)
+    _set_up_logging(value)
+
+
+class _CurrentStderr(logging.Handler):
+    """Writes to the stderr of the moment, so that a redirected or replaced stream is honoured."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(clean(self.format(record)) + "\n")
+
+
+def _set_up_logging(verbose: int) -> None:
+    """Warnings by default; ``-v`` shows our info messages; ``-vv`` everything, of every library."""
+    root = logging.getLogger()
+    if not any(isinstance(handler, _CurrentStderr) for handler in root.handlers):
+        handler = _CurrentStderr()
+        # It has a handler of its own: without this every line of it would be printed twice.
+        handler.addFilter(lambda record: not record.name.startswith("huggingface_hub"))
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+        root.addHandler(handler)
+    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    root.setLevel(level)
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(level if verbose > 1 else logging.ERROR)

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hiddenstore.data.fill import DecodedFiller, EncodedFiller, SampleSlot
 from hiddenstore.data.order import BatchPlan, Order, global_batches
 from hiddenstore.data.packed import PackedBatch
-from hiddenstore.data.read import Job, Prefetch
+from hiddenstore.data.read import DecodedFiller, EncodedFiller, Job, Prefetch, SampleSlot
 from hiddenstore.errors import ConfigError, ConflictError, Kind
 from hiddenstore.targets.identity import target_argument
 from schemas.manifest import Split

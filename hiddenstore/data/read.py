@@ -1,13 +1,27 @@
-"""Packs of samples read by threads ahead of their use, under a byte budget, in a fixed order."""
+"""Packs of samples read from a store by threads ahead of their use, under a byte budget, in a fixed order.
 
+Shapes: T tokens of a pack, L layers read, D target width, R final rows of a pack, k top tokens, C columns of a code
+array.
+"""
+
+import sys
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from hiddenstore.data.fill import Filler, Pack, SampleSlot, packed_samples
-from hiddenstore.data.packed import Buffers, room_bytes
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiddenstore.codecs import get_layout
+from hiddenstore.data.packed import Buffers, EncodedPack, Members, PackedBatch, carve, room_bytes
+from hiddenstore.errors import CorruptionError, Kind
+from hiddenstore.records import TopK
+
+if TYPE_CHECKING:
+    from hiddenstore.store import Store
 
 # Tiny samples would otherwise fill the byte budget with thousands of jobs before the first is handed out.
 JOBS_AHEAD = 32
@@ -15,6 +29,192 @@ JOBS_AHEAD = 32
 STARTED_AT_ONCE = 2
 
 K = TypeVar("K")
+
+
+@dataclass(frozen=True)
+class SampleSlot:
+    """A sample to read and how much of a pack it takes: aux rows and final rows."""
+
+    id: str
+    tokens: int
+    final_rows: int
+
+
+@dataclass(frozen=True)
+class PackedSample:
+    """Where a sample lies in its pack."""
+
+    slot: SampleSlot
+    document: int
+    start: int
+    final_start: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + self.slot.tokens)
+
+    @property
+    def final_rows(self) -> slice:
+        return slice(self.final_start, self.final_start + self.slot.final_rows)
+
+
+def packed_samples(slots: Sequence[SampleSlot]) -> list[PackedSample]:
+    """Samples end to end."""
+    samples, start, final_start = [], 0, 0
+    for document, slot in enumerate(slots):
+        samples.append(PackedSample(slot, document, start, final_start))
+        start += slot.tokens
+        final_start += slot.final_rows
+    return samples
+
+
+class Pack(Protocol):
+    """What a filler makes."""
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The decoded pack on a device."""
+
+
+class Filler(Protocol):
+    """One way to make packs. ``fill`` is called from many threads, once per sample."""
+
+    def members(self, slots: Sequence[SampleSlot]) -> Members:
+        """Shapes and types of the tensors of a pack of ``slots``."""
+
+    def empty(self, slots: Sequence[SampleSlot], buffers: Buffers) -> Pack:
+        """A pack with room for ``slots``."""
+
+    def fill(self, pack: Pack, sample: PackedSample) -> None:
+        """Read a sample into the pack; CorruptionError ``sample-shape`` when it is not as long as its slot."""
+
+
+class DecodedFiller:
+    """Packs decoded on the CPU, straight into their memory. ``final`` says whether final rows are read."""
+
+    def __init__(self, store: "Store", layers: Sequence[int], final: bool) -> None:
+        capture = store.capture
+        self._store, self._layers, self._final = store, tuple(layers), final
+        self._width = capture.target.hidden_size
+        self._topk = capture.topk if final and capture.holds_topk else 0
+
+    def members(self, slots: Sequence[SampleSlot]) -> Members:
+        T, R = sum(slot.tokens for slot in slots), sum(slot.final_rows for slot in slots)
+        members = {
+            **_token_members(T, R),
+            "aux": ((len(self._layers), T, self._width), torch.bfloat16),
+            "final": ((0 if self._topk else R, self._width), torch.bfloat16),
+        }
+        if self._topk:
+            members["ids"] = ((R, self._topk), torch.int64)
+            members["log_probs"] = ((R, self._topk), torch.float32)
+            members["lse"] = ((R,), torch.float32)
+        return members
+
+    def empty(self, slots: Sequence[SampleSlot], buffers: Buffers) -> PackedBatch:
+        members = self.members(slots)
+        tensors = carve(buffers.take(room_bytes(members)), members)
+        topk = TopK(*(tensors.pop(name) for name in ("ids", "log_probs", "lse"))) if self._topk else None
+        return PackedBatch(**tensors, sample_ids=[slot.id for slot in slots], topk=topk)
+
+    def fill(self, pack: Pack, sample: PackedSample) -> None:
+        assert isinstance(pack, PackedBatch)
+        final = None
+        if self._final:
+            final = pack.final if self._topk else pack.final[sample.final_rows]
+        record = self._store.read_into(sample.slot.id, pack.aux[:, sample.rows], final, self._layers)
+        rows = len(record.final_rows) if record.topk is None else record.topk.rows
+        _require(sample.slot, (record.sample.tokens, record.aux.shape[1], rows, len(record.final_rows)))
+        if pack.topk is not None:
+            assert record.topk is not None
+            pack.topk.ids[sample.final_rows] = record.topk.ids
+            pack.topk.log_probs[sample.final_rows] = record.topk.log_probs
+            pack.topk.lse[sample.final_rows] = record.topk.lse
+        _put(vars(pack), sample, record.sample.input_ids, record.sample.loss_mask, record.final_rows)
+
+
+class EncodedFiller:
+    """Packs of stored bytes, decoded where ``EncodedPack.to`` moves them."""
+
+    def __init__(self, store: "Store", layers: Sequence[int], final: bool) -> None:
+        capture = store.capture
+        self._store, self._layers, self._final = store, tuple(layers), final
+        self._width, self._codecs = capture.target.hidden_size, capture.codecs
+
+    def members(self, slots: Sequence[SampleSlot]) -> Members:
+        T, R = sum(slot.tokens for slot in slots), sum(slot.final_rows for slot in slots)
+        aux, final = get_layout(self._codecs.aux), get_layout(self._codecs.final)
+        aux_shape = (len(self._layers), T, aux.code_columns(self._width))
+        final_shape = (int(self._final), R, final.code_columns(self._width))
+        return {
+            **_token_members(T, R),
+            "aux_codes": (aux_shape, getattr(torch, aux.code_dtype)),
+            "final_codes": (final_shape, getattr(torch, final.code_dtype)),
+        }
+
+    def empty(self, slots: Sequence[SampleSlot], buffers: Buffers) -> EncodedPack:
+        members, samples = self.members(slots), packed_samples(slots)
+        tensors = carve(buffers.take(room_bytes(members)), members)
+        return EncodedPack(
+            aux_codes=tensors.pop("aux_codes"),
+            final_codes=tensors.pop("final_codes"),
+            tensors=tensors,
+            rows=[sample.rows for sample in samples],
+            final_rows=[sample.final_rows for sample in samples],
+            sample_ids=[slot.id for slot in slots],
+            codecs=self._codecs,
+            width=self._width,
+            aux_small=[{} for _ in slots],
+            final_small=[{} for _ in slots],
+        )
+
+    def fill(self, pack: Pack, sample: PackedSample) -> None:
+        assert isinstance(pack, EncodedPack)
+        slot = sample.slot
+        reader, index = self._store.reader_of(slot.id)
+        input_ids, loss_mask = reader.tokens(index)
+        out = (list(pack.aux_codes[:, sample.rows]), list(pack.final_codes[:, sample.final_rows]))
+        aux, final, final_rows = reader.read_encoded(index, self._layers, self._final, out)
+        _require(slot, (len(input_ids), slot.tokens, len(final_rows), len(final_rows)))
+        pack.aux_small[sample.document] = aux.small
+        pack.final_small[sample.document] = final.small
+        _put(pack.tensors, sample, input_ids, loss_mask, final_rows)
+
+
+def _token_members(T: int, R: int) -> Members:
+    return {
+        "input_ids": ((T,), torch.int64),
+        "loss_mask": ((T,), torch.bool),
+        "positions": ((T,), torch.int64),
+        "document": ((T,), torch.int64),
+        "final_rows": ((R,), torch.int64),
+    }
+
+
+def _put(
+    tensors: dict[str, Tensor],
+    sample: PackedSample,
+    input_ids: np.ndarray,
+    loss_mask: np.ndarray,
+    final_rows: np.ndarray,
+) -> None:
+    # numpy starts a short copy in a tenth of the time torch takes.
+    rows = sample.rows
+    tensors["input_ids"].numpy()[rows] = input_ids
+    np.not_equal(loss_mask, 0, out=tensors["loss_mask"].numpy()[rows])
+    tensors["positions"].numpy()[rows] = np.arange(len(input_ids))
+    tensors["document"].numpy()[rows] = sample.document
+    tensors["final_rows"].numpy()[sample.final_rows] = final_rows + np.int64(sample.start)
+
+
+def _require(slot: SampleSlot, lengths: tuple[int, int, int, int]) -> None:
+    """``lengths``: tokens, aux rows, final rows and final positions that a sample turned out to have."""
+    if lengths != (slot.tokens, slot.tokens, slot.final_rows, slot.final_rows):
+        raise CorruptionError(
+            f"sample {slot.id}: expected {slot.tokens} tokens and {slot.final_rows} final rows, "
+            f"found tokens, aux rows, final rows, final positions = {lengths}",
+            kind=Kind.SAMPLE_SHAPE,
+            samples=(slot.id,),
+        )
 
 
 @dataclass(frozen=True)
@@ -54,6 +254,7 @@ class Prefetch(Generic[K]):
         waiting: deque[_Running[K]] = deque()
         used_bytes = out_bytes = 0
         upcoming = next(jobs, None)
+        is_finalizing = sys.is_finalizing
         try:
             while waiting or upcoming is not None:
                 for _ in range(STARTED_AT_ONCE):
@@ -72,10 +273,12 @@ class Prefetch(Generic[K]):
                 yield key, packs
                 del packs
         finally:
-            for job in waiting:
-                for read in job.reads:
-                    read.cancel()
-            pool.shutdown(wait=True, cancel_futures=True)
+            # An interpreter that ends has ended the threads, and may have emptied the modules that would end them here.
+            if not is_finalizing():
+                for job in waiting:
+                    for read in job.reads:
+                        read.cancel()
+                pool.shutdown(wait=True, cancel_futures=True)
 
     def _fits(self, used_bytes: int, ahead: int, job: Job[K]) -> bool:
         return ahead < JOBS_AHEAD and used_bytes + self._size(job) <= self._budget

@@ -11,10 +11,10 @@ LAYOUTS: "Registry[PeerLayout]" = Registry(
     "layout",
     "hiddenstore.dump_layouts",
     {
-        "specforge-eagle3": "hiddenstore.dumps.specforge:EAGLE3",
-        "specforge-dflash": "hiddenstore.dumps.specforge:DFLASH",
+        "specforge-eagle3": "hiddenstore.dumps.torch_files:EAGLE3",
+        "specforge-dflash": "hiddenstore.dumps.torch_files:DFLASH",
         "speculators": "hiddenstore.dumps.speculators:LAYOUT",
-        "modelopt-hf": "hiddenstore.dumps.modelopt:LAYOUT",
+        "modelopt-hf": "hiddenstore.dumps.torch_files:MODELOPT",
         "deepspec": "hiddenstore.dumps.deepspec:LAYOUT",
     },
     "hiddenstore.dumps.common:PeerLayout",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, StorageError
 from hiddenstore.fs.publish import new_folder, refuse_existing_folder
+from hiddenstore.inputs import TURNS
 from hiddenstore.records import Record, Sample
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
@@ -30,8 +31,7 @@ SAMPLES_FILE = "hiddenstore-samples.parquet"
 
 MissingFinal = Literal["refuse", "zeros"]
 
-_TURNS = pa.list_(pa.struct([("role", pa.int32()), ("start", pa.int32()), ("end", pa.int32())]))
-_SAMPLES = pa.schema([("sample_id", pa.string()), ("spans", _TURNS), ("split", pa.string())])
+_SAMPLES = pa.schema([("sample_id", pa.string()), ("spans", TURNS), ("split", pa.string())])
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,47 +96,37 @@ class ExportedData:
     normed: bool
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """``layers`` None is every layer held. ``missing_final`` ``zeros`` writes zero rows where the store holds none.
-
-    A peer whose loss is gated by the mask never reads those; one that does not gate would learn from zeros, so it has
-    to be asked for.
-    """
-
-    layers: Sequence[int] | None = None
-    missing_final: MissingFinal = "refuse"
-
-
 def export_samples(
     store: Store,
     out: Path,
     layout: PeerLayout,
-    options: ExportOptions | None = None,
+    layers: Sequence[int] | None = None,
+    missing_final: MissingFinal = "refuse",
     on_sample: Callable[[int], None] | None = None,
 ) -> ExportedData:
     """Write every sample of a store; the folder appears under its name only when it is complete.
 
-    ``on_sample`` is called with the tokens of each sample written.
+    ``layers`` None is every layer held. ``missing_final`` ``zeros`` writes zero rows where the store holds none: a peer
+    whose loss is gated by the mask never reads those, one that does not gate would learn from them, so it has to be
+    asked for. ``on_sample`` is called with the tokens of each sample written.
 
     Raises:
         FormatError: the store does not hold the final hidden that the peer reads, or only after the norm.
-        ConfigError: the store is empty, or lacks a layer of the options.
+        ConfigError: the store is empty, or lacks a layer.
         ConflictError: ``out`` exists.
         StorageError: no room, or the disk refused.
     """
-    options = options or ExportOptions()
-    layers = _layers_to_write(store, layout, options.layers)
-    normed = _require_final(store, layout, layers, options.missing_final)
+    picked = _layers_to_write(store, layout, layers)
+    normed = _require_final(store, layout, picked, missing_final)
     rows = sorted(((entry.id, entry.split) for _, entry in store.entries), key=lambda row: row[1] == "validation")
     if not rows:
         raise ConfigError(f"{store.path} holds no samples", kind=Kind.STORE_EMPTY)
     refuse_existing_folder(out)
     target, tokens = store.capture.target, sum(entry.tokens for _, entry in store.entries)
     out.parent.mkdir(parents=True, exist_ok=True)
-    _require_room(out.parent, tokens * (len(layers) + (layout.final is not None)) * target.hidden_size * 2)
+    _require_room(out.parent, tokens * (len(picked) + (layout.final is not None)) * target.hidden_size * 2)
     validation = sum(split == "validation" for _, split in rows)
-    scope = ExportScope(target_argument(target), target.hidden_size, tuple(layers), len(rows), validation)
+    scope = ExportScope(target_argument(target), target.hidden_size, tuple(picked), len(rows), validation)
     with new_folder(out) as folder:
         zero_rows = _write(store, folder, layout, scope, rows, normed, on_sample)
         report = ExportedData(
@@ -146,8 +136,8 @@ def export_samples(
             validation_samples=validation,
             tokens=tokens,
             bytes=0,
-            layers=layers,
-            layer_ids=to_convention(layers, layout.numbering),
+            layers=picked,
+            layer_ids=to_convention(picked, layout.numbering),
             # int(samples * ratio) is then exactly the number of training samples.
             train_data_ratio=(len(rows) - validation + 0.5) / len(rows) if validation else 1.0,
             zero_rows=zero_rows,

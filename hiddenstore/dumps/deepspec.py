@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hiddenstore.dumps.common import ExportedSample, ExportScope, PeerLayout
-from hiddenstore.dumps.specforge import side_by_side
+from hiddenstore.dumps.torch_files import side_by_side
 
 RECORD = struct.Struct("<QIIQQQQQ")
 SHARD_BYTES = 16 << 30

@@ -114,10 +114,18 @@ class PosixDisk:
 
     def free_bytes(self, path: str) -> int:
         """Bytes an unprivileged user can still write."""
+        status = self._status(path)
+        return status.f_bavail * status.f_frsize
+
+    def has_inodes(self, path: str) -> bool:
+        """Whether another file can be made, not counting the one that a failed try gave back; True where none count."""
+        status = self._status(path)
+        return not status.f_files or status.f_favail > 1
+
+    def _status(self, path: str) -> os.statvfs_result:
         while not os.path.exists(path):
             path = os.path.dirname(path)
-        status = os.statvfs(path)
-        return status.f_bavail * status.f_frsize
+        return os.statvfs(path)
 
 
 @dataclass(eq=False, slots=True)

@@ -1,7 +1,7 @@
 """The filesystem seam on a POSIX disk: publication by temporary file, fsync and link.
 
-The algorithms stand on the few operations of ``PosixDisk``; ``hiddenstore.testing.faults`` puts one in its place that
-crashes and lies.
+The algorithms stand on the few operations of ``PosixDisk``; ``tests/faults.py`` puts one in its place that crashes and
+lies.
 """
 
 import contextlib
@@ -189,6 +189,9 @@ class LocalFilesystem:
             return ConflictError(f"{where} exists already", kind=Kind.FILE_EXISTS)
         if error.errno not in FULL:
             return storage_error(error, where)
+        if not self._disk.has_inodes(self.root):
+            hint = "remove files (df -i counts them) and run the same command again: what is committed stays"
+            return storage_error(error, where, hint, full="no more files fit on the disk")
         lacking = f"needs {needed:,} more bytes, " if needed is not None else ""
         room = f": {lacking}{self._disk.free_bytes(self.root):,} bytes free"
         hint = "free some space and run the same command again: what is committed stays"

@@ -3,28 +3,33 @@
 Shapes: L aux layers, T tokens of the slice, R final rows, D target width, V vocabulary.
 """
 
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from math import isfinite
+from math import ceil, floor, isfinite, log10
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hiddenstore import layout
 from hiddenstore.codecs import CODECS, RECIPES, blosc_chunks, get_codec, get_layout, get_recipe, recipe_name
 from hiddenstore.codecs.affine import channel_statistics
 from hiddenstore.codecs.base import RAW_INDEX, Codec, Encoded, bits_to_tensor
 from hiddenstore.codecs.topk import TOPK_CODEC, pack_rows, top_tokens, unpack_rows
+from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.fs.seam import Filesystem
+from hiddenstore.inspect.facts import advice_numbers
 from hiddenstore.records import TopK
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.segments.base import unit_tokens
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import Slice, read_slice, take_slice
 from hiddenstore.targets.head import HeadBundle
-from schemas.advice import Advice, AdviceRow
+from schemas.advice import Advice, AdviceRow, PairedRow
 from schemas.capture import FINAL, TOPK, CaptureSpec, Codecs, NormState
 
 FP8 = "fp8-per-token"
@@ -34,8 +39,6 @@ _LOGITS_AT_ONCE = 1 << 24
 _E4M3_LARGEST = 448.0
 # A chunk's crc32c, and its offset and length in the index.
 _CHUNK_OVERHEAD = 4 + 16
-# Largest |y| a row can hold, in units of its token scale; half a step beyond the last code is within the bound.
-_REACH = {"q8": 127.5, "q4": 8.5 * _E4M3_LARGEST}
 _TOKEN_AND_MASK_BYTES = 5
 _POSITION_BYTES = 4
 
@@ -412,3 +415,77 @@ class _Bench:
         capture = self._capture_with(aux, final)
         segments = -(-tokens // unit_tokens(capture))
         return plain + self.container.overhead(capture, self.extent.samples, segments).size_bytes / tokens
+
+
+_ROW = "{:13}  {:>7}  {:>7}  {:>7}  {:>7}  {:>6}  {:>7}  {:>8}"
+_HEADER = ("recipe", "B/token", "smaller", "KL", "overlap", "flips", "channel", "raw rows")
+
+
+def table_lines(advice: Advice, bytes_raw: float) -> list[str]:
+    """A line per recipe under a header, the chosen one marked; ``bytes_raw`` is what a token takes as plain bf16."""
+    lines = ["  " + _ROW.format(*_HEADER)]
+    for row in advice.rows:
+        size = f"{row.bytes_per_token:,.0f}", f"{bytes_raw / row.bytes_per_token:.2f}x"
+        kl = "–" if row.kl is None else "0" if row.kl == 0 else f"{row.kl:.1e}"
+        overlap = "–" if row.overlap is None else f"{row.overlap:.4f}"
+        shares = map(_percent, (row.top1_flips, row.channel_error, row.raw_rows))
+        lines.append(("→ " if row.chosen else "  ") + _ROW.format(row.recipe, *size, kl, overlap, *shares))
+    return lines
+
+
+def _percent(share: float | None) -> str:
+    if share is None or share == 0:
+        return "–" if share is None else "0 %"
+    return f"{100 * share:.1f} %" if share < 1e3 else f"{100 * share:.0e} %"
+
+
+def verdict(advice: Advice) -> str:
+    """What was chosen and under which limits."""
+    limits = f"KL ≤ {advice.max_kl:g} and channel error ≤ {100 * advice.max_channel_error:g} %"
+    return f"{advice.chosen} is the smallest recipe with {limits}"
+
+
+def smaller_line(advice: Advice) -> str | None:
+    """The next smaller recipe of states that the limits refuse, with the options that would let it pass."""
+    chosen = next(row for row in advice.rows if row.chosen)
+    smaller = [
+        row
+        for row in advice.rows
+        if RECIPES.get(row.recipe, (TOPK, TOPK))[1] != TOPK
+        and row.bytes_per_token < chosen.bytes_per_token
+        and not row.within
+    ]
+    if not smaller:
+        return None
+    row = max(smaller, key=lambda row: row.bytes_per_token)
+    words = []
+    if row.kl is not None and row.kl > advice.max_kl:
+        words += ["--max-kl", f"{_above(row.kl):g}"]
+    if row.channel_error is not None and row.channel_error > advice.max_channel_error:
+        words += ["--max-channel-error", f"{_above(row.channel_error):g}"]
+    return f"{row.recipe} ({row.bytes_per_token:,.0f} B/token) would be chosen with {shlex.join(words)}"
+
+
+def _above(value: float) -> float:
+    """The next number of two digits not below a value: what a person types as a limit."""
+    unit = 10.0 ** (floor(log10(value)) - 1)
+    return float(f"{ceil(value / unit - 1e-9) * unit:.2g}")
+
+
+def paired_lines(rows: Sequence[PairedRow]) -> list[str]:
+    """What training on each recipe cost in acceptance, in percentage points."""
+    return [
+        f"{row.recipe}: {100 * row.difference:+.2f} ± {100 * row.standard_error:.2f} points of acceptance "
+        f"(original {100 * sum(row.original_acceptance) / len(row.seeds):.1f} %, {len(row.seeds)} × {row.steps} steps)"
+        for row in rows
+    ]
+
+
+def write_advice(fs: Filesystem, advice: Advice) -> str:
+    """Publish advice under the next number, unless the latest says the same; the path of the document that holds it."""
+    number = max(advice_numbers(fs), default=0)
+    if number and fs.read(layout.advice_path(number)) == seal(advice):
+        return layout.advice_path(number)
+    while not fs.put_if_absent(layout.advice_path(number + 1), seal(advice)):
+        number += 1
+    return layout.advice_path(number + 1)

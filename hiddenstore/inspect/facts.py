@@ -4,7 +4,6 @@ Every function returns plain values, ready for JSON: counts, bytes, and rms = sq
 """
 
 import json
-import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,9 +11,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore import layout
-from hiddenstore.errors import ConfigError, HiddenstoreError, Kind, NotFoundError
-from hiddenstore.inspect.advice import read_advice
-from hiddenstore.inspect.where import Test, parse_where
+from hiddenstore.documents import load
+from hiddenstore.errors import HiddenstoreError
+from hiddenstore.fs.seam import Filesystem
+from schemas.advice import Advice
 from schemas.capture import CaptureSpec
 from schemas.manifest import CommitRecord, LayerStats, SampleEntry
 
@@ -82,6 +82,18 @@ def _advice(store: "Store") -> dict[str, Any] | None:
     return {"chosen": advice.chosen, "rows": rows, "paired": [row.model_dump(mode="json") for row in advice.paired]}
 
 
+def advice_numbers(fs: Filesystem) -> list[int]:
+    """The numbers of the advice a store holds, ascending."""
+    return sorted(number for name in fs.list(layout.ADVICE_DIR) if (number := layout.parse_advice(name)) is not None)
+
+
+def read_advice(fs: Filesystem, number: int | None = None) -> Advice | None:
+    """One advice, the latest by default; None when a store has none; CorruptionError when it is damaged."""
+    if number is None:
+        number = max(advice_numbers(fs), default=0)
+    return None if number == 0 else load(fs, layout.advice_path(number), Advice)
+
+
 def raw_bytes_per_token(capture: CaptureSpec) -> int:
     """Bytes of one token as plain bf16: every captured layer, and the final hidden when any of it is held."""
     arrays = len(capture.aux_layers) + (capture.final != "none")
@@ -102,56 +114,6 @@ def length_summary(lengths: Sequence[int]) -> dict[str, Any]:
     return {"min": ordered[0], "p50": p50, "p95": p95, "max": longest, "histogram": histogram}
 
 
-def samples(store: "Store", keep: Test | None = None, limit: int | None = None) -> tuple[list[dict[str, Any]], int]:
-    """A row per sample that passes, at most ``limit``, and how many pass; ``index`` counts all, in commit order."""
-    keep = keep or parse_where(())
-    rows: list[dict[str, Any]] = []
-    passed = 0
-    for index, (record, entry) in enumerate(store.entries):
-        if not keep(record, entry):
-            continue
-        passed += 1
-        if limit is None or len(rows) < limit:
-            rows.append(_sample_row(index, record, entry))
-    return rows, passed
-
-
-SHORTEST_ID = 6
-"""Digits alone that are fewer than these are an index, never the start of an id."""
-
-
-def find_sample(store: "Store", key: str) -> str:
-    """The id a person meant: an index from 0 (negative from the end), a full id, or the start of one; digits alone
-    are the start of an id from ``SHORTEST_ID`` on.
-
-    Raises:
-        NotFoundError: ``sample-missing``.
-        ConfigError: ``sample-ambiguous`` listing the candidates.
-    """
-    if key in store:
-        return key
-    if re.fullmatch(r"-?[0-9]+", key):
-        if -len(store) <= int(key) < len(store):
-            return store.sample_ids[int(key)]
-        if len(store) and len(key.removeprefix("-")) < SHORTEST_ID:
-            raise NotFoundError(
-                f"{store.path} holds {len(store):,} samples, 0 to {len(store) - 1:,}: there is none at {key}",
-                kind=Kind.SAMPLE_MISSING,
-                hint=f"hiddenstore ls {store.path}",
-            )
-    matches = [sample_id for sample_id in store.sample_ids if sample_id.startswith(key.lower())] if key else []
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        shown = ", ".join(matches[:4]) + (", …" if len(matches) > 4 else "")
-        raise ConfigError(f"{len(matches)} samples start with {key!r}: {shown}", kind=Kind.SAMPLE_AMBIGUOUS)
-    raise NotFoundError(
-        f"{store.path} holds {len(store):,} samples, and none is {key!r}",
-        kind=Kind.SAMPLE_MISSING,
-        hint=f"hiddenstore ls {store.path}",
-    )
-
-
 def stats(store: "Store") -> dict[str, Any]:
     """Counts and lengths per split, norms per layer over all commits, bytes per field, rejects."""
     by_split: dict[str, list[SampleEntry]] = {}
@@ -170,18 +132,6 @@ def stats(store: "Store") -> dict[str, Any]:
         ],
         "bytes": _bytes_by_field(store, records),
         "rejects": dict(Counter(reject.reason for record in records for reject in record.rejects).most_common()),
-    }
-
-
-def _sample_row(index: int, record: CommitRecord, entry: SampleEntry) -> dict[str, Any]:
-    return {
-        "index": index,
-        "id": entry.id,
-        "split": entry.split,
-        "tokens": entry.tokens,
-        "supervised": entry.supervised,
-        "final_rows": entry.final_rows,
-        "unit": record.unit,
     }
 
 

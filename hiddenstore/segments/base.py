@@ -13,10 +13,10 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from hiddenstore import inputs
 from hiddenstore.codecs import get_codec, get_layout
 from hiddenstore.codecs.base import Codec, CodeLayout, Encoded, EncodedLayers
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.inputs import prepared
 from schemas import FINAL, FORMAT_VERSION, CaptureSpec, CommitRecord, FileEntry, LayerStats, SampleEntry
 
 AUX = "aux"
@@ -83,7 +83,7 @@ def unit_tokens(capture: CaptureSpec) -> int:
     bits = len(capture.aux_layers) * get_layout(capture.codecs.aux).nominal_bits
     if capture.final != "none":
         bits += get_layout(capture.codecs.final).nominal_bits
-    return max(1, min(prepared.UNIT_TOKENS, int(prepared.UNIT_BYTES * 8 / (bits * width))))
+    return max(1, min(inputs.UNIT_TOKENS, int(inputs.UNIT_BYTES * 8 / (bits * width))))
 
 
 class ContainerReader(Protocol):

@@ -12,7 +12,7 @@ import google_crc32c
 import numpy as np
 
 from hiddenstore.codecs import blosc_chunks
-from hiddenstore.codecs.scratch import Scratch
+from hiddenstore.codecs.blosc_chunks import Scratch
 from hiddenstore.documents import sha256_hex
 from hiddenstore.errors import FormatError, Kind
 from hiddenstore.fs.seam import Filesystem

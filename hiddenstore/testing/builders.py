@@ -17,8 +17,7 @@ from hiddenstore.codecs import CODECS, get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.documents import seal, sha256_hex
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.inputs.prepared import PreparedInput, Unit
-from hiddenstore.inputs.registered import input_digest
+from hiddenstore.inputs import PREPARED, PreparedInput, Unit, input_digest
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
@@ -33,18 +32,6 @@ UNIT_TOKENS = 64
 ROWS_PER_FILE = 4
 ENGINE = Engine(name="random", version="1")
 HEAD = HeadSpec(norm_flavour="rms", norm_eps=1e-5, tied=False)
-
-_SPANS = pa.list_(pa.struct([("role", pa.int32()), ("start", pa.int32()), ("end", pa.int32())]))
-DATA_SCHEMA = pa.schema(
-    [
-        ("sample_id", pa.string()),
-        ("input_ids", pa.list_(pa.int32())),
-        ("loss_mask", pa.list_(pa.uint8())),
-        ("spans", _SPANS),
-        ("split", pa.string()),
-        ("source", pa.string()),
-    ]
-)
 
 
 def capture_spec(
@@ -123,7 +110,7 @@ def make_data(folder: Path, *, samples: int = 6, seed: int = 0) -> Path:
     for index in range(max(1, -(-len(rows) // ROWS_PER_FILE))):
         path = folder / layout.part_name(index)
         samples_of_file = rows[index * ROWS_PER_FILE : (index + 1) * ROWS_PER_FILE]
-        pq.write_table(pa.Table.from_pylist([_row(sample) for sample in samples_of_file], schema=DATA_SCHEMA), path)
+        pq.write_table(pa.Table.from_pylist([_row(sample) for sample in samples_of_file], schema=PREPARED), path)
         data = path.read_bytes()
         files.append(FileEntry(path=path.name, size=len(data), sha256=sha256_hex(data)))
     (folder / layout.DATA_JSON).write_bytes(seal(_prepared(rows, tuple(files))))
@@ -178,7 +165,7 @@ class _MemoryInput(_SmallUnits):
         self._samples = samples
 
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        table = pa.Table.from_pylist([_row(sample) for sample in self._samples], schema=DATA_SCHEMA)
+        table = pa.Table.from_pylist([_row(sample) for sample in self._samples], schema=PREPARED)
         yield from table.select(columns).to_batches(ROWS_PER_FILE)
 
 

@@ -10,7 +10,7 @@ from hiddenstore import layout
 from hiddenstore.commit import latest_names, read_commit
 from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind, NotFoundError
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.inspect.advice import advice_numbers, read_advice
+from hiddenstore.inspect.facts import advice_numbers, read_advice
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import slice_document
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile

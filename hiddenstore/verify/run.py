@@ -4,9 +4,9 @@ from pathlib import Path
 
 from hiddenstore import layout
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.store import no_store
 from hiddenstore.verify.bytes import check_content
 from hiddenstore.verify.report import DEPTHS, Advance, Depth, Report
 from hiddenstore.verify.structure import check_structure
@@ -39,7 +39,7 @@ def verify(
     if not any(fs.list(folder) for folder in ("", layout.COMMITS_DIR)) or (
         fs.size(layout.STORE_JSON) is None and not fs.list(layout.COMMITS_DIR)
     ):
-        raise no_store(fs)
+        raise missing("store", fs.root)
     report = Report(depth)
     store = check_structure(fs, report)
     if store is not None and (depth == "bytes" or also_bytes):

@@ -15,7 +15,7 @@ from hiddenstore.console.text import plural
 from hiddenstore.documents import load
 from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import TEMP_PREFIX, Filesystem
-from hiddenstore.inputs.registered import registered_inputs
+from hiddenstore.inputs import registered_inputs
 from hiddenstore.store import Store, load_snapshot
 from hiddenstore.targets.calibration import SLICE_PATH, slice_document, unnamed_slices
 from hiddenstore.verify.report import Finding, Report

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hiddenstore.documents import MAX_DEPTH, canonical, sha256_hex, unseal
 from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError
 from hiddenstore.testing.builders import make_store
-from hiddenstore.testing.faults import FaultFilesystem
 from schemas.manifest import CommitRecord, Snapshot, StoreManifest
+from tests.faults import FaultFilesystem
 
 WHERE = "commits/evil.json"
 

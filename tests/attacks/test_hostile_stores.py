@@ -13,11 +13,11 @@ import pytest
 from hiddenstore import layout
 from hiddenstore.documents import canonical, seal, sha256_hex
 from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError
-from hiddenstore.inputs.prepared import PreparedInput
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_data, make_store
-from hiddenstore.testing.faults import FaultFilesystem
 from schemas.manifest import CommitRecord, StoreManifest
+from tests.faults import FaultFilesystem
 
 PEAK_BYTES = 32 << 20
 REFUSED = (CorruptionError, FormatError)

@@ -66,6 +66,11 @@ def test_rows_give_back_what_was_written_and_are_reported(bench: Bench, timings:
     assert lines["lossless read, against MDS zstd"] == "–"
 
 
+@pytest.mark.parametrize("kind", sorted({row.kind for rows in GROUPS.values() for row in rows} | {*WRITERS.values()}))
+def test_every_kind_of_the_tables_has_a_worker(bench: Bench, kind: str) -> None:
+    assert type(Worker(kind, bench.root, bench.quarter).format).__name__ in (kind, "Format")
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_codec_alone_is_timed_both_ways(bench: Bench, codec: str) -> None:
     worker = Worker(codec, bench.root, bench.quarter)

@@ -30,6 +30,7 @@ class ChatDouble:
     place of an answer; None for nothing."""
 
     url: str
+    models: tuple[str, ...] = ("bundled",)
     answer: Callable[[Asked], Asked] = plain_answer
     fault: Callable[[Asked, int], str | bytes | None] = lambda _asked, _tries: None
     asked: list[Asked] = field(default_factory=list)
@@ -51,7 +52,7 @@ def chat_double(**given: Any) -> Iterator[ChatDouble]:
             pass
 
         def do_GET(self) -> None:
-            _send(self, 200, {"data": [{"id": "bundled"}]})
+            _send(self, 200, {"data": [{"id": model} for model in double.models]})
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

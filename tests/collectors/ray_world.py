@@ -16,9 +16,9 @@ from click.testing import CliRunner
 
 from collectors.capture.job import CollectJob, CollectOptions, collect
 from collectors.engines import Captured, CaptureRequest
+from hiddenstore import inputs
 from hiddenstore.cli import main
-from hiddenstore.inputs import prepared as inputs
-from hiddenstore.inputs.prepared import Unit
+from hiddenstore.inputs import Unit
 from hiddenstore.store import Store
 from tests.collectors.prepared import data_for_tiny, segment_bytes
 from tests.collectors.tiny import save_target
@@ -30,6 +30,8 @@ FAULTS = "HIDDENSTORE_TEST_FAULTS"
 def in_worker() -> None:
     """What Ray's worker processes run first: small units, and those with a fault meet it (see ``plant``)."""
     inputs.UNIT_TOKENS = UNIT_TOKENS
+    # Another folder than that of the process that hands out the units, as on another machine.
+    os.chdir(os.environ[FAULTS])
     capture = CollectJob.capture
 
     def capture_with_faults(self: CollectJob, unit: Unit) -> Any:
@@ -84,7 +86,7 @@ def collect_straight(folder: Path, samples: int) -> CollectOptions:
     data = data_for_tiny(folder / "data", samples=samples)
     options = CollectOptions(data, folder / "straight", str(save_target(folder / "target")))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hiddenstore.inputs.prepared.UNIT_TOKENS", UNIT_TOKENS)
+        patch.setattr("hiddenstore.inputs.UNIT_TOKENS", UNIT_TOKENS)
         collect(options, note=lambda _text: None)
     return options
 

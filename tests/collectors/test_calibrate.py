@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectors.capture import job, open_store
+from collectors.capture import job
 from collectors.capture.job import collect
 from collectors.capture.options import CollectOptions
 from collectors.cli.collect import collect as command
 from collectors.engines.hf import HfEngine
 from hiddenstore.codecs import DEFAULT_RECIPE
 from hiddenstore.errors import InterruptError
-from hiddenstore.inspect.advice import read_advice
 from hiddenstore.inspect.advise import RecipeLimits, advise_store
+from hiddenstore.inspect.facts import read_advice
 from hiddenstore.process import Drain, Rank
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import read_slice, write_slice
@@ -27,7 +27,7 @@ from tests.collectors.tiny import save_target
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiddenstore.inputs.prepared.UNIT_TOKENS", 80)
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 80)
 
 
 @pytest.fixture(scope="module")
@@ -139,14 +139,14 @@ def test_a_rank_that_would_have_chosen_otherwise_takes_what_another_rank_settled
 ) -> None:
     settled = replace(options, store=tmp_path / "settled", recipe="lossless")
     run(settled)
-    measure = open_store.calibrate
+    measure = job.calibrate
 
     def slower(*words: object) -> object:
         found = measure(*words)  # type: ignore[arg-type]
         shutil.copytree(settled.store, options.store)
         return found
 
-    monkeypatch.setattr(open_store, "calibrate", slower)
+    monkeypatch.setattr(job, "calibrate", slower)
     run(replace(options, recipe="auto"), Rank(1, 2))
     assert Store.open(options.store).manifest.recipe == "lossless"
 

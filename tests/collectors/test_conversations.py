@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectors.conversations import files
-from collectors.conversations.open import open_sources
+from collectors.conversations.mix import open_sources
 from collectors.conversations.parse import Conversation, parse_row
 from collectors.conversations.rows import Problem, Row
 from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError, StorageError

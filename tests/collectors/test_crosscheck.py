@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from collectors.capture.job import collect
+from collectors.capture.job import collect, requests_of
 from collectors.capture.options import CollectOptions
-from collectors.capture.unit_records import requests_of
 from collectors.checks.capture import CheckSpec
-from collectors.checks.crosscheck import CrossCheck
-from collectors.checks.mistakes import row_errors
+from collectors.checks.crosscheck import CrossCheck, row_errors
 from collectors.checks.reference import Check, parse_check
 from collectors.engines import Captured, CaptureRequest, EngineOptions
 from collectors.engines.hf import HfEngine

@@ -264,8 +264,9 @@ def test_without_a_copy_the_preset_is_asked_of_the_hub(monkeypatch: pytest.Monke
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
-    with pytest.raises(HiddenstoreError, match="openai/gsm8k"):
+    with pytest.raises(HiddenstoreError, match="openai/gsm8k") as caught:
         open_named("preset:gsm8k")
+    assert caught.value.kind == "dataset-unreachable"
 
 
 def test_the_list_of_presets_is_a_document_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from collectors import doctor
-from collectors.engines import ENGINES, load_attribute, vllm_process
-from hiddenstore.doctor.installation import DoctorCheck
+from collectors.engines import ENGINES, load_attribute
+from collectors.engines import vllm as vllm_engine
+from hiddenstore.doctor import DoctorCheck
 
 DOUBLE = Path(__file__).with_name("double_trtllm")
 CONNECTOR = "distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
@@ -66,7 +67,7 @@ def test_vllm_is_judged_by_its_connector_and_by_versions_that_were_measured(
     installed: Path, monkeypatch: pytest.MonkeyPatch, version: str, status: str
 ) -> None:
     vllm = package(installed, "vllm", "raise AssertionError('doctor must not import vllm')")
-    monkeypatch.setattr(vllm_process, "version_of", lambda *_names: version)
+    monkeypatch.setattr(vllm_engine, "version_of", lambda *_names: version)
     assert engine("vllm").status == "problem"
     assert "no hidden-states connector" in engine("vllm").detail
     (vllm / CONNECTOR).parent.mkdir(parents=True)

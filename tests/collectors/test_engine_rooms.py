@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from hiddenstore.doctor.installation import DoctorCheck
 
 from collectors import doctor
 from collectors.capture.options import read_engine_args
 from collectors.cli.options import engine_flags
 from collectors.engines import ENGINES, CaptureRequest, EngineOptions, EngineRow, open_engine, read_settings
 from collectors.engines.assembly import Assembly
-from collectors.engines.resources import PREFIX, Scratch
-from hiddenstore.doctor.installation import DoctorCheck
+from collectors.engines.resources import PREFIX, Scratch, rank_devices
 from hiddenstore.errors import CaptureError, ConfigError
 
 WIDTH, LAYERS = 8, 2
@@ -60,6 +60,14 @@ def test_what_does_not_belong_to_its_request_is_refused() -> None:
         assembly.put(0, ids, aux, final)
     with pytest.raises(CaptureError, match="never answered 1 of 2 requests, first 1"):
         assembly.captured()
+
+
+def test_a_rank_without_devices_of_its_own_is_refused_with_what_fits() -> None:
+    assert rank_devices(["4", "5"], local_rank=1, count=2) == ["4", "5"]
+    with pytest.raises(ConfigError, match="rank 1 of this machine needs 2 GPUs, and 3 are visible") as caught:
+        rank_devices(["0", "1", "2"], local_rank=1, count=2)
+    assert caught.value.kind == "devices-too-few"
+    assert str(caught.value.hint).startswith("start 1 ranks per machine")
 
 
 def test_a_scratch_folder_goes_with_its_owner(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ from collectors.capture.job import CollectReport, collect
 from collectors.capture.options import CollectOptions
 from collectors.demo import TARGET_DIR
 from collectors.demo.corpus import conversations
-from collectors.engines import CaptureRequest, EngineOptions, open_engine, trtllm_requests
-from collectors.engines.trtllm import AHEAD, FIXED_ARGUMENTS, TrtllmEngine
+from collectors.engines import CaptureRequest, EngineOptions, open_engine, trtllm
+from collectors.engines.trtllm import AHEAD, FIXED_ARGUMENTS, NEEDED, TrtllmEngine, missing_parts
 from collectors.engines.trtllm_files import SavedFolder
-from collectors.engines.trtllm_install import NEEDED, missing_parts
 from collectors.targets.folder import open_target
 from collectors.targets.load import EngineTarget
 from hiddenstore.cli import main
@@ -54,7 +53,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def options(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> CollectOptions:
-    monkeypatch.setattr("hiddenstore.inputs.prepared.UNIT_TOKENS", 160)
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 160)
     data = data_for_tiny(tmp_path / "data")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -68,7 +67,7 @@ def hf_store(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Store:
     folder = tmp_path_factory.mktemp("hf")
     data = data_for_tiny(folder / "data")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hiddenstore.inputs.prepared.UNIT_TOKENS", 160)
+        patch.setattr("hiddenstore.inputs.UNIT_TOKENS", 160)
         run(CollectOptions(data, folder / "store", str(target), recipe="raw", layers="-1,1,3"))
     return Store.open(folder / "store")
 
@@ -80,7 +79,7 @@ def run(options: CollectOptions) -> CollectReport:
 def trap(monkeypatch: pytest.MonkeyPatch, traps: dict[str, object]) -> None:
     """The double's worker does as ``traps`` say; one unit holds every sample, an even number, for those about pairs."""
     monkeypatch.setenv("DOUBLE_TRAPS", json.dumps(traps))
-    monkeypatch.setattr("hiddenstore.inputs.prepared.UNIT_TOKENS", 10**6)
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 10**6)
 
 
 def assert_equals_hf(options: CollectOptions, hf_store: Store) -> None:
@@ -160,7 +159,7 @@ def test_states_that_are_not_those_of_the_request_never_reach_the_store(
 ) -> None:
     trap(monkeypatch, traps)
     if kind == "engine-file" or "torn" in traps:
-        monkeypatch.setattr(trtllm_requests, "PATIENCE_S", 0.1)
+        monkeypatch.setattr(trtllm, "PATIENCE_S", 0.1)
     with pytest.raises(CaptureError, match=says) as caught:
         run(replace(options, layers="1,2", check="hf=12"))
     assert caught.value.kind == kind

@@ -13,9 +13,8 @@ from collectors.capture.job import collect
 from collectors.capture.options import CollectOptions
 from collectors.engines import CaptureRequest, EngineOptions, open_engine
 from collectors.engines.hf import HfEngine
-from collectors.engines.versions import major_minor
-from collectors.engines.vllm_files import LayerIds, StateFile, kv_transfer_config, speculative_config
-from collectors.engines.vllm_server import VllmServer
+from collectors.engines.resources import major_minor
+from collectors.engines.vllm import _PROBE, LayerIds, StateFile, VllmServer, kv_transfer_config, speculative_config
 from collectors.targets.load import EngineTarget, LoadedTarget, load_target
 from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, InterruptError
 from hiddenstore.store import Store
@@ -178,6 +177,27 @@ def test_a_server_of_another_vocabulary_is_refused(
         VllmServer(target, options)
 
 
+def test_a18_a_server_whose_tokenizer_lacks_one_merge_is_refused(
+    loaded: LoadedTarget, double: VllmDouble, options: EngineOptions
+) -> None:
+    import json
+
+    from tiny_templates import tiny_tokenizer as merging_tokenizer
+    from tokenizers import Tokenizer
+
+    own, other = merging_tokenizer(), merging_tokenizer()
+    target = EngineTarget(replace(loaded.folder, tokenizer=own), None)
+    double.tokenizer = other
+    VllmServer(target, options).close()
+    document = json.loads(other.backend_tokenizer.to_str())
+    removed = next(pair for pair in document["model"]["merges"] if "".join(pair) == "Ġassistant")
+    document["model"]["merges"].remove(removed)
+    other._tokenizer = Tokenizer.from_str(json.dumps(document))
+    assert other.encode(_PROBE) == own.encode(_PROBE), "a usual text does not tell them apart"
+    with pytest.raises(ConfigError, match="tokenizer reads a text as"):
+        VllmServer(target, options)
+
+
 def test_a_folder_that_is_mounted_elsewhere_is_found_there(
     target: EngineTarget, double: VllmDouble, options: EngineOptions, tmp_path: Path
 ) -> None:
@@ -191,8 +211,9 @@ def test_a_folder_that_is_mounted_elsewhere_is_found_there(
 
 def test_a_file_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collectors.engines.vllm_files.LATE_S", 0.0)
-    with pytest.raises(CaptureError, match="is not there after"):
+    with pytest.raises(CaptureError, match="is not there after") as caught:
         StateFile(tmp_path / "x.safetensors").wait()
+    assert caught.value.kind == "states-late"
 
 
 def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:

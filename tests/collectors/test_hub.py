@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from collectors.conversations.datasets import open_named
-from collectors.conversations.hub import HubSplit, open_table
+from collectors.conversations.hub import HubSplit, open_dataset, open_table
 from collectors.conversations.parse import Conversation, parse_row
 from collectors.conversations.rows import Problem, Source
 from hiddenstore.errors import ConfigError
@@ -122,6 +122,13 @@ def test_a_split_without_the_columns_of_its_preset_is_refused_at_once(tmp_path: 
     with pytest.raises(ConfigError, match="has no column messages; it has prompt, answer") as caught:
         open_named(PRESET, tmp_path)
     assert caught.value.kind == "input-columns"
+
+
+@pytest.mark.parametrize("text", ["gsm8k[main", "gsm8k]:train", "gsm8k:", ":train"])
+def test_what_names_neither_a_file_nor_a_split_is_refused_with_the_spelling(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"written name\[config\]:split") as caught:
+        open_dataset(text)
+    assert caught.value.kind == "dataset-spec"
 
 
 def test_an_empty_cut_of_a_split_is_refused(tmp_path: Path) -> None:

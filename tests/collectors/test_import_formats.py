@@ -1,5 +1,6 @@
 """Every peer's format, written from its documented keys, comes back as the states it was written from."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,6 +187,22 @@ def test_layers_given_against_those_of_the_dump_are_refused(
 ) -> None:
     peer_dumps.deepspec(tmp_path / "dump", spoken, LAYERS)
     assert refusal(bring, "deepspec", layers="1,2,3").kind == "layers-differ"
+
+
+@pytest.mark.parametrize(
+    ("peer", "key"),
+    [("deepspec", "version"), ("automodel-eagle3", "format_version"), ("automodel-dspark", "format_version")],
+)
+def test_a_dump_of_another_version_of_its_format_is_refused(
+    peer: str, key: str, bring: Importer, tmp_path: Path, spoken: list[Spoken]
+) -> None:
+    CASES[peer].write(tmp_path / "dump", spoken)
+    path = tmp_path / "dump" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {key: 99}))
+    error = refusal(bring, peer, **CASES[peer].asked)
+    assert error.kind == "dump-version"
+    assert f"manifest.json is of {key} 99, expected {manifest[key]}" in error.message
 
 
 def test_columns_of_one_layer_are_stored_once_when_they_are_equal_and_refused_when_not(

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from collectors.capture import job
+from collectors.capture import import_job, job
 from collectors.capture.import_job import ImportOptions, ImportReport, import_dump
-from collectors.engines.dump import delete_source
 from collectors.engines.dump.peer import Unusable
-from collectors.engines.dump.torch_files import read_dicts, tensor_of
+from collectors.engines.dump.torch_dicts import read_dicts, tensor_of
 from hiddenstore.cli import main
 from hiddenstore.errors import CaptureError, ConfigError, CorruptionError, FormatError, InterruptError, Kind
 from hiddenstore.process import Drain
@@ -33,7 +32,7 @@ LAYERS = (0, 1, 2)
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiddenstore.inputs.prepared.UNIT_TOKENS", 64)
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 64)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +234,7 @@ def test_an_interrupted_import_goes_on_with_the_same_command_and_gives_the_same_
     with pytest.raises(InterruptError):
         bring(drain=drain)
     monkeypatch.undo()
-    monkeypatch.setattr("hiddenstore.inputs.prepared.UNIT_TOKENS", 64)
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 64)
     before = len(Store.open(tmp_path / "store").commits())
     assert 0 < before < len(Store.open(tmp_path / "whole").commits())
     report = bring()
@@ -251,7 +250,7 @@ def test_sources_stay_unless_asked_and_go_only_once_they_are_in_the_store(
     (dump / "data_2.ckpt").write_bytes(b"cut")
     bring(store=tmp_path / "other")
     assert len(list(dump.iterdir())) == 10
-    read_back, calls = delete_source.read_back, []
+    read_back, calls = import_job.read_back, []
 
     def fail_second(*args: Any) -> None:
         calls.append(args)
@@ -259,11 +258,11 @@ def test_sources_stay_unless_asked_and_go_only_once_they_are_in_the_store(
             raise CorruptionError("it does not come back", kind=Kind.READ_BACK)
         read_back(*args)
 
-    monkeypatch.setattr(delete_source, "read_back", fail_second)
+    monkeypatch.setattr(import_job, "read_back", fail_second)
     with pytest.raises(CorruptionError):
         bring(delete_source=True)
     monkeypatch.undo()
-    monkeypatch.setattr("hiddenstore.inputs.prepared.UNIT_TOKENS", 64)
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 64)
     left = {path.name for path in dump.iterdir()}
     assert "data_2.ckpt" in left
     assert 2 < len(left) < 10
@@ -302,7 +301,7 @@ def test_a_dump_that_has_grown_adds_what_is_new(
 
 
 def test_prepared_data_gives_true_ends_masks_turns_and_split(bring: Importer, tmp_path: Path, target: str) -> None:
-    from hiddenstore.inputs.prepared import PreparedInput
+    from hiddenstore.inputs import PreparedInput
 
     data = data_for_tiny(tmp_path / "data", samples=8, seed=3)
     samples = list(PreparedInput.open(data).samples())
@@ -326,7 +325,7 @@ def test_prepared_data_gives_true_ends_masks_turns_and_split(bring: Importer, tm
 def test_prepared_data_ends_padded_rows_and_names_the_token_a_shifted_cache_lost(
     bring: Importer, tmp_path: Path
 ) -> None:
-    from hiddenstore.inputs.prepared import PreparedInput
+    from hiddenstore.inputs import PreparedInput
 
     data = data_for_tiny(tmp_path / "data", samples=8, seed=4)
     samples = list(PreparedInput.open(data).samples())

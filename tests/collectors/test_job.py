@@ -14,17 +14,17 @@ from collectors.engines import Captured, CaptureRequest
 from collectors.engines.hf import HfEngine
 from collectors.targets.load import load_target
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, FormatError, HiddenstoreError, InterruptError
-from hiddenstore.inputs.prepared import PreparedInput
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Drain, Rank
 from hiddenstore.store import Store
-from hiddenstore.testing.invariants import contents
 from tests.collectors.prepared import data_for_tiny, segment_bytes
 from tests.collectors.tiny import LAYERS, save_target
+from tests.invariants import contents
 
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiddenstore.inputs.prepared.UNIT_TOKENS", 80)
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 80)
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +246,16 @@ def test_too_many_rejects_stop_the_run_and_name_the_counts(
         run(options)
     assert caught.value.kind == "too-many-rejects"
     assert len(Store.open(options.store)) == 0
+
+
+def test_no_recipe_is_chosen_where_every_first_sample_is_rejected(
+    options: CollectOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sicken(monkeypatch, lambda captured: captured.aux[1].fill_(float("inf")))
+    with pytest.raises(CaptureError, match="none of the first 12 samples may be stored: layer_1 holds NaN") as caught:
+        run(replace(options, recipe="auto"))
+    assert caught.value.kind == "calibration-rejected"
+    assert not Path(options.store).exists()
 
 
 def test_final_rows_of_another_position_are_rejected(options: CollectOptions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,20 @@ def test_a_layer_that_does_not_exist_is_refused_as_without_ray(options: CollectO
     assert not Path(options.store).exists()
 
 
+def test_a_store_that_workers_have_for_themselves_is_refused(
+    options: CollectOptions, faults: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectors.launch.ray.VISIBLE_WITHIN_S", 1)
+    monkeypatch.chdir(tmp_path)
+    # Every process has its own folder of this name, as machines without a shared disk have.
+    (tmp_path / "own").symlink_to("/proc/self/cwd")
+    with pytest.raises(ConfigError, match=r"a worker wrote store\.json into its own .*/own/store") as caught:
+        collect_with_ray("ray:1", replace(options, store=tmp_path / "own" / "store"))
+    assert caught.value.kind == "store-not-shared"
+    assert (faults / "store" / "store.json").exists()
+    assert not (tmp_path / "store").exists()
+
+
 def test_without_ray_the_error_says_how_to_install_it(options: CollectOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "collectors.launch.ray")

@@ -70,6 +70,13 @@ def test_the_cap_of_a_source_holds_for_each_of_its_files(files: Path) -> None:
     assert [len(found) for found in taken(mix_file(files, sources=[{"file": ".", "cap": 4}]))] == [4, 4]
 
 
+def test_more_rows_than_the_sources_have_are_refused_with_the_most_there_are(files: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a mix of 41 rows needs 41 of .* which gives 40") as caught:
+        open_inputs(read_mix(mix_file(files, sources=[{"file": "a/chats.jsonl", "weight": 1}], rows=41)))
+    assert caught.value.kind == "mix-too-large"
+    assert str(caught.value.hint).startswith("rows: 40,")
+
+
 def test_data_json_says_what_each_source_gave(files: Path, target: str) -> None:
     path = mix_file(files, seed=7, sources=[{"file": "a/chats.jsonl", "cap": 12}, {"file": "b/chats.jsonl"}])
     info = prepare(read_mix(path), files / "data", target, PrepareOptions(workers=1))
@@ -93,7 +100,6 @@ def test_data_json_says_what_each_source_gave(files: Path, target: str) -> None:
         ({"sources": [{"file": "x", "weight": -1}]}, "greater than 0"),
         ({"sources": [{"file": "x", "caps": 3}]}, "caps"),
         ({"sources": [{"file": "x"}], "rows": 3}, "weight"),
-        ({"sources": [{"file": "a/chats.jsonl", "weight": 1}], "rows": 41}, "gives 40"),
         (
             {"sources": [{"file": "a/chats.jsonl", "weight": 99}, {"file": "b", "weight": 1}], "rows": 4},
             "without a row",

@@ -22,7 +22,7 @@ from collectors.tokenize.batches import batches_of, is_validation, ordered_batch
 from collectors.tokenize.prepare import PrepareOptions, prepare
 from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, InterruptError, NotFoundError, StorageError
 from hiddenstore.fs.disk import PosixDisk
-from hiddenstore.inputs.prepared import PreparedInput
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.records import sample_id
 from schemas.prepared import PreparedData
 

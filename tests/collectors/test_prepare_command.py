@@ -100,3 +100,18 @@ def test_existing_output_is_a_conflict(tmp_path: Path, target: str, capsys: Capt
     assert run(source, "-o", tmp_path / "data", "--target", target, "-q") == 0
     assert run(source, "-o", tmp_path / "data", "--target", target) == 6
     assert "[output-exists]" in capsys.readouterr().err
+
+
+def test_a12_rows_whose_tool_calls_the_template_does_not_write_are_counted_and_warned_of(
+    tmp_path: Path, target: str, capsys: Capture
+) -> None:
+    call = {"type": "function", "function": {"name": "adder", "arguments": "{}"}}
+    lost = {"messages": [*chat("five?"), {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    source = write_rows(tmp_path / "a.jsonl", [*rows(3), lost, lost])
+    assert run(source, "-o", tmp_path / "data", "--target", target) == 0
+    shown = capsys.readouterr()
+    assert "tool-calls-lost" in shown.out
+    assert "2 rows called tools and were left out" in shown.err
+    stored = json.loads((tmp_path / "data" / "data.json").read_text())
+    assert [(reject["reason"], reject["rows"]) for reject in stored["rejects"]] == [("tool-calls-lost", 2)]
+    assert stored["samples"] == 3

@@ -127,6 +127,18 @@ def test_looping_answers_are_dropped_and_their_share_is_reported(
     assert report.written == 2
 
 
+def test_a11_a_row_says_which_of_its_answers_the_limit_cut(
+    options: RegenerateOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers(_target: object, prompts: list[list[int]], _sampling: object, _name: str) -> list[Answer]:
+        return [Answer(list(range(40, 60)), ended=False) for _ in prompts]
+
+    monkeypatch.setattr(module, "generate_batch", answers)
+    assert run(options).cut > 0
+    answered = [message for row in rows(options.out) for message in row if message["role"] == "assistant"]
+    assert {message["finish_reason"] for message in answered} == {"length"}
+
+
 def test_a_question_without_an_answer_gets_one_after_every_user_turn(
     options: RegenerateOptions, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from collectors.regenerate.job import regenerate
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport
 from collectors.regenerate.server import ChatServer, ServerSettings, UnansweredError
 from hiddenstore import http
-from hiddenstore.errors import ConfigError, ConflictError, StorageError
+from hiddenstore.errors import CaptureError, ConfigError, ConflictError, StorageError
 from hiddenstore.http import ServerAccess
 
 KEY = "sk-1234567890"
@@ -84,8 +84,6 @@ def test_the_request_says_what_was_asked_for(tmp_path: Path, double: ChatDouble)
     more = {"temperature": 0.3, "top_p": 0.9, "max_new_tokens": 11, "system": "be brief", "extra": {"top_k": 5}}
     run(options(tmp_path, double, [[("user", "hi")]], **more))
     (asked,) = double.asked
-    seed = asked.pop("seed")
-    assert isinstance(seed, int)
     assert asked == {
         "model": "bundled",
         "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
@@ -112,6 +110,17 @@ def test_members_of_requests_can_be_set_on_the_command_line(tmp_path: Path, doub
 def test_the_only_model_a_server_has_needs_no_name(tmp_path: Path, double: ChatDouble) -> None:
     run(options(tmp_path, double, [[("user", "hi")]], model=None))
     assert double.asked[0]["model"] == "bundled"
+
+
+@pytest.mark.parametrize(("models", "hint"), [(("big", "small"), "--model big"), ((), None)])
+def test_a_server_of_several_models_or_none_is_asked_nothing(
+    tmp_path: Path, double: ChatDouble, models: tuple[str, ...], hint: str | None
+) -> None:
+    double.models = models
+    with pytest.raises(ConfigError, match="which one is the target") as caught:
+        run(options(tmp_path, double, [[("user", "hi")]], model=None))
+    assert (caught.value.kind, caught.value.hint) == ("model-unclear", hint)
+    assert double.asked == []
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "silent"])
@@ -406,3 +415,95 @@ def test_wrong_words_are_usage_errors(
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["chats.jsonl"]
+
+
+def test_a11_an_answer_that_met_its_limit_carries_that_fact_into_the_mask(tmp_path: Path, double: ChatDouble) -> None:
+    from tiny_templates import CHATML, tiny_target
+
+    from collectors.tokenize.prepare import PrepareOptions, prepare
+    from hiddenstore.inputs import PreparedInput
+
+    def answer(asked: Asked) -> Asked:
+        is_cut = asked["messages"][-1]["content"] == "long"
+        return plain_answer(asked) | {"finish_reason": "length" if is_cut else "stop"}
+
+    double.answer = answer
+    report = run(options(tmp_path, double, [[("user", "long")], [("user", "short")]]))
+    cut, ended = (json.loads(line)["messages"][-1] for line in Path(report.out).read_text().splitlines())
+    assert (report.cut, cut["finish_reason"]) == (1, "length")
+    assert "finish_reason" not in ended
+    target = tiny_target(tmp_path / "target", CHATML)
+    prepare([report.out], tmp_path / "data", target, PrepareOptions(workers=1))
+    from transformers import AutoTokenizer
+
+    decode = AutoTokenizer.from_pretrained(target).decode
+    samples = PreparedInput.open(tmp_path / "data").samples()
+    supervised = [decode(sample.input_ids[sample.loss_mask == 1]) for sample in samples]
+    assert supervised == ["reply 1 to long", "reply 1 to short<|im_end|>"]
+
+
+def test_a10_a_seed_is_sent_only_where_one_was_asked_for(tmp_path: Path, double: ChatDouble) -> None:
+    conversations = [[("user", "hi"), ("assistant", "old"), ("user", "again")]] * 2
+    run(options(tmp_path, double, conversations, seed=0))
+    assert len({asked["seed"] for asked in double.asked}) == len(double.asked) == 2
+    run(options(tmp_path, double, conversations, out="other.jsonl"))
+    assert not any("seed" in asked for asked in double.asked[2:])
+
+
+def test_a10_a_server_that_fails_and_then_is_gone_is_named_by_its_own_words_first(tmp_path: Path) -> None:
+    with chat_double() as double:
+        double.fault = lambda _asked, tries: "500" if tries == 1 else "closed"
+        chosen = options(tmp_path, double, two_turns(3), retries=2)
+        with pytest.raises(StorageError, match=r"^fault 500 \(HTTP 500 from .*\), then no answer from ") as caught:
+            run(chosen)
+    assert "none was answered" in caught.value.message
+    assert "kept" not in str(caught.value.hint), "there is no answer to keep"
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("500", "server-failing"), ("400", "server-refused")])
+def test_a9_a_run_in_which_nothing_is_answered_is_an_error_and_can_be_repeated(
+    tmp_path: Path, double: ChatDouble, fault: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hiddenstore.cli import main
+
+    double.fault = lambda _asked, _tries: fault
+    chats, out = write(tmp_path / "chats.jsonl", two_turns(4)), tmp_path / "out.jsonl"
+    words = ["regenerate", chats, "-o", str(out), "--server", double.url, "--set", "retries=0"]
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code not in (0, None)
+    assert kind in capsys.readouterr().err
+    assert not out.exists()
+    double.fault = lambda _asked, _tries: None
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 0
+    assert texts(out) == expected(4)
+
+
+def test_a9_a_request_refused_before_the_first_answer_is_one_dropped_row(tmp_path: Path, double: ChatDouble) -> None:
+    double.fault = lambda asked, _tries: "400" if asked["messages"][-1]["content"] == "first 0" else None
+    report = run(options(tmp_path, double, two_turns(3), concurrency=1))
+    assert report.dropped == {"refused": 1}
+    assert texts(report.out) == expected(3)[1:]
+
+
+def test_a9_the_budget_of_failures_is_a_share_too(tmp_path: Path, double: ChatDouble) -> None:
+    double.fault = lambda asked, _tries: None if asked["messages"][-1]["content"][-1] in "01" else "500"
+    chosen = options(tmp_path, double, two_turns(6), retries=0)
+    with pytest.raises(StorageError, match=r"max_failure_share=0\.5 of 6") as caught:
+        run(chosen)
+    assert "what was answered is kept" in str(caught.value.hint)
+    assert not Path(chosen.out).exists()
+    report = run(replace(chosen, max_failure_share=0.7))
+    assert report.dropped == {"server-failed": 4}
+    assert report.resumed == 4
+
+
+def test_a9_a_run_whose_every_answer_is_left_out_is_an_error(tmp_path: Path, double: ChatDouble) -> None:
+    double.answer = lambda _asked: {"message": {"content": ""}, "finish_reason": "stop"}
+    chosen = options(tmp_path, double, two_turns(2))
+    with pytest.raises(CaptureError, match="2 empty") as caught:
+        run(chosen)
+    assert caught.value.kind == "nothing-answered"
+    assert not Path(chosen.out).exists()

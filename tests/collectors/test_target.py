@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from collectors.checks.reference import Check, open_reference
 from collectors.engines import CaptureRequest, EngineOptions, open_engine
 from collectors.engines.hf import HfEngine
+from collectors.targets.checkpoint import read_head, weights_bytes
 from collectors.targets.folder import open_target
-from collectors.targets.head import read_head, weights_bytes
 from collectors.targets.load import EngineTarget, LoadOptions, load_target, load_weights
 from collectors.tokenize.prepare import PrepareOptions, prepare
 from hiddenstore.errors import ConfigError, Kind

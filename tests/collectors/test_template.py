@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,15 @@ from transformers import ByT5Tokenizer
 from collectors.conversations.parse import Conversation, parse_row
 from collectors.conversations.rows import Problem, Row
 from collectors.targets.load import open_target
+from collectors.tokenize import template as template_module
 from collectors.tokenize.template import (
     ChatTemplate,
     Tokenised,
     check_template,
     read_template,
     refuse_if_unstable,
-    tokenizer_digests,
 )
-from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.errors import ConfigError, FormatError, NotFoundError
 from schemas.prepared import ROLES, LossOn
 
 TWO_TURNS = chat("What is two and two?", "It is four.", "How many apples?", "There are 12 🙂")
@@ -252,12 +253,13 @@ def test_tools_reach_the_template() -> None:
 
 
 def test_digests_follow_the_tokenizer_and_the_template_in_use(tmp_path: Path) -> None:
-    target = tiny_target(tmp_path / "t", CHATML)
+    folder = open_target(str(tiny_target(tmp_path / "t", CHATML)))
     tokenizer = tiny_tokenizer(CHATML)
-    assert tokenizer_digests(target) == tokenizer_digests(tokenizer) == ChatTemplate(tokenizer).digests
-    given = ChatTemplate(tokenizer, template=LLAMA3).digests
-    assert given == (tokenizer_digests(tokenizer)[0], tokenizer_digests(tiny_tokenizer(LLAMA3))[1])
-    assert given[1] != tokenizer_digests(tokenizer)[1]
+    digests = ChatTemplate(tokenizer).digests
+    assert digests == (folder.tokenizer_sha256, folder.chat_template_sha256)
+    other = ChatTemplate(tokenizer, template=LLAMA3).digests
+    assert other == (digests[0], ChatTemplate(tiny_tokenizer(LLAMA3)).digests[1])
+    assert other[1] != digests[1]
 
 
 def test_template_files_are_read_whole_or_refused(tmp_path: Path) -> None:
@@ -397,3 +399,105 @@ def test_tool_calls_tools_and_reasoning_reach_the_template() -> None:
         supervised = chosen.tokenizer.decode(sample.input_ids[sample.loss_mask == 1])
         assert supervised == f"{first}add:5</call><|im_end|>five<|im_end|>"
         assert sample.spans[:, 0].tolist() == [1, 2, 3, 2]
+
+
+@pytest.mark.parametrize("text", [CHATML, CHATML_TAGGED, LLAMA3])
+@pytest.mark.parametrize("loss_on", ["assistant", "last-turn", "all"])
+def test_a11_the_end_of_an_answer_that_the_limit_cut_is_neither_rendered_nor_supervised(
+    text: str, loss_on: LossOn
+) -> None:
+    template = ChatTemplate(tiny_tokenizer(text), loss_on)
+    messages: list[dict[str, Any]] = chat("What is two and two?", "It is", "How many apples?", "There are 12 e")
+    ended = sample(template, messages)
+    row = {"messages": [message | {"finish_reason": "length"} for message in messages]}
+    parsed = parse_row(Row("f:1", row, 1))
+    assert isinstance(parsed, Conversation)
+    assert parsed.messages == messages
+    (cut,) = template.tokenise([parsed])
+    assert isinstance(cut, Tokenised)
+    written = template.tokenizer.decode(cut.input_ids)
+    assert written.endswith("There are 12 e")
+    assert template.tokenizer.decode(ended.input_ids).startswith(written)
+    supervised = supervised_runs(template, cut)
+    assert supervised[-1].endswith("There are 12 e")
+    if loss_on == "assistant":
+        assert supervised == ["It is", "There are 12 e"]
+        assert [words for role, words in turns(template, cut) if role == "assistant"] == ["It is", "There are 12 e"]
+    if loss_on == "all":
+        first_end = template.tokenizer.decode(cut.input_ids[cut.loss_mask == 0])
+        assert first_end.strip() in ("<|im_end|>", "<|eot_id|>")
+
+
+def test_a11_an_answer_that_ended_by_itself_keeps_its_end() -> None:
+    template = ChatTemplate(tiny_tokenizer(CHATML))
+    row = {"messages": [message | {"finish_reason": "stop"} for message in TWO_TURNS]}
+    parsed = parse_row(Row("f:1", row, 1))
+    assert isinstance(parsed, Conversation)
+    (result,) = template.tokenise([parsed])
+    assert isinstance(result, Tokenised)
+    assert result.input_ids.tolist() == sample(template, TWO_TURNS).input_ids.tolist()
+    assert result.loss_mask.tolist() == sample(template, TWO_TURNS).loss_mask.tolist()
+
+
+def called(name: str, content: str = "") -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": name, "arguments": {"a": 5}}}
+    return [{"role": "user", "content": "five?"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+
+
+CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}"
+
+
+@pytest.mark.parametrize("text", [CHATML, CHATML_TAGGED])
+@pytest.mark.parametrize("loss_on", ["assistant", "last-turn", "all"])
+@pytest.mark.parametrize("content", ["", "Let me see."])
+def test_a12_tool_calls_that_the_template_does_not_write_reject_their_conversation(
+    text: str, loss_on: LossOn, content: str
+) -> None:
+    messages = called("adder", content)
+    lost = tokenise(ChatTemplate(tiny_tokenizer(text), loss_on), messages)
+    assert isinstance(lost, Problem)
+    assert lost.reason == "tool-calls-lost"
+    assert "adder" in lost.detail
+    writes = text.replace("{{ m['content'] }}", "{{ m['content'] }}" + CALLS)
+    assert isinstance(tokenise(ChatTemplate(tiny_tokenizer(writes), loss_on), messages), Tokenised)
+
+
+def test_a12_a_call_that_only_the_list_of_tools_names_is_lost() -> None:
+    text = "{% if tools %}{{ tools | map(attribute='function.name') | join(',') }}\n{% endif %}" + CHATML
+    conversation = Conversation("f:1", called("adder"), [{"type": "function", "function": {"name": "adder"}}])
+    (lost,) = ChatTemplate(tiny_tokenizer(text)).tokenise([conversation])
+    assert isinstance(lost, Problem)
+    assert lost.reason == "tool-calls-lost"
+
+
+def test_a12_an_answer_of_which_the_template_writes_nothing_is_rejected() -> None:
+    hides = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] | trim }}")
+    for answer in ("<think>four</think>", "<think>four</think>\n"):
+        lost = tokenise(ChatTemplate(tiny_tokenizer(hides)), chat("two and two?", answer))
+        assert isinstance(lost, Problem)
+        assert lost.reason == "empty-answer"
+    assert isinstance(tokenise(ChatTemplate(tiny_tokenizer(hides)), chat("a", "<think>b</think>c")), Tokenised)
+
+
+LOOP = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% if a > b + 99999 %}x{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("guard", ["{% if true %}", "{% if messages | length > 2 %}"])
+def test_a18_a_template_that_never_ends_is_a_named_error(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "RENDER_S", 0.2)
+    template = ChatTemplate(tiny_tokenizer(CHATML + guard + LOOP + "{% endif %}"))
+    calls = {"{% if true %}": lambda: check_template(template)}
+    with pytest.raises(FormatError, match="has not rendered") as caught:
+        calls.get(guard, lambda: template.tokenise([Conversation("f:7", TWO_TURNS)]))()
+    assert caught.value.kind == "template-endless"
+    assert "--template FILE" in str(caught.value.hint)
+
+
+def test_a18_the_time_that_rendering_may_take_is_that_of_one_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "RENDER_S", 0.2)
+    template = ChatTemplate(tiny_tokenizer(CHATML))
+    deadline = time.process_time() + 0.5
+    while time.process_time() < deadline:
+        assert isinstance(tokenise(template, TWO_TURNS), Tokenised)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from collectors.demo import TARGET_DIR
 from collectors.demo.corpus import conversations
 from hiddenstore.cli import main
-from hiddenstore.repetition import LOOP_SHARE, repeated_share
+from hiddenstore.records import LOOP_SHARE, repeated_share
 
 QUESTIONS = 24
 NEW_TOKENS = 144

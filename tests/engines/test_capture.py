@@ -15,7 +15,7 @@ from torch import Tensor
 from collectors.demo import TARGET_DIR
 from collectors.demo.corpus import conversations
 from collectors.engines import CaptureRequest, EngineOptions, assembly
-from collectors.engines.vllm_process import VllmProcess
+from collectors.engines.vllm import VllmProcess
 from collectors.targets.families import probe_states
 from collectors.targets.load import EngineTarget, LoadedTarget, load_target, open_target
 from hiddenstore.errors import ConfigError, InterruptError

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from collectors.checks.mistakes import row_errors
+from collectors.checks.crosscheck import row_errors
 from collectors.demo import TARGET_DIR
 from collectors.engines import CaptureRequest, EngineOptions
-from collectors.engines.vllm_files import LayerIds, kv_transfer_config, speculative_config
-from collectors.engines.vllm_server import VllmServer
+from collectors.engines.vllm import LayerIds, VllmServer, kv_transfer_config, speculative_config
 from collectors.targets.families import probe_states
 from collectors.targets.load import EngineTarget, load_target, open_target
 from hiddenstore.errors import ConfigError

@@ -11,7 +11,7 @@ from vllm_engine import loaded
 
 from collectors.demo import TARGET_DIR
 from collectors.demo.corpus import conversations
-from hiddenstore.inputs.prepared import PreparedInput
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.store import Store
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]

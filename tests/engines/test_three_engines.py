@@ -25,8 +25,7 @@ from collectors.demo import TARGET_DIR
 from collectors.demo.corpus import conversations
 from collectors.engines import Captured, CaptureRequest, EngineOptions, hf
 from collectors.engines.hf import HfEngine
-from collectors.engines.vllm_files import LayerIds
-from collectors.engines.vllm_process import VllmProcess
+from collectors.engines.vllm import LayerIds, VllmProcess
 from collectors.targets.load import EngineTarget, LoadedTarget, load_target, open_target
 from hiddenstore.errors import CaptureError
 from hiddenstore.store import Store

@@ -15,7 +15,6 @@ from hiddenstore.cli import main
 from hiddenstore.codecs import CODECS
 from hiddenstore.codecs.topk import top_tokens
 from hiddenstore.errors import ConfigError
-from hiddenstore.inspect.advice import advice_numbers, read_advice, write_advice
 from hiddenstore.inspect.advise import (
     FP8,
     RecipeLimits,
@@ -26,7 +25,9 @@ from hiddenstore.inspect.advise import (
     fp8_per_token,
     through_codec,
     truncation_change,
+    write_advice,
 )
+from hiddenstore.inspect.facts import advice_numbers, read_advice
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import take_slice, write_slice
 from hiddenstore.targets.head import HeadBundle

@@ -211,8 +211,9 @@ def test_a_damaged_sample_surfaces_at_its_batch_and_is_never_skipped() -> None:
 def test_states_that_do_not_fit_their_commit_record_are_corruption() -> None:
     store = MemoryStore(LENGTHS)
     store.samples[3] = store.samples[3].model_copy(update={"tokens": 8})
-    with pytest.raises(CorruptionError, match="expected 8 tokens"):
+    with pytest.raises(CorruptionError, match="expected 8 tokens") as caught:
         list(batches_of(store))
+    assert (caught.value.kind, caught.value.samples) == ("sample-shape", (store.samples[3].id,))
 
 
 def test_a_sample_longer_than_a_pack_is_named_with_the_fix() -> None:
@@ -250,6 +251,29 @@ def test_a_cursor_over_other_samples_is_refused() -> None:
     with pytest.raises(ConflictError) as caught:
         batches_of(MemoryStore(LENGTHS[:-1]), cursor=cursor)
     assert caught.value.kind == "cursor-mismatch"
+
+
+@pytest.mark.parametrize("changes", [{"samples": len(LENGTHS) + 1}, {"samples": -1}, {"epoch": -1}])
+def test_a_cursor_beyond_the_samples_is_refused(changes: dict[str, int]) -> None:
+    batches = batches_of(MemoryStore(LENGTHS))
+    with pytest.raises(ConfigError, match="lies outside 16 samples") as caught:
+        batches.load_state_dict(batches.state_dict() | changes)
+    assert caught.value.kind == "cursor-invalid"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rank": 2, "world_size": 2}, r"rank 2 is outside 0…1"),
+        ({"rank": -1}, r"rank -1 is outside 0…0"),
+        ({"pack_tokens": 61}, r"pack_tokens 61 must lie in 1…batch_tokens \(60\)"),
+        ({"pack_tokens": 0}, r"pack_tokens 0 must lie in"),
+    ],
+)
+def test_ranks_and_packs_that_cannot_be_are_refused(options: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        batches_of(MemoryStore(LENGTHS), **options)
+    assert caught.value.kind == "pack-invalid"
 
 
 def test_iterating_again_starts_where_the_first_iteration_did() -> None:

@@ -1,14 +1,16 @@
 """What every command promises: help with examples, the common options, few flags."""
 
 import importlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from hiddenstore.cli import main
-from hiddenstore.cli.commands import ENTRY_POINT_GROUP, OTHER_WORDS, OUR_COMMANDS, SECTIONS, find_commands
+from hiddenstore.cli import ENTRY_POINT_GROUP, OTHER_WORDS, OUR_COMMANDS, SECTIONS, find_commands, main
 
 # Flags a person types daily; --json, -q, -v and --help come on top. More belongs into a config file.
 MOST_FLAGS = 10
@@ -99,3 +101,44 @@ def test_a_command_of_another_distribution_is_added_but_replaces_nothing(
         assert CliRunner().invoke(main, ["shiny"]).stdout == "it shines\n"
     finally:
         find_commands.cache_clear()
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "hiddenstore", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith("hiddenstore ")
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("hiddenstore inf", "plain,info"),
+        ("hiddenstore train STORE --dr", "plain,--drafter"),
+        ("hiddenstore verify my-st", "file,my-st"),
+        ("hiddenstore train STORE -o ru", "file,ru"),
+        ("hiddenstore nothing-of-that-na", ""),
+    ],
+)
+def test_a_shell_completes_commands_options_and_paths(words: str, completed: str) -> None:
+    typed = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1), "_HIDDENSTORE_COMPLETE": "bash_complete"}
+    command = [sys.executable, "-m", "hiddenstore"]
+    done = subprocess.run(command, env=os.environ | typed, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == completed
+
+
+def test_help_says_how_completion_is_switched_on() -> None:
+    shown = CliRunner().invoke(main, ["--help"]).stdout
+    line = next(line for line in shown.splitlines() if "eval" in line and "source" in line)
+    done = subprocess.run(
+        ["bash", "-c", f"{line}; complete -p hiddenstore"],
+        env=_with_scripts(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert "_hiddenstore_completion" in done.stdout, done.stderr
+
+
+def _with_scripts() -> dict[str, str]:
+    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}

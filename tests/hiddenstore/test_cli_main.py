@@ -14,10 +14,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from hiddenstore.cli import main
-from hiddenstore.cli.commands import CommandSpec, find_commands
+from hiddenstore.cli import CommandSpec, find_commands, main
 from hiddenstore.console.output import common_options, output
-from hiddenstore.doctor.installation import check_packages
+from hiddenstore.doctor import check_packages
 from hiddenstore.errors import (
     CaptureError,
     ConfigError,
@@ -232,7 +231,9 @@ def test_verbose_prints_the_traceback(run_action: Callable[..., Result]) -> None
         (FileNotFoundError(2, "No such file", "/x"), 2, "path-missing"),
         (PermissionError(13, "Permission denied", "/x"), 5, "permission-denied"),
         (OSError(28, "No space left on device"), 5, "disk-full"),
+        (OSError(24, "Too many open files", "/x"), 5, "too-many-open-files"),
         (MemoryError(), 5, "out-of-memory"),
+        (RuntimeError("can't start new thread"), 5, "too-many-threads"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 5, "out-of-memory"),
     ],
 )

@@ -15,8 +15,8 @@ from hiddenstore.commit import (
 from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, CorruptionError, StorageError
 from hiddenstore.testing.builders import ENGINE
-from hiddenstore.testing.faults import Fault, FaultFilesystem
 from schemas.manifest import CommitRecord, FileEntry, LayerStats, SampleEntry
+from tests.faults import Fault, FaultFilesystem
 
 DIGEST = "ab" * 32
 

@@ -7,8 +7,8 @@ import torch
 
 from hiddenstore.care.copy import CopyReport, open_copy, run_copy
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
-from hiddenstore.inputs.registered import RegisteredInput
-from hiddenstore.inspect.where import parse_where
+from hiddenstore.inputs import RegisteredInput
+from hiddenstore.inspect.samples import parse_where
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
     ENGINE,

@@ -11,14 +11,20 @@ from click.testing import CliRunner, Result
 from packaging.requirements import Requirement
 
 from hiddenstore.cli import main
-from hiddenstore.doctor import installation
-from hiddenstore.doctor.installation import DoctorCheck, install_command
-from hiddenstore.doctor.machine import GROUP, _added, compute_checks
+from hiddenstore.doctor import (
+    GROUP,
+    PACKAGES,
+    DoctorCheck,
+    _added,
+    compute_checks,
+    install_command,
+    installation_checks,
+)
 
 
 def needing(monkeypatch: pytest.MonkeyPatch, *lines: str) -> dict[str, DoctorCheck]:
     monkeypatch.setattr(metadata, "requires", lambda _name: list(lines))
-    return {check.name: check for check in installation.checks()}
+    return {check.name: check for check in installation_checks()}
 
 
 def doctor(*words: str) -> Result:
@@ -32,7 +38,7 @@ def test_a_dependency_outside_its_bounds_is_a_problem_with_the_command_that_fixe
     assert (found["torch"].status, found["torch"].fix) == ("problem", "pip install 'torch>=99'")
     assert found["libraries"].detail == f"click {metadata.version('click')}"
     assert "nothing-of-that-name" not in found
-    monkeypatch.setattr("hiddenstore.doctor.machine.TRIAL_BYTES", 1 << 20)
+    monkeypatch.setattr("hiddenstore.doctor.TRIAL_BYTES", 1 << 20)
     result = doctor(str(tmp_path), "--json")
     assert result.exit_code == 5
     assert json.loads(result.stdout)["ok"] is False
@@ -88,7 +94,7 @@ def test_every_base_dependency_is_imported_by_our_source() -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     imported = {
         name.split(".")[0]
-        for package in installation.PACKAGES
+        for package in PACKAGES
         for path in (root / package).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         for name in _imports(node)

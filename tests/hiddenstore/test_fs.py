@@ -13,7 +13,7 @@ from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.disk import OPEN_FILES, PosixDisk
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.seam import Filesystem, is_inside, is_temporary
-from hiddenstore.testing.faults import Fault, FaultFilesystem, SimulatedCrash
+from tests.faults import Fault, FaultFilesystem, SimulatedCrash
 
 
 @pytest.fixture(params=["posix", "memory"])
@@ -140,8 +140,9 @@ def test_remove_tree_does_not_follow_links_out_of_the_store(tmp_path: Path) -> N
 @pytest.mark.parametrize("path", ["/etc/passwd", "../a", "a/../../b", "a\\b", "c:/x", "a\x00b", "a\nb", "..", "a/.."])
 def test_paths_that_leave_the_store_are_refused(fs: Filesystem, path: str) -> None:
     assert not is_inside(path)
-    with pytest.raises(ConfigError, match="leaves"):
+    with pytest.raises(ConfigError, match="leaves") as error:
         fs.read(path)
+    assert error.value.kind == "path-unsafe"
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/store", "https://host/store", "hf://datasets/a/b"])

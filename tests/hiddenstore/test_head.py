@@ -156,10 +156,13 @@ def test_gradients_reach_the_hidden_through_the_head() -> None:
 
 def test_a_bundle_whose_shapes_disagree_is_refused() -> None:
     spec = HeadSpec(norm_flavour="rms", norm_eps=1e-6, tied=True)
-    with pytest.raises(ConfigError, match="norm_weight"):
+    with pytest.raises(ConfigError, match="norm_weight") as narrow:
         HeadBundle(spec, torch.ones(5, 4), None, torch.ones(3))
-    with pytest.raises(ConfigError, match="tied"):
+    with pytest.raises(ConfigError, match="tied") as doubled:
         HeadBundle(spec, torch.ones(5, 4), torch.ones(5, 4), torch.ones(4))
+    with pytest.raises(ConfigError, match=r"shape \[5\], expected \[V, D\]") as flat:
+        HeadBundle(spec, torch.ones(5), None, torch.ones(5))
+    assert {error.value.kind for error in (narrow, doubled, flat)} == {"head-invalid"}
 
 
 def test_load_reads_the_store_s_bundle_and_refuses_a_flipped_byte(tmp_path: Path) -> None:
@@ -175,7 +178,8 @@ def test_load_reads_the_store_s_bundle_and_refuses_a_flipped_byte(tmp_path: Path
 
 
 def test_bytes_that_are_no_bundle_are_refused() -> None:
-    with pytest.raises(CorruptionError, match="no safetensors file"):
+    with pytest.raises(CorruptionError, match="no safetensors file") as garbage:
         HeadBundle.from_bytes(b"not a bundle at all", HEAD)
-    with pytest.raises(CorruptionError, match="lacks embed_tokens"):
+    with pytest.raises(CorruptionError, match="lacks embed_tokens") as partial:
         HeadBundle.from_bytes(save_tensors({"norm_weight": torch.ones(4), "lm_head": torch.ones(5, 4)}), HEAD)
+    assert (garbage.value.kind, partial.value.kind) == ("head-corrupt", "head-corrupt")

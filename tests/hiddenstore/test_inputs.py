@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
-from hiddenstore.inputs.prepared import UNIT_TOKENS, PreparedInput
-from hiddenstore.inputs.registered import parse_registered, registered_inputs
+from hiddenstore.inputs import UNIT_TOKENS, PreparedInput, parse_registered, registered_inputs
 from hiddenstore.records import sample_id
 from hiddenstore.segments.base import unit_tokens
 from hiddenstore.testing.builders import HEAD, capture_spec, make_data, make_samples, memory_input, target_files
-from hiddenstore.testing.faults import FaultFilesystem
 from hiddenstore.writer import create_store, pending_units, register_input
+from tests.faults import FaultFilesystem
 
 
 def test_samples_stream_back_as_they_were_prepared(tmp_path: Path) -> None:

@@ -10,8 +10,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from hiddenstore.errors import ConfigError, NotFoundError
 from hiddenstore.inspect import facts as inspect
 from hiddenstore.inspect.compare import FieldError, compare, schema_differences, spread
-from hiddenstore.inspect.sample import PROFILE_BINS, layer_norms, load_tokenizer, pieces, view
-from hiddenstore.inspect.where import parse_where
+from hiddenstore.inspect.samples import (
+    PROFILE_BINS,
+    find_sample,
+    layer_norms,
+    load_tokenizer,
+    parse_where,
+    pieces,
+    samples,
+    view,
+)
 from hiddenstore.records import Sample
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
@@ -90,7 +98,7 @@ def test_length_histograms_hold_every_sample(lengths: list[int]) -> None:
 
 
 def test_samples_are_listed_in_commit_order_with_their_index(store: Store) -> None:
-    rows, passed = inspect.samples(store, limit=4)
+    rows, passed = samples(store, limit=4)
     assert passed == 12
     assert [row["id"] for row in rows] == store.sample_ids[:4]
     assert [row["index"] for row in rows] == [0, 1, 2, 3]
@@ -98,11 +106,11 @@ def test_samples_are_listed_in_commit_order_with_their_index(store: Store) -> No
 
 def test_where_filters_by_numbers_and_words(store: Store) -> None:
     lengths = {entry.id: entry.tokens for _, entry in store.entries}
-    rows, passed = inspect.samples(store, parse_where(["tokens>=20, split=train", "tokens != 25"]))
+    rows, passed = samples(store, parse_where(["tokens>=20, split=train", "tokens != 25"]))
     assert passed == len(rows)
     assert all(row["tokens"] >= 20 and row["split"] == "train" and row["tokens"] != 25 for row in rows)
     kept = {row["id"] for row in rows}
-    for row in inspect.samples(store)[0]:
+    for row in samples(store)[0]:
         assert (row["id"] in kept) == (lengths[row["id"]] >= 20 and row["split"] == "train" and row["tokens"] != 25)
 
 
@@ -116,17 +124,17 @@ def test_a_condition_that_makes_no_sense_is_an_error(text: str) -> None:
 
 def test_samples_are_found_by_index_id_and_start_of_id(store: Store) -> None:
     ids = store.sample_ids
-    assert inspect.find_sample(store, "3") == ids[3]
-    assert inspect.find_sample(store, "-1") == ids[-1]
-    assert inspect.find_sample(store, ids[5]) == ids[5]
-    assert inspect.find_sample(store, ids[5][:10].upper()) == ids[5]
+    assert find_sample(store, "3") == ids[3]
+    assert find_sample(store, "-1") == ids[-1]
+    assert find_sample(store, ids[5]) == ids[5]
+    assert find_sample(store, ids[5][:10].upper()) == ids[5]
     with pytest.raises(NotFoundError, match="12 samples"):
-        inspect.find_sample(store, "zz")
+        find_sample(store, "zz")
     for odd in ("--1", "²"):
         with pytest.raises(NotFoundError):
-            inspect.find_sample(store, odd)
+            find_sample(store, odd)
     with pytest.raises(NotFoundError):
-        inspect.find_sample(store, "")
+        find_sample(store, "")
 
 
 def test_an_index_past_the_end_is_never_taken_for_an_id(tmp_path: Path) -> None:
@@ -135,14 +143,14 @@ def test_an_index_past_the_end_is_never_taken_for_an_id(tmp_path: Path) -> None:
     assert starts, "no id starts with the digits this is about"
     for key in (*starts, "99999", "-41", "-99999"):
         with pytest.raises(NotFoundError, match=f"0 to 39: there is none at {key}"):
-            inspect.find_sample(many, key)
+            find_sample(many, key)
 
 
 def test_an_ambiguous_start_of_an_id_lists_the_candidates(tmp_path: Path) -> None:
     many = make_store(tmp_path, samples=40)
     first = next(c for c in "abcdef" if sum(s.startswith(c) for s in many.sample_ids) > 1)
     with pytest.raises(ConfigError, match="samples start with") as caught:
-        inspect.find_sample(many, first)
+        find_sample(many, first)
     assert caught.value.kind == "sample-ambiguous"
 
 

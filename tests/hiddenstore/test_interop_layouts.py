@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hiddenstore.dumps import LAYOUTS, SHORT_NAMES, get_layout
-from hiddenstore.dumps.common import ExportOptions, export_samples
+from hiddenstore.dumps.common import export_samples
 from hiddenstore.errors import ConfigError, FormatError
 from hiddenstore.records import Record
 from hiddenstore.store import Store
@@ -93,9 +93,16 @@ def test_a_store_without_final_hidden_serves_only_a_layout_that_reads_none(tmp_p
     assert export_samples(store, tmp_path / "out", get_layout("specforge-dflash")).zero_rows == 0
 
 
+def test_a_store_of_the_final_hidden_alone_serves_no_layout_of_aux_layers(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "made", layers=(), codec="bf16", final="all")
+    with pytest.raises(FormatError, match="holds no aux layers; deepspec needs some") as caught:
+        export_samples(store, tmp_path / "out", get_layout("deepspec"))
+    assert caught.value.kind == "aux-missing"
+
+
 def test_zeros_stand_where_nothing_is_held_and_are_not_normed_into_something(tmp_path: Path) -> None:
     store = make_store(tmp_path / "made", samples=3, layers=(1, 3, 5), codec="bf16")
-    report = export_samples(store, tmp_path / "out", get_layout("modelopt"), ExportOptions(missing_final="zeros"))
+    report = export_samples(store, tmp_path / "out", get_layout("modelopt"), missing_final="zeros")
     missing = 0
     for name in store.sample_ids:
         record, found = store[name], torch.load(tmp_path / "out" / f"{name}.pt", weights_only=True)["hidden_states"]

@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hiddenstore.dumps.common import ExportOptions, export_samples
+from hiddenstore.dumps.common import export_samples
 from hiddenstore.dumps.speculators import LAYOUT
 from hiddenstore.errors import ConfigError, ConflictError, FormatError, StorageError
 from hiddenstore.testing.builders import make_store
 
 
 def export_speculators(store, out, on_sample=None, **options):
-    return export_samples(store, out, LAYOUT, ExportOptions(**options), on_sample)
+    return export_samples(store, out, LAYOUT, **options, on_sample=on_sample)
 
 
 def rows_of(folder):

@@ -10,7 +10,8 @@ import torch
 
 from hiddenstore import layout
 from hiddenstore.care.repair import DAMAGED, gc, repair
-from hiddenstore.errors import CorruptionError
+from hiddenstore.errors import ConflictError, CorruptionError
+from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from hiddenstore.verify import verify
@@ -108,6 +109,29 @@ def test_repair_drops_the_damaged_samples_and_keeps_the_others_bit_for_bit(tmp_p
     rejects = next(r for r in repaired.commits() if r.unit == record.unit).rejects
     assert {(r.id, r.reason) for r in rejects} == {(name, DAMAGED) for name in lost}
     assert all((Path(store.path) / name).read_bytes() == data for name, data in before.items())
+
+
+class RepairedMeanwhile(LocalFilesystem):
+    """A store that somebody else repairs before the first file is published through it."""
+
+    is_repaired = False
+
+    def put_if_absent(self, path: str, data: bytes) -> bool:
+        if not self.is_repaired:
+            self.is_repaired = True
+            assert repair(self.root, dry_run=False).done
+        return super().put_if_absent(path, data)
+
+
+def test_of_two_repairs_at_once_one_wins_and_the_other_says_so(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    record = store.commits()[0]
+    spoil(store, record.samples[0].id)
+    with pytest.raises(ConflictError, match=f"unit {record.unit} was repaired by somebody else") as caught:
+        repair(RepairedMeanwhile(store.path), dry_run=False)
+    assert (caught.value.kind, caught.value.hint) == ("repair-raced", "run it again")
+    assert repair(store.path, dry_run=False).units == []
+    assert verify(store.path, "bytes").findings == []
 
 
 def test_a_unit_without_a_readable_sample_is_left_with_rejects_only(tmp_path: Path) -> None:

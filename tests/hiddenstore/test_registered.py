@@ -8,12 +8,12 @@ import pytest
 
 from hiddenstore import layout
 from hiddenstore.errors import CorruptionError
-from hiddenstore.inputs.registered import parse_registered
+from hiddenstore.inputs import parse_registered
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store, memory_input
-from hiddenstore.testing.faults import FaultFilesystem
 from hiddenstore.verify import verify
 from hiddenstore.writer import register_input
+from tests.faults import FaultFilesystem
 
 PREPARED = memory_input(3)
 DATA = PREPARED.registration(64)

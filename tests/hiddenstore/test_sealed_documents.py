@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from hiddenstore.documents import MAX_DOCUMENT_BYTES, canonical, load, seal, sha256_hex, unseal
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError
-from hiddenstore.testing.faults import FaultFilesystem
 from schemas.base import Document
 from schemas.manifest import Engine, LayerStats, Snapshot, SnapshotEntry
+from tests.faults import FaultFilesystem
 
 SNAPSHOT = Snapshot(name="é ünï", commits=(SnapshotEntry(record="a.json", sha256="0" * 64),), samples=3, tokens=70)
 

@@ -227,6 +227,7 @@ def test_a_reader_names_file_and_samples_of_every_damaged_file(tmp_path: Path) -
     whole = write(tmp_path, records, capture)
     identities = tuple(record.sample.id for record in records)
     needed = [file for file in whole.record.files if file.path != "zarr.json"]
+    kinds: set[str] = set()
     for file in needed:
         path = tmp_path / FOLDER / file.path
         data = path.read_bytes()
@@ -241,8 +242,20 @@ def test_a_reader_names_file_and_samples_of_every_damaged_file(tmp_path: Path) -
             assert error.value.path == f"{FOLDER}/{file.path}"
             assert error.value.samples
             assert set(error.value.samples) <= set(identities)
+            kinds.add(error.value.kind)
             path.write_bytes(data)
+    assert kinds == {"file-missing", "file-size", "file-corrupt", "array-corrupt", "chunk-corrupt"}
     assert same_bits(whole.read(0).aux, codec_round_trip(records, capture)[0].aux)
+
+
+def test_a_file_that_the_commit_record_does_not_name_is_not_read(tmp_path: Path) -> None:
+    capture = capture_spec((1,), 32, "q8")
+    reader = write(tmp_path, random_records(make_samples(2), capture), capture)
+    named = tuple(file for file in reader.record.files if not file.path.startswith("layer_1/c/"))
+    lacking = SegmentReader(reader.fs, FOLDER, reader.record.model_copy(update={"files": named}), capture)
+    with pytest.raises(CorruptionError, match="does not name it") as error:
+        lacking.read(0)
+    assert (error.value.kind, error.value.path) == ("file-unnamed", f"{FOLDER}/layer_1/c/0/0")
 
 
 def test_a_damaged_chunk_names_only_the_samples_that_need_it(tmp_path: Path) -> None:
@@ -267,8 +280,9 @@ def test_a_damaged_chunk_names_only_the_samples_that_need_it(tmp_path: Path) -> 
 def test_a_segment_of_another_capture_is_refused(tmp_path: Path) -> None:
     reader = write(tmp_path, random_records(make_samples(2), capture_spec()), capture_spec())
     other = SegmentReader(reader.fs, FOLDER, reader.record, capture_spec(width=64))
-    with pytest.raises(FormatError, match=r"expected uint16 \[2, 64\]"):
+    with pytest.raises(FormatError, match=r"expected uint16 \[2, 64\]") as error:
         other.read(0, final=False)
+    assert error.value.kind == "array-invalid"
     with pytest.raises(FormatError, match="expected uint16"):
         SegmentReader(reader.fs, FOLDER, reader.record, capture_spec(codec="bf16")).read(0)
 

@@ -14,9 +14,9 @@ from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, NotFoundError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
-from hiddenstore.testing.faults import FaultFilesystem
-from hiddenstore.testing.invariants import contents, problems
 from hiddenstore.writer import write_unit
+from tests.faults import FaultFilesystem
+from tests.invariants import contents, problems
 
 
 @pytest.fixture
@@ -137,6 +137,14 @@ def test_a_missing_snapshot_names_those_there_are(store: Store) -> None:
         Store.open(store.fs, snapshot="train-2")
 
 
+def test_a_snapshot_under_the_name_of_another_is_damage(store: Store) -> None:
+    store.save_snapshot("train-1")
+    damage(store, layout.snapshot_path("train-2"), store.fs.read(layout.snapshot_path("train-1")))
+    with pytest.raises(CorruptionError, match="it holds snapshot 'train-1'") as error:
+        Store.open(store.fs, snapshot="train-2")
+    assert (error.value.kind, error.value.path) == ("snapshot-corrupt", layout.snapshot_path("train-2"))
+
+
 def test_a_damaged_target_file_is_named(store: Store) -> None:
     data = store.target_file(layout.HEAD_NAME)
     damage(store, layout.HEAD_PATH, data[:-1] + bytes([data[-1] ^ 1]))
@@ -145,9 +153,9 @@ def test_a_damaged_target_file_is_named(store: Store) -> None:
     damage(store, layout.HEAD_PATH, data[:-1])
     with pytest.raises(CorruptionError, match=f"found {len(data) - 1:,} bytes"):
         store.target_file(layout.HEAD_NAME)
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError) as unnamed:
         store.target_file("../store.json")
-    assert error.value.kind == "target-file-corrupt"
+    assert (error.value.kind, unnamed.value.kind) == ("target-file-corrupt", "target-file-missing")
 
 
 def test_many_threads_read_one_store(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.care.repair import repair
 from hiddenstore.codecs.topk import TOPK_CODEC, pack_rows, top_tokens, unpack_rows, with_top_tokens
 from hiddenstore.data import TokenBatches
-from hiddenstore.dumps.common import ExportOptions, export_samples
+from hiddenstore.dumps.common import export_samples
 from hiddenstore.dumps.speculators import LAYOUT
 from hiddenstore.errors import ConfigError, FormatError
 from hiddenstore.inspect.compare import FieldError, compare
@@ -26,8 +26,8 @@ from hiddenstore.segments.encode import encode_records
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import HEAD, VOCAB, capture_spec, make_samples, make_store, random_records
-from hiddenstore.testing.invariants import contents
 from hiddenstore.verify.run import verify
+from tests.invariants import contents
 
 WIDTH, K = 32, 4
 
@@ -198,7 +198,7 @@ def test_one_other_log_prob_is_a_difference(tiny: Store) -> None:
 
 def test_what_needs_the_hidden_refuses_a_store_of_top_tokens(tiny: Store, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="only the target's top tokens in its place"):
-        export_samples(tiny, tmp_path / "out", LAYOUT, ExportOptions(missing_final="zeros"))
+        export_samples(tiny, tmp_path / "out", LAYOUT, missing_final="zeros")
 
 
 def test_records_without_top_tokens_are_refused_by_name() -> None:

@@ -48,8 +48,9 @@ def test_all_samples_are_a_stock_webdataset_in_the_order_of_the_store(tmp_path: 
 
 def test_a_store_without_samples_has_no_tar_to_iterate(tmp_path: Path) -> None:
     store = make_store(tmp_path, samples=0, container="webdataset")
-    with pytest.raises(ConfigError, match="holds no sample yet"):
+    with pytest.raises(ConfigError, match="holds no sample yet") as caught:
         store.webdataset()
+    assert caught.value.kind == "store-empty"
     assert stock(store).findings == []
 
 
@@ -62,8 +63,9 @@ def test_the_other_container_and_unknown_units_are_refused_with_the_way_out(tmp_
     with pytest.raises(ConfigError, match="is a webdataset store, not a zarr one"):
         tars.zarr(tars.commits()[0].unit)
     for absent in (lambda: arrays.zarr("none-000000"), lambda: tars.webdataset("none-000000")):
-        with pytest.raises(NotFoundError, match="no samples of a unit 'none-000000'"):
+        with pytest.raises(NotFoundError, match="no samples of a unit 'none-000000'") as unknown:
             absent()
+        assert unknown.value.kind == "unit-missing"
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -188,8 +188,10 @@ def test_every_flipped_byte_of_a_shard_is_exact_data_or_an_error_naming_the_file
     whole = path.read_bytes()
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x40]) + whole[place + 1 :])
-        with pytest.raises(CorruptionError, match="g/x/c/0/0"):
+        with pytest.raises(CorruptionError, match="g/x/c/0/0") as error:
             open_shard(LocalFilesystem(tmp_path)).read_rows(0, 10, np.empty((10, 4), np.uint16))
+        is_index = place >= len(whole) - spec.index_bytes
+        assert error.value.kind == ("shard-index" if is_index else "chunk-corrupt")
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(CorruptionError, match="g/x/c/0/0"):
@@ -227,8 +229,9 @@ def test_a_whole_shard_in_the_place_of_another_is_an_error(tmp_path: Path) -> No
 
 
 def test_a_shard_whose_metadata_names_no_checksums_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="checksum of every chunk"):
+    with pytest.raises(FormatError, match="checksum of every chunk") as error:
         ShardReader(LocalFilesystem(tmp_path), "g/x", shard_spec(12, 4, 4))
+    assert error.value.kind == "array-invalid"
 
 
 def test_a_hostile_blosc_header_is_an_error_and_not_a_buffer_overrun(tmp_path: Path) -> None:
@@ -263,8 +266,9 @@ def test_a_hostile_blosc_header_is_an_error_and_not_a_buffer_overrun(tmp_path: P
 def test_metadata_that_format_1_does_not_have_is_refused(member: str, value: object) -> None:
     document = shard_spec(10, 4, 4).metadata()
     document[member] = value
-    with pytest.raises(FormatError, match=r"x/zarr\.json"):
+    with pytest.raises(FormatError, match=r"x/zarr\.json") as error:
         parse_metadata(json.dumps(document).encode(), "x/zarr.json")
+    assert error.value.kind == "array-invalid"
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"codecs":{}}'])

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH
 from tests.trainer.test_dflash import BLOCK, MASK_ID, Case, make_case, our_loss
-from trainer.losses.block import BlockLoss
-from trainer.slots.anchors import candidate_anchors
+from trainer.drafters.dflash import BlockLoss
+from trainer.slots import candidate_anchors
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 

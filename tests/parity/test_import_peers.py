@@ -26,7 +26,7 @@ from collectors.demo.corpus import conversations
 from collectors.tokenize.prepare import PrepareOptions, prepare
 from hiddenstore.dumps import get_layout
 from hiddenstore.dumps.common import export_samples
-from hiddenstore.inputs.prepared import PreparedInput
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.store import Store
 from trainer.train.loop import train
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, Setting, make_batch, make_setting
+from trainer.drafters.eagle3 import TttInputs, TttLoss, TttObjective
 from trainer.losses.fused_head import StepLosses
 from trainer.losses.teacher import Teacher
-from trainer.losses.ttt import TttInputs, TttLoss, TttObjective
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, Setting, make_batch, make_setting
+from trainer.drafters.eagle3 import TttLoss, TttObjective
 from trainer.losses.teacher import Teacher
-from trainer.losses.ttt import TttLoss, TttObjective
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 

@@ -17,7 +17,7 @@ from schemas.capture import HeadSpec  # noqa: E402
 from tests.trainer.export_cases import LAYERS, D, E, F, G, N, V, make  # noqa: E402
 from trainer.attention.cache import KVCache  # noqa: E402
 from trainer.export.write import export  # noqa: E402
-from trainer.slots.anchors import Blocks  # noqa: E402
+from trainer.slots import Blocks  # noqa: E402
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 

@@ -14,7 +14,7 @@ import pytest
 from collectors.engines import ENGINES
 from hiddenstore.codecs import CODECS, LAYOUTS
 from hiddenstore.layout import STORE_JSON
-from hiddenstore.targets.layer_rules import LAYER_RULES
+from hiddenstore.targets import LAYER_RULES
 from tests.collectors.tiny import save_target
 from tests.tiny_world import chat, error_of, run, write_rows
 from trainer.losses.kinds import LOSSES
@@ -142,6 +142,7 @@ def test_without_the_package_its_store_is_refused_and_says_what_to_install(
     assert run(name, str(world / "store"), *(str(tmp_path / word) if word == "into" else word for word in rest)) == 4
     message, fix = error_of(capsys.readouterr().err)
     assert "the codec 'fp8', which is not installed: other-house 1.5 brings it" in " ".join(message.split())
+    assert message.endswith("[plugin-missing]")
     assert fix == "pip install other-house==1.5"
 
 

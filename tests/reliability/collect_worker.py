@@ -3,7 +3,7 @@
 import sys
 
 from collectors.capture.job import CollectOptions, collect
-from hiddenstore.inputs import prepared as inputs
+from hiddenstore import inputs
 from hiddenstore.process import Rank
 
 UNIT_TOKENS = 120

@@ -116,7 +116,7 @@ def test_a_collect_killed_25_times_over_several_stores_resumes_each(place: Place
 def test_sigterm_drops_the_open_unit_and_exits_75(place: Place, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hiddenstore.cli", "collect", str(place.data), "-o", str(tmp_path / "store")]
     program = (
-        "import sys; from hiddenstore.inputs import prepared as inputs; inputs.UNIT_TOKENS = 120;"
+        "import sys; from hiddenstore import inputs; inputs.UNIT_TOKENS = 120;"
         "from hiddenstore.cli import main; sys.argv[0] = 'hiddenstore'; main()"
     )
     worker = subprocess.Popen(

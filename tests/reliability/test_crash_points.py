@@ -26,11 +26,11 @@ from hiddenstore.testing.builders import (
     random_records,
     target_files,
 )
-from hiddenstore.testing.faults import SURVIVALS, Fault, FaultDisk, FaultFilesystem, SimulatedCrash
-from hiddenstore.testing.invariants import contents, fingerprint, garbage, problems
 from hiddenstore.writer import create_store, register_input, write_encoded_unit
 from schemas.capture import CaptureSpec
 from schemas.manifest import Container
+from tests.faults import SURVIVALS, Fault, FaultDisk, FaultFilesystem, SimulatedCrash
+from tests.invariants import contents, fingerprint, garbage, problems
 
 SAMPLES = 3
 PREPARED = memory_input(SAMPLES)

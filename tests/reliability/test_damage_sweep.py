@@ -14,10 +14,10 @@ from hiddenstore import layout
 from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError, NotFoundError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
-from hiddenstore.testing.faults import FaultFilesystem
-from hiddenstore.testing.invariants import contents, sample_digest
 from hiddenstore.verify import verify
 from schemas.manifest import Container
+from tests.faults import FaultFilesystem
+from tests.invariants import contents, sample_digest
 
 STORE_BYTES = 64 << 10
 # Tar headers are no business of the reader, so each of their bytes asks for a whole verify.

@@ -83,7 +83,7 @@ def test_sigterm_exits_75_and_one_process_does_the_rest_without_ray(
     out, errors = worker.communicate(timeout=120)
     assert (worker.returncode, out) == (75, ""), errors
     assert 0 < len(Store.open(options.store)) < SAMPLES
-    monkeypatch.setattr("hiddenstore.inputs.prepared.UNIT_TOKENS", ray_world.UNIT_TOKENS)
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", ray_world.UNIT_TOKENS)
     report = collect(options, note=lambda _text: None)
     assert report.resumed_units >= 2
     assert report.pending_units == 0

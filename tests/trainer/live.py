@@ -5,8 +5,8 @@ from typing import Any
 
 from trainer.drafters.base import DrafterInUse
 from trainer.evaluate.acceptance import DraftShape
-from trainer.evaluate.decode import DecodeLimits, DecodeResult, decode, recorded_packs
 from trainer.evaluate.simulate import evaluate_packs
+from trainer.evaluate.speculate import DecodeLimits, DecodeResult, decode, recorded_packs
 
 
 def assert_live_equals_eval(

@@ -10,10 +10,10 @@ import yaml
 from hiddenstore.targets.identity import config_sha256
 from tests.trainer.export_cases import case
 from trainer.export.write import export
-from trainer.serve import serving_engine
+from trainer.serve import ENGINES
+from trainer.serve.launch import Resolved, plan_of, resolve
 from trainer.serve.plan import ServeOptions, ServePlan
-from trainer.serve.resolve import Resolved, plan_of, resolve
-from trainer.serve.trtllm_rules import file_problems
+from trainer.serve.trtllm import file_problems
 
 TARGET_CONFIG = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 8, "vocab_size": 50}
 EXPORTS = (
@@ -47,8 +47,8 @@ def write_exports(root: Path, *drafters: str) -> dict[str, str]:
 
 
 def asked(engine: str, **words: Any) -> tuple[Resolved, ServePlan]:
-    resolved = resolve(serving_engine(engine), ServeOptions(**{"target": "maker/target", **words}))
-    return resolved, plan_of(serving_engine(engine), resolved.request)
+    resolved = resolve(ENGINES[engine], ServeOptions(**{"target": "maker/target", **words}))
+    return resolved, plan_of(ENGINES[engine], resolved.request)
 
 
 def planned(engine: str, **words: Any) -> ServePlan:

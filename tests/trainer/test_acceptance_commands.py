@@ -14,9 +14,10 @@ from hiddenstore.cli import main
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, memory_input
+from hiddenstore.verify.profile import PROFILE_PATH, make_profile, write_profile
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.capture import CaptureSpec, Codecs, HeadSpec, TargetIdentity
-from trainer.cli.acceptance import positions_text
+from trainer.cli.evaluate import positions_text
 from trainer.evaluate.speculate import plain
 from trainer.evaluate.target import LiveTarget, bundle_of, identity_of
 
@@ -72,6 +73,12 @@ def made(tmp_path_factory):
     prepared = memory_input(3)
     digest = register_input(store, prepared)
     write_unit(store, layout.unit_name(prepared.info.digest, 0), digest, records, (), ENGINE)
+    every_layer = LiveTarget(target.model, target.tokenizer, target.identity, range(-1, 4))
+    ids = records[0].sample.input_ids
+    write_profile(
+        store.fs,
+        make_profile(records[0].sample.id, ids, every_layer.forward(ids.tolist(), every_layer.new_cache()).aux),
+    )
     words = ["train.max_steps=25", "train.validate_every=0", "loss.steps=3", "drafter.vocab_size=60"]
     run(["train", str(place / "store"), "-o", str(place / "run"), *words])
     return place
@@ -101,6 +108,17 @@ def test_eval_answers_with_every_promised_field(made):
     assert found["untrained_accepted_length"] >= 1.0
 
 
+def test_c7_a_drafter_below_the_n_gram_floor_is_told_so_with_the_command_that_trains_on(made, tmp_path):
+    lazy = str(tmp_path / "lazy")
+    run(["train", str(made / "store"), "-o", lazy, "train.max_steps=1", "optim.lr=1e-9", "drafter.vocab_size=60"])
+    for words in (["eval", lazy, str(made / "store")], decode_words(made, "-n", "3")):
+        words[1] = lazy
+        said = " ".join(run(words).stderr.split())
+        assert "does not beat the n-gram floor" in said
+        assert "--resume train.max_steps=100" in said
+    assert "n-gram floor of" not in run([*words, "--temperature", "0.8"]).stderr
+
+
 def test_draft_lengths_are_walked_in_ascending_order_however_they_are_given(made):
     found = document(["eval", str(made / "run"), str(made / "store"), "--draft-len", "3,5x4,1"])
     assert [(row["draft_len"], row["tree_width"]) for row in found["sweep"]] == [(1, 1), (3, 1), (5, 4)]
@@ -125,6 +143,42 @@ def test_the_positions_of_a_long_draft_that_were_never_accepted_are_counted():
 def decode_words(made, *more):
     words = ["decode", str(made / "run"), "--target", str(made / "target"), "--prompts", str(made / "store")]
     return [*words, "--max-new-tokens", str(NEW_TOKENS), *more]
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_a5_decode_refuses_a_target_that_differs_in_its_decoder_blocks_alone(made, tmp_path, layer):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(made / "target")
+    dice = torch.Generator().manual_seed(0)
+    weight = model.model.layers[layer].mlp.down_proj.weight.data
+    update = torch.randn(weight.shape[0], 4, generator=dice) @ torch.randn(4, weight.shape[1], generator=dice)
+    weight += update * (0.5 * weight.norm() / update.norm())
+    model.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(made / "target").save_pretrained(tmp_path / "other")
+    words = decode_words(made, "--json")
+    words[words.index("--target") + 1] = str(tmp_path / "other")
+    error = json.loads(run(words, 4).stderr)
+    assert error["kind"] == "target-mismatch"
+    assert f"states of layer {layer}" in error["message"]
+
+
+def test_a5_an_export_that_names_another_target_is_refused(made, tmp_path):
+    other = save_target(tmp_path / "other", layers=5)
+    words = ["export", str(made / "run"), "--engine", "speculators", "-o", str(tmp_path / "out"), "--target"]
+    error = json.loads(run([*words, other, "--json"], 4).stderr)
+    assert error["kind"] == "target-mismatch"
+    assert "num_layers: 4 expected, 5 found" in error["message"]
+    assert document([*words, str(made / "target")])["verified"]
+
+
+def test_a5_the_target_itself_passes_in_half_precision_and_a_store_without_a_profile_is_said(made, tmp_path):
+    assert "layer profile" not in run([*decode_words(made, "-n", "1", "--dtype", "bfloat16")]).stderr
+    (made / "store" / PROFILE_PATH).rename(tmp_path / "profile.json")
+    try:
+        assert "has no layer profile" in run(decode_words(made, "-n", "1")).stderr
+    finally:
+        (tmp_path / "profile.json").rename(made / "store" / PROFILE_PATH)
 
 
 def test_decode_of_a_store_s_prompts_gives_the_figures_of_eval_on_the_same_text(made):

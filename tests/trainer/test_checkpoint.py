@@ -12,8 +12,8 @@ from tests.trainer.conftest import drafter_config
 from tests.trainer.runs import WORDS, tiny_store
 from trainer.train import checkpoint
 from trainer.train.checkpoint import CheckpointState, DrafterSpec
-from trainer.train.loaded import load_drafter
 from trainer.train.loop import train
+from trainer.train.run_folder import load_drafter
 
 TENSORS = ({"fc.weight": torch.arange(6.0).view(2, 3)}, {"exp_avg.fc.weight": torch.ones(2, 3)})
 

@@ -8,14 +8,14 @@ import torch
 from tiny_target import make_model, make_tokenizer, save_target
 
 from hiddenstore.errors import CaptureError, ConfigError, FormatError
-from hiddenstore.repetition import repeated_share
+from hiddenstore.records import repeated_share
 from schemas.capture import HeadSpec
+from tests.collectors.tiny import tiny_target
 from tests.trainer.live import assert_live_equals_eval
 from trainer.drafters.base import DrafterInUse
 from trainer.drafters.eagle3 import EAGLE3, Eagle3Config
 from trainer.evaluate.acceptance import AcceptanceTally, DraftShape, hits_of_next_token, walk
-from trainer.evaluate.decode import DecodeLimits, decode
-from trainer.evaluate.speculate import plain, speculative
+from trainer.evaluate.speculate import DecodeLimits, decode, plain, speculative
 from trainer.evaluate.target import LiveTarget, bundle_of, identity_of, load_live_target
 from trainer.losses.teacher import TargetInterface
 from trainer.vocab import DraftVocab
@@ -149,7 +149,7 @@ def test_forwards_equal_drafts_and_prefills_and_every_answer_is_greedy(target):
 
 
 def test_looping_answers_are_left_out_and_counted(target, monkeypatch):
-    monkeypatch.setattr("trainer.evaluate.decode.LOOP_SHARE", -1.0)
+    monkeypatch.setattr("trainer.evaluate.speculate.LOOP_SHARE", -1.0)
     with pytest.raises(ConfigError) as caught:
         run(target, [prompt_of(0), prompt_of(1)])
     assert caught.value.kind == "nothing-decoded"
@@ -166,6 +166,17 @@ def test_a_decode_that_drafts_nothing_fails(target):
     with pytest.raises(CaptureError) as caught:
         run(target, [prompt_of(0)], max_new_tokens=1)
     assert caught.value.kind == "nothing-drafted"
+
+
+def test_a_drafter_that_runs_the_target_for_itself_is_found_out(target):
+    class Peeking(AlwaysZero):
+        def propose(self, seen, draft_len, pick=None):
+            target.forward([7], target.new_cache())
+            return super().propose(seen, draft_len, pick)
+
+    with pytest.raises(CaptureError, match=r"\d+ target forwards, expected \d+ drafts \+ 1 prefills") as caught:
+        decode(target, Drafting(Peeking()), [prompt_of(1)], [DraftShape(3)], DecodeLimits(1, 24))
+    assert caught.value.kind == "forward-count"
 
 
 def test_without_forgetting_rejected_tokens_the_output_is_not_the_greedy_one(target, monkeypatch):
@@ -201,6 +212,18 @@ def test_an_eagle3_drafter_decodes_the_greedy_text_and_eval_on_that_text_counts_
     prompts = [prompt_of(seed) for seed in range(6)]
     drafter = eagle3_for(target, [plain(target, prompt, 32).tokens for prompt in prompts])
     assert_live_equals_eval(target, drafter, prompts, shapes, DecodeLimits(5, 32))
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_trees_are_refused_of_a_target_whose_layers_see_a_window(family, monkeypatch):
+    monkeypatch.setattr("trainer.evaluate.decode.LOOP_SHARE", 1.0)
+    loaded = tiny_target(family)
+    identity = identity_of("tiny", loaded.model, make_tokenizer(), loaded.model.config.to_dict())
+    windowed = LiveTarget(loaded.model, make_tokenizer(), identity, AUX_LAYERS)
+    drafter = eagle3_for(windowed, [[7, 8, 9, 10]])
+    with pytest.raises(ConfigError, match="sliding-window layers checks no trees") as caught:
+        decode(windowed, drafter, [prompt_of(0)], [DraftShape(2, 2)], DecodeLimits(1, 8))
+    assert (caught.value.kind, caught.value.hint) == ("no-tree", "--draft-len 3")
 
 
 @pytest.mark.parametrize(

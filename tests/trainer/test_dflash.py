@@ -12,16 +12,15 @@ from hiddenstore.targets.head import HeadBundle
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.dflash_plain import dense_mask, plain_loss, plain_states
 from trainer.attention import block as attention
-from trainer.drafters import block_drafting
+from trainer.drafters import live
 from trainer.drafters.base import DrafterInUse, TargetFacts, Verified
-from trainer.drafters.dflash import DFLASH, DFlash, DFlashConfig
+from trainer.drafters.dflash import DFLASH, BlockLoss, DFlash, DFlashConfig
 from trainer.evaluate.acceptance import DraftShape
-from trainer.evaluate.decode import DecodeLimits, decode
 from trainer.evaluate.simulate import evaluate_packs
-from trainer.losses.block import BlockLoss
+from trainer.evaluate.speculate import DecodeLimits, decode
 from trainer.losses.fused_head import StepLosses
 from trainer.losses.teacher import TargetInterface
-from trainer.slots.anchors import candidate_anchors, draw_anchors, map_blocks
+from trainer.slots import candidate_anchors, draw_anchors, map_blocks
 from trainer.vocab import DraftVocab
 
 BLOCK, MASK_ID = 4, 3
@@ -37,7 +36,7 @@ def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few blocks a group, so that packs of a test have several."""
     monkeypatch.setattr(attention, "GROUP_ROWS", 3 * BLOCK)
     monkeypatch.setattr(attention, "GROUP_ROWS_DEVICE", 2 * BLOCK)
-    monkeypatch.setattr(block_drafting, "SLOT_BUDGET", 5 * BLOCK)
+    monkeypatch.setattr(live, "SLOT_BUDGET", 5 * BLOCK)
 
 
 @dataclass

@@ -20,8 +20,7 @@ from tests.trainer.tiny_target import make_model, make_tokenizer
 from trainer.drafters.base import DrafterInUse
 from trainer.drafters.dflash import DFLASH, DFlashConfig, mask_token
 from trainer.evaluate.acceptance import DraftShape
-from trainer.evaluate.decode import DecodeLimits
-from trainer.evaluate.speculate import plain
+from trainer.evaluate.speculate import DecodeLimits, plain
 from trainer.evaluate.target import LiveTarget, bundle_of, identity_of
 from trainer.losses.teacher import TargetInterface
 from trainer.train import step as step_module

@@ -21,17 +21,16 @@ from tests.trainer.eagle1_plain import PlainEagle1, plain_losses
 from tests.trainer.live import assert_live_equals_eval
 from trainer.attention.cache import KVCache
 from trainer.drafters.base import DrafterInUse, Verified
-from trainer.drafters.eagle1 import EAGLE1, Eagle1, Eagle1Config
+from trainer.drafters.eagle1 import EAGLE1, Eagle1, Eagle1Config, RegressionLoss, RegressionObjective
 from trainer.evaluate.acceptance import DraftShape, drafting_positions
-from trainer.evaluate.decode import DecodeLimits
 from trainer.evaluate.simulate import evaluate
+from trainer.evaluate.speculate import DecodeLimits
 from trainer.evaluate.target import LiveTarget, bundle_of, identity_of
 from trainer.losses.fused_head import StepLosses
-from trainer.losses.regression import RegressionLoss, RegressionObjective
 from trainer.losses.teacher import TargetInterface
 from trainer.train import step as step_module
-from trainer.train.loaded import load_drafter
 from trainer.train.loop import train
+from trainer.train.run_folder import load_drafter
 from trainer.vocab import DraftVocab
 
 WORDS = [
@@ -265,10 +264,10 @@ def test_a_draft_vocabulary_another_width_and_aux_layers_are_refused() -> None:
     config = setting.model.config
     with pytest.raises(ConfigError, match="draft vocabulary") as caught:
         EAGLE1.build(config, replace(setting.target, vocab=DraftVocab.of_ids(torch.arange(7), VOCAB)), 0)
-    assert caught.value.hint == f"drafter.vocab_size={VOCAB}"
+    assert (caught.value.kind, caught.value.hint) == ("drafter-shape", f"drafter.vocab_size={VOCAB}")
     with pytest.raises(ConfigError, match="hidden_size") as caught:
         EAGLE1.build(config.model_copy(update={"hidden_size": 8}), setting.target, 0)
-    assert caught.value.hint == f"drafter.hidden_size={WIDTH}"
+    assert (caught.value.kind, caught.value.hint) == ("drafter-shape", f"drafter.hidden_size={WIDTH}")
     with pytest.raises(ValueError, match="aux_layers"):
         Eagle1Config.model_validate(config.model_dump() | {"aux_layers": (1,)})
 

@@ -10,9 +10,9 @@ from hiddenstore.records import TopK
 from tests.trainer.conftest import VOCAB, WIDTH, Setting, make_setting
 from tests.trainer.eagle3_plain import PlainEagle3, plain_losses
 from trainer.attention.cache import KVCache
+from trainer.drafters.eagle3 import TttLoss, TttObjective
 from trainer.losses.fused_head import StepLosses
 from trainer.losses.teacher import Teacher
-from trainer.losses.ttt import TttLoss, TttObjective
 
 
 def ours(setting: Setting, loss: TttLoss) -> tuple[Tensor, StepLosses]:

@@ -9,11 +9,12 @@ from hiddenstore.errors import ConfigError, FormatError
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import make_store
 from schemas.capture import HeadSpec
+from trainer.drafters import refuse_target
 from trainer.drafters.base import DrafterInUse, Verified
 from trainer.drafters.eagle3 import EAGLE3, Eagle3, Eagle3Config
 from trainer.evaluate.acceptance import AcceptanceTally, DraftShape, drafting_positions, walk
-from trainer.evaluate.ngram import ngram_floor
-from trainer.evaluate.simulate import evaluate, floor, require_same_capture
+from trainer.evaluate.simulate import evaluate, floor, ngram_floor
+from trainer.evaluate.target import target_differences
 from trainer.losses.teacher import TargetInterface
 from trainer.vocab import DraftVocab
 
@@ -169,6 +170,8 @@ def test_an_empty_split_and_a_draft_of_nothing_are_refused(tmp_path):
 def test_a_store_of_another_target_is_refused(tmp_path):
     store = make_store(tmp_path)
     identity = store.capture.target
-    require_same_capture(identity.model_copy(update={"name": "renamed", "dtype": "float32"}), store)
+    assert target_differences(identity.model_copy(update={"name": "renamed", "dtype": "float32"}), store, None) == []
     with pytest.raises(FormatError, match="weights_sha256"):
-        require_same_capture(identity.model_copy(update={"weights_sha256": "f" * 64}), store)
+        refuse_target(
+            target_differences(identity.model_copy(update={"weights_sha256": "f" * 64}), store, None), "other"
+        )

@@ -123,8 +123,9 @@ def test_the_proof_sees_a_change_of_any_tensor(tmp_path, name):
         tensors["t2d"] = torch.zeros(V, dtype=torch.bool)
         tensors["t2d"][torch.arange(U) + tensors["d2t"]] = True
     save_file(tensors, file)
-    with pytest.raises(CorruptionError):
+    with pytest.raises(CorruptionError) as caught:
         prove_equal(checkpoint, tmp_path / "out", torch.float32)
+    assert caught.value.kind == "export-differs"
 
 
 @pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps"])
@@ -132,9 +133,26 @@ def test_the_proof_sees_a_wrong_number_in_the_config(tmp_path, key):
     checkpoint = make_eagle3()
     export(checkpoint, "vllm", tmp_path / "out", "float32")
     file = tmp_path / "out" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {key: 0.1}))
-    with pytest.raises(CorruptionError):
+    config = json.loads(file.read_text())
+    for section in (config, config["rope_parameters"]):
+        if key in section:
+            section[key] = 7.0
+    file.write_text(json.dumps(config))
+    with pytest.raises(CorruptionError) as caught:
         prove_equal(checkpoint, tmp_path / "out", torch.float32)
+    assert caught.value.kind == "export-differs"
+
+
+def test_the_proof_sees_a_config_that_lacks_a_number(tmp_path):
+    checkpoint = make_eagle3()
+    export(checkpoint, "vllm", tmp_path / "out", "float32")
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    del config["rms_norm_eps"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(CorruptionError, match=r"is no drafter: .*rms_norm_eps") as caught:
+        prove_equal(checkpoint, tmp_path / "out", torch.float32)
+    assert caught.value.kind == "export-unreadable"
 
 
 def test_a_failed_proof_leaves_no_folder(tmp_path, monkeypatch):
@@ -145,8 +163,9 @@ def test_a_failed_proof_leaves_no_folder(tmp_path, monkeypatch):
         return Files(made.config | {"rms_norm_eps": 1.0}, made.tensors)
 
     monkeypatch.setattr(write, "engine_files", wrong)
-    with pytest.raises(CorruptionError):
+    with pytest.raises(CorruptionError) as caught:
         export(make_eagle3(), "vllm", tmp_path / "out")
+    assert caught.value.kind == "export-differs"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -192,8 +211,9 @@ def test_yarn_can_be_put_on_at_export_and_only_once(tmp_path):
     yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
     assert config["rope_scaling"] == yarn
     assert config["max_position_embeddings"] == 65536
-    with pytest.raises(ConfigError, match="trained with rope_scaling yarn"):
+    with pytest.raises(ConfigError, match="trained with rope_scaling yarn") as caught:
         stretched(checkpoint, 2.0, 2048)
+    assert caught.value.kind == "rope-scaling"
 
 
 def test_a_folder_says_what_it_is_and_whom_it_drafts_for_and_names_no_path(tmp_path):
@@ -221,5 +241,6 @@ def test_yarn_stretches_every_drafter_that_has_positions(tmp_path):
         export(stretched(make(drafter), 4.0, 512), "vllm", tmp_path / drafter)
         config = json.loads((tmp_path / drafter / "config.json").read_text())
         assert (config["rope_parameters"]["rope_type"], config["max_position_embeddings"]) == ("yarn", 2048)
-    with pytest.raises(ConfigError, match="no positions"):
+    with pytest.raises(ConfigError, match="no positions") as caught:
         stretched(make("medusa"), 4.0, 512)
+    assert caught.value.kind == "rope-scaling"

@@ -45,7 +45,7 @@ def test_the_same_in_json_and_for_another_version() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run"], "--engine and --out missing"),
+        (["."], "--engine and --out missing"),
         (["--engine", "vllm"], "RUN and --out missing"),
         (["--list", "--engine-version", "0.33"], "is of an --engine"),
     ],

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from hiddenstore.errors import ConfigError
 from tests.trainer.engine_loaders import LOADERS
 from tests.trainer.export_cases import KINDS, case, make, make_head
-from trainer.export.support import ENGINES, checkpoint_word, drafter_export, engine_named, refusal, required, support
+from trainer.export.support import ENGINES, checkpoint_word, drafter_export, refusal, required, support
 from trainer.export.write import export
 
 VERSIONS = {"vllm": ["0.32"], "sglang": ["0.5.23"], "trtllm": ["1.2.1", "1.3"]}
@@ -24,7 +24,7 @@ def served() -> list[tuple[str, str, str]]:
             for name in KINDS:
                 checkpoint = case(name)
                 try:
-                    required(checkpoint, engine_named(engine), version)
+                    required(checkpoint, ENGINES[engine], version)
                 except ConfigError:
                     continue
                 found.append((engine, version, name))
@@ -178,7 +178,7 @@ def test_a_version_nobody_ran_is_not_called_ran() -> None:
 
 
 def test_a_drafter_without_lacks_is_not_refused() -> None:
-    checkpoint, engine = make("eagle1"), engine_named("vllm")
+    checkpoint, engine = make("eagle1"), ENGINES["vllm"]
     assert refusal(checkpoint, engine, required(checkpoint, engine, "0.32")) is None
 
 

@@ -15,12 +15,11 @@ from tests.trainer.export_cases import KINDS, LAYERS, D, F, V, case, make, make_
 from trainer.config import DrafterConfig
 from trainer.evaluate.acceptance import DraftShape
 from trainer.evaluate.simulate import evaluate
-from trainer.export.import_drafter import import_drafter
-from trainer.export.published import read_published
-from trainer.export.support import ENGINES, engine_named, required
+from trainer.export.published import import_drafter, read_published
+from trainer.export.support import ENGINES, required
 from trainer.export.write import export
 from trainer.formats.base import Checkpoint
-from trainer.train.loaded import load_drafter
+from trainer.train.run_folder import load_drafter
 
 NEWEST = {"vllm": "0.32", "sglang": "0.5.23", "trtllm": "1.3", "speculators": "0.9"}
 
@@ -31,7 +30,7 @@ def served() -> list[tuple[str, str]]:
     for engine in ENGINES:
         for name in KINDS:
             try:
-                required(case(name), engine_named(engine), NEWEST[engine])
+                required(case(name), ENGINES[engine], NEWEST[engine])
             except ConfigError:
                 continue
             found.append((engine, name))
@@ -69,8 +68,9 @@ def test_ambiguous_layer_ids_of_our_own_export_are_not_asked_for(engine: str, tm
     export(before, engine, tmp_path / "out")
     assert read_published(tmp_path / "out", before.head, LAYERS).config.aux_layers == (2, 4, 6)
     (tmp_path / "out" / "hiddenstore.json").unlink()
-    with pytest.raises(ConfigError, match="ambiguous"):
+    with pytest.raises(ConfigError, match="ambiguous") as caught:
         read_published(tmp_path / "out", before.head, LAYERS)
+    assert caught.value.kind == "drafter-unfit"
 
 
 def test_layers_out_of_order_are_written_ascending_as_states_are_stored(tmp_path: Path) -> None:

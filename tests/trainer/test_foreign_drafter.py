@@ -65,8 +65,9 @@ def test_engines_it_does_not_name_have_no_loader_of_it_and_the_table_has_its_col
         "--engine vllm",
     )
     assert {row.drafter for row in matrix()} == set(words())
-    with pytest.raises(ConfigError, match="does not serve a Next drafter"):
+    with pytest.raises(ConfigError, match="does not serve a Next drafter") as refused:
         planned("sglang", method="next", drafter="maker/next")
+    assert refused.value.kind == "serve-unsupported"
 
 
 @pytest.mark.parametrize("drafter", ["eagle1", "eagle3", "dflash", "medusa"])

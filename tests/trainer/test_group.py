@@ -149,7 +149,7 @@ def test_a_rank_that_fails_stops_the_other_and_says_why(tmp_path: Path) -> None:
     store = tiny_store(tmp_path).path
     codes, _out, err = ended(start_two(store, "-o", str(tmp_path / "two"), "-q", *WORDS, code=FAILING))
     assert codes == [1, 3], err
-    assert "another rank failed" in err[0]
+    assert "another rank failed  [another-rank]" in err[0]
     assert "a chunk is damaged" in err[1]
     assert len(losses(tmp_path / "two")) == 2
 

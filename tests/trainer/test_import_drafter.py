@@ -15,14 +15,14 @@ from hiddenstore.errors import ConfigError, HiddenstoreError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import NUM_LAYERS, VOCAB, make_store
 from schemas.layers import default_aux_layers
-from trainer.cli.import_drafter import import_drafter as command
+from trainer.cli.export import import_drafter as command
 from trainer.evaluate.acceptance import DraftShape
 from trainer.evaluate.simulate import evaluate
-from trainer.export.import_drafter import import_drafter
+from trainer.export.published import import_drafter
 from trainer.export.write import export
 from trainer.formats.base import Checkpoint
-from trainer.train.loaded import load_drafter
 from trainer.train.loop import train
+from trainer.train.run_folder import load_drafter
 
 D, F, N, G, E, U = 32, 48, 2, 1, 16, 40
 EAGLE3 = tuple(default_aux_layers("eagle3", NUM_LAYERS))
@@ -206,6 +206,7 @@ def test_ambiguous_layer_ids_are_asked_for(tmp_path: Path) -> None:
     store = make_store(tmp_path, samples=6, layers=(1, 2, 3, 5, 6))
     with pytest.raises(ConfigError, match=r"\[1, 2, 5\] in vLLM's convention, \[2, 3, 6\] in that of SGLang") as caught:
         import_drafter(tmp_path / "published", tmp_path / "run", store.path)
+    assert caught.value.kind == "drafter-unfit"
     assert caught.value.hint == "--layer-convention vllm, or --layer-convention output"
     assert import_drafter(tmp_path / "published", tmp_path / "a", store.path, "vllm").aux_layers == (1, 2, 5)
     assert import_drafter(tmp_path / "published", tmp_path / "b", store.path, "output").aux_layers == (2, 3, 6)

@@ -19,6 +19,7 @@ from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.trainer.runs import WORDS, tiny_store
 from trainer.train import step as step_module
+from trainer.train.log import _norm_text
 from trainer.train.loop import train
 
 
@@ -72,8 +73,9 @@ def test_an_existing_run_is_not_overwritten(store: Store, tmp_path: Path) -> Non
     with pytest.raises(ConflictError, match=r"step-1 its newest.*another -o starts a new one") as caught:
         train(store.path, tmp_path / "run", words=WORDS)
     assert caught.value.hint == f"hiddenstore train {store.path} -o {tmp_path / 'run'} --resume"
-    with pytest.raises(ConfigError, match=r"optim\.lr=1"):
+    with pytest.raises(ConfigError, match=r"optim\.lr=1") as refused:
         train(store.path, tmp_path / "run", words=["optim.lr=1"], resume=True)
+    assert refused.value.kind == "resume-settings"
 
 
 def test_a_store_without_the_final_hidden_is_refused_with_the_command(tmp_path: Path) -> None:
@@ -203,6 +205,12 @@ def test_a_resume_refuses_another_store_and_takes_a_copy(store: Store, tmp_path:
         assert store.path in str(caught.value.hint)
     shutil.copytree(store.path, tmp_path / "moved")
     assert train(tmp_path / "moved", tmp_path / "run", words=["train.max_steps=3"], resume=True).steps == 3
+
+
+def test_c17_the_live_line_says_what_the_gradient_norm_is_clipped_to() -> None:
+    assert _norm_text(0.5, 1.0) == "0.50"
+    assert _norm_text(2.345, 1.0) == "2.35 clipped to 1"
+    assert _norm_text(4236.4, 1.0) == "4,236 clipped to 1"
 
 
 def test_tensorboard_gets_event_files_when_asked(store: Store, tmp_path: Path) -> None:

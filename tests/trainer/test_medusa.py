@@ -21,13 +21,13 @@ from trainer.drafters import check_store, drafter_kind
 from trainer.drafters.base import DrafterInUse, Verified
 from trainer.drafters.medusa import MEDUSA, Medusa, MedusaConfig, MedusaLoss, MedusaObjective
 from trainer.evaluate.acceptance import DraftShape, drafting_positions
-from trainer.evaluate.decode import DecodeLimits
 from trainer.evaluate.simulate import evaluate
+from trainer.evaluate.speculate import DecodeLimits
 from trainer.evaluate.target import LiveTarget, bundle_of, identity_of
 from trainer.losses.fused_head import StepLosses
 from trainer.losses.teacher import TargetInterface
-from trainer.train.loaded import load_drafter
 from trainer.train.loop import train
+from trainer.train.run_folder import load_drafter
 from trainer.vocab import DraftVocab
 
 WORDS = [
@@ -239,10 +239,10 @@ def test_checkpoint_names_are_those_engines_load() -> None:
 def test_another_width_and_a_draft_vocabulary_under_the_original_head_are_refused() -> None:
     setting = make_setting([4], known=7)
     config = setting.model.config
-    with pytest.raises(ConfigError, match="hidden_size"):
-        MEDUSA.build(config.model_copy(update={"hidden_size": 8}), setting.target, 0)
-    with pytest.raises(ConfigError, match="draft vocabulary 7"):
-        MEDUSA.build(config.model_copy(update={"original_head": True}), setting.target, 0)
+    for update, said in (({"hidden_size": 8}, "hidden_size"), ({"original_head": True}, "draft vocabulary 7")):
+        with pytest.raises(ConfigError, match=said) as caught:
+            MEDUSA.build(config.model_copy(update=update), setting.target, 0)
+        assert caught.value.kind == "drafter-shape"
 
 
 def in_use(setting: Setting) -> DrafterInUse:
@@ -295,6 +295,12 @@ def test_it_decodes_the_greedy_text_and_eval_on_that_text_counts_the_same(target
     assert_live_equals_eval(
         target, DrafterInUse(MEDUSA, model, interface), prompts, [DraftShape(draft_len)], DecodeLimits(3, 24)
     )
+
+
+def test_it_drafts_no_trees() -> None:
+    with pytest.raises(ConfigError, match="medusa drafts no trees") as caught:
+        in_use(make_setting([4])).tree(4)
+    assert (caught.value.kind, caught.value.hint) == ("no-tree", "--draft-len 3")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.evaluate.acceptance import AcceptanceTally, drafting_positions, hits_of_next_token, walk
-from trainer.evaluate.ngram import NgramTables, ngram_floor
+from trainer.evaluate.simulate import NgramTables, ngram_floor
 
 ORDERS = range(1, 5)
 

@@ -16,7 +16,8 @@ from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.trainer.runs import WORDS
 from trainer.parallel.group import ProcessGroup
-from trainer.slots.shift import teacher_rows
+from trainer.slots import teacher_rows
+from trainer.train.lock import RunLock
 from trainer.train.paired import acceptance, measure_paired, paired_difference
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import build_state, token_batches
@@ -47,7 +48,8 @@ def test_equal_states_differ_by_nothing_and_rounded_ones_by_little(raw: Store) -
 
 
 def test_acceptance_is_the_overlap_of_drafter_and_target_at_the_first_drafted_token(raw: Store, tmp_path: Path) -> None:
-    session = build_state(TrainOptions(raw.path, tmp_path / "run", "eagle3", None, SHORT), ProcessGroup(Rank()))
+    options = TrainOptions(raw.path, tmp_path / "run", "eagle3", None, SHORT)
+    session = build_state(options, ProcessGroup(Rank()), RunLock(tmp_path / "run"))
     overlaps = []
     session.model.eval()
     with torch.no_grad():

@@ -6,7 +6,7 @@ import pytest
 from tiny_target import make_tokenizer
 
 from hiddenstore.errors import ConfigError, FormatError, NotFoundError
-from hiddenstore.inputs.prepared import PreparedInput
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.testing.builders import capture_spec, make_data, make_store
 from trainer.evaluate.prompts import read_prompts
 

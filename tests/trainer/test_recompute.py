@@ -9,8 +9,8 @@ from torch import Tensor
 from tests.trainer.conftest import Setting, make_setting
 from tests.trainer.runs import WORDS, tiny_store
 from trainer.drafters.blocks import compile_blocks
+from trainer.drafters.eagle3 import TttLoss, TttObjective
 from trainer.losses.teacher import Teacher
-from trainer.losses.ttt import TttLoss, TttObjective
 from trainer.train.loop import train
 
 

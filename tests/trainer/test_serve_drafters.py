@@ -18,39 +18,84 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "words", "said", "fix"),
+    ("engine", "words", "kind", "said", "fix"),
     [
         (
             "sglang",
             {"drafter": "eagle3 for vllm"},
+            "serve-engine",
             "exported for vllm",
             "hiddenstore export RUN --engine sglang -o DIR",
         ),
-        ("trtllm", {"drafter": "dflash for sglang"}, "exported for sglang", "--engine trtllm"),
-        ("vllm", {"drafter": "medusa for vllm", "version": "0.33.0"}, "removed Medusa", "--engine-version 0.32"),
+        ("trtllm", {"drafter": "dflash for sglang"}, "serve-engine", "exported for sglang", "--engine trtllm"),
+        (
+            "vllm",
+            {"drafter": "medusa for vllm", "version": "0.33.0"},
+            "serve-unsupported",
+            "removed Medusa",
+            "--engine-version 0.32",
+        ),
         (
             "trtllm",
             {"drafter": "dflash for trtllm", "version": "1.2.1"},
+            "serve-unsupported",
             "DFlash came with 1.3",
             "--engine-version 1.3",
         ),
-        ("sglang", {"drafter": "eagle3 for sglang", "version": "0.5.0"}, "another layout", "--engine-version 0.5.0"),
-        ("vllm", {"drafter": "dflash for vllm", "draft_len": 4}, "drafts at most 3", "--draft-len 3"),
-        ("vllm", {"drafter": "eagle3 for vllm", "method": "medusa"}, "is eagle3, not medusa", "leave --method out"),
-        ("vllm", {"method": "user-provided", "drafter": "a:B"}, "does not draft with user-provided", "--method draft"),
-        ("vllm", {"method": "draft-target"}, "needs a small model", "hiddenstore serve DIR --method draft-target"),
-        ("vllm", {"method": "ngram", "drafter": "eagle3 for vllm"}, "takes no drafter", "leave the folder out"),
-        ("vllm", {"method": "ngrams"}, "no method 'ngrams'", "--method ngram"),
-        ("vllm", {}, "nothing says what drafts", "--method ngram"),
-        ("trtllm", {"method": "ngram", "version": "new"}, "'new' is no version", "--engine-version 1.3.0rc12"),
+        (
+            "sglang",
+            {"drafter": "eagle3 for sglang", "version": "0.5.0"},
+            "serve-engine",
+            "another layout",
+            "--engine-version 0.5.0",
+        ),
+        ("vllm", {"drafter": "dflash for vllm", "draft_len": 4}, "serve-setting", "drafts at most 3", "--draft-len 3"),
+        (
+            "vllm",
+            {"drafter": "eagle3 for vllm", "method": "medusa"},
+            "serve-setting",
+            "is eagle3, not medusa",
+            "leave --method out",
+        ),
+        (
+            "vllm",
+            {"method": "user-provided", "drafter": "a:B"},
+            "serve-unsupported",
+            "does not draft with user-provided",
+            "--method draft",
+        ),
+        (
+            "vllm",
+            {"method": "draft-target"},
+            "serve-setting",
+            "needs a small model",
+            "hiddenstore serve DIR --method draft-target",
+        ),
+        (
+            "vllm",
+            {"method": "ngram", "drafter": "eagle3 for vllm"},
+            "serve-setting",
+            "takes no drafter",
+            "leave the folder out",
+        ),
+        ("vllm", {"method": "ngrams"}, "serve-unsupported", "no method 'ngrams'", "--method ngram"),
+        ("vllm", {}, "serve-unsupported", "nothing says what drafts", "--method ngram"),
+        (
+            "trtllm",
+            {"method": "ngram", "version": "new"},
+            "engine-version",
+            "'new' is no version",
+            "--engine-version 1.3.0rc12",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_way_out(
-    exports: dict[str, str], engine: str, words: dict[str, Any], said: str, fix: str
+    exports: dict[str, str], engine: str, words: dict[str, Any], kind: str, said: str, fix: str
 ) -> None:
     words = {key: exports.get(value, value) if key == "drafter" else value for key, value in words.items()}
     with pytest.raises(HiddenstoreError) as raised:
         planned(engine, **words)
+    assert raised.value.kind == kind
     assert said in raised.value.message
     assert fix in str(raised.value.hint)
 

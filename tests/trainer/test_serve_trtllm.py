@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from tests.trainer.serve_cases import planned, the_file, write_exports
-from trainer.serve.trtllm import SPELLINGS
-from trainer.serve.trtllm_rules import file_problems
+from trainer.serve.trtllm import SPELLINGS, file_problems
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import yaml
 
 from hiddenstore.errors import ConfigError, NotFoundError
 from tests.trainer.serve_cases import planned, published
-from trainer.serve.trtllm_rules import SINCE, check_file, file_problems
+from trainer.serve.trtllm import SINCE, check_file, file_problems
 
 PUBLISHED = yaml.safe_load((Path(__file__).parent / "trtllm_published.yaml").read_text())
 BY_SOURCE = [pytest.param(example, id=example["source"]) for example in PUBLISHED]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.slots.shift import document_starts, map_slots, open_steps, teacher_rows
+from trainer.slots import document_starts, map_slots, open_steps, teacher_rows
 
 
 def document_of(lengths: list[int]) -> torch.Tensor:

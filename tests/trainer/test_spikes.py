@@ -23,8 +23,8 @@ from trainer.evaluate.simulate import evaluate
 from trainer.train import checkpoint
 from trainer.train import loop as loop_module
 from trainer.train.guard import ENOUGH, MOST_IN_A_ROW, WINDOW, BestCheckpoints, BestState, SpikeGuard
-from trainer.train.loaded import load_drafter
 from trainer.train.loop import train
+from trainer.train.run_folder import load_drafter
 
 GUARDED = [
     *WORDS,
@@ -207,8 +207,9 @@ def test_patience_without_validations_is_refused(store: Store, tmp_path: Path) -
         train(store.path, tmp_path / "run", words=[*WORDS, "train.patience=1", "train.validate_every=0"])
     (tmp_path / "four").mkdir()
     trained_only = make_store(tmp_path / "four", samples=4, layers=(1, 3, 4))
-    with pytest.raises(ConfigError, match="holds no validation samples"):
+    with pytest.raises(ConfigError, match="holds no validation samples") as caught:
         train(trained_only.path, tmp_path / "run", words=[*WORDS, "train.patience=1"])
+    assert caught.value.kind == "validation-missing"
 
 
 def test_another_measure_starts_the_ranking_anew_and_no_value_is_no_judgement() -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from trainer.attention import ttt as module
 from trainer.attention.ttt import dense_attend, dense_attend_backward, ttt_attention
-from trainer.slots.shift import SlotRange, map_slots
+from trainer.slots import SlotRange, map_slots
 
 N, G, E = 4, 2, 8
 

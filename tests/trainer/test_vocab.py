@@ -57,8 +57,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ids", [[1, 1], [-1, 2], [3, 9]])
 def test_ids_outside_the_target_or_twice_are_refused(ids: list[int]) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError) as caught:
         DraftVocab.of_ids(torch.tensor(ids), 9)
+    assert caught.value.kind == "vocab-invalid"
     with pytest.raises(ConfigError, match="asked for"):
         DraftVocab.of_counts(np.zeros(4), 5)
 

@@ -12,8 +12,8 @@ from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.trainer.runs import WORDS, tiny_store
 from trainer.train import checkpoint
-from trainer.train.loaded import load_drafter
 from trainer.train.loop import train
+from trainer.train.run_folder import load_drafter
 
 SHAPE = [word for word in WORDS if word.startswith(("drafter.", "data.", "loss."))]
 REST = ["data.batch_tokens=160", "data.pack_tokens=80", "loss.steps=3", "train.validate_every=0"]
@@ -65,8 +65,9 @@ def test_untrained_means_the_start(store: Store, first: Path, tmp_path: Path) ->
     assert facts.init_from is not None
     changed = facts.model_copy(update={"init_from": facts.init_from.model_copy(update={"sha256": "0" * 64})})
     (tmp_path / "run/run.json").write_bytes(seal(changed))
-    with pytest.raises(ConflictError, match=r"is not what .* was started from any more"):
+    with pytest.raises(ConflictError, match=r"is not what .* was started from any more") as caught:
         load_drafter(tmp_path / "run", untrained=True)
+    assert caught.value.kind == "init-changed"
     (tmp_path / "run/run.json").write_text(text)
 
 
@@ -74,13 +75,13 @@ def test_a_resume_before_the_first_checkpoint_starts_from_it_again(store: Store,
     words = [*REST, f"train.init_from={first}", "train.max_steps=2"]
     train(store.path, tmp_path / "straight", words=words)
     train(store.path, tmp_path / "killed", words=words)
-    for path in checkpoint.checkpoints(tmp_path / "killed"):
-        shutil.rmtree(path)
+    shutil.rmtree(tmp_path / "killed" / checkpoint.FOLDER)
     train(store.path, tmp_path / "killed", resume=True)
     straight, killed = (load_drafter(tmp_path / name).model.state_dict() for name in ("straight", "killed"))
     assert all(torch.equal(tensor, killed[name]) for name, tensor in straight.items())
-    with pytest.raises(ConfigError, match=r"train\.init_from=elsewhere"):
+    with pytest.raises(ConfigError, match=r"train\.init_from=elsewhere") as caught:
         train(store.path, tmp_path / "killed", words=["train.init_from=elsewhere"], resume=True)
+    assert caught.value.kind == "resume-settings"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,8 @@ def test_another_shape_is_refused_naming_both(
 
 def test_another_target_and_no_run_at_all_are_refused(store: Store, first: Path, tmp_path: Path) -> None:
     wide = make_store(tmp_path, samples=6, layers=(1, 3, 4), width=48)
-    with pytest.raises(ConfigError, match=r"target\.hidden_size"):
+    with pytest.raises(ConfigError, match=r"target\.hidden_size") as caught:
         train(wide.path, tmp_path / "run", words=[*REST, f"train.init_from={first}", "train.max_steps=1"])
+    assert caught.value.kind == "init-differs"
     with pytest.raises(NotFoundError, match="no run with a checkpoint"):
         train(store.path, tmp_path / "run", words=[f"train.init_from={tmp_path}"])

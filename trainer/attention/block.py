@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.slots.anchors import Blocks
+from trainer.slots import Blocks
 
 GROUP_ROWS = 64
 """Query rows of a group on CPU: more of them waste keys on neighbours, fewer waste calls."""
@@ -30,9 +30,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 @dataclass(frozen=True, eq=False)
 class Sight:
     """What is attended from where: queries of slots first…last of every block, B slots wide; see ``window`` above.
-
-    Layers with one sight share the work of finding its groups and masks.
-    """
+    Layers with one sight share the work of finding its groups and masks."""
 
     blocks: Blocks
     block_size: int
@@ -66,11 +64,8 @@ class _Group:
 
 
 def block_attention(q: Tensor, context: tuple[Tensor, Tensor], block_kv: tuple[Tensor, Tensor], sight: Sight) -> Tensor:
-    """Attended values [N*S, Q, E]; scores are divided by sqrt(E).
-
-    q [N*S, Q, E]; ``context`` keys and values [C, G, E]; ``block_kv`` those of every slot
-    [N*B, G, E].
-    """
+    """Attended values [N*S, Q, E]; scores are divided by sqrt(E). q [N*S, Q, E]; ``context`` keys and values [C, G, E];
+    ``block_kv`` those of every slot [N*B, G, E]."""
     # Under autocast the head norms leave queries and keys in fp32 beside values in half precision.
     q, *rest = (x.to(block_kv[1].dtype) for x in (q, *context, *block_kv))
     context, block_kv = (rest[0], rest[1]), (rest[2], rest[3])
@@ -134,10 +129,8 @@ def _block_rows(group: _Group, sight: Sight) -> slice:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """The CPU kernel group by group; its backward is exact given the output and the log-sum-exp of the softmax.
-
-    Queries are laid out [G, N, Q/G, S, E], so that those of a group are one slice and share their keys.
-    """
+    """The CPU kernel group by group; its backward is exact given the output and the log-sum-exp of the softmax. Queries
+    are laid out [G, N, Q/G, S, E], so that those of a group are one slice and share their keys."""
 
     @staticmethod
     def forward(

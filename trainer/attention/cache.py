@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 class KVCache:
     """Keys and values of one growing sequence, for decoding: [1, G, length, E] a layer, storage grown by doubling.
-
-    ``visible`` bool [n, length + n]: what the next n rows may read, themselves included; None where they are a chain.
-    """
+    ``visible`` bool [n, length + n]: what the next n rows may read, themselves included; None where they are a
+    chain."""
 
     def __init__(self) -> None:
         self.visible: Tensor | None = None

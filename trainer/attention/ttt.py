@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.slots.shift import SlotRange
+from trainer.slots import SlotRange
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST_HEAD = 256
@@ -111,12 +111,9 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def ttt_attention(
     q: Tensor, k0: Tensor, v0: Tensor, later: Sequence[tuple[Tensor, Tensor]], ranges: Sequence[SlotRange]
 ) -> Tensor:
-    """Attended values [A, N, E].
-
-    q [A, N, E]: this step's queries at the active slots. k0, v0 [T, G, E]: step 0, every token. ``later``: key and
-    value [A, G, E] of steps 1…i at the active slots. ``ranges`` tell where the active slots lie in the pack.
-    Scores are divided by sqrt(E).
-    """
+    """Attended values [A, N, E]. q [A, N, E]: this step's queries at the active slots. k0, v0 [T, G, E]: step 0, every
+    token. ``later``: key and value [A, G, E] of steps 1…i at the active slots. ``ranges`` tell where the active slots
+    lie in the pack. Scores are divided by sqrt(E)."""
     flat = [tensor for pair in later for tensor in pair]
     out: Tensor = _TttAttention.apply(tuple(ranges), q, k0, v0, *flat)
     return out
@@ -196,9 +193,7 @@ def _later_scores(q: Tensor, keys: Sequence[Tensor]) -> Tensor:
 
 def _spans(slot_range: SlotRange, leaf: int) -> list[tuple[slice, slice, bool]]:
     """What a range attends to, as rectangles of rows and keys of the pack, and triangles (True) before the rectangles.
-
-    The square of a range is halved down to ``leaf`` rows, because an attention call computes what its mask hides.
-    """
+    The square of a range is halved down to ``leaf`` rows, because an attention call computes what its mask hides."""
 
     def halve(begin: int, end: int) -> list[tuple[slice, slice, bool]]:
         if end - begin <= leaf:
@@ -236,7 +231,7 @@ def _attend_range(slot_range: SlotRange, q: Tensor, k: Tensor, v: Tensor, out: T
 def _attend_range_backward(
     slot_range: SlotRange, saved: tuple[Tensor, ...], grads: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """``saved``: q, k, v, out, lse, do, heads first as in ``_attend_run``; ``grads``: dq likewise, dk, dv [G, T, E]."""
+    """``saved``: q, k, v, out, lse, do, as in ``_attend_range``; ``grads``: dq likewise, dk, dv [G, T, E]."""
     q, k, v, out, lse, do = saved
     dq, dk, dv = grads
     shift = slot_range.at - slot_range.begin

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hiddenstore.cli.stores import RUN
 from hiddenstore.console.output import common_options, examples, output
-from trainer.cli.acceptance import acceptance_rows, draft_len_option, floor_members, shape_text
+from trainer.cli.evaluate import acceptance_rows, draft_len_option, floor_members, judge_floor, shape_text
 
 if TYPE_CHECKING:
+    from hiddenstore.store import Store
     from trainer.drafters.base import DrafterInUse
     from trainer.evaluate.acceptance import DraftShape
-    from trainer.evaluate.decode import DecodeResult, ShapeResult
-    from trainer.evaluate.ngram import NgramFloor
     from trainer.evaluate.prompts import Prompt
-    from trainer.evaluate.simulate import Evaluation
+    from trainer.evaluate.simulate import Evaluation, NgramFloor
+    from trainer.evaluate.speculate import DecodeResult, ShapeResult
     from trainer.evaluate.target import LiveTarget
     from trainer.train.run_folder import RunInfo
 
@@ -31,7 +32,7 @@ TIE_GAP_HALF = 0.5
         "hiddenstore decode run --target ./target --prompts questions.jsonl -n 80 --draft-len 3,7,5x4 --json",
     ),
 )
-@click.argument("run")
+@click.argument("run", type=RUN)
 @click.option("--target", required=True, help="Folder or hub id of the target the drafter was trained for.")
 @click.option("--prompts", required=True, help="JSONL of messages, prepared DATA, or a store (its validation split).")
 @draft_len_option
@@ -64,20 +65,18 @@ def decode(
     decoded one token at a time, for comparison.
     """
     from hiddenstore.console.progress import Progress
-    from trainer.evaluate.decode import DecodeLimits
-    from trainer.evaluate.decode import decode as decode_prompts
-    from trainer.evaluate.prompts import left_out, read_prompts
-    from trainer.evaluate.speculate import RejectionSampling
+    from trainer.evaluate.prompts import read_prompts
+    from trainer.evaluate.speculate import DecodeLimits, RejectionSampling
+    from trainer.evaluate.speculate import decode as decode_prompts
     from trainer.evaluate.target import bundle_of, load_live_target
     from trainer.parallel.group import pick_device
-    from trainer.train.loaded import load_drafter
-    from trainer.train.run_folder import describe
+    from trainer.train.run_folder import describe, load_drafter
 
     info, device = describe(run), pick_device(device)
     live = load_live_target(target, info.spec.drafter.aux_layers, info.spec.target, device, dtype)
-    head = bundle_of(live.model, info.spec.head)
+    store = _training_store(info, live)
+    head, unusable = bundle_of(live.model, info.spec.head), list[str]()
     drafter = load_drafter(run, device, head=head)
-    unusable: list[str] = []
     source, copy = tee(read_prompts(prompts, live.tokenizer, live.identity, "validation", unusable))
     with Progress("decode", total=count, unit="prompts") as progress:
         result = decode_prompts(
@@ -90,8 +89,7 @@ def decode(
             on_prompt=lambda done: progress.update(len(done.prompts), looping=done.looping),
         )
     rivals = [load_drafter(run, device, head=head, untrained=True)] if untrained else []
-    drafters: list[DrafterInUse] = [drafter, *rivals]
-    simulated, floor = _simulate_same_text(result, live, drafters, info)
+    simulated, floor = _simulate_same_text(result, live, [drafter, *rivals], store)
     document = {
         "run": run,
         "step": drafter.step,
@@ -105,29 +103,48 @@ def decode(
     if answers:
         _write_answers(Path(answers), result, list(islice(copy, result.tried)), live.tokenizer)
     output().data(document, human=lambda: _show(document))
-    few = f"{prompts} had only {len(result.prompts)} prompts to decode, {count} were asked for"
-    for warning in [left_out(unusable)] * bool(unusable) + [few] * (len(result.prompts) < count):
-        output().warn(warning)
+    if not temperature:
+        judge_floor(document, info)
+    _warn_of_prompts(prompts, unusable, len(result.prompts), count)
     _judge(document, live.identity.dtype)
     output().hint("hiddenstore", "export", run, "--engine", "vllm", "-o", "drafter")
 
 
+def _training_store(info: "RunInfo", live: "LiveTarget") -> "Store | None":
+    """The store of the run, once the target was found to give its states; None where it is gone."""
+    from trainer.evaluate.target import require_stored_states
+    from trainer.train.run_folder import training_store
+
+    store = training_store(info)
+    if store is None:
+        output().warn(
+            f"{info.spec.store} is gone, so there is no n-gram floor, and the target's states were not compared"
+        )
+    elif not require_stored_states(live, store):
+        output().note(f"{store.path} has no layer profile: of the target, config, tokenizer and head were compared")
+    return store
+
+
+def _warn_of_prompts(source: str, unusable: list[str], decoded: int, count: int) -> None:
+    from trainer.evaluate.prompts import left_out
+
+    if unusable:
+        output().warn(left_out(unusable))
+    if decoded < count:
+        output().warn(f"{source} had only {decoded} prompts to decode, {count} were asked for")
+
+
 def _simulate_same_text(
-    result: "DecodeResult", live: "LiveTarget", drafters: "list[DrafterInUse]", info: "RunInfo"
+    result: "DecodeResult", live: "LiveTarget", drafters: "list[DrafterInUse]", store: "Store | None"
 ) -> "tuple[list[Evaluation], NgramFloor | None]":
     """Simulated acceptance of each drafter and the n-gram floor, over the answers of the longest draft."""
-    from trainer.evaluate.decode import recorded_packs
     from trainer.evaluate.simulate import evaluate_packs, floor
-    from trainer.train.run_folder import training_store
+    from trainer.evaluate.speculate import recorded_packs
 
     shapes = [decoded.tally.shape for decoded in result.by_shape]
     packs = recorded_packs(live, result.prompts, result.by_shape[-1])
     simulated = evaluate_packs(drafters, packs, shapes, device=str(live.device))
-    store = training_store(info)
-    if store is None:
-        output().warn(f"{info.spec.store} is gone, so there is no n-gram floor")
-        return simulated, None
-    return simulated, floor(store, simulated[0].texts, shapes[-1].length)
+    return simulated, floor(store, simulated[0].texts, shapes[-1].length) if store is not None else None
 
 
 def _document(result: "DecodeResult", simulated: "list[Evaluation]", temperature: float) -> dict[str, Any]:
@@ -153,12 +170,8 @@ def _document(result: "DecodeResult", simulated: "list[Evaluation]", temperature
 def _row(decoded: "ShapeResult", simulated: float | None, temperature: float) -> dict[str, Any]:
     tally = decoded.tally
     return {
-        "draft_len": tally.draft_len,
-        "tree_width": tally.width,
-        "accepted_length": tally.accepted_length,
+        **tally.row(),
         "engine_accepted_length": tally.engine_accepted_length,
-        "per_position": tally.per_position,
-        "drafts": tally.drafts,
         "tokens": tally.tokens,
         "answer_tokens": decoded.tokens,
         "simulated_accepted_length": simulated,

@@ -1,21 +1,117 @@
 """``hiddenstore eval``: simulated acceptance over recorded text, or what a running server gets accepted."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
+from hiddenstore.cli.stores import RUN, STORE
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import ConfigError, Kind
-from trainer.cli.acceptance import acceptance_rows, draft_len_option, floor_members, shape_text
 
 if TYPE_CHECKING:
     from schemas.manifest import Split
     from trainer.evaluate.acceptance import DraftShape
     from trainer.evaluate.prompts import Question
-    from trainer.evaluate.server import Render, Server
-    from trainer.evaluate.server_report import TaskResult
-    from trainer.evaluate.simulate import Evaluation
+    from trainer.evaluate.server import Render, Server, TaskResult
+    from trainer.evaluate.simulate import Evaluation, NgramFloor
+    from trainer.train.run_folder import RunInfo
+
+
+LONGEST, WIDEST = 256, 64
+"""Far beyond what any engine drafts; a tree costs the square of its nodes."""
+
+
+class DraftShapes(click.ParamType):
+    """``3``, ``1,2,4,8`` or ``5,5x4``: draft lengths, given back in ascending order; ``5x4`` is a tree of 5 levels, 4
+    nodes of each growing."""
+
+    name = "n[xw][,…]"
+
+    def convert(
+        self, value: "str | tuple[DraftShape, ...]", param: click.Parameter | None, ctx: click.Context | None
+    ) -> "tuple[DraftShape, ...]":
+        """The shapes."""
+        from trainer.evaluate.acceptance import DraftShape
+
+        if isinstance(value, tuple):
+            return value
+        matches = [re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", item.strip()) for item in value.split(",")]
+        shapes = [DraftShape(int(match[1]), int(match[2] or 1)) for match in matches if match]
+        if len(shapes) < len(matches):
+            self.fail(f"{value!r} should be draft lengths such as 3, 1,2,4,8 or, for a tree, 5x4", param, ctx)
+        if len(set(shapes)) < len(shapes):
+            self.fail(f"{value!r} names a draft length twice", param, ctx)
+        if any(shape.length > LONGEST or shape.width > WIDEST for shape in shapes):
+            self.fail(f"{value!r}: a draft has at most {LONGEST} levels, each at most {WIDEST} wide", param, ctx)
+        return tuple(sorted(shapes))
+
+
+draft_len_option = click.option(
+    "--draft-len",
+    "shapes",
+    type=DraftShapes(),
+    default="3",
+    show_default=True,
+    help="Tokens drafted at a time; several make a table, 5x4 drafts a tree.",
+)
+
+
+def floor_members(floor: "NgramFloor | None") -> dict[str, Any]:
+    """The n-gram floor as members of a document."""
+    return {
+        "ngram_accepted_length": floor.accepted_length if floor else None,
+        "ngram_order": floor.order if floor else None,
+        "ngram_training_tokens": floor.training_tokens if floor else 0,
+    }
+
+
+def judge_floor(document: dict[str, Any], info: "RunInfo") -> None:
+    """Warn where a table of what usually comes next is accepted as much as the drafter."""
+    length, floor = document["accepted_length"], document["ngram_accepted_length"]
+    if floor is not None and length <= floor:
+        steps = max(2 * document["step"], 100)
+        output().warn(
+            f"the drafter's {length:.3f} does not beat the n-gram floor of {floor:.3f}: so far a lookup table does as "
+            "well as what it read in the hidden states; more steps usually help: hiddenstore train "
+            f"{info.spec.store} -o {info.run} --resume train.max_steps={steps}"
+        )
+
+
+def acceptance_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+    """Accepted length, by position, beside the n-gram floor."""
+    length = document["ngram_accepted_length"]
+    floor = "unknown: no training text"
+    if length is not None:
+        floor = (
+            f"{length:.3f}  order {document['ngram_order']} of 1–4, from "
+            f"{document['ngram_training_tokens']:,} training tokens"
+        )
+    return [
+        (
+            "accepted length",
+            f"{document['accepted_length']:.3f}  drafts of {shape_text(document)}, bonus token counted",
+        ),
+        ("by position", positions_text(document["per_position"])),
+        ("n-gram floor", floor),
+    ]
+
+
+def shape_text(row: dict[str, Any]) -> str:
+    """``3``, or ``5x4`` for a tree."""
+    width = row["tree_width"]
+    return f"{row['draft_len']}x{width}" if width > 1 else str(row["draft_len"])
+
+
+def positions_text(shares: Sequence[float]) -> str:
+    """``0.282  0.105  0.004``; a long draft's last positions, which were never accepted, are counted only."""
+    reached = max((position for position, share in enumerate(shares, 1) if share > 0), default=0)
+    shown = max(reached, 8)
+    never = f"  0 at {len(shares) - shown} more" if len(shares) > shown else ""
+    return "  ".join(f"{share:.3f}" for share in shares[:shown]) + never
+
 
 ENGINES = ("vllm", "sglang", "http")
 
@@ -44,8 +140,8 @@ class _ServerOptions(TypedDict):
         "hiddenstore eval --engine vllm --server http://127.0.0.1:8000 --prompts mt_bench.jsonl --markdown table.md",
     ),
 )
-@click.argument("run", required=False)
-@click.argument("store", required=False)
+@click.argument("run", type=RUN, required=False)
+@click.argument("store", type=STORE, required=False)
 @click.option(
     "--split",
     type=click.Choice(["train", "validation"]),
@@ -105,16 +201,20 @@ def _simulate(
     from hiddenstore.console.progress import Progress
     from hiddenstore.store import Store
     from hiddenstore.targets.identity import target_argument
+    from trainer.drafters import refuse_target
     from trainer.evaluate import simulate
+    from trainer.evaluate.target import target_differences
     from trainer.parallel.group import pick_device
     from trainer.train.checkpoint import best as best_checkpoint
-    from trainer.train.loaded import load_drafter
-    from trainer.train.run_folder import describe, training_store
+    from trainer.train.run_folder import describe, load_drafter, training_store
 
     if best:
         run = str(best_checkpoint(Path(run)))
     info, text = describe(run), Store.open(store)
-    simulate.require_same_capture(info.spec.target, text, f"hiddenstore eval {run} {info.spec.store}")
+    trained_for, trained_on = info.spec.target, training_store(info)
+    problem = f"{text.path} was captured from {text.capture.target.name}, the drafter was trained on {trained_for.name}"
+    differences = target_differences(trained_for, text, trained_on)
+    refuse_target(differences, problem, f"hiddenstore eval {run} {info.spec.store}")
     device = pick_device(device)
     head, final_norm = text.head(), text.capture.final_norm
     drafters = [
@@ -124,7 +224,6 @@ def _simulate(
     total = sum(entry.tokens for _, entry in text.entries if entry.split == split)
     with Progress("eval", total=total, unit="tokens") as progress:
         results = simulate.evaluate(drafters, text, split, shapes, device=device, on_pack=progress.advance)
-    trained_on = training_store(info)
     if trained_on is None:
         output().warn(f"{info.spec.store} is gone: the n-gram floor is made from the training split of {store}")
     floor = simulate.floor(trained_on or text, results[0].texts, shapes[-1].length)
@@ -139,21 +238,12 @@ def _simulate(
         "untrained_accepted_length": results[1].tally.accepted_length if untrained else None,
     }
     output().data(document, human=lambda: _show_simulated(document))
+    judge_floor(document, info)
     output().hint("hiddenstore", "decode", run, "--target", target_argument(text.capture.target), "--prompts", store)
 
 
 def _simulated(result: "Evaluation") -> dict[str, Any]:
-    sweep = [
-        {
-            "draft_len": tally.draft_len,
-            "tree_width": tally.width,
-            "accepted_length": tally.accepted_length,
-            "slot_accepted_length": tally.slot_accepted_length,
-            "per_position": tally.per_position,
-            "drafts": tally.drafts,
-        }
-        for tally in result.tallies
-    ]
+    sweep = [tally.row() | {"slot_accepted_length": tally.slot_accepted_length} for tally in result.tallies]
     return {**sweep[-1], "samples": len(result.texts), "tokens": result.tally.tokens, "sweep": sweep}
 
 
@@ -182,14 +272,11 @@ def _number(value: float | None) -> str:
 
 
 def _measure_servers(engine: str, options: _ServerOptions) -> None:
-    """Ask every question of every server and print what was measured.
-
-    Raises:
-        ConfigError: no server or prompts named; a server that does not draft, or serves another model.
-        StorageError, CaptureError: what HttpClient raises.
-    """
+    """Ask every question of every server and print what was measured. Raises ConfigError: no server or prompts named; a
+    server that does not draft, or serves another model; StorageError, CaptureError: what HttpClient raises."""
+    from hiddenstore.errors import ConfigError
     from trainer.evaluate.prompts import left_out, read_questions
-    from trainer.evaluate.server_report import require_one_model
+    from trainer.evaluate.server import require_one_model
 
     for name, values in (("--server URL", options["servers"]), ("--prompts FILE", options["prompts"])):
         if not values:
@@ -230,8 +317,7 @@ def _measured(
 ) -> dict[str, Any]:
     """The rows of all servers, and the total of the first as members of its own, as ``eval`` of a store has them."""
     from hiddenstore.console.progress import Progress
-    from trainer.evaluate.server import SamplingOptions
-    from trainer.evaluate.server_report import ALL, measure, row_of
+    from trainer.evaluate.server import ALL, SamplingOptions, measure, row_of
 
     sampling = SamplingOptions(options["max_new_tokens"], options["temperature"])
     turns = sum(1 + len(question.more) for question in questions)
@@ -287,7 +373,7 @@ def _renderer(target: str) -> "Render":
 
 def _write_markdown(path: Path, document: dict[str, Any]) -> None:
     from hiddenstore.fs.seam import storage_error
-    from trainer.evaluate.server_report import markdown
+    from trainer.evaluate.server import markdown
 
     try:
         path.write_text(markdown(document), encoding="utf-8")
@@ -296,7 +382,7 @@ def _write_markdown(path: Path, document: dict[str, Any]) -> None:
 
 
 def _show_measured(document: dict[str, Any]) -> None:
-    from trainer.evaluate.server_report import table
+    from trainer.evaluate.server import table
 
     urls = list(dict.fromkeys(row["server"] for row in document["rows"]))
     for url in urls:

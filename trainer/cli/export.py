@@ -1,15 +1,19 @@
-"""``hiddenstore export``: a trained drafter as the checkpoint an engine loads."""
+"""Out to others and in: ``hiddenstore export``, ``export-data`` and ``import-drafter``."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hiddenstore.cli.stores import RUN, STORE
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.dumps import LAYOUTS, SHORT_NAMES
+from hiddenstore.errors import ConfigError, Kind
 
 if TYPE_CHECKING:
+    from hiddenstore.dumps.common import ExportedData, MissingFinal
     from trainer.export.write import ExportedDrafter
-    from trainer.train.loaded import LoadedDrafter
+    from trainer.train.run_folder import LoadedDrafter
 
 
 @click.command(
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
         "hiddenstore export --list",
     ),
 )
-@click.argument("run", required=False)
+@click.argument("run", type=RUN, required=False)
 @click.option("--engine", help="Which engine will load it: vllm, sglang, trtllm, or the speculators format.")
 @click.option("--engine-version", "version", metavar="VERSION", help="Of the engine; default: the one --list shows.")
 @click.option("-o", "--out", help="Folder to write.")
@@ -54,12 +58,13 @@ def export(
     missing = [name for name, value in (("RUN", run), ("--engine", engine), ("--out", out)) if value is None]
     if run is None or engine is None or out is None:
         raise click.UsageError(f"{' and '.join(missing)} missing; --list shows which engine takes which drafter")
-    from trainer.export.support import engine_named
+    from trainer.export.support import ENGINES
     from trainer.export.write import checkpoint_of, stretched
     from trainer.export.write import export as write
-    from trainer.train.loaded import load_drafter
+    from trainer.train.run_folder import load_drafter
 
-    engine_named(engine)
+    # An engine that does not exist is said before anything is loaded.
+    engine = ENGINES[engine].name
     loaded = load_drafter(run)
     checkpoint = checkpoint_of(loaded, run, target)
     if yarn is not None:
@@ -110,40 +115,24 @@ def _to_serve(loaded: "LoadedDrafter", engine: str, out: str) -> list[str]:
 
 
 def _list(engine: str | None, version: str | None) -> None:
-    from trainer.export.support import engine_named, matrix
+    from trainer.export.support import ENGINES, matrix
 
     if engine is not None:
-        asked = [(engine, version or engine_named(engine).version)]
+        asked = [(engine, version or ENGINES[engine].version)]
     elif version is not None:
         raise click.UsageError("--engine-version is of an --engine")
     else:
         asked = []
     rows = matrix(asked)
-    document: dict[str, Any] = {
-        "schema": "hiddenstore.export-list/1",
-        "support": [
-            {
-                "engine": row.engine,
-                "version": row.version,
-                "drafter": row.drafter,
-                "ok": row.ok,
-                "proof": row.proof,
-                "reason": row.reason,
-                "nearest": row.nearest,
-                "source": row.source,
-            }
-            for row in rows
-        ],
-    }
-    words = {"ran": "ran", "names": "names", None: "no"}
+    document: dict[str, Any] = {"schema": "hiddenstore.export-list/1", "support": [vars(row) for row in rows]}
 
     def show() -> None:
         drafters = list(dict.fromkeys(row.drafter for row in rows))
         engines = list(dict.fromkeys((row.engine, row.version) for row in rows))
-        found = {(row.engine, row.drafter): row for row in rows}
+        proofs = {(row.engine, row.drafter): row.proof for row in rows}
         output().table(
             ["engine", *drafters],
-            [(f"{name} {at}", *(words[found[name, drafter].proof] for drafter in drafters)) for name, at in engines],
+            [(f"{name} {at}", *(proofs[name, drafter] or "no" for drafter in drafters)) for name, at in engines],
         )
         output().pairs(
             [
@@ -154,3 +143,137 @@ def _list(engine: str | None, version: str | None) -> None:
         )
 
     output().data(document, human=show)
+
+
+@click.command(
+    "export-data",
+    epilog=examples(
+        "hiddenstore export-data store --to speculators -o data",
+        "hiddenstore export-data store --to specforge-dflash -o data --layers 1,8,15,22,29",
+    ),
+)
+@click.argument("store", type=STORE)
+@click.option(
+    "--to",
+    "name",
+    required=True,
+    type=click.Choice([*LAYOUTS, *SHORT_NAMES]),
+    help="Whose layout; specforge is specforge-eagle3, modelopt is modelopt-hf.",
+)
+@click.option("-o", "--out", required=True, help="Folder to write.")
+@click.option("--layers", help="Layers to write, such as 1,15,28. Default: all the store holds.")
+@click.option(
+    "--missing-final",
+    type=click.Choice(["refuse", "zeros"]),
+    default="refuse",
+    show_default=True,
+    help="What to do where the store holds no final hidden: zeros are right only for a trainer that masks its loss.",
+)
+@common_options
+def export_data(store: str, name: str, out: str, layers: str | None, missing_final: "MissingFinal") -> None:
+    """Write captured states in the layout another project trains on.
+
+    Where that project reads the final hidden after the target's final norm, a store that holds it before is normed on
+    the way out; the other way round is refused.
+    """
+    from hiddenstore.console.progress import Progress
+    from hiddenstore.dumps import get_layout
+    from hiddenstore.dumps.common import export_samples
+    from hiddenstore.dumps.speculators import train_command
+    from hiddenstore.store import Store
+
+    source = Store.open(store)
+    total = sum(entry.tokens for _, entry in source.entries)
+    scope = get_layout(name), _numbers(layers), missing_final
+    with Progress("export-data", total=total, unit="tokens") as progress:
+        exported = export_samples(source, Path(out), *scope, progress.advance)
+    output().data(_document(store, exported), human=lambda: output().pairs(_lines(exported)))
+    if exported.zero_rows:
+        rows = f"{exported.zero_rows:,} of {exported.tokens:,} rows"
+        output().warn(f"{rows} of the final hidden are zeros: the store lacks them")
+    if exported.layout == "speculators":
+        output().hint(*train_command(exported))
+
+
+def _document(store: str, exported: "ExportedData") -> dict[str, object]:
+    return {
+        "store": store,
+        "to": exported.layout,
+        "path": str(exported.path),
+        "samples": exported.samples,
+        "validation_samples": exported.validation_samples,
+        "tokens": exported.tokens,
+        "bytes": exported.bytes,
+        "layers": exported.layers,
+        "layer_ids": exported.layer_ids,
+        "train_data_ratio": exported.train_data_ratio,
+        "final_rows_of_zeros": exported.zero_rows,
+        "final_norm_applied": exported.normed,
+    }
+
+
+def _lines(exported: "ExportedData") -> list[tuple[str, str]]:
+    size = f"{exported.samples:,} samples, {exported.tokens:,} tokens, {exported.bytes / 1e6:,.1f} MB"
+    final = ", final norm applied" if exported.normed else ""
+    return [
+        ("written", f"{exported.path}: {size}"),
+        ("layers", f"{exported.layer_ids} as {exported.layout} counts{final}"),
+        ("validation", f"the last {exported.validation_samples:,} samples"),
+    ]
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"--layers {text!r} is no list of numbers such as 1,15,28", kind=Kind.LAYERS_INVALID
+        ) from error
+
+
+@click.command(
+    "import-drafter",
+    epilog=examples(
+        "hiddenstore import-drafter ./eagle3-llama -o runs/published --store STORE",
+        "hiddenstore import-drafter ./eagle3-qwen -o runs/published --store STORE --layer-convention vllm",
+        "hiddenstore import-drafter ./medusa-vicuna -o runs/medusa --store STORE",
+        "hiddenstore train STORE -o runs/tuned train.init_from=runs/published",
+    ),
+)
+@click.argument("folder", metavar="DIR")
+@click.option("-o", "--out", "run", required=True, metavar="RUN", help="Folder of the run to make.")
+@click.option("--store", required=True, help="A store of the target it drafts for.")
+@click.option(
+    "--layer-convention",
+    type=click.Choice(["vllm", "output", "hf"]),
+    help="Whose its layer ids are: vllm (as hf), or output: SGLang, TensorRT-LLM, ModelOpt, SpecForge.",
+)
+@common_options
+def import_drafter(folder: str, run: str, store: str, layer_convention: str | None) -> None:
+    """A published drafter as a run to evaluate, decode with, export or start training from.
+
+    EAGLE-1, EAGLE-3, DFlash and Medusa, under the names of their authors, of engines and of other trainers.
+
+    DIR holds config.json and safetensors files. Nothing in it is executed.
+    """
+    from hiddenstore.console.text import percent
+    from trainer.export.published import import_drafter as bring_in
+
+    done = bring_in(folder, run, store, layer_convention)  # type: ignore[arg-type]
+    document = {
+        "source": folder,
+        "run": run,
+        **vars(done),
+        "checkpoint": str(done.checkpoint),
+        "aux_layers": list(done.aux_layers),
+    }
+    rows = [
+        ("drafter", f"{done.drafter}, {done.parameters:,} parameters"),
+        ("reads layers", ", ".join(str(layer) for layer in done.aux_layers) or "none: the final hidden only"),
+        ("draft vocabulary", f"{done.vocab_size:,} tokens, {percent(done.vocab_coverage)} of the supervised ones"),
+        ("checkpoint", str(done.checkpoint)),
+    ]
+    output().data(document, human=lambda: output().pairs(rows), quiet=str(done.checkpoint))
+    output().hint("hiddenstore", "eval", run, store)

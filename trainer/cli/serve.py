@@ -58,10 +58,9 @@ def serve(drafter: str | None, **options: Any) -> None:
     if options["checked"]:
         _check(options["checked"], options["engine_version"])
         return
-    from trainer.serve import serving_engine
-    from trainer.serve.launch import become, document_of, require_installed, script, show, write_files
+    from trainer.serve import ENGINES
+    from trainer.serve.launch import become, document_of, plan_of, require_installed, resolve, script, show, write_files
     from trainer.serve.plan import ServeOptions
-    from trainer.serve.resolve import plan_of, resolve
 
     missing = [f"--{name}" for name in ("target", "engine") if not options[name]]
     if missing:
@@ -70,7 +69,7 @@ def serve(drafter: str | None, **options: Any) -> None:
             kind=Kind.SERVE_SETTING,
             hint="hiddenstore serve DIR --target Qwen/Qwen3-8B --engine vllm",
         )
-    engine = serving_engine(options["engine"])
+    engine = ENGINES[options["engine"]]
     request = ServeOptions(
         target=options["target"],
         drafter=drafter,
@@ -105,7 +104,7 @@ def serve(drafter: str | None, **options: Any) -> None:
 
 
 def _check(file: str, version: str | None) -> None:
-    from trainer.serve.trtllm_rules import check_file
+    from trainer.serve.trtllm import check_file
 
     settings = check_file(Path(file), version)
     kind = (settings.get("speculative_config") or {}).get("decoding_type")

@@ -1,11 +1,12 @@
 """The table of drafters: a new one is a file here, which defines a `DrafterKind`, and a line in ``DRAFTERS``."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.registry import Registry
+from hiddenstore.targets import LAYER_RULES
 from hiddenstore.targets.identity import target_argument
-from hiddenstore.targets.layer_rules import LAYER_RULES
 
 if TYPE_CHECKING:
     from schemas.capture import CaptureSpec
@@ -33,12 +34,16 @@ def drafter_kind(name: str) -> "DrafterKind[Any, Any, Any]":
     return kind
 
 
-def check_store(name: str, needs: "Needs", capture: "CaptureSpec", where: str) -> None:
-    """Refuse a store that lacks what the drafter reads.
+def refuse_target(differences: Sequence[str], problem: str, hint: str | None = None) -> None:
+    """Refuse another target than a drafter was trained for. Raises FormatError: ``target-mismatch``: ``problem``, then
+    the differences; nothing where there are none."""
+    if differences:
+        raise FormatError(f"{problem}:\n" + "\n".join(differences), kind=Kind.TARGET_MISMATCH, hint=hint)
 
-    Raises:
-        ConfigError: naming what is missing and the command that captures it.
-    """
+
+def check_store(name: str, needs: "Needs", capture: "CaptureSpec", where: str) -> None:
+    """Refuse a store that lacks what the drafter reads. Raises ConfigError: naming what is missing and the command that
+    captures it."""
     missing = [layer for layer in needs.aux_layers if layer not in capture.aux_layers]
     lacks = [f"aux layers {missing} (held: {list(capture.aux_layers)})"] if missing else []
     final = None

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.targets import LAYER_RULES
 from hiddenstore.targets.head import HeadBundle
-from hiddenstore.targets.layer_rules import LAYER_RULES
 from trainer.config import DrafterConfig, LossConfig
 from trainer.formats.base import DrafterExport
 from trainer.losses.fused_head import StepLosses
@@ -36,12 +36,10 @@ class Needs:
 
 
 class Drafter(nn.Module):
-    """A drafter's weights. ``state_dict`` is what a checkpoint stores; tables of the target are not in it.
-
-    ``rng_key``: seed and number of the step in progress. Whatever a step draws at random is a function of these and the
-    sample ids, hence the same after a resume and under any number of ranks. ``recompute``: layers are made again in the
-    backward (`trainer.parallel.data_parallel`).
-    """
+    """A drafter's weights. ``state_dict`` is what a checkpoint stores; tables of the target are not in it. ``rng_key``:
+    seed and number of the step in progress. Whatever a step draws at random is a function of these and the sample ids,
+    hence the same after a resume and under any number of ranks. ``recompute``: layers are made again in the backward
+    (`trainer.parallel.data_parallel`)."""
 
     config: DrafterConfig
     rng_key: tuple[int, int] = (0, 0)
@@ -64,20 +62,14 @@ def rms_weight(head: HeadBundle) -> Tensor:
     return head.norm_weight.float().cpu() + float(head.spec.norm_flavour == "rms_plus_one")
 
 
-class LossInputs(Protocol):
-    """One pack with its teacher read."""
+@dataclass(frozen=True, eq=False)
+class LossInputs:
+    """One pack with its teacher read. Slots per depth, int64 [K]: ``open`` those the mask admits, before any is
+    dropped, ``counts`` those taught."""
 
-    @property
-    def batch(self) -> PackedBatch:
-        """The pack."""
-
-    @property
-    def counts(self) -> Tensor:
-        """Taught slots per depth: int64 [K]."""
-
-    @property
-    def open(self) -> Tensor:
-        """Slots the mask admits per depth, before any is dropped: int64 [K]."""
+    batch: PackedBatch
+    open: Tensor
+    counts: Tensor
 
 
 W = TypeVar("W", bound=LossInputs)
@@ -126,10 +118,8 @@ class Live(Protocol):
         """Forget the text."""
 
     def propose(self, verified: Verified, draft_len: int, pick: Pick = most_probable) -> list[int]:
-        """Up to ``draft_len`` target ids that would follow ``verified.next_ids[-1]``.
-
-        ``pick`` is called on the logits of every proposal, in order.
-        """
+        """Up to ``draft_len`` target ids that would follow ``verified.next_ids[-1]``. ``pick`` is called on the logits
+        of every proposal, in order."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +151,17 @@ class DraftTree:
         return next((node for node, pair in enumerate(pairs) if pair == (token, parent)), None)
 
 
+def require_width(config: DrafterConfig, target: TargetInterface, why: str) -> None:
+    """Refuse a drafter of another width than its target. Raises ConfigError: ``drafter-shape``."""
+    width = target.head.hidden_size
+    if config.hidden_size != width:
+        raise ConfigError(
+            f"{why}: drafter.hidden_size is {config.hidden_size}, the target's is {width}",
+            kind=Kind.DRAFTER_SHAPE,
+            hint=f"drafter.hidden_size={width}",
+        )
+
+
 class LiveTree(Protocol):
     """A drafter in use on one text that drafts trees; holds its own KV cache."""
 
@@ -190,7 +191,7 @@ S = TypeVar("S", bound=LossConfig)
 
 
 class DrafterKind(ABC, Generic[M, C, S]):
-    """One kind of drafter. ``layers``: its rule in ``hiddenstore.targets.layer_rules``, which is the ``--layers`` word
+    """One kind of drafter. ``layers``: its rule in ``hiddenstore.targets``, which is the ``--layers`` word
     that captures what it reads. ``splits_context``: its objective takes a rank's shard of a pack
     (`trainer.parallel.context`). ``export``: what engines, imports and servers know of it."""
 
@@ -228,10 +229,8 @@ class DrafterKind(ABC, Generic[M, C, S]):
 
     @abstractmethod
     def hits(self, model: M, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
-        """How many proposals drafted after each token of a pack equal the text: int64 [T], by the newest token.
-
-        Zero where no draft may start (`trainer.evaluate.acceptance.drafting_positions`).
-        """
+        """How many proposals drafted after each token of a pack equal the text: int64 [T], by the newest token. Zero
+        where no draft may start (`trainer.evaluate.acceptance.drafting_positions`)."""
 
     def longest_draft(self, config: C) -> int | None:
         """Most tokens of one draft; None for any number."""
@@ -247,7 +246,7 @@ class DrafterKind(ABC, Generic[M, C, S]):
         Raises:
             ConfigError: this kind drafts no trees.
         """
-        raise ConfigError(f"{self.name} drafts no trees: leave --tree out", kind=Kind.NO_TREE)
+        raise ConfigError(f"{self.name} drafts no trees", kind=Kind.NO_TREE, hint="--draft-len 3")
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,11 +266,8 @@ class DrafterInUse:
         return self.kind.needs(self.model.config, None)
 
     def require_length(self, tokens: int) -> None:
-        """Refuse drafts that this drafter cannot make.
-
-        Raises:
-            ConfigError: ``option-invalid``: it proposes fewer than ``tokens`` at a time.
-        """
+        """Refuse drafts that this drafter cannot make. Raises ConfigError: ``draft-len``: it proposes fewer than
+        ``tokens`` at a time."""
         longest = self.kind.longest_draft(self.config)
         if longest is not None and tokens > longest:
             raise ConfigError(

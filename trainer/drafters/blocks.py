@@ -55,11 +55,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class Rotary:
-    """Half-split rotary tables for positions 0…length-1, made once and indexed.
-
-    cos, sin fp32 [length, E/2]; angle = position * theta^(-2j/E) (Llama layout), stretched where the settings say so
-    (`trainer.attention.rope`).
-    """
+    """Half-split rotary tables for positions 0…length-1, made once and indexed. cos, sin fp32 [length, E/2]; angle =
+    position * theta^(-2j/E) (Llama layout), stretched where the settings say so (`trainer.attention.rope`)."""
 
     def __init__(
         self, head_dim: int, theta: float, scaling: RopeScaling | None = None, max_position: int = 4096
@@ -118,10 +115,11 @@ class Attention(nn.Module):
     def __init__(self, config: DrafterConfig, width_in: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.q_proj = Linear(width_in, self.heads * self.head_dim)
+        self.q_width = self.heads * self.head_dim
+        self.q_proj = Linear(width_in, self.q_width)
         self.k_proj = Linear(width_in, self.kv_heads * self.head_dim)
         self.v_proj = Linear(width_in, self.kv_heads * self.head_dim)
-        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size)
+        self.o_proj = Linear(self.q_width, config.hidden_size)
 
     def queries(self, x: Tensor) -> Tensor:
         """[n, N, E] of inputs [n, width_in]."""
@@ -198,10 +196,8 @@ R = TypeVar("R")
 
 
 def recomputed(enabled: bool, layer: Callable[..., R], *args: Any) -> R:
-    """``layer(*args)``; with ``enabled`` only its arguments and results stay until the backward.
-
-    The layer must draw no random numbers, and must run no collective: ranks differ in how often they recompute.
-    """
+    """``layer(*args)``; with ``enabled`` only its arguments and results stay until the backward. The layer must draw no
+    random numbers, and must run no collective: ranks differ in how often they recompute."""
     if not enabled or not torch.is_grad_enabled():
         return layer(*args)
     out: R = checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)

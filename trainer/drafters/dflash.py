@@ -5,14 +5,22 @@ weights as the block's own; the block [anchor, mask x (B-1)] alone has queries. 
 queries and keys, then rotary at absolute positions. Bidirectional inside a block. Logits are the target's LM head over
 the final norm. Weight names are those engines load. Sources: docs/design/010; z-lab ``dflash.py``.
 
+Every slot is taught the token at its own position with weight w_k = exp(-(k-1) / gamma), or D-PACE's: with q the
+probability the drafter gives the label and q~ = (1-a) q + a, w_j = sum_{m>=j} prod_{i<=m} q~_i, without gradient. The
+label is the token of the text or the target's own choice; a share of its weight may go to the target's whole
+distribution at the position before (distillation).
+
 Shapes: T tokens, L aux layers, D target width (and the drafter's), C context rows, N blocks, B slots of a block,
-U draft vocabulary, n verified rows, Q query heads, G key heads, E head width.
+K = B-1 taught slots, U draft vocabulary, n verified rows, Q query heads, G key heads, E head width.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Self, cast
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -24,15 +32,159 @@ from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear, linear
 from trainer.attention.block import Sight, block_attention
-from trainer.config import DrafterConfig
-from trainer.drafters.base import Drafter, DrafterKind, Needs, TargetFacts, rms_weight, seeded
-from trainer.drafters.block_drafting import KeyValues, LiveBlocks, block_hits
+from trainer.config import DrafterConfig, LossConfig
+from trainer.drafters.base import Drafter, DrafterKind, LossInputs, Needs, TargetFacts, rms_weight, seeded
 from trainer.drafters.blocks import Attention, DecoderLayer, RMSNorm, Rotary, recomputed, rotate
+from trainer.drafters.live import KeyValues, LiveBlocks, block_hits
 from trainer.formats.dflash import DFLASH as DFLASH_EXPORT
-from trainer.losses.block import BlockLoss, BlockObjective
-from trainer.losses.teacher import FP32_HEAD_BYTES, TargetInterface, Teacher
-from trainer.slots.anchors import BlockMap, Blocks, Piece, gather_pieces
+from trainer.losses.fused_head import StepLosses, Supervision, head_losses
+from trainer.losses.kinds import LOSSES
+from trainer.losses.teacher import FP32_HEAD_BYTES, TargetInterface, Teacher, TeacherRows
+from trainer.slots import (
+    AnchorRule,
+    BlockMap,
+    Blocks,
+    Piece,
+    candidate_anchors,
+    draw_anchors,
+    gather_pieces,
+    label_rows,
+    map_blocks,
+)
 from trainer.vocab import DraftVocab
+
+
+class BlockLoss(LossConfig):
+    """What the slots of a block are taught."""
+
+    num_anchors: int = Field(512, gt=0)
+    """Blocks per sample at most."""
+    anchor_rule: AnchorRule = "next"
+    """``next``: a block may open where its token and the next are supervised (SpecForge); ``whole``: where its token is
+    and the block ends inside the sample (ModelOpt, speculators)."""
+    weighting: Literal["decay", "dpace"] = "decay"
+    """``decay``: slot k weighs exp(-(k-1) / gamma); ``dpace``: by how probable the slots before it are (D-PACE)."""
+    gamma: float | None = Field(None, gt=0)
+    """Slots over which the weight falls to 1/e; derived as 7, 5 or 4 for blocks of 16, 10 or 8."""
+    dpace_alpha: float = Field(0.5, ge=0, le=1)
+    """D-PACE: how far probabilities are moved towards one."""
+    labels: Literal["text", "target"] = "text"
+    """What is taught: the text's token or the target's most probable one (speculators)."""
+    distil: float = Field(0.0, ge=0, le=1)
+    """Share of the target's distribution in what is taught; the rest is the label."""
+    reduction: Literal["weights", "kept"] | None = None
+    """What the loss is divided by: the sum of the weights (SpecForge, ModelOpt; the default of ``decay``) or the taught
+    slots (``kept``: speculators; the default of ``dpace``)."""
+
+    @model_validator(mode="after")
+    def _reduction_fits_weighting(self) -> "BlockLoss":
+        if self.weighting == "dpace" and self.reduction == "weights":
+            raise ValueError("dpace weights follow from the losses, so reduction must be kept")
+        return self
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether the final hidden is read."""
+        return self.distil > 0 or self.labels == "target"
+
+    def slot_weights(self, block_size: int) -> Tensor:
+        """Weight of slots 1…B-1: fp32 [K]."""
+        if self.weighting == "dpace":
+            return torch.ones(block_size - 1)
+        gamma = self.gamma or (7.0 if block_size >= 16 else 5.0 if block_size >= 10 else 4.0)
+        return torch.tensor([math.exp(-k / gamma) for k in range(block_size - 1)])
+
+
+def dpace_weights(losses: Tensor, taught: Tensor, alpha: float) -> Tensor:
+    """D-PACE weights fp32 [n, K] of cross-entropies [n, K]; a slot that is not taught neither counts nor stops."""
+    smooth = torch.where(taught, (1 - alpha) * torch.exp(-losses) + alpha, 1.0)
+    reached = smooth.cumprod(-1) * taught
+    return reached.flip(-1).cumsum(-1).flip(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockInputs(LossInputs):
+    """labels int64 [N, K]: draft ids, -1 where nothing is taught. teacher_at int64 [N*K]: row of ``teacher`` for each
+    slot, 0 where none."""
+
+    block_map: BlockMap
+    labels: Tensor
+    teacher: TeacherRows | None
+    teacher_at: Tensor | None
+
+
+class BlockObjective:
+    """What the loop optimises."""
+
+    def __init__(self, model: "DFlash", teacher: Teacher, loss: BlockLoss) -> None:
+        self.model, self.teacher, self.loss = model, teacher, loss
+        self._weights = loss.slot_weights(model.block_size)
+
+    @property
+    def depths(self) -> int:
+        """K."""
+        return self.model.block_size - 1
+
+    @torch.no_grad()
+    def prepare(self, batch: PackedBatch) -> BlockInputs:
+        """Draw the anchors, find the labels and read the teacher; nothing here depends on the drafter."""
+        candidates = candidate_anchors(batch, self.model.block_size, self.loss.anchor_rule)
+        return self.prepare_at(batch, draw_anchors(batch, candidates, self.loss.num_anchors, self.model.rng_key))
+
+    @torch.no_grad()
+    def prepare_at(self, batch: PackedBatch, anchors: Tensor) -> BlockInputs:
+        """The same with blocks at the given rows int64 [N], ascending."""
+        rows, admitted = label_rows(anchors, self.model.block_size, batch.document, batch.loss_mask)
+        tokens, teacher, at = batch.input_ids[rows], None, None
+        if self.loss.reads_teacher:
+            taught_by = rows - 1
+            needed, inverse = torch.unique(taught_by[admitted], return_inverse=True)
+            by_choice = self.loss.labels == "target"
+            teacher = self.teacher.read(batch, needed, token=by_choice)
+            at = torch.zeros_like(rows).masked_scatter_(admitted, inverse)
+            if by_choice and teacher.token is not None and len(needed):
+                tokens = teacher.token[at]
+            at = at.flatten()
+        labels = torch.where(admitted, self.teacher.draft_token(tokens), -1)
+        block_map = map_blocks(anchors, batch.document, self.model.window)
+        return BlockInputs(batch, admitted.sum(0), (labels >= 0).sum(0), block_map, labels, teacher, at)
+
+    def denominators(self, *packs: BlockInputs) -> Tensor:
+        """What the loss is divided by, over these packs: fp32 [1]. Ranks add theirs."""
+        weights = torch.ones_like(self._weights) if self._by_count else self._weights
+        total = torch.zeros(1, device=self.model.head_weight().device)
+        for inputs in packs:
+            total += (inputs.counts * weights.to(inputs.counts.device)).sum()
+        return total
+
+    def losses(self, inputs: BlockInputs, denominators: Tensor) -> StepLosses:
+        """What this pack adds to the loss of the global batch."""
+        states = self.model.block_states(inputs.batch, inputs.block_map)
+        scales = self._weights.to(states.device) / denominators.clamp(min=torch.finfo(torch.float32).tiny)
+        by_losses = self.loss.weighting == "dpace"
+        return head_losses(
+            states,
+            self.model.head_weight(),
+            self._supervision(inputs, complete=by_losses),
+            scales,
+            LOSSES["text_ce"],
+            weigh=partial(dpace_weights, alpha=self.loss.dpace_alpha) if by_losses else None,
+        )
+
+    @property
+    def _by_count(self) -> bool:
+        return self.loss.reduction == "kept" or self.loss.weighting == "dpace"
+
+    def _supervision(self, inputs: BlockInputs, *, complete: bool) -> Supervision:
+        teacher, rows = inputs.teacher, inputs.teacher_at
+        if self.loss.distil == 0 or teacher is None or rows is None:
+            return Supervision.of_labels(inputs.labels, complete=complete)
+
+        def distribution(states: Tensor) -> Tensor:
+            return self.teacher.distribution(teacher.pick(rows[states]))
+
+        return Supervision.of_labels(inputs.labels, distribution, self.loss.distil, complete=complete)
+
 
 CHAT_ROLES = frozenset({"system", "user", "assistant", "developer", "tool", "ipython", "function", "observation"})
 
@@ -43,9 +195,7 @@ FileOf = Callable[[str], bytes | None]
 def mask_token(file: FileOf, vocab_size: int) -> int | None:
     """The tokenizer's mask token, else its first added token without a role, else its pad token; None when there is
     none below ``vocab_size``. Roles are those its config names one by one, the chat template's, and those of a chat.
-
-    Reads ``tokenizer.json`` and ``tokenizer_config.json`` as the store holds them.
-    """
+    Reads ``tokenizer.json`` and ``tokenizer_config.json`` as the store holds them."""
     settings = _object(file("tokenizer_config.json"))
     added = _added_tokens(_object(file("tokenizer.json")), settings)
     ids = {content: index for index, content in added.items() if index < vocab_size}
@@ -163,10 +313,7 @@ class DFlash(Drafter):
     @classmethod
     def build(cls, config: DFlashConfig, head: HeadBundle, vocab: DraftVocab, seed: int = 0) -> Self:
         """A fresh drafter: the final norm, and an own head, start as the target's, the rest random from ``seed``.
-
-        Raises:
-            ConfigError: the drafter is not as wide as the target, or the mask token has no embedding.
-        """
+        Raises ConfigError: the drafter is not as wide as the target, or the mask token has no embedding."""
         _check_fits(config, head)
         with seeded(seed):
             model = cls(config, vocab.size)

@@ -5,33 +5,136 @@ give f^_{t+1}, which the target's frozen head reads and which is fed back as the
 final norm. Weight names are those engines load; they have no norm at either end, so ``first_norm`` and ``last_norm``
 are for comparison. Sources: docs/design/009; SafeAILab ``cnets1.py``, vLLM ``llama_eagle.py``.
 
-Shapes: T tokens, D target width, K drafted tokens, A active slots, V target vocabulary, N query heads, G key heads,
-E head width.
+loss = w_r * mean over taught slots of mean over D of SmoothL1(f^, f) + w_c * mean over taught slots of
+CE(softmax(head f), softmax(head f^)), with 1 and 0.1 the published weights; gradients pass through the head to f^.
+
+Shapes: T tokens, R taught slots, D target width, K drafted tokens, A active slots, V target vocabulary, N query heads,
+G key heads, E head width.
 """
 
-from typing import Any, Self
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear
 from trainer.attention.cache import KVCache, attend_cached
 from trainer.attention.ttt import ttt_attention
-from trainer.config import DrafterConfig
-from trainer.drafters.base import Drafter, DrafterKind, Needs, TargetFacts, Verified, seeded
+from trainer.config import DrafterConfig, LossConfig
+from trainer.drafters.base import Drafter, LossInputs, Needs, TargetFacts, Verified, require_width, seeded
 from trainer.drafters.blocks import DecoderLayer, RMSNorm, Rotary, recomputed, rotate
-from trainer.drafters.chain import LiveChain, recurrent_hits
-from trainer.drafters.tree import DynamicTree
+from trainer.drafters.live import RecurrentKind, recurrent_hits
 from trainer.formats.eagle1 import EAGLE1 as EAGLE1_EXPORT
-from trainer.losses.regression import RegressionLoss, RegressionObjective, require_every_final
+from trainer.losses.fused_head import StepLosses, Supervision, head_losses, step_scales
 from trainer.losses.teacher import FrozenHead, TargetInterface
-from trainer.slots.anchors import Piece, gather_pieces
-from trainer.slots.shift import SlotMap, document_ranges
+from trainer.slots import Piece, SlotMap, document_ranges, gather_pieces, map_slots, open_steps, teacher_rows
+
+
+class RegressionLoss(LossConfig):
+    """Regression of the next feature, and cross-entropy of what the target's head makes of it."""
+
+    regression: Literal["smooth_l1", "mse"] = "smooth_l1"
+    """The distance between predicted and true feature."""
+    regression_weight: float = Field(1.0, ge=0)
+    """Weight of the distance."""
+    ce_weight: float = Field(0.1, ge=0)
+    """Weight of the cross-entropy."""
+    noise: float = Field(0.2, ge=0)
+    """Width of the uniform noise added to the features read, in training only."""
+    noise_tokens: int | None = Field(512, gt=0)
+    """Noise is multiplied by this over the length of the sample (SafeAILab); none for the same at every length."""
+    mask_offset: int = Field(1, ge=-1, le=1)
+    """Token that must be supervised for a row to teach: 1 the one it predicts, 0 its own, -1 the one before."""
+
+    @model_validator(mode="after")
+    def _teaches_something(self) -> "RegressionLoss":
+        if not self.regression_weight and not self.ce_weight:
+            raise ValueError("regression_weight and ce_weight are both 0")
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class RegressionInputs(LossInputs):
+    """One pack: ``features`` [T, D] after the final norm; ``slot_map.rows`` are those that teach."""
+
+    features: Tensor
+    slot_map: SlotMap
+
+
+class RegressionObjective:
+    """What the loop optimises. ``sums`` are of the cross-entropy alone; ``value`` and ``total`` are of both."""
+
+    depths = 1
+
+    def __init__(self, model: "Eagle1", target: TargetInterface, loss: RegressionLoss) -> None:
+        self.model, self.target, self.loss = model, target, loss
+        self.head = FrozenHead.of(target.head)
+
+    @torch.no_grad()
+    def prepare(self, batch: PackedBatch) -> RegressionInputs:
+        """Read the features and pair teacher rows with slots."""
+        require_every_final(batch)
+        rows = teacher_rows(batch.loss_mask, batch.document, self.loss.mask_offset)
+        admitted = open_steps(rows, batch.document, 1).sum(0)
+        slot_map = map_slots(rows, batch.document, 1)
+        return RegressionInputs(batch, admitted, slot_map.counts, self.target.normed(batch.final), slot_map)
+
+    def denominators(self, *packs: RegressionInputs) -> Tensor:
+        """Taught slots over these packs: fp32 [1]. Ranks add theirs."""
+        return sum((inputs.counts for inputs in packs), torch.zeros(1, device=self.target.head.embed_tokens.device))
+
+    def losses(self, inputs: RegressionInputs, denominators: Tensor) -> StepLosses:
+        """What this pack adds to the loss of the global batch. Noise only where gradients are."""
+        features = self._noisy(inputs) if torch.is_grad_enabled() else inputs.features
+        states = self.model.unroll(inputs.batch, features, inputs.slot_map, 1)
+        slots, features_ahead = inputs.slot_map.slots, inputs.features[inputs.slot_map.rows]
+        supervision = Supervision(slots, None, lambda begin, end: self.head.probabilities(features_ahead[begin:end]))
+        scale = step_scales(torch.ones_like(denominators), denominators)
+        ce = head_losses(self.head.widened(states), self.head.weight, supervision, scale * self.loss.ce_weight)
+        distance = self._distance(states[slots[:, 0]], features_ahead) * (scale[0] * self.loss.regression_weight)
+        return replace(ce, total=ce.total + distance, value=ce.value + distance.detach().double())
+
+    def _distance(self, predicted: Tensor, features: Tensor) -> Tensor:
+        """Sum over slots of the mean over D."""
+        measure = F.smooth_l1_loss if self.loss.regression == "smooth_l1" else F.mse_loss
+        wide = torch.promote_types(predicted.dtype, torch.float32)
+        return measure(predicted.to(wide), features.to(wide), reduction="sum") / predicted.shape[-1]
+
+    def _noisy(self, inputs: RegressionInputs) -> Tensor:
+        if not self.loss.noise:
+            return inputs.features
+        noise = torch.empty_like(inputs.features, dtype=torch.float32)
+        lengths = torch.bincount(inputs.batch.document, minlength=len(inputs.batch.sample_ids)).tolist()
+        for sample, sample_noise in zip(inputs.batch.sample_ids, noise.split(lengths), strict=True):
+            width = self.loss.noise * (self.loss.noise_tokens or len(sample_noise)) / max(1, len(sample_noise))
+            sample_noise.uniform_(-width / 2, width / 2, generator=_generator(self.model.rng_key, sample, noise.device))
+        return inputs.features + noise
+
+
+def require_every_final(batch: PackedBatch) -> None:
+    """Raise FormatError unless the final hidden itself is stored at every token of the pack."""
+    rows = batch.final_rows.shape[0]
+    if batch.topk is None and rows == batch.tokens:
+        return
+    what = "the target's top tokens" if batch.topk is not None else f"the final hidden of {rows} tokens"
+    raise FormatError(
+        f"the drafter reads the final hidden of every token, a pack of {batch.tokens} holds {what}",
+        kind=Kind.FINAL_MISSING,
+        hint="hiddenstore collect DATA -o STORE --target T --layers eagle1",
+    )
+
+
+def _generator(rng_key: tuple[int, int], sample: str, device: torch.device) -> torch.Generator:
+    """A generator for one sample at one step: the same after a resume and under any number of ranks."""
+    digest = hashlib.blake2b(f"{rng_key[0]}:{rng_key[1]}:{sample}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 class Eagle1Config(DrafterConfig):
@@ -49,15 +152,6 @@ class Eagle1Config(DrafterConfig):
     """A norm on the predicted feature; engines load none."""
 
 
-class Eagle1Layer(DecoderLayer):
-    """A Llama layer; ``input_layernorm`` is the identity where it has none."""
-
-    def __init__(self, config: Eagle1Config, has_input_norm: bool) -> None:
-        super().__init__(config)
-        if not has_input_norm:
-            self.input_layernorm = nn.Identity()
-
-
 class Eagle1(Drafter):
     """The drafter. Embeddings, final norm and LM head are the target's, borrowed and never saved."""
 
@@ -67,18 +161,17 @@ class Eagle1(Drafter):
         super().__init__()
         self.config = config
         self.fc = Linear(2 * config.hidden_size, config.hidden_size)
-        self.layers = nn.ModuleList(Eagle1Layer(config, i > 0 or config.first_norm) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        if not config.first_norm:
+            self._layers()[0].input_layernorm = nn.Identity()
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if config.last_norm else nn.Identity()
         self._rotary = Rotary.of(config)
         self._head: HeadBundle
 
     @classmethod
     def build(cls, config: Eagle1Config, head: HeadBundle, seed: int = 0) -> Self:
-        """A fresh drafter, random from ``seed``.
-
-        Raises:
-            ConfigError: the width or the vocabulary is not that of the frozen head.
-        """
+        """A fresh drafter, random from ``seed``. Raises ConfigError: the width or the vocabulary is not that of the
+        frozen head."""
         with seeded(seed):
             model = cls(config)
         model.tie_weights(head)
@@ -99,11 +192,9 @@ class Eagle1(Drafter):
     def step(
         self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache, last: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Predicted features [n, D] and the head's logits [n, V] of n slots after those in ``cache``.
-
-        g [n, D]: ``begin`` of verified rows, or what ``step`` returned for the slot before. next_ids int64 [n]: the
-        token after each row. positions int64 [n] of the rows. ``last``: make the logits of so many last slots only.
-        """
+        """Predicted features [n, D] and the head's logits [n, V] of n slots after those in ``cache``. g [n, D]:
+        ``begin`` of verified rows, or what ``step`` returned for the slot before. next_ids int64 [n]: the token after
+        each row. positions int64 [n] of the rows. ``last``: make the logits of so many last slots only."""
         x = self._fuse(next_ids, g)
         cos, sin = self._rotary.at(positions)
         for index, layer in enumerate(self._layers()):
@@ -116,17 +207,15 @@ class Eagle1(Drafter):
         return predicted, self._head.logits(read, norm_state="post_norm")
 
     def unroll(self, batch: PackedBatch, features: Tensor, slot_map: SlotMap, steps: int) -> Tensor:
-        """Predicted features of the active slots, step by step: [steps * A, D].
-
-        features [T, D]: those of the target, at every token. From the second step on a slot reads its own prediction
-        and the text's next token; it attends to the keys of true features before it and to its own later ones.
-        """
+        """Predicted features of the active slots, step by step: [steps * A, D]. features [T, D]: those of the target,
+        at every token. From the second step on a slot reads its own prediction and the text's next token; it attends to
+        the keys of true features before it and to its own later ones."""
         ids = F.pad(batch.input_ids, (0, steps + 1))
         everywhere, active = self._rotary.at(batch.positions), self._rotary.at(batch.positions[slot_map.active])
         documents = document_ranges(batch.document)
         pieces = [Piece(slot_range.begin, slot_range.length, slot_range.at) for slot_range in slot_map.ranges]
 
-        def read(layer: Eagle1Layer, x: Tensor, is_last: bool) -> tuple[Tensor, Tensor, Tensor]:
+        def read(layer: DecoderLayer, x: Tensor, is_last: bool) -> tuple[Tensor, Tensor, Tensor]:
             normed, tables, ranges = layer.input_layernorm(x), everywhere, documents
             k, v = layer.self_attn.keys_values(normed)
             k = rotate(k, *everywhere)
@@ -161,11 +250,11 @@ class Eagle1(Drafter):
         out: Tensor = self.fc(torch.cat([self.embed(ids), features], -1))
         return out
 
-    def _layers(self) -> list[Eagle1Layer]:
-        return [layer for layer in self.layers if isinstance(layer, Eagle1Layer)]
+    def _layers(self) -> list[DecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
 
-class _Eagle1Kind(DrafterKind[Eagle1, Eagle1Config, RegressionLoss]):
+class _Eagle1Kind(RecurrentKind[Eagle1, Eagle1Config, RegressionLoss]):
     name = layers = "eagle1"
     config, loss = Eagle1Config, RegressionLoss
     export = EAGLE1_EXPORT
@@ -178,7 +267,14 @@ class _Eagle1Kind(DrafterKind[Eagle1, Eagle1Config, RegressionLoss]):
         return Needs((), "all", hidden=True)
 
     def build(self, config: Eagle1Config, target: TargetInterface, seed: int) -> Eagle1:
-        _require_the_target_s_shape(config, target)
+        require_width(config, target, "eagle1 predicts what the target's head reads")
+        if not target.vocab.is_full:
+            raise ConfigError(
+                f"eagle1 is read by the target's whole head of {target.vocab.target_size} tokens, in training and in "
+                f"every engine; a draft vocabulary of {target.vocab.size} has no place in it",
+                kind=Kind.DRAFTER_SHAPE,
+                hint=f"drafter.vocab_size={target.vocab.target_size}",
+            )
         return Eagle1.build(config, target.head, seed)
 
     def objective(self, model: Eagle1, target: TargetInterface, loss: RegressionLoss) -> RegressionObjective:
@@ -193,30 +289,6 @@ class _Eagle1Kind(DrafterKind[Eagle1, Eagle1Config, RegressionLoss]):
             return head.widened(model.unroll(pack, features, slot_map, steps))
 
         return recurrent_hits(unroll, head.weight.to(dtype), target.vocab, pack, draft_len)
-
-    def live(self, model: Eagle1, target: TargetInterface) -> LiveChain:
-        return LiveChain(model, target.vocab)
-
-    def tree(self, model: Eagle1, target: TargetInterface, width: int) -> DynamicTree:
-        return DynamicTree(model, target.vocab, width)
-
-
-def _require_the_target_s_shape(config: Eagle1Config, target: TargetInterface) -> None:
-    width = target.head.hidden_size
-    if config.hidden_size != width:
-        raise ConfigError(
-            f"eagle1 predicts what the target's head reads: drafter.hidden_size is {config.hidden_size}, "
-            f"the target's is {width}",
-            kind=Kind.DRAFTER_SHAPE,
-            hint=f"drafter.hidden_size={width}",
-        )
-    if not target.vocab.is_full:
-        raise ConfigError(
-            f"eagle1 is read by the target's whole head of {target.vocab.target_size} tokens, in training and in every "
-            f"engine; a draft vocabulary of {target.vocab.size} has no place in it",
-            kind=Kind.DRAFTER_SHAPE,
-            hint=f"drafter.vocab_size={target.vocab.target_size}",
-        )
 
 
 EAGLE1 = _Eagle1Kind()

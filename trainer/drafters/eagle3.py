@@ -10,10 +10,10 @@ A active slots, N query heads, G key heads, E head width.
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,19 +22,146 @@ from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear, linear
 from trainer.attention.cache import KVCache, attend_cached
 from trainer.attention.ttt import ttt_attention
-from trainer.config import DrafterConfig
-from trainer.drafters.base import Drafter, DrafterKind, Needs, TargetFacts, Verified, rms_weight, seeded
+from trainer.config import DrafterConfig, LossConfig
+from trainer.drafters.base import Drafter, LossInputs, Needs, TargetFacts, Verified, rms_weight, seeded
 from trainer.drafters.blocks import DecoderLayer, RMSNorm, Rotary, recomputed, rotate
-from trainer.drafters.chain import LiveChain, recurrent_hits
-from trainer.drafters.tree import DynamicTree
+from trainer.drafters.live import RecurrentKind, recurrent_hits
 from trainer.formats.eagle3 import EAGLE3 as EAGLE3_EXPORT
+from trainer.losses.fused_head import StepLosses, Supervision, head_losses, step_scales, step_weights
 from trainer.losses.kinds import LOSSES
-from trainer.losses.teacher import TargetInterface, Teacher
-from trainer.losses.ttt import TttLoss, TttObjective
-from trainer.parallel.context import gather_prefix
-from trainer.slots.anchors import Piece, gather_pieces
-from trainer.slots.shift import SlotMap, SlotRange, document_ranges
+from trainer.losses.teacher import TargetInterface, Teacher, TeacherRows
+from trainer.parallel.context import gather_prefix, local_slots
+from trainer.slots import (
+    Piece,
+    SlotMap,
+    SlotRange,
+    document_ranges,
+    gather_pieces,
+    map_slots,
+    next_tokens,
+    open_steps,
+    teacher_rows,
+)
 from trainer.vocab import DraftVocab
+
+
+class TttLoss(LossConfig):
+    """What the steps of training-time test are taught."""
+
+    steps: int = Field(7, gt=0, le=32)
+    """Steps the drafter is unrolled over its own output."""
+    kind: str = "soft_ce"
+    """A loss of the table in `trainer.losses.kinds`: soft_ce, kl, target_ce, text_ce, tv, lk_alpha or lk_lambda."""
+    step_decay: float = Field(0.8, gt=0, le=1)
+    """Weight of a step over that of the step before."""
+    step_weights: tuple[float, ...] | None = None
+    """Weight of every step; wins over ``step_decay``."""
+    reduction: Literal["kept", "slots"] = "kept"
+    """What a step's loss is divided by: its taught slots (``kept``) or every token of the batch (``slots``: SafeAILab,
+    SpecForge)."""
+    mask_offset: int = Field(1, ge=-1, le=1)
+    """Token that must be supervised for a row to teach: 1 the one it predicts, 0 its own, -1 the one before."""
+    drop_off_vocab: bool = True
+    """Leave out rows at which the target's choice is not in the draft vocabulary."""
+    overlap_mass: Literal["whole", "draft"] = "whole"
+    """Losses with an overlap take the target's probabilities as they are (``whole``: SpecForge) or scaled up to one
+    over the draft vocabulary (``draft``: Automodel, speculators)."""
+    lk_blend: Literal["slot", "step"] = "slot"
+    """``lk_lambda`` blends by each slot's overlap (speculators) or by the step's mean over the pack (SpecForge), which
+    takes a pass more."""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_in_the_table(cls, kind: str) -> str:
+        if kind not in LOSSES:
+            raise ValueError(f"unknown loss {kind!r}; there are: {', '.join(LOSSES)}")
+        return kind
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> "TttLoss":
+        if self.step_weights is not None and len(self.step_weights) != self.steps:
+            raise ValueError(f"step_weights has {len(self.step_weights)} entries for {self.steps} steps")
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class TttInputs(LossInputs):
+    """One pack with the rows that teach and the slots they teach."""
+
+    teacher: TeacherRows
+    slot_map: SlotMap
+
+
+class TttObjective:
+    """What the loop optimises: a loss over the TTT steps, the teacher computed once per pack."""
+
+    def __init__(self, model: "Eagle3", teacher: Teacher, loss: TttLoss) -> None:
+        self.model, self.teacher, self.loss, self.depths = model, teacher, loss, loss.steps
+        self._kind = LOSSES[loss.kind]
+
+    @torch.no_grad()
+    def prepare(self, batch: PackedBatch) -> TttInputs:
+        """Read the teacher and pair its rows with slots; nothing here depends on the drafter."""
+        rows = teacher_rows(batch.loss_mask, batch.document, self.loss.mask_offset)
+        local = local_slots(batch)
+        if local is not None:
+            rows = rows[open_steps(rows, batch.document, self.loss.steps, local).any(1)]
+        if self._kind.teacher == "text":
+            rows, teacher = self._text(batch, rows)
+        else:
+            mass = self._kind.overlap and self.loss.overlap_mass == "whole"
+            teacher = self.teacher.read(batch, rows, token=self._kind.teacher == "target", mass=mass)
+        usable = teacher.usable
+        if self._kind.teacher == "target" and teacher.token is not None:
+            usable = self.teacher.draft_token(teacher.token) >= 0
+        admitted = open_steps(rows, batch.document, self.loss.steps, local).sum(0)
+        if not bool(usable.all()):
+            rows, teacher = rows[usable], teacher.pick(usable)
+        slot_map = map_slots(rows, batch.document, self.loss.steps, local=local)
+        return TttInputs(batch, admitted, slot_map.counts, teacher, slot_map)
+
+    def denominators(self, *packs: TttInputs) -> Tensor:
+        """What each step's loss is divided by, over these packs: fp32 [K]. Ranks add theirs."""
+        if self.loss.reduction == "slots":
+            slots = sum(inputs.batch.tokens for inputs in packs)
+            return torch.full((self.loss.steps,), float(slots), device=self._device)
+        return sum((inputs.counts for inputs in packs), torch.zeros(self.loss.steps, device=self._device))
+
+    def losses(self, inputs: TttInputs, denominators: Tensor) -> StepLosses:
+        """What this pack adds to the loss of the global batch."""
+        weights = step_weights(self.loss.steps, self.loss.step_decay, self.loss.step_weights).to(self._device)
+        states = self.model.unroll(inputs.batch, inputs.slot_map, self.loss.steps)
+        active = inputs.slot_map.active.shape[0]
+        step_offset = torch.arange(self.loss.steps, device=states.device) * active
+        slots = torch.where(inputs.slot_map.slots >= 0, inputs.slot_map.slots + step_offset, -1)
+        return head_losses(
+            states,
+            self.model.lm_head.weight,
+            self._supervision(slots, inputs.teacher),
+            step_scales(weights, denominators),
+            self._kind,
+            by_step=self.loss.kind == "lk_lambda" and self.loss.lk_blend == "step",
+        )
+
+    def _text(self, batch: PackedBatch, rows: Tensor) -> tuple[Tensor, TeacherRows]:
+        """The rows that a token follows, taught by that token; no final hidden is read."""
+        rows, token = next_tokens(batch, rows)
+        return rows, TeacherRows(batch.aux.new_empty(len(rows), 0), token, self.teacher.draft_token(token) >= 0)
+
+    def _supervision(self, slots: Tensor, teacher: TeacherRows) -> Supervision:
+        labels = None if teacher.token is None else self.teacher.draft_token(teacher.token)
+        if self._kind.teacher != "distribution":
+            return Supervision(slots, labels, share=0.0)
+        rows = torch.arange(slots.shape[0], device=slots.device)
+        mass = teacher.mass if self.loss.overlap_mass == "whole" else None
+        return Supervision(
+            slots, labels, lambda begin, end: self.teacher.distribution(teacher.pick(rows[begin:end])), mass=mass
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        return self.model.lm_head.weight.device
+
 
 KeyValue = tuple[Tensor, Tensor]
 
@@ -94,25 +221,21 @@ class _Stage:
     prefix: KeyValue = field(init=False)
     ranges: tuple[SlotRange, ...] = ()
 
-    def project(self, normed: Tensor, tokens: Tensor | None) -> Tensor:
-        """Joint projection [n, (N+2G)E]; ``tokens``: what the embeddings add to it."""
-        out = linear(normed, self.weight)
-        return out if tokens is None else out + tokens
+    def project(self, normed: Tensor, tokens: Tensor | None, part: slice = slice(None)) -> Tensor:
+        """A part of the joint projection [n, (N+2G)E]; ``tokens``: what the embeddings add to the whole."""
+        out = linear(normed, self.weight[part])
+        return out if tokens is None else out + tokens[:, part]
 
     def queries(self, normed: Tensor, tokens: Tensor | None) -> Tensor:
         """[n, N, E]."""
         attention = self.layer.self_attn
-        wide = attention.heads * attention.head_dim
-        q = linear(normed, self.weight[:wide])
-        return (q if tokens is None else q + tokens[:, :wide]).unflatten(-1, (-1, attention.head_dim))
+        return self.project(normed, tokens, slice(attention.q_width)).unflatten(-1, (-1, attention.head_dim))
 
     def keys_values(self, normed: Tensor, tokens: Tensor | None) -> KeyValue:
         """Two of [n, G, E]."""
         attention = self.layer.self_attn
-        wide = attention.heads * attention.head_dim
-        kv = linear(normed, self.weight[wide:])
-        kv = kv if tokens is None else kv + tokens[:, wide:]
-        k, v = kv.unflatten(-1, (-1, attention.head_dim)).chunk(2, 1)
+        kv = self.project(normed, tokens, slice(attention.q_width, None)).unflatten(-1, (-1, attention.head_dim))
+        k, v = kv.chunk(2, 1)
         return k, v
 
     def finish(self, hidden: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
@@ -214,10 +337,8 @@ class Eagle3(Drafter):
 
     @classmethod
     def build(cls, config: Eagle3Config, head: HeadBundle, vocab: DraftVocab, seed: int = 0) -> Self:
-        """A fresh drafter: head and final norm start as the target's, the rest random from ``seed``.
-
-        A drafter of another width than the target starts with a random projection of the target's rows.
-        """
+        """A fresh drafter: head and final norm start as the target's, the rest random from ``seed``. A drafter of
+        another width than the target starts with a random projection of the target's rows."""
         with seeded(seed):
             model = cls(config, head.hidden_size, head.embed_tokens.shape[0], vocab.size)
             model._start_from(head, vocab)
@@ -268,11 +389,9 @@ class Eagle3(Drafter):
     def step(
         self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache, last: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Decode n slots after those in ``cache``: returns what the next step reads as g [n, H], and logits [n, U].
-
-        g [n, H]: ``start`` of verified rows, or what ``step`` returned for the slot before. next_ids int64 [n]: the
-        token after each row. positions int64 [n] of the rows. ``last``: make the logits of so many last slots only.
-        """
+        """Decode n slots after those in ``cache``: returns what the next step reads as g [n, H], and logits [n, U]. g
+        [n, H]: ``start`` of verified rows, or what ``step`` returned for the slot before. next_ids int64 [n]: the token
+        after each row. positions int64 [n] of the rows. ``last``: make the logits of so many last slots only."""
         normed = self.midlayer.hidden_norm(g)
         x = torch.cat([self.midlayer.input_layernorm(self.embed(next_ids)), normed], -1)
         hidden = normed if self.config.norm_before_residual else g
@@ -292,7 +411,7 @@ class Eagle3(Drafter):
         return [self.midlayer, *(layer for layer in self.layers.values() if isinstance(layer, DecoderLayer))]
 
 
-class _Eagle3Kind(DrafterKind[Eagle3, Eagle3Config, TttLoss]):
+class _Eagle3Kind(RecurrentKind[Eagle3, Eagle3Config, TttLoss]):
     name = layers = "eagle3"
     splits_context = True
     config, loss = Eagle3Config, TttLoss
@@ -314,12 +433,6 @@ class _Eagle3Kind(DrafterKind[Eagle3, Eagle3Config, TttLoss]):
 
     def hits(self, model: Eagle3, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
         return recurrent_hits(partial(model.unroll, pack), model.lm_head.weight, target.vocab, pack, draft_len)
-
-    def live(self, model: Eagle3, target: TargetInterface) -> LiveChain:
-        return LiveChain(model, target.vocab)
-
-    def tree(self, model: Eagle3, target: TargetInterface, width: int) -> DynamicTree:
-        return DynamicTree(model, target.vocab, width)
 
 
 EAGLE3 = _Eagle3Kind()

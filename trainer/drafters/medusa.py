@@ -19,14 +19,25 @@ from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear
 from trainer.config import DrafterConfig, LossConfig
-from trainer.drafters.base import Drafter, DrafterKind, Needs, Pick, TargetFacts, Verified, most_probable, seeded
+from trainer.drafters.base import (
+    Drafter,
+    DrafterKind,
+    LossInputs,
+    Needs,
+    Pick,
+    TargetFacts,
+    Verified,
+    most_probable,
+    require_width,
+    seeded,
+)
 from trainer.drafters.blocks import recomputed
-from trainer.drafters.chain import draft_tokens, pack_drafting_positions
+from trainer.drafters.live import draft_tokens, pack_drafting_positions
 from trainer.formats.medusa import MEDUSA as MEDUSA_EXPORT
 from trainer.losses.fused_head import StepLosses, Supervision, head_losses, step_scales, step_weights
 from trainer.losses.kinds import LOSSES
 from trainer.losses.teacher import FrozenHead, TargetInterface, Teacher, final_index
-from trainer.slots.shift import following_rows
+from trainer.slots import following_rows
 from trainer.vocab import DraftVocab
 
 READER = ("the heads", "--layers medusa")
@@ -125,29 +136,20 @@ class MedusaLoss(LossConfig):
 
 
 @dataclass(frozen=True, eq=False)
-class MedusaInputs:
+class MedusaInputs(LossInputs):
     """One pack. features [R, D] after the final norm; labels int64 [R, K]: draft ids, -1 where nothing is taught;
     teacher [R, K]: which row of ``final`` predicts the label; ``open`` counts labels on and off the vocabulary."""
 
-    batch: PackedBatch
     features: Tensor
     labels: Tensor
     teacher: Tensor
-    open: Tensor
-
-    @property
-    def counts(self) -> Tensor:
-        """Taught slots per head: int64 [K]."""
-        return (self.labels >= 0).sum(0)
 
 
 class MedusaObjective:
-    """What the loop optimises: sum_k head_weight * decay^k * mean cross-entropy of head k.
-
-    Row t teaches head k where tokens t+1 and t+2+k are supervised: just the rows a draft is ever proposed from, because
-    the first token of an answer comes from the prefill. Hence ``final: supervised`` stores every row
-    that is needed, and a store with more rows teaches the same.
-    """
+    """What the loop optimises: sum_k head_weight * decay^k * mean cross-entropy of head k. Row t teaches head k where
+    tokens t+1 and t+2+k are supervised: just the rows a draft is ever proposed from, because the first token of an
+    answer comes from the prefill. Hence ``final: supervised`` stores every row that is needed, and a store with more
+    rows teaches the same."""
 
     def __init__(self, model: Medusa, target: TargetInterface, loss: MedusaLoss) -> None:
         self.model, self.target, self.loss = model, target, loss
@@ -165,7 +167,8 @@ class MedusaObjective:
         final = final_index(batch, rows, *READER)
         before = torch.where(labels >= 0, ahead - 1, rows[:, None])
         teacher = torch.searchsorted(batch.final_rows, before)
-        return MedusaInputs(batch, self.target.normed(batch.final[final]), labels, teacher, taught.sum(0))
+        features = self.target.normed(batch.final[final])
+        return MedusaInputs(batch, taught.sum(0), (labels >= 0).sum(0), features, labels, teacher)
 
     def denominators(self, *packs: MedusaInputs) -> Tensor:
         """Taught slots of each head over these packs: fp32 [K]. Ranks add theirs."""
@@ -206,9 +209,8 @@ class LiveMedusa:
     def propose(self, verified: Verified, draft_len: int, pick: Pick = most_probable) -> list[int]:
         """Target ids of the first ``draft_len`` heads."""
         features = self._target.head.norm(verified.final[-1:])
-        logits = [
-            _logits(self._model.states(features, index), self._model.head_weight(index)) for index in range(draft_len)
-        ]
+        heads = range(draft_len)
+        logits = [self._model.states(features, k).float() @ self._model.head_weight(k).float().T for k in heads]
         ids: list[int] = self._target.vocab.target_ids[pick(torch.cat(logits))].tolist()
         return ids
 
@@ -216,10 +218,6 @@ class LiveMedusa:
 def _taught_rows(batch: PackedBatch) -> Tensor:
     """Rows t whose next token is supervised, in the same document: int64 [R], ascending."""
     return torch.nonzero(batch.loss_mask[1:] & (batch.document[1:] == batch.document[:-1]))[:, 0]
-
-
-def _logits(states: Tensor, weight: Tensor) -> Tensor:
-    return states.float() @ weight.float().T
 
 
 class _MedusaKind(DrafterKind[Medusa, MedusaConfig, MedusaLoss]):
@@ -234,7 +232,14 @@ class _MedusaKind(DrafterKind[Medusa, MedusaConfig, MedusaLoss]):
         return Needs((), "supervised", hidden=True)
 
     def build(self, config: MedusaConfig, target: TargetInterface, seed: int) -> Medusa:
-        _require_fit(config, target)
+        require_width(config, target, "medusa heads read the target's final hidden")
+        if config.original_head and not target.vocab.is_full:
+            raise ConfigError(
+                f"the target's own head knows {target.vocab.target_size} tokens, the draft vocabulary "
+                f"{target.vocab.size}",
+                kind=Kind.DRAFTER_SHAPE,
+                hint=f"drafter.vocab_size={target.vocab.target_size}, or drafter.original_head=false",
+            )
         return Medusa.build(config, target.head, target.vocab)
 
     def objective(self, model: Medusa, target: TargetInterface, loss: MedusaLoss) -> MedusaObjective:
@@ -259,23 +264,6 @@ class _MedusaKind(DrafterKind[Medusa, MedusaConfig, MedusaLoss]):
 
     def live(self, model: Medusa, target: TargetInterface) -> LiveMedusa:
         return LiveMedusa(model, target)
-
-
-def _require_fit(config: MedusaConfig, target: TargetInterface) -> None:
-    width = target.head.hidden_size
-    if config.hidden_size != width:
-        raise ConfigError(
-            f"medusa heads read the target's final hidden: drafter.hidden_size is {config.hidden_size}, the target's "
-            f"is {width}",
-            kind=Kind.DRAFTER_SHAPE,
-            hint=f"drafter.hidden_size={width}",
-        )
-    if config.original_head and not target.vocab.is_full:
-        raise ConfigError(
-            f"the target's own head knows {target.vocab.target_size} tokens, the draft vocabulary {target.vocab.size}",
-            kind=Kind.DRAFTER_SHAPE,
-            hint=f"drafter.vocab_size={target.vocab.target_size}, or drafter.original_head=false",
-        )
 
 
 MEDUSA = _MedusaKind()

@@ -9,6 +9,7 @@ one token of its own (the bonus), never past the end of the answer.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +27,8 @@ class DraftShape:
 
 @dataclass
 class AcceptanceTally:
-    """Counts over many answers. ``accepted_at[i]`` = drafts whose first i+1 proposals were all accepted.
-
-    ``past_end``: proposals that the target accepted beyond the end of an answer, which no one gets.
-    """
+    """Counts over many answers. ``accepted_at[i]`` = drafts whose first i+1 proposals were all accepted. ``past_end``:
+    proposals that the target accepted beyond the end of an answer, which no one gets."""
 
     draft_len: int
     width: int = 1
@@ -68,16 +67,24 @@ class AcceptanceTally:
 
     @property
     def engine_accepted_length(self) -> float | None:
-        """The same as serving engines count it: 1 + accepted proposals per draft, those past the end included.
-
-        vLLM counts so (``vllm:spec_decode_num_accepted_tokens``); the longer the answers, the smaller the difference.
-        """
+        """The same as serving engines count it: 1 + accepted proposals per draft, those past the end included. vLLM
+        counts so (``vllm:spec_decode_num_accepted_tokens``); the longer the answers, the smaller the difference."""
         return 1 + (sum(self.accepted_at) + self.past_end) / self.drafts if self.drafts else None
 
     @property
     def slot_accepted_length(self) -> float | None:
         """The same when every position of every answer starts a draft, not only those a server would reach."""
         return self.slot_tokens / self.slots if self.slots else None
+
+    def row(self) -> dict[str, Any]:
+        """The counts as a row of ``eval --json`` and ``decode --json``."""
+        return {
+            "draft_len": self.draft_len,
+            "tree_width": self.width,
+            "accepted_length": self.accepted_length,
+            "per_position": self.per_position,
+            "drafts": self.drafts,
+        }
 
     @property
     def per_position(self) -> list[float]:
@@ -93,11 +100,9 @@ def answers(loss_mask: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def drafting_positions(loss_mask: np.ndarray) -> np.ndarray:
-    """Every position n a draft may start from: int64 [N], ascending.
-
-    Token n and token n+1 belong to one answer, and n >= 1 because a drafter reads the hidden state of token n-1. The
-    first token of an answer comes from the prefill, so no draft is charged for it.
-    """
+    """Every position n a draft may start from: int64 [N], ascending. Token n and token n+1 belong to one answer, and n
+    >= 1 because a drafter reads the hidden state of token n-1. The first token of an answer comes from the prefill, so
+    no draft is charged for it."""
     supervised = loss_mask != 0
     starts = np.flatnonzero(supervised[:-1] & supervised[1:])
     return starts[starts >= 1]
@@ -119,11 +124,9 @@ def walk(hits: np.ndarray, loss_mask: np.ndarray, tally: AcceptanceTally) -> Non
 
 
 def hits_of_next_token(correct: np.ndarray, draft_len: int) -> np.ndarray:
-    """Hit prefixes int64 [T] of a predictor that looks only at the text so far.
-
-    ``correct`` bool [T]: the prediction made after token n equals token n+1. While proposals match, the context of the
-    next one is the text itself, so the hits of n are the run of correct predictions from n, at most ``draft_len``.
-    """
+    """Hit prefixes int64 [T] of a predictor that looks only at the text so far. ``correct`` bool [T]: the prediction
+    made after token n equals token n+1. While proposals match, the context of the next one is the text itself, so the
+    hits of n are the run of correct predictions from n, at most ``draft_len``."""
     length = correct.shape[0]
     wrong = np.flatnonzero(np.concatenate([~correct, [True]]))
     first_wrong = wrong[np.searchsorted(wrong, np.arange(length))]

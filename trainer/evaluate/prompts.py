@@ -34,12 +34,8 @@ class Question:
 
 
 def read_questions(files: Sequence[str], unusable: list[str], count: int | None = None) -> list[Question]:
-    """Questions in file order, at most ``count`` of each task; rows that ask nothing are put into ``unusable``.
-
-    Raises:
-        NotFoundError: ``path-missing``.
-        ConfigError: ``input-empty``.
-    """
+    """Questions in file order, at most ``count`` of each task; rows that ask nothing are put into ``unusable``. Raises
+    NotFoundError: ``path-missing``; ConfigError: ``input-empty``."""
     questions: list[Question] = []
     per_task: Counter[str] = Counter()
     for name in files:
@@ -53,15 +49,10 @@ def read_questions(files: Sequence[str], unusable: list[str], count: int | None 
 
 
 def questions_of(path: Path, unusable: list[str]) -> Iterator[Question]:
-    """Questions of a JSONL file, in order. Rows that ask nothing are put into ``unusable``, as ``file:line: why``.
-
-    A line holds ``messages`` or ``conversations``, ``turns`` (MT-Bench), ``prompt`` (HumanEval, a text or a list of a
+    """Questions of a JSONL file, in order. Rows that ask nothing are put into ``unusable``, as ``file:line: why``. A
+    line holds ``messages`` or ``conversations``, ``turns`` (MT-Bench), ``prompt`` (HumanEval, a text or a list of a
     user's turns), ``question`` (GSM8K) or ``problem`` (MATH). Its task is ``task``, else ``category``, else the file's
-    name.
-
-    Raises:
-        NotFoundError: ``path-missing``.
-    """
+    name. Raises NotFoundError: ``path-missing``."""
     if not path.is_file():
         raise NotFoundError(f"no prompts at {path}: expected a JSONL file", kind=Kind.PATH_MISSING)
     with path.open("rb") as lines:
@@ -150,16 +141,10 @@ def read_prompts(
     source: str, tokenizer: Any, identity: TargetIdentity, split: str, unusable: list[str]
 ) -> Iterator[Prompt]:
     """Prompts in file order, each ending where the target's answer begins; rows without one are put into ``unusable``.
-
     ``source`` is a JSONL file of questions (`trainer.evaluate.prompts`; of several turns the first, as the others
-    follow on answers that do not exist yet), a DATA folder or a store; of the last two only samples of ``split``,
-    up to their first supervised token.
-
-    Raises:
-        NotFoundError: no such file.
-        ConfigError: ``input-empty``: there is none, with the first line that holds none and why.
-        FormatError: DATA or store of another tokenizer.
-    """
+    follow on answers that do not exist yet), a DATA folder or a store; of the last two only samples of ``split``, up to
+    their first supervised token. Raises NotFoundError: no such file; ConfigError: ``input-empty``: there is none,
+    with the first line that holds none and why; FormatError: DATA or store of another tokenizer."""
     path = Path(source)
     samples: Iterator[Sample] | None = None
     if (path / STORE_JSON).is_file():
@@ -169,7 +154,7 @@ def read_prompts(
         _require_tokenizer(source, store.capture.target.tokenizer_sha256, identity)
         samples = (store.sample(entry.id) for _, entry in store.entries if entry.split == split)
     elif (path / DATA_JSON).is_file():
-        from hiddenstore.inputs.prepared import PreparedInput
+        from hiddenstore.inputs import PreparedInput
 
         prepared = PreparedInput.open(path)
         _require_tokenizer(source, prepared.info.tokenizer_sha256, identity)

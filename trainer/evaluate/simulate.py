@@ -1,9 +1,11 @@
 """Simulated acceptance: a drafter walked over recorded text of a store, beside the n-gram floor.
 
 Where the text is the target's own greedy answer this is what a server would measure with greedy chains of K; on other
-text it is the acceptance of that text.
+text it is the acceptance of that text. The floor is how far a table of what usually comes next would get: a drafter
+that does not beat it has learned nothing from hidden states. Order m looks at the last m tokens; a context never seen
+in training backs off to the shorter one, down to the most frequent token.
 
-Shapes: T tokens.
+Shapes: T tokens of one sample, C distinct contexts of one order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,17 +16,141 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hiddenstore.data import PackedBatch, TokenBatches
-from hiddenstore.errors import CaptureError, ConfigError, FormatError, Kind
+from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.store import Store
-from hiddenstore.targets.identity import identity_differences
-from schemas.capture import TargetIdentity
 from schemas.manifest import Split
-from trainer.evaluate.acceptance import AcceptanceTally, DraftShape, walk
-from trainer.evaluate.ngram import NgramFloor, ngram_floor
+from trainer.evaluate.acceptance import AcceptanceTally, DraftShape, hits_of_next_token, walk
 from trainer.evaluate.speculate import replay
 
 if TYPE_CHECKING:
     from trainer.drafters.base import DrafterInUse, Needs
+
+
+ORDERS = 4
+MAX_TRAINING_TOKENS = 20_000_000
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True)
+class NgramFloor:
+    """Accepted length of the best order, and of each order 1 … 4 in turn; ``training_tokens`` the tables saw."""
+
+    accepted_length: float | None
+    order: int | None
+    per_order: tuple[float | None, ...]
+    training_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class NgramTables:
+    """Most frequent continuation per context, for every order at once. ``contexts[m]`` uint64 [C] ascending hashes of
+    the contexts of order m, ``best[m]`` int64 [C] the token that follows most often (the lowest id of equals); order 0
+    is the single empty context."""
+
+    contexts: list[np.ndarray]
+    best: list[np.ndarray]
+    training_tokens: int
+
+    @classmethod
+    def fit(
+        cls, texts: Iterable[tuple[np.ndarray, np.ndarray]], max_tokens: int = MAX_TRAINING_TOKENS
+    ) -> "NgramTables":
+        """Count (input_ids [T], loss_mask [T]) pairs: continuations are supervised tokens, contexts any tokens. Reading
+        stops after ``max_tokens`` tokens, which bounds memory; ``training_tokens`` says how many were read."""
+        keys: list[list[np.ndarray]] = [[] for _ in range(ORDERS + 1)]
+        following: list[list[np.ndarray]] = [[] for _ in range(ORDERS + 1)]
+        total = 0
+        for ids, mask in texts:
+            if total >= max_tokens:
+                break
+            total += len(ids)
+            for order, hashes in enumerate(_context_hashes(ids)):
+                first = max(order - 1, 0)
+                supervised = mask[first + 1 :] != 0
+                keys[order].append(hashes[first:-1][supervised])
+                following[order].append(ids[first + 1 :][supervised].astype(np.int64))
+        tables = [_most_frequent(k, y) for k, y in zip(keys, following, strict=True)]
+        return cls([context for context, _ in tables], [token for _, token in tables], total)
+
+    def predict(self, ids: np.ndarray) -> np.ndarray:
+        """Next-token prediction after every position: int64 [4, T], row m-1 by the table of order m; -1 = none."""
+        predictions = np.full((ORDERS + 1, len(ids)), -1, dtype=np.int64)
+        for order, hashes in enumerate(_context_hashes(ids)):
+            if order:
+                predictions[order] = predictions[order - 1]
+            contexts = self.contexts[order]
+            if not len(contexts):
+                continue
+            # Positions before order-1 have no context that long.
+            first = max(order - 1, 0)
+            index = np.minimum(np.searchsorted(contexts, hashes[first:]), len(contexts) - 1)
+            is_match = contexts[index] == hashes[first:]
+            predictions[order, first:][is_match] = self.best[order][index[is_match]]
+        return predictions[1:]
+
+
+def ngram_floor(
+    training: Iterable[tuple[np.ndarray, np.ndarray]],
+    texts: Sequence[tuple[np.ndarray, np.ndarray]],
+    draft_len: int,
+    max_tokens: int = MAX_TRAINING_TOKENS,
+) -> NgramFloor:
+    """Fit on ``training`` and walk ``texts``, both as (input_ids [T], loss_mask [T]) pairs, with chains of K."""
+    tables = NgramTables.fit(training, max_tokens)
+    tallies = [AcceptanceTally(draft_len) for _ in range(ORDERS)]
+    for ids, mask in texts:
+        following = np.append(ids[1:].astype(np.int64), -2)
+        for tally, predicted in zip(tallies, tables.predict(ids), strict=True):
+            walk(hits_of_next_token(predicted == following, draft_len), mask, tally)
+    lengths = tuple(tally.accepted_length for tally in tallies)
+    best = max(((length, -order) for order, length in enumerate(lengths, 1) if length is not None), default=None)
+    return NgramFloor(
+        accepted_length=best[0] if best else None,
+        order=-best[1] if best else None,
+        per_order=lengths,
+        training_tokens=tables.training_tokens,
+    )
+
+
+def _context_hashes(ids: np.ndarray) -> list[np.ndarray]:
+    """Per order 0 … 4 a hash uint64 [T] of the last ``order`` tokens at each position. 64 mixed bits: among the at most
+    2·10⁷ contexts a table holds, the chance of any collision is about 10⁻⁵. Entries before position order-1 are
+    meaningless."""
+    tokens = (ids.astype(np.int64) + 1).astype(np.uint64) * _GOLDEN
+    hashes = [np.zeros(len(ids), dtype=np.uint64)]
+    for order in range(1, ORDERS + 1):
+        earlier = np.zeros_like(tokens)
+        earlier[order - 1 :] = tokens[: max(len(tokens) - order + 1, 0)]
+        hashes.append(_mix(hashes[-1] + earlier))
+    return hashes
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def _most_frequent(keys: list[np.ndarray], following: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct contexts uint64 [C] ascending and the most frequent token int64 [C] after each."""
+    context = np.concatenate([np.zeros(0, dtype=np.uint64), *keys])
+    token = np.concatenate([np.zeros(0, dtype=np.int64), *following])
+    if not len(context):
+        return context, token
+    order = np.lexsort((token, context))
+    context, token = context[order], token[order]
+    starts = np.flatnonzero(np.append(True, (context[1:] != context[:-1]) | (token[1:] != token[:-1])))
+    counts = np.diff(np.append(starts, len(context)))
+    context, token = context[starts], token[starts]
+    order = np.lexsort((token, -counts, context))
+    context, token = context[order], token[order]
+    first = np.append(True, context[1:] != context[:-1])
+    return context[first], token[first]
+
 
 PACK_TOKENS = 8192
 
@@ -55,11 +181,8 @@ def evaluate(
     device: str = "cpu",
     on_pack: Callable[[int], None] | None = None,
 ) -> list[Evaluation]:
-    """Walk every sample of a split with each drafter, reading the store once. All are of one kind.
-
-    Raises:
-        ConfigError: the split is empty or has nothing to draft, or the store lacks a layer.
-    """
+    """Walk every sample of a split with each drafter, reading the store once. All are of one kind. Raises ConfigError:
+    the split is empty or has nothing to draft, or the store lacks a layer."""
     if min((shape.length for shape in shapes), default=0) < 1:
         raise ConfigError("a draft needs at least one token", kind=Kind.OPTION_INVALID)
     packs = _packs(store, split, drafters[0].needs)
@@ -80,11 +203,8 @@ def evaluate_packs(
     device: str = "cpu",
     on_pack: Callable[[int], None] | None = None,
 ) -> list[Evaluation]:
-    """Walk every sample of ``packs`` with each drafter; ``on_pack`` is called with the tokens of each pack.
-
-    Raises:
-        ConfigError: a drafter cannot draft as long as a shape asks.
-    """
+    """Walk every sample of ``packs`` with each drafter; ``on_pack`` is called with the tokens of each pack. Raises
+    ConfigError: a drafter cannot draft as long as a shape asks."""
     for drafter in drafters:
         drafter.require_length(max(shape.length for shape in shapes))
     results = [Evaluation([AcceptanceTally(shape.length, shape.width) for shape in shapes], []) for _ in drafters]
@@ -110,18 +230,6 @@ def floor(store: Store, texts: Sequence[Text], draft_len: int) -> NgramFloor:
     """The n-gram floor over ``texts`` from the training split of ``store``; states are not read."""
     samples = (store.sample(entry.id) for _, entry in store.entries if entry.split == "train")
     return ngram_floor(((sample.input_ids, sample.loss_mask) for sample in samples), texts, draft_len)
-
-
-def require_same_capture(trained_on: TargetIdentity, store: Store, hint: str | None = None) -> None:
-    """Refuse a store of another target than the drafter's; FormatError ``target-mismatch`` lists what differs."""
-    differences = identity_differences(trained_on, store.capture.target)
-    if differences:
-        raise FormatError(
-            f"{store.path} was captured from {store.capture.target.name}, the drafter was trained on "
-            f"{trained_on.name}:\n" + "\n".join(differences),
-            kind=Kind.TARGET_MISMATCH,
-            hint=hint,
-        )
 
 
 def _packs(store: Store, split: Split, needs: "Needs") -> Iterator[PackedBatch]:

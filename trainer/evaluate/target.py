@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
+from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import (
     chat_template_sha256,
@@ -25,11 +27,18 @@ from hiddenstore.targets.identity import (
     tokenizer_sha256,
     weights_sha256,
 )
+from hiddenstore.verify.profile import LayerProfile, first_true, match_layer, read_profile
 from schemas.capture import HeadSpec, TargetIdentity
+from trainer.drafters import refuse_target
 from trainer.drafters.base import Verified
 
 if TYPE_CHECKING:
     from trainer.drafters.base import DraftTree
+
+
+SAME_LAYER = 1e-2
+"""Distance (`match_layer`) up to which states are a layer's own: rounding to half precision makes 1e-3 of it, an update
+of the weights that moves states by a quarter of their length 3e-2."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,16 +64,16 @@ class LiveTarget:
         self.identity = identity
         self.forwards = 0
         self.device = next(model.parameters()).device
-        self._aux_layers = tuple(aux_layers)
+        self.aux_layers = tuple(aux_layers)
         self._aux: dict[int, Tensor] = {}
         self._final = torch.empty(0)
         blocks = _backbone(model).layers
-        outside = [layer for layer in self._aux_layers if not -1 <= layer < len(blocks)]
+        outside = [layer for layer in self.aux_layers if not -1 <= layer < len(blocks)]
         if outside:
             raise FormatError(
                 f"the drafter reads layers {outside}, the target has 0…{len(blocks) - 1}", kind=Kind.TARGET_MISMATCH
             )
-        for layer in self._aux_layers:
+        for layer in self.aux_layers:
             if layer == -1:
                 blocks[0].register_forward_pre_hook(self._take_input, with_kwargs=True)
             else:
@@ -92,6 +101,14 @@ class LiveTarget:
         # Without a config every layer keeps all keys, so sliding-window layers can be cropped too (masks still slide).
         return DynamicCache()
 
+    def _has_windows(self) -> bool:
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None)
+        if kinds is None:
+            # Mistral and Phi-3 name no kinds of layers: under a window all of them slide.
+            return getattr(config, "sliding_window", None) is not None
+        return any("sliding" in kind or "chunked" in kind for kind in kinds)
+
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], cache: DynamicCache, last_only: bool = False) -> Forward:
         """Run new tokens [T] on top of ``cache``; ``last_only`` computes the logits of the last one alone."""
@@ -104,10 +121,9 @@ class LiveTarget:
         Raises:
             ConfigError: the target has sliding-window layers, for which one mask does not do.
         """
-        kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or []
-        if any("sliding" in kind or "chunked" in kind for kind in kinds):
+        if self._has_windows():
             raise ConfigError(
-                "a target with sliding-window layers checks no trees: leave --tree out", kind=Kind.NO_TREE
+                "a target with sliding-window layers checks no trees", kind=Kind.NO_TREE, hint="--draft-len 3"
             )
         past, nodes, dtype = cache.get_seq_length(), len(tree.tokens), self.model.dtype
         visible = torch.ones(nodes + 1, past + nodes + 1, dtype=torch.bool)
@@ -141,7 +157,7 @@ class LiveTarget:
         self._aux.clear()
         output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **inputs)
         final = self._final[0].to(torch.bfloat16)
-        aux = [self._aux[layer][0].to(torch.bfloat16) for layer in self._aux_layers]
+        aux = [self._aux[layer][0].to(torch.bfloat16) for layer in self.aux_layers]
         return Forward(output.logits[0].float(), torch.stack(aux) if aux else final.new_empty(0, *final.shape), final)
 
     def _count(self, _module: nn.Module, _args: tuple[Any, ...]) -> None:
@@ -163,15 +179,9 @@ class LiveTarget:
 def load_live_target(
     name: str, aux_layers: Sequence[int], expected: TargetIdentity, device: str, dtype: str | None = None
 ) -> LiveTarget:
-    """Load a target from a folder or hub id and refuse another than the drafter was trained for.
-
-    ``dtype`` defaults to float32 on a CPU and to the checkpoint's own elsewhere.
-
-    Raises:
-        NotFoundError: ``target-missing``.
-        ConfigError: ``target-incomplete``, ``target-unreadable``.
-        FormatError: ``target-mismatch``, naming every difference.
-    """
+    """Load a target from a folder or hub id and refuse another than the drafter was trained for. ``dtype`` defaults to
+    float32 on a CPU and to the checkpoint's own elsewhere. Raises NotFoundError: ``target-missing``; ConfigError:
+    ``target-incomplete``, ``target-unreadable``; FormatError: ``target-mismatch``, naming every difference."""
     folder = Path(name)
     if not folder.exists() and name.startswith((".", "/", "~")):
         raise NotFoundError(f"target {name} does not exist", kind=Kind.TARGET_MISSING)
@@ -190,7 +200,8 @@ def load_live_target(
         raise ConfigError(f"target {name} {where}cannot be loaded: {reason}", kind=Kind.TARGET_UNREADABLE) from error
     model = model.to(device).eval()
     identity = identity_of(name, model, tokenizer, raw_config)
-    require_same_target(expected, identity, f"target {name}")
+    problem = f"target {name} is not the target the drafter was trained for ({expected.name})"
+    refuse_target(identity_differences(expected, identity), problem, _the_right_one(expected))
     return LiveTarget(model, tokenizer, identity, aux_layers)
 
 
@@ -214,15 +225,55 @@ def identity_of(name: str, model: Any, tokenizer: Any, raw_config: dict[str, Any
     )
 
 
-def require_same_target(expected: TargetIdentity, actual: TargetIdentity, what: str) -> None:
-    """Raise FormatError ``target-mismatch`` unless both fingerprints name one target."""
-    differences = identity_differences(expected, actual)
-    if differences:
-        raise FormatError(
-            f"{what} is not the target the drafter was trained for ({expected.name}):\n" + "\n".join(differences),
-            kind=Kind.TARGET_MISMATCH,
-            hint=f"--target {target_argument(expected)}: the one called {expected.name}",
-        )
+def require_stored_states(target: LiveTarget, store: Store) -> bool:
+    """Refuse a target whose decoder blocks are not those a store was captured with: its states of the first tokens of
+    the stored layer profile are compared with those of the layers that are read. False where the store has no profile.
+    Raises FormatError: ``target-mismatch``, naming the layer."""
+    profile = read_profile(store.fs)
+    count = 0 if profile is None else _leading(profile)
+    if profile is None or not count:
+        return False
+    before = target.forwards
+    states = target.forward(profile.tokens[:count], target.new_cache(), last_only=True)
+    target.forwards = before
+    last = target.identity.num_layers - 1
+    for layer, rows in (*zip(target.aux_layers, states.aux, strict=True), (last, states.final)):
+        distance = match_layer(profile, rows, range(count))[layer]
+        if distance > SAME_LAYER:
+            raise FormatError(
+                f"target {target.identity.name} is not the target {store.path} was captured from: config, tokenizer, "
+                f"embeddings and head agree, but the states of layer {layer} are {distance:.3g} from the stored "
+                f"profile's, expected at most {SAME_LAYER:g}",
+                kind=Kind.TARGET_MISMATCH,
+                hint=_the_right_one(store.capture.target),
+            )
+    return True
+
+
+def target_differences(trained_for: TargetIdentity, store: Store, trained_on: Store | None) -> list[str]:
+    """What tells the target of a store from the one a drafter was trained for: members of the identity, and layers that
+    look otherwise on the first tokens that the layer profiles of the two stores share, where both have one."""
+    differences = identity_differences(trained_for, store.capture.target)
+    one, other = (None if at is None else read_profile(at.fs) for at in (trained_on, store))
+    if differences or one is None or other is None or len(one.layers) != len(other.layers):
+        return differences
+    count = min(one.common_prefix(np.asarray(other.tokens)), _leading(other))
+    for layer, (expected, actual) in enumerate(zip(one.layers, other.layers, strict=True) if count else (), -1):
+        angle = np.square(np.subtract(expected.projections[:count], actual.projections[:count])).mean() / 2
+        scale = np.square(np.log(np.divide(expected.rms[:count], actual.rms[:count]))).mean()
+        if angle + scale > SAME_LAYER:
+            apart = f"{angle + scale:.3g} apart in the stored layer profiles, expected at most {SAME_LAYER:g}"
+            return [f"states of layer {layer}: {apart}"]
+    return []
+
+
+def _leading(profile: LayerProfile) -> int:
+    """How many of its positions are the first tokens of the sample."""
+    return first_true(np.arange(len(profile.positions)) != np.asarray(profile.positions))
+
+
+def _the_right_one(identity: TargetIdentity) -> str:
+    return f"--target {target_argument(identity)}: the one called {identity.name}"
 
 
 def bundle_of(model: Any, spec: HeadSpec) -> HeadBundle:

@@ -1,4 +1,4 @@
-"""Published checkpoints of every drafter, read into ours: files, draft vocabulary, and what its reader makes of them.
+"""Published checkpoints of every drafter, read into ours, and made a run: one checkpoint at step 0.
 
 safetensors only, nothing of a checkpoint is executed.
 
@@ -18,14 +18,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hiddenstore.errors import ConfigError, Kind, NotFoundError
+from hiddenstore.data.batches import Cursor
+from hiddenstore.data.order import Order
+from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
+from hiddenstore.fs.seam import storage_error
+from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from schemas.layers import LayerConvention
 from trainer.config import DrafterConfig
-from trainer.drafters import DRAFTERS, drafter_kind
+from trainer.drafters import DRAFTERS, check_store, drafter_kind
 from trainer.export.support import recognised
 from trainer.formats.base import Target, Tensors
-from trainer.vocab import DraftVocab
+from trainer.losses.teacher import TargetInterface
+from trainer.settings import config_class, derived
+from trainer.train import checkpoint
+from trainer.train.lock import RunLock
+from trainer.train.run_folder import RUN_JSON, create, load_weights
+from trainer.vocab import DraftVocab, count_store, coverage
 
 _NOT_OURS = ("d2t", "t2d", "token_map", "verifier_lm_head.weight", "verifier_norm.weight")
 
@@ -43,13 +52,8 @@ def read_published(
     folder: Path, head: HeadBundle, num_layers: int, convention: LayerConvention | None = None
 ) -> Published:
     """The drafter that config.json and the safetensors files of ``folder`` describe, for a target of ``num_layers``.
-
-    ``convention`` says what the layer ids mean where the checkpoint leaves it open.
-
-    Raises:
-        NotFoundError: a file is missing.
-        ConfigError: ``import-*``: not a drafter that can be read, or not one of this target.
-    """
+    ``convention`` says what the layer ids mean where the checkpoint leaves it open. Raises NotFoundError: a file is
+    missing; ConfigError: ``import-*``: not a drafter that can be read, or not one of this target."""
     config, tensors = _config(folder), _tensors(folder)
     drafter = recognised(config, tensors)
     if drafter is None:
@@ -116,13 +120,18 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _export_convention(folder: Path) -> LayerConvention | None:
-    """That of the engine a folder of ours was exported for."""
+    """That of the engine a folder of ours was exported for; what cannot be read is not guessed."""
+    about = folder / "hiddenstore.json"
     try:
-        found = json.loads((folder / "hiddenstore.json").read_bytes()).get("layer_convention")
-    except (OSError, ValueError, AttributeError):
+        named = json.loads(about.read_bytes()).get("layer_convention")
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise storage_error(error, str(about)) from error
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{about} is no JSON object: {error}", kind=Kind.DRAFTER_UNFIT) from error
     known: dict[str, LayerConvention] = {"vllm": "vllm", "hf": "hf", "output": "output"}
-    return known.get(found) if isinstance(found, str) else None
+    return known.get(named) if isinstance(named, str) else None
 
 
 def _tensors(folder: Path) -> Tensors:
@@ -144,6 +153,62 @@ def _tensors(folder: Path) -> Tensors:
     for file in files:
         try:
             found |= {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
-        except (SafetensorError, OSError) as error:
+        except OSError as error:
+            raise storage_error(error, str(file)) from error
+        except SafetensorError as error:
             raise ConfigError(f"{file} is no safetensors file: {error}", kind=Kind.DRAFTER_UNFIT) from error
     return found
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was made of it."""
+
+    checkpoint: Path
+    drafter: str
+    aux_layers: tuple[int, ...]
+    parameters: int
+    vocab_size: int
+    vocab_coverage: float
+
+
+def import_drafter(
+    folder: str | Path, run: str | Path, store_location: str | Path, convention: LayerConvention | None = None
+) -> Imported:
+    """Read ``folder`` for the target of a store and write it as the run folder ``run``. Raises NotFoundError: no such
+    folder or store; ConflictError: ``run`` holds a run already; ConfigError: not a drafter of this target, or the store
+    lacks what it reads."""
+    source, path = Path(folder), Path(run)
+    if not source.is_dir():
+        raise NotFoundError(f"{source} is no folder", kind=Kind.PATH_MISSING)
+    if (path / RUN_JSON).exists() or checkpoint.latest(path) is not None:
+        raise ConflictError(f"{path} holds a run already", kind=Kind.OUTPUT_EXISTS, hint="give another -o folder")
+    store = Store.open(store_location)
+    head, target = store.head(), store.capture.target
+    found = read_published(source, head, target.num_layers, convention)
+    name = found.config.name
+    kind = drafter_kind(name)
+    check_store(name, kind.needs(found.config, None), store.capture, store.path)
+    interface = TargetInterface(head, found.vocab, store.capture.final_norm)
+    model = kind.build(found.config, interface, 0)
+    load_weights(model, found.weights, f"{source} is no {name} drafter of {target.name}")
+    values = derived(store, name) | {"drafter": found.config.model_dump(mode="json")}
+    config = config_class(name).model_validate(values)
+    covered = coverage(found.vocab, count_store(store, head.vocab_size))
+    train_ids = [entry.id for _, entry in store.entries if entry.split == "train"]
+    spec = checkpoint.DrafterSpec(
+        config=found.config.model_dump(mode="json"),
+        target=target,
+        head=store.manifest.head,
+        store=str(Path(store.path).resolve()),
+        seed=config.train.seed,
+        step=0,
+    )
+    cursor = Cursor(config.data.seed, 0, 0, Order(train_ids).digest)
+    state = checkpoint.CheckpointState(step=0, cursor=cursor.to_json(), total_steps=0, files={})
+    torch.manual_seed(config.train.seed)
+    with RunLock(path) as lock:
+        create(path, store, config, found.vocab, covered, lock=lock, imported_from=str(source.resolve()))
+        at = checkpoint.save(path, spec, state, (dict(model.state_dict()), checkpoint.rng_tensors()))
+    parameters = sum(tensor.numel() for tensor in model.state_dict().values())
+    return Imported(at, name, found.config.aux_layers, parameters, found.vocab.size, covered)

@@ -13,6 +13,7 @@ from typing import Any
 
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.registry import Registry, unknown
+from hiddenstore.targets.identity import config_sha256
 from trainer.drafters import DRAFTERS, drafter_kind
 from trainer.formats.base import (
     Checkpoint,
@@ -63,35 +64,23 @@ def words() -> dict[str, DrafterExport]:
     return {word: export for export in exports for word in export.titles}
 
 
-def engine_named(name: str) -> Engine:
-    """An engine; ConfigError ``engine-unknown`` says which exist."""
-    return ENGINES[name]
-
-
 def checkpoint_word(checkpoint: Checkpoint) -> str:
     """The word of a checkpoint: EAGLE-3 with either of its later flags is ``eagle3.1``."""
     return drafter_export(checkpoint.config.name).word(checkpoint.config.model_dump())
 
 
 def row(engine: Engine, version: str, word: str) -> Row | None:
-    """What an engine reads of a drafter at a version; None where the drafter has no row of it.
-
-    Raises:
-        ConfigError: ``engine-version``, no version.
-    """
+    """What an engine reads of a drafter at a version; None where the drafter has no row of it. Raises ConfigError:
+    ``engine-version``, no version."""
     rows = words()[word].rows.get((engine.name, word), ())
     return next((entry for entry in rows if is_within(version, entry.since, entry.before)), None)
 
 
 def support(engine: str, version: str | None, word: str) -> Support:
-    """Whether ``engine`` of ``version`` (None: the one its rows were made for) takes a drafter.
-
-    ``word`` is a key of ``words``. What a drafter's own settings add is asked of `refusal`.
-
-    Raises:
-        ConfigError: unknown engine, drafter or version.
-    """
-    table = engine_named(engine)
+    """Whether ``engine`` of ``version`` (None: the one its rows were made for) takes a drafter. ``word`` is a key of
+    ``words``. What a drafter's own settings add is asked of `refusal`. Raises ConfigError: unknown engine, drafter or
+    version."""
+    table = ENGINES[engine]
     if word not in words():
         raise unknown("drafter", word, words())
     at = version or table.version
@@ -117,11 +106,8 @@ def refusal(checkpoint: Checkpoint, engine: Engine, reads: Reads) -> ConfigError
 
 
 def required(checkpoint: Checkpoint, engine: Engine, version: str) -> Reads:
-    """The row a checkpoint is written by.
-
-    Raises:
-        ConfigError: ``export-unsupported`` with the reason and the nearest that works.
-    """
+    """The row a checkpoint is written by. Raises ConfigError: ``export-unsupported`` with the reason and the nearest
+    that works."""
     word = checkpoint_word(checkpoint)
     entry = row(engine, version, word)
     if not isinstance(entry, Reads):
@@ -144,14 +130,29 @@ def matrix(versions: Sequence[tuple[str, str]] = ()) -> list[Support]:
 
 
 def recognised(config: Mapping[str, Any], tensors: Tensors) -> DrafterExport | None:
-    """The drafter that a published ``config.json`` and tensors (may be none) are of: by its class, else by signs.
-
-    The newest kind is asked first: each marks itself more plainly than those before it.
-    """
+    """The drafter that a published ``config.json`` and tensors (may be none) are of: by its class, else by signs. The
+    newest kind is asked first: each marks itself more plainly than those before it."""
     exports = [drafter_export(drafter) for drafter in reversed(list(DRAFTERS))]
     names = [str(name) for name in config.get("architectures") or ()]
     by_class = (one for one in exports for name in names if re.fullmatch(one.architectures, name, re.IGNORECASE))
     return next(by_class, None) or next((one for one in exports if one.signs(config, tensors)), None)
+
+
+def config_differences(expected: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """What tells two targets apart by config.json alone; a quantised copy of the same config is the same target."""
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    if expected.get("config_sha256") in (None, config_sha256(config), config_sha256(plain)):
+        return []
+    text = config.get("text_config") or config
+    sizes = {"model_type": "model_type", "hidden_size": "hidden_size", "vocab_size": "vocab_size"} | {
+        "num_layers": "num_hidden_layers"
+    }
+    lines = [
+        f"{ours}: {expected[ours]} expected, {text.get(theirs)} found"
+        for ours, theirs in sizes.items()
+        if ours in expected and expected[ours] != text.get(theirs)
+    ]
+    return lines or [f"config.json differs: sha256 {str(expected['config_sha256'])[:8]}… expected"]
 
 
 def _elsewhere(word: str) -> str | None:

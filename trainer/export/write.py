@@ -13,20 +13,29 @@ import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hiddenstore.errors import ConfigError, CorruptionError, HiddenstoreError, Kind
+from hiddenstore.errors import (
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    HiddenstoreError,
+    Kind,
+    NotFoundError,
+    StorageError,
+)
 from hiddenstore.fs.publish import new_folder, refuse_existing_folder
+from hiddenstore.fs.seam import storage_error
 from hiddenstore.store import Store
 from hiddenstore.targets.identity import target_argument
+from schemas.capture import TargetIdentity
 from trainer.attention.rope import RopeScaling
 from trainer.drafters import drafter_kind
 from trainer.drafters.base import Drafter
 from trainer.export.published import read_published
-from trainer.export.support import checkpoint_word, drafter_export, engine_named, required
-from trainer.formats.base import Checkpoint, Engine, Files
-from trainer.formats.parts import LAYER_IDS, shares_embeddings, weights
+from trainer.export.support import ENGINES, checkpoint_word, config_differences, drafter_export, required
+from trainer.formats.base import LAYER_IDS, Checkpoint, Engine, Files, shares_embeddings, weights
 from trainer.losses.teacher import TargetInterface
-from trainer.train.loaded import LoadedDrafter
-from trainer.train.run_folder import CONFIG, RunInfo, describe, load_weights
+from trainer.settings import target_config
+from trainer.train.run_folder import CONFIG, LoadedDrafter, RunInfo, describe, load_weights
 from trainer.vocab import DraftVocab
 
 CONFIG_FILE = "config.json"
@@ -55,11 +64,11 @@ class ExportedDrafter:
 
 def checkpoint_of(loaded: LoadedDrafter, run: str | Path, target: str | None = None) -> Checkpoint:
     """The drafter that was loaded of ``run``, with how far it was trained to draft and its target's architecture.
-
-    ``target`` names the target where a format does; the default is its hub id, where it has one.
-    """
+    ``target`` names the target where a format does; the default is its hub id, where it has one."""
     info = describe(run)
     word = target_argument(loaded.identity)
+    if target is not None:
+        _require_named_target(Path(target), loaded.identity)
     return Checkpoint(
         loaded.model,
         loaded.vocab,
@@ -71,20 +80,29 @@ def checkpoint_of(loaded: LoadedDrafter, run: str | Path, target: str | None = N
     )
 
 
+def _require_named_target(folder: Path, identity: TargetIdentity) -> None:
+    """Refuse a local folder that is another target than the one trained for; of a hub id nothing is known."""
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        return
+    try:
+        config = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON: {error}", kind=Kind.TARGET_UNREADABLE) from error
+    differences = config_differences(identity.model_dump(mode="json"), config)
+    if differences:
+        problem = f"--target {folder} is not the target the drafter was trained for ({identity.name})"
+        raise FormatError(f"{problem}:\n" + "\n".join(differences), kind=Kind.TARGET_MISMATCH)
+
+
 def export(
     checkpoint: Checkpoint, engine: str, out: Path, dtype: str | None = None, version: str | None = None
 ) -> ExportedDrafter:
-    """Write the checkpoint for ``engine``, in ``dtype`` (default: the target's own).
-
-    ``version`` of the engine; None for the one its table was made for.
-
-    Raises:
-        ConfigError: unknown engine, version or dtype, or a drafter the engine cannot serve.
-        ConflictError: ``out`` exists and is not empty.
-        CorruptionError: what was written does not read back as the same drafter.
-        StorageError: the disk refused.
-    """
-    table = engine_named(engine)
+    """Write the checkpoint for ``engine``, in ``dtype`` (default: the target's own). ``version`` of the engine; None
+    for the one its table was made for. Raises ConfigError: unknown engine, version or dtype, or a drafter the engine
+    cannot serve; ConflictError: ``out`` exists and is not empty; CorruptionError: what was written does not read back
+    as the same drafter; StorageError: the disk refused."""
+    table = ENGINES[engine]
     at = version or table.version
     required(checkpoint, table, at)
     name = dtype or checkpoint.identity.dtype
@@ -113,10 +131,7 @@ def export(
 
 def engine_files(checkpoint: Checkpoint, engine: Engine, version: str, dtype: str) -> Files:
     """What ``config.json`` and ``model.safetensors`` hold for an engine of a version; ``dtype`` is one of `DTYPES`.
-
-    Raises:
-        ConfigError: the engine cannot serve this drafter.
-    """
+    Raises ConfigError: the engine cannot serve this drafter."""
     reads = required(checkpoint, engine, version)
     made = drafter_export(checkpoint.config.name).files(checkpoint, engine, reads, dtype)
     wrap = reads.quirks.wrap
@@ -156,10 +171,7 @@ def layer_ids(config: dict[str, Any]) -> list[int]:
 
 def stretched(checkpoint: Checkpoint, factor: float, original: int) -> Checkpoint:
     """The same weights under YaRN: positions up to ``factor`` times the ``original`` window, as ModelOpt exports.
-
-    Raises:
-        ConfigError: the drafter was trained with another scaling, or has no positions.
-    """
+    Raises ConfigError: the drafter was trained with another scaling, or has no positions."""
     config = checkpoint.config
     kind = drafter_kind(config.name)
     if not drafter_export(config.name).has_positions:
@@ -179,12 +191,12 @@ def stretched(checkpoint: Checkpoint, factor: float, original: int) -> Checkpoin
 
 
 def prove_equal(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> None:
-    """Raise CorruptionError unless the files give the drafter's own logits and tokens, bit for bit.
-
-    Both run the same steps over random states, weights in ``dtype``, arithmetic in float32.
-    """
+    """Raise CorruptionError unless the files give the drafter's own logits and tokens, bit for bit. Both run the same
+    steps over random states, weights in ``dtype``, arithmetic in float32."""
     try:
         reloaded, vocab = read_back(folder, checkpoint)
+    except StorageError:
+        raise
     except HiddenstoreError as error:
         raise CorruptionError(
             f"{folder} is no drafter: {error}", kind=Kind.EXPORT_UNREADABLE, path=str(folder)
@@ -202,11 +214,8 @@ def prove_equal(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Non
 
 
 def read_back(folder: Path, checkpoint: Checkpoint) -> tuple[Drafter, DraftVocab]:
-    """The drafter that an exported folder describes, from its files alone plus what engines share of the target.
-
-    Raises:
-        HiddenstoreError: a file is damaged or lacks something.
-    """
+    """The drafter that an exported folder describes, from its files alone plus what engines share of the target. Raises
+    HiddenstoreError: a file is damaged or lacks something."""
     found = read_published(folder, checkpoint.head, checkpoint.identity.num_layers)
     kind = drafter_kind(found.config.name)
     model = kind.build(found.config, TargetInterface(checkpoint.head, found.vocab), 0)
@@ -232,11 +241,16 @@ def _rounded(checkpoint: Checkpoint, dtype: torch.dtype) -> Drafter:
 
 
 def _trained_steps(info: RunInfo) -> int | None:
-    """TTT steps of the run; None where its objective has none."""
+    """TTT steps of the run; None where its objective has none, or a checkpoint lies outside its run."""
+    file = info.run / CONFIG
     try:
-        config = yaml.safe_load((info.run / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+        config = yaml.safe_load(file.read_bytes())
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise storage_error(error, str(file)) from error
+    except yaml.YAMLError as error:
+        raise CorruptionError(f"{file} is no YAML: {error}", kind=Kind.RUN_CORRUPT, path=str(file)) from error
     steps = (config.get("loss") or {}).get("steps") if isinstance(config, dict) else None
     return steps if isinstance(steps, int) else None
 
@@ -244,7 +258,6 @@ def _trained_steps(info: RunInfo) -> int | None:
 def _target_config(info: RunInfo) -> dict[str, Any]:
     """``config.json`` of the target as the store keeps it; empty where the store is gone."""
     try:
-        config = json.loads(Store.open(info.spec.store).target_file("config.json"))
-    except (HiddenstoreError, OSError, ValueError):
+        return target_config(Store.open(info.spec.store))
+    except NotFoundError:
         return {}
-    return config if isinstance(config, dict) else {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from schemas.layers import default_aux_layers, from_convention, to_convention
-from trainer.formats import parts
+from trainer.formats import base
 from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Target, Tensors
 
 if TYPE_CHECKING:
@@ -33,19 +33,17 @@ _SMALL_VOCABULARY = Lack(
     "it has no draft vocabulary for this drafter",
     "train with drafter.vocab_size= the target's",
 )
-_TARGET_HEAD_ONLY = (_SLIDING_WINDOW, _OWN_HEAD, _SMALL_VOCABULARY, parts.EMBEDDINGS_AS_A_LAYER)
+_TARGET_HEAD_ONLY = (_SLIDING_WINDOW, _OWN_HEAD, _SMALL_VOCABULARY, base.EMBEDDINGS_AS_A_LAYER)
 
 
 def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
-    """``target_layer_ids`` are numbers of layer outputs in every engine.
-
-    A restricted draft vocabulary needs a head of its own rows [U, D] and ``d2t``, where the engine reads them.
-    """
+    """``target_layer_ids`` are numbers of layer outputs in every engine. A restricted draft vocabulary needs a head of
+    its own rows [U, D] and ``d2t``, where the engine reads them."""
     drafter = checkpoint.config
-    tensors = parts.weights(checkpoint, dtype)
+    tensors = base.weights(checkpoint, dtype)
     if not checkpoint.vocab.is_full:
-        tensors["lm_head.weight"] = parts.like(tensors, checkpoint.model.head_weight())
-        tensors |= parts.draft_vocabulary(checkpoint)
+        tensors["lm_head.weight"] = base.like(tensors, checkpoint.model.head_weight())
+        tensors |= base.draft_vocabulary(checkpoint)
     dflash: dict[str, Any] = {
         "mask_token_id": drafter.mask_token_id,
         "target_layer_ids": to_convention(sorted(drafter.aux_layers), "output"),
@@ -56,7 +54,7 @@ def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> 
     config = {
         "architectures": [reads.architecture],
         "model_type": "qwen3",
-        **parts.llama_dimensions(checkpoint, dtype),
+        **base.llama_dimensions(checkpoint, dtype),
         "block_size": drafter.block_size,
         "num_target_layers": checkpoint.identity.num_layers,
         "layer_types": ["full_attention"] * drafter.num_layers,
@@ -75,7 +73,7 @@ def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> 
         "sample_from_anchor": False,
         "sliding_window_non_causal": True,
     }
-    return parts.speculators_config(config, checkpoint, draft_len, "dflash", flags)
+    return base.speculators_config(config, checkpoint, draft_len, "dflash", flags)
 
 
 def _longest(config: Mapping[str, Any]) -> int | None:
@@ -89,9 +87,9 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
         raise ValueError("layer_types has sliding_attention, which engines make causal; windows here are symmetric")
     if dflash.get("sample_from_anchor") or config.get("sample_from_anchor"):
         raise ValueError("sample_from_anchor is set: its first slot predicts too, ours repeats the anchor")
-    parts.require_shared_embeddings(tensors, target.head, "DFlash")
+    base.require_shared_embeddings(tensors, target.head, "DFlash")
     output = target.head.output_weight
-    parts.drop_shared(tensors, "lm_head.weight", output[target.vocab.target_ids.to(output.device)])
+    base.drop_shared(tensors, "lm_head.weight", output[target.vocab.target_ids.to(output.device)])
     mask = dflash.get("mask_token_id", config.get("mask_token_id"))
     facts = {
         "aux_layers": _published_layers(config, target, tensors["fc.weight"].shape[1] // target.head.hidden_size),
@@ -101,11 +99,11 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
         "sliding_window": dflash.get("swa_window_size") if dflash.get("use_swa") else None,
         "train_head": "lm_head.weight" in tensors,
     }
-    return parts.dimensions(config) | facts, tensors
+    return base.dimensions(config) | facts, tensors
 
 
 def _published_layers(config: Mapping[str, Any], target: Target, count: int) -> tuple[int, ...]:
-    as_vllm = config.get(parts.LAYER_IDS) or config.get("aux_hidden_state_layer_ids")
+    as_vllm = config.get(base.LAYER_IDS) or config.get("aux_hidden_state_layer_ids")
     if as_vllm:
         return tuple(from_convention(as_vllm, target.convention or "vllm"))
     ids = (config.get("dflash_config") or {}).get("target_layer_ids") or config.get("target_layer_ids")
@@ -118,12 +116,12 @@ def _probe(model: Any, checkpoint: Checkpoint) -> "Tensor":
     """The logits of one block after a text."""
     import torch
 
-    from trainer.slots.anchors import Blocks
+    from trainer.slots import Blocks
 
-    aux, ids = parts.probe_states(checkpoint, len(model.config.aux_layers)), parts.probe_ids(checkpoint)
-    context = model.context(aux, torch.arange(parts.PROBE_TOKENS))
-    blocks = Blocks.of([(0, parts.PROBE_TOKENS)], torch.device("cpu"))
-    states = model.fill(ids[:1], torch.tensor([parts.PROBE_TOKENS]), context, blocks, (0, model.block_size))
+    aux, ids = base.probe_states(checkpoint, len(model.config.aux_layers)), base.probe_ids(checkpoint)
+    context = model.context(aux, torch.arange(base.PROBE_TOKENS))
+    blocks = Blocks.of([(0, base.PROBE_TOKENS)], torch.device("cpu"))
+    states = model.fill(ids[:1], torch.tensor([base.PROBE_TOKENS]), context, blocks, (0, model.block_size))
     logits: Tensor = states.float() @ model.head_weight().float().T
     return logits
 

@@ -6,7 +6,7 @@ Shapes: D target width.
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.formats import parts
+from trainer.formats import base
 from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Refused, Target, Tensors
 
 _LACKS = (
@@ -20,15 +20,13 @@ _LACKS = (
 
 
 def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
-    """``fc.weight`` [D, 2D] and the layers; embeddings and head stay with the target.
-
-    Where the engine's ``fc`` has a bias, one of zeros is written rather than left as it was initialised.
-    """
-    tensors = parts.weights(checkpoint, dtype)
+    """``fc.weight`` [D, 2D] and the layers; embeddings and head stay with the target. Where the engine's ``fc`` has a
+    bias, one of zeros is written rather than left as it was initialised."""
+    tensors = base.weights(checkpoint, dtype)
     if reads.quirks.fc_bias:
         tensors["fc.bias"] = tensors["fc.weight"].new_zeros(len(tensors["fc.weight"]))
     names = {"architectures": [reads.architecture], "model_type": "llama"}
-    return Files({**names, **parts.llama_dimensions(checkpoint, dtype)}, tensors)
+    return Files({**names, **base.llama_dimensions(checkpoint, dtype)}, tensors)
 
 
 def _signs(config: Mapping[str, Any], tensors: Tensors) -> bool:
@@ -38,7 +36,7 @@ def _signs(config: Mapping[str, Any], tensors: Tensors) -> bool:
 
 
 def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[dict[str, Any], Tensors]:
-    parts.require_shared_embeddings(tensors, target.head, "EAGLE-1")
+    base.require_shared_embeddings(tensors, target.head, "EAGLE-1")
     tensors.pop("lm_head.weight", None)
     bias = tensors.pop("fc.bias", None)
     if bias is not None and bool(bias.any()):
@@ -49,7 +47,7 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
         "first_norm": "layers.0.input_layernorm.weight" in tensors,
         "last_norm": "norm.weight" in tensors,
     }
-    return parts.dimensions(config) | facts, tensors
+    return base.dimensions(config) | facts, tensors
 
 
 _VLLM = Reads("EagleLlamaForCausalLM", "eagle", "llama_eagle.py", ran="0.32", lacks=_LACKS)
@@ -77,5 +75,5 @@ EAGLE1 = DrafterExport(
     files=_files,
     our_name=lambda name: name,
     read=_read,
-    probe=parts.probe_chain,
+    probe=base.probe_chain,
 )

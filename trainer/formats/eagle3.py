@@ -10,7 +10,7 @@ from typing import Any
 
 from hiddenstore.errors import ConfigError, Kind
 from schemas.layers import default_aux_layers, from_convention, to_convention
-from trainer.formats import parts
+from trainer.formats import base
 from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Refused, Target, Tensors
 
 _CONVENTIONS = {"vllm": "vLLM's convention", "output": "that of SGLang, TensorRT-LLM, ModelOpt and SpecForge"}
@@ -26,7 +26,7 @@ _SEVERAL_LAYERS = Lack(
     "train with drafter.num_layers=1",
 )
 _OWN_EMBEDDINGS = Lack(
-    lambda c: not parts.shares_embeddings(c) and c.config.hidden_size == c.identity.hidden_size,
+    lambda c: not base.shares_embeddings(c) and c.config.hidden_size == c.identity.hidden_size,
     "it replaces embeddings of the target's width by the target's",
     "train with drafter.train_embeddings=false",
 )
@@ -50,31 +50,28 @@ _NARROWER = Lack(
 
 def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
     """Layer ids are always explicit, because an engine that guesses them drafts from the wrong layers; ascending, as
-    states are stored and captured.
-
-    ``embed_tokens`` [V, H] is left out where it equals the target's, which most engines share; ``d2t`` and ``t2d``
-    where the vocabulary is whole, because vLLM 0.32 has no place for them then.
-    """
+    states are stored and captured. ``embed_tokens`` [V, H] is left out where it equals the target's, which most engines
+    share; ``d2t`` and ``t2d`` where the vocabulary is whole, because vLLM 0.32 has no place for them then."""
     drafter, quirks = checkpoint.config, reads.quirks
     ids = to_convention(sorted(drafter.aux_layers), engine.convention)
-    tensors = parts.weights(checkpoint, dtype)
+    tensors = base.weights(checkpoint, dtype)
     if quirks.embeddings:
-        tensors.setdefault("embed_tokens.weight", parts.like(tensors, checkpoint.head.embed_tokens))
-    elif parts.shares_embeddings(checkpoint):
+        tensors.setdefault("embed_tokens.weight", base.like(tensors, checkpoint.head.embed_tokens))
+    elif base.shares_embeddings(checkpoint):
         tensors.pop("embed_tokens.weight", None)
     tensors = {_engine_name(name, quirks, drafter.num_layers > 1): tensor for name, tensor in tensors.items()}
     if not checkpoint.vocab.is_full:
-        tensors |= parts.draft_vocabulary(checkpoint)
+        tensors |= base.draft_vocabulary(checkpoint)
         if not quirks.t2d:
             del tensors["t2d"]
     config = {
         "architectures": [reads.architecture],
         "model_type": "llama",
-        **parts.llama_dimensions(checkpoint, dtype),
-        "eagle_config": {"use_aux_hidden_state": True, parts.LAYER_IDS: ids},
+        **base.llama_dimensions(checkpoint, dtype),
+        "eagle_config": {"use_aux_hidden_state": True, base.LAYER_IDS: ids},
     }
     if quirks.top_level_ids:
-        config[parts.LAYER_IDS] = ids
+        config[base.LAYER_IDS] = ids
     if drafter.hidden_size != checkpoint.identity.hidden_size:
         config["target_hidden_size"] = checkpoint.identity.hidden_size
     if drafter.norm_before_residual:
@@ -110,8 +107,8 @@ def _our_name(name: str) -> str:
 
 def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> dict[str, Any]:
     flags = {flag: bool(config.get(flag, False)) for flag in ("norm_before_residual", "fc_norm", "norm_output")}
-    flags |= {"norm_before_fc": False, parts.LAYER_IDS: config["eagle_config"][parts.LAYER_IDS]}
-    return parts.speculators_config(config, checkpoint, draft_len, "eagle3", flags)
+    flags |= {"norm_before_fc": False, base.LAYER_IDS: config["eagle_config"][base.LAYER_IDS]}
+    return base.speculators_config(config, checkpoint, draft_len, "eagle3", flags)
 
 
 def _signs(config: Mapping[str, Any], tensors: Tensors) -> bool:
@@ -121,7 +118,7 @@ def _signs(config: Mapping[str, Any], tensors: Tensors) -> bool:
 
 
 def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[dict[str, Any], Tensors]:
-    parts.drop_shared(tensors, "embed_tokens.weight", target.head.embed_tokens)
+    base.drop_shared(tensors, "embed_tokens.weight", target.head.embed_tokens)
     if "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = target.head.output_weight[target.vocab.target_ids].float().cpu()
     facts = {
@@ -132,12 +129,12 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
         "train_embeddings": "embed_tokens.weight" in tensors,
     }
-    return parts.dimensions(config) | facts, tensors
+    return base.dimensions(config) | facts, tensors
 
 
 def _published_layers(config: Mapping[str, Any], target: Target) -> tuple[int, ...]:
     """Nothing in a file says whether its ids are vLLM's or SGLang's: only what is certain is taken."""
-    top, nested = config.get(parts.LAYER_IDS), (config.get("eagle_config") or {}).get(parts.LAYER_IDS)
+    top, nested = config.get(base.LAYER_IDS), (config.get("eagle_config") or {}).get(base.LAYER_IDS)
     ids = top or nested
     if not ids:
         return tuple(default_aux_layers("eagle3", target.num_layers))
@@ -165,7 +162,7 @@ _SGLANG = Reads(
     "EAGLE3",
     "llama_eagle3.py",
     since="0.5.23",
-    lacks=(_NORM_BEFORE_RESIDUAL, _OWN_EMBEDDINGS, _AS_WIDE_AS_ITS_STATES, parts.EMBEDDINGS_AS_A_LAYER),
+    lacks=(_NORM_BEFORE_RESIDUAL, _OWN_EMBEDDINGS, _AS_WIDE_AS_ITS_STATES, base.EMBEDDINGS_AS_A_LAYER),
     quirks=Quirks(later_norm="hidden_norm"),
 )
 _EARLIER_SGLANG = replace(
@@ -181,7 +178,7 @@ _TRTLLM = Reads(
     "Eagle3",
     "modeling_speculative.py",
     since="1.3",
-    lacks=(_NORM_BEFORE_RESIDUAL, _OWN_EMBEDDINGS, _ONE_LAYER, _AS_WIDE_AS_ITS_STATES, parts.EMBEDDINGS_AS_A_LAYER),
+    lacks=(_NORM_BEFORE_RESIDUAL, _OWN_EMBEDDINGS, _ONE_LAYER, _AS_WIDE_AS_ITS_STATES, base.EMBEDDINGS_AS_A_LAYER),
     quirks=Quirks(later_norm="hidden_norm", stacked=True, t2d=False),
 )
 _SPECULATORS = Reads(
@@ -225,5 +222,5 @@ EAGLE3 = DrafterExport(
     files=_files,
     our_name=_our_name,
     read=_read,
-    probe=parts.probe_chain,
+    probe=base.probe_chain,
 )

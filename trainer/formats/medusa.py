@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer.formats import parts
+from trainer.formats import base
 from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Reads, Refused, Target, Tensors
 
 if TYPE_CHECKING:
@@ -28,18 +28,16 @@ _ORIGINAL_HEAD_BIAS = Lack(
 
 def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
     """The loader leaves biases out unless told of them. With the original head the file holds the target's rows [V, D]
-    once: the engine keeps a copy of its own.
-
-    vLLM 0.32 loads heads of V rows only, and takes the most probable token. A token that the drafter does not know gets
-    the mean of the known rows: its logit is the mean of theirs, which is never the largest. ``t2d`` tells import apart.
-    """
+    once: the engine keeps a copy of its own. vLLM 0.32 loads heads of V rows only, and takes the most probable token. A
+    token that the drafter does not know gets the mean of the known rows: its logit is the mean of theirs, which is
+    never the largest. ``t2d`` tells import apart."""
     drafter = checkpoint.config
-    tensors = parts.weights(checkpoint, dtype)
+    tensors = base.weights(checkpoint, dtype)
     if drafter.original_head:
-        tensors["lm_heads.0.weight"] = parts.like(tensors, checkpoint.head.output_weight)
+        tensors["lm_heads.0.weight"] = base.like(tensors, checkpoint.head.output_weight)
     if not checkpoint.vocab.is_full:
         heads = {name: _widened(rows, checkpoint) for name, rows in tensors.items() if name.startswith("lm_heads.")}
-        tensors |= {**heads, **parts.draft_vocabulary(checkpoint)}
+        tensors |= {**heads, **base.draft_vocabulary(checkpoint)}
     config = {
         "architectures": [reads.architecture],
         "model_type": "medusa",
@@ -48,9 +46,9 @@ def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> 
         "num_hidden_layers": drafter.medusa_layers,
         "medusa_fc_bias": True,
         "original_lm_head": drafter.original_head,
-        **parts.vocabulary(checkpoint),
+        **base.vocabulary(checkpoint),
         "truncated_vocab_size": checkpoint.vocab.target_size,
-        **parts.dtype_words(dtype),
+        **base.dtype_words(dtype),
     }
     return Files(config, tensors)
 
@@ -90,7 +88,7 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
     is_original = False
     if config.get("original_lm_head"):
         shared = tensors["lm_heads.0.weight"]
-        parts.drop_shared(tensors, "lm_heads.0.weight", target.head.output_weight)
+        base.drop_shared(tensors, "lm_heads.0.weight", target.head.output_weight)
         is_original = "lm_heads.0.weight" not in tensors
         if not is_original:
             tensors |= {f"lm_heads.{k}.weight": shared for k in range(heads)}
@@ -112,7 +110,7 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
 def _probe(model: Any, checkpoint: Checkpoint) -> "Tensor":
     import torch
 
-    features = parts.probe_states(checkpoint, 1)[0]
+    features = base.probe_states(checkpoint, 1)[0]
     heads = range(model.config.medusa_heads)
     return torch.cat([model.states(features, k).float() @ model.head_weight(k).float().T for k in heads])
 

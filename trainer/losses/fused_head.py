@@ -81,11 +81,9 @@ class Supervision:
         *,
         complete: bool = False,
     ) -> Self:
-        """Labels int64 [N, D] of states [N*D], -1 where nothing is taught, which then costs nothing.
-
-        ``share`` of q is ``distribution(which states, int64 [n]) -> fp32 [n, U]``. ``complete``: the D states of a row
-        of labels stay together if any of them is taught, as `Weigh` asks.
-        """
+        """Labels int64 [N, D] of states [N*D], -1 where nothing is taught, which then costs nothing. ``share`` of q is
+        ``distribution(which states, int64 [n]) -> fp32 [n, U]``. ``complete``: the D states of a row of labels stay
+        together if any of them is taught, as `Weigh` asks."""
         taught, depths = labels >= 0, labels.shape[1]
         if complete:
             taught = taught.any(1, keepdim=True).expand_as(labels)
@@ -116,11 +114,9 @@ def head_losses(
     by_step: bool = False,
     weigh: Weigh | None = None,
 ) -> StepLosses:
-    """Losses of states [S, H] under the drafter's head weight [U, H]; scales fp32 [D].
-
-    ``by_step``: measure the mean overlap of each step first, for a loss that blends by it. ``weigh`` multiplies the
-    scales of complete rows of labels. Matrix products are those of autocast where it is on; softmax and sums are fp32.
-    """
+    """Losses of states [S, H] under the drafter's head weight [U, H]; scales fp32 [D]. ``by_step``: measure the mean
+    overlap of each step first, for a loss that blends by it. ``weigh`` multiplies the scales of complete rows of
+    labels. Matrix products are those of autocast where it is on; softmax and sums are fp32."""
     device = states.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
     counts, step_overlap = supervision.counts(scales.shape[0]), None

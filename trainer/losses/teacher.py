@@ -25,11 +25,9 @@ from trainer.vocab import DraftVocab
 
 @dataclass(frozen=True, eq=False)
 class FrozenHead:
-    """logits = widened(x) @ weight.T: the logit scale is multiplied in, a bias is one more column.
-
-    weight [V, D], or [V, D+1] with a bias; fp32 while that is small. A soft cap (Gemma 2) is left out: it is monotone,
-    so greedy proposals are the same, and a loss that leaves it out on both sides has the same minimum.
-    """
+    """logits = widened(x) @ weight.T: the logit scale is multiplied in, a bias is one more column. weight [V, D], or
+    [V, D+1] with a bias; fp32 while that is small. A soft cap (Gemma 2) is left out: it is monotone, so greedy
+    proposals are the same, and a loss that leaves it out on both sides has the same minimum."""
 
     weight: Tensor
     bundle: HeadBundle
@@ -84,11 +82,8 @@ class TeacherRows:
 def final_index(
     batch: PackedBatch, rows: Tensor, reader: str = "the loss", option: str = "--final supervised"
 ) -> Tensor:
-    """Which of the pack's final rows are its rows int64 [R]: int64 [R].
-
-    Raises:
-        FormatError: one is not stored; ``reader`` reads it, ``option`` of ``collect`` captures it.
-    """
+    """Which of the pack's final rows are its rows int64 [R]: int64 [R]. Raises FormatError: one is not stored;
+    ``reader`` reads it, ``option`` of ``collect`` captures it."""
     index = torch.searchsorted(batch.final_rows, rows)
     stored = index < batch.final_rows.shape[0]
     stored[stored.clone()] = batch.final_rows[index[stored]] == rows[stored]
@@ -123,14 +118,9 @@ class Teacher:
         self._draft_ids = self.vocab.draft_ids()
 
     def read(self, batch: PackedBatch, rows: Tensor, *, token: bool = True, mass: bool = False) -> TeacherRows:
-        """Teacher of the pack's rows int64 [R].
-
-        ``token`` False spares the pass over the vocabulary where nothing can be dropped: the token is then the most
-        probable of ``distribution``. ``mass``: measure the target's probability of the draft vocabulary.
-
-        Raises:
-            FormatError: the store does not hold the final hidden at a row that teaches.
-        """
+        """Teacher of the pack's rows int64 [R]. ``token`` False spares the pass over the vocabulary where nothing can
+        be dropped: the token is then the most probable of ``distribution``. ``mass``: measure the target's probability
+        of the draft vocabulary. Raises FormatError: the store does not hold the final hidden at a row that teaches."""
         at = final_index(batch, rows)
         if batch.topk is not None:
             return self._read_topk(batch.topk, at)
@@ -152,10 +142,8 @@ class Teacher:
         return torch.softmax(self._draft.logits(normed, norm_state="post_norm"), -1)
 
     def distribution(self, rows: TeacherRows) -> Tensor:
-        """Teacher over the draft vocabulary: fp32 [R, U], rows summing to one.
-
-        Of stored top tokens, those the draft vocabulary holds are scaled up to one; the rest is zero.
-        """
+        """Teacher over the draft vocabulary: fp32 [R, U], rows summing to one. Of stored top tokens, those the draft
+        vocabulary holds are scaled up to one; the rest is zero."""
         if rows.topk is None:
             return self.probabilities(rows.normed)
         ids, share = self._draft_shares(rows.topk)

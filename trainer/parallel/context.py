@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError, Kind
 from trainer.parallel.group import ProcessGroup, peer_errors
-from trainer.slots.shift import SlotRange, document_starts
+from trainer.slots import SlotRange, document_starts
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,8 @@ class PackShard(PackedBatch):
 
 
 def context_group(size: int, group: ProcessGroup) -> ContextGroup | None:
-    """The group of this rank: consecutive ranks share packs. None where nothing is shared.
-
-    Raises:
-        ConfigError: ``size`` does not divide the number of ranks.
-    """
+    """The group of this rank: consecutive ranks share packs. None where nothing is shared. Raises ConfigError: ``size``
+    does not divide the number of ranks."""
     ranks = group.rank.world_size
     if ranks % size:
         raise ConfigError(
@@ -147,11 +144,8 @@ def local_slots(batch: PackedBatch) -> Tensor | None:
 def gather_prefix(
     batch: PackedBatch, k0: Tensor, v0: Tensor, ranges: tuple[SlotRange, ...]
 ) -> tuple[Tensor, Tensor, tuple[SlotRange, ...]]:
-    """Keys and values of step 0 over the pack [T, G, E], and the ranges in its rows.
-
-    k0, v0 [S, G, E] of a shard; everything comes back as it is for a pack that is not sharded. Called by every rank of
-    the context equally often.
-    """
+    """Keys and values of step 0 over the pack [T, G, E], and the ranges in its rows. k0, v0 [S, G, E] of a shard;
+    everything comes back as it is for a pack that is not sharded. Called by every rank of the context equally often."""
     if not isinstance(batch, PackShard) or batch.shard_map is None:
         return k0, v0, ranges
     gathered: Tensor = _Gather.apply(torch.cat([k0, v0], -1), batch.shard_map)

@@ -7,7 +7,6 @@ gradients are reduce-scattered once after them. At rest a rank holds its share o
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,38 +17,26 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from trainer.parallel.group import ProcessGroup, peer_errors
 
 
-class ParallelStrategy(Protocol):
-    """ddp or fsdp. Every method is called by all ranks, in the same order."""
-
-    def unshard(self) -> None:
-        """Gather every parameter, for the packs of one step."""
-
-    def reduce_gradients(self) -> None:
-        """Sum the gradients of all ranks, also of those that saw no pack; parameters are sharded again after it."""
-
-    def reshard(self) -> None:
-        """Shard the parameters again, without a step."""
-
-
 class Ddp:
-    """A copy on every rank, gradients summed in buckets. With one process everything here is free."""
+    """A copy on every rank, gradients summed in buckets. With one process everything here is free. Every method is
+    called by all ranks, in the same order."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._group = group
 
     def unshard(self) -> None:
-        """Nothing: they are not sharded."""
+        """Gather every parameter, for the packs of one step."""
 
     def reduce_gradients(self) -> None:
-        """See `ParallelStrategy`."""
+        """Sum the gradients of all ranks, also of those that saw no pack; parameters are sharded again after it."""
         self._group.all_reduce_gradients(self._parameters)
 
     def reshard(self) -> None:
-        """Nothing."""
+        """Shard the parameters again, without a step."""
 
 
-class Fsdp:
+class Fsdp(Ddp):
     """FSDP2: a shard of each parameter on every rank, all of them while a step is computed."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup, device: torch.device) -> None:
@@ -62,17 +49,14 @@ class Fsdp:
         self._unit.set_force_sum_reduction_for_comms(True)
 
     def unshard(self) -> None:
-        """See `ParallelStrategy`."""
         with peer_errors():
             self._unit.unshard()
 
     def reduce_gradients(self) -> None:
-        """See `ParallelStrategy`."""
         with peer_errors():
             self._touch().backward()
 
     def reshard(self) -> None:
-        """See `ParallelStrategy`."""
         self._unit.reshard()
 
 
@@ -89,13 +73,13 @@ class _TouchParameters(nn.Module):
         return torch.stack(touched).sum() * 0.0
 
 
-def parallelize(model: nn.Module, strategy: str, group: ProcessGroup, device: torch.device) -> ParallelStrategy:
+def parallelize(model: nn.Module, strategy: str, group: ProcessGroup, device: torch.device) -> Ddp:
     """``ddp`` or ``fsdp``. One process alone has nothing to shard."""
     return Ddp(model, group) if strategy == "ddp" or group.is_single else Fsdp(model, group, device)
 
 
 @contextmanager
-def unsharded(parallel: ParallelStrategy) -> Iterator[None]:
+def unsharded(parallel: Ddp) -> Iterator[None]:
     """Gathered parameters inside, for reading them without a step."""
     parallel.unshard()
     try:

@@ -40,9 +40,8 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 def use_all_cores() -> int:
     """Give torch the cores this process may use, shared with the other ranks of this machine; the number of threads.
-
-    torch already keeps to the affinity mask; a container's CPU quota it does not see. OMP_NUM_THREADS, where set, wins.
-    """
+    torch already keeps to the affinity mask; a container's CPU quota it does not see. OMP_NUM_THREADS, where set,
+    wins."""
     if not os.environ.get("OMP_NUM_THREADS"):
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
         cores = min(torch.get_num_threads(), usable_cores())
@@ -67,11 +66,9 @@ _TRIM_MOST = (1 << 31) - 1
 
 
 def keep_freed_memory() -> bool:
-    """Ask glibc to keep freed blocks of up to 32 MiB instead of returning them to the kernel; False without glibc.
-
-    A step frees and asks again for the same tensors. Each one returned costs a fault for every page of the next: 5,000
-    to 10,000 of them a step, 5 to 10 % of the CPU time of an EAGLE-3 step of 512 tokens.
-    """
+    """Ask glibc to keep freed blocks of up to 32 MiB instead of returning them to the kernel; False without glibc. A
+    step frees and asks again for the same tensors. Each one returned costs a fault for every page of the next: 5,000 to
+    10,000 of them a step, 5 to 10 % of the CPU time of an EAGLE-3 step of 512 tokens."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -114,10 +111,8 @@ class ProcessGroup:
             tensor.copy_(reduced.view_as(tensor))
 
     def all_reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Add up gradients over the ranks in place; a rank that saw no pack contributes zero.
-
-        One message a bucket, the next under way while the last is read back.
-        """
+        """Add up gradients over the ranks in place; a rank that saw no pack contributes zero. One message a bucket, the
+        next under way while the last is read back."""
         if self.is_single:
             return
         under_way: deque[tuple[list[Tensor], Tensor, Any]] = deque()
@@ -141,11 +136,8 @@ class ProcessGroup:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """For work that may fail on some ranks only: after it every rank goes on, or every rank raises.
-
-        Raises:
-            HiddenstoreError: kind ``another-rank``; the rank that failed raises its own error.
-        """
+        """For work that may fail on some ranks only: after it every rank goes on, or every rank raises. Raises
+        HiddenstoreError: kind ``another-rank``; the rank that failed raises its own error."""
         done = False
         try:
             yield
@@ -186,12 +178,9 @@ class ProcessGroup:
 
 @contextmanager
 def process_group(rank: Rank, environment: Mapping[str, str] | None = None) -> Iterator[ProcessGroup]:
-    """The group that torchrun's MASTER_ADDR and MASTER_PORT describe; it is left at the end.
-
-    Raises:
-        ConfigError: ``rank-rendezvous``, the environment does not say where.
-        StorageError: ``rank-lost``, the others cannot be reached.
-    """
+    """The group that torchrun's MASTER_ADDR and MASTER_PORT describe; it is left at the end. Raises ConfigError:
+    ``rank-rendezvous``, the environment does not say where; StorageError: ``rank-lost``, the others cannot be
+    reached."""
     if rank.world_size == 1:
         yield ProcessGroup(rank)
         return

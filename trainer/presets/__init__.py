@@ -15,11 +15,8 @@ def preset_names() -> list[str]:
 
 
 def settings_file(name_or_path: str | Path) -> Path:
-    """The file that ``-c`` means: a preset's by its name, else the path itself.
-
-    Raises:
-        ConfigError: ``name-unknown``: neither a preset nor a file.
-    """
+    """The file that ``-c`` means: a preset's by its name, else the path itself. Raises ConfigError: ``name-unknown``:
+    neither a preset nor a file."""
     name, names = str(name_or_path), preset_names()
     if name in names:
         return _FOLDER / f"{name}.yaml"

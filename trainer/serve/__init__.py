@@ -22,8 +22,3 @@ ENGINES: "Registry[ServingEngine]" = Registry(
     "trainer.serve.plan:ServingEngine",
     option="--engine",
 )
-
-
-def serving_engine(name: str) -> "ServingEngine":
-    """The engine of that name; ConfigError ``engine-unknown`` says which exist."""
-    return ENGINES[name]

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
-from hiddenstore.targets.identity import config_sha256
-from hiddenstore.targets.layer_rules import LAYER_RULES
+from hiddenstore.targets import LAYER_RULES
 from schemas.layers import LayerConvention, to_convention
-from trainer.export.support import engine_named, recognised, row, words
-from trainer.formats.base import Reads
-from trainer.formats.parts import LAYER_IDS
+from trainer.export.support import ENGINES, config_differences, recognised, row, words
+from trainer.formats.base import LAYER_IDS, Reads
 from trainer.serve.plan import ServingEngine
 
 ABOUT_FILE = "hiddenstore.json"
@@ -25,9 +23,7 @@ CONFIG_FILE = "config.json"
 @dataclass(frozen=True)
 class ServedDrafter:
     """``draft_len`` is how far it was trained to draft, ``longest`` how far it can at all (None: any length).
-
-    ``engine``, ``version`` and ``target`` are those it was exported for; None where its folder does not say.
-    """
+    ``engine``, ``version`` and ``target`` are those it was exported for; None where its folder does not say."""
 
     path: str
     method: str
@@ -40,12 +36,8 @@ class ServedDrafter:
 
 
 def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
-    """The drafter in ``folder``; ``method`` where its files do not tell what it is.
-
-    Raises:
-        NotFoundError: no config.json there.
-        ConfigError: ``serve-setting``: a file is no JSON, or nothing tells what this drafter is.
-    """
+    """The drafter in ``folder``; ``method`` where its files do not tell what it is. Raises NotFoundError: no
+    config.json there; ConfigError: ``serve-setting``: a file is no JSON, or nothing tells what this drafter is."""
     config = _json(folder / CONFIG_FILE)
     drafter = recognised(config, {})
     about = _json(folder / ABOUT_FILE) if (folder / ABOUT_FILE).exists() else {}
@@ -77,9 +69,7 @@ def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
 
 def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) -> None:
     """Raise FormatError ``serve-engine`` where the folder was written for another engine, or another way of this one.
-
-    Two versions of one row of the export table read the same file.
-    """
+    Two versions of one row of the export table read the same file."""
     if drafter.engine is None:
         return
     if drafter.engine not in engine.loads:
@@ -88,7 +78,7 @@ def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) ->
             kind=Kind.SERVE_ENGINE,
             hint=f"hiddenstore export RUN --engine {engine.name} -o DIR",
         )
-    table = engine_named(drafter.engine)
+    table = ENGINES[drafter.engine]
     written = drafter.version or table.version
     ours, theirs = (row(table, at, drafter.method) for at in (written, version))
     if drafter.engine == engine.name and not (isinstance(ours, Reads) and ours.same_file(theirs)):
@@ -100,11 +90,9 @@ def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) ->
 
 
 def check_target(drafter: ServedDrafter, target: str) -> list[str]:
-    """Raise FormatError ``target-mismatch`` where a local ``target`` is not the one drafted for; else remarks.
-
-    Of a target that is a hub id only the name is compared, and a difference is only remarked: a quantised copy has
-    another name and the same states.
-    """
+    """Raise FormatError ``target-mismatch`` where a local ``target`` is not the one drafted for; else remarks. Of a
+    target that is a hub id only the name is compared, and a difference is only remarked: a quantised copy has another
+    name and the same states."""
     expected = drafter.target or {}
     folder = Path(target)
     if not folder.is_dir():
@@ -113,7 +101,7 @@ def check_target(drafter: ServedDrafter, target: str) -> list[str]:
             return [f"the drafter was trained for {name}; {target} must have the same weights, vocabulary and layers"]
         return []
     found = _json(folder / CONFIG_FILE)
-    differences = _differences(expected, found) if expected else _published_differences(drafter, found)
+    differences = config_differences(expected, found) if expected else _published_differences(drafter, found)
     if differences:
         engine = drafter.engine or "ENGINE"
         raise FormatError(
@@ -123,23 +111,6 @@ def check_target(drafter: ServedDrafter, target: str) -> list[str]:
             f"--engine {engine} -o DIR",
         )
     return []
-
-
-def _differences(expected: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """What tells two targets apart by config.json alone; a quantised copy of the same config is the same target."""
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    if expected.get("config_sha256") in (None, config_sha256(config), config_sha256(plain)):
-        return []
-    text = config.get("text_config") or config
-    sizes = {"model_type": "model_type", "hidden_size": "hidden_size", "vocab_size": "vocab_size"} | {
-        "num_layers": "num_hidden_layers"
-    }
-    lines = [
-        f"{ours}: {expected[ours]} expected, {text.get(theirs)} found"
-        for ours, theirs in sizes.items()
-        if ours in expected and expected[ours] != text.get(theirs)
-    ]
-    return lines or [f"config.json differs: sha256 {str(expected['config_sha256'])[:8]}… expected"]
 
 
 def _published_differences(drafter: ServedDrafter, config: Mapping[str, Any]) -> list[str]:
@@ -159,7 +130,7 @@ def warnings_of(drafter: ServedDrafter, engine: ServingEngine, version: str, tar
     accepted. ``target`` is looked into where it is a local folder."""
     if drafter.engine is not None or drafter.method not in words():
         return []
-    reads = row(engine_named(engine.name), version, drafter.method)
+    reads = row(ENGINES[engine.name], version, drafter.method)
     warning = reads.warn(drafter.config) if isinstance(reads, Reads) else None
     return [text for text in (_other_numbering(drafter, engine, target), warning) if text]
 
@@ -171,7 +142,7 @@ def _other_numbering(drafter: ServedDrafter, engine: ServingEngine, target: str)
     depth = (text_config(target) or {}).get("num_hidden_layers")
     if not export.ids_follow_engine or not ids or not isinstance(depth, int) or export.drafter not in LAYER_RULES:
         return None
-    convention = engine_named(engine.name).convention
+    convention = ENGINES[engine.name].convention
     usual = LAYER_RULES[export.drafter].published(depth, None)
     other: LayerConvention = "output" if convention == "vllm" else "vllm"
     if list(ids) != to_convention(usual, other) or to_convention(usual, convention) == to_convention(usual, other):

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from hiddenstore import settings as config
 from hiddenstore.errors import ConfigError, Kind
-from trainer.export.support import engine_named, row, support, words
+from trainer.export.support import ENGINES, row, support, words
 from trainer.formats.base import Reads
 
 UNTRAINED = {
@@ -23,11 +23,9 @@ UNTRAINED = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What to serve, as a person says it.
-
-    ``drafter`` is a folder or hub id; ``settings`` are ``key=value`` words for the engine's speculation or file;
-    ``flags`` go to the engine's command line as they are; ``config_file`` is where a configuration file is written.
-    """
+    """What to serve, as a person says it. ``drafter`` is a folder or hub id; ``settings`` are ``key=value`` words for
+    the engine's speculation or file; ``flags`` go to the engine's command line as they are; ``config_file`` is where a
+    configuration file is written."""
 
     target: str
     method: str | None = None
@@ -51,11 +49,9 @@ class ServeRequest(ServeOptions):
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What would run: a command, the files written before it, variables set for it.
-
-    ``program`` is Python source instead of a command where the Python form was asked for; ``notes`` say what a user
-    should know; ``served_as`` and ``port`` are what the smoke test calls; ``image`` is the container it runs in.
-    """
+    """What would run: a command, the files written before it, variables set for it. ``program`` is Python source
+    instead of a command where the Python form was asked for; ``notes`` say what a user should know; ``served_as`` and
+    ``port`` are what the smoke test calls; ``image`` is the container it runs in."""
 
     command: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
@@ -69,14 +65,11 @@ class ServePlan:
 
 @dataclass(frozen=True)
 class ServingEngine:
-    """One engine.
-
-    ``version`` is what commands are written for unless told; ``untrained`` are the methods it has besides drafters that
-    are trained (of those the drafters say it), and what it calls them; ``plan`` writes the command, ``install`` and
-    ``image`` get the engine; ``entrypoint`` is the program that its image has to be told to start, where the image
-    would start another; ``config_file`` is the usual name of the file it is configured by; ``loads`` are the formats of
-    ``hiddenstore export`` that it reads.
-    """
+    """One engine. ``version`` is what commands are written for unless told; ``untrained`` are the methods it has
+    besides drafters that are trained (of those the drafters say it), and what it calls them; ``plan`` writes the
+    command, ``install`` and ``image`` get the engine; ``entrypoint`` is the program that its image has to be told to
+    start, where the image would start another; ``config_file`` is the usual name of the file it is configured by;
+    ``loads`` are the formats of ``hiddenstore export`` that it reads."""
 
     name: str
     version: str
@@ -92,20 +85,17 @@ class ServingEngine:
 
     @property
     def title(self) -> str:
-        return engine_named(self.name).title
+        return ENGINES[self.name].title
 
     def method(self, method: str, version: str, model: str | None) -> str:
-        """What ``version`` of the engine calls a method that drafts with ``model``; empty for ``none``.
-
-        Raises:
-            ConfigError: ``serve-unsupported``: it does not draft so; ``serve-setting``: a model is needed.
-        """
+        """What ``version`` of the engine calls a method that drafts with ``model``; empty for ``none``. Raises
+        ConfigError: ``serve-unsupported``: it does not draft so; ``serve-setting``: a model is needed."""
         self.check(method, version)
         if model is None and needs_model(method):
             raise ConfigError(f"{method} needs a drafter: its folder or hub id", kind=Kind.SERVE_SETTING)
         if method not in words():
             return self.untrained.get(method, "")
-        found = row(engine_named(self.name), version, method)
+        found = row(ENGINES[self.name], version, method)
         assert isinstance(found, Reads)
         return found.method
 
@@ -139,11 +129,8 @@ def needs_model(method: str) -> bool:
 
 
 def checked_settings(model: type[BaseModel], settings: tuple[str, ...]) -> dict[str, Any]:
-    """``key=value`` words as values of the settings that an engine has.
-
-    Raises:
-        ConfigError: ``serve-setting``: an unknown one, with what was meant, or a wrong value; all of them at once.
-    """
+    """``key=value`` words as values of the settings that an engine has. Raises ConfigError: ``serve-setting``: an
+    unknown one, with what was meant, or a wrong value; all of them at once."""
     try:
         return config.load(model, None, settings).model_dump(exclude_unset=True)
     except ConfigError as error:

@@ -48,14 +48,10 @@ def speculative_flags(
     version: str = VERSION,
     settings: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """The ``--speculative-*`` flags for a method by our word; none for ``none``.
-
-    A chain of ``draft_len`` tokens is one branch a step (``eagle_topk`` 1) verified with the token before it:
-    ``num_draft_tokens`` = ``draft_len`` + 1, which is also DFlash's block. ``settings`` are fields of `Speculation`.
-
-    Raises:
-        ConfigError: ``serve-unsupported``, ``serve-setting``.
-    """
+    """The ``--speculative-*`` flags for a method by our word; none for ``none``. A chain of ``draft_len`` tokens is one
+    branch a step (``eagle_topk`` 1) verified with the token before it: ``num_draft_tokens`` = ``draft_len`` + 1, which
+    is also DFlash's block. ``settings`` are fields of `Speculation`. Raises ConfigError: ``serve-unsupported``,
+    ``serve-setting`` or ``serve-setting``."""
     algorithm = SGLANG.method(method, version, model)
     if method == "none":
         return []
@@ -80,11 +76,7 @@ def speculative_flags(
 
 
 def plan(request: ServeRequest) -> ServePlan:
-    """The command that serves ``request``.
-
-    Raises:
-        ConfigError: see ``speculative_flags``.
-    """
+    """The command that serves ``request``. Raises ConfigError: see ``speculative_flags``."""
     names = (word.partition("=") for word in request.settings)
     settings = checked_settings(
         Speculation, tuple(name.replace("-", "_") + equals + text for name, equals, text in names)

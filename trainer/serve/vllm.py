@@ -51,14 +51,10 @@ def speculative_config(
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The value of ``--speculative-config`` (and of ``LLM(speculative_config=…)``); empty for method ``none``.
-
     ``method`` is our word (eagle1, eagle3, dflash, medusa, draft-target, ngram, mtp, none), ``model`` the drafter's
-    folder or hub id, ``draft_len`` the tokens drafted per step, ``settings`` further fields by vLLM's names.
-
-    Raises:
-        ConfigError: ``serve-unsupported``: this version lacks the method; ``serve-setting``: the method needs a model
-            and none was given.
-    """
+    folder or hub id, ``draft_len`` the tokens drafted per step, ``settings`` further fields by vLLM's names. Raises
+    ConfigError: ``serve-unsupported``: this version lacks the method; ``serve-setting``: the method needs a model and
+    none was given."""
     name = VLLM.method(method, version, model)
     if method == "none":
         return {}
@@ -71,11 +67,7 @@ def speculative_config(
 
 
 def plan(request: ServeRequest) -> ServePlan:
-    """The command that serves ``request``.
-
-    Raises:
-        ConfigError: see ``speculative_config``; ``serve-setting``.
-    """
+    """The command that serves ``request``. Raises ConfigError: see ``speculative_config``; ``serve-setting``."""
     settings = checked_settings(Speculation, request.settings)
     config = speculative_config(request.method, request.drafter, request.draft_len, request.version, settings)
     served_as = flag_value(request.flags, "--served-model-name") or request.target

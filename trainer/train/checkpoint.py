@@ -5,6 +5,7 @@ RUN/checkpoints/step-N/ holds ``drafter.safetensors`` (engine weight names), ``d
 temporary name, fsynced and renamed, then LATEST is replaced, then old ones go.
 """
 
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from hiddenstore.documents import seal, sha256_hex, unseal
 from hiddenstore.errors import CorruptionError, Kind, NotFoundError
+from hiddenstore.folders import missing
 from hiddenstore.fs.publish import new_folder, replace_file, sweep_killed
+from hiddenstore.fs.seam import storage_error
 from schemas.base import Document
 from schemas.capture import HeadSpec, TargetIdentity
 from trainer.config import DrafterConfig
@@ -53,7 +56,6 @@ class DrafterSpec(Document):
 
 class CheckpointState(Document):
     """``state.json``: where the run stood after ``step`` steps. ``files`` gives the sha256 of its neighbours.
-
     ``standing``: the best checkpoints so far."""
 
     step: int = Field(ge=0)
@@ -78,9 +80,7 @@ def save(
     run: Path, spec: DrafterSpec, state: CheckpointState, tensors: tuple[dict[str, Tensor], dict[str, Tensor]]
 ) -> Path:
     """Publish checkpoint ``step-N``; ``tensors`` are drafter weights and optimizer state. ``state.files`` is filled in.
-
-    A step that was saved before is not replaced.
-    """
+    A step that was saved before is not replaced."""
     folder = run / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     sweep(run)
@@ -113,22 +113,32 @@ def sweep(run: Path) -> None:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Complete checkpoints, by step."""
-    numbered = [(int(m[1]), p) for p in (run / FOLDER).glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name))]
+    """Complete checkpoints, by step. Raises StorageError: the folder is there and cannot be listed."""
+    folder = run / FOLDER
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise storage_error(error, str(folder)) from error
+    numbered = [(int(match[1]), folder / name) for name in names if (match := re.fullmatch(r"step-(\d+)", name))]
     return [path for _, path in sorted(numbered)]
 
 
 def latest(run: Path) -> Path | None:
-    """The newest checkpoint: the one LATEST names, or a newer one that was renamed just before a kill."""
-    return next(reversed(checkpoints(run)), None)
+    """The newest checkpoint: the one LATEST names, or a newer one that was renamed just before a kill. Raises
+    CorruptionError: LATEST names one and there is none."""
+    newest = next(reversed(checkpoints(run)), None)
+    if newest is None and (run / FOLDER / LATEST).exists():
+        raise CorruptionError(
+            f"{run / FOLDER} holds no checkpoint, but {LATEST} names one", kind=Kind.CHECKPOINT_CORRUPT, path=str(run)
+        )
+    return newest
 
 
 def best(run: Path) -> Path:
-    """The checkpoint that validated best, as the newest one records it.
-
-    Raises:
-        NotFoundError: nothing was validated, or ``train.keep_best`` was 0.
-    """
+    """The checkpoint that validated best, as the newest one records it. Raises NotFoundError: nothing was validated, or
+    ``train.keep_best`` was 0."""
     newest = latest(run)
     ranked = read_state(newest).standing.ranked() if newest is not None else []
     folder = next((run / FOLDER / name for name in ranked if (run / FOLDER / name).is_dir()), None)
@@ -153,11 +163,7 @@ def read_spec(path: Path) -> DrafterSpec:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read one checkpoint and check every digest.
-
-    Raises:
-        CorruptionError: a file is missing or was changed.
-    """
+    """Read one checkpoint and check every digest. Raises CorruptionError: a file is missing or was changed."""
     state = read_state(path)
     contents = {}
     for name, digest in state.files.items():
@@ -193,11 +199,7 @@ def resolve(path: Path) -> Path:
         return path
     newest = latest(path)
     if newest is None:
-        raise NotFoundError(
-            f"{path} is no run with a checkpoint: {path / FOLDER} holds none",
-            kind=Kind.CHECKPOINT_MISSING,
-            hint=f"hiddenstore train STORE -o {path}",
-        )
+        raise missing("run", path)
     return newest
 
 

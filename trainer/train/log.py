@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.errors import ConfigError, CorruptionError, Kind
 
 METRICS = "metrics.jsonl"
 
@@ -17,7 +17,8 @@ METRICS = "metrics.jsonl"
 @dataclass(frozen=True)
 class StepMetrics:
     """One optimizer step. loss: weighted total; losses, acc: per depth, acc over every slot the mask admits (a token
-    off the draft vocabulary is a miss); taught: slots in the loss; skipped: a spike, so the weights stayed."""
+    off the draft vocabulary is a miss); taught: slots in the loss; grad_norm: before it is clipped; skipped: a spike,
+    so the weights stayed."""
 
     step: int
     loss: float
@@ -33,15 +34,20 @@ class StepMetrics:
 
 
 class RunLog:
-    """Appends to the run's metrics; on resume, lines after the step resumed from are dropped first.
-
-    Only rank 0 ``writes``; the log of another rank is silent.
-    """
+    """Appends to the run's metrics; on resume, lines after the step resumed from are dropped first. Only rank 0
+    ``writes``; the log of another rank is silent."""
 
     def __init__(
-        self, run: Path, total_steps: int, *, start: int = 0, tensorboard: bool = False, writes: bool = True
+        self,
+        run: Path,
+        total_steps: int,
+        *,
+        start: int = 0,
+        clip: float,
+        tensorboard: bool = False,
+        writes: bool = True,
     ) -> None:
-        self.path = run / METRICS
+        self.path, self._clip = run / METRICS, clip
         self._file: TextIO | None = None
         self._board: Any = None
         if not writes:
@@ -77,7 +83,7 @@ class RunLog:
             "tok/s": f"{metrics.tokens_per_s:,.0f}",
             "wait": f"{metrics.data_wait_fraction:.0%}",
             "lr": f"{metrics.lr:.1e}",
-            "norm": f"{metrics.grad_norm:.2f}",
+            "gradient norm": _norm_text(metrics.grad_norm, self._clip),
         }
         self._progress.advance(1, **shown)
         if self._board is not None:
@@ -124,10 +130,24 @@ class RunLog:
         with self.path.open("rb") as file:
             for line in file:
                 # A kill may leave half a line; it belongs to a step that is redone.
-                if not line.endswith(b"\n") or json.loads(line)["step"] > start:
+                if not line.endswith(b"\n") or self._step_of(line) > start:
                     break
                 size += len(line)
         os.truncate(self.path, size)
+
+    def _step_of(self, line: bytes) -> int:
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptionError(
+                f"{self.path} holds a line that is no step: {line[:80]!r}", kind=Kind.RUN_CORRUPT, path=str(self.path)
+            ) from error
+
+
+def _norm_text(norm: float, clip: float) -> str:
+    """``4,236 clipped to 1``: large norms of raw gradients are usual, as aux states have channels of great size."""
+    shown = f"{norm:,.2f}" if norm < 100 else f"{norm:,.0f}"
+    return shown if norm <= clip else f"{shown} clipped to {clip:g}"
 
 
 def _open_board(run: Path, start: int) -> Any:

@@ -21,6 +21,7 @@ from hiddenstore.process import Drain, drain_on_signal, from_environment
 from trainer.parallel.group import process_group
 from trainer.settings import derived
 from trainer.train import checkpoint
+from trainer.train.lock import RunLock
 from trainer.train.log import METRICS, RunLog
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state, save_checkpoint
@@ -133,19 +134,15 @@ def train(
     ``file`` is YAML settings or the name of a preset; ``drafter`` is eagle3 when neither it nor the words say.
 
     Under torchrun, or srun with MASTER_ADDR and MASTER_PORT, every process calls this; the batches are those of a
-    single process. Rank 0 alone writes; a resume reads ``run`` on every rank.
-
-    Raises:
-        ConfigError: a wrong setting, or a store that lacks what the drafter reads.
-        ConflictError: ``run`` exists and ``resume`` is not set, or it was trained on another store.
-        NotFoundError: no store, or nothing to resume.
-        CaptureError: the loss or the gradient is not finite, or the loss stays a spike; names the samples.
-        InterruptError: a signal asked any rank to stop; a checkpoint was saved.
-        HiddenstoreError: ``another-rank``, another rank failed and said why.
+    single process. Rank 0 alone writes; a resume reads ``run`` on every rank. Raises ConfigError: a wrong setting, or a
+    store that lacks what the drafter reads; ConflictError: ``run`` exists and ``resume`` is not set, or it was trained
+    on another store; NotFoundError: no store, or nothing to resume; CaptureError: the loss or the gradient is not
+    finite, or the loss stays a spike; names the samples; InterruptError: a signal asked any rank to stop; a checkpoint
+    was saved; HiddenstoreError: ``another-rank``, another rank failed and said why.
     """
     options = TrainOptions(store_location, Path(run), drafter, file, tuple(words), resume)
-    with process_group(from_environment()) as group, drain_on_signal() as drain:
-        state = build_state(options, group)
+    with process_group(from_environment()) as group, drain_on_signal() as drain, RunLock(options.run) as lock:
+        state = build_state(options, group, lock)
         began = time.monotonic()
         _check_validation(state)
         if state.step >= state.total_steps or state.best.is_out_of_patience:
@@ -159,7 +156,9 @@ def _train(state: TrainState, drain: Drain, began: float) -> TrainReport:
     config, total = state.config.train, state.total_steps
     last: dict[str, Any] = {}
     writes = state.group.is_first
-    log = RunLog(state.path, total, start=state.step, tensorboard=config.tensorboard, writes=writes)
+    log = RunLog(
+        state.path, total, start=state.step, clip=state.config.optim.clip, tensorboard=config.tensorboard, writes=writes
+    )
     with log, closing(steps(state)) as each:
         for batch, metrics in each:
             last = metrics.__dict__

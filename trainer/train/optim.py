@@ -33,10 +33,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, made orthogonal and scaled to the size of an AdamW update; decoupled weight decay.
-
-    State: ``momentum_buffer`` of every matrix.
-    """
+    """Nesterov momentum, made orthogonal and scaled to the size of an AdamW update; decoupled weight decay. State:
+    ``momentum_buffer`` of every matrix."""
 
     def __init__(
         self, matrices: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0, momentum: float = 0.95
@@ -67,9 +65,7 @@ times the derived rate: EAGLE-3.1 1.576, 1.607, 1.520; DFlash 1.378, 1.392, 1.40
 
 class Optimizer:
     """The trainable parameters of a model under AdamW (torch's fused kernel) or Muon, clipped by the global norm.
-
-    Master weights are the parameters themselves, in fp32.
-    """
+    Master weights are the parameters themselves, in fp32."""
 
     def __init__(self, model: nn.Module, config: OptimConfig, total_steps: int) -> None:
         self.config, self.total_steps = config, total_steps
@@ -90,10 +86,8 @@ class Optimizer:
         self._optimizer_of = {name: self._optimizers[name in matrices] for name in self.named}
 
     def step(self, step: int, *, update: bool = True) -> tuple[float, float]:
-        """Update with the gradients at hand for step number ``step`` (from 0); returns rate and norm before clipping.
-
-        A norm that is not finite leaves weights and state untouched, and so does ``update`` False.
-        """
+        """Update with the gradients at hand for step number ``step`` (from 0); returns rate and norm before clipping. A
+        norm that is not finite leaves weights and state untouched, and so does ``update`` False."""
         lr = learning_rate(self.config, step, self.total_steps)
         norm = float(full_tensor(nn.utils.clip_grad_norm_(self.named.values(), self.config.clip, foreach=True)))
         if update and math.isfinite(norm):

@@ -25,6 +25,7 @@ from schemas.manifest import CommitRecord, SampleEntry
 from trainer.drafters import drafter_kind
 from trainer.parallel.group import ProcessGroup
 from trainer.settings import load_config
+from trainer.train.lock import RunLock
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state, token_batches
 from trainer.train.step import steps
@@ -40,14 +41,9 @@ Advance = Callable[..., None]
 def measure_paired(
     store: Store, recipes: Sequence[str], seeds: Sequence[int], words: Sequence[str], advance: Advance
 ) -> list[PairedRow]:
-    """Train a drafter per seed on the original states and one per recipe; a row per recipe.
-
-    ``words`` are settings of ``train``. As many samples as the steps need are copied into a temporary folder, once per
-    recipe.
-
-    Raises:
-        ConfigError: ``states-rounded``, the store's own codecs are not exact; ``validation-missing``; a wrong setting.
-    """
+    """Train a drafter per seed on the original states and one per recipe; a row per recipe. ``words`` are settings of
+    ``train``. As many samples as the steps need are copied into a temporary folder, once per recipe. Raises
+    ConfigError: ``states-rounded``, the store's own codecs are not exact; ``validation-missing``; a wrong setting."""
     rounded = inexact_fields(store.capture)
     if rounded:
         raise ConfigError(
@@ -117,9 +113,10 @@ def _row(
 
 def _train(store: Store, words: Sequence[str], on_step: Callable[[], None]) -> TrainState:
     """The state after the last step; the run folder is gone."""
-    with TemporaryDirectory(prefix="hiddenstore-run-") as folder:
-        words = [*words, "train.validate_every=0"]
-        state = build_state(TrainOptions(store.path, Path(folder) / "run", DRAFTER, None, words), ProcessGroup(Rank()))
+    words = [*words, "train.validate_every=0"]
+    with TemporaryDirectory(prefix="hiddenstore-run-") as folder, RunLock(Path(folder) / "run") as lock:
+        options = TrainOptions(store.path, Path(folder) / "run", DRAFTER, None, words)
+        state = build_state(options, ProcessGroup(Rank()), lock)
         for _ in steps(state):
             on_step()
         return state

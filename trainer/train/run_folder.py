@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import yaml
 from torch import Tensor
 
@@ -13,22 +14,28 @@ from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.store import Store
+from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import identity_differences
 from hiddenstore.verify.structure import require_files
 from schemas.base import Document
-from schemas.capture import CaptureSpec
+from schemas.capture import CaptureSpec, NormState, TargetIdentity
 from schemas.manifest import Snapshot
 from trainer.config import DrafterConfig, TrainConfig
-from trainer.drafters import check_store, drafter_kind
+from trainer.drafters import check_store, drafter_kind, refuse_target
+from trainer.drafters.base import DrafterInUse
+from trainer.evaluate.target import target_differences
+from trainer.losses.teacher import TargetInterface
 from trainer.presets import settings_file
 from trainer.settings import config_class, load_config
 from trainer.train import checkpoint
 from trainer.train.checkpoint import DrafterSpec
+from trainer.train.lock import RunLock
 from trainer.train.log import METRICS
 from trainer.vocab import DraftVocab
 
 if TYPE_CHECKING:
     from trainer.drafters.base import Drafter
+
 
 CONFIG, SNAPSHOT, RUN_JSON = "config.yaml", "snapshot.json", "run.json"
 
@@ -90,12 +97,8 @@ class RunInfo:
 
 
 def describe(run_or_checkpoint: str | Path) -> RunInfo:
-    """The newest checkpoint of a run, or the one given.
-
-    Raises:
-        NotFoundError: no checkpoint there.
-        CorruptionError: ``drafter.json`` is missing or damaged.
-    """
+    """The newest checkpoint of a run, or the one given. Raises NotFoundError: no checkpoint there; CorruptionError:
+    ``drafter.json`` is missing or damaged."""
     path = checkpoint.resolve(Path(run_or_checkpoint))
     return RunInfo(path, checkpoint.read_spec(path))
 
@@ -122,12 +125,10 @@ def configured_start(file: str | Path | None, words: Sequence[str]) -> RunInfo |
 
 
 def check_start(start: RunInfo, store: Store, config: DrafterConfig) -> None:
-    """Refuse to start from a drafter of another target, other layers or another vocabulary than ``config`` says.
-
-    Raises:
-        ConfigError: ``init-differs``, naming what was expected and found.
-    """
-    differences = [f"target.{line}" for line in identity_differences(start.spec.target, store.capture.target)]
+    """Refuse to start from a drafter of another target, other layers or another vocabulary than ``config`` says. Raises
+    ConfigError: ``init-differs``, naming what was expected and found."""
+    found = target_differences(start.spec.target, store, training_store(start))
+    differences = [f"target.{line}" for line in found]
     for name in ("aux_layers", "vocab_size"):
         actual, expected = getattr(start.spec.drafter, name), getattr(config, name)
         if actual != expected:
@@ -140,21 +141,15 @@ def check_start(start: RunInfo, store: Store, config: DrafterConfig) -> None:
 
 
 def load_start(model: "Drafter", start: RunInfo) -> None:
-    """Put the weights of ``start`` into a fresh drafter.
-
-    Raises:
-        ConfigError: ``init-differs``, naming every tensor that does not fit.
-    """
+    """Put the weights of ``start`` into a fresh drafter. Raises ConfigError: ``init-differs``, naming every tensor that
+    does not fit."""
     problem = f"train.init_from={start.checkpoint} is not a start for this drafter"
     load_weights(model, start.weights(), problem, _HINT_FOLLOW)
 
 
 def load_weights(model: "Drafter", weights: Mapping[str, Tensor], problem: str, hint: str | None = None) -> None:
-    """Fill a fresh drafter; embeddings that ``weights`` lack stay the target's.
-
-    Raises:
-        ConfigError: ``init-differs``: ``problem``, then every tensor that does not fit.
-    """
+    """Fill a fresh drafter; embeddings that ``weights`` lack stay the target's. Raises ConfigError: ``init-differs``:
+    ``problem``, then every tensor that does not fit."""
     fresh = model.state_dict()
     differences = [f"{name}: missing" for name in fresh if name not in weights and name not in FROM_THE_TARGET]
     differences += [f"{name}: not a tensor of this drafter" for name in weights if name not in fresh]
@@ -167,12 +162,8 @@ def load_weights(model: "Drafter", weights: Mapping[str, Tensor], problem: str, 
 
 
 def started_from(run: Path) -> RunInfo | None:
-    """What a run was started from; None when it began at random.
-
-    Raises:
-        NotFoundError: that is not there any more.
-        ConflictError: it has changed since.
-    """
+    """What a run was started from; None when it began at random. Raises NotFoundError: that is not there any more;
+    ConflictError: it has changed since."""
     recorded = read_facts(run).init_from if (run / RUN_JSON).is_file() else None
     if recorded is None:
         return None
@@ -192,7 +183,6 @@ def _text(value: object) -> str:
 
 class RunFacts(Document):
     """``run.json``: where the states came from. ``vocab_coverage``: share of supervised tokens the drafter knows.
-
     ``init_from``: the checkpoint whose weights it started from; ``imported_from``: the folder it was read from."""
 
     store: str
@@ -202,16 +192,21 @@ class RunFacts(Document):
     imported_from: str | None = None
 
 
-def open_new(options: TrainOptions) -> tuple[Store, TrainConfig]:
-    """The store and the resolved settings of a run that does not exist yet; writes nothing."""
-    newest = checkpoint.latest(options.run)
-    if newest is not None or (options.run / RUN_JSON).exists():
+def refuse_existing(run: Path, hint: str) -> None:
+    """ConflictError ``output-exists`` where a folder holds a run."""
+    newest = checkpoint.latest(run)
+    if newest is not None or (run / RUN_JSON).exists():
         at = f"with {newest.name} its newest checkpoint" if newest is not None else "without a checkpoint yet"
         raise ConflictError(
-            f"{options.run} holds a run already, {at}; --resume continues it, another -o starts a new one",
+            f"{run} holds a run already, {at}; --resume continues it, another -o starts a new one",
             kind=Kind.OUTPUT_EXISTS,
-            hint=options.resume_command,
+            hint=hint,
         )
+
+
+def open_new(options: TrainOptions) -> tuple[Store, TrainConfig]:
+    """The store and the resolved settings of a run that does not exist yet; writes nothing."""
+    refuse_existing(options.run, options.resume_command)
     store = Store.open(options.store)
     file = None if options.file is None else settings_file(options.file)
     start = configured_start(file, options.words)
@@ -234,9 +229,11 @@ def create(
     vocab: DraftVocab,
     covered: float,
     *,
+    lock: RunLock,
     imported_from: str | None = None,
 ) -> None:
-    """Write what a run is before its first step; ``run.json`` last, which marks the folder as complete."""
+    """Write what a run is before its first step; ``run.json`` last, which marks the folder as complete. Raises
+    ConflictError: ``run-in-use``, ``output-exists``: another process came first."""
     start = None if config.train.init_from is None else describe(config.train.init_from)
     facts = RunFacts(
         store=str(Path(store.path).resolve()),
@@ -253,6 +250,8 @@ def create(
     }
     is_new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
+    lock.take()
+    refuse_existing(path, "give another -o folder")
     (path / METRICS).unlink(missing_ok=True)
     try:
         for name, data in files.items():
@@ -261,6 +260,7 @@ def create(
         for name in files:
             (path / name).unlink(missing_ok=True)
         if is_new:
+            lock.release()
             path.rmdir()
         raise
 
@@ -330,3 +330,57 @@ def _same_store(options: TrainOptions) -> Store:
         raise ConflictError(
             f"{problem}, nor a copy of it: {error.message}", kind=Kind.RESUME_STORE, hint=hint
         ) from error
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedDrafter(DrafterInUse):
+    """In evaluation mode, its frozen tables shared with the head bundle. ``step``: optimizer steps it was trained."""
+
+    identity: TargetIdentity
+    step: int
+
+    @property
+    def vocab(self) -> DraftVocab:
+        return self.target.vocab
+
+    @property
+    def head(self) -> HeadBundle:
+        return self.target.head
+
+
+def load_drafter(
+    run_or_checkpoint: str | Path,
+    device: str | torch.device = "cpu",
+    *,
+    head: HeadBundle | None = None,
+    final_norm: NormState = "pre_norm",
+    untrained: bool = False,
+) -> LoadedDrafter:
+    """The drafter of a run (its newest checkpoint) or of one ``step-N`` folder. The head bundle comes from the store
+    the run names unless ``head`` is given. ``final_norm`` is the norm state of the final hidden the drafter will be
+    shown. ``untrained`` gives the drafter the run started from instead. Raises NotFoundError: no checkpoint there;
+    CorruptionError: the checkpoint or vocabulary is damaged."""
+    info = describe(run_or_checkpoint)
+    saved, spec = checkpoint.load(info.checkpoint), info.spec
+    head = head or _head_of_store(spec)
+    target = TargetInterface(head, info.vocab(head.vocab_size), final_norm)
+    kind = drafter_kind(spec.drafter.name)
+    model = kind.build(spec.drafter, target, spec.seed)
+    if not untrained:
+        model.load_state_dict(saved.drafter)
+    elif (start := started_from(info.run)) is not None:
+        load_start(model, start)
+    target = TargetInterface(head.to(device), target.vocab.to(device), final_norm)
+    model.to(device).eval()
+    model.tie_weights(target.head)
+    return LoadedDrafter(kind, model, target, spec.target, 0 if untrained else saved.state.step)
+
+
+def _head_of_store(spec: checkpoint.DrafterSpec) -> HeadBundle:
+    store = Store.open(spec.store)
+    found = store.capture.target.name
+    problem = (
+        f"{spec.store} now holds states of {found}, the drafter was trained for another capture of {spec.target.name}"
+    )
+    refuse_target(identity_differences(spec.target, store.capture.target), problem)
+    return store.head()

@@ -20,11 +20,12 @@ from trainer.drafters.base import Drafter, DrafterInUse, Needs, Objective
 from trainer.drafters.blocks import compile_blocks
 from trainer.losses.teacher import TargetInterface
 from trainer.parallel.context import ContextGroup, context_group
-from trainer.parallel.data_parallel import ParallelStrategy, full_state_dict, parallelize
+from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
 from trainer.parallel.group import ProcessGroup, keep_freed_memory, pick_device
 from trainer.settings import config_class
 from trainer.train import checkpoint
 from trainer.train.guard import BestCheckpoints, SpikeGuard
+from trainer.train.lock import RunLock
 from trainer.train.optim import Optimizer
 from trainer.train.run_folder import TrainOptions, create, describe, load_start, open_new, read_facts, reopen
 from trainer.vocab import DraftVocab, count_store, coverage
@@ -41,7 +42,7 @@ class TrainState:
     device: torch.device
     model: Drafter
     objective: Objective[Any]
-    parallel: ParallelStrategy
+    parallel: Ddp
     context: ContextGroup | None
     optimizer: Optimizer
     batches: TokenBatches
@@ -71,14 +72,11 @@ class TrainState:
         return sum(parameter.numel() for parameter in self.optimizer.named.values())
 
 
-def build_state(options: TrainOptions, group: ProcessGroup) -> TrainState:
-    """The state of a new run, whose folder is made, or of an old one at its newest checkpoint.
-
-    Raises:
-        ConfigError, ConflictError, NotFoundError: see `trainer.train.loop.train`.
-    """
+def build_state(options: TrainOptions, group: ProcessGroup, lock: RunLock) -> TrainState:
+    """The state of a new run, whose folder is made, or of an old one at its newest checkpoint; rank 0 takes ``lock``.
+    Raises what `trainer.train.loop.train` says."""
     keep_freed_memory()
-    store, config = _open_on_every_rank(options, group)
+    store, config = _open_on_every_rank(options, group, lock)
     _check_context(config)
     context = context_group(config.train.context_parallel, group)
     with group.all_or_none():
@@ -104,7 +102,7 @@ def build_state(options: TrainOptions, group: ProcessGroup) -> TrainState:
         elif config.train.init_from is not None:
             load_start(model, describe(config.train.init_from))
         if group.is_first and not options.resume:
-            create(options.run, store, config, vocab, covered)
+            create(options.run, store, config, vocab, covered, lock=lock)
     group.broadcast(model.state_dict().values())
     parallel = parallelize(model, config.train.parallel, group, device)
     optimizer = Optimizer(model, config.optim, total)
@@ -189,11 +187,13 @@ def _write_checkpoint(
     checkpoint.remove_old(state.path, state.config.train.keep, state.best.names)
 
 
-def _open_on_every_rank(options: TrainOptions, group: ProcessGroup) -> tuple[Store, TrainConfig]:
+def _open_on_every_rank(options: TrainOptions, group: ProcessGroup, lock: RunLock) -> tuple[Store, TrainConfig]:
     """Rank 0 opens the run; the others open the very same list of samples, although the store may be growing."""
     opened: list[tuple[Store, TrainConfig]] = []
 
     def open_run() -> tuple[Store, TrainConfig]:
+        if options.run.is_dir():
+            lock.take()
         return reopen(options) if options.resume else open_new(options)
 
     def message() -> bytes:

@@ -28,13 +28,9 @@ VALIDATION_DRAFT_LEN = 3
 
 
 def steps(state: TrainState) -> Generator[tuple[GlobalBatch, StepMetrics], None, None]:
-    """Train batch after batch, from where the state stands to its last step; ``state.step`` counts along.
-
-    Raises:
-        CaptureError: the loss or the gradient is not finite, or the loss stays a spike; names the samples. The weights
-            stay those of the step before.
-        HiddenstoreError: ``another-rank``, where it was another rank that failed.
-    """
+    """Train batch after batch, from where the state stands to its last step; ``state.step`` counts along. Raises
+    CaptureError: the loss or the gradient is not finite, or the loss stays a spike; names the samples. The weights stay
+    those of the step before; HiddenstoreError: ``another-rank``, where it was another rank that failed."""
     batches = iter(state.batches)
     while state.step < state.total_steps:
         began = time.perf_counter()
@@ -122,12 +118,10 @@ class Totals:
 
 @torch.no_grad()
 def validate(state: TrainState) -> None:
-    """Walk ``validation_tokens`` of the validation split and put the result in ``state.validation``.
-
-    losses, acc: per depth; loss: mean of the losses; accepted_length, per_position: of greedy chains of
-    ``VALIDATION_DRAFT_LEN`` over the same text, as `evaluate` counts them, None where nothing could be drafted.
-    Unchanged when the store has no such split.
-    """
+    """Walk ``validation_tokens`` of the validation split and put the result in ``state.validation``. losses, acc: per
+    depth; loss: mean of the losses; accepted_length, per_position: of greedy chains of ``VALIDATION_DRAFT_LEN`` over
+    the same text, as `evaluate` counts them, None where nothing could be drafted. Unchanged when the store has no such
+    split."""
     lengths = {entry.id: entry.tokens for _, entry in state.store.entries if entry.split == "validation"}
     if not lengths:
         return

@@ -11,19 +11,19 @@ if TYPE_CHECKING:
 
 # Name to ``module:class``; the class says what its numbers mean.
 _ROWS: dict[str, "str | type[PeerSource]"] = {
-    "specforge-eagle3": "collectors.engines.dump.specforge:Eagle3Features",
-    "specforge-dflash": "collectors.engines.dump.specforge:DFlashFeatures",
-    "specforge-dspark": "collectors.engines.dump.specforge:DSparkFeatures",
+    "specforge-eagle3": "collectors.engines.dump.torch_dicts:Eagle3Features",
+    "specforge-dflash": "collectors.engines.dump.torch_dicts:DFlashFeatures",
+    "specforge-dspark": "collectors.engines.dump.torch_dicts:DSparkFeatures",
     "speculators": "collectors.engines.dump.speculators:SpeculatorsData",
     "vllm-extract": "collectors.engines.dump.speculators:ConnectorFiles",
-    "modelopt-hf": "collectors.engines.dump.modelopt:ModelOptFiles",
-    "modelopt-trtllm": "collectors.engines.dump.modelopt:ModelOptFiles",
-    "modelopt-vllm": "collectors.engines.dump.modelopt:ModelOptVllmFiles",
-    "trtllm-raw": "collectors.engines.dump.trtllm_raw:TrtLlmFiles",
-    "automodel-eagle3": "collectors.engines.dump.automodel:Eagle3Cache",
-    "automodel-dspark": "collectors.engines.dump.automodel:DSparkCache",
-    "deepspec": "collectors.engines.dump.deepspec:DeepSpecCache",
-    "eagle1": "collectors.engines.dump.eagle1:EagleFiles",
+    "modelopt-hf": "collectors.engines.dump.torch_dicts:ModelOptFiles",
+    "modelopt-trtllm": "collectors.engines.dump.torch_dicts:ModelOptFiles",
+    "modelopt-vllm": "collectors.engines.dump.torch_dicts:ModelOptVllmFiles",
+    "trtllm-raw": "collectors.engines.dump.torch_dicts:TrtLlmFiles",
+    "automodel-eagle3": "collectors.engines.dump.caches:Eagle3Cache",
+    "automodel-dspark": "collectors.engines.dump.caches:DSparkCache",
+    "deepspec": "collectors.engines.dump.caches:DeepSpecCache",
+    "eagle1": "collectors.engines.dump.torch_dicts:EagleFiles",
 }
 FORMATS: "Registry[type[PeerSource]]" = Registry("format", "hiddenstore.dump_formats", _ROWS, option="--from")
 
@@ -56,12 +56,7 @@ AMBIGUOUS: Mapping[str, tuple[str, str]] = {
 
 
 def find_format(name: str) -> "type[PeerSource]":
-    """The class of a format.
-
-    Raises:
-        ConfigError: ``dump-unclear``: the name fits several, and which one decides what the numbers mean;
-            ``format-unknown``.
-    """
+    """The class of a format; ConfigError ``format-unknown``, or ``dump-unclear`` where a name fits several."""
     if name in AMBIGUOUS and name not in FORMATS:
         message, hint = AMBIGUOUS[name]
         raise ConfigError(message, kind=Kind.DUMP_UNCLEAR, hint=hint)

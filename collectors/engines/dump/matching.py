@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from collectors.engines.dump.peer import PeerSample, Unusable
 from collectors.tokenize.batches import is_validation
 from hiddenstore.dumps.common import SAMPLES_FILE
-from hiddenstore.inputs.prepared import PreparedInput
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.records import Sample, sample_id
 from schemas.prepared import ROLES
 
@@ -92,11 +92,7 @@ def exported_turns(folder: Path) -> dict[str, tuple[np.ndarray, str]]:
 
 @dataclass(frozen=True)
 class Matcher:
-    """Turns what a dump holds into samples.
-
-    ``exported`` as ``exported_turns``; ``all_supervised``: every token of a dump without masks counts; ``validation``:
-    share held out, by sample id.
-    """
+    """Turns what a dump holds into samples; ``exported`` as ``exported_turns``, ``validation``: share held out."""
 
     prepared: PreparedTokens | None
     exported: Mapping[str, tuple[np.ndarray, str]]
@@ -110,11 +106,7 @@ class Matcher:
         return digest, str(self.all_supervised), f"{self.validation:g}"
 
     def sample(self, peer: PeerSample, location: str) -> Sample:
-        """The sample at a location.
-
-        Raises:
-            Unusable: no mask (``mask-missing``), or as ``PreparedTokens.match``.
-        """
+        """The sample at a location. Raises Unusable: no mask (``mask-missing``), or as ``PreparedTokens.match``."""
         if self.prepared is not None:
             prepared = self.prepared.match(peer)
             return Sample(sample_id(*prepared[:2]), *prepared, location)
@@ -134,10 +126,7 @@ class Matcher:
 
 
 def text_end(input_ids: np.ndarray, loss_mask: np.ndarray) -> int:
-    """Where text ends in a row that may be padded with id 0: behind the last other id, or the last supervised token.
-
-    At worst it cuts unsupervised zeros off the end of a text, which nothing learns from.
-    """
+    """Where text ends in a row padded with id 0; at worst it cuts unsupervised zeros off, which nothing learns from."""
     text = np.flatnonzero((input_ids != 0) | (loss_mask != 0))
     return int(text[-1]) + 1 if len(text) else 0
 
@@ -150,11 +139,7 @@ def supervised_spans(loss_mask: np.ndarray) -> np.ndarray:
 
 
 def rows_of(peer: PeerSample, input_ids: np.ndarray) -> slice:
-    """Which rows of the dump are these tokens, int32 [T].
-
-    Raises:
-        Unusable: ``changed``: the file no longer holds the tokens that were registered.
-    """
+    """Which rows of the dump are these tokens, int32 [T]; Unusable ``changed`` where it holds others."""
     named, lost, tokens = peer.input_ids, peer.first_row, len(input_ids)
     if np.array_equal(named[:tokens], input_ids):
         return slice(lost, lost + tokens)

@@ -6,15 +6,18 @@ Shapes: T rows of one sample as the peer stored it, C layer columns, D target wi
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from collectors.targets.folder import first_line
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from schemas.capture import NormState
 from schemas.layers import LayerConvention
@@ -55,10 +58,7 @@ class PeerSample:
 
 @dataclass(frozen=True)
 class Stated:
-    """What a dump says of itself, in its own words; None and empty where it says nothing.
-
-    ``layers`` in the peer's numbering and order; ``version`` of its format; ``facts`` for the engine record.
-    """
+    """What a dump says of itself: ``layers`` in the peer's numbering, ``version`` of its format, further ``facts``."""
 
     layers: tuple[int, ...] | None = None
     width: int | None = None
@@ -102,11 +102,7 @@ class PeerSource(ABC):
 
     @abstractmethod
     def read(self, location: str, states: bool) -> PeerSample:
-        """Tokens and mask of one sample, with ``states`` its layers and final hidden too.
-
-        Raises:
-            Unusable: this sample cannot be imported.
-        """
+        """Tokens and mask of one sample, with ``states`` its layers and final hidden too; raises Unusable."""
 
 
 def index_of(location: str) -> int:
@@ -115,10 +111,7 @@ def index_of(location: str) -> int:
 
 
 def files_below(folder: Path, *suffixes: str) -> list[str]:
-    """Paths below a folder that end in one of ``suffixes``, posix and relative, ``data_2`` before ``data_10``.
-
-    Hidden ones are left out.
-    """
+    """Visible files below a folder ending in ``suffixes``, posix and relative, ``data_2`` before ``data_10``."""
     names = []
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
@@ -222,3 +215,44 @@ def _flat(value: Any, key: str) -> Tensor:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+class OpenFile:
+    """An open safetensors file; every read says Unusable in place of raising."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.keys = frozenset(handle.keys())
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of a tensor, read from the header."""
+        self._require(key)
+        return tuple(self._handle.get_slice(key).get_shape())
+
+    def tensor(self, key: str) -> Tensor:
+        """A whole tensor."""
+        self._require(key)
+        tensor: Tensor = self._handle.get_tensor(key)
+        return tensor
+
+    def row(self, key: str, index: int) -> Tensor:
+        """One entry along the first axis."""
+        self._require(key)
+        row: Tensor = self._handle.get_slice(key)[index]
+        return row
+
+    def _require(self, key: str) -> None:
+        if key not in self.keys:
+            raise missing_key(key, self.keys)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[OpenFile]:
+    """A safetensors file; Unusable ``not-captured`` when it is absent, ``truncated`` when it is not whole."""
+    if not path.is_file():
+        raise Unusable("not-captured", f"{path.name} is not there")
+    try:
+        with safe_open(path, framework="pt") as handle:
+            yield OpenFile(handle)
+    except (SafetensorError, OSError) as error:
+        raise Unusable("truncated", f"{path.name} is no whole safetensors file: {first_line(error)}") from error

@@ -6,7 +6,6 @@ units are gone, and a dump that has grown adds another one.
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,16 +18,21 @@ from collectors.conversations.rows import Problem
 from collectors.engines.dump.matching import Matcher, rows_of
 from collectors.engines.dump.peer import PeerSource, Unusable
 from collectors.targets.load import EngineTarget
-from collectors.tokenize.batches import SCHEMA
-from collectors.tokenize.prepare import RejectTally
-from collectors.tokenize.write import REJECTS_JSONL, PartWriter, RejectsWriter, refuse_existing_data, write_document
+from collectors.tokenize.write import (
+    REJECTS_JSONL,
+    PartWriter,
+    RejectsWriter,
+    Tally,
+    data_files,
+    refuse_existing_data,
+    write_document,
+)
 from hiddenstore.console.progress import Progress
 from hiddenstore.documents import seal
-from hiddenstore.errors import CaptureError, HiddenstoreError, InterruptError, Kind
+from hiddenstore.errors import CaptureError, InterruptError, Kind
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import new_folder
-from hiddenstore.inputs.prepared import PreparedInput
-from hiddenstore.inputs.registered import input_digest
+from hiddenstore.inputs import PREPARED, PreparedInput, input_digest
 from hiddenstore.layout import DATA_JSON
 from hiddenstore.records import Sample
 from schemas.prepared import PreparedData
@@ -40,43 +44,31 @@ _LATEST = 3
 
 
 @dataclass
-class ScanTally(RejectTally):
+class ScanTally(Tally):
     """Counts of one pass; ``padding`` rows stay behind, ``latest`` refusals are shown when there are too many."""
 
-    rows: int = 0
-    samples: int = 0
-    validation: int = 0
-    tokens: int = 0
-    supervised: int = 0
-    longest: int = 0
     padding: int = 0
-    ids: set[bytes] = field(default_factory=set)
     names: list[tuple[str, str]] = field(default_factory=list)
     latest: list[str] = field(default_factory=list)
 
     def add(self, sample: Sample, padding: int) -> None:
         """Count a sample that will be imported."""
         self.samples += 1
-        self.validation += sample.split == "validation"
-        self.tokens += sample.tokens
-        self.supervised += sample.supervised
         self.longest = max(self.longest, sample.tokens)
+        is_held_out = sample.split == "validation"
+        self.totals.update(tokens=sample.tokens, supervised=sample.supervised, validation=is_held_out)
         self.padding += padding
         self.names.append((sample.id, sample.split))
 
     def reject(self, problem: Problem) -> None:
         super().reject(problem)
+        self.duplicates += problem.reason == "duplicate"
         if problem.reason not in SKIPPED:
             self.latest = [*self.latest, f"{problem.location}: {problem.detail}"][-_LATEST:]
 
     @property
-    def without_sample(self) -> Counter[str]:
-        """Locations without a sample to import, by reason."""
-        return Counter(self.rejects)
-
-    @property
     def refused(self) -> int:
-        return sum(count for reason, count in self.without_sample.items() if reason not in SKIPPED)
+        return sum(count for reason, count in self.rejects.items() if reason not in SKIPPED)
 
 
 def count_refused(scan: PreparedInput) -> int:
@@ -110,10 +102,7 @@ def covered_locations(scans: Sequence[PreparedInput]) -> set[str]:
 
 @dataclass(eq=False)
 class Scan:
-    """A pass over a dump, on its way into ``store``; ``key`` as ``scan_key``.
-
-    ``is_stored``: whether a sample id is in the store already. ``max_rejects``: share of locations that may be refused.
-    """
+    """A pass over a dump, on its way into ``store``; ``max_rejects``: share of locations that may be refused."""
 
     source: PeerSource
     target: EngineTarget
@@ -137,16 +126,10 @@ class Scan:
         try:
             with new_folder(out, refuse_existing_data) as folder:
                 fs = LocalFilesystem(folder)
-                parts, rejects = PartWriter(fs), RejectsWriter(fs)
-                try:
+                with data_files(fs) as (parts, rejects):
                     self._read(locations, parts, rejects)
                     rejects.close()
                     files = parts.close()
-                except BaseException:
-                    with suppress(HiddenstoreError):
-                        parts.abort()
-                        rejects.abort()
-                    raise
                 write_document(fs, DATA_JSON, seal(self._document().model_copy(update={"files": files})))
         except _NoSampleError:
             return None
@@ -208,15 +191,7 @@ class Scan:
             max_tokens=None,
             overlong="cut",
             validation_share=self.matcher.validation,
-            rows_read=tally.rows,
-            samples=tally.samples,
-            validation_samples=tally.validation,
-            tokens=tally.tokens,
-            supervised_tokens=tally.supervised,
-            longest=tally.longest,
-            cut=0,
-            duplicates=tally.without_sample["duplicate"],
-            rejects=tally.reject_counts(),
+            **tally.members(),
         )
 
 
@@ -233,11 +208,11 @@ def _row(sample: Sample) -> pa.RecordBatch:
         "split": sample.split,
         "source": sample.source,
     }
-    return pa.RecordBatch.from_pylist([row], schema=SCHEMA)
+    return pa.RecordBatch.from_pylist([row], schema=PREPARED)
 
 
 def _too_many(tally: ScanTally, allowed: int) -> CaptureError:
-    reasons = sorted(tally.without_sample.items())
+    reasons = sorted(tally.rejects.items())
     counts = ", ".join(f"{count} {reason}" for reason, count in reasons if reason not in SKIPPED)
     return CaptureError(
         f"{tally.refused} of {tally.rows} samples cannot be imported ({counts}), more than the {allowed} allowed; "

@@ -18,17 +18,18 @@ import torch
 from torch import Tensor
 
 from collectors.engines.dump.peer import (
+    OpenFile,
     PeerSample,
     PeerSource,
     Unusable,
     files_below,
     mask_of,
+    opened,
     require_rows,
     states_of,
     token_ids,
     unreadable,
 )
-from collectors.engines.dump.safetensors_files import OpenFile, opened
 from collectors.targets.folder import first_line
 
 STATES_FOLDER = "hidden_states"

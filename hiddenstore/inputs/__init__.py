@@ -1,1 +1,0 @@
-"""Prepared inputs: DATA folders, and what a store registers of them."""

@@ -1,0 +1,89 @@
+"""A read that fails is neither an absent file nor a damaged one (the class of findings A1): the trainer stops."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hiddenstore.errors import ConflictError, CorruptionError, StorageError
+from hiddenstore.store import Store
+from tests.trainer.export_cases import make
+from tests.trainer.runs import WORDS, tiny_store
+from trainer.export.published import read_published
+from trainer.export.support import ENGINES
+from trainer.export.write import checkpoint_of, engine_files, export, prove_equal
+from trainer.serve.launch import write_files
+from trainer.train import checkpoint
+from trainer.train.loop import train
+from trainer.train.run_folder import load_drafter
+
+
+def unreadable(path: Path) -> None:
+    """Put what the system refuses to follow, for any user, in the place of a file or folder."""
+    if path.exists():
+        path.rename(path.with_name(f"{path.name}-moved"))
+    path.symlink_to(path.name)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    train(tiny_store(tmp_path).path, tmp_path / "run", words=WORDS)
+    return tmp_path / "run"
+
+
+def test_a_resume_whose_checkpoints_cannot_be_listed_does_not_start_anew(run: Path, tmp_path: Path) -> None:
+    metrics = (run / "metrics.jsonl").read_bytes()
+    unreadable(run / checkpoint.FOLDER)
+    with pytest.raises(StorageError):
+        train(tmp_path / "store", run, words=["train.max_steps=14"], resume=True)
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_resume_whose_checkpoints_were_taken_away_does_not_start_anew(run: Path, tmp_path: Path) -> None:
+    for path in checkpoint.checkpoints(run):
+        path.rename(tmp_path / path.name)
+    with pytest.raises(CorruptionError, match="LATEST names one"):
+        train(tmp_path / "store", run, words=["train.max_steps=14"], resume=True)
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "store"])
+def test_an_export_does_not_guess_what_it_cannot_read(run: Path, tmp_path: Path, file: str) -> None:
+    store = Store.open(tmp_path / "store")
+    loaded = load_drafter(run, head=store.head())
+    assert checkpoint_of(loaded, run).draft_len == 3
+    unreadable(run / file if file == "config.yaml" else Path(store.path) / "store.json")
+    with pytest.raises(StorageError):
+        checkpoint_of(loaded, run)
+
+
+def test_an_export_without_its_store_or_settings_is_made_of_what_there_is(run: Path, tmp_path: Path) -> None:
+    loaded = load_drafter(run)
+    os.rename(tmp_path / "store", tmp_path / "gone")
+    (run / "config.yaml").unlink()
+    made = checkpoint_of(loaded, run)
+    assert (made.draft_len, made.target_architectures) == (None, ())
+
+
+@pytest.mark.parametrize("file", ["hiddenstore.json", "model.safetensors"])
+def test_a_published_folder_that_cannot_be_read_is_not_guessed_nor_called_damaged(tmp_path: Path, file: str) -> None:
+    case = make("eagle3")
+    export(case, "vllm", tmp_path / "out", "float32")
+    unreadable(tmp_path / "out" / file)
+    with pytest.raises(StorageError):
+        read_published(tmp_path / "out", case.head, case.identity.num_layers)
+    dtype = next(iter(engine_files(case, ENGINES["vllm"], "0.32", "float32").tensors.values())).dtype
+    with pytest.raises(StorageError):
+        prove_equal(case, tmp_path / "out", dtype)
+
+
+def test_a_damaged_line_of_the_log_is_named(run: Path, tmp_path: Path) -> None:
+    metrics = run / "metrics.jsonl"
+    metrics.write_bytes(b"{}\n" + metrics.read_bytes())
+    with pytest.raises(CorruptionError, match="no step"):
+        train(tmp_path / "store", run, words=["train.max_steps=14"], resume=True)
+
+
+def test_a_file_that_is_no_text_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "serve.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConflictError):
+        write_files({str(tmp_path / "serve.yaml"): "text\n"})

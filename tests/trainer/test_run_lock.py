@@ -1,0 +1,92 @@
+"""A run folder has one writer (finding A8): the second is told who it is, and a killed one leaves no lock behind."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hiddenstore.errors import ConfigError, ConflictError
+from tests.trainer.runs import WORDS, tiny_store
+from tests.trainer.test_resume import start
+from trainer.train.lock import WRITER, RunLock
+from trainer.train.loop import train
+
+LONG = [*WORDS, "train.max_steps=100000", "train.checkpoint_every=5", "train.validate_every=0"]
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+    """A training in another process that has written a checkpoint and goes on."""
+    store, run = tiny_store(tmp_path).path, tmp_path / "run"
+    process = start(store, run, *LONG)
+    deadline = time.monotonic() + 120
+    while not (run / "checkpoints" / "LATEST").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield process, store, run
+    process.kill()
+    process.wait(60)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a8_a_second_training_is_told_which_process_writes_the_folder(
+    running: tuple[subprocess.Popen[bytes], str, Path], resume: bool
+) -> None:
+    process, store, run = running
+    with pytest.raises(ConflictError) as caught:
+        train(store, run, words=[] if resume else WORDS, resume=resume)
+    assert caught.value.kind == "run-in-use"
+    assert f"process {process.pid} on {socket.gethostname()}" in caught.value.message
+    assert process.poll() is None
+
+
+def test_a8_a_killed_training_leaves_a_folder_that_resumes(
+    running: tuple[subprocess.Popen[bytes], str, Path],
+) -> None:
+    process, store, run = running
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    assert (run / WRITER).exists()
+    steps = int((run / "checkpoints" / "LATEST").read_text().rpartition("-")[2]) + 2
+    assert train(store, run, words=[f"train.max_steps={steps}"], resume=True).steps == steps
+    assert not (run / WRITER).exists()
+    lines = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines == sorted(set(lines))
+
+
+def test_a8_of_two_new_runs_in_one_folder_one_is_refused(tmp_path: Path) -> None:
+    store, run = tiny_store(tmp_path).path, tmp_path / "run"
+    processes = [start(store, run, *WORDS, f"train.seed={seed}") for seed in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        codes = sorted(pool.map(lambda process: process.wait(240), processes))
+    assert codes == [0, ConflictError.exit_code]
+    seed = re.search(r"^  seed: (\d)$", (run / "config.yaml").read_text().partition("train:")[2], re.MULTILINE)
+    assert seed is not None
+    assert json.loads((run / "checkpoints/step-12/drafter.json").read_text())["seed"] == int(seed[1])
+
+
+def test_a_refused_training_leaves_nothing_in_a_folder_that_was_there(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(ConfigError):
+        train(tiny_store(tmp_path).path, run, words=["loss.stepz=3"])
+    assert os.listdir(run) == []
+
+
+def test_a_lock_is_given_back_and_taken_again_by_the_same_process(tmp_path: Path) -> None:
+    for _ in range(2):
+        with RunLock(tmp_path) as lock, RunLock(tmp_path) as other:
+            lock.take()
+            lock.take()
+            with pytest.raises(ConflictError, match=f"process {os.getpid()} on "):
+                other.take()
+        assert not (tmp_path / WRITER).exists()

@@ -1,0 +1,280 @@
+"""Drafters in use, over recorded text, every slot at once, and live: chains, EAGLE-2's dynamic trees, and blocks.
+
+A drafter that feeds on its own output reads slot t = n-1 (hidden of token n-1, embedding of token n) to propose token
+n+1, and then its own output and proposal. In a tree (Li et al. 2024) the ``width`` most probable nodes of every depth,
+by the product of draft probabilities from the root, get ``width`` children each, and the ``TREE_TOKENS`` most probable
+of all are drafted: a node is never more probable than its parent, so they form a tree. A block opens with the newest
+known token n at position n and sees the states of tokens before it; slots 1…K propose tokens n+1…n+K. Only keys and
+values of verified states are kept, never a block's own.
+
+Shapes: T tokens of a pack, L aux layers, D target width, H drafter width, U draft vocabulary, N drafting positions,
+A active slots, K drafted tokens per draft, w tree width, B slots of a block, G key heads, E head width, n rows.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hiddenstore.data import PackedBatch
+from trainer.attention.cache import KVCache
+from trainer.drafters.base import C, DrafterKind, DraftTree, M, Pick, S, Verified, most_probable
+from trainer.losses.teacher import TargetInterface
+from trainer.slots import Blocks, Piece, SlotMap, following_rows, map_blocks, map_slots
+from trainer.vocab import DraftVocab
+
+LOGIT_BUDGET = 1 << 24
+"""Logits alive at a time, as elements."""
+
+
+class Recurrent(Protocol):
+    """A drafter whose next step reads what the last one returned."""
+
+    def begin(self, verified: Verified) -> Tensor:
+        """What the first step reads for T verified tokens: g [T, H]."""
+
+    def step(
+        self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache, last: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Decode n slots after those in ``cache``: what the next step reads as g [n, H], and logits [n, U], or those of
+        the ``last`` slots only."""
+
+
+@torch.no_grad()
+def recurrent_hits(
+    unroll: Callable[[SlotMap, int], Tensor], head: Tensor, vocab: DraftVocab, pack: PackedBatch, draft_len: int
+) -> Tensor:
+    """How many proposals drafted after each token of a pack equal the text: int64 [T], indexed by the newest token n.
+    ``unroll(slot_map, K)`` gives the states after the final norm [K*A, H] of slots of ``pack``, ``head`` [U, H] their
+    logits. Up to its first miss a drafter proposes the text itself, so one unroll fed with the text gives the hit
+    prefix of every slot. Zero where no draft may start (`drafting_positions`). A token off the draft vocabulary is
+    never proposed, so it is a miss."""
+    hits = torch.zeros_like(pack.input_ids)
+    start = pack_drafting_positions(pack)
+    if not len(start):
+        return hits
+    slot_map = map_slots(start, pack.document, 1)
+    states = unroll(slot_map, draft_len).view(draft_len, slot_map.active.shape[0], -1)
+    target_ids = vocab.target_ids.to(states.device)
+    slot, last = slot_map.slots[:, 0], pack.input_ids.shape[0] - 1
+    for depth in range(draft_len):
+        if not len(start):
+            break
+        ahead = start + 1 + depth
+        inside = ahead.clamp(max=last)
+        same_document = (ahead <= last) & (pack.document[inside] == pack.document[start])
+        proposed = target_ids[draft_tokens(states[depth, slot], head)]
+        alive = same_document & (proposed == pack.input_ids[inside])
+        start, slot = start[alive], slot[alive]
+        hits[start] += 1
+    return hits
+
+
+def pack_drafting_positions(pack: PackedBatch) -> Tensor:
+    """``drafting_positions`` of every document of a pack, as pack rows: int64 [N], ascending."""
+    mask, document = pack.loss_mask, pack.document
+    both = mask[:-1] & mask[1:] & (document[:-1] == document[1:]) & (pack.positions[:-1] >= 1)
+    return torch.nonzero(both)[:, 0]
+
+
+def draft_logits(states: Tensor, weight: Tensor) -> Tensor:
+    """fp32 [n, U] of states [n, H] under a head weight [U, H]."""
+    return (states.to(weight.dtype) @ weight.T).float()
+
+
+def draft_tokens(states: Tensor, weight: Tensor) -> Tensor:
+    """Most probable draft ids int64 [n] of states [n, H]; few rows of logits exist at a time."""
+    chunks = states.split(max(1, LOGIT_BUDGET // weight.shape[0]))
+    return torch.cat([draft_logits(rows, weight).argmax(-1) for rows in chunks])
+
+
+TREE_TOKENS = 60
+"""Nodes a target forward checks at most (EAGLE-2's ``total_token``)."""
+
+
+class LiveRecurrent:
+    """The drafter beside a live target: a `trainer.drafters.base.Live`, and a `LiveTree` of ``width``. Its KV cache
+    holds true features only between calls."""
+
+    def __init__(self, model: Recurrent, vocab: DraftVocab, width: int = 1) -> None:
+        self._model, self._width = model, min(width, vocab.size)
+        self._target_ids = vocab.target_ids
+        self._cache = KVCache()
+
+    def reset(self) -> None:
+        self._cache = KVCache()
+
+    @torch.inference_mode()
+    def propose(self, verified: Verified, draft_len: int, pick: Pick = most_probable) -> list[int]:
+        """K target ids."""
+        device = self._target_ids.device
+        length = self._cache.length + len(verified.next_ids)
+        positions = torch.arange(self._cache.length, length, device=device)
+        g, ids, proposals = self._model.begin(verified), torch.tensor(list(verified.next_ids), device=device), []
+        for _ in range(draft_len):
+            g, logits = self._model.step(g, ids, positions, self._cache, last=1)
+            ids = self._target_ids[pick(logits[-1:])]
+            proposals.append(ids)
+            g, positions = g[-1:], positions[-1:] + 1
+        self._cache.crop(length)
+        return [int(token) for token in torch.cat(proposals).tolist()]
+
+    @torch.inference_mode()
+    def grow(self, verified: Verified, depth: int) -> DraftTree:
+        """The tree of at most ``depth`` levels below ``verified.next_ids[-1]``."""
+        cache, device = self._cache, self._target_ids.device
+        verified_rows = cache.length + len(verified.next_ids)
+        positions = torch.arange(cache.length, verified_rows, device=device)
+        ids = torch.tensor(list(verified.next_ids), device=device)
+        state, logits = self._model.step(self._model.begin(verified), ids, positions, cache, last=1)
+        growing = _Growing(self._width, state[-1:], logits[-1:], self._target_ids)
+        for level in range(1, depth):
+            cache.visible = growing.visible(verified_rows)
+            at = torch.full((growing.frontier.shape[0],), verified_rows + level - 1, device=device)
+            state, logits = self._model.step(growing.states, growing.tokens[growing.frontier], at, cache)
+            growing.add(state, logits)
+        cache.visible = None
+        cache.crop(verified_rows)
+        return growing.best(TREE_TOKENS)
+
+
+class RecurrentKind(DrafterKind[M, C, S]):
+    """A kind of drafter whose model is `Recurrent`."""
+
+    def live(self, model: Any, target: TargetInterface) -> LiveRecurrent:
+        return LiveRecurrent(model, target.vocab)
+
+    def tree(self, model: Any, target: TargetInterface, width: int) -> LiveRecurrent:
+        return LiveRecurrent(model, target.vocab, width)
+
+
+class _Growing:
+    """Nodes so far. tokens int64, parents int64, scores fp32: one entry a node. frontier int64 [w]: the nodes
+    that get children next, read from ``states`` [w, H]; ``_rows`` bool [w, rows so far]: cached rows each follows."""
+
+    def __init__(self, width: int, state: Tensor, logits: Tensor, target_ids: Tensor) -> None:
+        self._width, self._target_ids = width, target_ids
+        none = torch.empty(0, dtype=torch.int64, device=logits.device)
+        self.tokens, self.parents, self.scores = none, none, logits.new_empty(0, dtype=torch.float32)
+        self._rows = torch.zeros(1, 0, dtype=torch.bool, device=logits.device)
+        self.frontier, self.states = none.new_full((1,), -1), state
+        self._extend(state, logits, logits.new_zeros(1, dtype=torch.float32))
+
+    def visible(self, verified_rows: int) -> Tensor:
+        """For the frontier: every verified row, its ancestors' rows and itself: bool [w, rows]."""
+        count = self.frontier.shape[0]
+        eye = torch.eye(count, dtype=torch.bool, device=self._rows.device)
+        self._rows = torch.cat([self._rows, eye], 1)
+        return torch.cat([self._rows.new_ones(count, verified_rows), self._rows], 1)
+
+    def add(self, states: Tensor, logits: Tensor) -> None:
+        """The frontier was read: states [w, H] and logits [w, U] of its nodes."""
+        self._extend(states, logits, self.scores[self.frontier])
+
+    def best(self, count: int) -> DraftTree:
+        """The ``count`` most probable nodes, in the order they were made."""
+        order = torch.sort(self.scores, descending=True, stable=True).indices[:count].sort().values
+        new_index = torch.full_like(self.parents, -1)
+        new_index[order] = torch.arange(order.shape[0], device=order.device)
+        parents = self.parents[order]
+        parents = torch.where(parents < 0, parents, new_index[parents.clamp(min=0)])
+        return DraftTree(self.tokens[order].tolist(), parents.tolist())
+
+    def _extend(self, states: Tensor, logits: Tensor, scores: Tensor) -> None:
+        best = torch.log_softmax(logits.float(), -1).topk(self._width)
+        scores_below = (scores[:, None] + best.values).flatten()
+        first = self.tokens.shape[0]
+        self.tokens = torch.cat([self.tokens, self._target_ids[best.indices.flatten()]])
+        self.parents = torch.cat([self.parents, self.frontier.repeat_interleave(self._width)])
+        self.scores = torch.cat([self.scores, scores_below])
+        frontier = torch.sort(scores_below, descending=True, stable=True).indices[: self._width].sort().values
+        self.states, self._rows = states[frontier // self._width], self._rows[frontier // self._width]
+        self.frontier = first + frontier
+
+
+SLOT_BUDGET = 1 << 12
+"""Slots of the blocks computed at a time over recorded text."""
+
+KeyValues = tuple[Tensor, Tensor]
+"""Keys and values [rows, G, E], ready to attend to."""
+
+
+class BlockModel(Protocol):
+    """A drafter that fills blocks."""
+
+    @property
+    def block_size(self) -> int:
+        """B."""
+
+    @property
+    def window(self) -> int | None:
+        """How far a slot sees."""
+
+    def head_weight(self) -> Tensor:
+        """Draft logits are its product with states: [U, D]."""
+
+    def context(self, aux: Tensor, positions: Tensor, pieces: tuple[Piece, ...] | None = None) -> list[KeyValues]:
+        """Keys and values of every layer for states [L, T, D] at positions int64 [T], or for ``pieces`` of them."""
+
+    def fill(
+        self, tokens: Tensor, positions: Tensor, context: list[KeyValues], blocks: Blocks, slots: tuple[int, int]
+    ) -> Tensor:
+        """States [N*S, D] of slots first…last of blocks that open with ``tokens`` int64 [N] at ``positions``."""
+
+
+@torch.no_grad()
+def block_hits(model: BlockModel, vocab: DraftVocab, pack: PackedBatch, draft_len: int) -> Tensor:
+    """How many proposals drafted after each token of a pack equal the text: int64 [T], indexed by the newest token n.
+    Zero where no draft may start (`drafting_positions`). A token off the draft vocabulary is never proposed, so it is a
+    miss."""
+    hits = torch.zeros_like(pack.input_ids)
+    start = pack_drafting_positions(pack)
+    if not len(start):
+        return hits
+    block_map = map_blocks(start, pack.document, model.window)
+    context = model.context(pack.aux, pack.positions, block_map.context)
+    step = max(1, SLOT_BUDGET // model.block_size)
+    for at in range(0, len(start), step):
+        rows, blocks = start[at : at + step], block_map.blocks.between(at, at + step)
+        states = model.fill(pack.input_ids[rows], pack.positions[rows], context, blocks, (1, draft_len + 1))
+        proposed = vocab.target_ids.to(states.device)[draft_tokens(states, model.head_weight())].view(-1, draft_len)
+        ahead, inside = following_rows(pack.document, rows, draft_len)
+        hits[rows] = (inside & (proposed == pack.input_ids[ahead])).cumprod(1).sum(1)
+    return hits
+
+
+class LiveBlocks:
+    """The drafter beside a live target; a `trainer.drafters.base.Live`."""
+
+    def __init__(self, model: BlockModel, vocab: DraftVocab) -> None:
+        self._model = model
+        self._target_ids = vocab.target_ids
+        self._caches: list[KVCache] = []
+
+    def reset(self) -> None:
+        self._caches = []
+
+    @torch.inference_mode()
+    def propose(self, verified: Verified, draft_len: int, pick: Pick = most_probable) -> list[int]:
+        """K target ids, all of one forward."""
+        device = self._target_ids.device
+        context = self._extended(verified.aux.to(device))
+        position = context[0][0].shape[0]
+        newest = torch.tensor([verified.next_ids[-1], position], device=device)
+        blocks = Blocks.of([(0, position)], device)
+        states = self._model.fill(newest[:1], newest[1:], context, blocks, (1, draft_len + 1))
+        ids = self._target_ids[pick(draft_logits(states, self._model.head_weight()))]
+        return [int(token) for token in ids.tolist()]
+
+    def _extended(self, aux: Tensor) -> list[KeyValues]:
+        """Keys and values of everything verified, these states [L, T, D] included."""
+        position = self._caches[0].length if self._caches else 0
+        positions = torch.arange(position, position + aux.shape[1], device=aux.device)
+        fresh = self._model.context(aux, positions)
+        self._caches = self._caches or [KVCache() for _ in fresh]
+        pairs = []
+        for cache, pair in zip(self._caches, fresh, strict=True):
+            keys, values = cache.append(*pair)
+            pairs.append((keys[0].transpose(0, 1), values[0].transpose(0, 1)))
+        return pairs
