@@ -34,6 +34,7 @@ check: install
 # Every kill, crash point and damaged byte, at length; figures in benchmarks/results.
 reliability: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or not slow" tests/reliability
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/benchmarks
 
 # Numbers against installed peers, in an environment of their own (their pins differ from ours).
 test-parity: $(VENV)-parity/.installed

@@ -6,7 +6,8 @@
 >>> record.aux.shape, record.final.shape                  # doctest: +SKIP
 (torch.Size([3, 812, 4096]), torch.Size([402, 4096]))
 
-Nothing heavy is imported until a store is opened.
+A store is a sequence of records: ``for record in store``, ``store[-1]``, ``store[2:5]``, ``store["4f2a"]`` by the start
+of an id. Nothing heavy is imported until a store is opened.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Commit records: the only truth about what a store holds.
 
 ``CommitRecord.segment`` is the path of its segment relative to the store (``segments/<unit>-<8 hex>``) and file entries
-are relative to that. A record is published once by put-if-absent and never changed; a repair publishes the next
-revision, and the highest revision of a unit counts. Anything under ``commits/`` that is no record is garbage.
+are relative to that. A record is published once by put-if-absent and never changed; a repair and a recapture publish
+the next revision, and the highest revision of a unit counts. Anything under ``commits/`` that is no record is garbage.
 """
 
 import gc
@@ -13,10 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hiddenstore import layout
+from hiddenstore.damage import twice
 from hiddenstore.documents import load, read_bounded, seal, sha256_hex, unseal
 from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.seam import Filesystem, is_inside
 from schemas.manifest import CommitRecord, Snapshot, SnapshotEntry
+
+DAMAGED = "damaged-on-disk"
+"""Reason of the rejects that a repair leaves. Their samples are pending; those of a capture never are."""
 
 READ_THREADS = 8
 MAX_COUNT = 1 << 48
@@ -64,6 +68,11 @@ def committed_units(fs: Filesystem) -> set[str]:
     """Names of the units that have a record, from the folder listing alone."""
     parsed = (layout.parse_commit(name) for name in fs.list(layout.COMMITS_DIR))
     return {name.unit for name in parsed if name is not None}
+
+
+def lost_samples(record: CommitRecord) -> frozenset[str]:
+    """Ids of the samples that a repair dropped and nobody has captured again."""
+    return frozenset(reject.id for reject in record.rejects if reject.reason == DAMAGED)
 
 
 def read_commit(fs: Filesystem, name: str) -> Commit:
@@ -131,11 +140,12 @@ def make_snapshot(name: str, commits: Iterable[Commit]) -> Snapshot:
 
 def _read_many(fs: Filesystem, names: list[str]) -> list[Commit | HiddenstoreError]:
     def read(name: str) -> Commit | HiddenstoreError:
+        path = f"{layout.COMMITS_DIR}/{name}"
         try:
-            return read_commit(fs, name)
+            return twice(fs, lambda: read_commit(fs, name), path)
         except NotFoundError as error:
             message = f"{error.message}, but a listing or snapshot names it"
-            return CorruptionError(message, kind=Kind.COMMIT_MISSING, path=f"{layout.COMMITS_DIR}/{name}")
+            return CorruptionError(message, kind=Kind.COMMIT_MISSING, path=path)
         except StorageError:
             raise
         except HiddenstoreError as error:
@@ -166,7 +176,7 @@ def _check_record(record: CommitRecord, name: str, where: str) -> None:
     problem = ""
     if parsed is None or parsed.unit != record.unit:
         problem = f"it holds the record of unit {record.unit!r}"
-    elif folder != layout.SEGMENTS_DIR or layout.parse_segment(segment) != record.unit:
+    elif folder != layout.SEGMENTS_DIR or record.unit not in {claim.unit for claim in layout.segment_claims(segment)}:
         problem = f"its segment {record.segment!r} is not one of this unit"
     elif any(not is_inside(file.path) for file in record.files):
         problem = "a file path leaves the segment"

@@ -7,7 +7,6 @@ Installation, cores, memory, GPUs, the folder a store would go to; others add to
 import os
 import platform
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -182,7 +181,7 @@ def _speed(trial: Path, slow_is_expected: bool) -> DoctorCheck:
     began = time.perf_counter()
     read = len(path.read_bytes())
     read_s = time.perf_counter() - began
-    fsync_s = statistics.median(syncs)
+    fsync_s = sorted(syncs)[_SYNCS // 2]
     detail = f"write {size(TRIAL_BYTES / write_s)}/s · fsync {seconds(fsync_s)} · read {size(read / read_s)}/s"
     slow = fsync_s > _SLOW_FSYNC_S and not slow_is_expected
     return DoctorCheck("disk speed", "warning" if slow else "ok", detail)

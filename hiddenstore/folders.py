@@ -88,10 +88,8 @@ def _instead(path: str | Path, wanted: Wanted) -> tuple[str, str] | None:
     if kind is not None and kind != wanted:
         command = _ON_THE_WAY.get((wanted, kind), _COMMANDS[kind])
         return _WORDS[kind], command.format(shlex.quote(str(path)))
-    inside = [child for child in _folders_in(Path(path)) if kind_of(child) == wanted] if kind is None else []
+    if kind is not None or not Path(path).is_dir():
+        return None
+    inside = [child for child in sorted(Path(path).iterdir()) if child.is_dir() and kind_of(child) == wanted]
     child = next((child for child in inside if child.name == wanted or len(inside) == 1), None)
     return None if child is None else (f"{child} is one", _COMMANDS[wanted].format(shlex.quote(str(child))))
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    return sorted(child for child in folder.iterdir() if child.is_dir()) if folder.is_dir() else []

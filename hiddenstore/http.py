@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -31,6 +32,7 @@ MOST_BYTES = 64 << 20
 # uvicorn closes connections that idle for 5 s; a request sent at that moment would be lost.
 _IDLE_S = 2.0
 _TRANSIENT = frozenset({408, 409, 425, 429})
+_CLOSE_S = 2.0
 _LONGEST_QUOTE = 300
 _THIS_MACHINE = frozenset({"127.0.0.1", "localhost", "::1"})
 
@@ -91,13 +93,17 @@ class HttpClient:
             message = f"no way to {self.url}: {error}"
             raise ConfigError(message, kind=Kind.SERVER_URL, hint="env | grep -i proxy") from error
         self._closed, self._loop = threading.Event(), _event_loop()
-        self._end = weakref.finalize(self, _close, self._client, self._loop)
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._end = weakref.finalize(self, _close, self._client, self._under_way, self._loop)
         self._end.atexit = False
 
     def close(self) -> None:
-        """Close the connections; what is under way in other threads fails soon."""
+        """Close the connections; what is under way in other threads fails."""
         self._closed.set()
-        self._end()
+        ended = self._end()
+        if ended is not None:
+            with suppress(TimeoutError):
+                ended.result(_CLOSE_S)
 
     def get(self, path: str, read: Callable[[Any], T]) -> T:
         """What ``read`` makes of the JSON at ``path``."""
@@ -141,7 +147,12 @@ class HttpClient:
         from httpx2 import HTTPError
 
         headers = {"Content-Type": "application/json"} if content is not None else {}
+        task = asyncio.current_task()
+        assert task is not None, "an exchange is a task of the loop"
+        self._under_way.add(task)
         try:
+            if self._closed.is_set():
+                raise asyncio.CancelledError
             async with (
                 asyncio.timeout(timeout_s),
                 self._client.stream(method, url, content=content, headers=headers) as response,
@@ -155,10 +166,15 @@ class HttpClient:
         except TimeoutError as error:
             message = f"no whole answer from {url} within {timeout_s:g} s"
             raise StorageError(message, kind=Kind.SERVER_TIMEOUT, hint=self.access.hint) from error
-        # RuntimeError: the client was closed by another thread. UnicodeError: no such name can be looked up.
+        except asyncio.CancelledError as error:
+            message = f"no answer from {url}: another thread closed the client"
+            raise StorageError(message, kind=Kind.SERVER_UNREACHABLE, hint=self.access.hint) from error
+        # UnicodeError: no such name can be looked up.
         except (HTTPError, OSError, RuntimeError, UnicodeError) as error:
             message = f"no answer from {url}: {_innermost(error)}"
             raise StorageError(message, kind=Kind.SERVER_UNREACHABLE, hint=self.access.hint) from error
+        finally:
+            self._under_way.discard(task)
 
     def _read(self, response: "Response", body: bytes, read: Callable[[bytes], T]) -> T:
         status = response.status_code
@@ -219,8 +235,19 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _close(client: "AsyncClient", loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.run_coroutine_threadsafe(client.aclose(), loop)
+def _close(client: "AsyncClient", under_way: set[asyncio.Task[Any]], loop: asyncio.AbstractEventLoop) -> Future[None]:
+    return asyncio.run_coroutine_threadsafe(_shut(client, under_way), loop)
+
+
+async def _shut(client: "AsyncClient", under_way: set[asyncio.Task[Any]]) -> None:
+    """A request that ended after its client would leave a connection open that nobody closes."""
+    tasks = list(under_way)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await client.aclose()
+    # A transport lets go of its socket in the turn after it was closed.
+    await asyncio.sleep(0)
 
 
 # A forked process has the loop without its thread.

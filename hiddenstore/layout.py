@@ -3,7 +3,7 @@
 ```
 store.json · target/ · inputs/<digest>.parquet · snapshots/<name>.json
 calibration/profile.json, slice.json, slice-<16 hex>.safetensors · advice/<n>.json
-commits/<unit>[.rN].json · segments/<unit>-<8 hex>/ (a Zarr group, or samples.tar and index.json)
+commits/<unit>[.rN].json · segments/<unit>[-rN]-<8 hex>/ (a Zarr group, or samples.tar and index.json)
 ```
 """
 
@@ -33,7 +33,8 @@ DATA_JSON = "data.json"
 
 _UNIT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,119}")
 _COMMIT = re.compile(rf"({_UNIT.pattern})(?:\.r([1-9][0-9]{{0,8}}))?\.json")
-_SEGMENT = re.compile(rf"({_UNIT.pattern})-([0-9a-f]{{8}})")
+_SEGMENT = re.compile(rf"({_UNIT.pattern})-[0-9a-f]{{8}}")
+_REVISED_SEGMENT = re.compile(rf"({_UNIT.pattern})-r([1-9][0-9]{{0,8}})-[0-9a-f]{{8}}")
 _INPUT = re.compile(r"([0-9a-f]{64})\.parquet")
 _SLICE = re.compile(r"slice-[0-9a-f]{16}\.safetensors")
 _ADVICE = re.compile(r"([1-9][0-9]{0,5})\.json")
@@ -63,9 +64,9 @@ def commit_path(unit: str, revision: int = 0) -> str:
     return f"{COMMITS_DIR}/{unit}{f'.r{revision}' if revision else ''}.json"
 
 
-def segment_path(unit: str, attempt: str) -> str:
-    """Path of the segment that one attempt at a unit writes."""
-    name = f"{unit}-{attempt}"
+def segment_path(unit: str, attempt: str, revision: int = 0) -> str:
+    """Path of the segment that one attempt at a revision of a unit writes."""
+    name = f"{unit}{f'-r{revision}' if revision else ''}-{attempt}"
     _require(_SEGMENT, name, "segment name")
     return f"{SEGMENTS_DIR}/{name}"
 
@@ -106,9 +107,17 @@ def parse_commit(name: str) -> CommitName | None:
     return CommitName(match[1], int(match[2] or 0)) if (match := _COMMIT.fullmatch(name)) else None
 
 
-def parse_segment(name: str) -> str | None:
-    """The unit of a name under ``segments/``; None for anything that is not a segment."""
-    return match[1] if (match := _SEGMENT.fullmatch(name)) else None
+def segment_claims(name: str) -> tuple[CommitName, ...]:
+    """The records that a segment of this name may compete for; none for anything that is not a segment.
+
+    Two for a name that ends in ``-rN-<8 hex>``: revision N of a unit, or revision 0 of a unit whose own name ends so.
+    """
+    claims = []
+    if match := _REVISED_SEGMENT.fullmatch(name):
+        claims.append(CommitName(match[1], int(match[2])))
+    if match := _SEGMENT.fullmatch(name):
+        claims.append(CommitName(match[1], 0))
+    return tuple(claims)
 
 
 def parse_input(name: str) -> str | None:

@@ -62,14 +62,18 @@ class Registry(Generic[T]):
         points = metadata.entry_points(group=self.group)
         return {p.name: [q for q in points if q.name == p.name] for p in points if p.name not in self.rows and p.dist}
 
+    def require(self, name: str) -> None:
+        """Refuse a name that is not in the table; ConfigError ``<thing>-unknown``. Nothing is loaded."""
+        if name not in self:
+            raise unknown(self.thing, name, self, self.option, self.default)
+
     def check(self, name: str, value: object, contract: str) -> None:
         """Refuse a row, or what it made, that lacks something of ``contract``; ConfigError ``plugin-broken``."""
         if fault := _fault(value, self._point(contract or "collections.abc:Callable").load()):
             raise self.broken(name, fault)
 
     def _load(self, name: str) -> T:
-        if name not in self:
-            raise unknown(self.thing, name, self, self.option, self.default)
+        self.require(name)
         points, row = self.packages.get(name, ()), self.rows.get(name)
         if len(points) > 1:
             raise self.broken(name, "is in more than one package")

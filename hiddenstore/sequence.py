@@ -35,8 +35,11 @@ class RecordSequence(ABC):
     @abstractmethod
     def read(self, sample_id: str) -> Record: ...
 
-    def __len__(self) -> int:
-        return len(self.sample_ids)
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __contains__(self, sample_id: object) -> bool: ...
 
     def __iter__(self) -> Iterator[Record]:
         return map(self.read, self.sample_ids)
@@ -75,9 +78,6 @@ class RecordSequence(ABC):
             shown = ", ".join(matches[:4]) + (", …" if len(matches) > 4 else "")
             raise ConfigError(f"{len(matches)} samples start with {text!r}: {shown}", kind=Kind.SAMPLE_AMBIGUOUS)
         raise self._missing(f"{self.path} holds {len(self):,} samples, and none is {text!r}")
-
-    def __contains__(self, sample_id: object) -> bool:
-        return sample_id in self.sample_ids
 
     def __repr__(self) -> str:
         facts = self._facts()

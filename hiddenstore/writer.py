@@ -6,11 +6,12 @@ record (the segment is garbage) or a whole unit.
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore import layout
-from hiddenstore.commit import committed_units, publish_commit
+from hiddenstore.commit import latest_names, lost_samples, publish_commit, read_commit
 from hiddenstore.documents import seal, sha256_hex
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind, StorageError
 from hiddenstore.fs import open_filesystem
@@ -116,6 +117,7 @@ def write_unit(
     records: Sequence["Record"],
     rejects: Sequence[Reject],
     engine: Engine,
+    revision: int = 0,
 ) -> CommitRecord | None:
     """Encode, write and commit one unit; None when another attempt committed it first.
 
@@ -125,7 +127,7 @@ def write_unit(
     from hiddenstore.segments.encode import encode_records
 
     encoded = encode_records(unit, records, store.capture) if records else None
-    return write_encoded_unit(store, unit, input_digest, encoded, rejects, engine)
+    return write_encoded_unit(store, unit, input_digest, encoded, rejects, engine, revision)
 
 
 def write_encoded_unit(
@@ -135,11 +137,12 @@ def write_encoded_unit(
     encoded: "EncodedUnit | None",
     rejects: Sequence[Reject],
     engine: Engine,
+    revision: int = 0,
 ) -> CommitRecord | None:
     """``write_unit`` for a unit encoded elsewhere (``encode_records``); None holds no sample."""
     from hiddenstore.segments.segment import write_encoded
 
-    fs, path = store.fs, layout.segment_path(unit, layout.new_attempt())
+    fs, path = store.fs, layout.segment_path(unit, layout.new_attempt(), revision)
     commit = CommitRecord(
         unit=unit, input=input_digest, segment=path, engine=engine, files=(), samples=(), rejects=tuple(rejects)
     )
@@ -150,15 +153,33 @@ def write_encoded_unit(
             sweep(fs, path)
             raise
         commit = CommitRecord(**{**dict(commit), "files": files, "samples": encoded.samples, "stats": encoded.stats})
+    return commit if publish_segment(fs, commit, revision) else None
+
+
+def publish_segment(fs: Filesystem, record: CommitRecord, revision: int = 0) -> bool:
+    """Publish the record of a segment that is durable; False when another attempt was first.
+
+    A lost race and a full disk sweep the segment.
+
+    Raises:
+        StorageError: ``segment-swept``: the segment is no longer there; nothing is published.
+    """
+    for file in record.files:
+        if fs.size(f"{record.segment}/{file.path}") != file.size:
+            raise StorageError(
+                f"{fs.root}/{record.segment} is gone before its record was written: gc --abandoned gave it up",
+                kind=Kind.SEGMENT_SWEPT,
+                hint="run the same command again",
+            )
     try:
-        if publish_commit(fs, commit):
-            return commit
+        if publish_commit(fs, record, revision):
+            return True
     except StorageError as error:
-        if error.kind == Kind.DISK_FULL and fs.size(layout.commit_path(unit)) is None:
-            sweep(fs, path)
+        if error.kind == Kind.DISK_FULL and fs.size(layout.commit_path(record.unit, revision)) is None:
+            sweep(fs, record.segment)
         raise
-    sweep(fs, path)
-    return None
+    sweep(fs, record.segment)
+    return False
 
 
 def sweep(fs: Filesystem, segment: str) -> None:
@@ -195,12 +216,47 @@ def register_input(store: Store, prepared: "PreparedInput") -> str:
     return digest
 
 
-def pending_units(store: Store, digest: str) -> list[str]:
-    """Units of a registered input without a commit record, in input order; reads the folder as it is now."""
+@dataclass(frozen=True)
+class PendingUnit:
+    """A unit that no record names, or of which a repair dropped samples.
+
+    ``revision`` is that of the record to be written; ``replaces`` the record that counts until then, None without one;
+    ``order`` all ids of the unit as the input has them, for a unit that has one.
+    """
+
+    name: str
+    revision: int = 0
+    replaces: CommitRecord | None = None
+    order: tuple[str, ...] = ()
+
+    def lacks(self, sample_id: str) -> bool:
+        """Whether a sample of the unit is to be captured."""
+        return self.replaces is None or sample_id in lost_samples(self.replaces)
+
+
+def pending_units(store: Store, digest: str) -> dict[str, PendingUnit]:
+    """What is left to do of a registered input, by unit in input order; reads the folder as it is now.
+
+    Of records written since ``store`` was opened only repairs are read: captures leave nothing behind.
+    """
     from hiddenstore.inputs import RegisteredInput
 
-    done = committed_units(store.fs)
-    return [unit for unit in RegisteredInput(store.fs, digest).units if unit not in done]
+    records = {commit.name: commit.record for commit in store.commit_files}
+    latest = {parsed.unit: (parsed, name) for name in latest_names(store.fs) if (parsed := layout.parse_commit(name))}
+    registered, pending = RegisteredInput(store.fs, digest), {}
+    for unit in registered.units:
+        if unit not in latest:
+            pending[unit] = PendingUnit(unit)
+            continue
+        parsed, name = latest[unit]
+        record = records.get(name)
+        if record is None and parsed.revision:
+            record = read_commit(store.fs, name).record
+        if record is not None and lost_samples(record):
+            pending[unit] = PendingUnit(unit, parsed.revision + 1, record)
+    lossy = [unit for unit, item in pending.items() if item.replaces is not None]
+    members = registered.unit_samples() if lossy else {}
+    return pending | {unit: replace(pending[unit], order=tuple(members[unit])) for unit in lossy}
 
 
 def _publish_target_file(fs: Filesystem, entry: FileEntry, data: bytes) -> None:

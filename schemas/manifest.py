@@ -76,12 +76,19 @@ class SampleEntry(Document):
 
 
 class Reject(Document):
-    """A sample refused at capture, and why. ``reason`` is a stable kebab-case kind."""
+    """A sample refused at capture, or lost on disk since, and why. ``reason`` is a stable kebab-case kind."""
 
     id: str
     tokens: int = Field(gt=0)
     reason: str
     detail: str
+
+
+class Recapture(Document):
+    """Samples that were captured again after a repair, by another engine than the rest of their unit."""
+
+    engine: Engine
+    samples: tuple[str, ...]
 
 
 class LayerStats(Document):
@@ -96,7 +103,10 @@ class LayerStats(Document):
 
 
 class CommitRecord(Document):
-    """``commits/<unit>.json``: the only truth about one unit."""
+    """``commits/<unit>.json``: the only truth about one unit.
+
+    ``engine`` captured every sample that no member of ``recaptured`` names; that is absent where there is none.
+    """
 
     format: int = FORMAT_VERSION
     unit: str
@@ -107,6 +117,12 @@ class CommitRecord(Document):
     samples: tuple[SampleEntry, ...]
     rejects: tuple[Reject, ...] = ()
     stats: dict[str, LayerStats] = Field(default_factory=dict)
+    recaptured: tuple[Recapture, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_empty_recaptures(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        members: dict[str, Any] = dump(self)
+        return {name: value for name, value in members.items() if name != "recaptured" or value}
 
     @model_validator(mode="after")
     def _samples_lie_end_to_end(self) -> "CommitRecord":

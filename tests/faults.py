@@ -56,6 +56,14 @@ class Fault:
     moment: Moment = "before"
 
 
+@dataclass(frozen=True)
+class ReadFault:
+    """Read number ``at`` (counted from 0) fails once with an error number; ENOENT answers that nothing is there."""
+
+    at: int
+    error: int = errno.EIO
+
+
 @dataclass(eq=False)
 class _File:
     """``data`` as a process sees it, ``durable`` as of the last fsync."""
@@ -108,10 +116,16 @@ class FaultDisk(PosixDisk):
 
     ``operations`` lists what was done so far, ``capacity`` bounds the bytes it holds. ``observer`` is called at every
     moment a crash could fall on, so that one run shows all of them: before each operation and half-way through a write.
+
+    ``reads`` lists what was asked of it, and ``read_fault`` strikes there. ``cached`` are bytes by path that reads give
+    in place of what the disk holds, until the cache of the file is dropped: a page gone bad in memory.
     """
 
     def __init__(self, fault: Fault | None = None, capacity: int | None = None) -> None:
         self.operations: list[str] = []
+        self.reads: list[str] = []
+        self.read_fault: ReadFault | None = None
+        self.cached: dict[str, bytes] = {}
         self.fault = fault
         self.capacity = capacity
         self.observer: Callable[[], None] | None = None
@@ -212,17 +226,25 @@ class FaultDisk(PosixDisk):
 
     def size(self, path: str) -> int | None:
         node = self._find(path)
+        if self._read_fails("size", path):
+            return None
         return len(node.data) if isinstance(node, _File) else None
 
     def list(self, path: str) -> list[str]:
         node = self._find(path)
+        if self._read_fails("list", path):
+            return []
         return list(node.names) if isinstance(node, _Folder) else []
 
     def read(self, path: str) -> bytes:
-        return bytes(self._file(path).data)
+        return bytes(self._seen("read", path))
+
+    def drop_cache(self, path: str) -> None:
+        self._seen("drop_cache", path)
+        self.cached.pop(path, None)
 
     def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
-        data, done = memoryview(self._file(path).data)[offset:], 0
+        data, done = memoryview(self._seen("read_into", path))[offset:], 0
         for buffer in buffers:
             block = data[done : done + len(buffer)]
             buffer[: len(block)] = block
@@ -232,12 +254,29 @@ class FaultDisk(PosixDisk):
     def free_bytes(self, path: str) -> int:
         return 1 << 40 if self.capacity is None else max(0, self.capacity - self.used())
 
-    def has_inodes(self, path: str) -> bool:
-        return True
+    def free_files(self, path: str) -> None:
+        return None
 
     def used(self) -> int:
         """Bytes of all files."""
         return sum(map(len, self.files().values()))
+
+    def _seen(self, name: str, path: str) -> bytes | bytearray:
+        """What a read of a file gives."""
+        data = self._file(path).data
+        if self._read_fails(name, path):
+            raise _error(errno.ENOENT, path)
+        return self.cached.get(path, data)
+
+    def _read_fails(self, name: str, path: str) -> bool:
+        """Counts one read; whether it finds nothing there. Raises the fault that strikes."""
+        strikes = self.read_fault is not None and self.read_fault.at == len(self.reads)
+        self.reads.append(f"{name} {path}")
+        if not strikes or self.read_fault is None:
+            return False
+        if self.read_fault.error == errno.ENOENT:
+            return True
+        raise _error(self.read_fault.error, path)
 
     @contextmanager
     def _operation(self, name: str, file: bytearray | None = None, half: memoryview | None = None) -> Iterator[None]:

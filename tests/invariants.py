@@ -24,6 +24,7 @@ FOLDERS = {
     layout.COMMITS_DIR,
     layout.SEGMENTS_DIR,
     layout.SNAPSHOTS_DIR,
+    layout.QUARANTINE_DIR,
 }
 
 
@@ -148,6 +149,6 @@ def _snapshot_problems(store: Store) -> Iterator[str]:
 def _strangers(fs: Filesystem) -> list[str]:
     names = [name for name in fs.list("") if name not in FOLDERS]
     names += [name for name in fs.list(layout.COMMITS_DIR) if layout.parse_commit(name) is None]
-    names += [name for name in fs.list(layout.SEGMENTS_DIR) if layout.parse_segment(name) is None]
+    names += [name for name in fs.list(layout.SEGMENTS_DIR) if not layout.segment_claims(name)]
     names += [name for name in fs.list(layout.INPUTS_DIR) if layout.parse_input(name) is None]
     return [name for name in names if not is_temporary(name)]

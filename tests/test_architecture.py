@@ -16,6 +16,8 @@ MAY_IMPORT = {
     "trainer": {"schemas", "hiddenstore", "trainer"},
 }
 HEAVY = {"torch", "zarr", "transformers", "datasets", "webdataset", "matplotlib", "pyarrow", "numcodecs"}
+MOST_LINES_OF_A_FILE = 600
+MOST_LINES_OF_A_FUNCTION = 60
 FORBIDDEN_CALLS = {"eval", "exec"}
 # SpecForge and ModelOpt read torch's own files and nothing else.
 WRITES_TORCH_FILES = "hiddenstore/dumps/common.py"
@@ -42,6 +44,18 @@ def test_arrows_point_one_way(path: Path) -> None:
     package = path.relative_to(ROOT).parts[0]
     ours = {module.split(".")[0] for module in imported(ast.parse(path.read_text()))} & set(MAY_IMPORT)
     assert ours <= MAY_IMPORT[package], f"{name_of(path)} imports {sorted(ours - MAY_IMPORT[package])}"
+
+
+def test_files_and_functions_can_be_seen_whole() -> None:
+    too_long = []
+    for path in SOURCES:
+        text = path.read_text()
+        if text.count("\n") > MOST_LINES_OF_A_FILE:
+            too_long.append(name_of(path))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= MOST_LINES_OF_A_FUNCTION:
+                too_long.append(f"{name_of(path)}: {node.name}")
+    assert too_long == []
 
 
 def test_schemas_stand_on_pydantic_alone() -> None:

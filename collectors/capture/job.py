@@ -26,8 +26,10 @@ from collectors.targets.folder import open_target
 from collectors.targets.layers import choose_layers
 from collectors.targets.load import EngineTarget, LoadOptions
 from collectors.tokenize.template import read_template
+from hiddenstore.care.recapture import recapture_unit
 from hiddenstore.codecs import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
+from hiddenstore.commit import DAMAGED
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import CaptureError, ConflictError, InterruptError, Kind, NotFoundError
 from hiddenstore.inputs import PreparedInput, RegisteredInput, Unit
@@ -40,7 +42,7 @@ from hiddenstore.segments.base import unit_tokens
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import Slice, slice_tokens, take_slice, write_slice
 from hiddenstore.verify.profile import write_profile
-from hiddenstore.writer import create_store, pending_units, register_input, write_unit
+from hiddenstore.writer import PendingUnit, create_store, pending_units, register_input, write_unit
 from schemas.advice import Advice
 from schemas.capture import CaptureSpec, Codecs, FinalMode
 from schemas.manifest import CommitRecord, Container, Reject
@@ -153,7 +155,12 @@ def calibrate(
         CaptureError: ``calibration-rejected``: none of the samples may be stored; or as ``check_unit``.
     """
     head = engine.target.head
-    samples = list(_first(prepared.samples(), slice_tokens(capture)))
+    samples, wanted = [], slice_tokens(capture)
+    for sample in prepared.samples():
+        samples.append(sample)
+        wanted -= sample.tokens
+        if wanted <= 0:
+            break
     unit = capture_samples(engine, samples, capture.final, stop)
     rejects = [*unit.rejects, *check_unit(unit.samples, unit.captured, unit.final_rows, head, check)]
     refused = {reject.id for reject in rejects}
@@ -168,15 +175,6 @@ def calibrate(
     extent = Extent(prepared.info.samples, prepared.info.tokens, final_rows(prepared.info, capture.final))
     with Progress("advise", total=trials(capture), unit="recipes") as progress:
         return first, advise(first, capture, head, extent, container=container, advance=progress.advance)
-
-
-def _first(samples: Iterable[Sample], tokens: int) -> Iterator[Sample]:
-    """Samples until they have so many tokens."""
-    for sample in samples:
-        yield sample
-        tokens -= sample.tokens
-        if tokens <= 0:
-            return
 
 
 def new_store(location: str | Path, container: Container, target: EngineTarget, capture: CaptureSpec) -> Store:
@@ -218,14 +216,16 @@ class CollectReport:
     workers: int = 0
     workers_lost: int = 0
 
-    def add(self, record: CommitRecord) -> None:
-        """Count one committed unit."""
+    def add(self, record: CommitRecord, before: CommitRecord | None = None) -> None:
+        """Count one committed unit; of one that replaces ``before``, what was captured again."""
+        stored = {entry.id for entry in before.samples} if before is not None else set()
+        rejects = new_rejects(record, before)
         self.units += 1
-        self.samples += len(record.samples)
-        self.tokens += record.tokens
+        self.samples += len(record.samples) - len(stored)
+        self.tokens += sum(entry.tokens for entry in record.samples if entry.id not in stored)
         self.bytes_stored += record.bytes_stored
-        self.rejects.update(reject.reason for reject in record.rejects)
-        self.rejected_tokens += sum(reject.tokens for reject in record.rejects)
+        self.rejects.update(reject.reason for reject in rejects)
+        self.rejected_tokens += sum(reject.tokens for reject in rejects)
 
     def show(self, progress: Progress, **more: int) -> None:
         """Bring a bar of tokens to what is committed and rejected."""
@@ -321,6 +321,7 @@ class CollectJob:
         self._described = self.engine.describe()
         self.report, self._budget = begin_report(self.store, self.prepared.info, self.settings.allowed_rejects)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
+        self._pending = pending_units(self.store, self.digest)
         self._behind: Future[CommitRecord | None] | None = None
         self._last = ""
 
@@ -335,7 +336,7 @@ class CollectJob:
         began = time.monotonic()
         pending = pending_tokens(self.store, self.digest)
         share = RegisteredInput(self.store.fs, self.digest).units[self.rank.rank :: self.rank.world_size]
-        names = frozenset(share) & pending.keys()
+        names = frozenset(share) & pending.keys() & self._pending.keys()
         label = self.settings.label if self.rank.world_size == 1 else f"{self.settings.label} {self.rank}"
         with Progress(label, sum(pending[name] for name in names), "tokens") as progress:
             try:
@@ -367,12 +368,13 @@ class CollectJob:
 
     def capture_named(self, name: str) -> Future[CommitRecord | None] | None:
         """Find a unit by name and capture it, None where it is committed; going back reads the input anew."""
-        if self._is_committed(name):
+        pending = self._pending.get(name)
+        if pending is None or self._is_committed(pending):
             return None
         if name <= self._last or not self._last:
             self._stream = self.prepared.units(unit_tokens(self.store.capture))
         self._last = name
-        return self.capture(next(unit for unit in self._stream if unit.name == name))
+        return self.capture(_part(next(unit for unit in self._stream if unit.name == name), pending))
 
     def settle(self) -> None:
         """Wait for the unit in the worker thread, so that at most two units are in memory, and count it."""
@@ -383,11 +385,11 @@ class CollectJob:
         record = behind.result()
         self.report.wait_s += time.monotonic() - began
         if record is not None:
-            self.report.add(record)
+            self.report.add(record, self._pending[record.unit].replaces)
 
-    def _is_committed(self, unit: str) -> bool:
+    def _is_committed(self, unit: PendingUnit) -> bool:
         """Whether the store holds it now; a second job on the same store may have committed it since."""
-        return self.store.fs.size(commit_path(unit)) is not None
+        return self.store.fs.size(commit_path(unit.name, unit.revision)) is not None
 
     def _commit(self, unit: Unit, states: UnitStates) -> CommitRecord | None:
         """Check, encode and publish one unit; runs in the worker thread."""
@@ -401,7 +403,11 @@ class CollectJob:
         if unit.index == 0 and (first := take_slice(records, capture)) is not None:
             write_slice(self.store.fs, first, capture)
         records = [with_top_tokens(record, head, capture) for record in records]
-        record = write_unit(self.store, unit.name, self.digest, records, rejects, self._described)
+        pending = self._pending[unit.name]
+        if pending.replaces is None:
+            record = write_unit(self.store, unit.name, self.digest, records, rejects, self._described)
+        else:
+            record = recapture_unit(self.store, pending, records, rejects, self._described)
         if record is not None and self.settings.on_commit is not None:
             self.settings.on_commit(record, records)
         return record
@@ -412,8 +418,13 @@ class CollectJob:
         for unit in self.prepared.units(unit_tokens(self.store.capture)):
             if self.drain.requested:
                 raise InterruptError("stopped by a signal", kind=Kind.INTERRUPTED)
-            if unit.name in names and not self._is_committed(unit.name):
-                yield unit
+            if unit.name in names and not self._is_committed(self._pending[unit.name]):
+                yield _part(unit, self._pending[unit.name])
+
+
+def _part(unit: Unit, pending: PendingUnit) -> Unit:
+    """The samples of a unit that are to be captured."""
+    return Unit(unit.name, unit.index, [sample for sample in unit.samples if pending.lacks(sample.id)])
 
 
 def begin_report(
@@ -421,16 +432,26 @@ def begin_report(
 ) -> tuple[CollectReport, RejectBudget]:
     """What a job on a registered input begins with: a report of nothing but earlier units, and the rejects left."""
     records = [record for record in store.commits() if record.input == info.digest]
-    rejects = [reject for record in records for reject in record.rejects]
     report = CollectReport(store.path, info.digest, resumed_units=len(records))
-    return report, RejectBudget(info.samples, rejects, allowed_rejects)
+    return report, RejectBudget(info.samples, capture_rejects(records), allowed_rejects)
+
+
+def new_rejects(record: CommitRecord, before: CommitRecord | None) -> list[Reject]:
+    """What the capture of a unit refused that the record it replaces did not."""
+    known = {reject.id for reject in capture_rejects([] if before is None else [before])}
+    return [reject for reject in capture_rejects([record]) if reject.id not in known]
+
+
+def capture_rejects(records: Iterable[CommitRecord]) -> list[Reject]:
+    """What engine and checks refused, without what was lost on disk since."""
+    return [reject for record in records for reject in record.rejects if reject.reason != DAMAGED]
 
 
 def pending_tokens(store: Store, digest: str) -> dict[str, int]:
-    """Tokens of every unit of a registered input that has no commit record yet, in input order."""
-    table = RegisteredInput(store.fs, digest).table
-    tokens = dict.fromkeys(pending_units(store, digest), 0)
-    for unit, count in zip(table["unit"].to_pylist(), table["tokens"].to_pylist(), strict=True):
-        if unit in tokens:
+    """Tokens that are to be captured of every unit of a registered input, in input order."""
+    table, pending = RegisteredInput(store.fs, digest).table, pending_units(store, digest)
+    tokens = dict.fromkeys(pending, 0)
+    for name, unit, count in zip(*(table[c].to_pylist() for c in ("sample_id", "unit", "tokens")), strict=True):
+        if unit in tokens and pending[unit].lacks(name):
             tokens[unit] += count
     return tokens

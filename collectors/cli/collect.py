@@ -10,12 +10,14 @@ from collectors.cli.options import (
     engine_option,
     job_document,
     job_lines,
+    layers_type,
+    recipe_type,
     remote_code_option,
     revision_option,
     server_option,
     tensor_parallel_option,
 )
-from hiddenstore.cli.stores import DATA
+from hiddenstore.cli.words import DATA
 from hiddenstore.codecs import DEFAULT_RECIPE, RECIPE_HELP
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.targets import LAYER_RULES
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--layers",
+    type=layers_type,
     default="eagle3",
     show_default=True,
     help=f"{', '.join(LAYER_RULES)}, all-drafters, or numbers such as 1,15,28 (-1 = embeddings).",
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
 @click.option("--final", type=click.Choice(["supervised", "all", "none"]), help="Rows of the final hidden to keep.")
 @click.option(
     "--recipe",
+    type=recipe_type,
     default=DEFAULT_RECIPE,
     show_default=True,
     help=f"{RECIPE_HELP}; auto: measure first, as advise does.",

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from collectors.engines import ENGINES, EngineRow
+from collectors.targets.layers import layer_names, require_layers
+from hiddenstore.cli.words import Name
+from hiddenstore.codecs import RECIPES, get_recipe
 from hiddenstore.segments import CONTAINERS
 
 if TYPE_CHECKING:
     from collectors.capture.job import CollectReport
+
+layers_type = Name(require_layers, layer_names())
+recipe_type = Name(lambda text: text == "auto" or get_recipe(text), (*RECIPES, "auto"))
 
 container_option = click.option(
     "--container",
@@ -36,7 +42,11 @@ def _our_engines() -> Iterator[tuple[str, EngineRow]]:
 
 *_first, _last = ENGINES
 engine_option = click.option(
-    "--engine", default=_first[0], show_default=True, help=f"What runs the target: {', '.join(_first)} or {_last}."
+    "--engine",
+    type=Name(ENGINES.require, ENGINES),
+    default=_first[0],
+    show_default=True,
+    help=f"What runs the target: {', '.join(_first)} or {_last}.",
 )
 
 tensor_parallel_option = click.option(

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from collectors.cli.options import revision_option
-from hiddenstore.cli.stores import DATA
+from collectors.cli.options import layers_type, recipe_type, revision_option
+from hiddenstore.cli.words import DATA
 from hiddenstore.codecs import DEFAULT_RECIPE
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.segments import CONTAINERS
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 @click.option("--target", required=True, help="A local folder or a hub id; its weights are not read.")
 @revision_option
 @click.option("--template", type=click.Path(), help="The chat template file that prepare was given.")
-@click.option("--layers", default="eagle3", show_default=True, help="As for collect.")
+@click.option("--layers", type=layers_type, default="eagle3", show_default=True, help="As for collect.")
 @click.option("--final", type=click.Choice(["supervised", "all", "none"]), help="As for collect.")
-@click.option("--recipe", default=DEFAULT_RECIPE, show_default=True, help="The recipe to mark, as for collect.")
+@click.option(
+    "--recipe", type=recipe_type, default=DEFAULT_RECIPE, show_default=True, help="The recipe to mark, as for collect."
+)
 @click.option(
     "--container", type=click.Choice(tuple(CONTAINERS)), default=next(iter(CONTAINERS)), help="As for collect."
 )

@@ -232,15 +232,11 @@ def _weighted(mix: Mix, entries: Sequence[tuple[MixSource, list[Source]]]) -> li
         rows = int(rows_per_weight * weight + 1e-9)
         if not rows:
             raise ConfigError(f"the weight of {entry.text} leaves it without a row", kind=Kind.INPUT_EMPTY)
-        for source, count, share in zip(sources, counts, _shares(limits, rows), strict=True):
-            mixed.append(_sampled(source, entry, count, share, mix.seed))
+        # Over the splits of one source in proportion to what they have.
+        bounds = [end * rows // sum(limits) for end in accumulate(limits, initial=0)]
+        for source, count, (start, end) in zip(sources, counts, pairwise(bounds), strict=True):
+            mixed.append(_sampled(source, entry, count, end - start, mix.seed))
     return mixed
-
-
-def _shares(limits: Sequence[int], rows: int) -> list[int]:
-    """``rows`` over the splits of one source, in proportion to what they have."""
-    bounds = [end * rows // sum(limits) for end in accumulate(limits, initial=0)]
-    return [end - start for start, end in pairwise(bounds)]
 
 
 def _count(source: Source) -> int:

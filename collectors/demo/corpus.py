@@ -27,7 +27,8 @@ _QUESTIONS = (
     "Describe the {kind} `{name}`.",
     "What is `{name}`?",
 )
-_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTIONS)
 _TOPIC_QUESTIONS = ("Tell me about `{name}` in Python.", "Explain the topic `{name}`.")
 
 
@@ -80,19 +81,14 @@ def _documented(node: ast.AST, name: str, kind: str) -> Iterator[Entry]:
     docstring = ast.get_docstring(node) if isinstance(node, _DOCUMENTED) else None
     if docstring and len(docstring) >= MIN_DOCSTRING_CHARACTERS:
         for piece in _pieces(docstring):
-            yield Entry(name, kind, _signature(node), piece)
+            signature = f"{node.name}({ast.unparse(node.args)})" if isinstance(node, _FUNCTIONS) else ""
+            yield Entry(name, kind, signature, piece)
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef):
             yield from _documented(child, f"{name}.{child.name}", "class")
-        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+        elif isinstance(child, _FUNCTIONS):
             inside = "method" if isinstance(node, ast.ClassDef) else "function"
             yield from _documented(child, f"{name}.{child.name}", inside)
-
-
-def _signature(node: ast.AST) -> str:
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return ""
-    return f"{node.name}({ast.unparse(node.args)})"
 
 
 def _topics(folder: Path) -> Iterator[Entry]:

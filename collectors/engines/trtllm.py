@@ -89,13 +89,9 @@ def missing_parts() -> list[str]:
         if used is None:
             missing.append(f"{module}.{attribute}")
         else:
-            missing += [f"{module}.{attribute}.{name}" for name in members if not _has_member(used, name)]
+            declared = {*getattr(used, "model_fields", ()), *getattr(used, "__dataclass_fields__", ()), *dir(used)}
+            missing += [f"{module}.{attribute}.{name}" for name in members if name not in declared]
     return missing
-
-
-def _has_member(used: Any, name: str) -> bool:
-    declared = {*getattr(used, "model_fields", ()), *getattr(used, "__dataclass_fields__", ())}
-    return name in declared or hasattr(used, name)
 
 
 def checks() -> Iterator[DoctorCheck]:

@@ -450,7 +450,7 @@ class VllmServer:
 
     def _served_name(self, name: str | None, longest: int) -> str:
         """The name that the target is served under: ``name``, if one was given."""
-        cards = self._client.get("/v1/models", _read_cards)
+        cards = self._client.get("/v1/models", lambda page: [{**card, "id": str(card["id"])} for card in page["data"]])
         folder = self.target.folder
         for card in cards:
             root = str(card.get("root") or card["id"])
@@ -582,10 +582,6 @@ def _vocabulary_texts(tokenizer: Any) -> Iterator[str]:
     lines = [word for (index, word), ids in zip(words.items(), encoded, strict=True) if ids == [index] and word.strip()]
     for start in range(0, len(lines), _PROBE_LINES):
         yield "\n".join(lines[start : start + _PROBE_LINES])
-
-
-def _read_cards(document: Any) -> list[dict[str, Any]]:
-    return [{**card, "id": str(card["id"])} for card in document["data"]]
 
 
 def _same_folder(one: str, other: str) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from collectors.capture.job import CollectReport, begin_report, open_job, pending_tokens
+from collectors.capture.job import CollectReport, begin_report, new_rejects, open_job, pending_tokens
 from collectors.capture.options import CollectOptions
 from hiddenstore.commit import read_commit
 from hiddenstore.console.progress import Progress
@@ -31,6 +31,7 @@ from hiddenstore.inputs import PreparedInput
 from hiddenstore.layout import STORE_JSON, commit_path
 from hiddenstore.process import Drain, Rank
 from hiddenstore.store import Store
+from hiddenstore.writer import PendingUnit, pending_units
 
 ATTEMPTS = 3
 # Network file systems show a new file to other machines within a minute.
@@ -116,6 +117,7 @@ class _Dealer:
         self.calls: dict[Any, tuple[int, Any, str]] = {}
         self.totals: dict[Any, tuple[float, float, int]] = {}
         self.units: deque[str] = deque()
+        self.pending: dict[str, PendingUnit] = {}
         self.losses: Counter[str] = Counter()
         self.report, self.progress = CollectReport("", "", workers=size), Progress("collect")
 
@@ -130,7 +132,8 @@ class _Dealer:
             self.report, self.budget = begin_report(store, PreparedInput.open(options.data).info)
             self.report.workers, self.report.workers_lost = self.size, lost
             tokens = pending_tokens(store, self.report.input)
-            self.units.extend(tokens)
+            self.pending = pending_units(store, self.report.input)
+            self.units.extend(unit for unit in tokens if unit in self.pending)
             with Progress("collect", sum(tokens.values()), "tokens") as self.progress:
                 self._until(lambda: not self.units and not any(unit for *_, unit in self.calls.values()))
         finally:
@@ -183,11 +186,13 @@ class _Dealer:
                 self.note(text)
             return
         self.totals[actor] = answer
-        self._require_shared(commit_path(unit))
-        record = read_commit(self.fs, f"{unit}.json").record
-        self.report.add(record)
+        pending = self.pending[unit]
+        path = commit_path(unit, pending.revision)
+        self._require_shared(path)
+        record = read_commit(self.fs, path.rpartition("/")[2]).record
+        self.report.add(record, pending.replaces)
         self.report.show(self.progress, workers=len(self._ready()), lost=self.report.workers_lost)
-        self.budget.spend(record.rejects)
+        self.budget.spend(new_rejects(record, pending.replaces))
 
     def _require_shared(self, path: str) -> None:
         for _ in range(VISIBLE_WITHIN_S):

@@ -71,7 +71,9 @@ class _Batch:
 
         self._target, self._sampling = target, sampling
         self._ends = set(target.eos_token_ids())
-        self._generator = torch.Generator(device=target.device).manual_seed(_seed(sampling.seed, name))
+        digest = hashlib.blake2b(f"{sampling.seed}/{name}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little") >> 1
+        self._generator = torch.Generator(device=target.device).manual_seed(seed)
         self._cache = DynamicCache(config=target.config)
         self._answers: list[list[int]] = [[] for _ in prompts]
         self._ended = [False] * len(prompts)
@@ -152,11 +154,6 @@ class _Batch:
         self._mask = None if self._mask is None else self._mask[keep]
         self._rows = [self._rows[row] for row in running]
         return tokens[keep]
-
-
-def _seed(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def nucleus(chances: Tensor, top_p: float) -> Tensor:

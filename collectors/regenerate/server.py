@@ -7,9 +7,9 @@ with the reasoning of vLLM's and SGLang's reasoning parsers (``reasoning_content
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from collectors.conversations.parse import Message
@@ -26,18 +26,6 @@ _WRONG_ACCESS = frozenset({401, 403, 404, 405})
 _MOST_TOKENS = 1 << 31
 
 
-@dataclass(frozen=True)
-class ServerSettings:
-    """The server, and what it is asked for; ``extra`` members join every request."""
-
-    access: ServerAccess
-    model: str
-    temperature: float
-    max_new_tokens: int
-    top_p: float = 1.0
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
 class UnansweredError(Exception):
     """A request failed as often as it was tried, in ways that another try may mend."""
 
@@ -45,16 +33,16 @@ class UnansweredError(Exception):
 class ChatServer:
     """Used by many threads at once. Raises what HttpClient raises."""
 
-    def __init__(self, settings: ServerSettings) -> None:
-        self.settings = settings
-        self._client = HttpClient(settings.access)
+    def __init__(self, access: ServerAccess, options: RegenerateOptions) -> None:
+        self.model, self._options = options.model, options
+        self._client = HttpClient(access)
 
     def only_model(self) -> str:
         """The name of the one model it serves; ConfigError ``model-unclear`` where it serves none or several."""
         models = self._client.get("/v1/models", lambda document: [str(model["id"]) for model in document["data"]])
         if len(models) != 1:
             raise ConfigError(
-                f"{self.settings.access.url} serves {', '.join(models) or 'nothing'}; which one is the target?",
+                f"{self._client.access.url} serves {', '.join(models) or 'nothing'}; which one is the target?",
                 kind=Kind.MODEL_UNCLEAR,
                 hint=f"--model {models[0]}" if models else None,
             )
@@ -66,21 +54,21 @@ class ChatServer:
         Raises:
             UnansweredError: as often as was tried. ConfigError: ``server-refused``: wrong key, model or address.
         """
-        settings = self.settings
+        options = self._options
         request: dict[str, Any] = {
-            "model": settings.model,
+            "model": self.model,
             "messages": [_sent(message) for message in messages],
-            "temperature": settings.temperature,
-            "max_tokens": settings.max_new_tokens,
+            "temperature": options.temperature,
+            "max_tokens": options.max_new_tokens,
         }
         if seed is not None:
             request["seed"] = seed
-        if settings.top_p < 1:
-            request["top_p"] = settings.top_p
+        if options.top_p < 1:
+            request["top_p"] = options.top_p
         if tools:
             request["tools"] = tools
         try:
-            return self._client.post("/v1/chat/completions", request | dict(settings.extra), _read_reply)
+            return self._client.post("/v1/chat/completions", request | dict(options.extra), _read_reply)
         except RefusedError as error:
             if error.status in _WRONG_ACCESS or error.status < 400:
                 raise
@@ -285,15 +273,12 @@ def open_server(options: RegenerateOptions) -> tuple[str, AnswerAll]:
         api_key_env=options.api_key_env,
         hint="the same command goes on once the server is back",
     )
-    settings = ServerSettings(
-        access, options.model or "", options.temperature, options.max_new_tokens, options.top_p, options.extra
-    )
-    if options.model is None:
-        with closing(ChatServer(replace(settings, access=replace(access, tries=2)))) as server:
-            settings = replace(settings, model=server.only_model())
-    server = ChatServer(settings)
+    server = ChatServer(access, options)
+    if server.model is None:
+        with closing(ChatServer(replace(access, tries=2), options)) as asked_once:
+            server.model = asked_once.only_model()
 
     def answer_all(rewrites: Iterator[Rewrite], recorded: Recorded, take: Take, check: Callable[[], None]) -> None:
         _ServerRun(server, options, recorded, take).answer_all(rewrites, check)
 
-    return settings.model, answer_all
+    return server.model, answer_all

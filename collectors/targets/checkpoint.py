@@ -136,6 +136,7 @@ def require_applied(folder: TargetFolder) -> None:
     from transformers.quantizers.auto import AutoHfQuantizer
 
     stated, path = folder.quantisation or {}, folder.file(QUANTISATION_FILE)
+    stated = stated if isinstance(stated, Mapping) else {"quant_method": stated}
     with suppress(ValueError):
         if stated and AutoHfQuantizer.supports_quant_method(stated):
             return
@@ -166,7 +167,7 @@ def require_complete(folder: TargetFolder, report: Mapping[str, Any]) -> None:
         block = re.search(r"\.layers\.(\d+)\.", name)
         return not _BESIDE_THE_BLOCKS.search(name) and not (block and int(block[1]) in drafting)
 
-    unread, shapes = filter(is_read, report["unexpected_keys"]), {name for name, *_ in report["mismatched_keys"]}
+    unread, shapes = filter(is_read, report["unexpected_keys"]), {_name(entry) for entry in report["mismatched_keys"]}
     parts = [
         f"{fault} {_listed(sorted(names))}"
         for fault, names in (
@@ -182,6 +183,11 @@ def require_complete(folder: TargetFolder, report: Mapping[str, Any]) -> None:
             kind=Kind.TARGET_INCOMPLETE,
             hint=_fetch(folder),
         )
+
+
+def _name(entry: Any) -> str:
+    """transformers 4 gives the name alone, later ones name and shapes."""
+    return entry if isinstance(entry, str) else str(entry[0])
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -103,8 +103,7 @@ def open_target(
 
     Raises:
         NotFoundError: ``target-missing``: a path that does not exist.
-        ConfigError: ``target-incomplete``, ``target-unreadable``; ``code-unpinned``:
-            ``trust_remote_code`` without a commit that says which code.
+        ConfigError: ``target-incomplete``, ``target-unreadable``, ``target-incomplete``, ``code-unpinned``.
     """
     from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 

@@ -79,8 +79,19 @@ def _explain(name: str, aux: list[int], num_layers: int) -> str:
     )
 
 
-def _parse(text: str, num_layers: int) -> list[int]:
-    names = [*LAYER_RULES, ALL_DRAFTERS]
+def layer_names() -> list[str]:
+    """What ``--layers`` takes beside numbers."""
+    return [*LAYER_RULES, ALL_DRAFTERS]
+
+
+def require_layers(text: str) -> None:
+    """Refuse what no target could have; ConfigError ``layers-invalid``."""
+    if text not in layer_names():
+        _numbers(text)
+
+
+def _numbers(text: str) -> list[int]:
+    names = layer_names()
     words = [word.strip() for word in text.split(",") if word.strip()]
     try:
         numbers = [int(word) for word in words]
@@ -93,6 +104,13 @@ def _parse(text: str, num_layers: int) -> list[int]:
             kind=Kind.LAYERS_INVALID,
             hint=f"--layers {near[0] if near else 'eagle3'}",
         )
+    if len(set(numbers)) != len(numbers):
+        raise ConfigError(f"--layers {text} names a layer twice", kind=Kind.LAYERS_INVALID)
+    return sorted(numbers)
+
+
+def _parse(text: str, num_layers: int) -> list[int]:
+    numbers = _numbers(text)
     outside = [k for k in numbers if not -1 <= k < num_layers]
     if outside:
         raise ConfigError(
@@ -101,9 +119,7 @@ def _parse(text: str, num_layers: int) -> list[int]:
             kind=Kind.LAYERS_INVALID,
             hint="--layers eagle3",
         )
-    if len(set(numbers)) != len(numbers):
-        raise ConfigError(f"--layers {text} names a layer twice", kind=Kind.LAYERS_INVALID)
-    return sorted(numbers)
+    return numbers
 
 
 def _listed(layers: list[int]) -> str:

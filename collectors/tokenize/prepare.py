@@ -145,8 +145,11 @@ def prepare(
     mixed = open_inputs(inputs, options.dataset_root)
     _refuse_prompts(mixed, options.loss_on)
     folder = open_target(target, options.revision, trust_remote_code=options.trust_remote_code)
-    rules = _rules(folder, options)
-    template, tally = rules.template, BatchTally()
+    text = read_template(options.template) if options.template is not None else None
+    template, tally = ChatTemplate(folder.tokenizer, options.loss_on, text, options.think_loss), BatchTally()
+    check_template(template)
+    limit = _max_tokens(folder, options.max_tokens)
+    rules = SampleRules(template, limit, options.overlong, options.validation)
     with new_folder(out, refuse_existing_data) as new:
         fs = LocalFilesystem(new)
         sources = [entry.source for entry in mixed]
@@ -184,13 +187,6 @@ def _refuse_prompts(sources: Sequence[MixedSource], loss_on: LossOn) -> None:
                 kind=Kind.DATASET_PROMPTS_ONLY,
                 hint=f"hiddenstore prepare preset:{name} --mode generate -o prompts.jsonl, then regenerate it",
             )
-
-
-def _rules(folder: TargetFolder, options: PrepareOptions) -> SampleRules:
-    text = read_template(options.template) if options.template is not None else None
-    template = ChatTemplate(folder.tokenizer, options.loss_on, text, options.think_loss)
-    check_template(template)
-    return SampleRules(template, _max_tokens(folder, options.max_tokens), options.overlong, options.validation)
 
 
 def _max_tokens(folder: TargetFolder, limit: int | None) -> int | None:

@@ -415,6 +415,9 @@ class ChatTemplate:
             if calls:
                 start, end = prefixes.end(index), prefixes.end(index + 1)
                 written = prefixes.text[start or 0 : end if start is not None else None]
+                # Words about a tool are no call of it.
+                for words in (content, *(str(message[name]).strip() for name in REASONING if message.get(name))):
+                    written = written.replace(words, "", 1) if words else written
                 names = [str(call.get("function", call).get("name") or "") for call in calls]
                 if missing := [name for name in names if name not in written]:
                     return TOOL_CALLS_LOST, f"the template writes no call of {', '.join(missing)}"

@@ -8,7 +8,7 @@ grown adds to the copy.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,14 @@ from hiddenstore import layout
 from hiddenstore.care.copy_unit import CopyUnit, copy_codes, copy_decoded, copy_verbatim, stores_by_sample
 from hiddenstore.codecs import DEFAULT_RECIPE, get_layout, get_recipe, recipe_name
 from hiddenstore.codecs.base import CodeLayout
-from hiddenstore.commit import committed_units
+from hiddenstore.commit import committed_units, lost_samples
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
 from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest
 from hiddenstore.inspect.samples import Test
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import copy_slice
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
-from hiddenstore.writer import capture_differences, create_store, register_input
+from hiddenstore.writer import PendingUnit, capture_differences, create_store, pending_units, register_input
 from schemas.capture import TOPK, Codecs
 from schemas.manifest import Container, SampleEntry
 from schemas.prepared import PreparedData
@@ -138,8 +138,25 @@ def _units_as_cut(sources: Sequence[Store], destination: Store) -> tuple[list[Co
             ids = tuple(entry.id for entry in record.samples)
             units.setdefault(record.unit, CopyUnit(record.unit, record.input, ids, (source, record)))
     registered_units = {unit for registered in destination.inputs().values() for unit in registered.units}
+    lossy = _lossy_units(destination)
     to_copy = [unit for name, unit in units.items() if name not in done]
+    to_copy += [replace(units[name], revision=item.revision) for name, item in lossy.items() if _restores(units, item)]
     return to_copy, len(units) - len(to_copy), len(registered_units - done - units.keys())
+
+
+def _lossy_units(destination: Store) -> dict[str, PendingUnit]:
+    """Units of the destination of which a repair dropped samples."""
+    pending = (item for digest in destination.inputs() for item in pending_units(destination, digest).values())
+    return {item.name: item for item in pending if item.replaces is not None}
+
+
+def _restores(units: Mapping[str, CopyUnit], lossy: PendingUnit) -> bool:
+    """Whether a source has all samples of a unit that the destination holds, and some that it lost."""
+    unit, record = units.get(lossy.name), lossy.replaces
+    if unit is None or record is None:
+        return False
+    ids = set(unit.samples)
+    return {entry.id for entry in record.samples} <= ids and bool(lost_samples(record) & ids)
 
 
 def _bring_input(registered: RegisteredInput, destination: Store, digest: str) -> None:
@@ -180,14 +197,12 @@ def _units_of_selection(sources: Sequence[Store], destination: Store, keep: Test
 
 
 def _pending_units(destination: Store, index: Mapping[str, Store]) -> tuple[list[CopyUnit], int]:
-    """Units of the destination's inputs without a commit: those the sources can fill, and how many they cannot."""
-    done = committed_units(destination.fs)
-    pending = [
-        CopyUnit(unit, digest, tuple(ids))
-        for digest, registered in destination.inputs().items()
-        for unit, ids in registered.unit_samples().items()
-        if unit not in done
-    ]
+    """Units of the destination's inputs to be done: those the sources can fill, and how many they cannot."""
+    pending = []
+    for digest, registered in destination.inputs().items():
+        samples = registered.unit_samples()
+        for name, item in pending_units(destination, digest).items():
+            pending.append(CopyUnit(name, digest, tuple(samples[name]), revision=item.revision))
     units = [unit for unit in pending if all(sample_id in index for sample_id in unit.samples)]
     return units, len(pending) - len(units)
 
@@ -300,9 +315,9 @@ def run_copy(copy: Copy, advance: Callable[[CopyReport], bool] | None = None) ->
     head = copy.destination.head() if makes_top_tokens else None
     for unit in copy.units:
         if unit.origin is not None and copy.is_verbatim(unit):
-            commit = copy_verbatim(*unit.origin, copy.destination)
+            commit = copy_verbatim(*unit.origin, copy.destination, unit.revision)
         elif unit.origin is not None and copy.keeps_codes(unit):
-            commit = copy_codes(*unit.origin, copy.destination)
+            commit = copy_codes(*unit.origin, copy.destination, unit.revision)
         else:
             commit = copy_decoded(copy.destination, unit, index, head)
         report.units += 1

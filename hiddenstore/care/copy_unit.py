@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from hiddenstore import layout
 from hiddenstore.care.stored_unit import stored_unit
 from hiddenstore.codecs.topk import with_top_tokens
-from hiddenstore.commit import publish_commit
 from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
-from hiddenstore.writer import sweep, write_encoded_unit, write_unit
+from hiddenstore.writer import publish_segment, sweep, write_encoded_unit, write_unit
 from schemas.manifest import CommitRecord, FileEntry
 
 BLOCK_BYTES = 8 << 20
@@ -19,12 +18,16 @@ BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class CopyUnit:
-    """One unit to bring over: from ``origin``, a store and its record there, or gathered by sample id."""
+    """One unit to bring over: from ``origin``, a store and its record there, or gathered by sample id.
+
+    ``revision`` is above 0 where the destination has the unit, without samples that were lost on disk.
+    """
 
     name: str
     input: str
     samples: tuple[str, ...]
     origin: tuple[Store, CommitRecord] | None = None
+    revision: int = 0
 
 
 def stores_by_sample(sources: Sequence[Store]) -> dict[str, Store]:
@@ -32,9 +35,9 @@ def stores_by_sample(sources: Sequence[Store]) -> dict[str, Store]:
     return {sample_id: source for source in reversed(sources) for sample_id in source.sample_ids}
 
 
-def copy_verbatim(source: Store, record: CommitRecord, destination: Store) -> CommitRecord | None:
+def copy_verbatim(source: Store, record: CommitRecord, destination: Store, revision: int = 0) -> CommitRecord | None:
     """The files of a segment byte for byte, then its record under a new attempt name."""
-    segment = layout.segment_path(record.unit, layout.new_attempt())
+    segment = layout.segment_path(record.unit, layout.new_attempt(), revision)
     copied = record.model_copy(update={"segment": segment})
     try:
         for file in record.files:
@@ -44,10 +47,7 @@ def copy_verbatim(source: Store, record: CommitRecord, destination: Store) -> Co
     except BaseException:
         sweep(destination.fs, segment)
         raise
-    if publish_commit(destination.fs, copied):
-        return copied
-    sweep(destination.fs, segment)
-    return None
+    return copied if publish_segment(destination.fs, copied, revision) else None
 
 
 def _copy_file(
@@ -77,10 +77,10 @@ def _copy_file(
         )
 
 
-def copy_codes(source: Store, record: CommitRecord, destination: Store) -> CommitRecord | None:
+def copy_codes(source: Store, record: CommitRecord, destination: Store, revision: int = 0) -> CommitRecord | None:
     """The codes of a unit as they are, in another container."""
     encoded = stored_unit(source, record) if record.samples else None
-    return write_encoded_unit(destination, record.unit, record.input, encoded, record.rejects, record.engine)
+    return write_encoded_unit(destination, record.unit, record.input, encoded, record.rejects, record.engine, revision)
 
 
 def copy_decoded(
@@ -98,4 +98,4 @@ def copy_decoded(
         commit, _ = index[unit.samples[0]].locate(unit.samples[0])
         rejects = ()
     records = [with_top_tokens(record, head, destination.capture) for record in records]
-    return write_unit(destination, unit.name, unit.input, records, rejects, commit.engine)
+    return write_unit(destination, unit.name, unit.input, records, rejects, commit.engine, unit.revision)

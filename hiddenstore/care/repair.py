@@ -1,72 +1,53 @@
-"""Care of a store: sweep what no commit names, and drop what cannot be read. Both plan first and act when told to."""
+"""``repair``: leave out what cannot be read, and say again what no record says. It plans first, acts when told to."""
 
-import time
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from stat import S_ISREG
 
 from hiddenstore import layout
-from hiddenstore.care.stored_unit import stored_unit
-from hiddenstore.commit import Commit, publish_commit, read_commit, scan_commits
-from hiddenstore.documents import load
-from hiddenstore.errors import ConflictError, CorruptionError, HiddenstoreError, Kind
+from hiddenstore.care.quarantine import set_aside
+from hiddenstore.care.recapture import recaptured_of
+from hiddenstore.care.rerecord import UnitFacts, damaged_text, proven_unit, unit_facts
+from hiddenstore.care.stored_unit import stored_samples, unit_of
+from hiddenstore.commit import DAMAGED
+from hiddenstore.damage import reading_only, twice
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, Kind
 from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.segment import write_encoded
 from hiddenstore.store import Store, load_snapshot
-from hiddenstore.targets.calibration import SLICE_PATH, slice_bytes, slice_document, unnamed_slices
-from hiddenstore.verify.bytes import damaged_files, rarely_read_documents, unreadable_samples
-from hiddenstore.verify.structure import leftovers, orphan_segments, superseded_segments
-from schemas.manifest import CommitRecord, Reject, Snapshot
+from hiddenstore.targets.calibration import SLICE_PATH, slice_bytes, slice_document
+from hiddenstore.verify.bytes import rarely_read_documents, unit_damage
+from hiddenstore.writer import publish_segment, sweep
+from schemas.manifest import CommitRecord, Reject
 
-GRACE_S = 24 * 3600.0
-DAMAGED = "damaged-on-disk"
-
-
-@dataclass(frozen=True)
-class Garbage:
-    """A path that no reader needs: ``orphan``, ``superseded`` by a repair, or ``temporary``."""
-
-    path: str
-    reason: str
-    size_bytes: int
-    age_s: float
-
-
-@dataclass
-class Sweep:
-    """``remove`` is old enough to go; ``wait`` may still belong to a running writer."""
-
-    remove: list[Garbage] = field(default_factory=list)
-    wait: list[Garbage] = field(default_factory=list)
-    done: bool = False
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(item.size_bytes for item in self.remove)
+ACCEPTED_LOSS = 0.01
+"""Share of the samples that a repair drops without being told to by number."""
 
 
 @dataclass(frozen=True)
 class UnitRepair:
     """One unit: samples to drop with the reason, how many stay (``kept``), and its commit record.
 
-    ``forget`` moves a commit record that cannot be read to ``quarantine/``: its unit can then be collected again.
+    ``source`` is the segment that a record which cannot be read is made again from. ``forget`` moves a record to
+    ``quarantine/`` of whose samples nothing else is known: its unit can then be collected again.
     """
 
     unit: str
     record: str
     dropped: dict[str, str]
     kept: int
+    source: str | None = None
     forget: bool = False
 
 
 @dataclass
 class Repair:
-    """What ``repair`` would do, or did.
+    """What ``repair`` would do, or did; ``samples`` are those of the store, damaged ones counted.
 
     ``aside``: damaged files beside the units with the reason, moved to ``quarantine/``; the same collect writes those
     of target and inputs again.
@@ -74,125 +55,150 @@ class Repair:
 
     units: list[UnitRepair] = field(default_factory=list)
     aside: dict[str, str] = field(default_factory=dict)
+    samples: int = 0
     done: bool = False
 
     @property
     def dropped(self) -> int:
         return sum(len(unit.dropped) for unit in self.units)
 
-
-def gc(location: "str | Path | Filesystem", dry_run: bool = True, older_than_s: float = GRACE_S) -> Sweep:
-    """Remove segments and temporary files that nothing names.
-
-    A segment named by a saved snapshot stays, and so does everything touched in the last ``older_than_s`` seconds: a
-    writer may be about to commit it. Segments of units whose record cannot be read are never garbage.
-    """
-    fs = _open(location)
-    pinned = _pinned_segments(fs)
-    orphans = orphan_segments(fs, [commit.record for commit in scan_commits(fs).commits])
-    reasons = dict.fromkeys([*orphans, *unnamed_slices(fs)], "orphan")
-    reasons |= {path: "superseded" for path in superseded_segments(fs) if path not in pinned}
-    reasons |= dict.fromkeys(leftovers(fs), "temporary")
-    sweep = Sweep()
-    for path, reason in reasons.items():
-        if fs.size(path) is not None or fs.list(path):
-            item = Garbage(path, reason, *_size_and_age(fs, path))
-            (sweep.remove if item.age_s >= older_than_s else sweep.wait).append(item)
-    if not dry_run:
-        for item in sweep.remove:
-            fs.remove_tree(item.path)
-        sweep.done = True
-    return sweep
+    @property
+    def must_be_accepted(self) -> bool:
+        """Whether so much is dropped that ``repair`` acts only when told the number."""
+        return self.dropped > ACCEPTED_LOSS * self.samples
 
 
-def _open(location: "str | Path | Filesystem") -> Filesystem:
-    fs = open_filesystem(location)
-    if fs.size(layout.STORE_JSON) is None:
-        raise missing("store", fs.root)
-    return fs
+@dataclass(frozen=True)
+class _Rewrite:
+    """A new revision of a unit: the samples of ``record`` at ``intact``, and ``rejects``."""
+
+    record: CommitRecord
+    revision: int
+    intact: tuple[int, ...]
+    rejects: tuple[Reject, ...]
 
 
-def _pinned_segments(fs: Filesystem) -> set[str]:
-    """Segments of every record a saved snapshot names; a damaged snapshot stops gc, for it may name anything."""
-    pinned = set()
-    for name in fs.list(layout.SNAPSHOTS_DIR):
-        if name.endswith(".json"):
-            for entry in load(fs, f"{layout.SNAPSHOTS_DIR}/{name}", Snapshot).commits:
-                with suppress(HiddenstoreError):
-                    pinned.add(read_commit(fs, entry.record).record.segment)
-    return pinned
-
-
-def _size_and_age(fs: Filesystem, path: str) -> tuple[int, float]:
-    """Bytes below a path and seconds since anything in it changed; 0 seconds where the storage cannot say."""
-    root = Path(fs.root) / path
-    try:
-        members = [root, *root.rglob("*")] if root.is_dir() else [root]
-        states = [member.stat() for member in members]
-    except OSError:
-        return 0, 0.0
-    size = sum(state.st_size for state in states if S_ISREG(state.st_mode))
-    return size, max(0.0, time.time() - max(state.st_mtime for state in states))
-
-
-def repair(location: "str | Path | Filesystem", dry_run: bool = True) -> Repair:
+def repair(location: "str | Path | Filesystem", dry_run: bool = True, accept_loss: int | None = None) -> Repair:
     """Make a damaged store whole again by leaving out what cannot be read.
 
     Each damaged unit gets a new revision of its commit record, naming a new segment with the codes of the samples that
-    still read, copied as they are, and the others as rejects. The old record and segment stay until ``gc``. Damaged
-    files beside the units are moved to ``quarantine/``.
+    still read, copied as they are, and the others as rejects that the same collect brings back. A record that cannot
+    be read is made again from a segment whose content proves itself. Old records and segments stay until ``gc``.
+    Damaged files beside the units are moved to ``quarantine/``.
+
+    Raises:
+        StorageError: the storage refused to read; nothing is changed.
+        FormatError: a record is whole, but of another version; nothing is changed.
+        ConfigError: ``loss-not-accepted``: more than 1 % of the samples would be dropped, and ``accept_loss`` is not
+            that number or more; nothing is changed.
     """
-    fs = _open(location)
-    store = Store.open(fs, strict=False)
-    result = Repair(aside=damaged_documents(store))
-    for error in store.damaged:
-        name = Path(getattr(error, "path", "")).name
-        parsed = layout.parse_commit(name)
-        if parsed is not None:
-            result.units.append(UnitRepair(parsed.unit, name, {}, 0, forget=True))
-    commits = {commit.name: commit for commit in store.commit_files}
-    for name, commit in commits.items():
-        record = commit.record
-        lost = {sample: error.message for sample, error in unreadable_samples(store, record).items()}
-        if lost or damaged_files(fs, record):
-            result.units.append(UnitRepair(record.unit, name, lost, len(record.samples) - len(lost)))
+    fs = open_filesystem(location)
+    if fs.size(layout.STORE_JSON) is None:
+        raise missing("store", fs.root)
+    with reading_only():
+        store = Store.open(fs, strict=False)
+        result = Repair(aside=damaged_documents(store), samples=sum(len(record.samples) for record in store.commits()))
+        rewrites = _plan(store, result)
     if not dry_run:
+        _require_accepted(store, result, accept_loss)
+        readable = {commit.name for commit in store.commit_files}
         for unit in result.units:
-            if unit.forget:
-                _set_aside(fs, f"{layout.COMMITS_DIR}/{unit.record}")
-            else:
-                _rewrite(store, commits[unit.record], unit.dropped)
+            if not unit.forget:
+                _rewrite(store, rewrites[unit.unit])
+            if unit.record not in readable:
+                set_aside(fs, f"{layout.COMMITS_DIR}/{unit.record}")
         for path in result.aside:
-            _set_aside(fs, path)
+            set_aside(fs, path)
         result.done = True
     return result
 
 
-def _set_aside(fs: Filesystem, path: str) -> None:
-    """Move a file to ``quarantine/``, under its own path."""
-    fs.put_if_absent(f"{layout.QUARANTINE_DIR}/{path}", fs.read(path))
-    fs.remove_tree(path)
+def _plan(store: Store, result: Repair) -> dict[str, _Rewrite]:
+    """Fill ``result.units``; what is to be written for each."""
+    rewrites: dict[str, _Rewrite] = {}
+    for error in store.damaged:
+        if isinstance(error, FormatError):
+            raise error
+        name = Path(getattr(error, "path", "")).name
+        parsed = layout.parse_commit(name)
+        if parsed is not None:
+            _plan_unreadable(store, result, rewrites, name, parsed)
+    for commit in store.commit_files:
+        record, parsed = commit.record, layout.parse_commit(commit.name)
+        damage = unit_damage(store, record)
+        if parsed is not None and (damage.samples or damage.files):
+            reasons = {name: error.message for name, error in damage.samples.items()}
+            intact = tuple(index for index, sample in enumerate(record.samples) if sample.id not in reasons)
+            lost = _lost([(sample.id, sample.tokens) for sample in record.samples], reasons)
+            rewrites[record.unit] = _Rewrite(record, parsed.revision + 1, intact, (*record.rejects, *lost))
+            result.units.append(UnitRepair(record.unit, commit.name, reasons, len(intact)))
+    return rewrites
 
 
-def _rewrite(store: Store, commit: Commit, dropped: dict[str, str]) -> None:
-    record = commit.record
-    parsed = layout.parse_commit(commit.name)
-    assert parsed is not None
-    path = layout.segment_path(record.unit, layout.new_attempt())
-    intact = [index for index, sample in enumerate(record.samples) if sample.id not in dropped]
-    rejects = tuple(
-        Reject(id=sample.id, tokens=sample.tokens, reason=DAMAGED, detail=dropped[sample.id])
-        for sample in record.samples
-        if sample.id in dropped
+def _plan_unreadable(
+    store: Store, result: Repair, rewrites: dict[str, _Rewrite], name: str, parsed: layout.CommitName
+) -> None:
+    text = damaged_text(store.fs, name)
+    facts = unit_facts(store, parsed.unit, text)
+    if facts is None:
+        result.units.append(UnitRepair(parsed.unit, name, {}, 0, forget=True))
+        return
+    proven = proven_unit(store, facts, text)
+    intact = () if proven is None else proven.intact
+    stored = {proven.record.samples[index].id for index in intact} if proven else set()
+    # What an older record rejects at capture stays rejected; the rest is pending again.
+    rejects = tuple(reject for reject in facts.rejects if reject.id not in stored and reject.reason != DAMAGED)
+    refused = {reject.id for reject in rejects}
+    why = "its commit record cannot be read, and no segment proves it"
+    reasons = {sample.id: why for sample in facts.samples if sample.id not in stored | refused}
+    lost = _lost([(sample.id, sample.tokens) for sample in facts.samples], reasons)
+    record = proven.record if proven else _empty(facts)
+    rewrites[parsed.unit] = _Rewrite(record, parsed.revision + 1, intact, (*rejects, *lost))
+    result.samples += len(stored) + len(reasons)
+    source = proven.record.segment if proven else None
+    result.units.append(UnitRepair(parsed.unit, name, reasons, len(intact), source))
+
+
+def _empty(facts: UnitFacts) -> CommitRecord:
+    path = layout.segment_path(facts.unit, layout.new_attempt())
+    return CommitRecord(unit=facts.unit, input=facts.input, segment=path, engine=facts.engine, files=(), samples=())
+
+
+def _lost(samples: list[tuple[str, int]], reasons: dict[str, str]) -> tuple[Reject, ...]:
+    return tuple(
+        Reject(id=name, tokens=tokens, reason=DAMAGED, detail=reasons[name])
+        for name, tokens in samples
+        if name in reasons
     )
-    changes: dict[str, object] = {"segment": path, "rejects": (*record.rejects, *rejects)}
-    changes |= {"files": (), "samples": (), "stats": {}}
-    if intact:
-        unit = stored_unit(store, record, intact)
-        files = write_encoded(store.fs, path, unit, store.capture, store.manifest.container)
+
+
+def _require_accepted(store: Store, result: Repair, accept_loss: int | None) -> None:
+    if not result.must_be_accepted or (accept_loss is not None and accept_loss >= result.dropped):
+        return
+    accepted = "" if accept_loss is None else f"; {accept_loss:,} were accepted"
+    raise ConfigError(
+        f"repair would drop {result.dropped:,} of {result.samples:,} samples, more than {ACCEPTED_LOSS:.0%}{accepted}; "
+        "nothing has changed",
+        kind=Kind.LOSS_NOT_ACCEPTED,
+        hint=shlex.join(["hiddenstore", "repair", store.path, "-y", "--accept-loss", str(result.dropped)]),
+    )
+
+
+def _rewrite(store: Store, plan: _Rewrite) -> None:
+    record, fs = plan.record, store.fs
+    path = layout.segment_path(record.unit, layout.new_attempt(), plan.revision)
+    changes: dict[str, object] = {"segment": path, "rejects": plan.rejects, "files": (), "samples": (), "stats": {}}
+    changes["recaptured"] = recaptured_of(record, {record.samples[index].id for index in plan.intact})
+    if plan.intact:
+        unit = unit_of(record.unit, store.capture, list(stored_samples(store, record, plan.intact)))
+        try:
+            files = write_encoded(fs, path, unit, store.capture, store.manifest.container)
+        except BaseException:
+            sweep(fs, path)
+            raise
         changes |= {"files": files, "samples": unit.samples, "stats": unit.stats}
     repaired = CommitRecord.model_validate({**dict(record), **changes})
-    if not publish_commit(store.fs, repaired, parsed.revision + 1):
+    if not publish_segment(fs, repaired, plan.revision):
         raise ConflictError(
             f"unit {record.unit} was repaired by somebody else at the same time",
             kind=Kind.REPAIR_RACED,
@@ -209,7 +215,7 @@ def damaged_documents(store: Store) -> dict[str, str]:
     for path, read in _readers(store):
         try:
             if store.fs.size(path) is not None:
-                read()
+                twice(store.fs, read, path)
         except CorruptionError as error:
             damaged[path] = error.message.partition(" is damaged: ")[2] or error.message
     return damaged

@@ -1,45 +1,92 @@
-"""A stored unit, or some of its samples, as codes ready to be written again: for repair and copies between containers.
+"""Stored samples as codes ready to be written again: for repair, recapture and copies between containers.
 
-Shapes: T tokens of a unit, t of one sample, D target width.
+Shapes: T tokens of a unit, t of one sample, R final rows of the unit, r of one sample, D target width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from hiddenstore.codecs import get_codec, get_layout
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, EncodedLayers
-from hiddenstore.segments.base import EncodedUnit
+from hiddenstore.records import Sample
+from hiddenstore.segments.base import EncodedUnit, FieldGroup, groups_of, small_of_rows
 from hiddenstore.segments.encode import layer_stats, with_raw_rows
 from hiddenstore.store import Store
 from schemas.capture import FINAL, CaptureSpec
 from schemas.manifest import CommitRecord, LayerStats, SampleEntry
 
 
-def stored_unit(store: Store, record: CommitRecord, indices: Sequence[int] | None = None) -> EncodedUnit:
-    """The stored codes of some samples (default: all) as a unit of their own: nothing is decoded, so nothing changes.
+@dataclass(frozen=True, eq=False)
+class StoredSample:
+    """One sample of a unit as codes; small arrays of the unit are in each. final_rows int32 [r]."""
+
+    entry: SampleEntry
+    sample: Sample
+    aux: Encoded
+    final: Encoded
+    final_rows: np.ndarray
+
+
+def stored_unit(store: Store, record: CommitRecord) -> EncodedUnit:
+    """All samples of a unit: nothing is decoded, so nothing changes.
 
     Raises:
         CorruptionError: a sample cannot be read; names file and samples.
     """
-    capture, reader = store.capture, store.open_unit(record)
-    picked = range(len(record.samples)) if indices is None else indices
-    samples = [reader.sample(index) for index in picked]
-    aux_parts, final_parts, final_rows = zip(*(reader.read_encoded(index) for index in picked), strict=True)
-    aux = _joined(get_layout(capture.codecs.aux), aux_parts, [sample.tokens for sample in samples])
-    final = _joined(get_layout(capture.codecs.final), final_parts, [len(rows) for rows in final_rows])
-    spans = [np.insert(sample.spans, 0, number, axis=1) for number, sample in enumerate(samples)]
+    samples = list(stored_samples(store, record, range(len(record.samples))))
+    return unit_of(record.unit, store.capture, samples, record.stats)
+
+
+def stored_samples(store: Store, record: CommitRecord, indices: Sequence[int]) -> Iterator[StoredSample]:
+    """Some samples of a stored unit; raises as ``stored_unit``."""
+    reader = store.open_unit(record)
+    for index in indices:
+        yield StoredSample(record.samples[index], reader.sample(index), *reader.read_encoded(index))
+
+
+def samples_of(unit: EncodedUnit, capture: CaptureSpec) -> Iterator[StoredSample]:
+    """The samples of a unit that was just encoded."""
+    aux, final = ((group, unit.encoded(group).joined()) for group in groups_of(capture))
+    for number, entry in enumerate(unit.samples):
+        tokens = slice(entry.start, entry.start + entry.tokens)
+        sample = Sample(
+            id=entry.id,
+            input_ids=unit.input_ids[tokens],
+            loss_mask=unit.loss_mask[tokens],
+            spans=unit.spans[unit.spans[:, 0] == number, 1:],
+            split=entry.split,
+        )
+        final_rows = unit.final_rows[entry.final_start : entry.final_start + entry.final_rows]
+        yield StoredSample(entry, sample, _rows_of(*aux, entry), _rows_of(*final, entry), final_rows)
+
+
+def unit_of(
+    name: str, capture: CaptureSpec, parts: Sequence[StoredSample], stats: dict[str, LayerStats] | None = None
+) -> EncodedUnit:
+    """Samples of one unit end to end; ``stats`` None measures what they decode to."""
+    aux = _joined(get_layout(capture.codecs.aux), [part.aux for part in parts], [part.sample.tokens for part in parts])
+    final_rows = [len(part.final_rows) for part in parts]
+    final = _joined(get_layout(capture.codecs.final), [part.final for part in parts], final_rows)
+    spans = [np.insert(part.sample.spans, 0, number, axis=1) for number, part in enumerate(parts)]
     return EncodedUnit(
-        unit=record.unit,
-        samples=tuple(_entries([record.samples[index] for index in picked])),
-        input_ids=np.concatenate([sample.input_ids for sample in samples]),
-        loss_mask=np.concatenate([sample.loss_mask for sample in samples]),
+        unit=name,
+        samples=tuple(_entries([part.entry for part in parts])),
+        input_ids=np.concatenate([part.sample.input_ids for part in parts]),
+        loss_mask=np.concatenate([part.sample.loss_mask for part in parts]),
         spans=np.concatenate(spans).astype(np.int32),
-        final_rows=np.concatenate(final_rows),
+        final_rows=np.concatenate([part.final_rows for part in parts]),
         aux=aux,
         final=final,
-        stats=record.stats if indices is None else _stats(capture, aux, final),
+        stats=_stats(capture, aux, final) if stats is None else stats,
     )
+
+
+def _rows_of(group: FieldGroup, encoded: Encoded, entry: SampleEntry) -> Encoded:
+    rows = group.rows_of(entry)
+    codes = [layer[rows.start : rows.stop] for layer in encoded.codes]
+    return Encoded(codes, small_of_rows(encoded.small, group, rows) if encoded.small else {})
 
 
 def _joined(codec: CodeLayout, samples: Sequence[Encoded], rows: Sequence[int]) -> EncodedLayers:

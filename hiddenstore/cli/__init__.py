@@ -187,7 +187,7 @@ class CommandGroup(click.Group):
         if not extra.get("standalone_mode", True):
             return super().main(args, *rest, **extra)
         if _COMPLETE in os.environ:
-            from hiddenstore.cli.completion import complete_paths
+            from hiddenstore.cli.words import complete_paths
 
             complete_paths()
         arguments = list(sys.argv[1:] if args is None else args)

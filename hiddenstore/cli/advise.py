@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.stores import STORE, open_store
+from hiddenstore.cli.words import STORE, open_store
 from hiddenstore.codecs import DEFAULT_RECIPE
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import Kind, NotFoundError

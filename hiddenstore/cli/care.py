@@ -11,8 +11,8 @@ import click
 from rich.padding import Padding
 from rich.text import Text
 
-from hiddenstore.cli.stores import STORE, open_store
-from hiddenstore.codecs import RECIPE_HELP, get_recipe
+from hiddenstore.cli.words import STORE, Name, open_store
+from hiddenstore.codecs import RECIPE_HELP, RECIPES, get_recipe
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, clean, clean_line, count, plural, seconds, size
 from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind
@@ -29,7 +29,7 @@ _PROBLEM_EXIT = 5
 _MOST_SHOWN = 20
 _SEGMENT_PATH = re.compile(r"^\S*segments/[^/\s]+/")
 _SAME_COLLECT = "hiddenstore collect DATA -o {} --target T   (the same command does the rest)"
-_UNREADABLE = ("file-", "commit-", "document-", "segment-", "chunk-", "array-", "shard-", "input-")
+_UNREADABLE = ("file-", "commit-", "document-", "segment-", "chunk-", "array-", "shard-", "input-", "token-range")
 
 _MARKS = {"ok": ("✓", "green"), "absent": ("·", "dim"), "warning": ("!", "yellow"), "problem": ("✗", "red")}
 
@@ -168,6 +168,7 @@ def _indented(text: str) -> None:
 @click.argument("destination", type=click.Path(), metavar="DST")
 @click.option(
     "--recipe",
+    type=Name(get_recipe, RECIPES),
     metavar="NAME",
     help=f"{RECIPE_HELP}. Default: as DST, else as the first SRC.",
 )
@@ -189,8 +190,6 @@ def copy(
     """
     from hiddenstore.inspect.samples import parse_where
 
-    if recipe is not None:
-        get_recipe(recipe)
     keep = parse_where(where, split) if where or split else None
     from hiddenstore.care.copy import open_copy
 
@@ -267,21 +266,29 @@ def _show_copy(document: Mapping[str, Any]) -> None:
 @click.command(epilog=examples("hiddenstore repair my-store", "hiddenstore repair my-store -y"))
 @click.argument("store", type=STORE)
 @_yes
+@click.option(
+    "--accept-loss",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Drop up to N samples; without it no more than 1 % of them. The plan prints the number.",
+)
 @common_options
-def repair(store: str, yes: bool) -> None:
-    """Make a damaged STORE whole by leaving out the samples that cannot be read.
+def repair(store: str, yes: bool, accept_loss: int | None) -> None:
+    """Make a damaged STORE whole by leaving out the samples that cannot be read; the same collect brings them back.
 
     Everything readable is kept bit for bit; old records and segments stay until gc. Damaged files beside the samples
-    (target, inputs, snapshots) move to quarantine/. Prints a plan unless -y is given.
+    (target, inputs, snapshots) move to quarantine/. Damage is what is read wrong twice, or known to be gone; while the
+    disk refuses to read, nothing is changed. Prints a plan unless -y is given.
     """
     from hiddenstore.care.repair import repair as run_repair
 
-    result = run_repair(store, dry_run=not yes)
+    result = run_repair(store, dry_run=not yes, accept_loss=accept_loss)
     document = {"path": store, "dropped": result.dropped, **asdict(result)}
     output().data(document, human=lambda: _show_repair(document))
     if (result.units or result.aside) and not yes:
-        output().hint("hiddenstore", "repair", store, "-y")
-    elif result.aside:
+        accepting = ["--accept-loss", str(result.dropped)] if result.must_be_accepted else []
+        output().hint("hiddenstore", "repair", store, "-y", *accepting)
+    elif result.aside or (result.dropped and yes):
         output().hint(_SAME_COLLECT.format(shlex.quote(store)))
     else:
         output().hint("hiddenstore", "verify", store, "--full")
@@ -307,6 +314,8 @@ def _show_repair(document: Mapping[str, Any]) -> None:
 def _repair_row(unit: Mapping[str, Any]) -> tuple[str, str, str, str]:
     if unit["forget"]:
         return unit["unit"], "record", "–", "its commit record cannot be read"
+    if unit["source"] is not None:
+        return unit["unit"], count(len(unit["dropped"])), count(unit["kept"]), "its commit record cannot be read"
     why = next(iter(unit["dropped"].values()), "damaged beside its samples")
     return unit["unit"], count(len(unit["dropped"])), count(unit["kept"]), _SEGMENT_PATH.sub("", why)
 
@@ -316,20 +325,23 @@ def _repair_row(unit: Mapping[str, Any]) -> tuple[str, str, str, str]:
 @click.option(
     "--older-than", default="24h", show_default=True, metavar="AGE", help="Spare what is younger: 30m, 12h, 7d."
 )
+@click.option("--abandoned", is_flag=True, help="Also give up segments that a stopped writer could still commit.")
 @_yes
 @common_options
-def gc(store: str, older_than: str, yes: bool) -> None:
-    """Sweep what no commit of STORE names: segments of killed writers and what repairs replaced.
+def gc(store: str, older_than: str, abandoned: bool, yes: bool) -> None:
+    """Sweep what can no longer be of use in STORE: segments that lost their race and what repairs replaced.
 
-    What is younger than --older-than may belong to a running writer and stays. Prints a plan unless -y is given.
+    What is younger than --older-than stays. Segments of units without a commit stay too: a writer that was stopped may
+    go on; --abandoned gives them up. Prints a plan unless -y is given.
     """
-    from hiddenstore.care.repair import gc as run_gc
+    from hiddenstore.care.gc import gc as run_gc
 
-    sweep = run_gc(store, dry_run=not yes, older_than_s=parse_age(older_than))
+    sweep = run_gc(store, dry_run=not yes, older_than_s=parse_age(older_than), abandoned=abandoned)
     document = {"path": store, "bytes": sweep.size_bytes, **asdict(sweep)}
     output().data(document, human=lambda: _show_sweep(document))
     if sweep.remove and not yes:
-        output().hint("hiddenstore", "gc", store, "--older-than", older_than, "-y")
+        more = ["--abandoned"] if abandoned else []
+        output().hint("hiddenstore", "gc", store, "--older-than", older_than, *more, "-y")
     else:
         output().hint("hiddenstore", "info", store)
 
@@ -344,6 +356,18 @@ def _show_sweep(document: Mapping[str, Any]) -> None:
         out.print(f"{size(document['bytes'])} in {plural(len(remove), 'place')} {done}")
     else:
         out.print(Text.assemble(("✓ ", "green"), f"{document['path']}: nothing to sweep"))
+    given_up = [item for item in remove if item["reason"] == "unfinished"]
+    if given_up:
+        verb = "was" if document["done"] else "would be"
+        text = (
+            f"{size(sum(item['size_bytes'] for item in given_up))} of them {verb} given up: no record names them yet, "
+            "and a writer that was stopped could have; the same collect captures those units again"
+        )
+        out.warn(text)
+    if document["unfinished"]:
+        kept = size(sum(item["size_bytes"] for item in document["unfinished"]))
+        text = f"  {kept} more could still be committed by a writer that was stopped; --abandoned gives them up"
+        out.print(Text(text, style="dim"))
     if document["wait"]:
         young = size(sum(item["size_bytes"] for item in document["wait"]))
         out.print(Text(f"  {young} more are too young: a writer may still be at work", style="dim"))

@@ -9,11 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import click
 
-from hiddenstore.cli.stores import WORDS_ONLY
+from hiddenstore.cli.translate import INTERRUPTED_EXIT
+from hiddenstore.cli.words import WORDS_ONLY
 from hiddenstore.console.output import output, swapped_output
 from hiddenstore.errors import CaptureError, InterruptError, Kind
-
-INTERRUPTED_EXIT = 75
 
 
 @runtime_checkable

@@ -22,6 +22,8 @@ _OS_KINDS = {
     errno.EIO: Kind.IO_ERROR,
     errno.ESTALE: Kind.IO_ERROR,
     errno.EMFILE: Kind.TOO_MANY_OPEN_FILES,
+    errno.ENFILE: Kind.TOO_MANY_OPEN_FILES,
+    errno.ENOMEM: Kind.OUT_OF_MEMORY,
     errno.ETIMEDOUT: Kind.IO_ERROR,
     errno.ECONNREFUSED: Kind.IO_ERROR,
     errno.ECONNRESET: Kind.IO_ERROR,

@@ -49,9 +49,9 @@ _LARGEST_DEVIATION = 2.0**125
 _BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 _SMALL = {
-    "token_scale": SmallField("uint16", ("L", "T"), bf16=True),
-    "channel_scale": SmallField("uint16", ("L", "D"), bf16=True),
-    "channel_offset": SmallField("uint16", ("L", "D"), bf16=True),
+    "token_scale": SmallField("uint16", ("L", "T"), bf16=True, values="positive"),
+    "channel_scale": SmallField("uint16", ("L", "D"), bf16=True, values="positive"),
+    "channel_offset": SmallField("uint16", ("L", "D"), bf16=True, values="finite"),
     RAW_INDEX: SmallField("int32", ("N", "2")),
     RAW_ROWS: SmallField("uint16", ("N", "D"), bf16=True),
 }
@@ -83,11 +83,13 @@ class AffineCodec(ABC):
     def encode(self, states: Tensor | Iterable[Tensor]) -> Encoded:
         return self.encode_layers([layer] for layer in states).joined()
 
-    def encode_layers(self, layers: Iterable[Sequence[Tensor]]) -> EncodedLayers:
+    def encode_layers(
+        self, layers: Iterable[Sequence[Tensor]], shared: Mapping[str, np.ndarray] | None = None
+    ) -> EncodedLayers:
         """Elementwise work in float32 blocks that stay in cache; statistics from at most 256 evenly spaced tokens."""
         codes, scales, channel_scales, offsets, places, rows = [], [], [], [], [], []
         for index, parts in enumerate(layers):
-            scale, offset = channel_statistics(*parts)
+            scale, offset = channel_statistics(*parts) if shared is None else _stored(shared, index, parts[0].device)
             layer_codes, token_scale, where = self._quantise(parts, scale, offset)
             codes.append([layer_codes])
             scales.append(bits_to_numpy(token_scale.bfloat16()))
@@ -199,6 +201,12 @@ def channel_statistics(*parts: Tensor) -> tuple[Tensor, Tensor]:
     typical = live.median() if live.numel() else torch.ones((), device=device)
     scale = torch.where(scale > 0, scale, typical).clamp_(min=_FLOOR)
     return scale.bfloat16().float(), offset
+
+
+def _stored(shared: Mapping[str, np.ndarray], layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Channel scale and offset float32 [D] of a layer of a stored unit."""
+    scale, offset = (bits_to_tensor(shared[name][layer], device) for name in ("channel_scale", "channel_offset"))
+    return scale.float(), offset.float()
 
 
 def lower_median(rows: Tensor) -> Tensor:

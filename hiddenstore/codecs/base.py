@@ -7,7 +7,7 @@ raw.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -23,11 +23,15 @@ RAW_ROWS = "raw_rows"
 
 @dataclass(frozen=True)
 class SmallField:
-    """One small array beside the codes: numpy dtype, axis letters (L, T, D, N or a number), bf16 bits or not."""
+    """One small array beside the codes: numpy dtype, axis letters (L, T, D, N or a number), bf16 bits or not.
+
+    ``values``: what the format allows; a ``positive`` one with a T axis may be 0 in rows kept raw.
+    """
 
     dtype: str
     axes: tuple[str, ...]
     bf16: bool = False
+    values: Literal["any", "finite", "positive"] = "any"
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Lengths of the axes, given those of the letters."""
@@ -135,8 +139,14 @@ class Codec(CodeLayout, Protocol):
     def encode(self, states: Tensor | Iterable[Tensor]) -> Encoded:
         """bfloat16 [L, T, D] of one unit, or its layers [T, D] one after the other, on any device."""
 
-    def encode_layers(self, layers: Iterable[Sequence[Tensor]]) -> EncodedLayers:
-        """Layers one after the other, each as bfloat16 parts [t, D] end to end: the same codes, which may be views."""
+    def encode_layers(
+        self, layers: Iterable[Sequence[Tensor]], shared: Mapping[str, np.ndarray] | None = None
+    ) -> EncodedLayers:
+        """Layers one after the other, each as bfloat16 parts [t, D] end to end: the same codes, which may be views.
+
+        ``shared``: small arrays of the unit that these rows join, to be encoded by in place of statistics of their own;
+        it is given to codecs that have small arrays without a T or N axis.
+        """
 
     def decode(self, part: Encoded, out: Tensor | None = None) -> Tensor:
         """bfloat16 [L, n, D] on the device of the codes, written into ``out`` when given."""

@@ -3,24 +3,28 @@
 import contextlib
 import errno
 import os
+import resource
 import stat
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 OPEN_FILES = 128
+"""Most read descriptors that a process keeps open between reads, over all its stores."""
 
 
 class PosixDisk:
     """One operation of the operating system per method; a crash may fall between any two.
 
-    Files of a store never change, so open read handles are kept and shared.
+    Files of a store never change, so open read handles are kept, as many as the whole process may.
     """
 
     def __init__(self) -> None:
-        self._handles = _ReadHandles(OPEN_FILES)
+        self._owner = next(_OWNERS)
+        weakref.finalize(self, _HANDLES.close_all, self._owner)
 
     def make_folder(self, path: str) -> None:
         """mkdir; a folder that exists is no error."""
@@ -103,29 +107,34 @@ class PosixDisk:
 
     def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
         """Bytes read into buffers of bytes one after the other, fewer than they hold only at the end of the file."""
-        entry = self._handles.borrow(path)
+        entry = _HANDLES.borrow(self._owner, path)
         try:
             done = os.preadv(entry.handle, buffers, offset)
             if done != sum(map(len, buffers)):
                 done += _read_on(entry.handle, offset + done, buffers, done)
         finally:
-            self._handles.give_back(entry)
+            _HANDLES.give_back(entry)
         return done
+
+    def drop_cache(self, path: str) -> None:
+        """Forget what is open and cached of a file; opening it anew also asks a network's server for its size."""
+        _HANDLES.forget(self._owner, path)
+        handle = _open_regular(path)
+        try:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
 
     def free_bytes(self, path: str) -> int:
         """Bytes an unprivileged user can still write."""
-        status = self._status(path)
+        status = _disk_status(path)
         return status.f_bavail * status.f_frsize
 
-    def has_inodes(self, path: str) -> bool:
-        """Whether another file can be made, not counting the one that a failed try gave back; True where none count."""
-        status = self._status(path)
-        return not status.f_files or status.f_favail > 1
-
-    def _status(self, path: str) -> os.statvfs_result:
-        while not os.path.exists(path):
-            path = os.path.dirname(path)
-        return os.statvfs(path)
+    def free_files(self, path: str) -> int | None:
+        """Files an unprivileged user can still make; None where the filesystem does not count them."""
+        status = _disk_status(path)
+        return status.f_favail if status.f_files else None
 
 
 @dataclass(eq=False, slots=True)
@@ -135,31 +144,83 @@ class _ReadHandle:
 
 
 class _ReadHandles:
-    """Open read descriptors, least recently used closed first, never one that a thread is reading from."""
+    """Open read descriptors of the whole process, least recently used closed first, never one that is being read from.
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    Each belongs to an owner: a folder that was removed and made anew has new files under old names.
+    """
+
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: OrderedDict[str, _ReadHandle] = OrderedDict()
-        weakref.finalize(self, _close_all, self._open)
+        self._open: OrderedDict[tuple[int, str], _ReadHandle] = OrderedDict()
+        self._gone: deque[int] = deque()
+        # A child of a fork has one thread: another's lock would never be given back.
+        os.register_at_fork(after_in_child=self._unlock)
 
-    def borrow(self, path: str) -> _ReadHandle:
+    def borrow(self, owner: int, path: str) -> _ReadHandle:
         with self._lock:
-            entry = self._open.get(path)
+            entry = self._open.get((owner, path))
             if entry is None:
-                entry = self._open[path] = _ReadHandle(_open_regular(path))
-            self._open.move_to_end(path)
+                entry = self._open[owner, path] = _ReadHandle(self._opened(path))
+            self._open.move_to_end((owner, path))
             entry.users += 1
         return entry
 
     def give_back(self, entry: _ReadHandle) -> None:
         with self._lock:
             entry.users -= 1
-            while len(self._open) > self._limit:
-                unused = next((path for path, entry in self._open.items() if entry.users == 0), None)
-                if unused is None:
-                    return
-                os.close(self._open.pop(unused).handle)
+            self._close_gone()
+            self._close_unused(_most_open())
+
+    def forget(self, owner: int, path: str) -> None:
+        """Close the descriptor of a file, unless a thread reads from it."""
+        with self._lock:
+            entry = self._open.get((owner, path))
+            if entry is not None and entry.users == 0:
+                os.close(self._open.pop((owner, path)).handle)
+
+    def close_all(self, owner: int) -> None:
+        """Close what a dead owner had open; a collection of garbage may call this while this thread has the lock."""
+        self._gone.append(owner)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._close_gone()
+            finally:
+                self._lock.release()
+
+    def _close_gone(self) -> None:
+        while self._gone:
+            owner = self._gone.popleft()
+            for name in [name for name in self._open if name[0] == owner]:
+                os.close(self._open.pop(name).handle)
+
+    def _opened(self, path: str) -> int:
+        try:
+            return _open_regular(path)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._close_unused(0)
+            return _open_regular(path)
+
+    def _close_unused(self, most: int) -> None:
+        if len(self._open) <= most:
+            return
+        unused = [name for name, entry in self._open.items() if entry.users == 0]
+        for name in unused[: len(self._open) - most]:
+            os.close(self._open.pop(name).handle)
+
+    def _unlock(self) -> None:
+        self._lock = threading.Lock()
+
+
+_HANDLES = _ReadHandles()
+_OWNERS = count()
+
+
+def _most_open() -> int:
+    """How many descriptors stay open: a quarter of what the process may have, so that others find room."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return OPEN_FILES if soft == resource.RLIM_INFINITY else min(OPEN_FILES, soft // 4)
 
 
 def _read_on(handle: int, offset: int, buffers: Sequence[memoryview], filled: int) -> int:
@@ -178,6 +239,13 @@ def _read_on(handle: int, offset: int, buffers: Sequence[memoryview], filled: in
         done += count
 
 
+def _disk_status(path: str) -> os.statvfs_result:
+    """Of the disk that holds a path, or will."""
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return os.statvfs(path)
+
+
 def _open_regular(path: str) -> int:
     """A read handle to a file; a pipe or device in its place would hang or never end, so it counts as absent."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -185,10 +253,3 @@ def _open_regular(path: str) -> int:
         os.close(handle)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     return handle
-
-
-def _close_all(entries: dict[str, _ReadHandle]) -> None:
-    for entry in entries.values():
-        with contextlib.suppress(OSError):
-            os.close(entry.handle)
-    entries.clear()

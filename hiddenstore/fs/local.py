@@ -97,6 +97,10 @@ class LocalFilesystem:
         with self._at(folder) as full:
             return sorted(self._disk.list(full))
 
+    def drop_cache(self, path: str) -> None:
+        with self._at(path) as full:
+            self._disk.drop_cache(full)
+
     def sync_folder(self, path: str) -> None:
         with self._at(path) as full:
             self._sync_below(full)
@@ -189,9 +193,11 @@ class LocalFilesystem:
             return ConflictError(f"{where} exists already", kind=Kind.FILE_EXISTS)
         if error.errno not in FULL:
             return storage_error(error, where)
-        if not self._disk.has_inodes(self.root):
-            hint = "remove files (df -i counts them) and run the same command again: what is committed stays"
-            return storage_error(error, where, hint, full="no more files fit on the disk")
+        # A failed try has given one back.
+        if self._disk.free_files(self.root) in (0, 1):
+            hint = "remove some files, or use a disk with more inodes; --container webdataset writes fewer files"
+            message = f"no room for another file while writing {where}: all inodes of its disk are used"
+            return StorageError(message, kind=Kind.INODES_USED_UP, hint=hint)
         lacking = f"needs {needed:,} more bytes, " if needed is not None else ""
         room = f": {lacking}{self._disk.free_bytes(self.root):,} bytes free"
         hint = "free some space and run the same command again: what is committed stays"

@@ -65,6 +65,9 @@ class Filesystem(Protocol):
     def list(self, folder: str) -> list[str]:
         """Names in a folder, sorted; empty when the folder is absent."""
 
+    def drop_cache(self, path: str) -> None:
+        """Let the next read of a file come from the storage itself, as far as it can be told to."""
+
     def sync_folder(self, path: str) -> None:
         """Make the names in a folder, in the folders below it and in its ancestors durable."""
 
@@ -72,18 +75,16 @@ class Filesystem(Protocol):
         """Remove a file or a folder with everything in it; an absent one is no error."""
 
 
-def storage_error(
-    error: OSError, where: str, hint: str | None = None, room: str = "", full: str = "disk full"
-) -> StorageError:
+def storage_error(error: OSError, where: str, hint: str | None = None, room: str = "") -> StorageError:
     """A refusal of the operating system as ours: ``disk-full``, ``permission-denied`` or ``io-error``.
 
-    ``full`` names what is used up on a full disk, ``room`` how much of it is lacking.
+    ``room`` says how much a full disk lacks.
     """
     if isinstance(error, StorageError):
         return error
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in FULL:
-        message = f"{full} while writing {where}{room} ({reason})"
+        message = f"disk full while writing {where}{room} ({reason})"
         return StorageError(message, kind=Kind.DISK_FULL, hint=hint or "free some space and run the same command again")
     kind = Kind.PERMISSION_DENIED if error.errno in _DENIED else Kind.IO_ERROR
     return StorageError(f"{where}: {reason}", kind=kind, hint=hint)

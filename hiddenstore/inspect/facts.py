@@ -11,8 +11,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore import layout
+from hiddenstore.damage import DAMAGE
 from hiddenstore.documents import load
-from hiddenstore.errors import HiddenstoreError
 from hiddenstore.fs.seam import Filesystem
 from schemas.advice import Advice
 from schemas.capture import CaptureSpec
@@ -71,7 +71,7 @@ def _advice(store: "Store") -> dict[str, Any] | None:
     """The latest advice without what only a measuring person wants; None where ``advise`` never ran."""
     try:
         advice = read_advice(store.fs)
-    except HiddenstoreError:
+    except DAMAGE:
         return None  # verify names it; the rest of the store is as good as before
     if advice is None:
         return None
@@ -137,7 +137,11 @@ def stats(store: "Store") -> dict[str, Any]:
 
 def _engines(records: Iterable[CommitRecord]) -> list[dict[str, Any]]:
     """Distinct engines, the one with most units first."""
-    units = Counter(record.engine.model_dump_json() for record in records)
+    units = Counter(
+        engine.model_dump_json()
+        for record in records
+        for engine in (record.engine, *(part.engine for part in record.recaptured))
+    )
     return [{**json.loads(engine), "units": count} for engine, count in units.most_common()]
 
 

@@ -106,7 +106,8 @@ def samples(store: "Store", keep: Test | None = None, limit: int | None = None) 
             continue
         passed += 1
         if limit is None or len(rows) < limit:
-            rows.append(_sample_row(index, record, entry))
+            facts = entry.model_dump(include={"id", "split", "tokens", "supervised", "final_rows"})
+            rows.append({"index": index, **facts, "unit": record.unit})
     return rows, passed
 
 
@@ -123,11 +124,6 @@ def find_sample(store: "Store", key: str) -> str:
         if is_index or (len(store) and len(key.removeprefix("-")) < SHORTEST_ID):
             return store.id_at(int(key))
     return store.id_starting(key)
-
-
-def _sample_row(index: int, record: CommitRecord, entry: SampleEntry) -> dict[str, Any]:
-    facts = entry.model_dump(include={"id", "split", "tokens", "supervised", "final_rows"})
-    return {"index": index, **facts, "unit": record.unit}
 
 
 @dataclass(frozen=True)

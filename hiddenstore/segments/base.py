@@ -6,7 +6,7 @@ rows, the rest belongs to the unit.
 Shapes: L aux layers, T tokens of the unit, t tokens of one sample, R final rows of the unit, r of one sample, D width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,16 @@ from torch import Tensor
 
 from hiddenstore import inputs
 from hiddenstore.codecs import get_codec, get_layout
-from hiddenstore.codecs.base import Codec, CodeLayout, Encoded, EncodedLayers
+from hiddenstore.codecs.base import (
+    RAW_INDEX,
+    RAW_ROWS,
+    Codec,
+    CodeLayout,
+    Encoded,
+    EncodedLayers,
+    raw_places,
+    select_small,
+)
 from hiddenstore.fs.seam import Filesystem
 from schemas import FINAL, FORMAT_VERSION, CaptureSpec, CommitRecord, FileEntry, LayerStats, SampleEntry
 
@@ -77,6 +86,18 @@ def groups_of(capture: CaptureSpec) -> tuple[FieldGroup, FieldGroup]:
     )
 
 
+def small_of_rows(small: Mapping[str, np.ndarray], group: FieldGroup, rows: range) -> dict[str, np.ndarray]:
+    """What some rows of a unit have of the small arrays of its group; raw rows are counted inside ``rows``."""
+    layers = range(len(group.fields))
+    sample = select_small(group.codec.small, small, layers, rows)
+    if RAW_INDEX in small:
+        spans = [raw_places(small[RAW_INDEX], layer, rows) for layer in layers]
+        index = np.concatenate([small[RAW_INDEX][span.start : span.stop] for span in spans])
+        sample[RAW_INDEX] = index - np.array([0, rows.start], dtype=index.dtype)
+        sample[RAW_ROWS] = np.concatenate([small[RAW_ROWS][span.start : span.stop] for span in spans])
+    return sample
+
+
 def unit_tokens(capture: CaptureSpec) -> int:
     """Token budget of a unit: 32,768, less where their encoded states would exceed 512 MB."""
     width = capture.target.hidden_size
@@ -132,6 +153,12 @@ class Container(Protocol):
 
     def open(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> ContainerReader:
         """Access to the unit that ``record`` describes; reads nothing."""
+
+    def token_runs(self, fs: Filesystem, path: str) -> list[int]:
+        """Tokens of each run that can be read without knowing the samples: of a whole unit, or of each sample.
+
+        CorruptionError, FormatError or NotFoundError where the segment does not say.
+        """
 
     def overhead(self, capture: CaptureSpec, samples: int, segments: int) -> Overhead:
         """An estimate for so many samples in so many segments."""

@@ -5,26 +5,33 @@ Samples lie end to end along the token axis. Equal records give equal bytes.
 Shapes: L aux layers, T tokens of the unit, t tokens of one sample, R final rows of the unit, r of one sample, D width.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hiddenstore.codecs import get_codec
-from hiddenstore.codecs.base import RAW_INDEX, Codec, EncodedLayers
+from hiddenstore.codecs.base import RAW_INDEX, EncodedLayers
 from hiddenstore.codecs.topk import pack_rows
 from hiddenstore.records import Record
 from hiddenstore.segments.base import EncodedUnit
 from schemas import FINAL, CaptureSpec, LayerStats, SampleEntry
+
+_Encoder = Callable[[Iterable[Sequence[Tensor]]], EncodedLayers]
 
 _STATS_ELEMENTS = 1 << 18
 # Smaller samples cost more in calls than in being joined.
 _JOINED_ELEMENTS = 1 << 16
 
 
-def encode_records(unit: str, records: Sequence[Record], capture: CaptureSpec) -> EncodedUnit:
+def encode_records(
+    unit: str, records: Sequence[Record], capture: CaptureSpec, joins: EncodedUnit | None = None
+) -> EncodedUnit:
     """Run the store's codecs over the records of one unit, layer by layer.
+
+    ``joins`` is the unit that these samples become part of: they are encoded by its channel statistics.
 
     The codes of ``bf16`` and ``lossless`` may be views of the records: their memory must not change before they are
     written.
@@ -37,14 +44,15 @@ def encode_records(unit: str, records: Sequence[Record], capture: CaptureSpec) -
     stats: dict[str, LayerStats] = {}
     width = capture.target.hidden_size
     layers = ([record.aux[k] for record in records] for k in range(len(capture.aux_layers)))
-    aux = _encode(get_codec(capture.codecs.aux), capture.aux_fields, layers, width, stats)
+    shared = ({}, {}) if joins is None else (joins.aux.small, joins.final.small)
+    aux = _encode(_encoder(capture.codecs.aux, shared[0]), capture.aux_fields, layers, width, stats)
     final = EncodedLayers([])
     if capture.holds_topk:
         packed = pack_rows([record.topk for record in records if record.topk is not None], capture.topk)
         final = EncodedLayers([[codes] for codes in packed.codes])
     elif capture.final != "none":
         rows = [record.final for record in records]
-        final = _encode(get_codec(capture.codecs.final), [FINAL], [rows], width, stats)
+        final = _encode(_encoder(capture.codecs.final, shared[1]), [FINAL], [rows], width, stats)
     return EncodedUnit(
         unit=unit,
         samples=tuple(_sample_entries(records)),
@@ -102,8 +110,19 @@ def with_raw_rows(stats: Mapping[str, LayerStats], encoded: EncodedLayers) -> di
     }
 
 
+def _encoder(name: str, shared: Mapping[str, np.ndarray]) -> _Encoder:
+    """How layers are encoded: by their own statistics, or by those of the unit they join where the codec has any."""
+    codec = get_codec(name)
+    has_shared = any(not {"T", "N"} & set(spec.axes) for spec in codec.small.values())
+    return partial(codec.encode_layers, shared=shared) if shared and has_shared else codec.encode_layers
+
+
 def _encode(
-    codec: Codec, fields: Sequence[str], layers: Iterable[Sequence[Tensor]], width: int, stats: dict[str, LayerStats]
+    encoder: _Encoder,
+    fields: Sequence[str],
+    layers: Iterable[Sequence[Tensor]],
+    width: int,
+    stats: dict[str, LayerStats],
 ) -> EncodedLayers:
     """Encode layers given as the states of their samples, and measure them."""
     measured: list[LayerStats] = []
@@ -114,7 +133,7 @@ def _encode(
             measured.append(layer_stats(blocks))
             yield blocks
 
-    encoded = codec.encode_layers(measuring())
+    encoded = encoder(measuring())
     stats.update(with_raw_rows(dict(zip(fields, measured, strict=True)), encoded))
     return encoded
 

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from hiddenstore.codecs.base import Encoded, fresh
 from hiddenstore.codecs.topk import unpack_rows
-from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
+from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind, NotFoundError
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.records import Record, Sample
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, EncodedUnit, groups_of
 from hiddenstore.segments.files import CHUNK_CORRUPT
-from schemas import CaptureSpec, CommitRecord, FileEntry, SampleEntry
+from hiddenstore.segments.values import mask_fault, rows_fault, spans_fault, tokens_fault, top_tokens_fault
+from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry, SampleEntry
 
 DEFAULT_CONTAINER = "zarr"
 
@@ -41,7 +42,8 @@ class SegmentReader:
 
     Raises from every read:
         CorruptionError: a file is missing, has another size or fails a checksum; it names the file and the samples.
-        FormatError: an array is whole but not what the capture says.
+        FormatError: ``array-invalid``: an array is whole but not what the capture says, or the format allows;
+            ``token-range``: a token is outside the vocabulary.
     """
 
     def __init__(
@@ -62,19 +64,20 @@ class SegmentReader:
     def sample(self, index: int) -> Sample:
         """Tokens, mask and spans of the ``index``-th sample."""
         entry = self.record.samples[index]
+        input_ids, loss_mask = self.tokens(index)
         with self._named(entry):
-            return Sample(
-                id=entry.id,
-                input_ids=self._unit.plain(INPUT_IDS, index),
-                loss_mask=self._unit.plain(LOSS_MASK, index),
-                spans=self._unit.plain(SPANS, index),
-                split=entry.split,
-            )
+            spans = self._unit.plain(SPANS, index)
+        self._require(SPANS, entry, spans_fault(spans, entry.tokens))
+        return Sample(id=entry.id, input_ids=input_ids, loss_mask=loss_mask, spans=spans, split=entry.split)
 
     def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """The ``index``-th sample's tokens int32 [t] and mask uint8 [t] alone."""
-        with self._named(self.record.samples[index]):
-            return self._unit.plain(INPUT_IDS, index), self._unit.plain(LOSS_MASK, index)
+        entry = self.record.samples[index]
+        with self._named(entry):
+            input_ids, loss_mask = self._unit.plain(INPUT_IDS, index), self._unit.plain(LOSS_MASK, index)
+        self._require(INPUT_IDS, entry, tokens_fault(input_ids, self.capture.target.vocab_size), Kind.TOKEN_RANGE)
+        self._require(LOSS_MASK, entry, mask_fault(loss_mask))
+        return input_ids, loss_mask
 
     def read(self, index: int, layers: Sequence[int] | None = None, final: bool = True) -> Record:
         """One sample with its states decoded: aux bf16 [L, t, D] in the order of ``layers`` (default: all held).
@@ -101,7 +104,7 @@ class SegmentReader:
         with self._named(self.record.samples[index]):
             self._unit.decode(self._aux, index, positions, aux)
             if finals and self.capture.holds_topk:
-                topk = unpack_rows(self._unit.encoded(self._final, index, finals))
+                topk = unpack_rows(self._final_codes(index, finals))
             else:
                 self._unit.decode(self._final, index, finals, hidden[None])
             return Record(sample, aux, hidden, self._final_rows(index, finals), topk)
@@ -124,7 +127,7 @@ class SegmentReader:
         with self._named(self.record.samples[index]):
             return (
                 self._unit.encoded(self._aux, index, self._positions(layers), aux_out),
-                self._unit.encoded(self._final, index, finals, final_out),
+                self._final_codes(index, finals, final_out),
                 self._final_rows(index, finals),
             )
 
@@ -140,7 +143,27 @@ class SegmentReader:
         return list(range(len(self._final.fields))) if final else []
 
     def _final_rows(self, index: int, finals: Sequence[int]) -> np.ndarray:
-        return self._unit.plain(FINAL_ROWS, index) if finals else np.zeros(0, dtype=np.int32)
+        if not finals:
+            return np.zeros(0, dtype=np.int32)
+        entry, final_rows = self.record.samples[index], self._unit.plain(FINAL_ROWS, index)
+        self._require(FINAL_ROWS, entry, rows_fault(final_rows, entry.tokens))
+        return final_rows
+
+    def _final_codes(self, index: int, finals: Sequence[int], out: Sequence[Tensor] | None = None) -> Encoded:
+        encoded = self._unit.encoded(self._final, index, finals, out)
+        if finals and self.capture.holds_topk:
+            topk, entry = unpack_rows(encoded), self.record.samples[index]
+            ids = topk.ids.numpy().reshape(-1)
+            self._require(FINAL, entry, tokens_fault(ids, self.capture.target.vocab_size), Kind.TOKEN_RANGE)
+            self._require(FINAL, entry, top_tokens_fault(topk))
+        return encoded
+
+    def _require(self, name: str, entry: SampleEntry, fault: str | None, kind: Kind = Kind.ARRAY_INVALID) -> None:
+        if fault is not None:
+            raise FormatError(
+                f"{self.fs.root}/{self.path}/{name} is not what the format allows: {fault} (sample {entry.id})",
+                kind=kind,
+            )
 
     @contextmanager
     def _named(self, entry: SampleEntry) -> Iterator[None]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from hiddenstore.codecs import blosc_chunks
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, Encoded, fresh, raw_places, select_small
 from hiddenstore.documents import canonical
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.base import (
     FINAL_ROWS,
@@ -34,9 +34,11 @@ from hiddenstore.segments.base import (
     FieldGroup,
     Overhead,
     groups_of,
+    small_of_rows,
     unit_attributes,
 )
 from hiddenstore.segments.files import CHUNK_CORRUPT, HashedFile, SegmentFiles, crc32c, write_bytes
+from hiddenstore.segments.values import small_fault
 from schemas import CaptureSpec, CommitRecord, FileEntry, SampleEntry
 
 TAR = "samples.tar"
@@ -79,6 +81,15 @@ class WebDatasetContainer:
 
     def open(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> "TarUnit":
         return TarUnit(fs, path, record, capture)
+
+    def token_runs(self, fs: Filesystem, path: str) -> list[int]:
+        try:
+            sizes = json.loads(fs.read(f"{path}/{INDEX}"))["fields"][f"{INPUT_IDS}.npy"]["size"]
+            return [(int(size) - HEADER_BYTES) // 4 for size in sizes]
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, HiddenstoreError):
+                raise
+            raise FormatError(f"{fs.root}/{path}/{INDEX} is no index ({error})", kind=Kind.ARRAY_INVALID) from error
 
     def overhead(self, capture: CaptureSpec, samples: int, segments: int) -> Overhead:
         """Headers, padding and index of every member: about 930 bytes, much beside the states of a narrow target."""
@@ -176,7 +187,7 @@ def _sample_members(
         yield f"{FINAL_ROWS}.npy", _npy(unit.final_rows[entry.final_start : entry.final_start + entry.final_rows])
     groups = [group for group in groups_of(capture) if codes[group.name]]
     for group in groups:
-        small = _small_of_sample(unit.encoded(group).small, group, group.rows_of(entry))
+        small = small_of_rows(unit.encoded(group).small, group, group.rows_of(entry))
         for name in _of_samples(group):
             yield _small_name(group, name), _npy(small[name])
     for group in groups:
@@ -188,17 +199,6 @@ def _sample_members(
             else:
                 header = npy_header(codec.code_dtype, (len(rows), codec.code_columns(width)))
                 yield _code_name(group, layer), [header, *map(_bytes_of, parts)]
-
-
-def _small_of_sample(small: dict[str, np.ndarray], group: FieldGroup, rows: range) -> dict[str, np.ndarray]:
-    layers = range(len(group.fields))
-    sample = select_small(group.codec.small, small, layers, rows)
-    if RAW_INDEX in small:
-        spans = [raw_places(small[RAW_INDEX], layer, rows) for layer in layers]
-        index = np.concatenate([small[RAW_INDEX][span.start : span.stop] for span in spans])
-        sample[RAW_INDEX] = index - np.array([0, rows.start], dtype=index.dtype)
-        sample[RAW_ROWS] = np.concatenate([small[RAW_ROWS][span.start : span.stop] for span in spans])
-    return sample
 
 
 class _Rows:
@@ -409,16 +409,24 @@ class TarUnit:
             if field not in self._shared:
                 self._shared[field] = self._values(field, self._members.of_unit(field), spec.dtype, shape)
             arrays[name] = self._shared[field]
-        small = select_small(fields, arrays, layers, range(rows))
         if RAW_INDEX not in fields:
-            return small
+            self._require_valid(group, arrays)
+            return select_small(fields, arrays, layers, range(rows))
         index, raw = arrays[RAW_INDEX], arrays[RAW_ROWS]
         if len(index) != len(raw) or (len(index) and not 0 <= index[:, 1].min() <= index[:, 1].max() < rows):
             raise self._files.misfit(TAR, f"raw rows of {group.name} do not lie in their sample")
+        if len(index) and not 0 <= index[:, 0].min() <= index[:, 0].max() < len(group.fields):
+            raise self._files.misfit(TAR, f"raw rows of {group.name} are of no layer")
+        self._require_valid(group, arrays)
+        small = select_small(fields, arrays, layers, range(rows))
         spans = [raw_places(index, layer, range(rows)) for layer in layers]
         picked = np.array([number for span in spans for number in span], dtype=np.int64)
         slots = np.repeat(np.arange(len(layers), dtype=np.int32), [len(span) for span in spans])
         return {**small, RAW_INDEX: np.stack([slots, index[picked, 1]], axis=1), RAW_ROWS: raw[picked]}
+
+    def _require_valid(self, group: FieldGroup, arrays: Mapping[str, np.ndarray]) -> None:
+        if reason := small_fault(group.codec.small, arrays):
+            raise self._files.misfit(group.name, reason)
 
     def _values(self, field: str, member: np.ndarray, dtype: str, shape: Shape) -> np.ndarray:
         """The array in a ``.npy`` member; a first length of -1 follows from the member's size."""

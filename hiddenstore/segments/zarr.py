@@ -30,6 +30,7 @@ from hiddenstore.segments.base import (
     unit_attributes,
 )
 from hiddenstore.segments.files import SegmentFiles
+from hiddenstore.segments.values import small_fault
 from hiddenstore.segments.zarr_read import ShardReader, read_small
 from hiddenstore.segments.zarr_write import METADATA, ArraySpec, parse_metadata, write_array, write_group, write_sharded
 from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry
@@ -70,6 +71,10 @@ class ZarrContainer:
     def open(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> "ZarrUnit":
         return ZarrUnit(fs, path, record, capture)
 
+    def token_runs(self, fs: Filesystem, path: str) -> list[int]:
+        metadata = f"{path}/{INPUT_IDS}/{METADATA}"
+        return list(parse_metadata(fs.read(metadata), f"{fs.root}/{metadata}").shape[:1])
+
     def overhead(self, capture: CaptureSpec, samples: int, segments: int) -> Overhead:
         """Each array is a file of numbers and one of metadata, whose bytes do not count beside them."""
         groups = [group for group in groups_of(capture) if group.fields]
@@ -98,6 +103,8 @@ class ZarrUnit:
         entry = self._record.samples[index]
         if name == SPANS:
             spans = self._array(SPANS, "int32", (None, 4))
+            if len(spans) and not 0 <= spans[:, 0].min() <= spans[:, 0].max() < len(self._record.samples):
+                raise self._files.misfit(SPANS, f"a turn is of no sample of {len(self._record.samples)}")
             return spans[spans[:, 0] == index, 1:].copy()
         if name == FINAL_ROWS:
             final_rows = self._array(FINAL_ROWS, "int32", (self._rows[FINAL],))
@@ -165,6 +172,9 @@ class ZarrUnit:
                 if "N" not in spec.axes
             }
             raw = self._raw_rows(group) if RAW_INDEX in group.codec.small else (np.zeros(0, dtype=np.int64), None)
+            places = np.stack(np.divmod(raw[0], max(1, rows)), axis=1)
+            if reason := small_fault(group.codec.small, {**arrays, RAW_INDEX: places}):
+                raise self._files.misfit(group.name, reason)
             self._small[group.name] = _SmallArrays(arrays, *raw)
         return self._small[group.name]
 

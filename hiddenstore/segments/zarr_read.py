@@ -65,8 +65,9 @@ class ShardReader:
         self._rows = spec.chunk_rows or 1
         self._row_bytes, self._chunk_bytes, self._direct = spec.row_bytes, spec.chunk_bytes, spec.direct
         self._bounds: list[tuple[int, int]] | None = None
-        self._crcs: list[int] = spec.attributes.get(CHUNK_CRCS, [])
-        ints = len(self._crcs) == spec.chunks and set(map(type, self._crcs)) <= {int}
+        named = spec.attributes.get(CHUNK_CRCS)
+        self._crcs: list[int] = named if isinstance(named, list) else []
+        ints = isinstance(named, list) and len(self._crcs) == spec.chunks and set(map(type, self._crcs)) <= {int}
         if not ints or not (min(self._crcs, default=0) >= 0 and max(self._crcs, default=0) < 1 << 32):
             raise FormatError(f"{folder} does not name the checksum of every chunk", kind=Kind.ARRAY_INVALID)
 

@@ -17,8 +17,9 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from hiddenstore import layout
+from hiddenstore.damage import DAMAGE
 from hiddenstore.documents import load, seal, sha256_hex
-from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind
+from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.records import Record
 from schemas.advice import CalibrationSlice, SliceSample
@@ -142,7 +143,7 @@ def unnamed_slices(fs: Filesystem) -> Iterator[str]:
     """Paths of slice states that the slice document does not name: a writer died, or lost to another."""
     try:
         document = slice_document(fs)
-    except HiddenstoreError:
+    except DAMAGE:
         return  # a document that cannot be read may name any of them
     named = None if document is None else layout.slice_path(document.file_sha256)
     paths = (f"{layout.CALIBRATION_DIR}/{name}" for name in fs.list(layout.CALIBRATION_DIR) if layout.is_slice(name))

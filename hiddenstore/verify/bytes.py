@@ -4,13 +4,21 @@ import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+
+import numpy as np
 
 from hiddenstore import layout
+from hiddenstore.codecs.base import RAW_INDEX, Encoded
 from hiddenstore.commit import latest_names, read_commit
-from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind, NotFoundError
+from hiddenstore.damage import DAMAGE, drop_caches, require_absent, twice
+from hiddenstore.errors import FormatError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inspect.facts import advice_numbers, read_advice
+from hiddenstore.segments.base import groups_of
+from hiddenstore.segments.values import codes_fault
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import slice_document
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
@@ -19,6 +27,7 @@ from schemas.manifest import CommitRecord, FileEntry
 
 THREADS = 4
 BLOCK_BYTES = 8 << 20
+ABSENT_OR_SHORT = ("file-missing", "file-size", "file-short")
 
 
 def check_content(store: Store, report: Report, advance: Advance, threads: int = THREADS) -> None:
@@ -28,17 +37,18 @@ def check_content(store: Store, report: Report, advance: Advance, threads: int =
     """
     for path, read in rarely_read_documents(store.fs):
         try:
-            read()
-        except HiddenstoreError as error:
+            twice(store.fs, read, path)
+        except DAMAGE as error:
             report.findings.append(Finding.of(error, path))
     report.findings += _slice(store.fs)
     for file in store.manifest.target_files:
-        report.findings += _file(store.fs, layout.TARGET_DIR, file, advance)
+        report.findings += _steady(store.fs, layout.TARGET_DIR, file, advance)
         report.bytes_checked += file.size
     records = store.commits()
     with ThreadPoolExecutor(threads) as pool:
-        for findings in pool.map(lambda record: _unit(store, record, advance), records):
+        for findings, notes in pool.map(lambda record: _unit(store, record, advance), records):
             report.findings += findings
+            report.notes += notes
     report.bytes_checked += sum(record.bytes_stored for record in records)
     report.samples_checked = sum(len(record.samples) for record in records)
 
@@ -53,44 +63,106 @@ def rarely_read_documents(fs: Filesystem) -> Iterator[tuple[str, Callable[[], ob
         yield layout.advice_path(number), partial(read_advice, fs, number)
 
 
-def unreadable_samples(store: Store, record: CommitRecord) -> dict[str, HiddenstoreError]:
-    """Samples of a unit that cannot be read, each with the reason; every chunk of the others passed its crc32c."""
+@dataclass(frozen=True)
+class UnitDamage:
+    """Damage of one unit: ``files`` by path, and ``samples`` that cannot be read with the reason, by id.
+
+    ``unsteady`` are paths read wrong once and right the next time: the page cache was damaged, not the disk.
+    """
+
+    files: dict[str, Finding]
+    samples: dict[str, HiddenstoreError]
+    unsteady: tuple[str, ...] = ()
+
+
+def unit_damage(store: Store, record: CommitRecord, advance: Advance = lambda _: None) -> UnitDamage:
+    """What is damaged of a unit: every file against its record, every chunk of every sample against its crc32c.
+
+    Where a first look finds anything, a second one reads all of the unit past the page cache, and what both found
+    counts.
+
+    Raises:
+        StorageError: the storage refused, or a file is not there but not known to be gone.
+    """
+    first = _look(store, record, advance)
+    if not first.files and not first.samples:
+        return first
+    paths = [f"{record.segment}/{file.path}" for file in record.files]
+    drop_caches(store.fs, paths)
+    second = _look(store, record)
+    for path in paths:
+        if store.fs.size(path) is None:
+            require_absent(store.fs, path)
+    files = {path: finding for path, finding in second.files.items() if path in first.files}
+    samples = {name: error for name, error in second.samples.items() if name in first.samples}
+    unsteady = {*first.files, *(getattr(error, "path", "") for error in first.samples.values())} - {""}
+    wrong = {*files, *(getattr(error, "path", "") for error in samples.values())}
+    return UnitDamage(files, samples, tuple(sorted(unsteady - wrong)))
+
+
+def _look(store: Store, record: CommitRecord, advance: Advance = lambda _: None) -> UnitDamage:
+    files = {}
+    for file in record.files:
+        for finding in [*_size(store.fs, record.segment, file), *_digest(store.fs, record.segment, file, advance)]:
+            files[finding.path] = finding
     reader = store.open_unit(record)
-    errors: dict[str, HiddenstoreError] = {}
+    samples: dict[str, HiddenstoreError] = {}
     for index, sample in enumerate(record.samples):
         try:
-            reader.read_encoded(index)
+            aux, final, _ = reader.read_encoded(index)
             reader.sample(index)
-        except HiddenstoreError as error:
-            errors[sample.id] = error
-    return errors
+            _check_codes(store, record, aux, final)
+        except DAMAGE as error:
+            samples[sample.id] = error
+    return UnitDamage(files, samples)
 
 
-def damaged_files(fs: Filesystem, record: CommitRecord) -> list[str]:
-    """Files of a segment that are not, byte for byte, what its commit record names."""
-    wrong_size = [file.path for file in record.files if fs.size(f"{record.segment}/{file.path}") != file.size]
-    return wrong_size + [f.path for file in record.files for f in _file(fs, record.segment, file)]
+def _check_codes(store: Store, record: CommitRecord, *parts: Encoded) -> None:
+    """FormatError ``array-invalid`` for codes that decode to no number."""
+    width = store.capture.target.hidden_size
+    for group, encoded in zip(groups_of(store.capture), parts, strict=True):
+        ends = list(accumulate((part.size for part in group.codec.row_parts(width)), initial=0))
+        columns = {part.name: slice(*ends[i : i + 2]) for i, part in enumerate(group.codec.row_parts(width))}
+        raw = encoded.small.get(RAW_INDEX, np.zeros((0, 2), dtype=np.int32))
+        for layer, codes in enumerate(encoded.codes):
+            fault = codes_fault(columns, codes.numpy(), raw[raw[:, 0] == layer, 1])
+            if fault is not None:
+                where = f"{store.path}/{record.segment}/{group.fields[layer]}"
+                raise FormatError(f"{where} is not what the format allows: {fault}", kind=Kind.ARRAY_INVALID)
 
 
-def _unit(store: Store, record: CommitRecord, advance: Advance) -> list[Finding]:
-    """Damaged files, each with the samples lost; then samples lost though every file has its digest."""
-    damaged = [finding for file in record.files for finding in _file(store.fs, record.segment, file, advance)]
-    lost = unreadable_samples(store, record)
+def _unit(store: Store, record: CommitRecord, advance: Advance) -> tuple[list[Finding], list[Finding]]:
+    """Findings: damaged files, each with the samples lost, then samples lost though every file has its digest.
+
+    And notes. A file of a wrong size is in the report already, from the structure check.
+    """
+    damage = unit_damage(store, record, advance)
     explained: set[str] = set()
     findings = []
-    for finding in damaged:
-        names = tuple(name for name, error in lost.items() if getattr(error, "path", "") == finding.path)
+    for finding in damage.files.values():
+        names = tuple(name for name, error in damage.samples.items() if getattr(error, "path", "") == finding.path)
         explained.update(names)
         note = f"{len(names)} of {len(record.samples)} samples cannot be read" if names else "every sample still reads"
-        findings.append(Finding(finding.kind, finding.path, names, f"{finding.detail}; {note}"))
-    for name, error in lost.items():
-        # A unit with a file gone is in the report already, from the structure check.
-        if name not in explained and error.kind not in (Kind.FILE_MISSING, Kind.FILE_SIZE, Kind.FILE_SHORT):
+        if finding.kind not in ABSENT_OR_SHORT:
+            findings.append(Finding(finding.kind, finding.path, names, f"{finding.detail}; {note}"))
+    for name, error in damage.samples.items():
+        if name not in explained and error.kind not in ABSENT_OR_SHORT:
             findings.append(Finding.of(error, record.segment, (name,)))
-    return findings
+    detail = "it was read wrong once and right past the page cache: not the disk is damaged, but this machine's memory"
+    return findings, [Finding("read-unsteady", path, (), detail) for path in damage.unsteady]
 
 
-def _file(fs: Filesystem, folder: str, file: FileEntry, advance: Advance = lambda _: None) -> list[Finding]:
+def _size(fs: Filesystem, folder: str, file: FileEntry) -> list[Finding]:
+    path = f"{folder}/{file.path}"
+    size = fs.size(path)
+    if size == file.size:
+        return []
+    kind, stored = ("file-missing", "no file") if size is None else ("file-size", f"{size:,} bytes")
+    return [Finding(kind, path, (), f"expected {file.size:,} bytes, found {stored}")]
+
+
+def _digest(fs: Filesystem, folder: str, file: FileEntry, advance: Advance = lambda _: None) -> list[Finding]:
+    """A finding for a file that has its size, but other bytes."""
     path = f"{folder}/{file.path}"
     if fs.size(path) != file.size:
         return []
@@ -100,7 +172,7 @@ def _file(fs: Filesystem, folder: str, file: FileEntry, advance: Advance = lambd
             block = fs.read_range(path, offset, min(BLOCK_BYTES, file.size - offset))
             digest.update(block)
             advance(len(block))
-    except (CorruptionError, NotFoundError) as error:
+    except DAMAGE as error:
         return [Finding.of(error, path)]
     if digest.hexdigest() == file.sha256:
         return []
@@ -108,11 +180,19 @@ def _file(fs: Filesystem, folder: str, file: FileEntry, advance: Advance = lambd
     return [Finding("file-corrupt", path, (), detail)]
 
 
+def _steady(fs: Filesystem, folder: str, file: FileEntry, advance: Advance = lambda _: None) -> list[Finding]:
+    """``_digest``, confirmed by a second look past the page cache."""
+    if not _digest(fs, folder, file, advance):
+        return []
+    drop_caches(fs, [f"{folder}/{file.path}"])
+    return _digest(fs, folder, file)
+
+
 def _slice(fs: Filesystem) -> list[Finding]:
     """A slice whose file has its size, but other bytes; the structure check finds the rest."""
-    with suppress(HiddenstoreError):
+    with suppress(*DAMAGE):
         document = slice_document(fs)
         if document is not None:
             folder, _, name = layout.slice_path(document.file_sha256).rpartition("/")
-            return _file(fs, folder, FileEntry(path=name, size=document.size, sha256=document.file_sha256))
+            return _steady(fs, folder, FileEntry(path=name, size=document.size, sha256=document.file_sha256))
     return []

@@ -6,11 +6,13 @@ samples of the store, so that every threshold comes from the data; a test withou
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 
 import numpy as np
 
 from hiddenstore.console.text import plural
+from hiddenstore.damage import DAMAGE, twice
 from hiddenstore.data.order import Order
 from hiddenstore.errors import HiddenstoreError
 from hiddenstore.records import Record
@@ -50,13 +52,13 @@ def check_meaning(store: Store, report: Report, share: float, advance: Advance) 
     names = _samples_to_read(store, share, profile)
     survey.calibrate([item for item in _read(store, names[:CALIBRATING]) if isinstance(item, Record)])
     tokens: list[np.ndarray] = []
-    for item in _read(store, names):
+    for name, item in zip(names, _read(store, names), strict=True):
         advance(1)
         if isinstance(item, Record):
             survey.add(item)
             tokens = [*tokens, item.sample.input_ids][:RETOKENISED_SAMPLES]
         else:
-            report.findings.append(Finding.of(item))
+            report.findings.append(Finding.of(item, store.locate(name)[0].segment, (name,)))
     report.samples_checked = survey.samples
     _retokenised(tokenizer, tokens, report)
     _judge_pairs(survey, report)
@@ -73,8 +75,8 @@ def check_meaning(store: Store, report: Report, share: float, advance: Advance) 
 
 def _profile(store: Store, report: Report) -> LayerProfile | None:
     try:
-        profile = read_profile(store.fs)
-    except HiddenstoreError as error:
+        profile = twice(store.fs, lambda: read_profile(store.fs), PROFILE_PATH)
+    except DAMAGE as error:
         report.findings.append(Finding.of(error, PROFILE_PATH))
         return None
     if profile is None:
@@ -101,9 +103,10 @@ def _read(store: Store, names: list[str]) -> Iterator[Record | HiddenstoreError]
     """Records in order, a few read ahead; what cannot be read comes as its error."""
 
     def read(name: str) -> Record | HiddenstoreError:
+        record, _ = store.locate(name)
         try:
-            return store.read(name)
-        except HiddenstoreError as error:
+            return twice(store.fs, partial(store.read, name), *(f"{record.segment}/{f.path}" for f in record.files))
+        except DAMAGE as error:
             return error
 
     with ThreadPoolExecutor(AHEAD) as pool:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from hiddenstore import layout
+from hiddenstore.damage import reading_only
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
@@ -30,6 +31,7 @@ def verify(
     Raises:
         NotFoundError: there is no store.
         ConfigError: unknown depth, or a share outside 0…1.
+        StorageError: the storage refused to read; what it refuses is no finding, and nothing is reported.
     """
     if depth not in DEPTHS:
         raise ConfigError(f"unknown depth {depth!r}, expected one of {', '.join(DEPTHS)}", kind=Kind.OPTION_INVALID)
@@ -41,15 +43,16 @@ def verify(
     ):
         raise missing("store", fs.root)
     report = Report(depth)
-    store = check_structure(fs, report)
-    if store is not None and (depth == "bytes" or also_bytes):
-        check_content(store, report, advance)
-    if store is not None and also_stock:
-        from hiddenstore.verify.stock import check_stock
+    with reading_only():
+        store = check_structure(fs, report)
+        if store is not None and (depth == "bytes" or also_bytes):
+            check_content(store, report, advance)
+        if store is not None and also_stock:
+            from hiddenstore.verify.stock import check_stock
 
-        check_stock(store, report, advance)
-    if store is not None and depth == "meaning":
-        from hiddenstore.verify.meaning import check_meaning
+            check_stock(store, report, advance)
+        if store is not None and depth == "meaning":
+            from hiddenstore.verify.meaning import check_meaning
 
-        check_meaning(store, report, sample_share, advance)
+            check_meaning(store, report, sample_share, advance)
     return report

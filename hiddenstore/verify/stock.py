@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
-from hiddenstore.errors import HiddenstoreError
+from hiddenstore.damage import DAMAGE, raise_refusal
 from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, FieldGroup, groups_of
 from hiddenstore.segments.segment import SegmentReader
 from hiddenstore.segments.tar import TAR, UNIT_PREFIX
@@ -38,6 +38,7 @@ def check_stock(store: Store, report: Report, advance: Advance) -> None:
             try:
                 name, their_arrays = next(samples)
             except Exception as error:  # noqa: BLE001 - whatever stock software raises is what is to be found
+                raise_refusal(error, f"{store.path}/{record.segment}")
                 rest = tuple(sample.id for sample in record.samples[index:])
                 reason = f"{type(error).__name__} {error}".rstrip()
                 detail = f"stock software cannot read {len(rest)} of {len(record.samples)} samples: {reason}"
@@ -45,7 +46,7 @@ def check_stock(store: Store, report: Report, advance: Advance) -> None:
                 break
             try:
                 our_arrays = _our_arrays(reader, index)
-            except HiddenstoreError as error:
+            except DAMAGE as error:
                 report.findings.append(Finding.of(error, record.segment, (entry.id,)))
                 continue
             if name != entry.id:

@@ -8,30 +8,30 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 from hiddenstore import layout
-from hiddenstore.commit import Commit, committed_units, latest_names, read_commit, read_snapshot, scan_commits
+from hiddenstore.commit import Commit, committed_units, read_snapshot, scan_commits
 from hiddenstore.console.text import plural
+from hiddenstore.damage import DAMAGE, drop_caches, require_absent, twice
 from hiddenstore.documents import load
-from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind
+from hiddenstore.errors import ConfigError, CorruptionError, Kind
 from hiddenstore.fs.seam import TEMP_PREFIX, Filesystem
 from hiddenstore.inputs import registered_inputs
 from hiddenstore.store import Store, load_snapshot
 from hiddenstore.targets.calibration import SLICE_PATH, slice_document, unnamed_slices
+from hiddenstore.verify.garbage import leftovers, unnamed_segments
 from hiddenstore.verify.report import Finding, Report
 from schemas.manifest import CommitRecord, StoreManifest
 
 THREADS = 8
 SHOWN = 3
-_FOLDERS = (
-    "",
-    layout.COMMITS_DIR,
-    layout.INPUTS_DIR,
-    layout.TARGET_DIR,
-    layout.SNAPSHOTS_DIR,
-    layout.CALIBRATION_DIR,
-    layout.ADVICE_DIR,
-)
+_FATES = {
+    "orphan": "no commit names it, and none can: its writer was stopped or came second; hiddenstore gc removes it",
+    "superseded": "a later record replaced the one that names it; hiddenstore gc removes it",
+    "frozen": "a later record replaced the one that names it; a snapshot names that, so it stays",
+    "unfinished": "no commit names it yet: its writer is at work or was stopped; gc --abandoned gives it up",
+}
 
 
 def check_structure(fs: Filesystem, report: Report) -> Store | None:
@@ -52,14 +52,14 @@ def check_structure(fs: Filesystem, report: Report) -> Store | None:
     report.findings += [*_inputs(fs, scan.commits), *_snapshots(fs), *_calibration(fs)]
     for finding, is_error in _duplicates(records):
         (report.findings if is_error else report.notes).append(finding)
-    report.notes += [*_unregistered(fs, records), *_orphans(fs, records)]
+    report.notes += [*_unregistered(fs, records), *_garbage(fs, scan.commits)]
     return None if manifest is None else Store(fs, manifest, scan)
 
 
 def _manifest(fs: Filesystem, report: Report) -> StoreManifest | None:
     try:
-        manifest = load(fs, layout.STORE_JSON, StoreManifest)
-    except HiddenstoreError as error:
+        manifest = twice(fs, lambda: load(fs, layout.STORE_JSON, StoreManifest), layout.STORE_JSON)
+    except DAMAGE as error:
         report.findings.append(Finding.of(error, layout.STORE_JSON))
         return None
     if layout.HEAD_NAME not in [file.path for file in manifest.target_files]:
@@ -93,11 +93,12 @@ def require_files(store: Store) -> None:
 
 
 def _size(fs: Filesystem, path: str, expected: int, samples: tuple[str, ...] = ()) -> list[Finding]:
-    try:
-        size = fs.size(path)
-    except HiddenstoreError as error:
-        return [Finding.of(error, path, samples)]
+    if fs.size(path) == expected:
+        return []
+    drop_caches(fs, [path])
+    size = fs.size(path)
     if size is None:
+        require_absent(fs, path)
         return [Finding("file-missing", path, samples, f"named with {expected:,} bytes, but it does not exist")]
     if size != expected:
         return [Finding("file-size", path, samples, f"expected {expected:,} bytes, found {size:,}")]
@@ -110,8 +111,8 @@ def _inputs(fs: Filesystem, commits: Iterable[Commit]) -> Iterator[Finding]:
     for digest, registered in registered_inputs(fs).items():
         path = layout.input_path(digest)
         try:
-            units = registered.unit_samples()
-        except HiddenstoreError as error:
+            units = twice(fs, registered.unit_samples, path)
+        except DAMAGE as error:
             yield Finding.of(error, path)
             continue
         missing = [unit for unit in units if unit not in named]
@@ -142,16 +143,17 @@ def _membership(commit: Commit, expected: list[str]) -> Iterator[Finding]:
 def _snapshots(fs: Filesystem) -> Iterator[Finding]:
     for name in fs.list(layout.SNAPSHOTS_DIR):
         if not name.startswith(TEMP_PREFIX):
+            path = f"{layout.SNAPSHOTS_DIR}/{name}"
             try:
-                read_snapshot(fs, load_snapshot(fs, name.removesuffix(".json")))
-            except HiddenstoreError as error:
-                yield Finding.of(error, f"{layout.SNAPSHOTS_DIR}/{name}")
+                read_snapshot(fs, twice(fs, partial(load_snapshot, fs, name.removesuffix(".json")), path))
+            except (*DAMAGE, ConfigError) as error:
+                yield Finding.of(error, path)
 
 
 def _calibration(fs: Filesystem) -> list[Finding]:
     try:
-        document = slice_document(fs)
-    except HiddenstoreError as error:
+        document = twice(fs, lambda: slice_document(fs), SLICE_PATH)
+    except DAMAGE as error:
         return [Finding.of(error, SLICE_PATH)]
     return [] if document is None else _size(fs, layout.slice_path(document.file_sha256), document.size)
 
@@ -180,43 +182,16 @@ def _unregistered(fs: Filesystem, records: Iterable[CommitRecord]) -> Iterator[F
         yield Finding("input-missing", layout.input_path(digest), (), detail)
 
 
-def _orphans(fs: Filesystem, records: Iterable[CommitRecord]) -> Iterator[Finding]:
+def _garbage(fs: Filesystem, commits: Iterable[Commit]) -> Iterator[Finding]:
     for path in unnamed_slices(fs):
         yield Finding("orphan", path, (), "calibration/slice.json does not name it: left by a writer that was stopped")
-    for path in orphan_segments(fs, records):
-        yield Finding("orphan", path, (), "no commit names it: left by a writer that was stopped")
-    for path, record in superseded_segments(fs).items():
-        if fs.list(path):
-            yield Finding("superseded", path, (), f"a repair replaced {record}; hiddenstore gc removes it")
+    # A snapshot that cannot be read is a finding; what it names is then unknown.
+    with suppress(*DAMAGE):
+        for path, fate in unnamed_segments(fs, commits).items():
+            if fs.list(path):
+                yield Finding("superseded" if fate == "frozen" else fate, path, (), _FATES[fate])
     for path in leftovers(fs):
         yield Finding("orphan", path, (), "a temporary file of a writer that was stopped")
-
-
-def orphan_segments(fs: Filesystem, records: Iterable[CommitRecord]) -> list[str]:
-    """Segments that neither ``records`` (those that count) nor replaced ones name, of units that can be read."""
-    records = list(records)
-    named = {record.segment for record in records} | set(superseded_segments(fs))
-    unreadable = committed_units(fs) - {record.unit for record in records}
-    folders = {f"{layout.SEGMENTS_DIR}/{name}": name for name in fs.list(layout.SEGMENTS_DIR)}
-    return [p for p, name in folders.items() if p not in named and layout.parse_segment(name) not in unreadable]
-
-
-def superseded_segments(fs: Filesystem) -> dict[str, str]:
-    """Segments of commit records that a later revision replaced, with the record that named them."""
-    replaced: dict[str, str] = {}
-    for name in sorted(set(fs.list(layout.COMMITS_DIR)) - set(latest_names(fs))):
-        if layout.parse_commit(name) is not None:
-            with suppress(HiddenstoreError):
-                replaced[read_commit(fs, name).record.segment] = name
-    return replaced
-
-
-def leftovers(fs: Filesystem) -> Iterator[str]:
-    """Temporary files that an interrupted publication left."""
-    for folder in _FOLDERS:
-        for name in fs.list(folder):
-            if name.startswith(TEMP_PREFIX):
-                yield f"{folder}/{name}".lstrip("/")
 
 
 def _some(names: Iterable[str]) -> str:

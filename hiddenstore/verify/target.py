@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hiddenstore import layout
-from hiddenstore.errors import HiddenstoreError
+from hiddenstore.damage import DAMAGE, raise_refusal, twice
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import tokenizer_sha256, weights_sha256
@@ -22,8 +22,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def load_head(store: Store, report: Report) -> HeadBundle | None:
     """The head bundle, checked against the fingerprint of the target; None (and a finding) when it cannot be used."""
     try:
-        head = store.head()
-    except HiddenstoreError as error:
+        head = twice(store.fs, store.head, layout.HEAD_PATH)
+    except DAMAGE as error:
         report.findings.append(Finding.of(error, layout.HEAD_PATH))
         return None
     digest = weights_sha256(head.embed_tokens, head.norm_weight, head.lm_head)
@@ -46,6 +46,7 @@ def load_tokenizer(store: Store, report: Report) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
+        raise_refusal(error, str(folder))
         report.findings.append(Finding("tokenizer-unreadable", layout.TARGET_DIR, (), str(error)))
         return None
     digest, expected = tokenizer_sha256(tokenizer), store.capture.target.tokenizer_sha256

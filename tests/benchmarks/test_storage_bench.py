@@ -83,6 +83,7 @@ def test_a_worker_that_cannot_do_its_work_says_why(bench: Bench) -> None:
     assert "store-missing" in answer["failed"] or "is no store" in answer["failed"]
 
 
+@pytest.mark.slow
 def test_two_checkouts_read_the_same_files_in_turn(tmp_path: Path) -> None:
     document, page = against(Bench(tmp_path, 0.0005, 2, 64), ROOT)
     assert [row["failed"] for row in document["rows"]] == [None] * len(document["rows"])

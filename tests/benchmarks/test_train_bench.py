@@ -81,6 +81,7 @@ def test_growth_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert "| 24 | 2 |" in suite.points_table([point])
 
 
+@pytest.mark.slow
 def test_two_checkouts_train_the_same_steps_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "CASES", {"tiny": (TINY, 1.0)})
     document, page = suite.against(suite.Bench(tmp_path), suite.ROOT, 2)
@@ -90,6 +91,7 @@ def test_two_checkouts_train_the_same_steps_in_turn(tmp_path: Path, monkeypatch:
     assert "here / there" in "\n".join(page)
 
 
+@pytest.mark.slow
 def test_large_shapes_run_in_a_tiny_form_on_the_cpu(tmp_path: Path) -> None:
     labels = ["eagle3-8b-2048", "dflash-8b-2048", "eagle3-70b-8192"]
     result = device.every_case(tmp_path, labels, SMALL, 1, device="cpu", checkpoint_activations=True)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from hiddenstore.doctor.installation import DoctorCheck
 
 from collectors import doctor
 from collectors.capture.options import read_engine_args
@@ -18,6 +17,7 @@ from collectors.cli.options import engine_flags
 from collectors.engines import ENGINES, CaptureRequest, EngineOptions, EngineRow, open_engine, read_settings
 from collectors.engines.assembly import Assembly
 from collectors.engines.resources import PREFIX, Scratch, rank_devices
+from hiddenstore.doctor import DoctorCheck
 from hiddenstore.errors import CaptureError, ConfigError
 
 WIDTH, LAYERS = 8, 2

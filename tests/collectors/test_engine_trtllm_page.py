@@ -9,6 +9,7 @@ import pytest
 
 from collectors.engines.trtllm import AHEAD, DEFAULT_MAX_TOKENS, FIXED_ARGUMENTS
 from hiddenstore.cli import main
+from hiddenstore.cli.words import WORDS_ONLY
 from hiddenstore.errors import Kind
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,9 @@ def commands() -> list[list[str]]:
 def test_every_command_of_the_page_is_one_that_parses(words: list[str], tmp_path: Path) -> None:
     command = main.get_command(click.Context(main), words[0])
     assert command is not None, words[0]
-    with command.make_context(words[0], words[1:]):
+    parent = click.Context(main)
+    parent.meta[WORDS_ONLY] = True
+    with command.make_context(words[0], words[1:], parent=parent):
         pass
 
 

@@ -210,7 +210,7 @@ def test_a_folder_that_is_mounted_elsewhere_is_found_there(
 
 
 def test_a_file_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectors.engines.vllm_files.LATE_S", 0.0)
+    monkeypatch.setattr("collectors.engines.vllm.LATE_S", 0.0)
     with pytest.raises(CaptureError, match="is not there after") as caught:
         StateFile(tmp_path / "x.safetensors").wait()
     assert caught.value.kind == "states-late"

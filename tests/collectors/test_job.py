@@ -13,10 +13,13 @@ from collectors.capture.job import CollectOptions, CollectReport, collect
 from collectors.engines import Captured, CaptureRequest
 from collectors.engines.hf import HfEngine
 from collectors.targets.load import load_target
+from hiddenstore.care.repair import repair
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, FormatError, HiddenstoreError, InterruptError
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Drain, Rank
 from hiddenstore.store import Store
+from hiddenstore.verify import verify
+from schemas.manifest import Container
 from tests.collectors.prepared import data_for_tiny, segment_bytes
 from tests.collectors.tiny import LAYERS, save_target
 from tests.invariants import contents
@@ -278,3 +281,35 @@ def test_shallow_targets_say_which_layer_moved(options: CollectOptions) -> None:
     collect(replace(options, layers="eagle3"), note=said.append)
     assert "eagle3's defaults are 1, 1, 0, which collide" in said[0]
     assert Store.open(options.store).capture.aux_layers == (0, 1, 2)
+
+
+@pytest.mark.parametrize(("container", "recipe"), [("zarr", "raw"), ("webdataset", "raw"), ("webdataset", "safe")])
+def test_the_same_collect_brings_back_what_a_repair_dropped_a2(
+    options: CollectOptions, container: Container, recipe: str
+) -> None:
+    options = replace(options, container=container, recipe=recipe)
+    run(options)
+    store = Store.open(options.store)
+    expected = {name: store[name] for name in store.sample_ids}
+    record = max(store.commits(), key=lambda r: len(r.samples))
+    folder, victim = Path(store.path, record.segment), record.samples[0].id
+    if container == "webdataset":
+        path = folder / "samples.tar"
+        place = path.read_bytes().index(f"{victim}.layer_1".encode()) + 512 + 130
+    else:
+        path, place = folder / "layer_1" / "c" / "0" / "0", 8
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    lost = repair(options.store, dry_run=False, accept_loss=100).dropped
+    assert lost == (len(record.samples) if container == "zarr" else 1)
+    report = run(options)
+    assert (report.units, report.samples, report.pending_units) == (1, lost, 0)
+    again = Store.open(options.store)
+    assert again.sample_ids == store.sample_ids
+    for name, before in expected.items():
+        if name != victim and container == "webdataset":
+            assert torch.equal(again[name].aux.view(torch.uint16), before.aux.view(torch.uint16))
+        torch.testing.assert_close(again[name].aux.float(), before.aux.float(), rtol=2**-6, atol=2e-2)
+    assert verify(options.store, "bytes").findings == []
+    assert run(options).units == 0

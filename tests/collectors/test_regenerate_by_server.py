@@ -16,7 +16,7 @@ from chat_double import FAULTS, Asked, ChatDouble, chat_double, plain_answer
 
 from collectors.regenerate.job import regenerate
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport
-from collectors.regenerate.server import ChatServer, ServerSettings, UnansweredError
+from collectors.regenerate.server import ChatServer, UnansweredError
 from hiddenstore import http
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, StorageError
 from hiddenstore.http import ServerAccess
@@ -144,7 +144,7 @@ def test_a_server_that_stays_silent_is_given_up_after_the_timeout(tmp_path: Path
 def test_a_server_that_goes_on_failing_is_given_up_with_its_own_words_first() -> None:
     with chat_double() as double:
         double.fault = lambda _asked, tries: "429" if tries == 2 else "500"
-        server = ChatServer(ServerSettings(ServerAccess(double.url, tries=5), "m", 0.0, 4))
+        server = ChatServer(ServerAccess(double.url, tries=5), RegenerateOptions((), "out.jsonl", model="m"))
         with pytest.raises(UnansweredError, match=r"^fault 500 \(HTTP 500 from .*\) \(5 tries\)$"):
             server.reply([{"role": "user", "content": "hi"}], None, 0)
         server.close()

@@ -449,7 +449,7 @@ CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% e
 
 @pytest.mark.parametrize("text", [CHATML, CHATML_TAGGED])
 @pytest.mark.parametrize("loss_on", ["assistant", "last-turn", "all"])
-@pytest.mark.parametrize("content", ["", "Let me see."])
+@pytest.mark.parametrize("content", ["", "Let me see.", "The adder helps."])
 def test_a12_tool_calls_that_the_template_does_not_write_reject_their_conversation(
     text: str, loss_on: LossOn, content: str
 ) -> None:

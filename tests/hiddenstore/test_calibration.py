@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hiddenstore.care.copy import open_copy, run_copy
-from hiddenstore.care.repair import gc
+from hiddenstore.care.gc import gc
 from hiddenstore.errors import CorruptionError
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.layout import slice_path
@@ -139,3 +139,14 @@ def test_a_copy_brings_the_slice(store: Store, tmp_path: Path) -> None:
     assert theirs is not None
     assert torch.equal(ours.aux.view(torch.int16), theirs.aux.view(torch.int16))
     assert verify(copied.path, "bytes").ok
+
+
+def test_gc_keeps_states_whose_document_a_stopped_writer_may_still_publish_a4(store: Store) -> None:
+    document, folder = Path(store.path) / SLICE_PATH, Path(store.path) / "calibration"
+    data = document.read_bytes()
+    document.unlink()
+    (states,) = folder.glob("slice-*.safetensors")
+    sweep = gc(store.path, dry_run=False, older_than_s=0)
+    assert [item.path for item in sweep.unfinished] == [str(states.relative_to(store.path))]
+    document.write_bytes(data)
+    assert verify(store.path, "bytes").findings == []

@@ -147,9 +147,14 @@ def test_repair_prints_a_plan_and_acts_with_y_only(tmp_path: Path) -> None:
     plan = run("repair", store.path)
     assert plan.exit_code == 0
     assert "nothing has changed yet" in plan.stdout
-    assert f"next: hiddenstore repair {store.path} -y" in plan.stderr
+    assert f"next: hiddenstore repair {store.path} -y --accept-loss {lost}" in plan.stderr
+    refused = run("repair", store.path, "-y")
+    assert refused.exit_code == 2
+    assert f"would drop {lost} of 6 samples" in " ".join(refused.stderr.split())
+    assert f"--accept-loss {lost}" in refused.stderr
+    assert run("repair", store.path, "-y", "--accept-loss", str(lost - 1)).exit_code == 2
     assert len(Store.open(store.path)) == 6
-    document = json.loads(run("repair", store.path, "-y", "--json").stdout)
+    document = json.loads(run("repair", store.path, "-y", "--accept-loss", str(lost), "--json").stdout)
     assert (document["done"], document["dropped"]) == (True, lost)
     assert len(Store.open(store.path)) == 6 - lost
     assert run("verify", store.path, "--full").exit_code == 0
@@ -183,13 +188,16 @@ def test_gc_sweeps_what_no_commit_names_once_it_is_old_enough(tmp_path: Path) ->
     orphan.mkdir()
     (orphan / "zarr.json").write_bytes(b"x" * 1000)
     young = run("gc", store.path, "-y")
-    assert "too young" in young.stdout
-    plan = run("gc", store.path, "--older-than", "0")
+    assert "--abandoned gives them up" in " ".join(young.stdout.split())
+    assert "too young" in run("gc", store.path, "--abandoned", "-y").stdout
+    plan = run("gc", store.path, "--older-than", "0", "--abandoned")
     assert plan.exit_code == 0
     assert "u-000000-deadbeef" in plan.stdout
-    assert f"next: hiddenstore gc {store.path} --older-than 0 -y" in plan.stderr
+    assert "would be given up" in " ".join(plan.stderr.split())
+    assert f"next: hiddenstore gc {store.path} --older-than 0 --abandoned -y" in plan.stderr
     assert orphan.exists()
-    assert json.loads(run("gc", store.path, "--older-than", "0", "-y", "--json").stdout)["done"] is True
+    words = ("gc", store.path, "--older-than", "0", "--abandoned", "-y", "--json")
+    assert json.loads(run(*words).stdout)["done"] is True
     assert not orphan.exists()
     assert run("verify", store.path, "--full").exit_code == 0
 

@@ -116,6 +116,8 @@ def test_the_package_runs_as_a_module() -> None:
         ("hiddenstore train STORE --dr", "plain,--drafter"),
         ("hiddenstore verify my-st", "file,my-st"),
         ("hiddenstore train STORE -o ru", "file,ru"),
+        ("hiddenstore copy SRC DST --recipe sa", "plain,safe"),
+        ("hiddenstore collect DATA --layers df", "plain,dflash"),
         ("hiddenstore nothing-of-that-na", ""),
     ],
 )

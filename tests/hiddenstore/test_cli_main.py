@@ -232,6 +232,8 @@ def test_verbose_prints_the_traceback(run_action: Callable[..., Result]) -> None
         (PermissionError(13, "Permission denied", "/x"), 5, "permission-denied"),
         (OSError(28, "No space left on device"), 5, "disk-full"),
         (OSError(24, "Too many open files", "/x"), 5, "too-many-open-files"),
+        (OSError(23, "Too many open files in system"), 5, "too-many-open-files"),
+        (OSError(12, "Cannot allocate memory"), 5, "out-of-memory"),
         (MemoryError(), 5, "out-of-memory"),
         (RuntimeError("can't start new thread"), 5, "too-many-threads"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 5, "out-of-memory"),

@@ -145,6 +145,7 @@ def test_a_snapshot_freezes_records_by_digest() -> None:
         "u-000002.json",
     ]
     assert (snapshot.samples, snapshot.tokens) == (3, 15)
+    fs.disk.overwrite(f"{fs.root}/{layout.STORE_JSON}", b"{}")
     path = f"{fs.root}/commits/u-000001.json"
     fs.disk.overwrite(path, seal(record("u-000001", "99999999")))
     with pytest.raises(CorruptionError) as other:
@@ -168,7 +169,9 @@ def test_names_parse_back_to_what_they_were_made_from() -> None:
     assert unit == "abababababab-000042"
     assert layout.parse_commit(layout.commit_path(unit).split("/")[1]) == (unit, 0)
     assert layout.parse_commit(layout.commit_path(unit, 3).split("/")[1]) == (unit, 3)
-    assert layout.parse_segment(layout.segment_path(unit, layout.new_attempt()).split("/")[1]) == unit
+    assert layout.segment_claims(layout.segment_path(unit, layout.new_attempt()).split("/")[1]) == ((unit, 0),)
+    revised = layout.segment_path(unit, layout.new_attempt(), 3).split("/")[1]
+    assert layout.segment_claims(revised) == ((unit, 3), (f"{unit}-r3", 0))
     assert layout.parse_input(layout.input_path(DIGEST).split("/")[1]) == DIGEST
 
 

@@ -92,13 +92,20 @@ def test_a_path_with_nothing_there_says_what_would_make_it(place: Path) -> None:
         "gc nothing",
         "plan store --target model",
         "collect store -o somewhere --target model",
+        "collect data -o somewhere --target model --recipe saef",
+        "collect data -o somewhere --target model --engine hff",
+        "collect data -o somewhere --target model --layers eagl3",
+        "plan data --target model --recipe saef",
         "vocab run",
         "export-data run --to specforge -o somewhere",
         "train data -o somewhere",
+        "train store -o somewhere --drafter eagel3",
+        "train store -o somewhere -c nothing.yaml",
         "train store -o somewhere optim.lrr=3",
         "train store -o somewhere optim.lr=fast",
         "eval store store",
         "export store --engine vllm -o somewhere",
+        "export run --engine vlm -o somewhere",
         "decode store --target model --prompts store",
     ],
 )
@@ -113,7 +120,7 @@ def test_wrong_folders_and_settings_are_refused_before_torch_is_imported(words: 
     command = [sys.executable, "-c", program, *words.split()]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert "fix: " in done.stderr or "should be a valid number" in done.stderr
+    assert "error: " in done.stderr
 
 
 def test_an_error_about_a_folder_is_printed_as_any_other(place: Path) -> None:

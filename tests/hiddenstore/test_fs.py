@@ -3,6 +3,8 @@
 import errno
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.disk import OPEN_FILES, PosixDisk
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.seam import Filesystem, is_inside, is_temporary
+from hiddenstore.testing.builders import make_store
 from tests.faults import Fault, FaultFilesystem, SimulatedCrash
 
 
@@ -266,3 +269,35 @@ def test_permission_denied_is_a_storage_error(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(StorageError, match="Permission denied") as error:
         LocalFilesystem(str(tmp_path), DeniedDisk()).create("a")
     assert error.value.kind == "permission-denied"
+
+
+def test_sixty_open_stores_share_the_descriptors_of_the_process_a15(tmp_path: Path) -> None:
+    stores = [LocalFilesystem(tmp_path / str(number)) for number in range(60)]
+    for fs in stores:
+        for number in range(10):
+            write(fs, f"f{number}", b"x")
+    before = len(os.listdir("/proc/self/fd"))
+    for fs in stores:
+        for number in range(10):
+            assert fs.read_range(f"f{number}", 0, 1) == b"x"
+    assert len(os.listdir("/proc/self/fd")) - before <= OPEN_FILES + 1
+
+
+def test_a_store_is_verified_under_a_small_limit_of_open_files_a15(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=20, codec="q8")
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64,) * 2);"
+        "from hiddenstore.verify import verify; sys.exit(len(verify(sys.argv[1], 'bytes').findings))"
+    )
+    command = [sys.executable, "-c", f"import sys; {program}", store.path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_that_was_removed_and_made_anew_is_read_anew(tmp_path: Path) -> None:
+    old, new = LocalFilesystem(tmp_path / "store"), LocalFilesystem(tmp_path / "store")
+    write(old, "a", b"old")
+    assert old.read_range("a", 0, 3) == b"old"
+    old.remove_tree("a")
+    write(new, "a", b"new")
+    assert new.read_range("a", 0, 3) == b"new"

@@ -65,10 +65,10 @@ def test_registering_twice_changes_nothing_and_pending_units_shrink(tmp_path: Pa
     before = fs.disk.files()
     assert register_input(store, prepared) == digest
     assert fs.disk.files() == before
-    assert pending_units(store, digest) == [unit.name for unit in prepared.units()]
+    assert list(pending_units(store, digest)) == [unit.name for unit in prepared.units()]
     registered = registered_inputs(fs)[digest]
     assert (registered.samples, registered.tokens) == (6, prepared.info.tokens)
-    assert registered.units == pending_units(store, digest)
+    assert registered.units == list(pending_units(store, digest))
 
 
 def test_the_same_input_cut_otherwise_is_a_conflict() -> None:

@@ -1,6 +1,7 @@
 """gc removes only what nothing needs; repair leaves out only what cannot be read and changes nothing else."""
 
 import os
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -9,12 +10,21 @@ import pytest
 import torch
 
 from hiddenstore import layout
-from hiddenstore.care.repair import DAMAGED, gc, repair
-from hiddenstore.errors import ConflictError, CorruptionError
+from hiddenstore.care.copy import open_copy, run_copy
+from hiddenstore.care.gc import gc
+from hiddenstore.care.recapture import recapture_unit
+from hiddenstore.care.repair import repair
+from hiddenstore.commit import DAMAGED, lost_samples, publish_commit
+from hiddenstore.documents import canonical, sha256_hex
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, StorageError
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.store import Store
-from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
 from hiddenstore.verify import verify
+from hiddenstore.writer import pending_units, publish_segment, write_unit
+from schemas.manifest import Container, Reject
+from tests.faults import FaultFilesystem
+from tests.invariants import contents, problems
 
 
 def tree(store: Store) -> dict[str, bytes]:
@@ -98,7 +108,7 @@ def test_repair_drops_the_damaged_samples_and_keeps_the_others_bit_for_bit(tmp_p
     assert set(plan.units[0].dropped) == set(lost)
     assert tree(store) == before
 
-    assert repair(store.path, dry_run=False).dropped == len(lost)
+    assert repair(store.path, dry_run=False, accept_loss=len(lost)).dropped == len(lost)
     repaired = Store.open(store.path)
     assert verify(store.path, "bytes").findings == []
     assert set(repaired.sample_ids) == set(healthy) - set(lost)
@@ -119,7 +129,7 @@ class RepairedMeanwhile(LocalFilesystem):
     def put_if_absent(self, path: str, data: bytes) -> bool:
         if not self.is_repaired:
             self.is_repaired = True
-            assert repair(self.root, dry_run=False).done
+            assert repair(self.root, dry_run=False, accept_loss=100).done
         return super().put_if_absent(path, data)
 
 
@@ -128,17 +138,33 @@ def test_of_two_repairs_at_once_one_wins_and_the_other_says_so(tmp_path: Path) -
     record = store.commits()[0]
     spoil(store, record.samples[0].id)
     with pytest.raises(ConflictError, match=f"unit {record.unit} was repaired by somebody else") as caught:
-        repair(RepairedMeanwhile(store.path), dry_run=False)
+        repair(RepairedMeanwhile(store.path), dry_run=False, accept_loss=100)
     assert (caught.value.kind, caught.value.hint) == ("repair-raced", "run it again")
     assert repair(store.path, dry_run=False).units == []
     assert verify(store.path, "bytes").findings == []
+
+
+def files_of(store: Store) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in Path(store.path).rglob("*") if path.is_file()}
+
+
+def test_a_repair_drops_more_than_one_percent_only_when_told_how_many(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    spoil(store, store.commits()[0].samples[0].id)
+    before = files_of(store)
+    with pytest.raises(ConfigError) as caught:
+        repair(store.path, dry_run=False)
+    assert (caught.value.kind, files_of(store)) == ("loss-not-accepted", before)
+    lost = repair(store.path).dropped
+    assert caught.value.hint == shlex.join(["hiddenstore", "repair", store.path, "-y", "--accept-loss", str(lost)])
+    assert repair(store.path, dry_run=False, accept_loss=lost).dropped == lost
 
 
 def test_a_unit_without_a_readable_sample_is_left_with_rejects_only(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     record = store.commits()[0]
     shutil.rmtree(Path(store.path) / record.segment)
-    repair(store.path, dry_run=False)
+    repair(store.path, dry_run=False, accept_loss=len(record.samples))
     repaired = Store.open(store.path)
     assert repaired.commits()[0].samples == ()
     assert len(repaired.commits()[0].rejects) == len(record.samples)
@@ -150,23 +176,32 @@ def test_what_repair_replaced_is_garbage_unless_a_snapshot_names_it(tmp_path: Pa
     record = store.commits()[0]
     spoil(store, record.samples[0].id)
     store.save_snapshot("train")
-    repair(store.path, dry_run=False)
+    repair(store.path, dry_run=False, accept_loss=len(record.samples))
     assert {note.kind for note in verify(store.path).notes} == {"superseded"}
     assert gc(store.path, older_than_s=0).remove == []
     (Path(store.path) / layout.snapshot_path("train")).unlink()
+    assert {note.kind for note in verify(store.path).notes} == {"superseded"}
     gc(store.path, dry_run=False, older_than_s=0)
     assert not (Path(store.path) / record.segment).exists()
     assert verify(store.path, "bytes").findings == verify(store.path).notes == []
 
 
-def test_a_record_that_cannot_be_read_is_set_aside_so_that_its_unit_can_be_collected_again(tmp_path: Path) -> None:
+def test_a_record_of_whose_samples_nothing_is_known_is_set_aside_so_that_its_unit_can_be_collected_again(
+    tmp_path: Path,
+) -> None:
     store = make_store(tmp_path)
     record = store.commits()[0]
     path = Path(store.path) / layout.commit_path(record.unit)
     path.write_bytes(path.read_bytes()[:-3])
+    kept = {digest: (Path(store.path) / layout.input_path(digest)) for digest in store.inputs()}
+    data = {at: at.read_bytes() for at in kept.values()}
+    for at in data:
+        at.unlink()
     with pytest.raises(CorruptionError):
         Store.open(store.path)
     assert [unit.forget for unit in repair(store.path, dry_run=False).units] == [True]
+    for at, content in data.items():
+        at.write_bytes(content)
     Store.open(store.path)
     assert (Path(store.path) / "quarantine" / "commits" / path.name).exists()
     assert [finding.kind for finding in verify(store.path).findings] == ["incomplete"]
@@ -223,3 +258,258 @@ def test_a_damaged_store_json_says_how_it_is_written_again(tmp_path: Path) -> No
     shutil.rmtree(tmp_path / "data")
     make_store(tmp_path)
     assert path.read_bytes() == kept
+
+
+def test_a_link_to_a_disk_that_is_not_mounted_is_no_damage_a1(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    record = store.commits()[0]
+    victim = next(Path(store.path) / record.segment / f.path for f in record.files if f.path.startswith("layer_1/c/"))
+    victim.rename(tmp_path / "elsewhere")
+    victim.symlink_to(tmp_path / "elsewhere")
+    assert repair(store.path).units == []
+    (tmp_path / "elsewhere").rename(tmp_path / "unmounted")
+    for look in (repair, verify):
+        with pytest.raises(StorageError) as error:
+            look(store.path)
+        assert error.value.kind == "absence-unknown"
+
+
+def test_a_record_of_another_version_stops_a_repair(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    record = store.commits()[0]
+    content = record.model_dump(mode="json") | {"of_the_future": 1}
+    body = canonical(content)
+    (Path(store.path) / layout.commit_path(record.unit)).write_bytes(
+        body[:-1] + b',"sha256":"%s"}\n' % sha256_hex(body).encode()
+    )
+    before = tree(store)
+    with pytest.raises(FormatError):
+        repair(store.path, dry_run=False, accept_loss=100)
+    assert tree(store) == before
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place % len(data)] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("container", ["zarr", "webdataset"])
+@pytest.mark.parametrize("place", [5, 1000, -90, -30])
+def test_a_record_that_cannot_be_read_is_made_again_from_a_segment_that_proves_itself_a3(
+    container: Container, place: int, tmp_path: Path
+) -> None:
+    store = make_store(tmp_path, container=container)
+    expected = contents(store)
+    record = store.commits()[0]
+    flip(Path(store.path) / layout.commit_path(record.unit), place)
+    (plan,) = repair(store.path).units
+    assert (plan.kept, plan.dropped, plan.source) == (len(record.samples), {}, record.segment)
+    repair(store.path, dry_run=False)
+    again = Store.open(store.path)
+    assert contents(again) == expected
+    assert problems(again, finished=True) == []
+    assert verify(store.path, "bytes").findings == []
+    assert again.commits()[0].engine == record.engine
+    assert again.commits()[0].stats.keys() == record.stats.keys()
+
+
+def test_a_damaged_revision_is_never_skipped_in_favour_of_an_older_one_a3(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=14)
+    record = max(store.commits(), key=lambda r: len(r.samples))
+    spoil(store, record.samples[-1].id)
+    lost = verify(store.path, "bytes").affected
+    repair(store.path, dry_run=False, accept_loss=len(lost))
+    gc(store.path, dry_run=False, older_than_s=0)
+    repaired = Store.open(store.path)
+    expected = contents(repaired)
+    assert set(expected) == set(store.sample_ids) - set(lost)
+    flip(Path(store.path) / layout.commit_path(record.unit, 1), 500)
+    assert gc(store.path, older_than_s=0, abandoned=True).remove == []
+    (plan,) = repair(store.path).units
+    assert plan.record == layout.commit_path(record.unit, 1).split("/")[1]
+    repair(store.path, dry_run=False, accept_loss=len(plan.dropped))
+    again = Store.open(store.path)
+    assert contents(again) == expected
+    assert layout.parse_commit(again.commit_files[0].name) is not None
+    assert problems(again) == []
+    assert lost_samples(next(r for r in again.commits() if r.unit == record.unit)) == set(lost)
+    assert verify(store.path, "bytes").findings == []
+
+
+def test_a_record_whose_segment_is_gone_leaves_samples_to_be_captured_again_a3(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    record = store.commits()[0]
+    ids = {sample.id for sample in record.samples}
+    shutil.rmtree(Path(store.path) / record.segment)
+    flip(Path(store.path) / layout.commit_path(record.unit), 400)
+    repair(store.path, dry_run=False, accept_loss=len(ids))
+    again = Store.open(store.path)
+    assert set(again.sample_ids) == set(store.sample_ids) - ids
+    assert lost_samples(again.commits()[0]) == ids
+    assert problems(again) == []
+
+
+def spoil_member(store: Store, sample: str) -> None:
+    """Flip a byte in the states of one sample of a tar."""
+    record, _ = store.locate(sample)
+    path = Path(store.path) / record.segment / "samples.tar"
+    flip(path, path.read_bytes().index(f"{sample}.layer_3".encode()) + 512 + 128)
+
+
+@pytest.mark.parametrize(
+    ("codec", "container"),
+    [("bf16", "zarr"), ("q8", "zarr"), *((codec, "webdataset") for codec in ("bf16", "q8", "q4", "lossless", "tiny"))],
+)
+def test_the_same_collect_brings_back_what_a_repair_dropped_bit_for_bit_a2(
+    codec: str, container: Container, tmp_path: Path
+) -> None:
+    store = make_store(tmp_path, samples=14, codec=codec, container=container)
+    expected = contents(store)
+    record = max(store.commits(), key=lambda r: len(r.samples))
+    (spoil if container == "zarr" else spoil_member)(store, record.samples[1].id)
+    lost = verify(store.path, "bytes").affected
+    # Chunks of a Zarr segment are longer than these units; members of a tar are of one sample.
+    assert lost == [sample.id for sample in record.samples] if container == "zarr" else [record.samples[1].id]
+    repair(store.path, dry_run=False, accept_loss=len(lost))
+    repaired = Store.open(store.path)
+    (pending,) = pending_units(repaired, record.input).values()
+    assert (pending.name, pending.revision) == (record.unit, 2)
+    samples = [sample for sample in make_samples(14) if pending.lacks(sample.id)]
+    assert {sample.id for sample in samples} == set(lost)
+    engine = ENGINE.model_copy(update={"version": "2"})
+    written = recapture_unit(repaired, pending, random_records(samples, store.capture), (), engine)
+    assert written is not None
+    stays = container == "webdataset"
+    assert (written.engine == ENGINE) == stays
+    assert [(part.engine, list(part.samples)) for part in written.recaptured] == ([(engine, lost)] if stays else [])
+    again = Store.open(store.path)
+    assert contents(again) == expected
+    assert [s.id for s in written.samples] == [s.id for s in record.samples]
+    assert verify(store.path, "bytes").findings == problems(again, finished=True) == []
+    assert pending_units(again, record.input) == {}
+
+
+def test_rejects_of_a_capture_are_never_pending_a2(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "1", samples=4)
+    (digest,) = store.inputs()
+    fresh = make_store(FaultFilesystem(), samples=1)
+    sample = make_samples(1)[0]
+    reject = Reject(id=sample.id, tokens=sample.tokens, reason="zeros", detail="sick")
+    write_unit(fresh, "u-000000", digest, (), [reject], ENGINE)
+    assert lost_samples(Store.open(fresh.fs).commits()[-1]) == frozenset()
+    assert pending_units(store, digest) == {}
+
+
+def test_the_same_copy_brings_back_what_a_repair_of_the_copy_dropped_a2(tmp_path: Path) -> None:
+    source = make_store(tmp_path, samples=14)
+    place = tmp_path / "copy"
+    run_copy(open_copy([source], place))
+    copied = Store.open(place)
+    expected = contents(copied)
+    record = max(copied.commits(), key=lambda r: len(r.samples))
+    spoil(copied, record.samples[0].id)
+    repair(place, dry_run=False, accept_loss=100)
+    assert len(Store.open(place)) < 14
+    report = run_copy(open_copy([source], place))
+    assert report.units == 1
+    again = Store.open(place)
+    assert contents(again) == expected
+    assert problems(again, finished=True) == []
+
+
+def test_gc_keeps_what_a_stopped_writer_may_still_commit_a4(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=10)
+    record = store.commits()[1]
+    path = Path(store.path) / layout.commit_path(record.unit)
+    data = path.read_bytes()
+    path.unlink()
+    age(Path(store.path) / record.segment, 30 * 86400)
+    sweep = gc(store.path, dry_run=False)
+    assert [item.path for item in sweep.unfinished] == [record.segment]
+    assert sweep.remove == []
+    path.write_bytes(data)
+    assert verify(store.path, "bytes").findings == []
+    assert len(Store.open(store.path)) == 10
+
+
+def test_gc_keeps_the_attempt_at_a_revision_that_nobody_has_committed_a4(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    record = store.commits()[0]
+    attempt = layout.segment_path(record.unit, "0badf00d", 1)
+    lost = layout.segment_path(record.unit, "0badf00d")
+    for path in (attempt, lost):
+        shutil.copytree(Path(store.path) / record.segment, Path(store.path) / path)
+    sweep = gc(store.path, older_than_s=0)
+    assert [item.path for item in sweep.remove] == [lost]
+    assert [item.path for item in sweep.unfinished] == [attempt]
+    assert publish_commit(store.fs, record.model_copy(update={"segment": attempt}), 1)
+    assert {item.path: item.reason for item in gc(store.path, older_than_s=0).remove} == {
+        lost: "orphan",
+        record.segment: "superseded",
+    }
+
+
+def test_gc_sweeps_nothing_of_a_unit_that_a_snapshot_names_by_a_record_that_is_gone_a4(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    store.save_snapshot("train")
+    record = store.commits()[0]
+    spoil(store, record.samples[0].id)
+    repair(store.path, dry_run=False, accept_loss=100)
+    path = Path(store.path) / layout.commit_path(record.unit)
+    path.write_bytes(path.read_bytes()[:-3])
+    assert gc(store.path, older_than_s=0, abandoned=True).remove == []
+    path.unlink()
+    assert gc(store.path, older_than_s=0, abandoned=True).remove == []
+
+
+def test_a_writer_whose_segment_was_given_up_does_not_commit_it_a4(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    record = store.commits()[0]
+    path = Path(store.path) / layout.commit_path(record.unit)
+    path.unlink()
+    gc(store.path, dry_run=False, older_than_s=0, abandoned=True)
+    assert not (Path(store.path) / record.segment).exists()
+    with pytest.raises(StorageError) as error:
+        publish_segment(store.fs, record)
+    assert error.value.kind == "segment-swept"
+    assert not path.exists()
+
+
+def test_a_second_quarantine_of_one_name_keeps_both_files_a17(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    head = Path(store.path) / "target" / "head.safetensors"
+    kept = head.read_bytes()
+    for number in range(3):
+        head.write_bytes(kept[:-1] + bytes([kept[-1] ^ (number + 1)]))
+        repair(store.path, dry_run=False)
+        assert not head.exists()
+    head.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    repair(store.path, dry_run=False)
+    folder = Path(store.path) / "quarantine" / "target"
+    assert {path.name: path.read_bytes()[-1] ^ kept[-1] for path in folder.iterdir()} == {
+        "head.safetensors": 1,
+        "head.safetensors.2": 2,
+        "head.safetensors.3": 3,
+    }
+
+
+@pytest.mark.parametrize("container", ["zarr", "webdataset"])
+def test_an_empty_record_of_a_unit_with_rejects_is_made_again_a3(container: Container, tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=14, container=container)
+    record = max(store.commits(), key=lambda r: len(r.samples))
+    members = [sample for sample in make_samples(14) if sample.id in {entry.id for entry in record.samples}]
+    path = Path(store.path) / layout.commit_path(record.unit)
+    path.unlink()
+    gc(store.path, dry_run=False, older_than_s=0, abandoned=True)
+    reject = Reject(id=members[1].id, tokens=members[1].tokens, reason="zeros", detail="sick")
+    stored = random_records([members[0], *members[2:]], store.capture)
+    assert write_unit(store, record.unit, record.input, stored, [reject], ENGINE)
+    expected = contents(Store.open(store.path))
+    path.write_bytes(b"")
+    repair(store.path, dry_run=False, accept_loss=1)
+    again = Store.open(store.path)
+    assert contents(again) == expected
+    assert problems(again) == []
+    # Nothing says any more why it was refused, so the same collect decides again.
+    assert lost_samples(next(r for r in again.commits() if r.unit == record.unit)) == {members[1].id}

@@ -266,7 +266,7 @@ def test_top_tokens_that_no_distribution_has_are_named(tmp_path: Path, target: T
         log_probs[2, 1] = float("nan")
     records[4] = replace(records[4], topk=TopK(ids, log_probs, topk.lse))
     report = looked(store_of(tmp_path / "sick", target, records, codec="tiny", profile=profile_of(target)))
-    assert kinds(report) == {{"order": "top-tokens", "vocabulary": "token-range", "nan": "non-finite"}[what]}
+    assert kinds(report) == {{"order": "top-tokens", "vocabulary": "token-range", "nan": "array-invalid"}[what]}
     assert set(report.affected) == {records[4].sample.id}
 
 

@@ -170,7 +170,7 @@ def test_the_enumeration_notices_what_is_not_made_durable(forgotten: str, monkey
     plan = Plan()
     assert plan.expected
     if forgotten == "commit":
-        monkeypatch.setattr(writer, "publish_commit", lambda fs, record: True)
+        monkeypatch.setattr(writer, "publish_commit", lambda *_: True)
     else:
         monkeypatch.setattr(FaultDisk, forgotten, lambda self, target: None)
     distinct, _ = survivors(plan)

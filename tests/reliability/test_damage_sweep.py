@@ -58,7 +58,7 @@ class Sweep:
         else:
             report = verify(self.fs, depth="bytes")
             # A deleted input costs no sample: it is a note.
-            gone = [note.path for note in report.notes if note.kind == "path-missing"]
+            gone = [note.path for note in report.notes if note.kind == "input-missing"]
             assert report.findings or any(path.endswith(tuple(gone)) for path in paths), f"damage of {paths} is silent"
             self.by_verify += 1
 

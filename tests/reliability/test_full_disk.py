@@ -15,13 +15,13 @@ from tests.invariants import contents, garbage, problems
 SIZE_BYTES = 1 << 20
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(params=[f"size={SIZE_BYTES}"])
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     if os.geteuid() != 0:
         pytest.skip("mounting a tmpfs needs root")
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", request.param, "tmpfs", str(folder)]
     try:
         done = subprocess.run(mount, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -48,3 +48,11 @@ def test_a_full_disk_stops_cleanly_and_the_job_finishes_once_there_is_room(small
     finished = make_store(small_disk, samples=8, codec="bf16")
     assert problems(finished, finished=True) == []
     assert contents(finished) == expected
+
+
+@pytest.mark.parametrize("small_disk", [f"size={SIZE_BYTES},nr_inodes=60"], indirect=True)
+def test_inodes_that_are_used_up_are_named_as_such_a18(small_disk: Path) -> None:
+    with pytest.raises(StorageError, match="all inodes of its disk are used") as error:
+        make_store(small_disk, samples=8, codec="bf16")
+    assert (error.value.kind, error.value.exit_code) == ("inodes-used-up", 5)
+    assert problems(Store.open(small_disk / "store")) == []

@@ -214,6 +214,8 @@ def test_decode_reads_messages_and_writes_conversations_back(made, tmp_path):
     assert [row["messages"][-1]["role"] for row in written] == ["assistant", "assistant"]
     assert [len(row["messages"]) for row in written] == [2, 2]
     assert all(len(row["answer_ids"]) <= 12 for row in written)
+    cut = [row for row in written if row["messages"][-1].get("finish_reason") == "length"]
+    assert {len(row["answer_ids"]) for row in cut} == {12}, "prepare does not teach the end of what was cut"
 
 
 def test_people_see_the_same_figures_and_the_next_command(made, tmp_path):

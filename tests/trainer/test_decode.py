@@ -216,7 +216,7 @@ def test_an_eagle3_drafter_decodes_the_greedy_text_and_eval_on_that_text_counts_
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_trees_are_refused_of_a_target_whose_layers_see_a_window(family, monkeypatch):
-    monkeypatch.setattr("trainer.evaluate.decode.LOOP_SHARE", 1.0)
+    monkeypatch.setattr("trainer.evaluate.speculate.LOOP_SHARE", 1.0)
     loaded = tiny_target(family)
     identity = identity_of("tiny", loaded.model, make_tokenizer(), loaded.model.config.to_dict())
     windowed = LiveTarget(loaded.model, make_tokenizer(), identity, AUX_LAYERS)

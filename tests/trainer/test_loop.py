@@ -209,8 +209,8 @@ def test_a_resume_refuses_another_store_and_takes_a_copy(store: Store, tmp_path:
 
 def test_c17_the_live_line_says_what_the_gradient_norm_is_clipped_to() -> None:
     assert _norm_text(0.5, 1.0) == "0.50"
-    assert _norm_text(2.345, 1.0) == "2.35 clipped to 1"
-    assert _norm_text(4236.4, 1.0) == "4,236 clipped to 1"
+    assert _norm_text(2.345, 1.0) == "2.35 (clip 1)"
+    assert _norm_text(4236.4, 1.0) == "4,236 (clip 1)"
 
 
 def test_tensorboard_gets_event_files_when_asked(store: Store, tmp_path: Path) -> None:

@@ -222,11 +222,11 @@ def test_a_server_that_is_not_there_and_one_that_refuses_are_said_so(prompts, tm
     assert found["message"].startswith("the prompt is longer than the context (HTTP 400 from ")
 
 
-def test_bad_words_are_usage_errors(prompts):
+def test_bad_words_are_usage_errors(prompts, tmp_path):
     assert "--prompts" in error(["--engine", "vllm", "--server", "http://127.0.0.1:1"], 2)["message"]
     assert "http://HOST:PORT" in error(["--engine", "vllm", "--server", "ftp://x", "--prompts", prompts], 2)["message"]
-    assert "leave RUN and STORE out" in error(["run", "store", "--engine", "vllm"], 2)["message"]
-    assert "RUN and STORE" in error(["run", "store", "--server", "http://127.0.0.1:1"], 2)["message"]
+    assert "leave RUN and STORE out" in error([str(tmp_path), "--engine", "vllm"], 2)["message"]
+    assert "RUN and STORE" in error([str(tmp_path), "--server", "http://127.0.0.1:1"], 2)["message"]
 
 
 def test_drafts_for_others_meanwhile_are_noticed(prompts, monkeypatch):

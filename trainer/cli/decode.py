@@ -1,13 +1,14 @@
 """``hiddenstore decode``: real speculative decoding beside the plain greedy baseline."""
 
 import json
+from collections.abc import Iterable
 from itertools import islice, tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.stores import RUN
+from hiddenstore.cli.words import RUN
 from hiddenstore.console.output import common_options, examples, output
 from trainer.cli.evaluate import acceptance_rows, draft_len_option, floor_members, judge_floor, shape_text
 
@@ -100,11 +101,9 @@ def decode(
         **_document(result, simulated, temperature),
         **floor_members(floor),
     }
-    if answers:
-        _write_answers(Path(answers), result, list(islice(copy, result.tried)), live.tokenizer)
+    _write_answers(answers, result, islice(copy, result.tried), live)
     output().data(document, human=lambda: _show(document))
-    if not temperature:
-        judge_floor(document, info)
+    judge_floor(document, info)
     _warn_of_prompts(prompts, unusable, len(result.prompts), count)
     _judge(document, live.identity.dtype)
     output().hint("hiddenstore", "export", run, "--engine", "vllm", "-o", "drafter")
@@ -234,13 +233,18 @@ def _judge(document: dict[str, Any], dtype: str) -> None:
         raise click.exceptions.Exit(3)
 
 
-def _write_answers(path: Path, result: "DecodeResult", prompts: "list[Prompt]", tokenizer: Any) -> None:
-    lines = []
+def _write_answers(path: str | None, result: "DecodeResult", source: "Iterable[Prompt]", live: "LiveTarget") -> None:
+    """Where a ``path`` is given: a line per decoded prompt. Of an answer that was cut it says so, which keeps
+    ``prepare`` from teaching its end."""
+    if path is None:
+        return
+    prompts, stops, lines = list(source), live.stop_ids, []
     for index, prompt, answer in zip(result.indices, result.prompts, result.by_shape[-1].answers, strict=True):
-        text = tokenizer.decode(answer, skip_special_tokens=True)
+        text = live.tokenizer.decode(answer, skip_special_tokens=True)
         messages = prompts[index].messages
         row: dict[str, Any] = {"prompt_ids": prompt, "answer_ids": answer, "answer": text}
         if messages is not None:
-            row["messages"] = [*messages, {"role": "assistant", "content": text}]
+            end = {} if answer[-1] in stops else {"finish_reason": "length"}
+            row["messages"] = [*messages, {"role": "assistant", "content": text, **end}]
         lines.append(json.dumps(row, ensure_ascii=False))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")

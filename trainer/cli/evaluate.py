@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
-from hiddenstore.cli.stores import RUN, STORE
+from hiddenstore.cli.words import RUN, STORE
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import ConfigError, Kind
 
@@ -71,7 +71,8 @@ def floor_members(floor: "NgramFloor | None") -> dict[str, Any]:
 def judge_floor(document: dict[str, Any], info: "RunInfo") -> None:
     """Warn where a table of what usually comes next is accepted as much as the drafter."""
     length, floor = document["accepted_length"], document["ngram_accepted_length"]
-    if floor is not None and length <= floor:
+    # Drafts that were drawn are accepted by another rule than the floor's.
+    if floor is not None and length <= floor and not document.get("temperature"):
         steps = max(2 * document["step"], 100)
         output().warn(
             f"the drafter's {length:.3f} does not beat the n-gram floor of {floor:.3f}: so far a lookup table does as "

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.stores import RUN, STORE
+from hiddenstore.cli.words import RUN, STORE
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.dumps import LAYOUTS, SHORT_NAMES
 from hiddenstore.errors import ConfigError, Kind
@@ -59,12 +59,14 @@ def export(
     if run is None or engine is None or out is None:
         raise click.UsageError(f"{' and '.join(missing)} missing; --list shows which engine takes which drafter")
     from trainer.export.support import ENGINES
+
+    # An engine that does not exist is said before anything is loaded, torch included.
+    engine = ENGINES[engine].name
+
     from trainer.export.write import checkpoint_of, stretched
     from trainer.export.write import export as write
     from trainer.train.run_folder import load_drafter
 
-    # An engine that does not exist is said before anything is loaded.
-    engine = ENGINES[engine].name
     loaded = load_drafter(run)
     checkpoint = checkpoint_of(loaded, run, target)
     if yarn is not None:

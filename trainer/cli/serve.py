@@ -35,7 +35,7 @@ class WithEngineFlags(click.Command):
 @click.argument("drafter", required=False, metavar="[DIR]")
 @click.option("--target", help="Folder or hub id of the target.")
 @click.option("--engine", type=click.Choice(["vllm", "sglang", "trtllm"]), help="What serves it.")
-@click.option("--engine-version", metavar="V", help="Write the command for this version of the engine.")
+@click.option("--engine-version", "version", metavar="V", help="Write the command for this version of the engine.")
 @click.option("--method", metavar="M", help="How to draft without a drafter: ngram, mtp, none; or what DIR is.")
 @click.option("--draft-len", type=click.IntRange(min=1), help="Tokens drafted per step. Default: the drafter's own.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the engine's speculation.")
@@ -46,55 +46,42 @@ class WithEngineFlags(click.Command):
     show_default=True,
     help="A command, a Python program, a container, or trtllm-bench with the same file.",
 )
-@click.option("-o", "--write", "file", type=click.Path(dir_okay=False), help="Where to write the configuration file.")
+@click.option(
+    "-o", "--write", "config_file", type=click.Path(dir_okay=False), help="Where to write the configuration file."
+)
 @click.option("--print-only", is_flag=True, help="Print what would run, and run nothing.")
 @click.option("--check", "checked", type=click.Path(dir_okay=False), help="Check a TensorRT-LLM YAML file instead.")
 @common_options
-def serve(drafter: str | None, **options: Any) -> None:
+def serve(drafter: str | None, engine: str | None, print_only: bool, checked: str | None, **options: Any) -> None:
     """Serve a target with a drafter: print the engine's exact command and configuration, or run it.
 
     DIR is what ``hiddenstore export`` wrote, or a published drafter. Everything after -- goes to the engine.
     """
-    if options["checked"]:
-        _check(options["checked"], options["engine_version"])
+    if checked:
+        _check(checked, options["version"])
         return
     from trainer.serve import ENGINES
     from trainer.serve.launch import become, document_of, plan_of, require_installed, resolve, script, show, write_files
     from trainer.serve.plan import ServeOptions
 
-    missing = [f"--{name}" for name in ("target", "engine") if not options[name]]
-    if missing:
+    missing = [name for name, value in (("--target", options["target"]), ("--engine", engine)) if not value]
+    if engine is None or missing:
         raise ConfigError(
             f"serve needs {' and '.join(missing)}",
             kind=Kind.SERVE_SETTING,
             hint="hiddenstore serve DIR --target Qwen/Qwen3-8B --engine vllm",
         )
-    engine = ENGINES[options["engine"]]
-    request = ServeOptions(
-        target=options["target"],
-        drafter=drafter,
-        method=options["method"],
-        draft_len=options["draft_len"],
-        version=options["engine_version"],
-        form=options["form"],
-        settings=options["settings"],
-        flags=click.get_current_context().meta[_FLAGS],
-        config_file=options["file"],
-    )
-    resolved = resolve(engine, request)
-    plan = plan_of(engine, resolved.request)
-    runs = not options["print_only"] and output().mode != "json"
+    serving = ENGINES[engine]
+    flags = click.get_current_context().meta[_FLAGS]
+    resolved = resolve(serving, ServeOptions(drafter=drafter, flags=flags, **options))
+    request, plan = resolved.request, plan_of(serving, resolved.request)
+    runs = not print_only and output().mode != "json"
     if runs:
-        require_installed(plan, engine, options["form"])
-    if options["file"] or runs:
+        require_installed(plan, serving, request.form)
+    if request.config_file or runs:
         write_files(plan.files)
-    document = document_of(resolved.request, plan, engine.name)
-    document["warnings"] = resolved.warnings
-    output().data(
-        document,
-        human=lambda: show(resolved.request, plan, engine.title),
-        quiet=script(resolved.request, plan),
-    )
+    document = document_of(request, plan, engine) | {"warnings": resolved.warnings}
+    output().data(document, human=lambda: show(request, plan, serving.title), quiet=script(request, plan))
     for warning in resolved.warnings:
         output().warn(warning)
     for note in plan.notes:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.stores import STORE
+from hiddenstore.cli.words import STORE, Name
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import HiddenstoreError, Kind
 from trainer.drafters import DRAFTERS
@@ -15,7 +15,6 @@ from trainer.presets import preset_names
 if TYPE_CHECKING:
     from trainer.train.loop import TrainReport
 
-_OF_DRAFTERS = ("drafter", "loss")
 _REFUSED_BY_DISK = {Kind.DISK_FULL, Kind.IO_ERROR, Kind.PERMISSION_DENIED}
 _REPORTED_BY_RANK_0 = {Kind.ANOTHER_RANK, Kind.INTERRUPTED, Kind.LOSS_NOT_FINITE, Kind.LOSS_STAYS_HIGH}
 
@@ -24,11 +23,7 @@ class _Train(click.Command):
     """Its settings can be checked before the store exists: a `hiddenstore.cli.inner.Checked`."""
 
     def check(self, **params: Any) -> None:
-        from trainer.presets import settings_file
-        from trainer.settings import check_settings
-
-        file = None if params["file"] is None else settings_file(params["file"])
-        check_settings(params["drafter"], file, params["words"])
+        _refuse_settings(params["drafter"], params["file"], params["words"])
 
 
 @click.command(
@@ -44,7 +39,12 @@ class _Train(click.Command):
 @click.argument("store", type=STORE)
 @click.argument("words", nargs=-1, metavar="[KEY.PATH=VALUE]...")
 @click.option("-o", "--out", "run", required=True, metavar="RUN", help="Folder of the run.")
-@click.option("--drafter", metavar="NAME", help=f"{', '.join(DRAFTERS)}; eagle3 where nothing else names one.")
+@click.option(
+    "--drafter",
+    type=Name(DRAFTERS.require, DRAFTERS),
+    metavar="NAME",
+    help=f"{', '.join(DRAFTERS)}; eagle3 where nothing else names one.",
+)
 @click.option(
     "-c", "--config", "file", metavar="FILE", help=f"YAML settings, or a preset by name: {', '.join(preset_names())}."
 )
@@ -86,16 +86,16 @@ def train(store: str, words: tuple[str, ...], run: str, drafter: str | None, fil
 
 def _refuse_settings(drafter: str | None, file: str | None, words: tuple[str, ...]) -> None:
     """Wrong settings cost what it takes to see them: those that no drafter has a part in do not wait for torch."""
-    from hiddenstore.settings import check
+    from hiddenstore.settings import assignments, check
     from trainer.config import TrainConfig
-
-    common = [word for word in words if not word.startswith(_OF_DRAFTERS)]
-    if len(common) == len(words) and file is None:
-        check(TrainConfig, None, common, {"data": {"pack_tokens": 1}})
     from trainer.presets import settings_file
+
+    path = None if file is None else settings_file(file)
+    if not any(assignments(section, path, words) for section in ("drafter", "loss")):
+        check(TrainConfig, path, words, {"data": {"pack_tokens": 1}})
     from trainer.settings import check_settings
 
-    check_settings(drafter, None if file is None else settings_file(file), words)
+    check_settings(drafter, path, words)
 
 
 def _document(report: "TrainReport") -> dict[str, Any]:

@@ -239,7 +239,8 @@ def require_stored_states(target: LiveTarget, store: Store) -> bool:
     last = target.identity.num_layers - 1
     for layer, rows in (*zip(target.aux_layers, states.aux, strict=True), (last, states.final)):
         distance = match_layer(profile, rows, range(count))[layer]
-        if distance > SAME_LAYER:
+        # A distance that is no number is not small either.
+        if not distance <= SAME_LAYER:
             raise FormatError(
                 f"target {target.identity.name} is not the target {store.path} was captured from: config, tokenizer, "
                 f"embeddings and head agree, but the states of layer {layer} are {distance:.3g} from the stored "
@@ -260,8 +261,9 @@ def target_differences(trained_for: TargetIdentity, store: Store, trained_on: St
     count = min(one.common_prefix(np.asarray(other.tokens)), _leading(other))
     for layer, (expected, actual) in enumerate(zip(one.layers, other.layers, strict=True) if count else (), -1):
         angle = np.square(np.subtract(expected.projections[:count], actual.projections[:count])).mean() / 2
-        scale = np.square(np.log(np.divide(expected.rms[:count], actual.rms[:count]))).mean()
-        if angle + scale > SAME_LAYER:
+        sizes = (np.maximum(sketches.rms[:count], 1e-12) for sketches in (expected, actual))
+        scale = np.square(np.log(np.divide(*sizes))).mean()
+        if not angle + scale <= SAME_LAYER:
             apart = f"{angle + scale:.3g} apart in the stored layer profiles, expected at most {SAME_LAYER:g}"
             return [f"states of layer {layer}: {apart}"]
     return []

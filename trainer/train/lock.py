@@ -54,14 +54,21 @@ class RunLock:
                     self._lock(handle)
                     # Whoever had it may have removed the file in between: then the lock is on nothing.
                     if _is_at(self.path, handle):
-                        os.truncate(handle, 0)
-                        os.pwrite(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+                        self._sign(handle)
                         self._handle = handle
                 finally:
                     if self._handle is None:
                         os.close(handle)
             except OSError as error:
                 raise storage_error(error, str(self.path)) from error
+
+    def _sign(self, handle: int) -> None:
+        try:
+            os.truncate(handle, 0)
+            os.pwrite(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        except OSError:
+            self.path.unlink(missing_ok=True)
+            raise
 
     def _lock(self, handle: int) -> None:
         run = self.path.parent

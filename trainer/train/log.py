@@ -145,9 +145,9 @@ class RunLog:
 
 
 def _norm_text(norm: float, clip: float) -> str:
-    """``4,236 clipped to 1``: large norms of raw gradients are usual, as aux states have channels of great size."""
+    """``4,236 (clip 1)``: large norms of raw gradients are usual, as aux states have channels of great size."""
     shown = f"{norm:,.2f}" if norm < 100 else f"{norm:,.0f}"
-    return shown if norm <= clip else f"{shown} clipped to {clip:g}"
+    return shown if norm <= clip else f"{shown} (clip {clip:g})"
 
 
 def _open_board(run: Path, start: int) -> Any:

@@ -250,10 +250,10 @@ def create(
     }
     is_new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
-    lock.take()
-    refuse_existing(path, "give another -o folder")
-    (path / METRICS).unlink(missing_ok=True)
     try:
+        lock.take()
+        refuse_existing(path, "give another -o folder")
+        (path / METRICS).unlink(missing_ok=True)
         for name, data in files.items():
             replace_file(path / name, data)
     except OSError:

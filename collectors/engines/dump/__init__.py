@@ -1,4 +1,4 @@
-"""What other projects have dumped, as an engine. Adding a format is a file here and a line in ``FORMATS``."""
+"""What other projects have dumped, as an engine. Adding a format is a class here and a line in ``FORMATS``."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

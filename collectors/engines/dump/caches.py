@@ -136,8 +136,10 @@ class AutomodelCache(PeerSource):
         super().__init__(name, folder, width)
         manifest = read_manifest(folder / MANIFEST)
         require_version(folder / MANIFEST, manifest, "format_version", self.version)
+        layers: Any = manifest.get(self.layers_key)
+        has_layers = isinstance(layers, list) and all(isinstance(item, int) for item in layers)
         self.stated = Stated(
-            layers=_ids(manifest.get(self.layers_key)),
+            layers=tuple(layers) if has_layers else None,
             width=_number(manifest.get("hidden_size")),
             vocab_size=_number(manifest.get("target_vocab_size")),
             version=str(self.version),
@@ -191,12 +193,6 @@ def _length(file: OpenFile, index: int) -> int:
     if length < 2:
         raise Unusable("empty", f"attention_mask leaves {length} tokens")
     return length
-
-
-def _ids(value: Any) -> tuple[int, ...] | None:
-    if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
-        return None
-    return tuple(value)
 
 
 def _number(value: Any) -> int | None:

@@ -1,13 +1,21 @@
-"""What a person typed as STORE (a path, or ``path@snapshot``), DATA or RUN: refused at once where it is something else.
+"""What a person typed: STORE (a path, or ``path@snapshot``), DATA, RUN and names of tables.
 
-A command is told so while click reads its words, before it imports torch.
+Where it is something else, that is said while click reads the words of a command, before the command imports torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import (
+    BashComplete,
+    CompletionItem,
+    FishComplete,
+    ShellComplete,
+    ZshComplete,
+    add_completion_class,
+)
 
 from hiddenstore.folders import kind_of, missing
 from hiddenstore.layout import STORE_JSON
@@ -30,6 +38,22 @@ class Place(click.Path):
         if ctx is None or not ctx.meta.get(WORDS_ONLY):
             self._require(value)
         return value
+
+
+class Name(click.ParamType):
+    """A word that ``require`` judges; completed to one of ``names``, beside which there may be others."""
+
+    name = "text"
+
+    def __init__(self, require: Callable[[str], Any], names: Iterable[str]) -> None:
+        self._require, self._names = require, names
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        self._require(value)
+        return value
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in self._names if name.startswith(incomplete)]
 
 
 def _require_store(text: str) -> None:
@@ -71,3 +95,18 @@ def open_store(text: str, *, strict: bool = True) -> "Store":
     from hiddenstore.store import Store
 
     return Store.open(*split_snapshot(text), strict=strict)
+
+
+class _Paths(ShellComplete):
+    """Completes a word of a command that nothing else is known of as a path."""
+
+    def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem]:
+        items = super().get_completions(args, incomplete)
+        is_word_of_command = bool(args) and not incomplete.startswith("-")
+        return items or ([CompletionItem(incomplete, type="file")] if is_word_of_command else [])
+
+
+def complete_paths() -> None:
+    """Make click complete paths too, in every shell it knows."""
+    for shell in (BashComplete, ZshComplete, FishComplete):
+        add_completion_class(type(shell.__name__, (_Paths, shell), {}))
