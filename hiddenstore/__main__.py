@@ -1,5 +1,5 @@
 """``python -m hiddenstore``."""
 
-from hiddenstore.cli import main
+import runpy
 
-main(prog_name="hiddenstore")
+runpy.run_module("hiddenstore.cli", run_name="__main__", alter_sys=True)

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ Samples = Callable[[], Iterator[np.ndarray]]
 
 
 class Format:
-    """One way to read samples from a folder. ``shuffles``: whether one can be read without those before it. Those that
-    write too have ``write(samples)``, for a folder that exists and is empty; others read what those wrote. By itself it
-    is the format of what has no files: a codec alone."""
+    """Samples in a folder, or none: by itself it is the format of what has no files, a codec alone.
+
+    ``shuffles``: whether a sample can be read without those before it. What can be written has ``write(samples)``, for
+    a folder that exists and is empty; what can be read has ``read_all``.
+    """
 
     shuffles = True
 
@@ -33,9 +36,13 @@ class Format:
     def open(self) -> None:
         """Whatever a reader does once."""
 
+
+class SampleFormat(Format, ABC):
+    """A format whose samples are read one by one."""
+
+    @abstractmethod
     def read(self, index: int, out: np.ndarray) -> None:
         """One sample into ``out`` [L, t, D]."""
-        raise NotImplementedError(f"{type(self).__name__} reads no single sample")
 
     def read_all(self, out_of: Callable[[int], np.ndarray]) -> None:
         """Every sample in stored order, the ``index``-th into ``out_of(index)``."""
@@ -43,7 +50,7 @@ class Format:
             self.read(index, out_of(index))
 
 
-class Preadv(Format):
+class Preadv(SampleFormat):
     """The raw file and one system call a sample: what no format can beat by much."""
 
     def open(self) -> None:
@@ -57,7 +64,7 @@ class Preadv(Format):
             done += os.preadv(self._file, [view[done:].data], self._offsets[index] + done)
 
 
-class TorchFiles(Format):
+class TorchFiles(SampleFormat):
     """``torch.save`` and ``torch.load``, one file a sample: what SpecForge and ModelOpt write."""
 
     def write(self, samples: Samples) -> None:
@@ -78,7 +85,7 @@ class TorchFilesDropped(TorchFiles):
         self._load(index)
 
 
-class Safetensors(Format):
+class Safetensors(SampleFormat):
     """One safetensors file a sample, read through mmap."""
 
     def write(self, samples: Samples) -> None:
@@ -104,7 +111,7 @@ class SafetensorsSealed(Safetensors):
                 hashlib.file_digest(file, "sha256")
 
 
-class Mds(Format):
+class Mds(SampleFormat):
     """MosaicML streaming, local shards, global random access."""
 
     compression: str | None = None
@@ -138,7 +145,7 @@ class MdsZstd(Mds):
         super().read_all(out_of)
 
 
-class LitData(Format):
+class LitData(SampleFormat):
     """LitData's binary chunks; it refuses bf16 tensors, so the bits are stored."""
 
     compression: str | None = None
@@ -200,7 +207,7 @@ class WebDataset(Format):
             np.copyto(out, np.frombuffer(sample["h.bin"], np.uint16).reshape(out.shape))
 
 
-class Lance(Format):
+class Lance(SampleFormat):
     """Lance, one row a token, one fixed-size-list column a layer."""
 
     def write(self, samples: Samples) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.storage.formats import Format, Samples
+from benchmarks.storage.formats import SampleFormat, Samples
 from benchmarks.storage.states import RawStates, loss_mask
 from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.base import Encoded
@@ -89,7 +89,7 @@ def write_store(
     return Store.open(folder / "store")
 
 
-class Ours(Format):
+class Ours(SampleFormat):
     """``Store.read_into``: every chunk checked, decoded straight into place."""
 
     recipe = "raw"
@@ -190,7 +190,7 @@ class Codec:
             torch.cuda.synchronize(self.device)
 
 
-class StockZarr(Format):
+class StockZarr(SampleFormat):
     """zarr-python on the arrays of our store, into place; lossless arrays too."""
 
     pipeline: str | None = None

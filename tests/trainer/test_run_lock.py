@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from hiddenstore.errors import ConfigError, ConflictError
+from hiddenstore.errors import ConfigError, ConflictError, StorageError
 from tests.trainer.runs import WORDS, tiny_store
 from tests.trainer.test_resume import start
 from trainer.train.lock import WRITER, RunLock
 from trainer.train.loop import train
+from trainer.train.run_folder import TrainOptions, create, open_new
+from trainer.vocab import DraftVocab
 
 LONG = [*WORDS, "train.max_steps=100000", "train.checkpoint_every=5", "train.validate_every=0"]
 
@@ -90,3 +92,15 @@ def test_a_lock_is_given_back_and_taken_again_by_the_same_process(tmp_path: Path
             with pytest.raises(ConflictError, match=f"process {os.getpid()} on "):
                 other.take()
         assert not (tmp_path / WRITER).exists()
+
+
+def test_a_folder_that_cannot_be_locked_keeps_what_another_process_began_in_it(tmp_path: Path) -> None:
+    store, run = tiny_store(tmp_path), tmp_path / "run"
+    options = TrainOptions(store.path, tmp_path / "done", words=WORDS)
+    _, config = open_new(options)
+    (run / WRITER).mkdir(parents=True)
+    for name in ("config.yaml", "run.json"):
+        (run / name).write_text("another process has begun here")
+    with pytest.raises(StorageError):
+        create(run, store, config, DraftVocab.full(store.capture.target.vocab_size), 1.0, lock=RunLock(run))
+    assert sorted(path.name for path in run.iterdir()) == [WRITER, "config.yaml", "run.json"]

@@ -1,6 +1,7 @@
 """The folder of a run: its files, what it is trained on and starts from, and whether it may be made or continued."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -252,8 +253,15 @@ def create(
     path.mkdir(parents=True, exist_ok=True)
     try:
         lock.take()
-        refuse_existing(path, "give another -o folder")
-        (path / METRICS).unlink(missing_ok=True)
+    except OSError:
+        # Without the lock nothing here is ours but an empty folder.
+        with suppress(OSError):
+            if is_new:
+                path.rmdir()
+        raise
+    refuse_existing(path, "give another -o folder")
+    (path / METRICS).unlink(missing_ok=True)
+    try:
         for name, data in files.items():
             replace_file(path / name, data)
     except OSError:
