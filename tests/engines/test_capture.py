@@ -110,13 +110,22 @@ def test_samples_longer_than_a_batch_are_run_in_chunks(engine: VllmProcess) -> N
     assert (settings["chunked_prefill"], settings["prefix_caching"], settings["dtype"]) == ("true", "true", "float32")
 
 
+def bytes_in(folder: Path) -> int:
+    """Bytes of the files in ``folder``; vLLM's own threads rename and remove them meanwhile."""
+    total = 0
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
+
+
 def test_the_folder_holds_a_few_requests_at_any_time_and_none_afterwards(
     engine: VllmProcess, reference: LoadedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, put = [], assembly.Assembly.put
 
     def measure(self: assembly.Assembly, *words: object) -> None:
-        seen.append(sum(file.stat().st_size for file in engine._scratch.path.iterdir()))
+        seen.append(bytes_in(engine._scratch.path))
         put(self, *words)  # type: ignore[arg-type]
 
     monkeypatch.setattr(assembly.Assembly, "put", measure)
