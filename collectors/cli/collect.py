@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 )
 @click.argument("data", type=DATA)
 @click.option("-o", "--out", "store", required=True, type=click.Path(), help="The store; the same command resumes.")
-@click.option("--target", required=True, help="A local folder or a hub id.")
+@click.option("--target", required=True, help="A local folder, a GGUF file or a hub id.")
 @revision_option
 @click.option("--template", type=click.Path(), help="The chat template file that prepare was given.")
 @engine_option

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.argument("source", type=click.Path(), metavar="SRC")
 @click.option("--from", "peer", required=True, metavar="FORMAT", help=f"Who wrote it: {', '.join(FORMATS)}.")
 @click.option("-o", "--out", "store", required=True, type=click.Path(), help="The store; the same command goes on.")
-@click.option("--target", required=True, help="The target the dump was made with: a local folder or a hub id.")
+@click.option("--target", required=True, help="What the dump was made with: a local folder, a GGUF file or a hub id.")
 @revision_option
 @click.option("--template", type=click.Path(), help="The chat template file that the conversations were rendered with.")
 @click.option("--layers", help="Layers of the dump's columns: eagle3, dflash or 1,15,28 (by their output, from 0).")

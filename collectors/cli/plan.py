@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
 )
 @click.argument("data", type=DATA)
-@click.option("--target", required=True, help="A local folder or a hub id; its weights are not read.")
+@click.option("--target", required=True, help="A local folder, a GGUF file or a hub id; its weights are not read.")
 @revision_option
 @click.option("--template", type=click.Path(), help="The chat template file that prepare was given.")
 @click.option("--layers", type=layers_type, default="eagle3", show_default=True, help="As for collect.")

@@ -45,7 +45,7 @@ TOKEN_OPTIONS = (
 )
 @click.argument("inputs", metavar="[INPUT…]", nargs=-1)
 @click.option("-o", "--out", type=click.Path(), metavar="DATA", help="Folder (generate: JSONL file) to write; new.")
-@click.option("--target", metavar="T", help="Target folder or hub id: its tokenizer and chat template.")
+@click.option("--target", metavar="T", help="Target folder, GGUF file or hub id: its tokenizer and chat template.")
 @revision_option
 @remote_code_option
 @click.option("--mix", type=click.Path(), metavar="FILE", help="YAML of sources with caps or weights, for INPUT.")

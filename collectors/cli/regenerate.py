@@ -32,7 +32,7 @@ class Shard(click.ParamType):
 )
 @click.argument("inputs", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, type=click.Path(), help="The JSONL file to write.")
-@click.option("--target", help="A local folder or a hub id: it answers in this process.")
+@click.option("--target", help="A local folder, a GGUF file or a hub id: it answers in this process.")
 @click.option("--server", metavar="URL", help="An OpenAI-compatible server that answers, such as vLLM.")
 @click.option("--model", metavar="M", help="The model to ask the server for; default: the only one it serves.")
 @click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the server's key.")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
+from hiddenstore.targets.gguf import target_folder
 from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_sha256
 from schemas.capture import TargetIdentity
 
@@ -97,7 +98,7 @@ class TargetFolder:
 def open_target(
     name: str, revision: str | None = None, template: str | None = None, trust_remote_code: bool = False
 ) -> TargetFolder:
-    """Read config and tokenizer of a local folder or a hub id; no weights.
+    """Read config and tokenizer of a local folder, a GGUF file or a hub id; no weights.
 
     ``template`` is the text of a chat template that stands in for the target's own.
 
@@ -107,7 +108,7 @@ def open_target(
     """
     from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-    path = Path(name)
+    path = Path(name := target_folder(name))
     if path.is_dir() and not (path / CONFIG_FILE).is_file():
         raise ConfigError(
             f"target folder {name} has no {CONFIG_FILE}",

@@ -34,7 +34,7 @@ TIE_GAP_HALF = 0.5
     ),
 )
 @click.argument("run", type=RUN)
-@click.option("--target", required=True, help="Folder or hub id of the target the drafter was trained for.")
+@click.option("--target", required=True, help="Folder, GGUF file or hub id of the target the drafter was trained for.")
 @click.option("--prompts", required=True, help="JSONL of messages, prepared DATA, or a store (its validation split).")
 @draft_len_option
 @click.option("-n", "--count", type=click.IntRange(min=1), default=40, show_default=True, help="Prompts to decode.")

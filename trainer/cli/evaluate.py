@@ -357,8 +357,10 @@ def _open(engine: str, options: _ServerOptions, url: str, render: "Render | None
 def _renderer(target: str) -> "Render":
     from transformers import AutoTokenizer
 
+    from hiddenstore.targets.gguf import target_folder
+
     try:
-        tokenizer = AutoTokenizer.from_pretrained(target)
+        tokenizer = AutoTokenizer.from_pretrained(target_folder(target))
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"no tokenizer at {target}: {reason}", kind=Kind.TARGET_UNREADABLE) from error

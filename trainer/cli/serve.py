@@ -33,7 +33,7 @@ class WithEngineFlags(click.Command):
     ),
 )
 @click.argument("drafter", required=False, metavar="[DIR]")
-@click.option("--target", help="Folder or hub id of the target.")
+@click.option("--target", help="Folder, GGUF file or hub id of the target.")
 @click.option("--engine", type=click.Choice(["vllm", "sglang", "trtllm"]), help="What serves it.")
 @click.option("--engine-version", "version", metavar="V", help="Write the command for this version of the engine.")
 @click.option("--method", metavar="M", help="How to draft without a drafter: ngram, mtp, none; or what DIR is.")

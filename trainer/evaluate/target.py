@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.store import Store
+from hiddenstore.targets.gguf import target_folder
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import (
     chat_template_sha256,
@@ -182,6 +183,7 @@ def load_live_target(
     """Load a target from a folder or hub id and refuse another than the drafter was trained for. ``dtype`` defaults to
     float32 on a CPU and to the checkpoint's own elsewhere. Raises NotFoundError: ``target-missing``; ConfigError:
     ``target-incomplete``, ``target-unreadable``; FormatError: ``target-mismatch``, naming every difference."""
+    name = target_folder(name)
     folder = Path(name)
     if not folder.exists() and name.startswith((".", "/", "~")):
         raise NotFoundError(f"target {name} does not exist", kind=Kind.TARGET_MISSING)

@@ -1,0 +1,240 @@
+"""Targets in llama.cpp's GGUF, converted once into a folder that every engine reads.
+
+The weights are dequantised by transformers' own reader and kept in bf16 (F32 and F16 files in their own dtype). What
+that reader drops without a word is refused by name: stretched rotary frequencies, fields of the architecture it does
+not know, and rules that split text before the merges, which it takes to be GPT-2's.
+"""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from hiddenstore.console.output import output
+from hiddenstore.errors import ConfigError, Kind, NotFoundError
+from hiddenstore.fs.publish import new_folder
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+SUFFIX = ".gguf"
+RECORD_FILE = "gguf.json"
+"""What a converted folder says of its origin: file, digest, and tensors by their form of quantisation."""
+_BLOCK, _BLOCKS = 4096, 16
+_DTYPES = {"F32": "float32", "F16": "float16"}
+
+# Rules that split text before the merges, by llama.cpp's names for them; as in the tokenizer.json of these models.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLITS: dict[str, str | None] = {
+    "gpt-2": None,
+    "smollm": r"\p{N}",
+    "llama-bpe": _WORDS + r"\p{N}{1,3}" + _REST,
+    "qwen2": _WORDS + r"\p{N}" + _REST,
+}
+
+# Fields that transformers does not read, and the member of its config that must say the same.
+_SAME_AS = {
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "rope.dimension_count": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+
+
+def target_folder(name: str) -> str:
+    """The folder or hub id that stands for a target: a GGUF file, or a folder whose only content is one, as what it was
+    converted into; everything else as it is.
+
+    Raises:
+        NotFoundError: ``target-missing``: no such file.
+        ConfigError: ``target-unreadable``: several GGUF files, one of a split file, or one that transformers cannot
+            read or would read otherwise than it was written.
+    """
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").exists():
+        files = sorted(path.glob(f"*{SUFFIX}"))
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise ConfigError(
+                f"{name} holds several GGUF files: {names}", kind=Kind.TARGET_UNREADABLE, hint=f"--target {files[0]}"
+            )
+        path = files[0] if files else path
+    if path.suffix != SUFFIX or path.is_dir():
+        return name
+    if not path.is_file():
+        raise NotFoundError(f"target {path} does not exist", kind=Kind.TARGET_MISSING)
+    return str(_converted(path))
+
+
+def cache_folder() -> Path:
+    """Where conversions are kept: ``HIDDENSTORE_CACHE``, else ``hiddenstore`` in the user's cache."""
+    own, users = os.environ.get("HIDDENSTORE_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own) if own else Path(users or Path.home() / ".cache") / "hiddenstore"
+
+
+def _converted(path: Path) -> Path:
+    reader = _reader(path)
+    digest = _digest(path, reader)
+    folder = cache_folder() / "gguf" / digest[:16] / path.stem
+    if (folder / RECORD_FILE).is_file():
+        return folder
+    forms = Counter(tensor.tensor_type.name for tensor in reader.tensors)
+    _require_whole(path, reader, forms)
+    split = _split_rule(path, reader)
+    text = ", ".join(f"{count} {form}" for form, count in forms.most_common())
+    output().note(f"converting {path.name} ({text}) once into {folder}")
+    with new_folder(folder) as hidden, TemporaryDirectory() as room:
+        # Beside other files transformers would read some of them instead.
+        alone = Path(room, path.name)
+        alone.symlink_to(path.absolute())
+        _write_model(alone, reader, forms, hidden)
+        _tokenizer(alone, split, _tokenizer_beside(path)).save_pretrained(hidden)
+        record = {"file": path.name, "sha256_of_blocks": digest, "tensors": dict(forms)}
+        (hidden / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def _reader(path: Path) -> "GGUFReader":
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(path)
+    except Exception as error:  # numpy slices of a damaged file raise anything
+        raise _unreadable(path, f"is no whole GGUF file: {error}", f"download {path.name} again") from error
+
+
+def _digest(path: Path, reader: "GGUFReader") -> str:
+    """sha256 over size, header, a tokenizer.json beside, and 16 blocks of 4 KiB of every tensor, so that a
+    file is known without reading all of it."""
+    beside = _tokenizer_beside(path)
+    digest = hashlib.sha256(str(path.stat().st_size).encode() + (b"" if beside is None else beside.read_bytes()))
+    with path.open("rb") as file:
+        digest.update(file.read(reader.data_offset))
+        for tensor in reader.tensors:
+            for block in range(_BLOCKS):
+                file.seek(tensor.data_offset + block * max(0, tensor.n_bytes - _BLOCK) // (_BLOCKS - 1))
+                digest.update(file.read(min(_BLOCK, tensor.n_bytes)))
+    return digest.hexdigest()
+
+
+def _require_whole(path: Path, reader: "GGUFReader", forms: Mapping[str, int]) -> None:
+    """Refuse what cannot be read, or would be read otherwise than it was written."""
+    from gguf import dequantize
+
+    if _field(reader, "split.count", 0) > 1:
+        raise _unreadable(path, "is one part of a split file", f"llama-gguf-split --merge {path} whole.gguf")
+    for form in forms:
+        tensor = next(tensor for tensor in reader.tensors if tensor.tensor_type.name == form)
+        try:
+            dequantize(tensor.data[:1], tensor.tensor_type)
+        except NotImplementedError as error:
+            message = f"holds {form}, which nothing here dequantises"
+            raise _unreadable(path, message, "name a file in Q8_0, Q4_K_M, F16 or BF16") from error
+    stretched = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
+    stretched += [name for name in reader.fields if ".rope.scaling." in name]
+    if stretched and _field(reader, f"{_architecture(reader)}.rope.scaling.type", "") != "none":
+        message = f"stretches its rotary frequencies ({', '.join(stretched)}), which transformers' reader drops"
+        raise _unreadable(path, message, "name the checkpoint it was made from")
+
+
+def _split_rule(path: Path, reader: "GGUFReader") -> str | None:
+    """The pattern that splits text before the merges; None for GPT-2's, and where the vocabulary has no merges."""
+    pre = str(_field(reader, "tokenizer.ggml.pre", "gpt-2"))
+    if _field(reader, "tokenizer.ggml.model", "") != "gpt2" or _tokenizer_beside(path) is not None:
+        return None
+    if pre not in _SPLITS:
+        message = f"splits text by the rule {pre!r}, which transformers' reader takes to be GPT-2's"
+        raise _unreadable(path, message, f"put the tokenizer.json of the original beside {path.name}")
+    return _SPLITS[pre]
+
+
+def _write_model(path: Path, reader: "GGUFReader", forms: Mapping[str, int], out: Path) -> None:
+    """Write config and weights as ``save_pretrained`` writes them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # transformers draws bars of its own while it reads.
+    with redirect_stderr(StringIO()):
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
+            )
+        except Exception as error:  # transformers knows some architectures, and computes with any metadata
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise _unreadable(path, f"cannot be read by transformers: {reason}") from error
+        absent = sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])})
+        if absent:
+            raise _unreadable(path, f"lacks {', '.join(absent[:4])} ({len(absent)} in all)")
+        config = type(model.config).from_dict(
+            {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+        )
+        _require_same(path, reader, config)
+        whole = {_DTYPES.get(form, "bfloat16") for form in forms if form != "F32"} or {"float32"}
+        dtype = getattr(torch, whole.pop() if len(whole) == 1 else "bfloat16")
+        # A model that says it was quantised refuses to be saved.
+        with torch.device("meta"):
+            plain = type(model)(config)
+        plain.load_state_dict(model.state_dict(), assign=True)
+        plain.tie_weights()
+        plain.generation_config = model.generation_config
+        plain.to(dtype).save_pretrained(out)
+
+
+def _tokenizer_beside(path: Path) -> Path | None:
+    """The tokenizer.json of the original, where somebody put it beside the file."""
+    beside = path.parent / "tokenizer.json"
+    return beside if beside.is_file() else None
+
+
+def _tokenizer(path: Path, split: str | None, beside: Path | None) -> Any:
+    from tokenizers import Regex, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    if beside is not None:
+        own = PreTrainedTokenizerFast(tokenizer_file=str(beside), **tokenizer.special_tokens_map)
+        own.chat_template = tokenizer.chat_template
+        return own
+    if split is not None:
+        pattern = pre_tokenizers.Split(Regex(split), "isolated")
+        # A pattern of digits alone leaves the words to GPT-2's own.
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split == _SPLITS["smollm"])
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pattern, words])
+    return tokenizer
+
+
+def _require_same(path: Path, reader: "GGUFReader", config: Any) -> None:
+    """Refuse fields of the architecture that transformers does not read, unless its config says the same anyway."""
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    name = _architecture(reader)
+    read = GGUF_CONFIG_MAPPING.get(config.model_type) or GGUF_CONFIG_MAPPING.get(name) or {}
+    prefix, lost = f"{name}.", []
+    for field in (field for field in reader.fields if field.startswith(prefix)):
+        key, value = field.removeprefix(prefix), reader.fields[field].contents()
+        if read.get(key) is None and getattr(config, _SAME_AS.get(key, ""), None) != value and value not in (0, False):
+            lost.append(f"{field}={value}")
+    if lost:
+        message = f"says {', '.join(lost)}, which transformers' reader drops"
+        raise _unreadable(path, message, "name the checkpoint it was made from")
+
+
+def _architecture(reader: "GGUFReader") -> str:
+    return str(_field(reader, "general.architecture", ""))
+
+
+def _field(reader: "GGUFReader", name: str, default: Any) -> Any:
+    field = reader.fields.get(name)
+    return default if field is None else field.contents()
+
+
+def _unreadable(path: Path, message: str, hint: str | None = None) -> ConfigError:
+    return ConfigError(f"target {path} {message}", kind=Kind.TARGET_UNREADABLE, hint=hint)

@@ -1,0 +1,168 @@
+"""A GGUF target is the checkpoint it was written from, and what its reader would drop is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from collectors.demo import TARGET_DIR
+from collectors.targets.folder import open_target
+from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.targets.gguf import RECORD_FILE, target_folder
+
+TEXTS = ["What does `json.dumps` do?\n\n  It's 12345 times.", "naïve café 漢字 🙂\t<|user|>hi"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HIDDENSTORE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write_gguf(path: Path, form: str = "BF16", pre: str = "gpt-2", without: str = "", **fields: Any) -> Path:
+    """The bundled target as llama.cpp's converter writes a Llama: pairs of rotary channels side by side."""
+    config, tokenizer = AutoConfig.from_pretrained(TARGET_DIR), AutoTokenizer.from_pretrained(TARGET_DIR)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(sorted(model["vocab"], key=model["vocab"].__getitem__))
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    writer.add_token_types([3 if token in special else 1 for token in range(config.vocab_size)])
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    writer.add_pad_token_id(config.pad_token_id)
+    writer.add_chat_template(tokenizer.chat_template)
+    for name, value in fields.items():
+        writer.add_uint32(f"llama.{name.replace('__', '.')}", value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in load_file(TARGET_DIR / "model.safetensors").items():
+        weight = tensor.float()
+        if count := next((count for part, count in heads.items() if part in name), None):
+            weight = weight.view(count, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        short = names.get_name(name, try_suffixes=(".weight",))
+        if short == without:
+            continue
+        kind = gguf.GGMLQuantizationType[form if weight.ndim > 1 else "F32"]
+        writer.add_tensor(short, gguf.quants.quantize(weight.numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_bf16_file_is_the_checkpoint_it_was_written_from(tmp_path: Path) -> None:
+    folder = target_folder(str(write_gguf(tmp_path / "small.gguf")))
+    written, expected = (load_file(Path(at) / "model.safetensors") for at in (folder, TARGET_DIR))
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+    one, other = (AutoTokenizer.from_pretrained(at) for at in (folder, TARGET_DIR))
+    assert one(TEXTS).input_ids == other(TEXTS).input_ids
+    assert one.chat_template == other.chat_template
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == 2
+    # transformers computes the same with it, rotary order included.
+    ids = torch.tensor([one(TEXTS[0]).input_ids])
+    logits = [AutoModelForCausalLM.from_pretrained(at)(ids).logits for at in (folder, TARGET_DIR)]
+    assert torch.equal(*logits)
+
+
+def test_a_quantised_file_is_what_its_codes_say(tmp_path: Path) -> None:
+    folder = Path(target_folder(str(write_gguf(tmp_path / "small.gguf", "Q8_0"))))
+    name = "model.layers.3.mlp.down_proj.weight"
+    weight = load_file(TARGET_DIR / "model.safetensors")[name].float().numpy()
+    kind = gguf.GGMLQuantizationType.Q8_0
+    codes = gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind)
+    written = load_file(folder / "model.safetensors")[name]
+    assert written.dtype is torch.bfloat16
+    assert np.array_equal(written.float().numpy(), torch.from_numpy(codes).bfloat16().float().numpy())
+    assert json.loads((folder / RECORD_FILE).read_text())["tensors"]["Q8_0"] == 57
+
+
+def test_a_file_is_converted_once_and_another_one_anew(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "small.gguf")
+    first = target_folder(str(path))
+    weights = Path(first) / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    assert (target_folder(str(path)), weights.stat().st_mtime_ns) == (first, written)
+    assert target_folder(str(write_gguf(path, "F16"))) != first
+    assert len(list((cache / "gguf").iterdir())) == 2
+
+
+def test_a_folder_with_one_file_is_that_file_and_with_two_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    write_gguf(folder / "small.gguf")
+    assert open_target(str(folder)).label == "small"
+    (folder / "second.gguf").write_bytes((folder / "small.gguf").read_bytes())
+    with pytest.raises(ConfigError, match=r"several GGUF files: second.gguf, small.gguf"):
+        target_folder(str(folder))
+
+
+def test_folders_and_hub_ids_stay_what_they_are(tmp_path: Path) -> None:
+    assert target_folder(str(TARGET_DIR)) == str(TARGET_DIR)
+    assert target_folder("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+    with pytest.raises(NotFoundError, match=r"nope\.gguf does not exist"):
+        target_folder(str(tmp_path / "nope.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pre": "tekken"}, "splits text by the rule 'tekken'"),
+        ({"without": "blk.2.ffn_up.weight"}, r"lacks model\.layers\.2\.mlp\.up_proj\.weight"),
+        ({"rope__scaling__factor": 8}, r"stretches its rotary frequencies \(llama\.rope\.scaling\.factor\)"),
+        ({"attention__sliding_window": 512}, r"says llama\.attention\.sliding_window=512"),
+        ({"attention__key_length": 64}, r"says llama\.attention\.key_length=64"),
+    ],
+)
+def test_what_the_reader_would_drop_is_refused_by_name(
+    tmp_path: Path, cache: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        target_folder(str(write_gguf(tmp_path / "small.gguf", **fields)))
+    assert not list(cache.rglob("model.safetensors"))
+
+
+def test_a_field_that_says_what_the_config_says_is_no_loss(tmp_path: Path) -> None:
+    assert Path(target_folder(str(write_gguf(tmp_path / "small.gguf", attention__key_length=32)))).is_dir()
+
+
+def test_the_rule_of_another_family_splits_as_its_own_tokenizer(tmp_path: Path) -> None:
+    folder = target_folder(str(write_gguf(tmp_path / "small.gguf", pre="smollm")))
+    pieces = AutoTokenizer.from_pretrained(folder).backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 120 it's")
+    assert [piece for piece, _ in pieces] == ["a", "Ġ", "1", "2", "0", "Ġit", "'s"]
+
+
+def test_a_tokenizer_beside_the_file_wins(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "small.gguf", pre="tekken")
+    (tmp_path / "tokenizer.json").write_bytes((TARGET_DIR / "tokenizer.json").read_bytes())
+    one, other = (AutoTokenizer.from_pretrained(at) for at in (target_folder(str(path)), TARGET_DIR))
+    assert one(TEXTS).input_ids == other(TEXTS).input_ids
+    assert (one.eos_token_id, one.chat_template) == (other.eos_token_id, other.chat_template)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, 20_000, -5000])
+def test_a_file_cut_anywhere_is_named(tmp_path: Path, keep: int) -> None:
+    path = write_gguf(tmp_path / "small.gguf")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ConfigError, match=r"small\.gguf is no whole GGUF file"):
+        target_folder(str(path))
