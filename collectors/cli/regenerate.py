@@ -45,6 +45,7 @@ class Shard(click.ParamType):
 @click.option("--max-samples", type=click.IntRange(min=1), help="Only the first N conversations.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes (tiny targets).")
 @click.option("--seed", type=int, help="Equal seeds give equal answers; default: 0, and none sent to a server.")
+@click.option("--take", metavar="FILE", type=click.Path(), help="Only write what was answered so far to FILE.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 …")
 @click.option(
     "--set",
@@ -55,14 +56,18 @@ class Shard(click.ParamType):
 )
 @common_options
 @click.pass_context
-def regenerate(ctx: click.Context, more: tuple[str, ...], **options: Any) -> None:
+def regenerate(ctx: click.Context, more: tuple[str, ...], take: str | None, **options: Any) -> None:
     """Let the target write the answers of conversations itself, turn by turn.
 
     A drafter has to predict the target, not the people or models who wrote the data. Conversations without answers get
     one after every user turn. Answers with more than 30 % repeated 4-grams are dropped with their conversation, and the
-    share is shown. Answers are kept as they come: after a kill the same command goes on.
+    share is shown. Answers are kept as they come: after a kill the same command goes on, and with --take it makes a
+    file of what there is, while it runs or after it was stopped.
     """
+    from pathlib import Path
+
     from collectors.regenerate.job import regenerate as run
+    from collectors.regenerate.job import take_answered
     from collectors.regenerate.options import MoreSettings, RegenerateOptions
     from hiddenstore.process import drain_on_signal
     from hiddenstore.settings import load
@@ -71,7 +76,11 @@ def regenerate(ctx: click.Context, more: tuple[str, ...], **options: Any) -> Non
     settings = load(MoreSettings, dotlist=more).model_dump()
     out = output()
     with drain_on_signal() as drain:
-        report = run(RegenerateOptions(**options, **settings), out.note, lambda: drain.requested)
+        request = RegenerateOptions(**options, **settings)
+        if take is not None:
+            report = take_answered(request, Path(take))
+        else:
+            report = run(request, out.note, lambda: drain.requested)
     names = ("out", "read", "written", "answers", "tokens", "cut", "short", "resumed")
     document = {name: getattr(report, name) for name in names} | {
         "dropped": dict(report.dropped),

@@ -22,7 +22,7 @@ from collectors.regenerate.options import RegenerateOptions, RegenerateReport, a
 from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
-from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind
+from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind, NotFoundError
 from hiddenstore.fs.publish import new_file, refuse_existing_file
 
 
@@ -56,7 +56,8 @@ def regenerate(
     folder.claim(answer_settings(options, label))
     shard_report = report = RegenerateReport(str(out))
 
-    def check() -> None:
+    def beat(tokens: int) -> None:
+        shard.count_drawn(tokens)
         if stopping():
             raise InterruptError(
                 "stopped as asked; every answer so far is kept", kind=Kind.INTERRUPTED, hint="the same command goes on"
@@ -67,18 +68,41 @@ def regenerate(
         total = None if None in counts else sum(count or 0 for count in counts) // options.shard[1]
         with AnswerLog(folder.file(options.shard[0])) as log, Progress("regenerate", total, "answers") as progress:
             shard = _Shard(options, shard_report, log, progress)
-            answer_all(shard.rewrites(sources), log.replies, shard.record, check)
+            answer_all(shard.rewrites(sources), log.replies, shard.record, beat)
             log.finish(shard.conversations)
     finally:
         folder.remove_if_empty()
     shard_report.waiting = folder.unfinished()
     if not shard_report.waiting:
-        report = _write(sources, options, folder)
+        report = _write(sources, options, folder, out)
         report.resumed, report.new_tokens = shard_report.resumed, shard_report.new_tokens
         folder.remove()
     report.seconds = time.monotonic() - began
     if report.dropped and not report.waiting:
         note("dropped: " + ", ".join(f"{count} {reason}" for reason, count in sorted(report.dropped.items())))
+    return report
+
+
+def take_answered(options: RegenerateOptions, path: Path) -> RegenerateReport:
+    """Write the conversations whose answers are all there to ``path``, from a run that goes on or was stopped; its
+    answers stay. The others are counted as ``not-answered``.
+
+    Raises:
+        ConflictError: ``output-exists``; ``answers-differ``: the answers belong to other conversations.
+        NotFoundError: ``path-missing``: no such run has answered anything.
+        CaptureError: ``nothing-answered``.
+    """
+    began = time.monotonic()
+    refuse_existing_file(path)
+    folder = AnswersFolder(Path(options.out), options.shard[1])
+    if not any(folder.file(shard).is_file() for shard in range(1, folder.shards + 1)):
+        raise NotFoundError(
+            f"{folder.path} holds no answers of {plural(folder.shards, 'shard')}",
+            kind=Kind.PATH_MISSING,
+            hint="the same INPUT, -o and --shard as the run that answers",
+        )
+    report = _write(open_sources(options.inputs), options, folder, path)
+    report.seconds = time.monotonic() - began
     return report
 
 
@@ -91,6 +115,7 @@ class _Shard:
     log: AnswerLog
     progress: Progress
     conversations: int = 0
+    drawn: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def rewrites(self, sources: list[Source]) -> Iterator[Rewrite]:
@@ -111,7 +136,17 @@ class _Shard:
             self.report.new_tokens += reply.tokens * is_new
             if is_done:
                 self.report.count(rewrite)
-            self.progress.advance(1, tokens=self.report.new_tokens, looping=self.report.dropped["looping"])
+            self._show(1)
+
+    def count_drawn(self, tokens: int) -> None:
+        """Show tokens of answers that have not ended."""
+        with self.lock:
+            self.drawn += tokens
+            self._show(0)
+
+    def _show(self, answers: int) -> None:
+        tokens = max(self.drawn, self.report.new_tokens)
+        self.progress.advance(answers, tokens=tokens, looping=self.report.dropped["looping"])
 
 
 def _conversations(sources: list[Source], options: RegenerateOptions) -> Iterator[Rewrite | tuple[str, str]]:
@@ -143,20 +178,24 @@ def _require_usable(sources: list[Source], options: RegenerateOptions) -> None:
     raise ConfigError("\n".join([what, *listed]), kind=Kind.NOTHING_USABLE)
 
 
-def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFolder) -> RegenerateReport:
+def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFolder, out: Path) -> RegenerateReport:
     """The output from the answers of all shards, in the order of the input."""
-    report = RegenerateReport(str(options.out))
-    shards = range(1, folder.shards + 1)
-    with ExitStack() as stack, new_file(Path(options.out)) as file:
-        logs = [stack.enter_context(AnswerLog(folder.file(shard), is_read_only=True)) for shard in shards]
+    report = RegenerateReport(str(out))
+    with ExitStack() as stack, new_file(out) as file:
+        shards = (folder.file(shard) for shard in range(1, folder.shards + 1))
+        logs = [stack.enter_context(AnswerLog(path, is_read_only=True)) if path.is_file() else None for path in shards]
         for item in _conversations(sources, options):
             report.read += 1
             if not isinstance(item, Rewrite):
                 report.drop(*item)
                 continue
-            for reply in logs[item.number % folder.shards].replies(item):
+            log = logs[item.number % folder.shards]
+            for reply in log.replies(item) if log is not None else ():
                 item.advance()
                 item.take(reply)
+            if item.advance():
+                report.drop("not-answered", f"conversation {item.number + 1}")
+                continue
             report.count(item)
             if item.drop is None:
                 file.write(json.dumps(item.row(), ensure_ascii=False).encode() + b"\n")

@@ -120,5 +120,7 @@ def _names(calls: Any) -> list[str]:
 
 Recorded = Callable[[Rewrite], list[Reply]]
 Take = Callable[[Rewrite, Reply], None]
-# Answers every turn of every conversation: those recorded first; ``Take`` gets each reply, the last may raise to stop.
-AnswerAll = Callable[[Iterator[Rewrite], Recorded, Take, Callable[[], None]], None]
+Beat = Callable[[int], None]
+"""Gets the tokens drawn since it was called last, often; may raise to stop."""
+AnswerAll = Callable[[Iterator[Rewrite], Recorded, Take, Beat], None]
+"""Answers every turn of every conversation: those recorded first; ``Take`` gets each reply."""

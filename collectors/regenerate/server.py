@@ -7,14 +7,14 @@ with the reasoning of vLLM's and SGLang's reasoning parsers (``reasoning_content
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 from collectors.conversations.parse import Message
 from collectors.regenerate.options import RegenerateOptions
-from collectors.regenerate.rewrite import AnswerAll, Recorded, Reply, Rewrite, Take
+from collectors.regenerate.rewrite import AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from hiddenstore.console.text import plural
 from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, Kind, StorageError
 from hiddenstore.http import HttpClient, RefusedError, ServerAccess
@@ -150,18 +150,18 @@ class _ServerRun:
         self._error: BaseException | None = None
         self._is_over = False
 
-    def answer_all(self, rewrites: Iterator[Rewrite], check: Callable[[], None]) -> None:
-        """Answer every turn of every conversation; ``check`` may raise to stop.
+    def answer_all(self, rewrites: Iterator[Rewrite], beat: Beat) -> None:
+        """Answer every turn of every conversation; ``beat`` may raise to stop.
 
         Raises:
             StorageError: ``server-failing``: the budget is spent, or nothing was answered.
             ConfigError: ``server-refused``: wrong key or model, or every request was refused.
         """
         try:
-            self._pass(rewrites, check, last=False)
+            self._pass(rewrites, beat, last=False)
             again, self._failed = [rewrite for rewrite, _ in self._failed], []
             if again:
-                self._pass(iter(again), check, last=True)
+                self._pass(iter(again), beat, last=True)
             share = self._options.max_failure_share
             if self._failed and (not self._answers or len(self._failed) > share * self._conversations):
                 raise self._failing(f"more than max_failure_share={share:g} of {self._conversations}")
@@ -173,7 +173,7 @@ class _ServerRun:
             self._is_over = True
             self._server.close()
 
-    def _pass(self, rewrites: Iterator[Rewrite], check: Callable[[], None], last: bool) -> None:
+    def _pass(self, rewrites: Iterator[Rewrite], beat: Beat, last: bool) -> None:
         # Daemons: a request on its way must not hold up a process that was asked to stop.
         threads = [
             threading.Thread(target=self._work, args=(rewrites, last), daemon=True)
@@ -184,10 +184,10 @@ class _ServerRun:
         for thread in threads:
             while thread.is_alive() and self._error is None:
                 thread.join(_POLL_S)
-                check()
+                beat(0)
         if self._error is not None:
             raise self._error
-        check()
+        beat(0)
 
     def _work(self, rewrites: Iterator[Rewrite], last: bool) -> None:
         try:
@@ -278,7 +278,7 @@ def open_server(options: RegenerateOptions) -> tuple[str, AnswerAll]:
         with closing(ChatServer(replace(access, tries=2), options)) as asked_once:
             server.model = asked_once.only_model()
 
-    def answer_all(rewrites: Iterator[Rewrite], recorded: Recorded, take: Take, check: Callable[[], None]) -> None:
-        _ServerRun(server, options, recorded, take).answer_all(rewrites, check)
+    def answer_all(rewrites: Iterator[Rewrite], recorded: Recorded, take: Take, beat: Beat) -> None:
+        _ServerRun(server, options, recorded, take).answer_all(rewrites, beat)
 
     return server.model, answer_all

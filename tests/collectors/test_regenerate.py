@@ -1,17 +1,25 @@
 """Answers rewritten by the target: equal to plain greedy, deterministic, looping ones dropped."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
 import torch
 
-from collectors.regenerate import in_process as module
-from collectors.regenerate.in_process import Answer, Sampling, generate_batch, nucleus, prompt_batches
-from collectors.regenerate.job import regenerate
+from collectors.regenerate import generate, in_process
+from collectors.regenerate.generate import Answer, Sampling, nucleus, prompt_batches
+from collectors.regenerate.job import regenerate, take_answered
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport
-from hiddenstore.errors import ConfigError, ConflictError, InterruptError
+from collectors.targets.load import LoadedTarget
+from hiddenstore.errors import ConfigError, ConflictError, InterruptError, NotFoundError, StorageError
 from tests.collectors.tiny import save_target, tiny_target
 
 PROMPTS = [[1, 40, 41, 42], [1, 50], [1, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69], [1, 33, 34], [1, 70]]
@@ -49,10 +57,15 @@ def rows(path: str | Path) -> list[list[dict[str, str]]]:
     return [json.loads(line)["messages"] for line in Path(path).read_text().splitlines()]
 
 
+def answers_of(target: LoadedTarget, prompts: list[list[int]], sampling: Sampling, name: str) -> list[Answer]:
+    """In the order of the prompts."""
+    return [answer for _, answer in sorted(generate.generate_batch(target, prompts, sampling, name), key=itemgetter(0))]
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3", "granite", "qwen3-moe"])
 def test_greedy_answers_equal_the_argmax_of_plain_forwards(family: str) -> None:
     target = tiny_target(family)
-    answers = generate_batch(target, PROMPTS, Sampling(0, 14), "t")
+    answers = answers_of(target, PROMPTS, Sampling(0, 14), "t")
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         ids = list(prompt)
         for token in answer.token_ids:
@@ -70,24 +83,24 @@ def test_compacting_the_batch_changes_no_greedy_answer(monkeypatch: pytest.Monke
     target = tiny_target("llama")
     # Many end tokens make rows finish at different steps.
     monkeypatch.setattr(type(target), "eos_token_ids", lambda _self: list(range(0, 96, 9)))
-    compacted = generate_batch(target, PROMPTS, Sampling(0, 30), "t")
-    monkeypatch.setattr("collectors.regenerate.in_process.COMPACT_BELOW", 0.0)
-    assert generate_batch(target, PROMPTS, Sampling(0, 30), "t") == compacted
+    compacted = answers_of(target, PROMPTS, Sampling(0, 30), "t")
+    monkeypatch.setattr(generate, "COMPACT_BELOW", 0.0)
+    assert answers_of(target, PROMPTS, Sampling(0, 30), "t") == compacted
     assert len({len(answer.token_ids) for answer in compacted}) > 1
 
 
 def test_sampling_follows_the_seed_and_the_name_of_the_batch() -> None:
     target = tiny_target("llama")
-    first = generate_batch(target, PROMPTS, Sampling(1.0, 10, seed=1), "a")
-    assert generate_batch(target, PROMPTS, Sampling(1.0, 10, seed=1), "a") == first
-    assert generate_batch(target, PROMPTS, Sampling(1.0, 10, seed=2), "a") != first
-    assert generate_batch(target, PROMPTS, Sampling(1.0, 10, seed=1), "b") != first
+    first = answers_of(target, PROMPTS, Sampling(1.0, 10, seed=1), "a")
+    assert answers_of(target, PROMPTS, Sampling(1.0, 10, seed=1), "a") == first
+    assert answers_of(target, PROMPTS, Sampling(1.0, 10, seed=2), "a") != first
+    assert answers_of(target, PROMPTS, Sampling(1.0, 10, seed=1), "b") != first
 
 
 def test_samples_follow_the_targets_distribution() -> None:
     target = tiny_target("llama")
     prompt = [1, 40, 41, 42]
-    drawn = generate_batch(target, [prompt] * 3000, Sampling(0.8, 1, seed=1), "t")
+    drawn = answers_of(target, [prompt] * 3000, Sampling(0.8, 1, seed=1), "t")
     counts = torch.zeros(96)
     for answer in drawn:
         counts[answer.token_ids[0] if answer.token_ids else 2] += 1
@@ -117,10 +130,10 @@ def test_answers_do_not_depend_on_the_number_of_workers(options: RegenerateOptio
 def test_looping_answers_are_dropped_and_their_share_is_reported(
     options: RegenerateOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answers(_target: object, prompts: list[list[int]], _sampling: object, _name: str) -> list[Answer]:
-        return [Answer([40, 41] * 10 if i % 2 else list(range(40, 60)), True) for i in range(len(prompts))]
+    def answers(_target: object, prompts: list[list[int]], *_more: object) -> list[tuple[int, Answer]]:
+        return [(i, Answer([40, 41] * 10 if i % 2 else list(range(40, 60)), True)) for i in range(len(prompts))]
 
-    monkeypatch.setattr(module, "generate_batch", answers)
+    monkeypatch.setattr(in_process, "generate_batch", answers)
     report = run(options)
     assert report.dropped["looping"] == 1
     assert report.looping_share == pytest.approx(1 / report.answers)
@@ -130,10 +143,10 @@ def test_looping_answers_are_dropped_and_their_share_is_reported(
 def test_a11_a_row_says_which_of_its_answers_the_limit_cut(
     options: RegenerateOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answers(_target: object, prompts: list[list[int]], _sampling: object, _name: str) -> list[Answer]:
-        return [Answer(list(range(40, 60)), ended=False) for _ in prompts]
+    def answers(_target: object, prompts: list[list[int]], *_more: object) -> list[tuple[int, Answer]]:
+        return [(row, Answer(list(range(40, 60)), ended=False)) for row in range(len(prompts))]
 
-    monkeypatch.setattr(module, "generate_batch", answers)
+    monkeypatch.setattr(in_process, "generate_batch", answers)
     assert run(options).cut > 0
     answered = [message for row in rows(options.out) for message in row if message["role"] == "assistant"]
     assert {message["finish_reason"] for message in answered} == {"length"}
@@ -161,18 +174,21 @@ def folder_of_answers(options: RegenerateOptions) -> Path:
     return Path(f"{options.out}.answers")
 
 
-def stop_after(options: RegenerateOptions, batches: int) -> None:
-    left = iter([False] * batches)
+def answers_kept(options: RegenerateOptions) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in folder_of_answers(options).glob("answers-*"))
+
+
+def stop_after(options: RegenerateOptions, answers: int) -> None:
     with pytest.raises(InterruptError):
-        regenerate(options, lambda _text: None, lambda: next(left, True))
+        regenerate(options, lambda _text: None, lambda: answers_kept(options) >= answers)
 
 
 def test_a_stopped_run_goes_on_and_ends_with_the_same_bytes(options: RegenerateOptions, tmp_path: Path) -> None:
     options = replace(options, batch_size=1)
     run(options)
     stopped = replace(options, out=tmp_path / "stopped.jsonl")
-    for batches in (0, 1):
-        stop_after(stopped, batches)
+    for answers in (0, 1):
+        stop_after(stopped, answers)
         assert not Path(stopped.out).exists()
     assert run(stopped).resumed > 0
     assert Path(stopped.out).read_bytes() == Path(options.out).read_bytes()
@@ -189,6 +205,81 @@ def test_a_line_that_a_kill_cut_in_two_is_answered_again(options: RegenerateOpti
     file.write_bytes(whole[:-7])
     assert run(cut).resumed == whole.count(b"\n") - 1
     assert Path(cut.out).read_bytes() == Path(options.out).read_bytes()
+
+
+def test_an_answer_is_kept_while_others_of_its_batch_go_on(
+    options: RegenerateOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Many end tokens make the rows of the one batch end at different steps.
+    monkeypatch.setattr(LoadedTarget, "eos_token_ids", lambda _self: list(range(0, 96, 6)))
+    options = replace(options, max_new_tokens=40)
+    run(options)
+    stopped = replace(options, out=tmp_path / "stopped.jsonl")
+    stop_after(stopped, 1)
+    assert 0 < answers_kept(stopped) < 3
+    kept = answers_kept(stopped)
+    assert run(stopped).resumed == kept
+    assert Path(stopped.out).read_bytes() == Path(options.out).read_bytes()
+
+
+def test_what_was_answered_can_be_taken_while_the_rest_waits(options: RegenerateOptions, tmp_path: Path) -> None:
+    options = replace(options, batch_size=1)
+    with pytest.raises(NotFoundError, match="holds no answers"):
+        take_answered(options, tmp_path / "so-far.jsonl")
+    stop_after(options, 3)
+    report = take_answered(options, tmp_path / "so-far.jsonl")
+    assert 0 < report.written == len(rows(tmp_path / "so-far.jsonl"))
+    assert report.dropped["not-answered"] > 0
+    run(options)
+    assert set(Path(options.out).read_text().splitlines()) > set((tmp_path / "so-far.jsonl").read_text().splitlines())
+
+
+def children_of(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_workers_end_with_the_process_that_was_killed(options: RegenerateOptions, chats: Path) -> None:
+    chats.write_text(chats.read_text().splitlines()[0] + "\n" + chats.read_text() * 60)
+    words = ["regenerate", str(chats), "-o", str(options.out), "--target", str(options.target), "--workers", "2"]
+    process = subprocess.Popen([sys.executable, "-m", "hiddenstore", *words, "--max-new-tokens", "64", "-q"])
+    wait_for(lambda: answers_kept(options) > 0)
+    workers = children_of(process.pid)
+    assert len(workers) >= 2
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(map(is_alive, workers)))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_a_worker_that_is_killed_ends_the_run_and_keeps_the_answers(options: RegenerateOptions, chats: Path) -> None:
+    chats.write_text(chats.read_text() * 60)
+
+    def kill_a_worker() -> bool:
+        if answers_kept(options):
+            for child in children_of(os.getpid()):
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    os.kill(child, signal.SIGKILL)
+        return False
+
+    with pytest.raises(StorageError) as caught:
+        regenerate(replace(options, workers=2, max_new_tokens=64), lambda _text: None, kill_a_worker)
+    assert caught.value.kind == "worker-died"
+    assert answers_kept(options) > 0
 
 
 @pytest.mark.parametrize(

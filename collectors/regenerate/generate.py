@@ -1,0 +1,201 @@
+"""A batch of prompts is continued by the target in this process: one forward a token, finished rows dropped.
+
+The noise of a batch follows from its name, so that a batch that was cut short gives the same answers again.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from collectors.regenerate.rewrite import Beat
+from collectors.targets.load import LoadedTarget
+
+# Compacting copies the cache once; below this share of running rows it pays for itself within a few steps.
+COMPACT_BELOW = 0.75
+
+
+Task = tuple[list[list[int]], str]
+"""Prompts of a batch, and its name."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy; at most ``max_new_tokens`` per answer.
+
+    ``top_p`` below 1 draws from the fewest tokens that hold this share of the probability.
+    """
+
+    temperature: float
+    max_new_tokens: int
+    seed: int = 0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Generated token ids without the end token; ``ended`` is False when ``max_new_tokens`` cut it."""
+
+    token_ids: list[int]
+    ended: bool
+
+
+def prompt_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Indices by prompt length in batches of ``batch_size``; the longest first, which keeps workers even."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+
+def generate_batch(
+    target: LoadedTarget,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    name: str,
+    beat: Beat = lambda tokens: None,
+) -> Iterator[tuple[int, Answer]]:
+    """Continue every prompt until an end token or ``max_new_tokens``: its index and answer as each ends.
+
+    ``name`` tells batches of one run apart; equal prompts, sampling and name give equal answers. ``beat`` is
+    called at every step.
+    """
+    return _Batch(target, prompts, sampling, name).run(beat)
+
+
+class _Batch:
+    def __init__(self, target: LoadedTarget, prompts: Sequence[Sequence[int]], sampling: Sampling, name: str) -> None:
+        self._target, self._sampling = target, sampling
+        self._ends = set(target.eos_token_ids())
+        digest = hashlib.blake2b(f"{sampling.seed}/{name}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little") >> 1
+        self._generator = torch.Generator(device=target.device).manual_seed(seed)
+        self._answers: list[list[int]] = [[] for _ in prompts]
+        self._ended = [False] * len(prompts)
+        # Which answer each row of the running batch belongs to.
+        self._rows = list(range(len(prompts)))
+        self._running = list(range(len(prompts)))
+        longest = max(len(prompt) for prompt in prompts)
+        self._cache = roomy_cache(target.config, longest + sampling.max_new_tokens)
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+        mask = torch.zeros(len(prompts), longest + sampling.max_new_tokens, dtype=torch.bool)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = True
+        self._prompt_ids = ids.to(target.device)
+        # Prompts of one length need no mask, and attention without one is faster.
+        self._mask = None if bool(mask.all()) else mask.to(target.device)
+        self._lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
+
+    @torch.inference_mode()
+    def run(self, beat: Beat) -> Iterator[tuple[int, Answer]]:
+        width = self._prompt_ids.shape[1]
+        positions = torch.arange(width, device=self._target.device) - (width - self._lengths[:, None])
+        tokens = self._step(self._prompt_ids, positions.clamp_min(0), width)
+        for step in range(1, self._sampling.max_new_tokens + 1):
+            before = [self._rows[row] for row in self._running]
+            self._record(tokens)
+            yield from ((index, Answer(self._answers[index], True)) for index in before if self._ended[index])
+            beat(len(self._running))
+            if not self._running or step == self._sampling.max_new_tokens:
+                break
+            tokens = self._compact(tokens)
+            tokens = self._step(tokens[:, None], (self._lengths + step - 1)[:, None], width + step)
+        yield from ((self._rows[row], Answer(self._answers[self._rows[row]], False)) for row in self._running)
+
+    def _step(self, ids: Tensor, positions: Tensor, width: int) -> Tensor:
+        """Run the target and draw the next token of every row: int64 [B]."""
+        output = self._target.parts.backbone(
+            input_ids=ids,
+            attention_mask=None if self._mask is None else self._mask[:, :width],
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        logits = self._target.lm_head(output.last_hidden_state[:, -1]).float()
+        spec = self._target.head.spec
+        logits = logits * spec.logit_scale
+        if spec.final_logit_softcap is not None:
+            logits = torch.tanh(logits / spec.final_logit_softcap) * spec.final_logit_softcap
+        return self._draw(logits)
+
+    def _draw(self, logits: Tensor) -> Tensor:
+        if self._sampling.temperature == 0:
+            return logits.argmax(-1)
+        chances = torch.softmax(logits / self._sampling.temperature, dim=-1)
+        if self._sampling.top_p < 1:
+            chances = nucleus(chances, self._sampling.top_p)
+        # One uniform number a row; noise for every token of the vocabulary costs more than the target's own head.
+        sums = chances.cumsum(-1, dtype=torch.float64)
+        uniform = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device, generator=self._generator)
+        drawn = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)[:, 0]
+        return drawn.clamp_max(sums.shape[-1] - 1)
+
+    def _record(self, tokens: Tensor) -> None:
+        """Append the drawn tokens of the rows that run; some end."""
+        drawn = tokens.tolist()
+        for row in self._running:
+            if drawn[row] in self._ends:
+                self._ended[self._rows[row]] = True
+            else:
+                self._answers[self._rows[row]].append(drawn[row])
+        self._running = [row for row in self._running if not self._ended[self._rows[row]]]
+
+    def _compact(self, tokens: Tensor) -> Tensor:
+        """Drop finished rows from the batch once enough have finished."""
+        if len(self._running) > COMPACT_BELOW * len(self._rows):
+            return tokens
+        keep = torch.tensor(self._running, device=tokens.device)
+        self._cache.batch_select_indices(keep)
+        self._lengths = self._lengths[keep]
+        self._mask = None if self._mask is None else self._mask[keep]
+        self._rows = [self._rows[row] for row in self._running]
+        self._running = list(range(len(self._rows)))
+        return tokens[keep]
+
+
+def nucleus(chances: Tensor, top_p: float) -> Tensor:
+    """Chances [..., V], 0 outside the smallest set of tokens that holds ``top_p`` of them; not renormalised."""
+    ordered, order = chances.sort(dim=-1, descending=True)
+    # A token stays while those before it hold less than the share; the first one always does.
+    outside = ordered.cumsum(-1) - ordered >= top_p
+    return chances.masked_fill(outside.gather(-1, order.argsort(-1)), 0.0)
+
+
+class _RoomyLayer(DynamicLayer):
+    """Keys and values [B, G, capacity, E], of which the written rows are handed out: transformers' own layer joins the
+    past and the newest row anew at every step, which on a CPU takes as long as the products."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self._capacity = capacity
+        self._rooms: tuple[Tensor, ...] = ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        states, past = (key_states, value_states), self.get_seq_length()
+        if not self._rooms:
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            self._rooms = tuple(s.new_empty(*s.shape[:-2], self._capacity, s.shape[-1]) for s in states)
+        end = past + key_states.shape[-2]
+        for room, new in zip(self._rooms, states, strict=True):
+            room[..., past:end, :] = new
+        self._hand_out(end)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        end = self.get_seq_length()
+        self._rooms = tuple(room[indices] for room in self._rooms)
+        self._hand_out(end)
+
+    def _hand_out(self, end: int) -> None:
+        self.keys, self.values = (room[..., :end, :] for room in self._rooms)
+
+
+def roomy_cache(config: Any, capacity: int) -> DynamicCache:
+    """A cache for at most ``capacity`` tokens; layers that slide or keep a state stay transformers' own."""
+    cache = DynamicCache(config=config)
+    cache.layers = [_RoomyLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
