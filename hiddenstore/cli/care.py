@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +15,14 @@ from rich.text import Text
 from hiddenstore.cli.words import STORE, Name, open_store
 from hiddenstore.codecs import RECIPE_HELP, RECIPES, get_recipe
 from hiddenstore.console.output import common_options, examples, output
-from hiddenstore.console.text import Column, clean, clean_line, count, plural, seconds, size
-from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind
+from hiddenstore.console.text import Column, clean, clean_line, count, percent, plural, seconds, size
+from hiddenstore.errors import ConfigError, InterruptError, Kind
 from hiddenstore.segments import CONTAINERS
 
 if TYPE_CHECKING:
     from hiddenstore.care.copy import Copy, CopyReport
     from hiddenstore.doctor import DoctorCheck
-    from hiddenstore.verify import Report
+    from hiddenstore.verify.report import Advance, Report
     from schemas.manifest import Container
 
 _FINDINGS_EXIT = 3
@@ -44,10 +45,12 @@ _yes = click.option("-y", "--yes", is_flag=True, help="Do it; without this the p
 )
 @click.option("--stock", is_flag=True, help="Read all of it with stock zarr-python or webdataset too, and compare.")
 @click.option(
-    "--share", default=1.0, show_default=True, type=click.FloatRange(0, 1), help="Share of the samples --meaning reads."
+    "--share",
+    type=click.FloatRange(0, 1),
+    help="Share of the samples --meaning reads; by default as many as a fifth of the capture's cost pays for.",
 )
 @common_options
-def verify(store: str, full: bool, meaning: bool, stock: bool, share: float) -> None:
+def verify(store: str, full: bool, meaning: bool, stock: bool, share: float | None) -> None:
     """Check STORE: every file there with its size; with --full every byte; with --meaning what the numbers say.
 
     Exits 3 when there are findings.
@@ -56,9 +59,13 @@ def verify(store: str, full: bool, meaning: bool, stock: bool, share: float) -> 
     from hiddenstore.verify import verify as run_verify
 
     depth: Any = "meaning" if meaning else "bytes" if full else "structure"
-    total = _bytes_to_read(store) if full else None
-    with Progress("verify", total=total, unit="bytes" if full else "samples") as progress:
-        report = run_verify(store, depth, share, also_bytes=full, also_stock=stock, advance=progress.advance)
+    with ExitStack() as shown:
+
+        def begin(label: str, total: int, unit: str) -> "Advance":
+            shown.close()
+            return shown.enter_context(Progress(label, total, unit)).advance
+
+        report = run_verify(store, depth, share, also_bytes=full, also_stock=stock, begin=begin)
     document = {"path": store, **report.to_json(), "full": full or depth == "bytes"}
     output().data(document, human=lambda: _show_findings(document), quiet="")
     if not report.ok:
@@ -68,16 +75,6 @@ def verify(store: str, full: bool, meaning: bool, stock: bool, share: float) -> 
         output().hint("hiddenstore", "verify", store, "--full", "--meaning")
     else:
         output().hint("hiddenstore", "train", store, "-o", "RUN")
-
-
-def _bytes_to_read(store: str) -> int | None:
-
-    try:
-        opened = open_store(store, strict=False)
-    except HiddenstoreError:
-        return None  # verify will say what is wrong
-    target = sum(file.size for file in opened.manifest.target_files)
-    return target + sum(record.bytes_stored for record in opened.commits())
 
 
 def _remedy(store: str, report: "Report") -> tuple[str, ...]:
@@ -113,7 +110,9 @@ def _show_findings(document: Mapping[str, Any]) -> None:
         if document["stock_samples"]:
             words.append(f"stock software reads the same of {plural(document['stock_samples'], 'sample')}")
         if document["depth"] == "meaning":
-            words.append(f"the states of {plural(document['samples_checked'], 'sample')} mean what the store says")
+            of_all = "" if document["sample_share"] == 1 else f" ({percent(document['sample_share'])}; --share 1: all)"
+            samples = plural(document["samples_checked"], "sample")
+            words.append(f"the states of {samples}{of_all} mean what the store says")
         _well(f"{document['path']}: {', '.join(words)}")
     for group in _grouped(document["notes"], lambda _: ""):
         _show_group(group, "!", "yellow")

@@ -11,6 +11,13 @@ Depth = Literal["structure", "bytes", "meaning"]
 DEPTHS: tuple[Depth, ...] = ("structure", "bytes", "meaning")
 
 Advance = Callable[[int], None]
+Begin = Callable[[str, int, str], Advance]
+"""Told of every part that begins: its name, how much there is to do, and of what; gives what is told the progress."""
+
+
+def unseen(label: str, total: int, unit: str) -> Advance:
+    """The ``Begin`` of who does not look."""
+    return lambda _done: None
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,8 @@ class Finding:
 class Report:
     """``findings`` make a store bad; ``notes`` are worth knowing (orphans, duplicates, what could not be decided).
 
-    ``stock_samples``: how many were compared with what stock software reads.
+    ``stock_samples``: how many were compared with what stock software reads. ``sample_share``: which share of the
+    samples ``meaning`` looked at.
     """
 
     depth: Depth
@@ -44,6 +52,7 @@ class Report:
     files: int = 0
     bytes_checked: int = 0
     samples_checked: int = 0
+    sample_share: float = 0.0
     stock_samples: int = 0
     measures: dict[str, float] = field(default_factory=dict)
 

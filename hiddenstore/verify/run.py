@@ -9,24 +9,25 @@ from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.verify.bytes import check_content
-from hiddenstore.verify.report import DEPTHS, Advance, Depth, Report
+from hiddenstore.verify.report import DEPTHS, Begin, Depth, Report, unseen
 from hiddenstore.verify.structure import check_structure
 
 
 def verify(
     location: str | Path | Filesystem,
     depth: Depth = "structure",
-    sample_share: float = 1.0,
+    sample_share: float | None = None,
     *,
     also_bytes: bool = False,
     also_stock: bool = False,
-    advance: Advance = lambda _: None,
+    begin: Begin = unseen,
 ) -> Report:
     """Look at a store and name everything that is wrong; nothing is changed.
 
     ``structure`` reads metadata only; ``bytes`` also every byte; ``meaning`` also the states of a share of the samples
-    (and every byte with ``also_bytes``). ``also_stock`` compares what stock zarr-python or webdataset reads with what
-    our reader gives. ``advance`` is told bytes read, then samples looked at.
+    (and every byte with ``also_bytes``), by default as many as a fifth of the capture's arithmetic pays for
+    (`meaning.affordable_share`). ``also_stock`` compares what stock zarr-python or webdataset reads with what our
+    reader gives. ``begin`` is told of each part.
 
     Raises:
         NotFoundError: there is no store.
@@ -35,7 +36,7 @@ def verify(
     """
     if depth not in DEPTHS:
         raise ConfigError(f"unknown depth {depth!r}, expected one of {', '.join(DEPTHS)}", kind=Kind.OPTION_INVALID)
-    if not 0 < sample_share <= 1:
+    if sample_share is not None and not 0 < sample_share <= 1:
         raise ConfigError(f"the share of samples must lie in (0, 1], found {sample_share}", kind=Kind.OPTION_INVALID)
     fs = open_filesystem(location)
     if not any(fs.list(folder) for folder in ("", layout.COMMITS_DIR)) or (
@@ -46,13 +47,15 @@ def verify(
     with reading_only():
         store = check_structure(fs, report)
         if store is not None and (depth == "bytes" or also_bytes):
-            check_content(store, report, advance)
+            size = sum(file.size for file in store.manifest.target_files)
+            size += sum(record.bytes_stored for record in store.commits())
+            check_content(store, report, begin("verify bytes", size, "bytes"))
         if store is not None and also_stock:
             from hiddenstore.verify.stock import check_stock
 
-            check_stock(store, report, advance)
+            check_stock(store, report, begin("verify by stock readers", len(store), "samples"))
         if store is not None and depth == "meaning":
             from hiddenstore.verify.meaning import check_meaning
 
-            check_meaning(store, report, sample_share, advance)
+            check_meaning(store, report, sample_share, begin)
     return report

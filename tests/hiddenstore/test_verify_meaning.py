@@ -26,7 +26,8 @@ from hiddenstore.records import Record, Sample, TopK, final_row_positions, sampl
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import tokenizer_sha256, weights_sha256
-from hiddenstore.verify import Report, verify
+from hiddenstore.verify import Report, meaning, verify
+from hiddenstore.verify.meaning import affordable_share
 from hiddenstore.verify.profile import LayerProfile, make_profile, write_profile
 from hiddenstore.writer import create_store, write_unit
 from schemas.capture import CaptureSpec, Codecs, FinalMode, HeadSpec, NormState, TargetIdentity
@@ -472,6 +473,35 @@ def test_a_share_of_the_samples_can_be_looked_at(tmp_path: Path, target: Target)
     report = verify(store.path, "meaning", sample_share=0.3)
     assert report.samples_checked in (6, 7)
     assert report.findings == []
+
+
+def test_unless_told_it_looks_at_what_a_fifth_of_the_capture_pays_for(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(tmp_path, target, healthy(target), profile=profile_of(target))
+    assert (affordable_share(store), verify(store.path, "meaning").samples_checked) == (1.0, B)
+    monkeypatch.setattr(meaning, "FEWEST_SAMPLES", 1)
+    width, layers = store.capture.target.hidden_size, store.capture.target.num_layers
+    tokens = sum(record.tokens for record in store.commits()) / B
+    capture, look = 24 * layers * width**2 * tokens, 8 * tokens * VOCAB * (2 * width + 100)
+    assert affordable_share(store) == pytest.approx(max(1 / B, 0.2 * capture / look))
+    report = verify(store.path, "meaning")
+    assert 1 <= report.samples_checked < B
+    assert report.sample_share == affordable_share(store)
+
+
+def test_every_part_says_how_much_there_is_to_do_and_does_as_much(tmp_path: Path, target: Target) -> None:
+    store = store_of(tmp_path, target, healthy(target), profile=profile_of(target))
+    parts: dict[str, list[int]] = {}
+
+    def begin(label: str, total: int, unit: str) -> Callable[[int], None]:
+        parts[f"{label} in {unit}"] = [total]
+        return parts[f"{label} in {unit}"].append
+
+    verify(store.path, "meaning", also_bytes=True, also_stock=True, begin=begin)
+    assert [*parts] == ["verify bytes in bytes", "verify by stock readers in samples", "verify meaning in samples"]
+    for total, *done in parts.values():
+        assert sum(done) == total > 0
 
 
 def test_the_report_is_plain_json(tmp_path: Path, target: Target) -> None:
