@@ -156,7 +156,7 @@ def _document(
             "simulated": simulated["accepted_length"],
             "live": live["accepted_length"],
         },
-        "identical_prompts": live["prompts"] - len(live["differences"]),
+        "identical_prompts": live["prompts"] - len(live["differences"]) - len(live["ties"]),
         **{name: live[name] for name in ("prompts", "looping_share", "tokens_per_s", "baseline_tokens_per_s")},
         "paths": paths,
         "seconds": round(seconds, 1),

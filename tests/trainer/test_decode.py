@@ -230,9 +230,11 @@ def test_trees_are_refused_of_a_target_whose_layers_see_a_window(family, monkeyp
     ("gap", "dtype", "fails"), [(1e-5, "float32", False), (0.2, "float32", True), (0.2, "bfloat16", False)]
 )
 def test_a_difference_from_greedy_is_forgiven_only_where_it_is_a_tie(gap, dtype, fails):
-    from trainer.cli.decode import _judge
+    from trainer.cli.decode import _judge, split_ties
 
-    document = {"differences": [{"logit_gap": gap}]}
+    ties, differences = split_ties([{"logit_gap": gap}], dtype)
+    document = {"ties": ties, "differences": differences}
+    assert (len(ties), len(differences)) == ((0, 1) if fails else (1, 0))
     if not fails:
         _judge(document, dtype)
         return

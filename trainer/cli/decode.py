@@ -98,7 +98,7 @@ def decode(
         "prompts_from": prompts,
         "prompts_unusable": len(unusable),
         "temperature": temperature,
-        **_document(result, simulated, temperature),
+        **_document(result, simulated, temperature, live.identity.dtype),
         **floor_members(floor),
     }
     _write_answers(answers, result, islice(copy, result.tried), live)
@@ -146,11 +146,15 @@ def _simulate_same_text(
     return simulated, floor(store, simulated[0].texts, shapes[-1].length) if store is not None else None
 
 
-def _document(result: "DecodeResult", simulated: "list[Evaluation]", temperature: float) -> dict[str, Any]:
+def _document(result: "DecodeResult", simulated: "list[Evaluation]", temperature: float, dtype: str) -> dict[str, Any]:
     judged = result.tried - result.too_long
     # What is simulated is greedy drafting, which says nothing of drafts that were drawn.
     lengths = [None if temperature else tally.accepted_length for tally in simulated[0].tallies]
-    sweep = [_row(decoded, length, temperature) for decoded, length in zip(result.by_shape, lengths, strict=True)]
+    plain = result.baseline_tokens / result.baseline_seconds
+    sweep = [
+        _row(decoded, length, temperature, plain) for decoded, length in zip(result.by_shape, lengths, strict=True)
+    ]
+    ties, differences = split_ties([vars(one) for decoded in result.by_shape for one in decoded.differences], dtype)
     return {
         **sweep[-1],
         "prompts": len(result.prompts),
@@ -159,15 +163,23 @@ def _document(result: "DecodeResult", simulated: "list[Evaluation]", temperature
         "looping": result.looping,
         "looping_share": result.looping / judged if judged else 0.0,
         "untrained_accepted_length": simulated[1].tally.accepted_length if len(simulated) > 1 else None,
-        "differences": [vars(difference) for decoded in result.by_shape for difference in decoded.differences],
+        "ties": ties,
+        "differences": differences,
         "prefills": len(result.prompts),
-        "baseline_tokens_per_s": result.baseline_tokens / result.baseline_seconds,
+        "baseline_tokens_per_s": plain,
         "sweep": sweep,
     }
 
 
-def _row(decoded: "ShapeResult", simulated: float | None, temperature: float) -> dict[str, Any]:
-    tally = decoded.tally
+def split_ties(departures: list[dict[str, Any]], dtype: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Answers that first leave the greedy one at a tie of the arithmetic, and those that do for another reason."""
+    ties = [one for one in departures if one["logit_gap"] <= TIE_GAP.get(dtype, TIE_GAP_HALF)]
+    return ties, [one for one in departures if one not in ties]
+
+
+def _row(decoded: "ShapeResult", simulated: float | None, temperature: float, plain: float) -> dict[str, Any]:
+    """``plain``: tokens/s without a drafter. A draft costs as much as ``break_even_length`` tokens without one."""
+    tally, tokens_per_s = decoded.tally, decoded.tokens / decoded.seconds
     return {
         **tally.row(),
         "engine_accepted_length": tally.engine_accepted_length,
@@ -176,15 +188,19 @@ def _row(decoded: "ShapeResult", simulated: float | None, temperature: float) ->
         "simulated_accepted_length": simulated,
         "identical_to_greedy": None if temperature else not decoded.differences,
         "target_forwards": decoded.target_forwards,
-        "tokens_per_s": decoded.tokens / decoded.seconds,
+        "tokens_per_s": tokens_per_s,
+        "break_even_length": (tally.accepted_length or 0.0) * plain / tokens_per_s,
     }
 
 
 def _show(document: dict[str, Any]) -> None:
     from hiddenstore.console.text import percent
 
-    identical = document["prompts"] - len(document["differences"])
+    drafts, ties = len(document["sweep"]), len(document["ties"])
+    departed = f", {ties} more first differ at a tie" if ties else ""
+    identical = document["prompts"] * drafts - len(document["differences"]) - ties
     rows = acceptance_rows(document)
+    rows.append(("break-even", f"{document['break_even_length']:.3f}  above it drafting pays on this machine"))
     if document["simulated_accepted_length"] is not None:
         rows.append(("eval, same text", f"{document['simulated_accepted_length']:.3f}"))
     if document["untrained_accepted_length"] is not None:
@@ -192,7 +208,7 @@ def _show(document: dict[str, Any]) -> None:
     rows += [
         (
             "same as greedy",
-            f"{identical} of {document['prompts']} answers"
+            f"{identical} of {document['prompts'] * drafts} answers{departed}"
             if document["identical_to_greedy"] is not None
             else f"sampled at temperature {document['temperature']:g}",
         ),
@@ -207,15 +223,21 @@ def _show(document: dict[str, Any]) -> None:
         ),
         (
             "tokens/s",
-            f"{document['tokens_per_s']:,.0f}  without a drafter {document['baseline_tokens_per_s']:,.0f}",
+            f"{document['tokens_per_s']:,.1f}  without a drafter {document['baseline_tokens_per_s']:,.1f}",
         ),
     ]
     output().pairs(rows)
     if len(document["sweep"]) > 1:
         output().table(
-            ["draft of", "accepted length", "drafts", "tokens/s"],
+            ["draft of", ">accepted length", ">break-even", ">drafts", ">tokens/s"],
             [
-                (shape_text(row), f"{row['accepted_length']:.3f}", row["drafts"], f"{row['tokens_per_s']:,.0f}")
+                (
+                    shape_text(row),
+                    f"{row['accepted_length']:.3f}",
+                    f"{row['break_even_length']:.3f}",
+                    f"{row['drafts']:,}",
+                    f"{row['tokens_per_s']:,.1f}",
+                )
                 for row in document["sweep"]
             ],
         )
@@ -223,13 +245,15 @@ def _show(document: dict[str, Any]) -> None:
 
 def _judge(document: dict[str, Any], dtype: str) -> None:
     """Warn of ties; exit 3 when an answer differs by more than rounding can explain."""
-    gaps = [difference["logit_gap"] for difference in document["differences"]]
-    if not gaps:
-        return
-    limit = TIE_GAP.get(dtype, TIE_GAP_HALF)
-    output().warn(f"{len(gaps)} answers differ from greedy, first at a logit gap of at most {max(gaps):.2g}")
-    if max(gaps) > limit:
-        output().warn(f"a gap above {limit:g} is no tie in {dtype}: the decoded text is not the target's")
+    gaps, limit = [tie["logit_gap"] for tie in document["ties"]], TIE_GAP.get(dtype, TIE_GAP_HALF)
+    if gaps:
+        output().warn(f"{len(gaps)} answers first differ from greedy at a tie: a logit gap of at most {max(gaps):.2g}")
+    if document["differences"]:
+        widest = max(difference["logit_gap"] for difference in document["differences"])
+        output().warn(
+            f"{len(document['differences'])} answers differ from greedy by a logit gap of up to {widest:.2g}: above "
+            f"{limit:g} it is no tie in {dtype}, and the decoded text is not the target's"
+        )
         raise click.exceptions.Exit(3)
 
 
