@@ -1,11 +1,17 @@
 """``hiddenstore regenerate``."""
 
 import re
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hiddenstore.console.output import common_options, examples, output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from collectors.regenerate.options import RegenerateOptions
 
 
 class Shard(click.ParamType):
@@ -27,12 +33,14 @@ class Shard(click.ParamType):
         "hiddenstore regenerate chats.jsonl -o answers.jsonl --server http://localhost:8000 --temperature 0.8",
         "hiddenstore regenerate prompts.jsonl -o answers.jsonl --server https://host/v1 --model M --api-key-env KEY",
         "hiddenstore regenerate preset:ultrachat -o answers.jsonl --server http://node2:8000 --shard 2/4",
+        "hiddenstore regenerate --invent 2000 -o answers.jsonl --target ./target",
         "hiddenstore regenerate chats.jsonl -o greedy.jsonl --target ./target --temperature 0 --max-samples 100",
     )
 )
-@click.argument("inputs", nargs=-1, required=True)
+@click.argument("inputs", nargs=-1)
 @click.option("-o", "--out", required=True, type=click.Path(), help="The JSONL file to write.")
 @click.option("--target", help="A local folder, a GGUF file or a hub id: it answers in this process.")
+@click.option("--invent", type=click.IntRange(min=1), metavar="N", help="No INPUTS: the target asks N questions first.")
 @click.option("--server", metavar="URL", help="An OpenAI-compatible server that answers, such as vLLM.")
 @click.option("--model", metavar="M", help="The model to ask the server for; default: the only one it serves.")
 @click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the server's key.")
@@ -56,7 +64,7 @@ class Shard(click.ParamType):
 )
 @common_options
 @click.pass_context
-def regenerate(ctx: click.Context, more: tuple[str, ...], take: str | None, **options: Any) -> None:
+def regenerate(ctx: click.Context, more: tuple[str, ...], take: str | None, invent: int | None, **options: Any) -> None:
     """Let the target write the answers of conversations itself, turn by turn.
 
     A drafter has to predict the target, not the people or models who wrote the data. Conversations without answers get
@@ -64,8 +72,6 @@ def regenerate(ctx: click.Context, more: tuple[str, ...], take: str | None, **op
     share is shown. Answers are kept as they come: after a kill the same command goes on, and with --take it makes a
     file of what there is, while it runs or after it was stopped.
     """
-    from pathlib import Path
-
     from collectors.regenerate.job import regenerate as run
     from collectors.regenerate.job import take_answered
     from collectors.regenerate.options import MoreSettings, RegenerateOptions
@@ -77,6 +83,8 @@ def regenerate(ctx: click.Context, more: tuple[str, ...], take: str | None, **op
     out = output()
     with drain_on_signal() as drain:
         request = RegenerateOptions(**options, **settings)
+        if invent is not None:
+            request = _with_questions(request, invent, lambda: drain.requested)
         if take is not None:
             report = take_answered(request, Path(take))
         else:
@@ -98,8 +106,26 @@ def regenerate(ctx: click.Context, more: tuple[str, ...], take: str | None, **op
         out.hint("hiddenstore", "prepare", report.out, "-o", "DATA", "--target", options["target"] or "T")
 
 
+def _with_questions(request: "RegenerateOptions", count: int, stopping: "Callable[[], bool]") -> "RegenerateOptions":
+    from dataclasses import replace
+
+    from collectors.regenerate.invent import invent, questions_file
+    from hiddenstore.fs.publish import refuse_existing_file
+
+    path = questions_file(request.out)
+    refuse_existing_file(Path(request.out))
+    dropped = invent(request, count, stopping)
+    left_out = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items()))
+    output().note(f"{count:,} questions of the target's own in {path}" + (f"; left out: {left_out}" if dropped else ""))
+    return replace(request, inputs=(str(path),))
+
+
 def _refuse_misfits(ctx: click.Context, options: dict[str, Any]) -> None:
     """Options of the other way to answer would be ignored in silence."""
+    if bool(options["inputs"]) == (ctx.params["invent"] is not None):
+        raise click.UsageError("Give either INPUTS or '--invent N'.")
+    if options["server"] is not None and ctx.params["invent"] is not None:
+        raise click.UsageError("--invent asks the target in this process: give '--target T'.")
     if (options["target"] is None) == (options["server"] is None):
         raise click.UsageError("Give either '--target T' (answers in this process) or '--server URL'.")
     server_only, target_only = ("model", "api_key_env", "concurrency"), ("template", "workers", "device")

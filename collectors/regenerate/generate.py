@@ -28,13 +28,15 @@ Task = tuple[list[list[int]], str]
 class Sampling:
     """temperature 0 is greedy; at most ``max_new_tokens`` per answer.
 
-    ``top_p`` below 1 draws from the fewest tokens that hold this share of the probability.
+    ``top_p`` below 1 draws from the fewest tokens that hold this share of the probability. ``ends`` end an answer
+    beside the target's own end tokens.
     """
 
     temperature: float
     max_new_tokens: int
     seed: int = 0
     top_p: float = 1.0
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def generate_batch(
 class _Batch:
     def __init__(self, target: LoadedTarget, prompts: Sequence[Sequence[int]], sampling: Sampling, name: str) -> None:
         self._target, self._sampling = target, sampling
-        self._ends = set(target.eos_token_ids())
+        self._ends = {*target.eos_token_ids(), *sampling.ends}
         digest = hashlib.blake2b(f"{sampling.seed}/{name}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") >> 1
         self._generator = torch.Generator(device=target.device).manual_seed(seed)

@@ -1,0 +1,85 @@
+"""Questions that the target asks itself: different, ended, the same after a kill, and answered like any others."""
+
+import json
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from collectors.demo import TARGET_DIR
+from collectors.regenerate import invent as module
+from collectors.regenerate.invent import invent, questions_file
+from collectors.regenerate.options import RegenerateOptions
+from hiddenstore.cli import main
+from hiddenstore.errors import CaptureError, ConfigError, InterruptError
+from tests.collectors.tiny import save_target
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> RegenerateOptions:
+    return RegenerateOptions((), tmp_path / "answers.jsonl", str(TARGET_DIR), batch_size=12, seed=1)
+
+
+def questions(options: RegenerateOptions) -> list[str]:
+    rows = map(json.loads, questions_file(options.out).read_text().splitlines())
+    return [row["messages"][-1]["content"] for row in rows]
+
+
+def test_the_target_asks_what_it_was_tuned_on(options: RegenerateOptions) -> None:
+    dropped = invent(options, 20)
+    asked = questions(options)
+    assert len(asked) == len({text.casefold() for text in asked}) == 20
+    # The bundled target was taught questions about the standard library, whose names stand in backticks.
+    assert sum("`" in text for text in asked) > 10
+    assert not any("<|" in text for text in asked)
+    assert set(dropped) <= {"cut", "looping", "short", "duplicate"}
+
+
+def test_a_stopped_run_goes_on_to_the_same_questions(options: RegenerateOptions, tmp_path: Path) -> None:
+    invent(options, 20)
+    stopped, calls = replace(options, out=tmp_path / "stopped.jsonl"), count()
+    with pytest.raises(InterruptError):
+        invent(stopped, 20, lambda: next(calls) == 0)
+    assert 0 < len(questions(stopped)) < 20
+    invent(stopped, 20)
+    assert questions(stopped) == questions(options)
+
+
+def test_a_system_message_opens_every_question(options: RegenerateOptions) -> None:
+    invent(replace(options, system="be brief"), 3)
+    row = json.loads(questions_file(options.out).read_text().splitlines()[0])
+    assert row["messages"][0] == {"role": "system", "content": "be brief"}
+
+
+def test_a_target_that_asks_nothing_is_an_error_with_the_reasons(
+    options: RegenerateOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LONGEST_QUESTION", 2)
+    with pytest.raises(CaptureError, match=r"asks too few questions: 0 of 24, \d+ cut") as caught:
+        invent(options, 20)
+    assert caught.value.kind == "nothing-answered"
+
+
+def test_a_target_without_a_template_is_refused(options: RegenerateOptions, tmp_path: Path) -> None:
+    folder = save_target(tmp_path / "target")
+    for name in ("chat_template.jinja",):
+        (folder / name).unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as caught:
+        invent(replace(options, target=str(folder)), 3)
+    assert caught.value.kind == "template-missing"
+
+
+def test_the_command_asks_and_answers(tmp_path: Path) -> None:
+    words = ["regenerate", "--invent", "6", "-o", str(tmp_path / "a.jsonl"), "--target", str(TARGET_DIR)]
+    result = CliRunner().invoke(main, [*words, "--max-new-tokens", "24", "--set", "batch_size=8", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert 0 < len(rows) <= 6
+    assert {message["role"] for row in rows for message in row["messages"]} == {"user", "assistant"}
+    for wrong in ([*words, "more.jsonl"], words[:1] + words[3:], [*words[:5], "--server", "http://localhost:1"]):
+        assert CliRunner().invoke(main, wrong).exit_code == 2
