@@ -101,8 +101,8 @@ def _refuse_foreign_files(fs: Filesystem) -> None:
 
 def capture_differences(stored: StoreManifest, requested: StoreManifest) -> list[str]:
     """Every field in which two stores differ, as ``capture.aux_layers: [1, 3] stored, [1, 4] asked``."""
-    members = {"container", "capture", "head"}
-    one, other = (_flat(manifest.model_dump(mode="json", include=members)) for manifest in (stored, requested))
+    others = {"format", "recipe", "target_files", "packages"}
+    one, other = (_flat(manifest.model_dump(mode="json", exclude=others)) for manifest in (stored, requested))
     return [
         f"{name}: {_short(one.get(name))} stored, {_short(other.get(name))} asked"
         for name in one | other

@@ -245,7 +245,7 @@ class StockTensorstore(StockZarr):
 
 def recipe_sizes(raw: RawStates, folder: Path, count: int) -> list[dict[str, Any]]:
     """Bytes a token of the first ``count`` samples as one unit of each recipe, everything on disk counted."""
-    from hiddenstore.codecs import RECIPES
+    from hiddenstore.codecs.recipes import RECIPES
 
     lengths, rows = raw.lengths[:count], []
     for recipe in RECIPES:

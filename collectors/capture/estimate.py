@@ -10,7 +10,8 @@ from pathlib import Path
 
 from collectors.targets.layers import LayerChoice
 from collectors.targets.load import TargetFolder
-from hiddenstore.codecs import RECIPES, get_layout, get_recipe, recipe_name
+from hiddenstore.codecs import get_layout
+from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
 from hiddenstore.console.text import size
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.segments.base import Container, unit_tokens

@@ -25,7 +25,8 @@ from collectors.engines.dump.scan import SKIPPED, Scan, count_refused, covered_l
 from collectors.targets.folder import open_target
 from collectors.targets.load import EngineTarget, LoadOptions
 from collectors.tokenize.template import read_template
-from hiddenstore.codecs import DEFAULT_RECIPE, get_codec, get_recipe
+from hiddenstore.codecs import get_codec
+from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Drain, Rank

@@ -27,7 +27,7 @@ from collectors.targets.layers import choose_layers
 from collectors.targets.load import EngineTarget, LoadOptions
 from collectors.tokenize.template import read_template
 from hiddenstore.care.recapture import recapture_unit
-from hiddenstore.codecs import DEFAULT_RECIPE, get_recipe, recipe_name
+from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED
 from hiddenstore.console.progress import Progress

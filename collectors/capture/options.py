@@ -11,7 +11,7 @@ import yaml
 from collectors.engines import EngineOptions
 from collectors.targets.folder import TargetFolder
 from collectors.targets.layers import LayerChoice
-from hiddenstore.codecs import DEFAULT_RECIPE, RECIPES, get_recipe, recipe_name
+from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPES, get_recipe, recipe_name
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.process import Rank
 from schemas.capture import TOPK, FinalMode

@@ -18,7 +18,7 @@ from collectors.cli.options import (
     tensor_parallel_option,
 )
 from hiddenstore.cli.words import DATA
-from hiddenstore.codecs import DEFAULT_RECIPE, RECIPE_HELP
+from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPE_HELP
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.targets import LAYER_RULES
 

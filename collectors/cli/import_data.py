@@ -7,7 +7,7 @@ import click
 from collectors.cli.options import container_option, counts, job_document, job_lines, revision_option
 from collectors.cli.prepare import Share
 from collectors.engines.dump import FORMATS
-from hiddenstore.codecs import DEFAULT_RECIPE, RECIPE_HELP
+from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPE_HELP
 from hiddenstore.console.output import common_options, examples, output
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import click
 from collectors.engines import ENGINES, EngineRow
 from collectors.targets.layers import layer_names, require_layers
 from hiddenstore.cli.words import Name
-from hiddenstore.codecs import RECIPES, get_recipe
+from hiddenstore.codecs.recipes import RECIPES, get_recipe
 from hiddenstore.segments import CONTAINERS
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import click
 
 from collectors.cli.options import layers_type, recipe_type, revision_option
 from hiddenstore.cli.words import DATA
-from hiddenstore.codecs import DEFAULT_RECIPE
+from hiddenstore.codecs.recipes import DEFAULT_RECIPE
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.segments import CONTAINERS
 

@@ -16,8 +16,9 @@ import pyarrow as pa
 
 from hiddenstore import layout
 from hiddenstore.care.copy_unit import CopyUnit, copy_codes, copy_decoded, copy_verbatim, stores_by_sample
-from hiddenstore.codecs import DEFAULT_RECIPE, get_layout, get_recipe, recipe_name
+from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.base import CodeLayout
+from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.commit import committed_units, lost_samples
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
 from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hiddenstore.cli.words import STORE, open_store
-from hiddenstore.codecs import DEFAULT_RECIPE
+from hiddenstore.codecs.recipes import DEFAULT_RECIPE
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import Kind, NotFoundError
 
@@ -19,7 +19,7 @@ HOOKS = "hiddenstore.advise"
 PAIRED = "paired"
 """Entry point ``paired`` of the group ``hiddenstore.advise``: called as ``_paired`` calls it, gives PairedRow's."""
 
-_COMPARED = (DEFAULT_RECIPE, "compact")
+_COMPARED = tuple(dict.fromkeys((DEFAULT_RECIPE, "compact")))
 
 
 @click.command(

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from hiddenstore.cli.words import STORE, Name, open_store
-from hiddenstore.codecs import RECIPE_HELP, RECIPES, get_recipe
+from hiddenstore.codecs.recipes import RECIPE_HELP, RECIPES, get_recipe
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, clean, clean_line, count, percent, plural, seconds, size
 from hiddenstore.errors import ConfigError, InterruptError, Kind

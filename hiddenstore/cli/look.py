@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from hiddenstore.cli.words import STORE, open_store
-from hiddenstore.codecs import RECIPES
+from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, amount, bar, clean, count, number, percent, plural, size, spark
 from schemas.capture import TOPK

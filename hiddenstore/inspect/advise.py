@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from hiddenstore import layout
-from hiddenstore.codecs import CODECS, RECIPES, blosc_chunks, get_codec, get_layout, get_recipe, recipe_name
+from hiddenstore.codecs import CODECS, blosc_chunks, get_codec, get_layout
 from hiddenstore.codecs.affine import channel_statistics
 from hiddenstore.codecs.base import RAW_INDEX, Codec, Encoded, bits_to_tensor
+from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
 from hiddenstore.codecs.topk import TOPK_CODEC, pack_rows, top_tokens, unpack_rows
 from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, Kind

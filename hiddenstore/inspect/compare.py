@@ -209,8 +209,7 @@ def schema_differences(a: "Store", b: "Store") -> list[dict[str, Any]]:
 
 
 def _settings(store: "Store") -> dict[str, Any]:
-    compared = {"format", "container", "recipe", "capture", "head"}
-    settings = dict(_flat(store.manifest.model_dump(mode="json", include=compared)))
+    settings = dict(_flat(store.manifest.model_dump(mode="json", exclude={"target_files", "packages"})))
     return settings | {f"target/{file.path}": file.sha256 for file in store.manifest.target_files}
 
 

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from hiddenstore import layout
-from hiddenstore.codecs import CODECS, get_recipe, recipe_name
+from hiddenstore.codecs import CODECS
+from hiddenstore.codecs.recipes import get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.documents import seal, sha256_hex
 from hiddenstore.fs.seam import Filesystem

@@ -6,11 +6,12 @@ Compared as stored, array by array: codes, small arrays of the codecs, tokens, m
 import io
 import tarfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from hiddenstore import layout
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
 from hiddenstore.damage import DAMAGE, raise_refusal
 from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, FieldGroup, groups_of
@@ -30,7 +31,11 @@ def check_stock(store: Store, report: Report, advance: Advance) -> None:
 
     ``advance`` is told each sample compared; ``report.stock_samples`` counts them.
     """
-    stock = _zarr_samples if store.manifest.container == "zarr" else _tar_samples
+    stock = _STOCK.get(store.manifest.container)
+    if stock is None:
+        detail = f"no stock software is known that reads the container {store.manifest.container!r}"
+        report.notes.append(Finding("stock-undecided", layout.STORE_JSON, (), detail))
+        return
     for record in store.commits():
         differing: dict[tuple[str, str], list[str]] = defaultdict(list)
         reader, samples = store.open_unit(record), stock(store, record)
@@ -131,6 +136,12 @@ def _tar_samples(store: Store, record: CommitRecord) -> Iterator[tuple[str, Arra
             for name, data in fields.items()
         }
         yield sample["__key__"], {**shared, **arrays}
+
+
+_STOCK: dict[str, Callable[[Store, CommitRecord], Iterator[tuple[str, Arrays]]]] = {
+    "zarr": _zarr_samples,
+    "webdataset": _tar_samples,
+}
 
 
 def _array(data: bytes) -> np.ndarray:

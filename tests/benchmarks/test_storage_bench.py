@@ -10,7 +10,8 @@ from benchmarks.storage.ours import recipe_sizes
 from benchmarks.storage.states import PT_BF16, peer_sizes
 from benchmarks.storage.worker import Worker
 from benchmarks.workers import ROOT, Row, Timing
-from hiddenstore.codecs import CODECS, RECIPES
+from hiddenstore.codecs import CODECS
+from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.segments import zarr_read
 
 ALONE = ("Preadv", "TorchFiles", "Ours", "OursUnchecked", "StockZarr", "SafePacked", "SafeDecoded")

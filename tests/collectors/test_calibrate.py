@@ -13,7 +13,7 @@ from collectors.capture.job import collect
 from collectors.capture.options import CollectOptions
 from collectors.cli.collect import collect as command
 from collectors.engines.hf import HfEngine
-from hiddenstore.codecs import DEFAULT_RECIPE
+from hiddenstore.codecs.recipes import DEFAULT_RECIPE
 from hiddenstore.errors import InterruptError
 from hiddenstore.inspect.advise import RecipeLimits, advise_store
 from hiddenstore.inspect.facts import read_advice

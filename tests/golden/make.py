@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from hiddenstore.codecs import recipe_name
+from hiddenstore.codecs.recipes import recipe_name
 from hiddenstore.store import Store
 from hiddenstore.testing import builders
 from hiddenstore.writer import create_store, register_input, write_unit

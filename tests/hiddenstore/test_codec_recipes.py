@@ -3,7 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from hiddenstore.codecs import CODECS, DEFAULT_RECIPE, LAYOUTS, RECIPES, get_recipe, recipe_name
+from hiddenstore.codecs import CODECS, LAYOUTS
+from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPES, get_recipe, recipe_name
 from hiddenstore.errors import ConfigError
 from hiddenstore.testing.builders import capture_spec
 from schemas.capture import Codecs, topk_of

@@ -20,7 +20,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hiddenstore.codecs import CODECS, get_recipe, recipe_name
+from hiddenstore.codecs import CODECS
+from hiddenstore.codecs.recipes import get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.records import Record, Sample, TopK, final_row_positions, sample_id
 from hiddenstore.store import Store

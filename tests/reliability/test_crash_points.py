@@ -13,7 +13,7 @@ from functools import cached_property
 import pytest
 
 from hiddenstore import layout, writer
-from hiddenstore.codecs import recipe_name
+from hiddenstore.codecs.recipes import recipe_name
 from hiddenstore.errors import HiddenstoreError, StorageError
 from hiddenstore.segments.base import EncodedUnit
 from hiddenstore.segments.encode import encode_records

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hiddenstore.codecs import RECIPES, get_codec
+from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.base import Encoded
+from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.data.packed import Buffers, PackedBatch, moved_at_once
 from hiddenstore.data.read import (
     DecodedFiller,

@@ -1,0 +1,65 @@
+"""Recipes: a codec per field, by name; the one that is taken unless another is named."""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from hiddenstore.codecs import CODECS, LAYOUTS
+from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.registry import unknown
+
+if TYPE_CHECKING:
+    from schemas.capture import Codecs
+
+RECIPES: dict[str, tuple[str, str]] = {
+    "raw": ("bf16", "bf16"),
+    "lossless": ("lossless", "lossless"),
+    "safe": ("q8", "q8"),
+    "compact": ("q4", "q8"),
+    "tiny": ("q4", "topk"),
+}
+DEFAULT_RECIPE = "safe"
+RECIPE_HELP = f"{', '.join(RECIPES)}; per field: aux=q4,final=q8"
+"""What ``--recipe`` takes, for help texts."""
+
+
+def get_recipe(text: str) -> "Codecs":
+    """The codecs of a recipe, by name or per field: ``compact``, ``aux=q4,final=q8``, ``final=topk``.
+
+    A field left out takes the codec of the default recipe.
+
+    Raises:
+        ConfigError: ``name-unknown`` or ``codec-unknown``, with the nearest name.
+    """
+    from schemas.capture import Codecs
+
+    if "=" not in text:
+        if text not in RECIPES:
+            raise unknown("recipe", text, RECIPES, "--recipe", DEFAULT_RECIPE)
+        aux, final = RECIPES[text]
+        return Codecs(aux=aux, final=final)
+    codecs: dict[str, str] = {}
+    for word in text.split(","):
+        field, _, codec = (piece.strip() for piece in word.partition("="))
+        if field in codecs:
+            raise ConfigError(f"recipe {text!r} names {field} twice", kind=Kind.NAME_UNKNOWN)
+        codecs[field] = _codec_of_field(text, field, codec)
+    return Codecs(**{**dict(zip(_CHOICES, RECIPES[DEFAULT_RECIPE], strict=True)), **codecs})
+
+
+_CHOICES: dict[str, Collection[str]] = {"aux": CODECS, "final": LAYOUTS}
+
+
+def _codec_of_field(text: str, field: str, codec: str) -> str:
+    if field not in _CHOICES:
+        error = unknown("field", field, _CHOICES)
+        raise ConfigError(f"recipe {text!r}: {error}", kind=Kind.NAME_UNKNOWN)
+    if codec not in _CHOICES[field]:
+        error = unknown("codec", codec, _CHOICES[field])
+        raise ConfigError(f"recipe {text!r}, {field}: {error}", kind=error.kind)
+    return codec
+
+
+def recipe_name(codecs: "Codecs") -> str:
+    """The name of the recipe with these codecs, else one word per field: what ``get_recipe`` reads back."""
+    names = {choice: name for name, choice in RECIPES.items()}
+    return names.get((codecs.aux, codecs.final), f"aux={codecs.aux},final={codecs.final}")
