@@ -31,10 +31,12 @@ check: install
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
-# Every kill, crash point and damaged byte, at length; figures in benchmarks/results.
+# Every kill, crash point, refused read, damaged byte and mutated document, at length; each part adds its rows to
+# benchmarks/results/reliability-<date>.md. All of it takes hours; PART=tests/reliability/test_model.py is one part.
+RELIABILITY := tests/reliability tests/attacks/test_fuzz.py tests/hiddenstore/test_backend_suite.py
 reliability: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or not slow" tests/reliability
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/benchmarks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or not slow" --results benchmarks/results $(or $(PART),$(RELIABILITY))
+	$(if $(PART),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/benchmarks)
 
 # Numbers against installed peers, in an environment of their own (their pins differ from ours).
 test-parity: $(VENV)-parity/.installed

@@ -158,6 +158,7 @@ class Kind(StrEnum):
     STORE_EMPTY = "store-empty", ConfigError, "The store holds no sample yet."
     STORE_MISMATCH = "store-mismatch", ConflictError, "The store was begun with another target, layers or codecs."
     STORE_REMOTE = "store-remote", ConfigError, "That command works on local stores only."
+    STORE_READ_ONLY = "store-read-only", StorageError, "The store cannot be written, and the command writes into it."
     STORE_NOT_SHARED = "store-not-shared", ConfigError, "The machines of the cluster do not see one store folder."
     STORE_LACKS_STATES = "store-lacks-states", ConfigError, "The store does not hold what that drafter reads."
     CONTAINER_MISMATCH = "container-mismatch", ConfigError, "The store has another container than was asked of it."

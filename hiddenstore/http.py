@@ -113,9 +113,9 @@ class HttpClient:
         """What ``read`` makes of the JSON that answers ``document``."""
         return self._request("POST", path, json.dumps(document).encode(), lambda body: read(json.loads(body)))
 
-    def text(self, path: str) -> str:
-        """The page at ``path``."""
-        return self._request("GET", path, None, bytes.decode)
+    def text(self, path: str, read: Callable[[str], T]) -> T:
+        """What ``read`` makes of the page at ``path``."""
+        return self._request("GET", path, None, lambda body: read(body.decode()))
 
     def _request(self, method: str, path: str, content: bytes | None, read: Callable[[bytes], T]) -> T:
         tries, timeout_s = self.access.tries, self.access.timeout_s

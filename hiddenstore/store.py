@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hiddenstore.targets.head import HeadBundle
 
 OPEN_SEGMENTS = 64
-_PICKLED = ("fs", "path", "manifest", "damaged", "_commits")
+_PICKLED = ("fs", "path", "manifest", "damaged", "is_frozen", "_commits")
 
 
 class Store(RecordSequence):
@@ -52,6 +52,7 @@ class Store(RecordSequence):
         self.path = fs.root
         self.manifest = manifest
         self.damaged = scan.damaged
+        self.is_frozen = False
         self._commits = scan.commits
         self._readers: OrderedDict[str, SegmentReader] = OrderedDict()
         self._lock = threading.Lock()
@@ -87,7 +88,9 @@ class Store(RecordSequence):
             scan = read_snapshot(fs, load_snapshot(fs, snapshot) if isinstance(snapshot, str) else snapshot)
         if strict and scan.damaged:
             raise scan.damaged[0]
-        return cls(fs, manifest, scan)
+        store = cls(fs, manifest, scan)
+        store.is_frozen = snapshot is not None
+        return store
 
     def __getstate__(self) -> dict[str, object]:
         """What a process that gets it by pickle needs: its units are opened there anew."""
@@ -242,6 +245,13 @@ class Store(RecordSequence):
                     hint="choose another name; a snapshot never changes",
                 )
         return snapshot
+
+    def remove_snapshot(self, name: str) -> None:
+        """Forget a saved snapshot, also one that cannot be read; NotFoundError ``snapshot-missing``."""
+        path = layout.snapshot_path(name)
+        if self.fs.size(path) is None:
+            load_snapshot(self.fs, name)
+        self.fs.remove_tree(path)
 
     @cached_property
     def _index(self) -> dict[str, tuple[CommitRecord, int]]:

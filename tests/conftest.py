@@ -7,6 +7,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,12 +23,29 @@ with contextlib.suppress(ModuleNotFoundError):
     settings.load_profile("no-clock")
 
 if TYPE_CHECKING:
+    from tests.reliability.figures import Figures
     from tests.tiny_world import World
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", metavar="FOLDER", help="also write what engines accepted, or what was tried, there")
 
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def figures(request: pytest.FixtureRequest) -> Iterator["Figures"]:
+    """What tests of reliability count; with ``--results`` it is added to the result file of the day."""
+    from tests.reliability.figures import Figures
+
+    counted = Figures()
+    yield counted
+    folder = request.config.getoption("--results")
+    if folder is not None:
+        counted.save(Path(folder))
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ True
 
 import errno
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from typing import Literal
 from hiddenstore.errors import Kind, StorageError
 from hiddenstore.fs.disk import PosixDisk
 from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.testing.suite import SimulatedCrash
+from hiddenstore.testing.workload import Backend
 
 ROOT = "/fault/store"
 SECTOR_BYTES = 512
@@ -36,10 +39,6 @@ Moment = Literal["before", "half", "after"]
 SURVIVALS: tuple[tuple[Data, Names], ...] = tuple(product(("kept", "dropped", "torn"), ("kept", "dropped")))
 
 _ERRNO = {"enospc": errno.ENOSPC, "eio": errno.EIO, "exists": errno.EEXIST}
-
-
-class SimulatedCrash(BaseException):
-    """The process is dead: no handler may tidy up, and every later operation raises this again."""
 
 
 @dataclass(frozen=True)
@@ -349,11 +348,16 @@ class FaultFilesystem(LocalFilesystem):
     """``LocalFilesystem`` over a ``FaultDisk``. ``disk.operations`` numbers what it did."""
 
     def __init__(
-        self, fault: Fault | None = None, *, capacity: int | None = None, disk: FaultDisk | None = None
+        self,
+        fault: Fault | None = None,
+        *,
+        capacity: int | None = None,
+        disk: FaultDisk | None = None,
+        root: str = ROOT,
     ) -> None:
         self.disk = disk or FaultDisk(fault, capacity)
         self.puts = 0
-        super().__init__(ROOT, self.disk)
+        super().__init__(root, self.disk)
 
     def put_if_absent(self, path: str, data: bytes) -> bool:
         won = super().put_if_absent(path, data)
@@ -369,6 +373,12 @@ class FaultFilesystem(LocalFilesystem):
     def copy(self) -> "FaultFilesystem":
         """The same contents on a disk of its own, without a fault."""
         return self.after_crash("kept", "kept")
+
+
+def memory_backend() -> Backend:
+    """Disks in memory by name."""
+    disks: dict[str, FaultDisk] = defaultdict(FaultDisk)
+    return lambda name: FaultFilesystem(disk=disks[name])
 
 
 def _error(number: int, path: str | None = None) -> OSError:

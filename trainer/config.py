@@ -172,6 +172,8 @@ class LoopConfig(Section):
     """Passes over the training split."""
     max_steps: int | None = Field(None, gt=0)
     """Optimizer steps; wins over ``epochs``."""
+    follow: bool = False
+    """Each epoch reads what the store holds when it begins; needs ``max_steps``."""
     seed: int = Field(0, ge=0)
     """Seed of the first weights and of what a step draws."""
     validate_every: int = Field(500, ge=0)
@@ -211,6 +213,14 @@ class LoopConfig(Section):
     def _patience_has_validations(self) -> "LoopConfig":
         if self.patience is not None and not self.validate_every:
             raise ValueError("patience waits for validations, but validate_every is 0")
+        return self
+
+    @model_validator(mode="after")
+    def _follow_has_an_end(self) -> "LoopConfig":
+        if self.follow and self.max_steps is None:
+            raise ValueError(
+                "follow trains on a store that grows: max_steps says when to end, and the schedule its rate"
+            )
         return self
 
 

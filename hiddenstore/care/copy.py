@@ -21,6 +21,8 @@ from hiddenstore.codecs.base import CodeLayout
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.commit import committed_units, lost_samples
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
+from hiddenstore.fs import open_filesystem
+from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest
 from hiddenstore.inspect.samples import Test
 from hiddenstore.store import Store
@@ -28,14 +30,14 @@ from hiddenstore.targets.calibration import copy_slice
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
 from hiddenstore.writer import PendingUnit, capture_differences, create_store, pending_units, register_input
 from schemas.capture import TOPK, Codecs
-from schemas.manifest import Container, SampleEntry
+from schemas.manifest import CommitRecord, Container, SampleEntry
 from schemas.prepared import PreparedData
 
 
-def check_sources(sources: Sequence[Store], location: str | Path) -> None:
+def check_sources(sources: Sequence[Store], location: str | Path | Filesystem) -> None:
     """Refuse a copy onto a source (``output-exists``) and sources of two captures (``store-mismatch``)."""
     for source in sources:
-        if Path(source.path).resolve() == Path(location).resolve():
+        if Path(source.path).resolve() == Path(open_filesystem(location).root).resolve():
             raise ConflictError(f"{source.path} cannot be copied onto itself", kind=Kind.OUTPUT_EXISTS)
     first = sources[0]
     for other in sources[1:]:
@@ -51,7 +53,7 @@ def check_sources(sources: Sequence[Store], location: str | Path) -> None:
 
 
 def open_destination(
-    sources: Sequence[Store], location: str | Path, recipe: str | None, container: Container | None
+    sources: Sequence[Store], location: str | Path | Filesystem, recipe: str | None, container: Container | None
 ) -> Store:
     """Create the store of a copy, or open the one there; None keeps its recipe or container, else the first source's.
 
@@ -136,8 +138,11 @@ def _units_as_cut(sources: Sequence[Store], destination: Store) -> tuple[list[Co
     units: dict[str, CopyUnit] = {}
     for source in sources:
         for record in source.commits():
+            known = units.get(record.unit)
+            if known is not None and known.origin is not None and not _is_fuller(record, known.origin[1]):
+                continue
             ids = tuple(entry.id for entry in record.samples)
-            units.setdefault(record.unit, CopyUnit(record.unit, record.input, ids, (source, record)))
+            units[record.unit] = CopyUnit(record.unit, record.input, ids, (source, record))
     registered_units = {unit for registered in destination.inputs().values() for unit in registered.units}
     lossy = _lossy_units(destination)
     to_copy = [unit for name, unit in units.items() if name not in done]
@@ -149,6 +154,11 @@ def _lossy_units(destination: Store) -> dict[str, PendingUnit]:
     """Units of the destination of which a repair dropped samples."""
     pending = (item for digest in destination.inputs() for item in pending_units(destination, digest).values())
     return {item.name: item for item in pending if item.replaces is not None}
+
+
+def _is_fuller(record: CommitRecord, other: CommitRecord) -> bool:
+    """Whether a repair dropped fewer samples of one record than of the other, of the same unit."""
+    return len(lost_samples(record)) < len(lost_samples(other))
 
 
 def _restores(units: Mapping[str, CopyUnit], lossy: PendingUnit) -> bool:
@@ -272,7 +282,7 @@ class CopyReport:
 
 def open_copy(
     sources: Sequence[Store],
-    location: str | Path,
+    location: str | Path | Filesystem,
     recipe: str | None = None,
     keep: Test | None = None,
     container: Container | None = None,

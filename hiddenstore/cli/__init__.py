@@ -46,12 +46,14 @@ _SUMMARIES: Mapping[str, Mapping[str, str]] = {
         "ls": "The samples of a store.",
         "show": "One sample: its text, what is trained on, norms per layer.",
         "stats": "Lengths, splits and norms per layer over the whole store.",
-        "diff": "How two stores differ: capture, samples, numbers.",
+        "diff": "How two stores or snapshots differ: capture, samples, numbers.",
+        "log": "Who wrote what into a store, and when.",
         "advise": "Which recipe the states can take, measured on them.",
     },
     "Care": {
         "verify": "Every byte there, intact, and meaning what it says.",
         "copy": "Merge, subset or re-encode stores; resumable.",
+        "snapshot": "Freeze what a store holds under a name.",
         "repair": "Drop what is damaged, keep the rest; prints a plan first.",
         "gc": "Sweep what no commit names; prints a plan first.",
     },
@@ -74,6 +76,7 @@ OUR_COMMANDS = frozenset(name for commands in _SUMMARIES.values() for name in co
 _BUILT_IN = {
     "look": ("info", "ls", "show", "stats", "diff"),
     "care": ("verify", "copy", "repair", "gc", "doctor"),
+    "history": ("log", "snapshot"),
     "advise": ("advise",),
     "run": ("run",),
 }
@@ -112,6 +115,9 @@ OTHER_WORDS: Mapping[str, str] = {
     "clean": "gc",
     "fix": "repair",
     "compare": "diff",
+    "history": "log",
+    "freeze": "snapshot",
+    "tag": "snapshot",
 }
 
 

@@ -9,7 +9,7 @@ import click
 from rich.padding import Padding
 from rich.text import Text
 
-from hiddenstore.cli.words import STORE, open_store
+from hiddenstore.cli.words import STORE, open_store, split_snapshot
 from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, amount, bar, clean, count, number, percent, plural, size, spark
@@ -347,7 +347,7 @@ def _show_stats(document: Mapping[str, Any]) -> None:
 )
 @common_options
 def diff(a: str, b: str, samples: int, tolerance: float | None) -> None:
-    """How the stores A and B differ: capture, samples held, and the states of samples both hold.
+    """How the stores or snapshots A and B differ: capture, samples held, and the states of samples both hold.
 
     Exits 3 when anything differs, or with --tolerance when more than that does. Numbers are B minus A.
     """
@@ -359,7 +359,8 @@ def diff(a: str, b: str, samples: int, tolerance: float | None) -> None:
     common = len(set(stores[0].sample_ids) & set(stores[1].sample_ids))
     with Progress("compare", total=min(common, samples or common), unit="samples") as progress:
         comparison = compare(*stores, max_samples=samples or None, advance=progress.advance)
-    document = {"a": stores[0].path, "b": stores[1].path, **comparison.document(), "tolerance": tolerance}
+    names = (f"{store.path}{_at_snapshot(text)}" for store, text in zip(stores, (a, b), strict=True))
+    document = {**dict(zip("ab", names, strict=True)), **comparison.document(), "tolerance": tolerance}
     if tolerance is not None:
         document["beyond_tolerance"] = comparison.beyond(tolerance)
     output().data(document, human=lambda: _show_diff(document))
@@ -372,6 +373,11 @@ def diff(a: str, b: str, samples: int, tolerance: float | None) -> None:
         output().hint("hiddenstore", "verify", b, "--meaning")
     if comparison.different if tolerance is None else document["beyond_tolerance"]:
         raise click.exceptions.Exit(_DIFFERENT_EXIT)
+
+
+def _at_snapshot(text: str) -> str:
+    snapshot = split_snapshot(text)[1]
+    return "" if snapshot is None else f"@{snapshot}"
 
 
 def _show_diff(document: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 
 from hiddenstore import layout
-from hiddenstore.commit import Commit, committed_units, read_snapshot, scan_commits
+from hiddenstore.commit import Commit, committed_units, lost_samples, read_snapshot, scan_commits
 from hiddenstore.console.text import plural
 from hiddenstore.damage import DAMAGE, drop_caches, require_absent, twice
 from hiddenstore.documents import load
@@ -52,7 +52,7 @@ def check_structure(fs: Filesystem, report: Report) -> Store | None:
     report.findings += [*_inputs(fs, scan.commits), *_snapshots(fs), *_calibration(fs)]
     for finding, is_error in _duplicates(records):
         (report.findings if is_error else report.notes).append(finding)
-    report.notes += [*_unregistered(fs, records), *_garbage(fs, scan.commits)]
+    report.notes += [*_unregistered(fs, records), *_pending(scan.commits), *_garbage(fs, scan.commits)]
     return None if manifest is None else Store(fs, manifest, scan)
 
 
@@ -180,6 +180,13 @@ def _unregistered(fs: Filesystem, records: Iterable[CommitRecord]) -> Iterator[F
             "collecting the same DATA again brings it back"
         )
         yield Finding("input-missing", layout.input_path(digest), (), detail)
+
+
+def _pending(commits: Iterable[Commit]) -> Iterator[Finding]:
+    for commit in commits:
+        if lost := tuple(sorted(lost_samples(commit.record))):
+            detail = f"a repair dropped {plural(len(lost), 'sample')}; the same collect brings them back"
+            yield Finding("pending", f"{layout.COMMITS_DIR}/{commit.name}", lost, detail)
 
 
 def _garbage(fs: Filesystem, commits: Iterable[Commit]) -> Iterator[Finding]:

@@ -18,11 +18,11 @@ from hiddenstore.errors import CaptureError, ConfigError, ConflictError, FormatE
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Drain, Rank
 from hiddenstore.store import Store
+from hiddenstore.testing.invariants import contents
 from hiddenstore.verify import verify
 from schemas.manifest import Container
 from tests.collectors.prepared import data_for_tiny, segment_bytes
 from tests.collectors.tiny import LAYERS, save_target
-from tests.invariants import contents
 
 
 @pytest.fixture(autouse=True)

@@ -27,10 +27,6 @@ def engine_world(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> En
     return make_engine_world(Path(base if worker_id == "master" else base.parent) / "engine_world")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--results", metavar="FOLDER", help="also write the table engine by drafter there")
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """The table engine by drafter, of the rows that tests recorded."""
     reports = [report for word in ("passed", "failed") for report in terminalreporter.stats.get(word, [])]

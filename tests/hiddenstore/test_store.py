@@ -14,9 +14,9 @@ from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, NotFoundError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
+from hiddenstore.testing.invariants import contents, problems
 from hiddenstore.writer import write_unit
 from tests.faults import FaultFilesystem
-from tests.invariants import contents, problems
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from hiddenstore.errors import ConflictError
 from hiddenstore.inspect.samples import parse_where
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import HEAD, capture_spec, make_store, target_files
+from hiddenstore.testing.invariants import contents, problems
 from hiddenstore.verify import verify
 from hiddenstore.writer import create_store
 from schemas.manifest import Container
-from tests.invariants import contents, problems
 
 
 def run(*arguments: str) -> Result:

@@ -19,10 +19,10 @@ from hiddenstore.testing.builders import (
     random_records,
     target_files,
 )
+from hiddenstore.testing.invariants import contents, fingerprint, garbage, problems
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.manifest import CommitRecord, Reject
 from tests.faults import Fault, FaultFilesystem
-from tests.invariants import contents, fingerprint, garbage, problems
 
 CAPTURE = capture_spec(width=8)
 PREPARED = memory_input(6)

@@ -18,11 +18,13 @@ from hiddenstore.care.repair import repair
 from hiddenstore.errors import CorruptionError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
+from hiddenstore.testing.invariants import contents, problems, sample_digest
+from hiddenstore.testing.suite import Tally
 from hiddenstore.verify import verify
 from hiddenstore.writer import pending_units
 from schemas.manifest import Container
 from tests.faults import SURVIVALS, FaultFilesystem
-from tests.invariants import contents, problems, sample_digest
+from tests.reliability.figures import Figures
 
 SAMPLES = 6
 
@@ -104,7 +106,7 @@ def survivors(fs: FaultFilesystem, step: int) -> list[FaultFilesystem]:
     return list(distinct.values())
 
 
-def check(make: Callable[[Container], Damaged], container: Container, step: int) -> None:
+def check(make: Callable[[Container], Damaged], container: Container, step: int, figures: Figures) -> None:
     damaged = make(container)
     before = readable(damaged.fs)
     assert before.items() <= damaged.expected.items()
@@ -116,17 +118,20 @@ def check(make: Callable[[Container], Damaged], container: Container, step: int)
         assert contents(store) == damaged.expected
         assert problems(store, finished=True) == []
         assert verify(fs, "bytes").findings == []
+    figures.add("crash points of repair, recapture, gc × 6 power losses", container, Tally(points=len(found)))
 
 
 @pytest.mark.parametrize("make", [damaged_sample, damaged_record])
-def test_a_crash_in_care_loses_nothing_and_the_same_commands_finish(make: Callable[[Container], Damaged]) -> None:
-    check(make, "webdataset", 3)
+def test_a_crash_in_care_loses_nothing_and_the_same_commands_finish(
+    make: Callable[[Container], Damaged], figures: Figures
+) -> None:
+    check(make, "webdataset", 3, figures)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("container", ["zarr", "webdataset"])
 @pytest.mark.parametrize("make", [damaged_sample, damaged_record])
 def test_every_crash_point_of_care_loses_nothing_and_the_same_commands_finish(
-    make: Callable[[Container], Damaged], container: Container
+    make: Callable[[Container], Damaged], container: Container, figures: Figures
 ) -> None:
-    check(make, container, 1)
+    check(make, container, 1, figures)

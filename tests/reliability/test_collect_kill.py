@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.store import Store
+from hiddenstore.testing.suite import Tally
+from hiddenstore.verify.garbage import unnamed_segments
 from tests.collectors.prepared import data_for_tiny, segment_bytes
 from tests.collectors.tiny import save_target
+from tests.reliability.figures import Figures
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = 200
@@ -94,15 +98,20 @@ def _check_equal(place: Place, store: Path) -> None:
         assert mine.model_dump(exclude={"segment"}) == theirs.model_dump(exclude={"segment"})
 
 
-def test_a_collect_killed_five_times_resumes_to_the_uninterrupted_store(place: Place, tmp_path: Path) -> None:
+def test_a_collect_killed_five_times_resumes_to_the_uninterrupted_store(
+    place: Place, tmp_path: Path, figures: Figures
+) -> None:
     hits = _kill_and_resume(place, tmp_path / "store", random.Random(5), kills=5)
     assert hits > 0
+    figures.add("SIGKILLs of a command", "collect, other world sizes", Tally(points=hits))
     _check_equal(place, tmp_path / "store")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_collect_killed_25_times_over_several_stores_resumes_each(place: Place, tmp_path: Path) -> None:
+def test_a_collect_killed_25_times_over_several_stores_resumes_each(
+    place: Place, tmp_path: Path, figures: Figures
+) -> None:
     hits = 0
     dice = random.Random(25)
     for attempt in range(5):
@@ -111,6 +120,33 @@ def test_a_collect_killed_25_times_over_several_stores_resumes_each(place: Place
         _check_equal(place, store)
         shutil.rmtree(store)
     assert hits >= 15
+    figures.add("SIGKILLs of a command", "collect, other world sizes", Tally(points=hits))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_half_of_the_workers_preempted_again_and_again_lose_at_most_their_open_units(
+    place: Place, tmp_path: Path, figures: Figures
+) -> None:
+    store, dice, rounds = tmp_path / "store", random.Random(50), 4
+    workers = {rank: place.start(store, rank, 4) for rank in range(4)}
+    for _ in range(rounds):
+        for worker in workers.values():
+            _wait_for_progress(worker, store, _commits(store) + 3)
+        committed = {path.name for path in (store / "commits").glob("*.json")}
+        for rank in dice.sample(sorted(workers), 2):
+            workers[rank].send_signal(signal.SIGKILL)
+            workers[rank].communicate()
+            workers[rank] = place.start(store, rank, 4)
+        assert committed <= {path.name for path in (store / "commits").glob("*.json")}
+    for worker in workers.values():
+        _out, errors = worker.communicate()
+        assert worker.returncode == 0, errors
+    _check_equal(place, store)
+    # A worker writes one unit while it captures the next.
+    lost = unnamed_segments(LocalFilesystem(store), Store.open(store).commit_files)
+    assert len(lost) <= 2 * rounds
+    figures.add("SIGKILLs of half of four workers", "collect", Tally(points=2 * rounds))
 
 
 def test_sigterm_drops_the_open_unit_and_exits_75(place: Place, tmp_path: Path) -> None:

@@ -7,116 +7,28 @@ resumed by the same workload and compared with the run that never crashed.
 """
 
 import hashlib
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, partial
+from typing import Any
 
 import pytest
 
 from hiddenstore import layout, writer
-from hiddenstore.codecs.recipes import recipe_name
 from hiddenstore.errors import HiddenstoreError, StorageError
-from hiddenstore.segments.base import EncodedUnit
-from hiddenstore.segments.encode import encode_records
-from hiddenstore.store import Store
-from hiddenstore.testing.builders import (
-    ENGINE,
-    HEAD,
-    capture_spec,
-    memory_input,
-    random_records,
-    target_files,
-)
-from hiddenstore.writer import create_store, register_input, write_encoded_unit
-from schemas.capture import CaptureSpec
-from schemas.manifest import Container
-from tests.faults import SURVIVALS, Fault, FaultDisk, FaultFilesystem, SimulatedCrash
-from tests.invariants import contents, fingerprint, garbage, problems
-
-SAMPLES = 3
-PREPARED = memory_input(SAMPLES)
-TARGET_FILES = target_files(width=8)
+from hiddenstore.testing.invariants import garbage
+from hiddenstore.testing.suite import SimulatedCrash, Tally
+from hiddenstore.testing.workload import Plan, Workload
+from tests.faults import SURVIVALS, Fault, FaultDisk, FaultFilesystem
+from tests.reliability.figures import Figures
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to write: units encoded beforehand, and whether the input is registered before or after them."""
-
-    codec: str = "bf16"
-    register_first: bool = True
-    container: Container = "zarr"
-
-    @cached_property
-    def capture(self) -> CaptureSpec:
-        return capture_spec(layers=(1,), width=8, codec=self.codec)
-
-    @cached_property
-    def units(self) -> dict[str, EncodedUnit]:
-        return {
-            unit.name: encode_records(unit.name, random_records(unit.samples, self.capture), self.capture)
-            for unit in PREPARED.units()
-        }
-
-    @cached_property
-    def expected(self) -> tuple[dict[str, object], dict[str, str]]:
-        """Fingerprint and contents of the run that never crashed."""
-        store = Workload(FaultFilesystem(), self).run()
-        assert problems(store, finished=True) == []
-        assert len(self.units) >= 2
-        assert len(store) == SAMPLES
-        return fingerprint(store.fs), contents(store)
-
-
-@dataclass
-class Workload:
-    """What a collector does, and what it was told had succeeded."""
-
-    fs: FaultFilesystem
-    plan: Plan
-    done: list[str] = field(default_factory=list)
-    registered: bool = False
-
-    def run(self) -> Store:
-        plan = self.plan
-        store = create_store(
-            self.fs, plan.capture, HEAD, recipe_name(plan.capture.codecs), TARGET_FILES, plan.container
-        )
-        if self.plan.register_first:
-            self.register(store)
-        held = {record.unit for record in store.commits()}
-        for unit, encoded in self.plan.units.items():
-            if unit not in held:
-                assert write_encoded_unit(store, unit, PREPARED.info.digest, encoded, (), ENGINE)
-                self.done.append(unit)
-        self.register(store)
-        store = Store.open(self.fs)
-        store.save_snapshot("end")
-        return store
-
-    def register(self, store: Store) -> None:
-        register_input(store, PREPARED)
-        self.registered = True
-
-    def promised(self) -> "Workload":
-        return replace(self, done=list(self.done))
+@cache
+def expected(plan: Plan) -> Any:
+    """Fingerprint and contents of the run that never crashed."""
+    return plan.expected(FaultFilesystem())
 
 
 def check_survivor(fs: FaultFilesystem, work: Workload) -> None:
-    """What a crash left is sound, holds all that was promised, and the same command finishes the job."""
-    stored, read = work.plan.expected
-    if fs.size(layout.STORE_JSON) is not None:
-        store = Store.open(fs)
-        assert problems(store) == []
-        assert contents(store).items() <= read.items()
-        assert {record.unit for record in store.commits()} >= set(work.done)
-        assert bool(store.inputs()) >= work.registered
-    else:
-        assert work.done == []
-    resumed = Workload(fs, work.plan)
-    store = resumed.run()
-    assert not set(resumed.done) & set(work.done)
-    assert problems(store, finished=True) == []
-    assert fingerprint(fs) == stored
-    assert contents(store) == read
+    work.check(fs, expected(work.plan))
 
 
 def check_all(distinct: list[tuple[FaultFilesystem, Workload]]) -> None:
@@ -158,17 +70,20 @@ def survivors(plan: Plan) -> tuple[list[tuple[FaultFilesystem, Workload]], int]:
         pytest.param(Plan("tiny", True), id="topk", marks=pytest.mark.slow),
     ],
 )
-def test_every_crash_point_leaves_a_sound_store_that_the_same_command_finishes(plan: Plan) -> None:
+def test_every_crash_point_leaves_a_sound_store_that_the_same_command_finishes(plan: Plan, figures: Figures) -> None:
     distinct, points = survivors(plan)
     assert points > (200 if plan.container == "zarr" else 80)
-    check_all(distinct)
-    print(f"{points} crash points, {points * len(SURVIVALS)} survivors, {len(distinct)} distinct")  # noqa: T201
+    tally = Tally()
+    for fs, work in distinct:
+        tally.check("", partial(check_survivor, fs, work))
+    figures.add("crash points × 6 power losses", f"{plan.container}, {plan.codec}: {points} points", tally)
+    assert tally.failures == []
 
 
 @pytest.mark.parametrize("forgotten", ["sync_file", "sync_folder", "commit"])
 def test_the_enumeration_notices_what_is_not_made_durable(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan()
-    assert plan.expected
+    expected(plan)
     if forgotten == "commit":
         monkeypatch.setattr(writer, "publish_commit", lambda *_: True)
     else:

@@ -10,7 +10,7 @@ import pytest
 from hiddenstore.errors import StorageError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
-from tests.invariants import contents, garbage, problems
+from hiddenstore.testing.invariants import contents, garbage, problems
 
 SIZE_BYTES = 1 << 20
 

@@ -4,6 +4,7 @@ One sound store; each read of each command fails once, with an error number, or 
 """
 
 import errno
+from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
@@ -14,10 +15,12 @@ from hiddenstore.care.repair import repair
 from hiddenstore.errors import HiddenstoreError, NotFoundError, StorageError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.invariants import contents, problems
+from hiddenstore.testing.suite import Tally
 from hiddenstore.verify import verify
 from schemas.manifest import Container
 from tests.faults import FaultFilesystem, ReadFault
-from tests.invariants import contents, problems
+from tests.reliability.figures import Figures
 
 ERRORS = (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOMEM)
 COMMANDS = {
@@ -33,8 +36,9 @@ def sound_store(container: Container, codec: str) -> Store:
     return store
 
 
-def sweep(store: Store, command: str, step: int) -> None:
-    """Every ``step``-th read fails by the next error number, and answers that nothing is there."""
+def sweep(store: Store, command: str, errors: Sequence[int], figures: Figures) -> None:
+    """Every read fails by each of the error numbers, or, with none, by the next one; and answers that nothing is
+    there."""
     fs = store.fs
     assert isinstance(fs, FaultFilesystem)
     before = fs.disk.files()
@@ -43,10 +47,13 @@ def sweep(store: Store, command: str, step: int) -> None:
     assert fs.disk.files() == before
     total = len(fs.disk.reads)
     assert total > 10
-    for at in range(0, total, step):
-        for error in (ERRORS[at // step % len(ERRORS)], errno.ENOENT):
+    tally = Tally()
+    for at in range(total):
+        for error in (*(errors or (ERRORS[at % len(ERRORS)],)), errno.ENOENT):
+            tally.points += 1
             check(fs, command, ReadFault(at, error))
             assert fs.disk.files() == before, f"read {at} of {command} failed and something changed"
+    figures.add("refused reads", command, tally)
 
 
 def check(fs: FaultFilesystem, command: str, fault: ReadFault) -> None:
@@ -66,17 +73,17 @@ def check(fs: FaultFilesystem, command: str, fault: ReadFault) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_read_that_fails_once_is_damage_a1(command: str) -> None:
-    sweep(sound_store("webdataset", "bf16"), command, 1)
+def test_no_read_that_fails_once_is_damage_a1(command: str, figures: Figures) -> None:
+    sweep(sound_store("webdataset", "bf16"), command, (), figures)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(("container", "codec"), [("zarr", "q8"), ("zarr", "bf16"), ("webdataset", "q8")])
 def test_no_read_that_fails_once_is_damage_whatever_the_store_a1(
-    command: str, container: Container, codec: str
+    command: str, container: Container, codec: str, figures: Figures
 ) -> None:
-    sweep(sound_store(container, codec), command, 1)
+    sweep(sound_store(container, codec), command, ERRORS, figures)
 
 
 def test_bytes_that_are_right_past_the_page_cache_are_no_damage_a1() -> None:
@@ -131,7 +138,7 @@ def damaged_store() -> tuple[FaultFilesystem, dict[str, str]]:
     return fs, {name: digest for name, digest in expected.items() if name != victim}
 
 
-def check_damaged(step: int) -> None:
+def check_damaged(step: int, figures: Figures) -> None:
     whole, expected = damaged_store()
     fs = whole.copy()
     fs.disk.reads.clear()
@@ -148,12 +155,13 @@ def check_damaged(step: int) -> None:
             repair(fs, dry_run=False, accept_loss=1)
             assert contents(Store.open(fs)) == expected, f"read {at} failed with {errno.errorcode[error]}"
             assert problems(Store.open(fs)) == []
+    figures.add("refused reads", "repair of a damaged store", Tally(points=2 * len(range(0, total, step))))
 
 
-def test_a_read_that_fails_while_a_damaged_store_is_repaired_costs_no_other_sample_a1() -> None:
-    check_damaged(4)
+def test_a_read_that_fails_while_a_damaged_store_is_repaired_costs_no_other_sample_a1(figures: Figures) -> None:
+    check_damaged(4, figures)
 
 
 @pytest.mark.slow
-def test_no_read_that_fails_while_a_damaged_store_is_repaired_costs_another_sample_a1() -> None:
-    check_damaged(1)
+def test_no_read_that_fails_while_a_damaged_store_is_repaired_costs_another_sample_a1(figures: Figures) -> None:
+    check_damaged(1, figures)

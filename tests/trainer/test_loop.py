@@ -277,4 +277,6 @@ def test_nothing_of_the_target_is_opened_but_config_and_head_bundle(store: Store
     of_target = {name for name in opened if name.startswith("target/")}
     assert of_target == {"target/head.safetensors", "target/config.json"}
     assert opened - of_target
-    assert all(name.split("/")[0] in {"store.json", "commits", "segments"} for name in opened - of_target if name)
+    assert all(
+        name.split("/")[0] in {"store.json", "commits", "segments", "snapshots"} for name in opened - of_target if name
+    )

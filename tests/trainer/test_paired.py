@@ -17,10 +17,11 @@ from hiddenstore.testing.builders import make_store
 from tests.trainer.runs import WORDS
 from trainer.parallel.group import ProcessGroup
 from trainer.slots import teacher_rows
+from trainer.train.epochs import token_batches
 from trainer.train.lock import RunLock
 from trainer.train.paired import acceptance, measure_paired, paired_difference
 from trainer.train.run_folder import TrainOptions
-from trainer.train.state import build_state, token_batches
+from trainer.train.state import build_state
 
 SHORT = [word for word in WORDS if not word.startswith(("train.", "drafter.vocab"))] + ["train.max_steps=2"]
 

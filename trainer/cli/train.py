@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import STORE, Name
+from hiddenstore.cli.words import STORE, Name, split_snapshot
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import HiddenstoreError, Kind
 from trainer.drafters import DRAFTERS
@@ -32,6 +32,7 @@ class _Train(click.Command):
         "hiddenstore train STORE -o runs/first",
         "hiddenstore train STORE -o runs/first loss.steps=3 optim.lr=5e-3 train.max_steps=600",
         "hiddenstore train STORE -o runs/second -c eagle3.1 train.init_from=runs/first",
+        "hiddenstore train STORE -o runs/long --follow train.max_steps=20000",
         "hiddenstore train STORE -o runs/first --resume",
         "torchrun --nproc-per-node 8 --no-python hiddenstore train STORE -o runs/first",
     ),
@@ -49,12 +50,18 @@ class _Train(click.Command):
     "-c", "--config", "file", metavar="FILE", help=f"YAML settings, or a preset by name: {', '.join(preset_names())}."
 )
 @click.option("--resume", is_flag=True, help="Continue RUN exactly where its newest checkpoint stands.")
+@click.option(
+    "--follow", is_flag=True, help="Each epoch reads what is collected by then; needs train.max_steps (train.follow)."
+)
 @common_options
-def train(store: str, words: tuple[str, ...], run: str, drafter: str | None, file: str | None, resume: bool) -> None:
+def train(
+    store: str, words: tuple[str, ...], run: str, drafter: str | None, file: str | None, resume: bool, follow: bool
+) -> None:
     """Train a drafter from a store; the target is not needed."""
     from hiddenstore.fs.seam import storage_error
     from hiddenstore.process import from_environment
 
+    words = (*words, "train.follow=true") if follow else words
     if not resume:
         _refuse_settings(drafter, file, words)
     from trainer.parallel.group import use_all_cores
@@ -65,7 +72,8 @@ def train(store: str, words: tuple[str, ...], run: str, drafter: str | None, fil
     if not is_first:
         output().mode = "silent"
     try:
-        report = train_run(store, run, drafter=drafter, file=file, words=words, resume=resume)
+        path, snapshot = split_snapshot(store)
+        report = train_run(path, run, drafter=drafter, file=file, words=words, resume=resume, snapshot=snapshot)
     except OSError as error:
         refusal = storage_error(error, error.filename or run)
         if refusal.kind in _REFUSED_BY_DISK and Path(run, "run.json").is_file():

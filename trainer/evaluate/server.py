@@ -23,6 +23,9 @@ _SGLANG_DRAFTED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_dra
 _SGLANG_HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 
 
+_MOST_DEPTHS = 4096
+
+
 @dataclass(frozen=True)
 class DraftCounts:
     """Counts of greedy or sampled drafts. ``accepted_at[i]``: drafts whose first i+1 tokens were all accepted; empty
@@ -85,7 +88,7 @@ def vllm_counts(text: str) -> DraftCounts | None:
             sums[name] = sums.get(name, 0.0) + float(sample["value"])
     if "drafts" not in sums:
         return None
-    depths = range(max(positions, default=-1) + 1)
+    depths = _depths(max(positions, default=-1) + 1)
     return DraftCounts(
         drafts=int(sums["drafts"]),
         drafted=int(sums.get("draft_tokens", 0)),
@@ -111,8 +114,15 @@ def sglang_counts(meta_info: Mapping[str, Any]) -> DraftCounts | None:
         accepted = max(0, int(meta_info.get("completion_tokens") or 0) - 1 - drafts)
     drafted = int(_first(meta_info, _SGLANG_DRAFTED) or 0)
     # The histogram ends at the deepest acceptance; the draft may be longer.
-    depths = max(len(exactly) - 1, drafted // drafts) if exactly else 0
-    return DraftCounts(drafts, drafted, int(accepted), tuple(sum(exactly[depth + 1 :]) for depth in range(depths)))
+    depths = _depths(max(len(exactly) - 1, drafted // drafts) if exactly else 0)
+    return DraftCounts(drafts, drafted, int(accepted), tuple(sum(exactly[depth + 1 :]) for depth in depths))
+
+
+def _depths(count: int) -> range:
+    """ValueError for more than any draft has: a server's number must not fill memory."""
+    if count > _MOST_DEPTHS:
+        raise ValueError(f"{count} tokens a draft")
+    return range(count)
 
 
 def _first(meta_info: Mapping[str, Any], names: Sequence[str]) -> Any:
@@ -162,7 +172,7 @@ class Server:
     def counts(self) -> DraftCounts | None:
         """Everything the server ever drafted; None where it does not say."""
         try:
-            return vllm_counts(self.client.text("/metrics"))
+            return self.client.text("/metrics", vllm_counts)
         except RefusedError as error:
             if error.status in (404, 405):
                 return None

@@ -92,6 +92,13 @@ class RunLog:
             for depth, acc in enumerate(metrics.acc, 1):
                 self._board.add_scalar(f"train/acc@{depth}", acc, metrics.step)
 
+    def epoch(self, step: int, epoch: int, samples: int) -> None:
+        """Record that ``step`` is the first of an epoch, counted from 0, over what the store holds now."""
+        if self._file is None:
+            return
+        self._line({"step": step, "epoch": epoch, "samples": samples})
+        self._progress.log(f"epoch {epoch + 1:,} begins: the store holds {samples:,} samples now")
+
     def skip(self, step: int, text: str, samples: Sequence[str]) -> None:
         """Record that ``step`` changed nothing, and the samples of its batch."""
         if self._file is None:

@@ -51,6 +51,7 @@ def _summary_lines(state: TrainState) -> list[str]:
     return [
         f"{state.config.drafter.name}, {amount(state.trainable)} trainable parameters: {position} over {samples}, "
         f"{amount(state.batches.tokens)} tokens; {_device_text(state)}",
+        *(["each epoch reads what the store holds when it begins"] if state.config.train.follow else []),
         *([f"weights, draft vocabulary and drafter.* from {init}"] if init is not None else []),
         "from the target, * as you set it:",
     ]
@@ -128,10 +129,12 @@ def train(
     file: str | Path | None = None,
     words: Sequence[str] = (),
     resume: bool = False,
+    snapshot: str | None = None,
 ) -> TrainReport:
     """Train a drafter on a store into a new folder ``run``, or continue one exactly.
 
-    ``file`` is YAML settings or the name of a preset; ``drafter`` is eagle3 when neither it nor the words say.
+    ``file`` is YAML settings or the name of a preset; ``drafter`` is eagle3 when neither it nor the words say. A new
+    run reads what ``snapshot`` of the store names, by default what it holds now.
 
     Under torchrun, or srun with MASTER_ADDR and MASTER_PORT, every process calls this; the batches are those of a
     single process. Rank 0 alone writes; a resume reads ``run`` on every rank. Raises ConfigError: a wrong setting, or a
@@ -140,7 +143,7 @@ def train(
     finite, or the loss stays a spike; names the samples; InterruptError: a signal asked any rank to stop; a checkpoint
     was saved; HiddenstoreError: ``another-rank``, another rank failed and said why.
     """
-    options = TrainOptions(store_location, Path(run), drafter, file, tuple(words), resume)
+    options = TrainOptions(store_location, Path(run), drafter, file, tuple(words), resume, snapshot)
     with process_group(from_environment()) as group, drain_on_signal() as drain, RunLock(options.run) as lock:
         state = build_state(options, group, lock)
         began = time.monotonic()
@@ -162,6 +165,9 @@ def _train(state: TrainState, drain: Drain, began: float) -> TrainReport:
     with log, closing(steps(state)) as each:
         for batch, metrics in each:
             last = metrics.__dict__
+            if state.begun is not None:
+                log.epoch(state.step, state.begun, len(state.batches.sample_ids))
+                state.begun = None
             log.step(metrics)
             if metrics.skipped:
                 log.skip(state.step, _skip_text(state, metrics.loss, batch), batch.all_sample_ids)

@@ -25,9 +25,10 @@ from schemas.manifest import CommitRecord, SampleEntry
 from trainer.drafters import drafter_kind
 from trainer.parallel.group import ProcessGroup
 from trainer.settings import load_config
+from trainer.train.epochs import token_batches
 from trainer.train.lock import RunLock
 from trainer.train.run_folder import TrainOptions
-from trainer.train.state import TrainState, build_state, token_batches
+from trainer.train.state import TrainState, build_state
 from trainer.train.step import steps
 
 DRAFTER = "eagle3"

@@ -1,5 +1,8 @@
 """The folder of a run: its files, what it is trained on and starts from, and whether it may be made or continued."""
 
+import re
+import secrets
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,8 +14,9 @@ import yaml
 from torch import Tensor
 
 from hiddenstore import settings
+from hiddenstore.console.output import output
 from hiddenstore.documents import seal, unseal
-from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
@@ -48,7 +52,8 @@ _HINT_FOLLOW = "leave the drafter.* settings out: they follow from the start"
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How `train` was called. ``words`` are ``key.path=value`` settings, ``file`` a YAML file of them or a preset."""
+    """How `train` was called. ``words`` are ``key.path=value`` settings, ``file`` a YAML file of them or a preset;
+    ``snapshot``: of the store, what a new run begins with."""
 
     store: str | Path
     run: Path
@@ -56,6 +61,7 @@ class TrainOptions:
     file: str | Path | None = None
     words: Sequence[str] = ()
     resume: bool = False
+    snapshot: str | None = None
 
     @property
     def resume_command(self) -> str:
@@ -110,13 +116,14 @@ def training_store(info: RunInfo) -> Store | None:
     if not path.is_file():
         return None
     try:
-        return Store.open(info.spec.store, _read_snapshot(path))
+        return Store.open(info.spec.store, run_snapshot(info.run))
     except NotFoundError:
         return None
 
 
-def _read_snapshot(path: Path) -> Snapshot:
-    return unseal(path.read_bytes(), Snapshot, str(path))
+def run_snapshot(run: Path) -> Snapshot:
+    """What a run began with: the commits of its first epoch, and the name they have as a snapshot of the store."""
+    return unseal((run / SNAPSHOT).read_bytes(), Snapshot, str(run / SNAPSHOT))
 
 
 def configured_start(file: str | Path | None, words: Sequence[str]) -> RunInfo | None:
@@ -208,7 +215,7 @@ def refuse_existing(run: Path, hint: str) -> None:
 def open_new(options: TrainOptions) -> tuple[Store, TrainConfig]:
     """The store and the resolved settings of a run that does not exist yet; writes nothing."""
     refuse_existing(options.run, options.resume_command)
-    store = Store.open(options.store)
+    store = Store.open(options.store, options.snapshot)
     file = None if options.file is None else settings_file(options.file)
     start = configured_start(file, options.words)
     config = load_config(store, options.drafter, file, options.words, start.spec.drafter if start else None)
@@ -233,8 +240,9 @@ def create(
     lock: RunLock,
     imported_from: str | None = None,
 ) -> None:
-    """Write what a run is before its first step; ``run.json`` last, which marks the folder as complete. Raises
-    ConflictError: ``run-in-use``, ``output-exists``: another process came first."""
+    """Write what a run is before its first step; ``run.json`` last, which marks the folder as complete. The store gets
+    the run's snapshot. Raises ConflictError: ``run-in-use``, ``output-exists``: another process came first;
+    StorageError: ``store-read-only``, where the run is to follow the store."""
     start = None if config.train.init_from is None else describe(config.train.init_from)
     facts = RunFacts(
         store=str(Path(store.path).resolve()),
@@ -243,10 +251,11 @@ def create(
         init_from=start and start.start_facts(),
         imported_from=imported_from,
     )
+    snapshot = store.snapshot(_snapshot_name(path))
     files = {
         checkpoint.VOCAB: vocab.save_bytes(),
         CONFIG: settings.dump(config).encode(),
-        SNAPSHOT: seal(store.snapshot(f"run-{path.name}")),
+        SNAPSHOT: seal(snapshot),
         RUN_JSON: seal(facts),
     }
     is_new = not path.exists()
@@ -262,6 +271,7 @@ def create(
     refuse_existing(path, "give another -o folder")
     (path / METRICS).unlink(missing_ok=True)
     try:
+        pin(store, snapshot.name, must=config.train.follow)
         for name, data in files.items():
             replace_file(path / name, data)
     except OSError:
@@ -271,6 +281,30 @@ def create(
             lock.release()
             path.rmdir()
         raise
+
+
+def _snapshot_name(run: Path) -> str:
+    """Random digits: a folder that is emptied and trained in anew is another run."""
+    return f"run-{re.sub('[^A-Za-z0-9._-]', '-', run.name)[:60]}-{secrets.token_hex(4)}"
+
+
+def pin(store: Store, name: str, *, must: bool = False) -> None:
+    """Publish what ``store`` sees as its snapshot ``name``, so that gc leaves the segments a run reads. Where the store
+    cannot be written that is said. Raises StorageError: ``store-read-only``, where the run ``must``."""
+    try:
+        store.save_snapshot(name)
+    except (StorageError, ConflictError) as error:
+        if must:
+            raise StorageError(
+                f"{store.path} cannot be written ({error.message}), but a run that follows it publishes there what "
+                "each epoch reads",
+                kind=Kind.STORE_READ_ONLY,
+                hint="train without --follow, or on a copy of the store that can be written",
+            ) from error
+        output().warn(
+            f"{store.path} cannot be written ({error.message}): it does not know of this run, and "
+            f"{shlex.join(['hiddenstore', 'gc', store.path])} may sweep what a repair replaces while it trains"
+        )
 
 
 def read_facts(run: Path) -> RunFacts:
@@ -305,6 +339,7 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
         )
     store = _same_store(options)
     config = settings.load(config_class(name), path / CONFIG, options.words)
+    pin(store, run_snapshot(path).name, must=config.train.follow)
     if options.words:
         replace_file(path / CONFIG, settings.dump(config).encode())
     return store, config
@@ -331,7 +366,7 @@ def _same_store(options: TrainOptions) -> Store:
     if differences:
         raise ConflictError(f"{problem}:\n" + "\n".join(differences), kind=Kind.RESUME_STORE, hint=hint)
     try:
-        return Store.open(options.store, _read_snapshot(options.run / SNAPSHOT))
+        return Store.open(options.store, run_snapshot(options.run))
     except CorruptionError as error:
         if str(Path(store.path).resolve()) == facts.store:
             raise

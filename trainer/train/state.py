@@ -16,7 +16,7 @@ from hiddenstore.store import Store
 from schemas.manifest import Snapshot
 from trainer.config import TrainConfig
 from trainer.drafters import DRAFTERS, drafter_kind
-from trainer.drafters.base import Drafter, DrafterInUse, Needs, Objective
+from trainer.drafters.base import Drafter, DrafterInUse, Objective
 from trainer.drafters.blocks import compile_blocks
 from trainer.losses.teacher import TargetInterface
 from trainer.parallel.context import ContextGroup, context_group
@@ -24,6 +24,7 @@ from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
 from trainer.parallel.group import ProcessGroup, keep_freed_memory, pick_device
 from trainer.settings import config_class
 from trainer.train import checkpoint
+from trainer.train.epochs import batches_at, token_batches
 from trainer.train.guard import BestCheckpoints, SpikeGuard
 from trainer.train.lock import RunLock
 from trainer.train.optim import Optimizer
@@ -33,7 +34,8 @@ from trainer.vocab import DraftVocab, count_store, coverage
 
 @dataclass(eq=False)
 class TrainState:
-    """Everything a step needs. ``store`` is opened at the run's snapshot; ``step`` counts the steps done."""
+    """Everything a step needs. ``store`` is opened at the run's snapshot, ``batches.store`` at that of the epoch;
+    ``step`` counts the steps done; ``begun``: the epoch that just began over what the store holds now."""
 
     options: TrainOptions
     store: Store
@@ -52,6 +54,13 @@ class TrainState:
     best: BestCheckpoints
     step: int = 0
     validation: dict[str, Any] = field(default_factory=dict)
+    begun: int | None = None
+
+    def go_to(self, cursor: Cursor) -> None:
+        """Let the batches go on at a cursor, over the samples of its epoch."""
+        self.batches = batches_at(cursor, self.store, self.options, self.config, self.group)
+        if self.config.train.follow and cursor.epoch and not cursor.samples:
+            self.begun = cursor.epoch
 
     @property
     def path(self) -> Path:
@@ -117,30 +126,11 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: RunLock) -> Tr
             # All but the weights, which the model took before it was shared out.
             optimizer.load(saved.optimizer)
             checkpoint.restore_rng(saved.optimizer)
-            batches.load_state_dict(Cursor.from_json(saved.state.cursor).to_json())
             state.step = saved.state.step
+        state.go_to(Cursor.from_json(saved.state.cursor))
     if group.is_first:
         _warn_of_idle_ranks(state)
     return state
-
-
-def token_batches(store: Store, config: TrainConfig, group: ProcessGroup, *, validation: bool = False) -> TokenBatches:
-    """This rank's packs of the global batches, which ``data.batch_tokens`` alone defines."""
-    endless = config.train.max_steps is not None and not validation
-    needs: Needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
-    return TokenBatches(
-        store,
-        split="validation" if validation else "train",
-        layers=needs.aux_layers,
-        final=needs.final != "none",
-        batch_tokens=config.data.batch_tokens,
-        pack_tokens=config.data.pack_tokens,
-        seed=config.data.seed,
-        rank=group.rank.rank // config.train.context_parallel,
-        world_size=group.rank.world_size // config.train.context_parallel,
-        prefetch_bytes=config.data.prefetch_mb * 1_000_000,
-        epochs=None if endless else 1 if validation else config.train.epochs,
-    )
 
 
 def _check_context(config: TrainConfig) -> None:

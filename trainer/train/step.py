@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hiddenstore.data import GlobalBatch, PackedBatch
+from hiddenstore.data import Cursor, GlobalBatch, PackedBatch
 from hiddenstore.errors import CaptureError, Kind
 from trainer.drafters.base import LossInputs
 from trainer.evaluate.acceptance import DraftShape
@@ -19,9 +19,10 @@ from trainer.evaluate.simulate import evaluate_packs
 from trainer.losses.fused_head import StepLosses
 from trainer.parallel.context import shard_of
 from trainer.parallel.data_parallel import unsharded
+from trainer.train.epochs import token_batches
 from trainer.train.guard import MOST_IN_A_ROW
 from trainer.train.log import StepMetrics
-from trainer.train.state import TrainState, token_batches
+from trainer.train.state import TrainState
 
 VALIDATION_DRAFT_LEN = 3
 """The default of `hiddenstore eval`, so that the two numbers can be compared."""
@@ -38,6 +39,10 @@ def steps(state: TrainState) -> Generator[tuple[GlobalBatch, StepMetrics], None,
         with state.group.all_or_none():
             batch = next(batches, None)
             inputs = [] if batch is None else _inputs(state, _on_device(state, batch))
+        if batch is None and state.config.train.follow:
+            state.go_to(Cursor.from_json(state.batches.state_dict()))
+            batches = iter(state.batches)
+            continue
         if batch is None:
             return
         metrics = train_step(state, batch, inputs, began)

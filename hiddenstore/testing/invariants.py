@@ -17,15 +17,7 @@ from hiddenstore.fs.seam import Filesystem, is_temporary
 from hiddenstore.store import Store
 from schemas.manifest import CommitRecord
 
-FOLDERS = {
-    layout.STORE_JSON,
-    layout.TARGET_DIR,
-    layout.INPUTS_DIR,
-    layout.COMMITS_DIR,
-    layout.SEGMENTS_DIR,
-    layout.SNAPSHOTS_DIR,
-    layout.QUARANTINE_DIR,
-}
+FOLDERS = layout.TOP_NAMES - {"lost+found"}
 
 
 def problems(store: Store, *, finished: bool = False) -> list[str]:
@@ -147,7 +139,7 @@ def _snapshot_problems(store: Store) -> Iterator[str]:
 
 
 def _strangers(fs: Filesystem) -> list[str]:
-    names = [name for name in fs.list("") if name not in FOLDERS]
+    names = [name for name in fs.list("") if name not in FOLDERS and not name.startswith(".")]
     names += [name for name in fs.list(layout.COMMITS_DIR) if layout.parse_commit(name) is None]
     names += [name for name in fs.list(layout.SEGMENTS_DIR) if not layout.segment_claims(name)]
     names += [name for name in fs.list(layout.INPUTS_DIR) if layout.parse_input(name) is None]
