@@ -24,10 +24,9 @@ from hiddenstore import layout
 from hiddenstore.documents import load
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
 from hiddenstore.folders import missing
-from hiddenstore.fs import open_filesystem
+from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.seam import Filesystem, is_inside
 from hiddenstore.records import Sample
-from schemas.manifest import FileEntry
 from schemas.prepared import PreparedData
 
 UNIT_TOKENS = 32_768
@@ -93,26 +92,6 @@ class RegisteredInput:
     def tokens(self) -> int:
         return int(pc.sum(self.table["tokens"]).as_py() or 0)
 
-    def members(self, unit: str) -> list[str]:
-        """Sample ids of one unit, in order; none of a unit that the input does not have."""
-        start, stop = self._places.get(unit, (0, 0))
-        ids = self.table["sample_id"]
-        return (ids.slice(start, stop - start) if self._rows is None else ids.take(self._rows[start:stop])).to_pylist()
-
-    @cached_property
-    def _places(self) -> dict[str, tuple[int, int]]:
-        """Where the samples of each unit lie in the rows sorted by unit."""
-        names = self.units
-        codes = pc.index_in(self.table["unit"], pa.array(names, pa.string())).to_numpy()
-        stops = [0, *np.cumsum(np.bincount(codes, minlength=len(names))).tolist()]
-        return dict(zip(names, pairwise(stops), strict=True))
-
-    @cached_property
-    def _rows(self) -> np.ndarray | None:
-        """The rows sorted by unit; None where they are."""
-        codes = pc.index_in(self.table["unit"], pa.array(self.units, pa.string())).to_numpy()
-        return None if bool((codes[1:] >= codes[:-1]).all()) else np.argsort(codes, kind="stable")
-
     def unit_samples(self) -> dict[str, list[str]]:
         """Sample ids of every unit, in order."""
         members: dict[str, list[str]] = {}
@@ -164,31 +143,16 @@ def parse_registered(data: bytes, digest: str, where: str) -> pa.Table:
 
 def table_digest(table: pa.Table) -> str:
     """``input_digest`` of rows with sample_id and split."""
-    return _rows_sha256(table, ["sample_id", "split"])
+    return input_digest(zip(table["sample_id"].to_pylist(), table["split"].to_pylist(), strict=True))
 
 
 def _content_sha256(table: pa.Table) -> bytes:
-    return _rows_sha256(table, REGISTERED.names).encode()
-
-
-def _rows_sha256(table: pa.Table, names: list[str]) -> str:
-    """sha256 over some columns of every row joined by tabs, each row ended by a newline."""
     digest = hashlib.sha256()
     for batch in table.to_batches(65_536):
-        columns = [batch[name].cast(pa.string()) for name in names]
-        *first, last = columns
-        lines = pc.binary_join_element_wise(*first, pc.binary_join_element_wise(last, "", "\n"), "\t")
-        if lines.null_count:
-            raise ValueError("a value is missing")
-        digest.update(_text_of(lines))
-    return digest.hexdigest()
-
-
-def _text_of(lines: pa.StringArray) -> memoryview:
-    """The text of an array end to end."""
-    offsets, text = lines.buffers()[1:]
-    borders = np.frombuffer(offsets, dtype=np.int32)[lines.offset : lines.offset + len(lines) + 1]
-    return memoryview(text)[borders[0] : borders[-1]] if len(lines) else memoryview(b"")
+        rows = zip(*(batch[name].to_pylist() for name in REGISTERED.names), strict=True)
+        for row in rows:
+            digest.update("\t".join(map(str, row)).encode() + b"\n")
+    return digest.hexdigest().encode()
 
 
 def _file_sha256(data: bytes, named: bytes) -> bytes:
@@ -213,34 +177,34 @@ class Unit:
 class PreparedInput:
     """A DATA folder written by ``hiddenstore prepare``; rows stream in bounded memory."""
 
-    def __init__(self, fs: Filesystem, info: PreparedData) -> None:
-        self.fs = fs
-        self.folder = fs.root
+    def __init__(self, folder: Path, info: PreparedData) -> None:
+        self.folder = folder
         self.info = info
         self._verified: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"PreparedInput({self.folder!r}, samples={self.info.samples:,}, tokens={self.info.tokens:,})"
+        return f"PreparedInput({str(self.folder)!r}, samples={self.info.samples:,}, tokens={self.info.tokens:,})"
 
     @classmethod
-    def open(cls, data_dir: str | Path | Filesystem) -> "PreparedInput":
+    def open(cls, data_dir: str | Path) -> "PreparedInput":
         """Read ``data.json`` and check that every part is there with its size.
 
         Raises:
             NotFoundError: no folder or no ``data.json``.
             CorruptionError: ``file-corrupt``, naming the part.
         """
-        fs = open_filesystem(data_dir)
+        folder = Path(data_dir)
+        fs = LocalFilesystem(folder)
         if fs.size(layout.DATA_JSON) is None:
-            raise missing("data", fs.root)
+            raise missing("data", folder)
         info = load(fs, layout.DATA_JSON, PreparedData)
         for file in info.files:
             if not is_inside(file.path):
-                raise _corrupt(f"{fs.root}/{layout.DATA_JSON}", f"it names {file.path!r}, not inside the folder")
+                raise _corrupt(folder / layout.DATA_JSON, f"it names {file.path!r}, which is not inside the folder")
             size = fs.size(file.path)
             if size != file.size:
-                raise _corrupt(f"{fs.root}/{file.path}", f"expected {file.size:,} bytes, found {size or 0:,}")
-        return cls(fs, info)
+                raise _corrupt(folder / file.path, f"expected {file.size:,} bytes, found {size or 0:,}")
+        return cls(folder, info)
 
     def samples(self) -> Iterator[Sample]:
         """Every sample in file order; the sha256 of a part is checked before its first row is given out."""
@@ -265,27 +229,28 @@ class PreparedInput:
         table = pa.Table.from_batches(batches, schema=REGISTERED)
         named = table_digest(table)
         if named != self.info.digest:
-            raise _corrupt(f"{self.folder}/{layout.DATA_JSON}", f"it names the input {self.info.digest}, found {named}")
+            raise _corrupt(self.folder / layout.DATA_JSON, f"it names the input {self.info.digest}, found {named}")
         return encode_registered(table)
 
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         rows = 0
         for file in self.info.files:
-            with self.fs.local_copy(file.path) as path, self._verified_part(path, file) as parquet:
+            self._verify(file.path, file.sha256)
+            with pq.ParquetFile(self.folder / file.path) as parquet:
                 for batch in parquet.iter_batches(ROWS_PER_BATCH, columns=columns):
                     rows += batch.num_rows
                     yield batch
         if rows != self.info.samples:
             raise _corrupt(self.folder, f"expected {self.info.samples:,} samples, found {rows:,}")
 
-    def _verified_part(self, path: Path, entry: FileEntry) -> pq.ParquetFile:
-        if entry.path not in self._verified:
-            with path.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            if sha256 != entry.sha256:
-                raise _corrupt(f"{self.folder}/{entry.path}", f"expected sha256 {entry.sha256}, found {sha256}")
-            self._verified.add(entry.path)
-        return pq.ParquetFile(path)
+    def _verify(self, name: str, expected: str) -> None:
+        if name in self._verified:
+            return
+        with (self.folder / name).open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        if sha256 != expected:
+            raise _corrupt(self.folder / name, f"expected sha256 {expected}, found {sha256}")
+        self._verified.add(name)
 
 
 class _Cutter:
@@ -337,10 +302,10 @@ def _numpy(values: Any, dtype: type) -> np.ndarray:
     return values.to_numpy(zero_copy_only=False).astype(dtype)
 
 
-def _corrupt(path: str, reason: str) -> CorruptionError:
+def _corrupt(path: Path, reason: str) -> CorruptionError:
     return CorruptionError(
         f"{path} is damaged: {reason}",
         kind=Kind.FILE_CORRUPT,
-        path=path,
+        path=str(path),
         hint="hiddenstore prepare INPUT -o DATA --target T",
     )

@@ -7,28 +7,18 @@ import shlex
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore import layout
 from hiddenstore.codecs import CODECS, LAYOUTS
-from hiddenstore.commit import Commit
+from hiddenstore.commit import Commit, Scan, make_snapshot, read_snapshot, scan_commits
 from hiddenstore.documents import load, seal, sha256_hex
-from hiddenstore.errors import (
-    ConfigError,
-    ConflictError,
-    CorruptionError,
-    FormatError,
-    Kind,
-    NotFoundError,
-    StorageError,
-)
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, Kind, NotFoundError
 from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, is_inside
-from hiddenstore.index.catalog import Catalog, Records, make_snapshot, read_catalog, read_frozen
 from hiddenstore.registry import Registry
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.sequence import RecordSequence
@@ -47,7 +37,7 @@ if TYPE_CHECKING:
     from hiddenstore.targets.head import HeadBundle
 
 OPEN_SEGMENTS = 64
-_PICKLED = ("fs", "path", "manifest", "damaged", "catalog")
+_PICKLED = ("fs", "path", "manifest", "damaged", "is_frozen", "_commits")
 
 
 class Store(RecordSequence):
@@ -57,12 +47,13 @@ class Store(RecordSequence):
     ``duplicates`` counts the others.
     """
 
-    def __init__(self, fs: Filesystem, manifest: StoreManifest, catalog: Catalog) -> None:
+    def __init__(self, fs: Filesystem, manifest: StoreManifest, scan: Scan) -> None:
         self.fs = fs
         self.path = fs.root
         self.manifest = manifest
-        self.damaged = catalog.damaged
-        self.catalog = catalog
+        self.damaged = scan.damaged
+        self.is_frozen = False
+        self._commits = scan.commits
         self._readers: OrderedDict[str, SegmentReader] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -72,15 +63,14 @@ class Store(RecordSequence):
     ) -> "Store":
         """The store at a path, or only what a snapshot of it names.
 
-        With ``strict`` off every commit record is read, whatever an index covers, and those that cannot be are listed
-        in ``damaged`` instead of raised.
+        With ``strict`` off, commit records that cannot be read are listed in ``damaged`` instead of raised.
 
         Raises:
             NotFoundError: no store or no such snapshot.
             CorruptionError: a document is damaged; the message names the file.
             FormatError: ``format-future``; ``plugin-missing``, a codec or the container is of a package that is not
                 installed.
-            ConfigError: ``scheme-unsupported``, ``address-invalid``.
+            ConfigError: ``scheme-unsupported`` for a URL.
         """
         fs = open_filesystem(location)
         if fs.size(layout.STORE_JSON) is None:
@@ -93,17 +83,14 @@ class Store(RecordSequence):
             raise CorruptionError(message, kind=Kind.STORE_INVALID, path=layout.STORE_JSON)
         _require_tables(fs, manifest)
         if snapshot is None:
-            catalog = read_catalog(fs, use_index=strict)
+            scan = scan_commits(fs)
         else:
-            catalog = read_frozen(fs, load_snapshot(fs, snapshot) if isinstance(snapshot, str) else snapshot)
-        if strict and catalog.damaged:
-            raise catalog.damaged[0]
-        return cls(fs, manifest, catalog)
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether a snapshot was opened, which is read as it was."""
-        return self.catalog.snapshot is not None
+            scan = read_snapshot(fs, load_snapshot(fs, snapshot) if isinstance(snapshot, str) else snapshot)
+        if strict and scan.damaged:
+            raise scan.damaged[0]
+        store = cls(fs, manifest, scan)
+        store.is_frozen = snapshot is not None
+        return store
 
     def __getstate__(self) -> dict[str, object]:
         """What a process that gets it by pickle needs: its units are opened there anew."""
@@ -113,71 +100,49 @@ class Store(RecordSequence):
         vars(self).update(state, _readers=OrderedDict(), _lock=threading.Lock())
 
     def __len__(self) -> int:
-        return self.totals["samples"] - self.duplicates
+        return len(self._index)
 
     def __contains__(self, sample_id: object) -> bool:
-        return isinstance(sample_id, str) and self.catalog.locate(sample_id) is not None
+        return sample_id in self._index
 
     @property
     def capture(self) -> CaptureSpec:
         """What every unit of this store holds."""
         return self.manifest.capture
 
-    def commits(self) -> Sequence[CommitRecord]:
-        """The records that count, sorted by unit; those that an index covers are read when they are asked for."""
-        return Records(self.catalog)
+    def commits(self) -> list[CommitRecord]:
+        """The records that count, sorted by unit."""
+        return [commit.record for commit in self._commits]
 
     @property
-    def commit_files(self) -> Sequence[Commit]:
+    def commit_files(self) -> tuple[Commit, ...]:
         """The same records with their file names and digests."""
-        return self.catalog
+        return self._commits
 
     @cached_property
-    def sample_ids(self) -> Sequence[str]:
+    def sample_ids(self) -> list[str]:
         """Ids in commit order, each once."""
-        return self.catalog.table.ids.take(self.catalog.commit_order())
-
-    def ids_starting(self, text: str) -> Sequence[str]:
-        """The ids that start with ``text``, sorted."""
-        return self.catalog.starting(text).ids
-
-    @property
-    def totals(self) -> dict[str, int]:
-        """Sums over all units, samples stored twice counted twice: samples, tokens, supervised, bytes_stored, rejects,
-        and ``units``."""
-        return {"units": len(self.catalog)} | {name: int(facts.sum()) for name, facts in self.catalog.facts.items()}
+        return list(self._index)
 
     @property
     def duplicates(self) -> int:
         """Samples that are not read because an earlier unit holds the same id."""
-        return self.catalog.repeats
+        return sum(len(commit.record.samples) for commit in self._commits) - len(self._index)
 
     @property
     def entries(self) -> Iterator[tuple[CommitRecord, SampleEntry]]:
-        """Every sample that is read, with the record that holds it, in commit order; reads the records."""
-        dropped = self.catalog.dropped
-        unread = set(zip(dropped.record.tolist(), dropped.position.tolist(), strict=True))
-        for number, record in enumerate(self.commits()):
-            for position, entry in enumerate(record.samples):
-                if (number, position) not in unread:
-                    yield record, entry
+        """Every sample that is read, with the record that holds it, in commit order."""
+        for record, index in self._index.values():
+            yield record, record.samples[index]
 
     def locate(self, sample_id: str) -> tuple[CommitRecord, int]:
         """The record that holds a sample and the sample's index in it; NotFoundError ``sample-missing``."""
-        number, position = self._place(sample_id)
-        return self.catalog.record_of(number, position, sample_id), position
-
-    def index_of(self, sample_id: str) -> int:
-        """The place of a sample in ``sample_ids``; NotFoundError ``sample-missing``."""
-        return self.catalog.place_of(*self._place(sample_id))
-
-    def _place(self, sample_id: str) -> tuple[int, int]:
-        place = self.catalog.locate(sample_id)
-        if place is None:
+        try:
+            return self._index[sample_id]
+        except KeyError:
             raise NotFoundError(
                 f"{self.path} holds no sample {sample_id}", kind=Kind.SAMPLE_MISSING, hint=f"hiddenstore ls {self.path}"
-            )
-        return place
+            ) from None
 
     def read(self, sample_id: str, layers: Sequence[int] | None = None, final: bool = True) -> "Record":
         """One record: aux bfloat16 [L, T, D] of the layers asked for (default all, ascending), final bfloat16 [R, D].
@@ -265,20 +230,12 @@ class Store(RecordSequence):
 
     def snapshot(self, name: str = "now") -> Snapshot:
         """What this object sees, frozen; in memory only."""
-        return make_snapshot(name, self.catalog)
+        return make_snapshot(name, self._commits)
 
     def save_snapshot(self, name: str) -> Snapshot:
         """Write ``snapshots/<name>.json``; ConflictError ``output-exists`` when the name holds another list."""
         snapshot = self.snapshot(name)
-        try:
-            is_new = self.fs.put_if_absent(layout.snapshot_path(name), seal(snapshot))
-        except StorageError as error:
-            # It may lie there although the answer was lost, and somebody may read it.
-            with suppress(StorageError, NotFoundError):
-                if error.kind == Kind.REPLY_LOST and load_snapshot(self.fs, name) == snapshot:
-                    return snapshot
-            raise
-        if not is_new:
+        if not self.fs.put_if_absent(layout.snapshot_path(name), seal(snapshot)):
             stored = load_snapshot(self.fs, name)
             if stored != snapshot:
                 raise ConflictError(
@@ -296,17 +253,25 @@ class Store(RecordSequence):
             load_snapshot(self.fs, name)
         self.fs.remove_tree(path)
 
+    @cached_property
+    def _index(self) -> dict[str, tuple[CommitRecord, int]]:
+        index: dict[str, tuple[CommitRecord, int]] = {}
+        for commit in self._commits:
+            for position, sample in enumerate(commit.record.samples):
+                index.setdefault(sample.id, (commit.record, position))
+        return index
+
     def zarr(self, unit: str) -> "zarr.Group":
         """The arrays of a committed unit as a stock ``zarr.Group``, read-only; docs/format.md says what they hold.
 
         Raises:
             NotFoundError: ``unit-missing``, no such unit, or one that holds no sample.
-            ConfigError: ``container-mismatch``, the store holds tars; ``store-remote``, it is not on a local disk.
+            ConfigError: ``container-mismatch``, the store holds tars.
         """
         self._require_container("zarr")
         import zarr
 
-        return zarr.open_group(self.fs.local_path(self._unit_record(unit).segment), mode="r")
+        return zarr.open_group(Path(self.path, self._unit_record(unit).segment), mode="r")
 
     def webdataset(self, unit: str | None = None) -> "webdataset.WebDataset":
         """The samples as a stock ``webdataset.WebDataset`` over the tars of one unit or, in order, of all.
@@ -315,7 +280,7 @@ class Store(RecordSequence):
 
         Raises:
             NotFoundError: ``unit-missing``, no such unit, or one that holds no sample.
-            ConfigError: ``container-mismatch``, the store holds Zarr groups; ``store-empty``; ``store-remote``.
+            ConfigError: ``container-mismatch``, the store holds Zarr groups; ``store-empty``.
         """
         self._require_container("webdataset")
         import webdataset
@@ -323,7 +288,7 @@ class Store(RecordSequence):
         from hiddenstore.segments.tar import TAR
 
         records = self.commits() if unit is None else [self._unit_record(unit)]
-        tars = [str(self.fs.local_path(f"{record.segment}/{TAR}")) for record in records if record.files]
+        tars = [str(Path(self.path, record.segment, TAR)) for record in records if record.files]
         if not tars:
             raise ConfigError(f"{self.path} holds no sample yet", kind=Kind.STORE_EMPTY)
         return webdataset.WebDataset(tars, shardshuffle=False)
@@ -339,9 +304,9 @@ class Store(RecordSequence):
             )
 
     def _unit_record(self, unit: str) -> CommitRecord:
-        for number, name in enumerate(self.catalog.names):
-            if (parsed := layout.parse_commit(name)) and parsed.unit == unit and self.commits()[number].files:
-                return self.commits()[number]
+        for record in self.commits():
+            if record.unit == unit and record.files:
+                return record
         raise NotFoundError(
             f"{self.path} holds no samples of a unit {unit!r}",
             kind=Kind.UNIT_MISSING,

@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore import layout
-from hiddenstore.commit import latest_revisions, lost_samples, publish_commit, read_commit
+from hiddenstore.commit import latest_names, lost_samples, publish_commit, read_commit
 from hiddenstore.documents import seal, sha256_hex
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind, StorageError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.index.publish import indexed_revisions
-from hiddenstore.segments import default_container
 from hiddenstore.store import Store, tables_of
-from hiddenstore.targets.identity import cast_hint
-from schemas.capture import STATED, CaptureSpec, HeadSpec
+from schemas.capture import CaptureSpec, HeadSpec
 from schemas.manifest import CommitRecord, Container, Engine, FileEntry, Package, PackageRole, Reject, StoreManifest
 
 if TYPE_CHECKING:
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
 
 # A name, a branch and a loading dtype are for people; digests decide whether two targets are one.
 _NOT_COMPARED = {"capture.target.name", "capture.target.revision", "capture.target.dtype"}
-_COMPARED_WHERE_STATED = {f"capture.target.{field}" for field in STATED}
 
 
 def create_store(
@@ -39,12 +35,11 @@ def create_store(
     head: HeadSpec,
     recipe: str,
     target_files: Mapping[str, bytes],
-    container: Container | None = None,
+    container: Container = "zarr",
 ) -> Store:
     """Create a store, or open the one that is there when it holds the same capture.
 
     ``target_files`` are published under ``target/`` before ``store.json`` names them, and again where one is gone.
-    ``container`` None is that of the store, of a new one ``default_container``.
 
     Raises:
         ConflictError: ``store-mismatch`` listing every difference; ``target-files-differ`` when an unfinished
@@ -55,29 +50,26 @@ def create_store(
         FileEntry(path=name, size=len(data), sha256=sha256_hex(data)) for name, data in sorted(target_files.items())
     )
     manifest = StoreManifest(
-        container=container or default_container(fs),
+        container=container,
         recipe=recipe,
         capture=capture,
         head=head,
         target_files=entries,
-        packages=_packages(capture, container or default_container(fs)),
+        packages=_packages(capture, container),
     )
-    fs.require_atomic_put()
     if fs.size(layout.STORE_JSON) is None:
         _refuse_foreign_files(fs)
         for entry in entries:
             _publish_target_file(fs, entry, target_files[entry.path])
         fs.put_if_absent(layout.STORE_JSON, seal(manifest))
     store = Store.open(fs)
-    if container is None:
-        manifest = manifest.model_copy(update={"container": store.manifest.container})
     differences = capture_differences(store.manifest, manifest)
     if differences:
         lines = "\n".join(f"  {line}" for line in differences)
         raise ConflictError(
             f"{store.path} holds another capture:\n{lines}",
             kind=Kind.STORE_MISMATCH,
-            hint=cast_hint(differences, f"another folder, or ask for what is stored: hiddenstore info {store.path}"),
+            hint="collect into another folder, or ask for what is stored: hiddenstore info " + store.path,
         )
     for entry in store.manifest.target_files:
         if entry in entries and fs.size(f"{layout.TARGET_DIR}/{entry.path}") is None:
@@ -115,7 +107,6 @@ def capture_differences(stored: StoreManifest, requested: StoreManifest) -> list
         f"{name}: {_short(one.get(name))} stored, {_short(other.get(name))} asked"
         for name in one | other
         if name not in _NOT_COMPARED and one.get(name) != other.get(name)
-        if name not in _COMPARED_WHERE_STATED or None not in (one.get(name), other.get(name))
     ]
 
 
@@ -246,31 +237,26 @@ class PendingUnit:
 def pending_units(store: Store, digest: str) -> dict[str, PendingUnit]:
     """What is left to do of a registered input, by unit in input order; reads the folder as it is now.
 
-    Of records written since ``store`` was opened only repairs are read: captures leave nothing behind. A record that an
-    index names and that vanished gets no successor of its name: the index would speak for it.
+    Of records written since ``store`` was opened only repairs are read: captures leave nothing behind.
     """
     from hiddenstore.inputs import RegisteredInput
 
-    numbers = {name: number for number, name in enumerate(store.catalog.names)}
-    rejects = store.catalog.facts["rejects"]
-    latest = latest_revisions(store.fs)
+    records = {commit.name: commit.record for commit in store.commit_files}
+    latest = {parsed.unit: (parsed, name) for name in latest_names(store.fs) if (parsed := layout.parse_commit(name))}
     registered, pending = RegisteredInput(store.fs, digest), {}
-    named: dict[str, int] | None = None
     for unit in registered.units:
         if unit not in latest:
-            named = indexed_revisions(store.fs) if named is None else named
-            pending[unit] = PendingUnit(unit, named.get(unit, -1) + 1)
+            pending[unit] = PendingUnit(unit)
             continue
-        revision, name = latest[unit]
-        number, record = numbers.get(name), None
-        if number is not None and rejects[number]:
-            record = store.commits()[number]
-        elif number is None and revision:
+        parsed, name = latest[unit]
+        record = records.get(name)
+        if record is None and parsed.revision:
             record = read_commit(store.fs, name).record
         if record is not None and lost_samples(record):
-            pending[unit] = PendingUnit(unit, revision + 1, record)
+            pending[unit] = PendingUnit(unit, parsed.revision + 1, record)
     lossy = [unit for unit, item in pending.items() if item.replaces is not None]
-    return pending | {unit: replace(pending[unit], order=tuple(registered.members(unit))) for unit in lossy}
+    members = registered.unit_samples() if lossy else {}
+    return pending | {unit: replace(pending[unit], order=tuple(members[unit])) for unit in lossy}
 
 
 def _publish_target_file(fs: Filesystem, entry: FileEntry, data: bytes) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from schemas.advice import Advice, CalibrationSlice
 from schemas.base import Document
-from schemas.index import IndexHeader
 from schemas.manifest import CommitRecord, Snapshot, StoreManifest
 from schemas.prepared import PreparedData
 
@@ -14,7 +13,6 @@ DOCUMENTS: dict[str, type[Document]] = {
     "store": StoreManifest,
     "commit": CommitRecord,
     "snapshot": Snapshot,
-    "index": IndexHeader,
     "data": PreparedData,
     "slice": CalibrationSlice,
     "advice": Advice,

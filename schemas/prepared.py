@@ -8,7 +8,6 @@ from schemas.base import FORMAT_VERSION, Document
 from schemas.manifest import FileEntry
 
 LossOn = Literal["assistant", "last-turn", "all"]
-LossChoice = Literal["stored", "assistant", "last-turn", "all"]
 Overlong = Literal["cut", "drop"]
 MaskFrom = Literal["generation-tags", "prefixes", "all"]
 
@@ -38,7 +37,6 @@ class SourceCount(Document):
 
 class PreparedData(Document):
     """``data.json``. ``digest`` = sha256 over (sample id, split) in file order: the name of this input in a store.
-    ``tokenizer_rules_sha256`` as in ``TargetIdentity``.
 
     ``think_loss`` False: thoughts are not supervised. ``reasoning_lost`` counts samples whose last answer has reasoning
     that the chat template left out. ``mix_seed`` chose the rows where a mix took a part of a source.
@@ -48,7 +46,6 @@ class PreparedData(Document):
     digest: str
     target: str
     tokenizer_sha256: str
-    tokenizer_rules_sha256: str | None = None
     chat_template_sha256: str
     vocab_size: int
     loss_on: LossOn

@@ -290,29 +290,14 @@ CASES = [
         "usage",
         ("arrow", "speculators"),
     ),
-    # object storage
+    # import
     Case(
-        "address with a password",
-        on("info", "s3://AKIAEXAMPLE:dontshow@bucket/store"),
+        "import into a remote store",
+        on("import", "data", "--from", "speculators", "-o", "s3://bucket/store", "--target", "target"),
         USAGE,
-        "address-invalid",
-        ("s3://…", "without user, password or query"),
-        "docs/object-storage.md",
-    ),
-    Case("address without a bucket", on("info", "s3:///store"), USAGE, "address-invalid", ("s3://BUCKET/PATH",)),
-    Case(
-        "run on object storage",
-        on("train", "store", "-o", "s3://bucket/run"),
-        USAGE,
-        "scheme-unsupported",
-        ("RUN lies on a local disk", "s3://bucket/…"),
-    ),
-    Case(
-        "export to object storage",
-        on("export-data", "store", "--to", "speculators", "-o", "gs://bucket/out", "--missing-final", "zeros"),
-        USAGE,
-        "scheme-unsupported",
-        ("gs://bucket/…",),
+        "store-remote",
+        ("s3://bucket/store",),
+        "hiddenstore copy",
     ),
     # usage
     Case("command unknown", on("colect"), USAGE, "usage", ("colect", "collect"), "hiddenstore collect --help"),

@@ -7,7 +7,7 @@ back from.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,28 +16,23 @@ from collectors.capture.job import CollectJob, CollectReport, JobSettings, new_s
 from collectors.capture.options import require_data_fits
 from collectors.checks.capture import CheckSpec
 from collectors.checks.reference import Reference, open_reference, parse_check, profile_target
-from collectors.checks.stored import reference_states
 from collectors.engines.dump import find_format
 from collectors.engines.dump.engine import Claims, DumpEngine
 from collectors.engines.dump.matching import Matcher, PreparedTokens, exported_turns
 from collectors.engines.dump.meaning import DumpMeaning, Evidence, check_layers, settle_meaning
 from collectors.engines.dump.peer import PeerSource
 from collectors.engines.dump.scan import SKIPPED, Scan, count_refused, covered_locations, finished_scans, scan_key
+from collectors.targets.folder import open_target
 from collectors.targets.load import EngineTarget, LoadOptions
 from collectors.tokenize.template import read_template
 from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError, StorageError
-from hiddenstore.fs import open_filesystem
-from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Drain, Rank
 from hiddenstore.records import Record
 from hiddenstore.store import Store
-from hiddenstore.targets.folder import open_target
-from hiddenstore.targets.identity import CHECKPOINT
 from hiddenstore.verify.profile import write_profile
-from hiddenstore.verify.same_target import require_states
 from schemas.capture import CaptureSpec, FinalMode, NormState
 from schemas.manifest import CommitRecord, Container
 
@@ -61,7 +56,7 @@ class ImportOptions:
     peer_layers: str | None = None
     norm: NormState | None = None
     recipe: str = DEFAULT_RECIPE
-    container: Container | None = None
+    container: Container = "zarr"
     tokens_from: str | Path | None = None
     loss_on: str | None = None
     validation: float = 0.01
@@ -105,9 +100,14 @@ def import_dump(
     """
     began = time.monotonic()
     make_source, check = find_format(options.peer), parse_check(options.check)
+    if "://" in str(options.store):
+        raise ConfigError(
+            f"{options.store} is remote, and an import keeps its place beside the store",
+            kind=Kind.STORE_REMOTE,
+            hint="import into a local store, then: hiddenstore copy LOCAL REMOTE",
+        )
     template = None if options.template is None else read_template(options.template)
-    folder = open_target(options.target, options.revision, template)
-    target = EngineTarget(replace(folder, runs_elsewhere=True), None)
+    target = EngineTarget(open_target(options.target, options.revision, template), None)
     source = make_source(options.peer, Path(options.source), target.head.hidden_size)
     claims = Claims(options.layers, options.peer_layers, options.norm)
     meaning = settle_meaning(source, claims, target, _matcher(options, target), note)
@@ -153,7 +153,7 @@ class ImportJob:
     def _scans(self) -> list[PreparedInput]:
         """The passes made before, and one over what they do not cover."""
         options, source, matcher = self.options, self.engine.source, self.meaning.matcher
-        store = open_filesystem(options.store)
+        store = Path(options.store)
         key = scan_key(source.name, Path(options.source), *matcher.settings)
         scans = finished_scans(store, key)
         covered = covered_locations(scans)
@@ -180,21 +180,16 @@ class ImportJob:
         """Every pass through the collect job."""
         engine, report, meaning = self.engine, self.report, self.meaning
         final: FinalMode = "none" if engine.final_norm is None else "all"
-        # Nothing says which checkpoint made a dump.
-        identity = engine.target.identity.model_copy(update={CHECKPOINT: None})
         capture = CaptureSpec(
-            target=identity,
+            target=engine.target.identity,
             aux_layers=meaning.columns.aux_layers,
             final=final,
             final_norm=meaning.norm,
             codecs=get_recipe(self.options.recipe),
         )
         store = new_store(self.options.store, self.options.container, engine.target, capture)
-        reference = self.reference.target
-        profile = None if reference is None else profile_target(reference, scans[0], final)
-        require_states(store, identity, reference_states(reference))
-        if profile is not None:
-            write_profile(store.fs, profile)
+        if self.reference.target is not None:
+            write_profile(store.fs, profile_target(self.reference.target, scans[0], final))
         layers, norms = meaning.columns.aux_layers, meaning.evidence.typical_norms
         check = CheckSpec(layers, meaning.norm, norms, names_source=True)
         deleter = SourceDeleter(store, engine.source, meaning.locations) if self.options.delete_source else None
@@ -221,7 +216,7 @@ def _matcher(options: ImportOptions, target: EngineTarget) -> Matcher:
     return Matcher(prepared, exported_turns(Path(options.source)), options.loss_on == "all", options.validation)
 
 
-def _membership(store: Filesystem) -> Callable[[str], bool]:
+def _membership(store: str | Path) -> Callable[[str], bool]:
     try:
         return Store.open(store).__contains__
     except NotFoundError:

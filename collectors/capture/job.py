@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from collectors.capture.options import AUTO, CollectOptions, engine_options, req
 from collectors.checks.capture import CheckSpec, RejectBudget, check_unit
 from collectors.checks.crosscheck import CrossCheck
 from collectors.checks.reference import open_reference, parse_check, profile_target, typical_norms
-from collectors.checks.stored import compare_with_store, engine_states
 from collectors.engines import Captured, CaptureEngine, CaptureRequest, open_engine
+from collectors.targets.folder import open_target
 from collectors.targets.layers import choose_layers
 from collectors.targets.load import EngineTarget, LoadOptions
 from collectors.tokenize.template import read_template
@@ -32,23 +32,19 @@ from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import CaptureError, ConflictError, InterruptError, Kind, NotFoundError
-from hiddenstore.fs import open_filesystem
-from hiddenstore.index.publish import IndexWriter
 from hiddenstore.inputs import PreparedInput, RegisteredInput, Unit
 from hiddenstore.inspect.advise import Extent, advise, smaller_line, table_lines, trials, verdict, write_advice
 from hiddenstore.inspect.facts import raw_bytes_per_token
-from hiddenstore.layout import commit_path, parse_commit
+from hiddenstore.layout import commit_path
 from hiddenstore.process import Drain, Rank
 from hiddenstore.records import Record, Sample, final_row_positions
-from hiddenstore.segments import default_container
 from hiddenstore.segments.base import unit_tokens
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import Slice, slice_tokens, take_slice, write_slice
-from hiddenstore.targets.folder import open_target
-from hiddenstore.targets.identity import CHECKPOINT
+from hiddenstore.verify.profile import write_profile
 from hiddenstore.writer import PendingUnit, create_store, pending_units, register_input, write_unit
 from schemas.advice import Advice
-from schemas.capture import CaptureSpec, Codecs, FinalMode, TargetIdentity
+from schemas.capture import CaptureSpec, Codecs, FinalMode
 from schemas.manifest import CommitRecord, Container, Reject
 from schemas.prepared import PreparedData
 
@@ -125,8 +121,7 @@ def open_store(
     codecs = _stored_codecs(options.store)
     if codecs is not None:
         return create(capture.model_copy(update={"codecs": codecs}))
-    container = options.container or default_container(open_filesystem(options.store))
-    first, advice = calibrate(prepared, engine, check, capture, container, stop)
+    first, advice = calibrate(prepared, engine, check, capture, options.container, stop)
     for line in (*table_lines(advice, raw_bytes_per_token(capture)), verdict(advice), smaller_line(advice)):
         if line is not None:
             note(line)
@@ -182,28 +177,16 @@ def calibrate(
         return first, advise(first, capture, head, extent, container=container, advance=progress.advance)
 
 
-def new_store(location: str | Path, container: Container | None, target: EngineTarget, capture: CaptureSpec) -> Store:
+def new_store(location: str | Path, container: Container, target: EngineTarget, capture: CaptureSpec) -> Store:
     """The store for a capture of a target, made or found; raises as ``create_store``."""
     recipe, files = recipe_name(capture.codecs), target.target_files()
     return create_store(location, capture, target.head.spec, recipe, files, container)
 
 
-def stored_identity(options: CollectOptions, identity: TargetIdentity) -> TargetIdentity:
-    """The identity that a store's is compared with: with ``same_target`` the digest of the checkpoint is its own, and
-    ``compare_with_store`` judges by states."""
-    stored = _stored_capture(options.store) if options.same_target else None
-    return identity if stored is None else identity.model_copy(update={CHECKPOINT: stored.target.checkpoint_sha256})
-
-
 def _stored_codecs(location: str | Path) -> Codecs | None:
-    stored = _stored_capture(location)
-    return None if stored is None else stored.codecs
-
-
-def _stored_capture(location: str | Path) -> CaptureSpec | None:
-    """What the store that is there holds, None where there is none."""
+    """The codecs of the store that is there, None where there is none."""
     try:
-        return Store.open(location, strict=False).capture
+        return Store.open(location, strict=False).capture.codecs
     except NotFoundError:
         return None
 
@@ -275,7 +258,6 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
     prepared = PreparedInput.open(options.data)
     template = None if options.template is None else read_template(options.template)
     folder = open_target(options.target, options.revision, template, options.trust_remote_code)
-    folder = replace(folder, runs_elsewhere=options.server is not None)
     require_data_fits(prepared.info, folder)
     choice = choose_layers(options.layers, options.final, folder.num_layers)
     recipe, parity = resolve_recipe(options.recipe, choice), parse_check(options.check)
@@ -287,7 +269,7 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
         if reference.explained is not None:
             say_once(reference.explained)
         capture = CaptureSpec(
-            target=stored_identity(options, target.identity),
+            target=target.identity,
             aux_layers=choice.aux_layers,
             final=choice.final,
             final_norm=engine.final_norm or "pre_norm",
@@ -297,8 +279,8 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
         norms = typical_norms(profile, choice.aux_layers, target.head.hidden_size)
         check = CheckSpec(choice.aux_layers, capture.final_norm, norms)
         store = open_store(options, prepared, engine, check, capture, lambda: drain.requested, say_once)
-        states_of = engine_states(engine, choice.aux_layers, prepared.info.longest, lambda: drain.requested)
-        compare_with_store(store, target.identity, states_of, profile, say_once)
+        if profile is not None:
+            write_profile(store.fs, profile)
         compare = None
         if reference.target is not None and reference.compares:
             compare = CrossCheck(reference.target, check, parity.samples)
@@ -339,7 +321,6 @@ class CollectJob:
         self._described = self.engine.describe()
         self.report, self._budget = begin_report(self.store, self.prepared.info, self.settings.allowed_rejects)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
-        self._index = IndexWriter(self.store.fs, self.store.catalog)
         self._pending = pending_units(self.store, self.digest)
         self._behind: Future[CommitRecord | None] | None = None
         self._last = ""
@@ -349,7 +330,6 @@ class CollectJob:
 
     def __exit__(self, *_error: object) -> None:
         self._worker.shutdown()
-        self._index.close()
 
     def run(self) -> CollectReport:
         """Capture, check, encode and commit this rank's share; see ``collect`` for what it raises."""
@@ -425,11 +405,9 @@ class CollectJob:
         records = [with_top_tokens(record, head, capture) for record in records]
         pending = self._pending[unit.name]
         if pending.replaces is None:
-            record = write_unit(self.store, unit.name, self.digest, records, rejects, self._described, pending.revision)
+            record = write_unit(self.store, unit.name, self.digest, records, rejects, self._described)
         else:
             record = recapture_unit(self.store, pending, records, rejects, self._described)
-        if record is not None:
-            self._index.add(unit.name, pending.revision)
         if record is not None and self.settings.on_commit is not None:
             self.settings.on_commit(record, records)
         return record
@@ -453,12 +431,9 @@ def begin_report(
     store: Store, info: PreparedData, allowed_rejects: int | None = None
 ) -> tuple[CollectReport, RejectBudget]:
     """What a job on a registered input begins with: a report of nothing but earlier units, and the rejects left."""
-    units = set(RegisteredInput(store.fs, info.digest).units)
-    names = [parsed.unit if (parsed := parse_commit(name)) else "" for name in store.catalog.names]
-    own = [number for number, name in enumerate(names) if name in units]
-    refused = [store.commits()[number] for number in own if store.catalog.facts["rejects"][number]]
-    report = CollectReport(store.path, info.digest, resumed_units=len(own))
-    return report, RejectBudget(info.samples, capture_rejects(refused), allowed_rejects)
+    records = [record for record in store.commits() if record.input == info.digest]
+    report = CollectReport(store.path, info.digest, resumed_units=len(records))
+    return report, RejectBudget(info.samples, capture_rejects(records), allowed_rejects)
 
 
 def new_rejects(record: CommitRecord, before: CommitRecord | None) -> list[Reject]:

@@ -9,13 +9,11 @@ import torch
 import yaml
 
 from collectors.engines import EngineOptions
+from collectors.targets.folder import TargetFolder
 from collectors.targets.layers import LayerChoice
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPES, get_recipe, recipe_name
 from hiddenstore.errors import ConfigError, FormatError, Kind
-from hiddenstore.fs import is_address
 from hiddenstore.process import Rank
-from hiddenstore.targets.folder import TargetFolder
-from hiddenstore.targets.identity import tokenizer_differences
 from schemas.capture import TOPK, FinalMode
 from schemas.manifest import Container
 from schemas.prepared import PreparedData
@@ -41,7 +39,7 @@ class CollectOptions:
     layers: str = "eagle3"
     final: FinalMode | None = None
     recipe: str = DEFAULT_RECIPE
-    container: Container | None = None
+    container: Container = "zarr"
     batch_tokens: int = 4096
     dtype: str | None = None
     device: str = "auto"
@@ -50,15 +48,12 @@ class CollectOptions:
     scratch: str | Path | None = None
     server: str | None = None
     check: str = AUTO
-    same_target: bool = False
 
     def absolute(self) -> "CollectOptions":
         """The same for a process in another folder."""
         names = ["data", "store", "template", "scratch", *(["target"] if Path(self.target).exists() else [])]
         paths = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        absolute: dict[str, Any] = {
-            name: str(Path(path).absolute()) for name, path in paths.items() if not is_address(path)
-        }
+        absolute: dict[str, Any] = {name: str(Path(path).absolute()) for name, path in paths.items()}
         return replace(self, **absolute)
 
 
@@ -80,15 +75,17 @@ def resolve_recipe(recipe: str, choice: LayerChoice) -> str:
 
 def require_data_fits(info: PreparedData, folder: TargetFolder) -> None:
     """Refuse DATA tokenised for another target: FormatError ``tokenizer-mismatch``, naming what differs."""
-    wrong = tokenizer_differences(info, folder)
-    is_other_template, tokenizer_fits = info.chat_template_sha256 != folder.chat_template_sha256, not wrong
-    if is_other_template:
-        digests = info.chat_template_sha256, folder.chat_template_sha256
-        wrong.append("chat template {:.8}… in the data, {:.8}… of the target".format(*digests))
+    pairs = (
+        ("tokenizer", info.tokenizer_sha256, folder.tokenizer_sha256),
+        ("chat template", info.chat_template_sha256, folder.chat_template_sha256),
+    )
+    wrong = [
+        f"{what} {data[:8]}… in the data, {target[:8]}… of the target" for what, data, target in pairs if data != target
+    ]
     if not wrong:
         return
     hint = f"hiddenstore prepare INPUT -o DATA --target {folder.name}"
-    if tokenizer_fits:
+    if info.tokenizer_sha256 == folder.tokenizer_sha256:
         hint += "; or, if prepare was given a template, collect with the same --template FILE"
     raise FormatError(
         f"the data was prepared for {info.target} and does not fit target {folder.label}: {'; '.join(wrong)}",

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 @click.option(
     "--recipe", type=recipe_type, default=DEFAULT_RECIPE, show_default=True, help="The recipe to mark, as for collect."
 )
-@click.option("--container", type=click.Choice(tuple(CONTAINERS)), help="As for collect.")
+@click.option(
+    "--container", type=click.Choice(tuple(CONTAINERS)), default=next(iter(CONTAINERS)), help="As for collect."
+)
 @click.option("-o", "--out", default=".", type=click.Path(), help="Where the store will be: its free space is shown.")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Tokens/s that collect reached; gives hours.")
 @common_options
@@ -38,9 +40,9 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
     from collectors.capture.estimate import make_plan
     from collectors.capture.options import require_data_fits, resolve_recipe
     from collectors.targets.layers import choose_layers
+    from collectors.targets.load import open_target
     from collectors.tokenize.template import read_template
     from hiddenstore.inputs import PreparedInput
-    from hiddenstore.targets.folder import open_target
 
     out = output()
     info = PreparedInput.open(data).info
@@ -56,7 +58,7 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
         "layers": list(choice.aux_layers),
         "final": choice.final,
         "recipe": needs.recipe,
-        "container": needs.container,
+        "container": options["container"],
         "bytes_raw": needs.bytes_raw,
         "bytes_free": needs.bytes_free,
         "hours": needs.hours,
@@ -70,7 +72,7 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
     store = "STORE" if options["out"] == "." else options["out"]
     capture = {"template": template, "revision": options["revision"], "layers": options["layers"]}
     capture |= {"final": options["final"], "container": options["container"]}
-    defaults = (None, "eagle3")
+    defaults = (None, "eagle3", "zarr")
     words = [word for name, value in capture.items() if value not in defaults for word in (f"--{name}", str(value))]
     out.hint("hiddenstore", "collect", data, "-o", store, "--target", target, "--recipe", needs.recipe, *words)
 
@@ -80,7 +82,7 @@ def _warn_of_room(needs: "Plan") -> None:
 
     needed = next(row.bytes_stored for row in needs.estimates if row.recipe == needs.recipe)
     others = f"what fits: {', '.join(needs.fitting)}" if needs.fitting else "no recipe fits"
-    output().warn(f"{needs.recipe} needs {size(needed)} and {size(needs.bytes_free or 0)} are free; {others}")
+    output().warn(f"{needs.recipe} needs {size(needed)} and {size(needs.bytes_free)} are free; {others}")
 
 
 def _show(needs: "Plan") -> None:
@@ -95,7 +97,7 @@ def _show(needs: "Plan") -> None:
             ("tokens", f"{count(needs.info.tokens)} in {plural(needs.info.samples, 'sample')}"),
             ("captured", needs.choice.explained),
             ("raw", f"{size(needs.bytes_raw)}: bf16 of every layer and of the final hidden at every token"),
-            ("free", "no end of it" if needs.bytes_free is None else size(needs.bytes_free)),
+            ("free", size(needs.bytes_free)),
             ("time", hours),
         ]
     )

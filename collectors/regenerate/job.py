@@ -5,6 +5,7 @@ or behind an OpenAI-compatible server. Answers are kept as they come in ``OUT.an
 a kill, and the last of ``--shard i/n`` to finish writes ``OUT`` in the order of the input.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,12 +19,11 @@ from collectors.conversations.parse import Conversation, parse_row
 from collectors.conversations.rows import Source
 from collectors.regenerate.answers import AnswerLog, AnswersFolder
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport, answer_settings, require_possible
-from collectors.regenerate.output import refuse_existing, rows_into
 from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
 from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind, NotFoundError
-from hiddenstore.fs import require_local
+from hiddenstore.fs.publish import new_file, refuse_existing_file
 
 
 def regenerate(
@@ -31,7 +31,7 @@ def regenerate(
     note: Callable[[str], None] = print,
     stopping: Callable[[], bool] = lambda: False,
 ) -> RegenerateReport:
-    """Rewrite the answers and write rows of ``messages``, in input order, all of it or nothing.
+    """Rewrite every answer and write ``messages`` JSONL, in input order, all of it or nothing.
 
     Raises:
         ConflictError: ``output-exists``, ``answers-running``, ``answers-differ`` or
@@ -41,9 +41,9 @@ def regenerate(
         CaptureError: ``nothing-answered``: every conversation was left out.
         InterruptError: ``interrupted``; what was answered is kept.
     """
-    out = require_local(options.out, "a file of answers")
+    out = Path(options.out)
     require_possible(options)
-    refuse_existing(out, options.rows_per_file)
+    refuse_existing_file(out)
     began = time.monotonic()
     sources = open_sources(options.inputs)
     if options.server is not None:
@@ -93,8 +93,8 @@ def take_answered(options: RegenerateOptions, path: Path) -> RegenerateReport:
         CaptureError: ``nothing-answered``.
     """
     began = time.monotonic()
-    refuse_existing(path, options.rows_per_file)
-    folder = AnswersFolder(require_local(options.out, "a file of answers"), options.shard[1])
+    refuse_existing_file(path)
+    folder = AnswersFolder(Path(options.out), options.shard[1])
     if not any(folder.file(shard).is_file() for shard in range(1, folder.shards + 1)):
         raise NotFoundError(
             f"{folder.path} holds no answers of {plural(folder.shards, 'shard')}",
@@ -162,7 +162,7 @@ def _conversations(sources: list[Source], options: RegenerateOptions) -> Iterato
             elif not Rewrite.has_slot(item):
                 yield "no-answer", f"{item.location}: nothing in it can be answered"
             else:
-                yield Rewrite.of(number, item, options.system, options.turns)
+                yield Rewrite.of(number, item, options.system)
                 number += 1
 
 
@@ -181,7 +181,7 @@ def _require_usable(sources: list[Source], options: RegenerateOptions) -> None:
 def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFolder, out: Path) -> RegenerateReport:
     """The output from the answers of all shards, in the order of the input."""
     report = RegenerateReport(str(out))
-    with ExitStack() as stack, rows_into(out, options.rows_per_file) as write:
+    with ExitStack() as stack, new_file(out) as file:
         shards = (folder.file(shard) for shard in range(1, folder.shards + 1))
         logs = [stack.enter_context(AnswerLog(path, is_read_only=True)) if path.is_file() else None for path in shards]
         for item in _conversations(sources, options):
@@ -198,7 +198,7 @@ def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFol
                 continue
             report.count(item)
             if item.drop is None:
-                write(item.row())
+                file.write(json.dumps(item.row(), ensure_ascii=False).encode() + b"\n")
                 report.written += 1
         if not report.written:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(report.dropped.items()))

@@ -4,6 +4,7 @@ Rows stream through worker processes and come back in order; what grows with the
 that finds exact duplicates, nothing else.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,18 +17,18 @@ import pyarrow.parquet as pq
 from collectors.conversations.datasets import find_dataset
 from collectors.conversations.mix import Mix, MixedSource, open_inputs
 from collectors.conversations.rows import NO_ANSWER, Row, Source
+from collectors.targets.load import TargetFolder, open_target
 from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
 from collectors.tokenize.template import NOT_STABLE, ChatTemplate, check_template, read_template, refuse_if_unstable
-from collectors.tokenize.write import Tally, data_files, new_data, refuse_existing_data, write_document
+from collectors.tokenize.write import Tally, data_files, refuse_existing_data, write_document
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
 from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, FormatError, Kind
-from hiddenstore.fs import is_address
-from hiddenstore.fs.seam import Filesystem
+from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.fs.publish import new_folder
 from hiddenstore.inputs import input_digest
 from hiddenstore.layout import DATA_JSON
-from hiddenstore.targets.folder import TargetFolder, open_target
 from schemas.manifest import FileEntry
 from schemas.prepared import LossOn, Overlong, PreparedData, SourceCount
 
@@ -139,8 +140,8 @@ def prepare(
         StorageError: the disk refused or a worker died.
     """
     options = options or PrepareOptions()
-    if not is_address(out):
-        refuse_existing_data(Path(out))
+    out = Path(out)
+    refuse_existing_data(out)
     mixed = open_inputs(inputs, options.dataset_root)
     _refuse_prompts(mixed, options.loss_on)
     folder = open_target(target, options.revision, trust_remote_code=options.trust_remote_code)
@@ -149,7 +150,8 @@ def prepare(
     check_template(template)
     limit = _max_tokens(folder, options.max_tokens)
     rules = SampleRules(template, limit, options.overlong, options.validation)
-    with new_data(out) as fs:
+    with new_folder(out, refuse_existing_data) as new:
+        fs = LocalFilesystem(new)
         sources = [entry.source for entry in mixed]
         batches = ordered_batches(rules, batches_of(_rows(sources, tally.read)), options.workers, stopping)
         files = _write(fs, _checked(batches, folder, template), _progress(sources), tally)
@@ -159,7 +161,6 @@ def prepare(
             files=files,
             target=folder.label,
             tokenizer_sha256=tokenizer_sha256,
-            tokenizer_rules_sha256=folder.tokenizer_rules_sha256,
             chat_template_sha256=chat_template_sha256,
             vocab_size=int(folder.config.vocab_size),
             loss_on=template.loss_on,
@@ -235,7 +236,7 @@ def _progress(sources: list[Source]) -> Progress:
 
 
 def _write(
-    fs: Filesystem, batches: Iterator[SampleBatch], progress: Progress, tally: BatchTally
+    fs: LocalFilesystem, batches: Iterator[SampleBatch], progress: Progress, tally: BatchTally
 ) -> tuple[FileEntry, ...]:
     with data_files(fs) as (parts, rejects), progress:
         for batch in batches:
@@ -263,8 +264,8 @@ def _nothing_usable(tally: BatchTally) -> ConfigError:
     )
 
 
-def _names(fs: Filesystem, files: tuple[FileEntry, ...]) -> Iterator[tuple[str, str]]:
+def _names(fs: LocalFilesystem, files: tuple[FileEntry, ...]) -> Iterator[tuple[str, str]]:
     for file in files:
-        with fs.local_copy(file.path) as path, pq.ParquetFile(path) as part:
+        with pq.ParquetFile(os.path.join(fs.root, file.path)) as part:
             for batch in part.iter_batches(columns=["sample_id", "split"]):
                 yield from zip(batch["sample_id"].to_pylist(), batch["split"].to_pylist(), strict=True)

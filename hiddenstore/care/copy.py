@@ -9,7 +9,6 @@ grown adds to the copy.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -24,79 +23,57 @@ from hiddenstore.commit import committed_units, lost_samples
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.index.publish import IndexWriter, indexed_revisions
 from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest
 from hiddenstore.inspect.samples import Test
-from hiddenstore.segments import default_container
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import copy_slice
-from hiddenstore.targets.identity import CHECKPOINT, cast_hint, unstated_digests
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
-from hiddenstore.verify.same_target import share_profile, target_differences, unstated_warning
 from hiddenstore.writer import PendingUnit, capture_differences, create_store, pending_units, register_input
-from schemas.capture import STATED, TOPK, Codecs
+from schemas.capture import TOPK, Codecs
 from schemas.manifest import CommitRecord, Container, SampleEntry
 from schemas.prepared import PreparedData
 
 
-def check_sources(sources: Sequence[Store], location: str | Path | Filesystem, same_target: bool = False) -> list[str]:
-    """Refuse a copy onto a source (``output-exists``) and sources of two captures (``store-mismatch``), or of two
-    captures than that which is at ``location``; warnings about digests that not all of them state.
-
-    ``same_target`` takes another checkpoint where the layer profiles agree.
-    """
-    address = open_filesystem(location).address
+def check_sources(sources: Sequence[Store], location: str | Path | Filesystem) -> None:
+    """Refuse a copy onto a source (``output-exists``) and sources of two captures (``store-mismatch``)."""
     for source in sources:
-        if source.fs.address == address:
+        if Path(source.path).resolve() == Path(open_filesystem(location).root).resolve():
             raise ConflictError(f"{source.path} cannot be copied onto itself", kind=Kind.OUTPUT_EXISTS)
-    first, others, warnings = sources[0], [*sources[1:]], list[str]()
-    with suppress(NotFoundError):
-        others.append(Store.open(location, strict=False))
-    may_differ = ("capture.codecs.", "container:", *([f"capture.target.{CHECKPOINT}:"] if same_target else []))
-    for one, other in combinations([first, *others], 2):
-        differences = capture_differences(one.manifest, other.manifest)
-        lines = [line for line in differences if not line.startswith(may_differ)]
-        lines = lines or target_differences(one.capture.target, other, one, same_target)
+    first = sources[0]
+    for other in sources[1:]:
+        differences = capture_differences(first.manifest, other.manifest)
+        lines = [line for line in differences if not line.startswith(("capture.codecs.", "container:"))]
         if lines:
             listed = "\n".join(f"  {line}" for line in lines)
             raise ConflictError(
-                f"{one.path} and {other.path} hold different captures (stored: first, asked: second)\n{listed}",
+                f"{first.path} and {other.path} hold different captures (stored: first, asked: second)\n{listed}",
                 kind=Kind.STORE_MISMATCH,
-                hint=cast_hint(lines, f"hiddenstore diff {one.path} {other.path}"),
+                hint=f"hiddenstore diff {first.path} {other.path}",
             )
-        targets = one.capture.target, other.capture.target
-        warnings.append(unstated_warning(*targets, by_profile=share_profile(one, other)) or "")
-    return list(dict.fromkeys(filter(None, warnings)))
 
 
 def open_destination(
     sources: Sequence[Store], location: str | Path | Filesystem, recipe: str | None, container: Container | None
 ) -> Store:
     """Create the store of a copy, or open the one there; None keeps its recipe or container, else the first source's.
-    A new one on object storage gets ``default_container``.
 
     Raises:
         ConflictError: ``store-mismatch``.
         ConfigError: ``name-unknown``, ``codec-unknown``, ``final-unfit``.
     """
     first = sources[0]
-    manifest, target, fs = first.manifest, first.capture.target, open_filesystem(location)
-    kept = default_container(fs) if fs.prefers_few_files else manifest.container
-    # What is made says of all its states only what every source says; whether they are of one target was judged before.
-    stated: Mapping[str, Any] = dict.fromkeys(unstated_digests(*(source.capture.target for source in sources)))
+    manifest = first.manifest
     with suppress(NotFoundError):
-        manifest = Store.open(fs, strict=False).manifest
-        kept = manifest.container
-        stated = {field: getattr(manifest.capture.target, field) for field in STATED}
+        manifest = Store.open(location, strict=False).manifest
     if recipe is None:
         recipe, codecs = manifest.recipe, manifest.capture.codecs
     else:
         codecs = get_recipe(recipe)
         recipe = recipe_name(codecs)
     _require_finals(sources, codecs)
-    capture = first.capture.model_copy(update={"codecs": codecs, "target": target.model_copy(update=stated)})
+    capture = first.capture.model_copy(update={"codecs": codecs})
     files = {entry.path: first.target_file(entry.path) for entry in first.manifest.target_files}
-    return create_store(fs, capture, first.manifest.head, recipe, files, container or kept)
+    return create_store(location, capture, first.manifest.head, recipe, files, container or manifest.container)
 
 
 def _require_finals(sources: Sequence[Store], codecs: Codecs) -> None:
@@ -168,8 +145,7 @@ def _units_as_cut(sources: Sequence[Store], destination: Store) -> tuple[list[Co
             units[record.unit] = CopyUnit(record.unit, record.input, ids, (source, record))
     registered_units = {unit for registered in destination.inputs().values() for unit in registered.units}
     lossy = _lossy_units(destination)
-    named = indexed_revisions(destination.fs)
-    to_copy = [replace(unit, revision=named.get(name, -1) + 1) for name, unit in units.items() if name not in done]
+    to_copy = [unit for name, unit in units.items() if name not in done]
     to_copy += [replace(units[name], revision=item.revision) for name, item in lossy.items() if _restores(units, item)]
     return to_copy, len(units) - len(to_copy), len(registered_units - done - units.keys())
 
@@ -248,7 +224,7 @@ class _Selection(PreparedInput):
     def __init__(self, entries: Sequence[SampleEntry]) -> None:
         digest = input_digest((entry.id, entry.split) for entry in entries)
         facts: dict[str, Any] = {"digest": digest, "samples": len(entries)}
-        super().__init__(open_filesystem(digest), PreparedData.model_construct(**facts))
+        super().__init__(Path(digest), PreparedData.model_construct(**facts))
         self._entries = entries
 
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
@@ -265,7 +241,7 @@ class _Selection(PreparedInput):
 @dataclass
 class Copy:
     """A copy that is begun: ``units`` to bring over, how many units (with a filter: samples) are ``present`` already,
-    ``unavailable`` units no source holds, ``notes`` on rounding and on what could not be compared."""
+    ``unavailable`` units no source holds, ``notes`` on rounding."""
 
     destination: Store
     sources: tuple[Store, ...]
@@ -310,12 +286,10 @@ def open_copy(
     recipe: str | None = None,
     keep: Test | None = None,
     container: Container | None = None,
-    same_target: bool = False,
 ) -> Copy:
     """Create (or open) the destination, register what it will hold, and list the units it lacks.
 
-    ``recipe`` and ``container`` None keep those of the destination when it exists, else those of the first source;
-    ``same_target`` as in ``check_sources``.
+    ``recipe`` and ``container`` None keep those of the destination when it exists, else those of the first source.
 
     Raises:
         ConflictError: ``store-mismatch``, sources or destination hold another capture (codecs and container aside);
@@ -324,7 +298,7 @@ def open_copy(
             a source holds top tokens, and the destination is to hold the final hidden.
         CorruptionError: a target file or input of a source is damaged.
     """
-    warnings = check_sources(sources, location, same_target)
+    check_sources(sources, location)
     if keep is not None and not any(keep(record, entry) for source in sources for record, entry in source.entries):
         raise ConfigError("no sample of the sources passes the filter", kind=Kind.SELECTION_EMPTY)
     destination = open_destination(sources, location, recipe, container)
@@ -336,7 +310,6 @@ def open_copy(
     copy = Copy(destination, tuple(sources), units, present, unavailable)
     if copy.verbatim < len(units):
         copy.notes = rounding_notes(sources, destination, recoding_equal=keep is not None)
-    copy.notes += warnings
     return copy
 
 
@@ -351,7 +324,6 @@ def run_copy(copy: Copy, advance: Callable[[CopyReport], bool] | None = None) ->
     index = stores_by_sample(copy.sources) if gathers else {}
     makes_top_tokens = copy.destination.capture.holds_topk and not all(s.capture.holds_topk for s in copy.sources)
     head = copy.destination.head() if makes_top_tokens else None
-    index_writer = IndexWriter(copy.destination.fs, copy.destination.catalog)
     for unit in copy.units:
         if unit.origin is not None and copy.is_verbatim(unit):
             commit = copy_verbatim(*unit.origin, copy.destination, unit.revision)
@@ -366,8 +338,6 @@ def run_copy(copy: Copy, advance: Callable[[CopyReport], bool] | None = None) ->
             report.samples += len(commit.samples)
             report.tokens += commit.tokens
             report.bytes_written += commit.bytes_stored
-            index_writer.add(unit.name, unit.revision)
         if advance is not None and not advance(report):
             break
-    index_writer.close()
     return report

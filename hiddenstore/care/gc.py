@@ -1,16 +1,16 @@
 """``gc``: sweep what can no longer be of use. It plans first and acts when told to."""
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISREG
 
 from hiddenstore import layout
-from hiddenstore.commit import Commit
+from hiddenstore.commit import scan_commits
 from hiddenstore.damage import reading_only
 from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.index.catalog import read_catalog
-from hiddenstore.index.publish import replaced_indexes
 from hiddenstore.targets.calibration import SLICE_PATH, unnamed_slices
 from hiddenstore.verify.garbage import leftovers, unnamed_segments
 
@@ -51,7 +51,7 @@ class Sweep:
 def gc(
     location: "str | Path | Filesystem", dry_run: bool = True, older_than_s: float = GRACE_S, abandoned: bool = False
 ) -> Sweep:
-    """Remove segments that can no longer win, index files that another was merged from, and temporary files.
+    """Remove segments that can no longer win, and temporary files.
 
     A segment that a saved snapshot names stays, so does every one of a unit of which a record cannot be read, and so
     does everything touched in the last ``older_than_s`` seconds. Segments that no record names yet, but one could, go
@@ -66,14 +66,14 @@ def gc(
         raise missing("store", fs.root)
     sweep = Sweep()
     with reading_only():
-        fates = unnamed_segments(fs, _segments(fs))
+        fates = unnamed_segments(fs, scan_commits(fs).commits)
         reasons: dict[str, str] = {path: fate for path, fate in fates.items() if fate != "frozen"}
         # States of a slice come before their document: without one, its writer may have been stopped in between.
         reasons |= dict.fromkeys(unnamed_slices(fs), "unfinished" if fs.size(SLICE_PATH) is None else "orphan")
-        reasons |= dict.fromkeys(leftovers(fs), "temporary") | dict.fromkeys(replaced_indexes(fs), "superseded")
+        reasons |= dict.fromkeys(leftovers(fs), "temporary")
         for path, reason in reasons.items():
             if fs.size(path) is not None or fs.list(path):
-                item = Garbage(path, reason, *fs.usage(path))
+                item = Garbage(path, reason, *_size_and_age(fs, path))
                 if reason == "unfinished" and not abandoned:
                     sweep.unfinished.append(item)
                 else:
@@ -85,12 +85,13 @@ def gc(
     return sweep
 
 
-def _segments(fs: Filesystem) -> dict[str, str]:
-    """The segment that each record names which counts, by its file name; an index is not asked."""
-    segments: dict[str, str] = {}
-
-    def visit(commit: Commit) -> None:
-        segments[commit.name] = commit.record.segment
-
-    read_catalog(fs, use_index=False, visit=visit)
-    return segments
+def _size_and_age(fs: Filesystem, path: str) -> tuple[int, float]:
+    """Bytes below a path and seconds since anything in it changed; 0 seconds where the storage cannot say."""
+    root = Path(fs.root) / path
+    try:
+        members = [root, *root.rglob("*")] if root.is_dir() else [root]
+        states = [member.stat() for member in members]
+    except OSError:
+        return 0, 0.0
+    size = sum(state.st_size for state in states if S_ISREG(state.st_mode))
+    return size, max(0.0, time.time() - max(state.st_mtime for state in states))

@@ -5,13 +5,14 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.padding import Padding
 from rich.text import Text
 
-from hiddenstore.cli.words import STORE, Name, open_store, same_target_option
+from hiddenstore.cli.words import STORE, Name, open_store
 from hiddenstore.codecs.recipes import RECIPE_HELP, RECIPES, get_recipe
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, clean, clean_line, count, percent, plural, seconds, size
@@ -173,7 +174,6 @@ def _indented(text: str) -> None:
 @click.option("--container", type=click.Choice(tuple(CONTAINERS)), help="Default: as DST, else as the first SRC.")
 @click.option("--where", multiple=True, metavar="TEST", help="Only samples with tokens>4096, supervised>0, …")
 @click.option("--split", type=click.Choice(["train", "validation"]), help="Only samples of this split.")
-@same_target_option
 @common_options
 def copy(
     sources: tuple[str, ...],
@@ -182,7 +182,6 @@ def copy(
     container: "Container | None",
     where: tuple[str, ...],
     split: str | None,
-    same_target: bool,
 ) -> None:
     """Merge, subset, re-encode or repack: bring the samples of every SRC store into the store DST.
 
@@ -193,7 +192,7 @@ def copy(
     keep = parse_where(where, split) if where or split else None
     from hiddenstore.care.copy import open_copy
 
-    opened = open_copy([open_store(source) for source in sources], destination, recipe, keep, container, same_target)
+    opened = open_copy([open_store(source) for source in sources], destination, recipe, keep, container)
     out = output()
     for note in opened.notes:
         out.warn(note)
@@ -382,9 +381,9 @@ def parse_age(text: str) -> float:
 
 
 @click.command(epilog=examples("hiddenstore doctor", "hiddenstore doctor /data --json"))
-@click.argument("folder", default=".", type=click.Path())
+@click.argument("folder", default=".", type=click.Path(path_type=Path))
 @common_options
-def doctor(folder: str) -> None:
+def doctor(folder: Path) -> None:
     """This machine: versions, GPUs, engines, and how fast FOLDER (where a store would go) writes, syncs and reads.
 
     Writes and removes a 32 MB trial file in FOLDER. Exits 5 when something would not work.
@@ -395,7 +394,7 @@ def doctor(folder: str) -> None:
     problems = [check for check in checks if check.status == "problem"]
     document = {
         "ok": not problems,
-        "folder": folder,
+        "folder": str(folder),
         "checks": [
             {"name": check.name, "status": check.status, "detail": check.detail, "fix": check.fix} for check in checks
         ],

@@ -18,7 +18,7 @@ from click.shell_completion import (
 )
 
 from hiddenstore.folders import kind_of, missing
-from hiddenstore.layout import DATA_JSON, STORE_JSON
+from hiddenstore.layout import STORE_JSON
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -65,25 +65,17 @@ def _require_store(text: str) -> None:
 
 
 def _require_data(path: str) -> None:
-    from hiddenstore.fs import is_address, open_filesystem
-
-    if (open_filesystem(path).size(DATA_JSON) is None) if is_address(path) else kind_of(path) != "data":
+    if kind_of(path) != "data":
         raise missing("data", path)
 
 
 def _require_run(path: str) -> None:
     # A checkpoint of a run has a kind of its own, which only what opens it can tell.
-    if Path(path).name == "LATEST" and Path(path).is_file():
-        return
     if kind_of(path) not in ("run", None) or not Path(path).is_dir():
         raise missing("run", path)
 
 
 STORE, DATA, RUN = Place(_require_store), Place(_require_data), Place(_require_run)
-
-same_target_option = click.option(
-    "--same-target", is_flag=True, help="Take a cast copy of the target, if the stored layer profile is also its own."
-)
 
 
 def split_snapshot(text: str) -> tuple[str, str | None]:

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hiddenstore.data.order import BatchPlan, Order, global_batches
 from hiddenstore.data.packed import PackedBatch
 from hiddenstore.data.read import DecodedFiller, EncodedFiller, Job, Prefetch, SampleSlot
-from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import ConfigError, ConflictError, Kind
-from hiddenstore.index.table import SPLITS, Ids
 from hiddenstore.targets.identity import target_argument
 from schemas.manifest import Split
 
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from hiddenstore.store import Store
 
 PREFETCH_BYTES = 1 << 30
-CHECKED_SAMPLES = 32
-"""Samples whose mask is looked at before the first batch; each is looked at again where it is read."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +97,6 @@ class TokenBatches(IterableDataset[GlobalBatch]):
     """Memory for the packs read ahead and the one handed out."""
     threads: int = 4
     """Threads that read."""
-    view: SampleView = WHOLE
-    """How many tokens of a sample are read, and which of them teach."""
     device: torch.device | str = "cpu"
     """Where packs come; to any but the CPU their stored bytes move from pinned memory and are decoded there."""
 
@@ -111,15 +105,14 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         self._layers = _layers_of(self.store, self.layers)
         self._final = self.final and self.store.capture.final != "none"
         self._pack_tokens = self.batch_tokens if self.pack_tokens is None else self.pack_tokens
-        self._table = self.store.catalog.table
-        in_split = self._table.split == SPLITS.index(self.split)
-        # None for all of them: a row number a sample is memory.
-        self._rows = None if bool(in_split.all()) else np.flatnonzero(in_split).astype(np.int32)
-        self._lengths = self._table.tokens if self._rows is None else self._table.tokens[self._rows]
-        if self.view.max_tokens is not None:
-            self._lengths = np.minimum(self._lengths, self.view.max_tokens)
+        self._slots = [
+            SampleSlot(entry.id, entry.tokens, entry.final_rows if self._final else 0)
+            for _, entry in self.store.entries
+            if entry.split == self.split
+        ]
         self._check()
-        self._order = Order(self._ids)
+        self._lengths = np.array([slot.tokens for slot in self._slots], dtype=np.int64)
+        self._order = Order([slot.id for slot in self._slots])
         start = self.cursor or Cursor(self.seed, 0, 0, self._order.digest)
         self.load_state_dict(start.to_json())
 
@@ -131,20 +124,12 @@ class TokenBatches(IterableDataset[GlobalBatch]):
     @property
     def sample_ids(self) -> list[str]:
         """Ids of the split, in the order of the store."""
-        record, position = self._table.record, self._table.position
-        if self._rows is not None:
-            record, position = record[self._rows], position[self._rows]
-        return self._ids.take(np.lexsort((position, record)))[:]
-
-    @property
-    def _ids(self) -> Ids:
-        """Those of the split, sorted."""
-        return self._table.ids if self._rows is None else self._table.ids.take(self._rows)
+        return [slot.id for slot in self._slots]
 
     @property
     def tokens(self) -> int:
         """Tokens of one epoch, over all ranks."""
-        return int(self._lengths.sum(dtype=np.int64))
+        return int(self._lengths.sum())
 
     def plan(self, epoch: int, start: int = 0) -> Iterator[tuple[BatchPlan, list[str]]]:
         """Every global batch of an epoch from sample ``start`` on, with its sample ids in the global order."""
@@ -173,8 +158,8 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                 kind=Kind.CURSOR_MISMATCH,
                 hint="open the store at the snapshot the run names",
             )
-        if cursor.epoch < 0 or not 0 <= cursor.samples <= len(self._lengths):
-            raise ConfigError(f"{cursor} lies outside {len(self._lengths)} samples", kind=Kind.CURSOR_INVALID)
+        if cursor.epoch < 0 or not 0 <= cursor.samples <= len(self._slots):
+            raise ConfigError(f"{cursor} lies outside {len(self._slots)} samples", kind=Kind.CURSOR_INVALID)
         self._start = self._reached = cursor
 
     def __iter__(self) -> Iterator[GlobalBatch]:
@@ -185,9 +170,7 @@ class TokenBatches(IterableDataset[GlobalBatch]):
             )
         self._reached = self._start
         device = torch.device(self.device)
-        filler = (DecodedFiller if device.type == "cpu" else EncodedFiller)(
-            self.store, self._layers, self._final, self.view
-        )
+        filler = (DecodedFiller if device.type == "cpu" else EncodedFiller)(self.store, self._layers, self._final)
         prefetch = Prefetch[_JobKey](filler, self.prefetch_bytes, self.threads, pinned=torch.cuda.is_available())
         jobs = prefetch.run(self._jobs())
         try:
@@ -209,37 +192,24 @@ class TokenBatches(IterableDataset[GlobalBatch]):
     def _plan(self, seed: int, epoch: int, start: int) -> Iterator[tuple[BatchPlan, list[SampleSlot]]]:
         order = self._order.permutation(seed, epoch)
         for batch in global_batches(self._lengths, order, self.batch_tokens, self._pack_tokens, start):
-            yield batch, self._slots(order[batch.start : batch.stop])
-
-    def _slots(self, order: np.ndarray) -> list[SampleSlot]:
-        table, rows = self._table, order if self._rows is None else self._rows[order]
-        final_rows = table.final_rows[rows] if self._final else np.zeros(len(rows), dtype=np.int32)
-        slots = zip(table.ids.take(rows)[:], self._lengths[order].tolist(), final_rows.tolist(), strict=True)
-        return [SampleSlot(*slot) for slot in slots]
+            yield batch, [self._slots[int(i)] for i in order[batch.start : batch.stop]]
 
     def _jobs(self) -> "Iterator[Job[_JobKey]]":
         seed, epoch, start = self._start.seed, self._start.epoch, self._start.samples
         while self.epochs is None or epoch < self.epochs:
             for batch, slots in self._plan(seed, epoch, start):
                 packs = tuple(
-                    tuple(self._as_read(slots[position - batch.start]) for position in pack)
+                    tuple(slots[position - batch.start] for position in pack)
                     for pack in batch.packs_of(self.rank, self.world_size)
                 )
-                is_last = batch.stop == len(self._lengths)
+                is_last = batch.stop == len(self._slots)
                 cursor = Cursor(seed, epoch + is_last, 0 if is_last else batch.stop, self._start.snapshot)
                 yield Job(_JobKey(cursor, [slot.id for slot in slots]), packs)
             epoch, start = epoch + 1, 0
 
-    def _as_read(self, slot: SampleSlot) -> SampleSlot:
-        """A slot with those final rows alone that lie before its sample is cut."""
-        if not slot.final_rows or slot.tokens != self.view.max_tokens:
-            return slot
-        reader, index = self.store.reader_of(slot.id)
-        return replace(slot, final_rows=int(np.searchsorted(reader.final_rows(index), slot.tokens)))
-
     def _check(self) -> None:
-        if not len(self._lengths):
-            splits = sorted(SPLITS[number] for number in np.unique(self._table.split))
+        if not self._slots:
+            splits = sorted({entry.split for _, entry in self.store.entries})
             raise ConfigError(
                 f"{self.store.path} holds no {self.split} samples; splits with samples: {', '.join(splits) or 'none'}",
                 kind=Kind.SPLIT_EMPTY,
@@ -251,16 +221,13 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                 f"pack_tokens {self._pack_tokens} must lie in 1…batch_tokens ({self.batch_tokens})",
                 kind=Kind.PACK_INVALID,
             )
-        if self.view.loss_on != "stored" and self._final and self.store.capture.final == "supervised":
-            for slot in self._slots(np.arange(min(CHECKED_SAMPLES, len(self._lengths)))):
-                self.view.require_rows(self.store.sample(slot.id))
-        (longest,) = self._slots(np.argmax(self._lengths, keepdims=True))
+        longest = max(self._slots, key=lambda slot: slot.tokens)
         if longest.tokens > self._pack_tokens:
             raise ConfigError(
                 f"sample {longest.id} of {self.store.path} has {longest.tokens} tokens, "
                 f"more than pack_tokens ({self._pack_tokens})",
                 kind=Kind.SAMPLE_TOO_LONG,
-                hint=f"set pack_tokens (and batch_tokens) to at least {longest.tokens}, or max_tokens to less",
+                hint=f"set pack_tokens (and batch_tokens) to at least {longest.tokens}",
             )
 
 

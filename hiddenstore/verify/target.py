@@ -1,6 +1,7 @@
 """Are the files of ``target/`` those of the target that the capture names?"""
 
 from difflib import SequenceMatcher
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -10,13 +11,12 @@ from hiddenstore import layout
 from hiddenstore.damage import DAMAGE, raise_refusal, twice
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
-from hiddenstore.targets.identity import tokenizer_rules_sha256, tokenizer_sha256, weights_sha256
+from hiddenstore.targets.identity import tokenizer_sha256, weights_sha256
 from hiddenstore.verify.report import Finding, Report
 
 RETOKENISED_TOKENS = 512
 RETOKENISED_SHARE = 0.6
-_RULES_FILE = "tokenizer.json"
-_TOKENIZER_FILES = (_RULES_FILE, "tokenizer.model", "vocab.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_head(store: Store, report: Report) -> HeadBundle | None:
@@ -36,23 +36,20 @@ def load_head(store: Store, report: Report) -> HeadBundle | None:
 
 def load_tokenizer(store: Store, report: Report) -> Any:
     """The tokenizer of ``target/``, checked against the fingerprint of the target; None when there is none."""
-    if all(store.fs.size(f"{layout.TARGET_DIR}/{name}") is None for name in _TOKENIZER_FILES):
+    folder = Path(store.path) / layout.TARGET_DIR
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         detail = "target/ holds no tokenizer: whether the tokens are its own was not checked"
         report.notes.append(Finding("tokenizer-absent", layout.TARGET_DIR, (), detail))
         return None
     from transformers import AutoTokenizer
 
     try:
-        with store.fs.local_copy(layout.TARGET_DIR, without=layout.HEAD_NAME) as folder:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise_refusal(error, f"{store.path}/{layout.TARGET_DIR}")
+        raise_refusal(error, str(folder))
         report.findings.append(Finding("tokenizer-unreadable", layout.TARGET_DIR, (), str(error)))
         return None
-    target, file = store.capture.target, folder / _RULES_FILE
-    digest, expected = tokenizer_sha256(tokenizer), target.tokenizer_sha256
-    if digest == expected and target.tokenizer_rules_sha256 is not None and file.is_file():
-        digest, expected = tokenizer_rules_sha256(file.read_bytes()), target.tokenizer_rules_sha256
+    digest, expected = tokenizer_sha256(tokenizer), store.capture.target.tokenizer_sha256
     if digest != expected:
         detail = f"the tokenizer of target/ has sha256 {digest[:12]}…, the capture names {expected[:12]}…"
         report.findings.append(Finding("tokenizer", layout.TARGET_DIR, (), detail))

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from tiny_target import make_model, make_tokenizer
 from torch import Tensor
 
-from hiddenstore.cli import main
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError, FormatError
 from hiddenstore.records import TopK
@@ -20,19 +18,19 @@ from hiddenstore.testing.builders import make_store
 from schemas.capture import HeadSpec
 from tests.trainer.conftest import VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.eagle1_plain import PlainEagle1, plain_losses
-from tests.trainer.live import assert_live_equals_eval, identity_in_memory
+from tests.trainer.live import assert_live_equals_eval
 from trainer.attention.cache import KVCache
 from trainer.drafters.base import DrafterInUse, Verified
 from trainer.drafters.eagle1 import EAGLE1, Eagle1, Eagle1Config, RegressionLoss, RegressionObjective
 from trainer.evaluate.acceptance import DraftShape, drafting_positions
 from trainer.evaluate.simulate import evaluate
 from trainer.evaluate.speculate import DecodeLimits
-from trainer.evaluate.target import LiveTarget, bundle_of
+from trainer.evaluate.target import LiveTarget, bundle_of, identity_of
 from trainer.losses.fused_head import StepLosses
 from trainer.losses.teacher import TargetInterface
 from trainer.train import step as step_module
 from trainer.train.loop import train
-from trainer.train.run_folder import describe, load_drafter
+from trainer.train.run_folder import load_drafter
 from trainer.vocab import DraftVocab
 
 WORDS = [
@@ -368,7 +366,7 @@ def test_a_live_chain_proposes_the_same_after_many_calls_as_after_one() -> None:
 @pytest.fixture(scope="module")
 def target() -> LiveTarget:
     model, tokenizer = make_model(vocab=12), make_tokenizer()
-    return LiveTarget(model, tokenizer, identity_in_memory(model, tokenizer), ())
+    return LiveTarget(model, tokenizer, identity_of("tiny", model, tokenizer, model.config.to_dict()), ())
 
 
 def prompts() -> list[list[int]]:
@@ -443,11 +441,3 @@ def test_a_store_of_supervised_rows_is_refused_with_the_command_that_captures_al
     with pytest.raises(ConfigError, match="final hidden at every token") as caught:
         train(store.path, tmp_path / "run", drafter="eagle1", words=WORDS)
     assert "--layers eagle1 --final all" in str(caught.value.hint)
-
-
-def test_eagle2_is_the_name_of_the_same_weights(tmp_path: Path) -> None:
-    store = make_store(tmp_path, final="all")
-    words = ["train", store.path, "-o", str(tmp_path / "run"), "--drafter", "eagle2", "train.max_steps=1", "-q"]
-    done = CliRunner().invoke(main, words, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    assert describe(tmp_path / "run").spec.drafter.name == "eagle1"

@@ -82,7 +82,7 @@ def test_sglang_s_answers_say_the_same_whatever_release_spelled_them():
     assert sglang_counts({"completion_tokens": 11, "spec_verify_ct": 0}) is None
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_accepted_length_is_counted_by_task_and_for_all(engine, prompts):
     with fake_server(engine=engine, accepts=ACCEPTS) as server:
         found = document(words(engine, server, prompts, "--concurrency", "2"))
@@ -94,7 +94,7 @@ def test_accepted_length_is_counted_by_task_and_for_all(engine, prompts):
     ]
     for row in (*found["rows"], found):
         assert row["accepted_length"] == pytest.approx(1 + sum(ACCEPTS) / len(ACCEPTS))
-        assert row["per_position"] == ([] if engine == "trtllm" else [0.75, 0.5, 0.25])
+        assert row["per_position"] == [0.75, 0.5, 0.25]
         assert row["draft_len"] == 3
     assert found["rows"][-1]["answer_tokens"] == 4 * 11
     assert not any(row["others_were_served"] for row in found["rows"])
@@ -187,20 +187,6 @@ def test_with_a_tokenizer_token_ids_are_sent_to_the_engine_s_own_endpoint(prompt
         assert body[key] == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
-def test_a18_a_template_that_never_ends_is_a_named_error_although_other_threads_render(prompts, tmp_path, monkeypatch):
-    from tiny_target import make_tokenizer
-
-    monkeypatch.setattr("hiddenstore.targets.rendering.RENDER_S", 0.2)
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "target")
-    with fake_server(engine="vllm", accepts=ACCEPTS) as server:
-        more = ("--target", str(tmp_path / "target"), "--concurrency", "2")
-        failure = error(words("vllm", server, prompts, *more), 4)
-    assert failure["kind"] == "template-endless"
-    assert "--target" in failure["fix"]
-
-
 def test_a_server_that_does_not_draft_is_refused_with_the_command_that_makes_one(prompts):
     with fake_server() as server:
         found = error(words("vllm", server, prompts), 2)
@@ -208,19 +194,8 @@ def test_a_server_that_does_not_draft_is_refused_with_the_command_that_makes_one
         assert "hiddenstore serve" in found["fix"]
         plain = run(words("http", server, prompts))
         assert "speed only" in plain.stderr
-    for engine, fix in (("sglang", "--engine sglang"), ("trtllm", "enable_iter_perf_stats=true")):
-        with fake_server(engine=engine) as server:
-            found = error(words(engine, server, prompts), 2)
-            assert found["kind"] == "no-speculation"
-            assert fix in found["fix"]
-
-
-def test_iterations_that_tensorrt_llm_dropped_before_they_were_read_are_noticed(prompts):
-    with fake_server(engine="trtllm", accepts=ACCEPTS) as server:
-        server.kept_iterations = 2
-        found = error(words("trtllm", server, prompts), 4)
-        assert found["kind"] == "server-answer"
-        assert "iter_stats_max_iterations" in found["fix"]
+    with fake_server(engine="sglang") as server:
+        assert error(words("sglang", server, prompts), 2)["kind"] == "no-speculation"
 
 
 def test_another_model_several_models_and_another_baseline_are_refused(prompts):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
-from hiddenstore.cli.words import RUN, STORE, same_target_option
+from hiddenstore.cli.words import RUN, STORE
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import ConfigError, Kind
 
@@ -114,7 +114,7 @@ def positions_text(shares: Sequence[float]) -> str:
     return "  ".join(f"{share:.3f}" for share in shares[:shown]) + never
 
 
-ENGINES = ("vllm", "sglang", "trtllm", "http")
+ENGINES = ("vllm", "sglang", "http")
 
 
 class _ServerOptions(TypedDict):
@@ -165,7 +165,6 @@ class _ServerOptions(TypedDict):
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per answer.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=1, show_default=True, help="At a time.")
-@same_target_option
 @click.option("--markdown", type=click.Path(dir_okay=False), metavar="FILE", help="Also write the table there.")
 @common_options
 def evaluate(
@@ -177,7 +176,6 @@ def evaluate(
     untrained: bool,
     device: str,
     engine: str | None,
-    same_target: bool,
     **options: Unpack[_ServerOptions],
 ) -> None:
     """How many tokens a target forward yields, simulated over recorded text or measured on a running server.
@@ -195,25 +193,18 @@ def evaluate(
     elif run is None or store is None or options["servers"]:
         raise click.UsageError("expected RUN and STORE, or --engine with --server and --prompts")
     else:
-        _simulate(run, store, split, shapes, best, untrained, device, same_target)
+        _simulate(run, store, split, shapes, best, untrained, device)
 
 
 def _simulate(
-    run: str,
-    store: str,
-    split: "Split",
-    shapes: "tuple[DraftShape, ...]",
-    best: bool,
-    untrained: bool,
-    device: str,
-    same_target: bool,
+    run: str, store: str, split: "Split", shapes: "tuple[DraftShape, ...]", best: bool, untrained: bool, device: str
 ) -> None:
     from hiddenstore.console.progress import Progress
     from hiddenstore.store import Store
-    from hiddenstore.targets.identity import cast_hint, target_argument
-    from hiddenstore.verify.same_target import share_profile, target_differences, unstated_warning
+    from hiddenstore.targets.identity import target_argument
     from trainer.drafters import refuse_target
     from trainer.evaluate import simulate
+    from trainer.evaluate.target import target_differences
     from trainer.parallel.group import pick_device
     from trainer.train.checkpoint import best as best_checkpoint
     from trainer.train.run_folder import describe, load_drafter, training_store
@@ -223,10 +214,8 @@ def _simulate(
     info, text = describe(run), Store.open(store)
     trained_for, trained_on = info.spec.target, training_store(info)
     problem = f"{text.path} was captured from {text.capture.target.name}, the drafter was trained on {trained_for.name}"
-    differences = target_differences(trained_for, text, trained_on, same_target)
-    refuse_target(differences, problem, cast_hint(differences, f"hiddenstore eval {run} {info.spec.store}"))
-    if warning := unstated_warning(trained_for, text.capture.target, share_profile(trained_on, text)):
-        output().warn(warning)
+    differences = target_differences(trained_for, text, trained_on)
+    refuse_target(differences, problem, f"hiddenstore eval {run} {info.spec.store}")
     device = pick_device(device)
     head, final_norm = text.head(), text.capture.final_norm
     drafters = [
@@ -315,7 +304,7 @@ def _measure_servers(engine: str, options: _ServerOptions) -> None:
         "temperature": options["temperature"],
         "max_new_tokens": options["max_new_tokens"],
         "concurrency": options["concurrency"],
-        **_measured(engine, servers, baseline, questions, options),
+        **_measured(servers, baseline, questions, options),
     }
     if options["markdown"]:
         _write_markdown(Path(options["markdown"]), document)
@@ -325,11 +314,7 @@ def _measure_servers(engine: str, options: _ServerOptions) -> None:
 
 
 def _measured(
-    engine: str,
-    servers: "list[Server]",
-    baseline: "Server | None",
-    questions: "list[Question]",
-    options: _ServerOptions,
+    servers: "list[Server]", baseline: "Server | None", questions: "list[Question]", options: _ServerOptions
 ) -> dict[str, Any]:
     """The rows of all servers, and the total of the first as members of its own, as ``eval`` of a store has them."""
     from hiddenstore.console.progress import Progress
@@ -346,7 +331,7 @@ def _measured(
         plain = {result.task: result for result in results_of(baseline)} if baseline else {}
         for server in servers:
             results = results_of(server)
-            if results[-1].counts is None and engine in ("sglang", "trtllm"):
+            if server.counts_each_answer and results[-1].counts is None:
                 raise server.no_counts()
             rows += [row_of(server.client.url, result, plain.get(result.task)) for result in results]
     for row in rows:
@@ -373,7 +358,6 @@ def _renderer(target: str) -> "Render":
     from transformers import AutoTokenizer
 
     from hiddenstore.targets.gguf import target_folder
-    from trainer.evaluate.prompts import prompt_ids
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(target_folder(target))
@@ -384,7 +368,8 @@ def _renderer(target: str) -> "Render":
         raise ConfigError(f"the tokenizer of {target} has no chat template", kind=Kind.TEMPLATE_MISSING)
 
     def render(messages: Any) -> list[int]:
-        return prompt_ids(tokenizer, messages, "a prompt", "leave --target out: the server renders by its own")
+        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        return [int(token) for token in ids]
 
     return render
 

@@ -1,5 +1,6 @@
 """Out to others and in: ``hiddenstore export``, ``export-data`` and ``import-drafter``."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -8,7 +9,6 @@ from hiddenstore.cli.words import RUN, STORE
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.dumps import LAYOUTS, SHORT_NAMES
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.fs import require_local
 
 if TYPE_CHECKING:
     from hiddenstore.dumps.common import ExportedData, MissingFinal
@@ -61,7 +61,7 @@ def export(
     from trainer.export.support import ENGINES
 
     # An engine that does not exist is said before anything is loaded, torch included.
-    engine, folder = ENGINES[engine].name, require_local(out, "an export")
+    engine = ENGINES[engine].name
 
     from trainer.export.write import checkpoint_of, stretched
     from trainer.export.write import export as write
@@ -71,7 +71,7 @@ def export(
     checkpoint = checkpoint_of(loaded, run, target)
     if yarn is not None:
         checkpoint = stretched(checkpoint, *yarn)
-    done = write(checkpoint, engine, folder, dtype, version)
+    done = write(checkpoint, engine, Path(out), dtype, version)
     serve = _to_serve(loaded, engine, out)
     document = {
         "run": run,
@@ -188,7 +188,7 @@ def export_data(store: str, name: str, out: str, layers: str | None, missing_fin
     total = sum(entry.tokens for _, entry in source.entries)
     scope = get_layout(name), _numbers(layers), missing_final
     with Progress("export-data", total=total, unit="tokens") as progress:
-        exported = export_samples(source, require_local(out, "an export of data"), *scope, progress.advance)
+        exported = export_samples(source, Path(out), *scope, progress.advance)
     output().data(_document(store, exported), human=lambda: output().pairs(_lines(exported)))
     if exported.zero_rows:
         rows = f"{exported.zero_rows:,} of {exported.tokens:,} rows"
@@ -238,7 +238,7 @@ def _numbers(text: str | None) -> list[int] | None:
 @click.command(
     "import-drafter",
     epilog=examples(
-        "hiddenstore import-drafter yuhuili/EAGLE3-LLaMA3.1-Instruct-8B -o runs/published --store STORE",
+        "hiddenstore import-drafter ./eagle3-llama -o runs/published --store STORE",
         "hiddenstore import-drafter ./eagle3-qwen -o runs/published --store STORE --layer-convention vllm",
         "hiddenstore import-drafter ./medusa-vicuna -o runs/medusa --store STORE",
         "hiddenstore train STORE -o runs/tuned train.init_from=runs/published",
@@ -258,7 +258,7 @@ def import_drafter(folder: str, run: str, store: str, layer_convention: str | No
 
     EAGLE-1, EAGLE-3, DFlash and Medusa, under the names of their authors, of engines and of other trainers.
 
-    DIR, or a hub id, holds config.json and safetensors files, or torch files of tensors. Nothing in it is executed.
+    DIR holds config.json and safetensors files. Nothing in it is executed.
     """
     from hiddenstore.console.text import percent
     from trainer.export.published import import_drafter as bring_in

@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
-from hiddenstore.fs import is_address, open_filesystem
 from hiddenstore.layout import DATA_JSON, STORE_JSON
 from hiddenstore.records import Sample
-from hiddenstore.targets.identity import tokenizer_differences
-from hiddenstore.targets.rendering import limited_rendering
 from schemas.capture import TargetIdentity
-from schemas.prepared import PreparedData
 
 FIELDS = ("messages", "conversations", "turns", "prompt", "question", "problem")
 TURNS = ("turns", "prompt")
@@ -149,21 +145,21 @@ def read_prompts(
     follow on answers that do not exist yet), a DATA folder or a store; of the last two only samples of ``split``, up to
     their first supervised token. Raises NotFoundError: no such file; ConfigError: ``input-empty``: there is none,
     with the first line that holds none and why; FormatError: DATA or store of another tokenizer."""
-    path, fs = Path(source), open_filesystem(source)
+    path = Path(source)
     samples: Iterator[Sample] | None = None
-    if fs.size(STORE_JSON) is not None:
+    if (path / STORE_JSON).is_file():
         from hiddenstore.store import Store
 
-        store = Store.open(fs)
-        _require_tokenizer(source, store.capture.target, identity)
+        store = Store.open(path)
+        _require_tokenizer(source, store.capture.target.tokenizer_sha256, identity)
         samples = (store.sample(entry.id) for _, entry in store.entries if entry.split == split)
-    elif fs.size(DATA_JSON) is not None:
+    elif (path / DATA_JSON).is_file():
         from hiddenstore.inputs import PreparedInput
 
-        prepared = PreparedInput.open(fs)
-        _require_tokenizer(source, prepared.info, identity)
+        prepared = PreparedInput.open(path)
+        _require_tokenizer(source, prepared.info.tokenizer_sha256, identity)
         samples = (sample for sample in prepared.samples() if sample.split == split)
-    elif is_address(source) or not path.is_file():
+    elif not path.is_file():
         raise NotFoundError(f"no prompts at {source}: expected a JSONL file, DATA or a store", kind=Kind.PATH_MISSING)
     prompts = _from_jsonl(path, tokenizer, unusable) if samples is None else _cut_before_answers(samples)
     first = next(prompts, None)
@@ -181,17 +177,10 @@ def read_prompts(
 def _from_jsonl(path: Path, tokenizer: Any, unusable: list[str]) -> Iterator[Prompt]:
     if tokenizer.chat_template is None:
         raise ConfigError("the target's tokenizer has no chat template", kind=Kind.TEMPLATE_MISSING)
-    fix = "hiddenstore prepare FILE -o DATA --template FILE, then --prompts DATA"
-    for number, question in enumerate(questions_of(path, unusable), start=1):
+    for question in questions_of(path, unusable):
         messages = list(question.history)
-        yield Prompt(prompt_ids(tokenizer, messages, f"prompt {number} of {path}", fix), messages)
-
-
-def prompt_ids(tokenizer: Any, messages: Sequence[Message], location: str, fix: str) -> list[int]:
-    """Token ids of a conversation up to where the answer begins; ``fix`` is what to do about an endless template."""
-    with limited_rendering(location, fix):
-        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-    return [int(token) for token in ids]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        yield Prompt([int(token) for token in ids], messages)
 
 
 def _cut_before_answers(samples: Iterable[Sample]) -> Iterator[Prompt]:
@@ -201,9 +190,10 @@ def _cut_before_answers(samples: Iterable[Sample]) -> Iterator[Prompt]:
             yield Prompt([int(token) for token in sample.input_ids[: int(supervised[0])]])
 
 
-def _require_tokenizer(source: str, theirs: TargetIdentity | PreparedData, identity: TargetIdentity) -> None:
-    if differences := tokenizer_differences(theirs, identity):
+def _require_tokenizer(source: str, tokenizer_sha256: str, identity: TargetIdentity) -> None:
+    if tokenizer_sha256 != identity.tokenizer_sha256:
         raise FormatError(
-            f"{source} was tokenised by another tokenizer than the target's: {'; '.join(differences)}",
+            f"{source} was tokenised by another tokenizer than the target's: "
+            f"{tokenizer_sha256[:8]}…, the target has {identity.tokenizer_sha256[:8]}…",
             kind=Kind.TARGET_MISMATCH,
         )

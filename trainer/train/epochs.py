@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hiddenstore import layout
 from hiddenstore.console.output import output
-from hiddenstore.data import Cursor, SampleView, TokenBatches
+from hiddenstore.data import Cursor, TokenBatches
 from hiddenstore.errors import CorruptionError, StorageError
 from hiddenstore.store import Store
 from trainer.config import TrainConfig
@@ -16,11 +16,6 @@ from trainer.drafters import drafter_kind
 from trainer.drafters.base import Needs
 from trainer.parallel.group import ProcessGroup
 from trainer.train.run_folder import TrainOptions, run_snapshot
-
-
-def view_of(config: TrainConfig) -> SampleView:
-    """What the settings train on of every sample."""
-    return SampleView(config.data.max_tokens, config.data.loss_on)
 
 
 def token_batches(
@@ -32,8 +27,7 @@ def token_batches(
     endless = config.train.max_steps is not None and not validation and not follows
     needs: Needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
     # A store that grows may bring a longer sample than the settings were derived from.
-    longest = int(store.catalog.table.tokens.max(initial=0)) if follows else 0
-    longest = min(longest, config.data.max_tokens or longest)
+    longest = max((entry.tokens for _, entry in store.entries), default=0) if follows else 0
     return TokenBatches(
         store,
         split="validation" if validation else "train",
@@ -42,7 +36,6 @@ def token_batches(
         batch_tokens=max(config.data.batch_tokens, longest),
         pack_tokens=max(config.data.pack_tokens, longest),
         seed=config.data.seed,
-        view=view_of(config),
         rank=group.rank.rank // config.train.context_parallel,
         world_size=group.rank.world_size // config.train.context_parallel,
         prefetch_bytes=config.data.prefetch_mb * 1_000_000,
@@ -57,7 +50,7 @@ def batches_at(
     ``cursor-mismatch``: the samples of its epoch are not those that it counts in."""
     name = group.broadcast_bytes(lambda: _snapshot_at(cursor, first, options, config).encode()).decode()
     with group.all_or_none():
-        store = options.open_store(name) if name else first
+        store = Store.open(options.store, name) if name else first
         batches = token_batches(store, config, group, epoch=cursor.epoch)
         # Where an epoch begins, the cursor still names the samples of the one before.
         is_new = config.train.follow and not cursor.samples
@@ -76,7 +69,7 @@ def _snapshot_at(cursor: Cursor, first: Store, options: TrainOptions, config: Tr
     if config.train.follow and cursor.epoch and not cursor.samples and cursor.epoch not in published:
         try:
             name = f"{prefix}{cursor.epoch}"
-            options.open_store().save_snapshot(name)
+            Store.open(options.store).save_snapshot(name)
         except (StorageError, CorruptionError) as error:
             output().warn(f"epoch {cursor.epoch + 1} reads no more than the one before it: {error.message}")
         else:

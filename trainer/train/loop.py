@@ -17,19 +17,15 @@ from hiddenstore.console.output import output
 from hiddenstore.console.text import amount, plural
 from hiddenstore.data import GlobalBatch
 from hiddenstore.errors import ConfigError, InterruptError, Kind
-from hiddenstore.fs import require_local
-from hiddenstore.index.table import SPLITS
 from hiddenstore.process import Drain, drain_on_signal, from_environment
 from trainer.parallel.group import process_group
 from trainer.settings import derived
 from trainer.train import checkpoint
-from trainer.train.forecast import forecast
 from trainer.train.lock import RunLock
 from trainer.train.log import METRICS, RunLog
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state, save_checkpoint
 from trainer.train.step import some_of, steps, validate
-from trainer.train.storage import CACHE_BYTES, Mirror
 
 _COLUMNS = 2
 
@@ -45,8 +41,6 @@ def print_summary(state: TrainState) -> None:
     for line in _summary_lines(state):
         out.note(line)
     out.err.print(Padding(_settings_grid(state), (0, 0, 0, 2), expand=False))
-    if state.group.is_single:
-        out.note(forecast(state))
 
 
 def _summary_lines(state: TrainState) -> list[str]:
@@ -54,12 +48,10 @@ def _summary_lines(state: TrainState) -> list[str]:
     position = f"continues at step {state.step + 1:,} of {steps:,}" if state.step else plural(steps, "step")
     samples = plural(len(state.batches.sample_ids), "sample")
     init = state.config.train.init_from
-    vocab = state.target.vocab
     return [
         f"{state.config.drafter.name}, {amount(state.trainable)} trainable parameters: {position} over {samples}, "
         f"{amount(state.batches.tokens)} tokens; {_device_text(state)}",
         *(["each epoch reads what the store holds when it begins"] if state.config.train.follow else []),
-        f"draft vocabulary of {vocab.size:,} tokens: {state.vocab_coverage:.2%} of the supervised ones",
         *([f"weights, draft vocabulary and drafter.* from {init}"] if init is not None else []),
         "from the target, * as you set it:",
     ]
@@ -69,7 +61,7 @@ def _device_text(state: TrainState) -> str:
     ranks = state.group.rank.world_size
     each = f"{plural(ranks, 'rank')} of " if ranks > 1 else ""
     if state.device.type == "cpu":
-        return f"{each}{plural(torch.get_num_threads(), 'CPU thread')}, {state.config.train.precision}"
+        return f"{each}{plural(torch.get_num_threads(), 'CPU thread')}"
     return f"{each}one {torch.cuda.get_device_name(state.device)}"
 
 
@@ -78,7 +70,7 @@ def _settings_grid(state: TrainState) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    defaults = derived(state.store, state.config.drafter.name, state.config.data.max_tokens)
+    defaults = derived(state.store, state.config.drafter.name)
     if state.config.train.init_from is not None:
         defaults["drafter"] = state.config.drafter.model_dump(mode="json", include=set(defaults["drafter"]))
     resolved = state.config.model_dump(mode="json")
@@ -138,16 +130,11 @@ def train(
     words: Sequence[str] = (),
     resume: bool = False,
     snapshot: str | None = None,
-    cache: str | Path | None = None,
-    cache_bytes: int = CACHE_BYTES,
-    mirror: str | None = None,
 ) -> TrainReport:
     """Train a drafter on a store into a new folder ``run``, or continue one exactly.
 
     ``file`` is YAML settings or the name of a preset; ``drafter`` is eagle3 when neither it nor the words say. A new
-    run reads what ``snapshot`` of the store names, by default what it holds now. A store on object storage is read
-    through the folder ``cache`` of at most ``cache_bytes``. ``mirror`` is an address that gets a copy of each
-    checkpoint, and that a resume begins from where ``run`` is not there.
+    run reads what ``snapshot`` of the store names, by default what it holds now.
 
     Under torchrun, or srun with MASTER_ADDR and MASTER_PORT, every process calls this; the batches are those of a
     single process. Rank 0 alone writes; a resume reads ``run`` on every rank. Raises ConfigError: a wrong setting, or a
@@ -156,34 +143,19 @@ def train(
     finite, or the loss stays a spike; names the samples; InterruptError: a signal asked any rank to stop; a checkpoint
     was saved; HiddenstoreError: ``another-rank``, another rank failed and said why.
     """
-    local, room = require_local(run, "RUN"), (cache, cache_bytes, mirror)
-    options = TrainOptions(store_location, local, drafter, file, tuple(words), resume, snapshot, *room)
+    options = TrainOptions(store_location, Path(run), drafter, file, tuple(words), resume, snapshot)
     with process_group(from_environment()) as group, drain_on_signal() as drain, RunLock(options.run) as lock:
-        copied = options.open_mirror() if group.is_first else None
-        with group.all_or_none():
-            if copied is not None:
-                restores = resume and not options.run.exists()
-                copied.check(restores)
-                if restores:
-                    copied.restore()
         state = build_state(options, group, lock)
         began = time.monotonic()
         _check_validation(state)
         if state.step >= state.total_steps or state.best.is_out_of_patience:
-            if copied is not None:
-                _bring(copied)
-                if copied.behind is not None:
-                    raise copied.behind
             return _report(state, _last_metrics(state.path), began, was_finished=True)
         if group.is_first:
             print_summary(state)
-        report = _train(state, drain, began, copied)
-        if copied is not None and copied.behind is not None:
-            raise copied.behind
-        return report
+        return _train(state, drain, began)
 
 
-def _train(state: TrainState, drain: Drain, began: float, mirror: Mirror | None) -> TrainReport:
+def _train(state: TrainState, drain: Drain, began: float) -> TrainReport:
     config, total = state.config.train, state.total_steps
     last: dict[str, Any] = {}
     writes = state.group.is_first
@@ -211,8 +183,6 @@ def _train(state: TrainState, drain: Drain, began: float, mirror: Mirror | None)
             if stop or at_end or is_best or is_due:
                 log.sync()
                 save_checkpoint(state, batch.cursor)
-                if mirror is not None:
-                    _bring(mirror)
             if stop and not at_end:
                 raise InterruptError(
                     f"stopped by {drain.signal_name or 'another rank'} after step {state.step} of {total}; "
@@ -223,12 +193,6 @@ def _train(state: TrainState, drain: Drain, began: float, mirror: Mirror | None)
             if at_end:
                 break
     return _report(state, last, began)
-
-
-def _bring(mirror: Mirror) -> None:
-    mirror.bring()
-    if mirror.behind is not None:
-        output().warn(f"{mirror.behind.message}: {mirror.location} lacks this checkpoint; the next one brings it too")
 
 
 def _skip_text(state: TrainState, loss: float, batch: GlobalBatch) -> str:
@@ -253,7 +217,7 @@ def _check_validation(state: TrainState) -> None:
     """Refuse to wait for validations that never come."""
     if state.config.train.patience is None:
         return
-    if not (state.store.catalog.table.split == SPLITS.index("validation")).any():
+    if not any(entry.split == "validation" for _, entry in state.store.entries):
         raise ConfigError(
             f"train.patience waits for validations, but {state.store.path} holds no validation samples",
             kind=Kind.VALIDATION_MISSING,

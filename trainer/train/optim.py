@@ -20,11 +20,10 @@ ADAMW_RMS = 0.2
 """Root mean square of an AdamW update over its rate (Moonlight, arXiv 2502.16982)."""
 
 
-def orthogonal(matrix: Tensor, *, bf16: bool | None = None) -> Tensor:
-    """About U Vᵀ of the singular value decomposition of ``matrix`` [A, B], in its dtype; iterated in bf16 where told
-    so, by default on a GPU."""
+def orthogonal(matrix: Tensor) -> Tensor:
+    """About U Vᵀ of the singular value decomposition of ``matrix`` [A, B], in its dtype."""
     a, b, c = COEFFICIENTS
-    x = matrix.bfloat16() if (matrix.is_cuda if bf16 is None else bf16) else matrix.float()
+    x = matrix.bfloat16() if matrix.is_cuda else matrix.float()
     x = x.T if x.shape[0] > x.shape[1] else x
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(STEPS):
@@ -38,14 +37,8 @@ class Muon(torch.optim.Optimizer):
     ``momentum_buffer`` of every matrix."""
 
     def __init__(
-        self,
-        matrices: Iterable[nn.Parameter],
-        lr: float,
-        weight_decay: float = 0.0,
-        momentum: float = 0.95,
-        bf16: bool | None = None,
+        self, matrices: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0, momentum: float = 0.95
     ) -> None:
-        self._bf16 = bf16
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
@@ -58,7 +51,7 @@ class Muon(torch.optim.Optimizer):
                     continue
                 buffer = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix.grad))
                 buffer.lerp_(matrix.grad, 1 - momentum)
-                update = orthogonal(full_tensor(matrix.grad.lerp(buffer, momentum)), bf16=self._bf16)
+                update = orthogonal(full_tensor(matrix.grad.lerp(buffer, momentum)))
                 matrix.mul_(1 - lr * group["weight_decay"])
                 matrix.add_(shard_like(update, matrix), alpha=-lr * ADAMW_RMS * max(matrix.shape) ** 0.5)
 
@@ -74,11 +67,10 @@ class Optimizer:
     """The trainable parameters of a model under AdamW (torch's fused kernel) or Muon, clipped by the global norm.
     Master weights are the parameters themselves, in fp32."""
 
-    def __init__(self, model: nn.Module, config: OptimConfig, total_steps: int, *, bf16: bool | None = None) -> None:
+    def __init__(self, model: nn.Module, config: OptimConfig, total_steps: int) -> None:
         self.config, self.total_steps = config, total_steps
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         matrices = {name for name, p in self.named.items() if config.kind == "muon" and _is_matrix(name, p)}
-        self.matrices = [p for name, p in self.named.items() if name in matrices]
         adam = torch.optim.AdamW(
             [p for name, p in self.named.items() if name not in matrices],
             lr=config.lr,
@@ -89,7 +81,7 @@ class Optimizer:
         )
         self._optimizers: list[torch.optim.Optimizer] = [adam]
         if matrices:
-            muon = Muon(self.matrices, config.lr, config.weight_decay, bf16=bf16)
+            muon = Muon([p for name, p in self.named.items() if name in matrices], config.lr, config.weight_decay)
             self._optimizers.append(muon)
         self._optimizer_of = {name: self._optimizers[name in matrices] for name in self.named}
 
@@ -136,8 +128,6 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     """Rate of step ``step`` (from 0) of ``total_steps``: linear warm-up to ``lr``, then the schedule."""
     warmup = round(config.warmup_ratio * total_steps)
-    if config.warmup_steps is not None:
-        warmup = min(config.warmup_steps, total_steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
     if config.schedule == "constant":

@@ -21,10 +21,10 @@ from trainer.drafters.blocks import compile_blocks
 from trainer.losses.teacher import TargetInterface
 from trainer.parallel.context import ContextGroup, context_group
 from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
-from trainer.parallel.group import ProcessGroup, keep_freed_memory, limit_kernel_caches, pick_device
+from trainer.parallel.group import ProcessGroup, keep_freed_memory, pick_device
 from trainer.settings import config_class
 from trainer.train import checkpoint
-from trainer.train.epochs import batches_at, token_batches, view_of
+from trainer.train.epochs import batches_at, token_batches
 from trainer.train.guard import BestCheckpoints, SpikeGuard
 from trainer.train.lock import RunLock
 from trainer.train.optim import Optimizer
@@ -85,7 +85,6 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: RunLock) -> Tr
     """The state of a new run, whose folder is made, or of an old one at its newest checkpoint; rank 0 takes ``lock``.
     Raises what `trainer.train.loop.train` says."""
     keep_freed_memory()
-    limit_kernel_caches()
     store, config = _open_on_every_rank(options, group, lock)
     _check_context(config)
     context = context_group(config.train.context_parallel, group)
@@ -115,7 +114,7 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: RunLock) -> Tr
             create(options.run, store, config, vocab, covered, lock=lock)
     group.broadcast(model.state_dict().values())
     parallel = parallelize(model, config.train.parallel, group, device)
-    optimizer = Optimizer(model, config.optim, total, bf16=True if config.train.precision == "bf16" else None)
+    optimizer = Optimizer(model, config.optim, total)
     spikes = SpikeGuard(config.train.spike_factor, saved.state.spikes if saved else None)
     best = BestCheckpoints(config.train, saved.state.standing if saved else None)
     state = TrainState(
@@ -162,7 +161,7 @@ def _write_checkpoint(
         config=state.config.drafter.model_dump(mode="json"),
         target=state.store.capture.target,
         head=state.store.manifest.head,
-        store=state.store.fs.address,
+        store=str(Path(state.store.path).resolve()),
         seed=state.config.train.seed,
         step=state.step,
     )
@@ -200,7 +199,7 @@ def _open_on_every_rank(options: TrainOptions, group: ProcessGroup, lock: RunLoc
         if not opened:
             snapshot = unseal(document["snapshot"].encode(), Snapshot, "the list of samples of rank 0")
             model = config_class(json.loads(document["config"])["drafter"]["name"])
-            opened.append((options.open_store(snapshot), model.model_validate_json(document["config"])))
+            opened.append((Store.open(options.store, snapshot), model.model_validate_json(document["config"])))
     return opened[0]
 
 
@@ -227,7 +226,7 @@ def _choose_vocabulary(options: TrainOptions, store: Store, config: TrainConfig,
     init_from, file = config.train.init_from, config.drafter.vocab_file
     if init_from is None and file is None and config.drafter.vocab_size >= store.capture.target.vocab_size:
         return DraftVocab.full(size), 1.0
-    counts = count_store(store, size, view=view_of(config))
+    counts = count_store(store, size)
     if init_from is not None:
         vocab = describe(init_from).vocab(size)
     elif file is not None:
@@ -264,7 +263,7 @@ def _warn_of_idle_ranks(state: TrainState) -> None:
     idle = sum(max(0, ranks - count) for count in samples) / len(samples)
     if idle < 0.5:
         return
-    longest = view_of(state.config).tokens(int(state.batches.store.catalog.table.tokens.max()))
+    longest = max(entry.tokens for _, entry in state.store.entries)
     output().warn(
         f"{idle:.1f} of {ranks} ranks have nothing to do in the average step: a batch of "
         f"{state.config.data.batch_tokens:,} tokens holds {sum(samples) / len(samples):.1f} samples; "
