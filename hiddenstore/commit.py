@@ -7,7 +7,7 @@ the next revision, and the highest revision of a unit counts. Anything under ``c
 
 import gc
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from hiddenstore.damage import twice
 from hiddenstore.documents import load, read_bounded, seal, sha256_hex, unseal
 from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.seam import Filesystem, is_inside
-from schemas.manifest import CommitRecord, Snapshot, SnapshotEntry
+from schemas.manifest import CommitRecord
 
 DAMAGED = "damaged-on-disk"
 """Reason of the rejects that a repair leaves. Their samples are pending; those of a capture never are."""
@@ -26,6 +26,7 @@ READ_THREADS = 8
 MAX_COUNT = 1 << 48
 
 _SAMPLE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SAMPLE_IDS = re.compile(rf"(?:{_SAMPLE_ID.pattern}\n)*")
 
 
 @dataclass(frozen=True)
@@ -35,23 +36,6 @@ class Commit:
     name: str
     sha256: str
     record: CommitRecord
-
-
-@dataclass(frozen=True)
-class Scan:
-    """Everything under ``commits/``: the records that count, sorted by unit, and what could not be read."""
-
-    commits: tuple[Commit, ...]
-    damaged: tuple[HiddenstoreError, ...]
-
-
-def scan_commits(fs: Filesystem) -> Scan:
-    """Read every commit record that counts; a damaged one is reported, never skipped in silence."""
-    items = _read_many(fs, latest_names(fs))
-    return Scan(
-        tuple(item for item in items if isinstance(item, Commit)),
-        tuple(item for item in items if not isinstance(item, Commit)),
-    )
 
 
 def latest_names(fs: Filesystem) -> list[str]:
@@ -105,47 +89,38 @@ def publish_commit(fs: Filesystem, record: CommitRecord, revision: int = 0) -> b
     return load(fs, path, CommitRecord).segment == record.segment
 
 
-def read_snapshot(fs: Filesystem, snapshot: Snapshot) -> Scan:
-    """The records a snapshot names.
-
-    Raises:
-        CorruptionError: ``snapshot-mismatch`` when one is missing or has other bytes than were frozen.
-    """
-    commits = []
-    for entry, commit in zip(snapshot.commits, _read_many(fs, [e.record for e in snapshot.commits]), strict=True):
-        if not isinstance(commit, Commit):
-            raise commit
-        if commit.sha256 != entry.sha256:
-            raise CorruptionError(
-                f"{fs.root}/{layout.COMMITS_DIR}/{entry.record} is not the record that snapshot {snapshot.name} froze: "
-                f"expected sha256 {entry.sha256}, found {commit.sha256}",
-                kind=Kind.SNAPSHOT_MISMATCH,
-                path=f"{layout.COMMITS_DIR}/{entry.record}",
-                samples=tuple(sample.id for sample in commit.record.samples),
-            )
-        commits.append(commit)
-    return Scan(tuple(commits), ())
-
-
-def make_snapshot(name: str, commits: Iterable[Commit]) -> Snapshot:
-    """A frozen list of commits with their digests."""
-    commits = sorted(commits, key=lambda commit: commit.record.unit)
-    return Snapshot(
-        name=name,
-        commits=tuple(SnapshotEntry(record=commit.name, sha256=commit.sha256) for commit in commits),
-        samples=sum(len(commit.record.samples) for commit in commits),
-        tokens=sum(commit.record.tokens for commit in commits),
+def frozen_mismatch(fs: Filesystem, snapshot: str, commit: Commit, expected: str) -> CorruptionError:
+    """``snapshot-mismatch``: a record has other bytes than a snapshot froze."""
+    path = f"{layout.COMMITS_DIR}/{commit.name}"
+    return CorruptionError(
+        f"{fs.root}/{path} is not the record that snapshot {snapshot} froze: expected sha256 {expected}, "
+        f"found {commit.sha256}",
+        kind=Kind.SNAPSHOT_MISMATCH,
+        path=path,
+        samples=tuple(sample.id for sample in commit.record.samples),
     )
 
 
-def _read_many(fs: Filesystem, names: list[str]) -> list[Commit | HiddenstoreError]:
+def missing_commit(fs: Filesystem, name: str) -> CorruptionError:
+    """``commit-missing``: a listing, an index or a snapshot names a record that is gone."""
+    path = f"{layout.COMMITS_DIR}/{name}"
+    message = f"{fs.root}/{path} does not exist, but a listing, index or snapshot names it"
+    return CorruptionError(message, kind=Kind.COMMIT_MISSING, path=path)
+
+
+def read_many(fs: Filesystem, names: Sequence[str]) -> list[Commit | HiddenstoreError]:
+    """Records by file name; what is wrong with one stands in its place.
+
+    Raises:
+        StorageError: the storage refused.
+    """
+
     def read(name: str) -> Commit | HiddenstoreError:
         path = f"{layout.COMMITS_DIR}/{name}"
         try:
             return twice(fs, lambda: read_commit(fs, name), path)
-        except NotFoundError as error:
-            message = f"{error.message}, but a listing or snapshot names it"
-            return CorruptionError(message, kind=Kind.COMMIT_MISSING, path=path)
+        except NotFoundError:
+            return missing_commit(fs, name)
         except StorageError:
             raise
         except HiddenstoreError as error:
@@ -182,7 +157,7 @@ def _check_record(record: CommitRecord, name: str, where: str) -> None:
         problem = "a file path leaves the segment"
     elif len({file.path for file in record.files}) != len(record.files):
         problem = "a file is named twice"
-    elif not all(_SAMPLE_ID.fullmatch(name) for name in _sample_ids(record)):
+    elif not _SAMPLE_IDS.fullmatch("".join([f"{name}\n" for name in _sample_ids(record)])):
         problem = "a sample id has characters other than letters, digits, - and _"
     elif max((*(file.size for file in record.files), record.tokens, record.final_rows)) > MAX_COUNT:
         problem = "a size is absurd"

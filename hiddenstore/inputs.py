@@ -92,6 +92,26 @@ class RegisteredInput:
     def tokens(self) -> int:
         return int(pc.sum(self.table["tokens"]).as_py() or 0)
 
+    def members(self, unit: str) -> list[str]:
+        """Sample ids of one unit, in order; none of a unit that the input does not have."""
+        start, stop = self._places.get(unit, (0, 0))
+        ids = self.table["sample_id"]
+        return (ids.slice(start, stop - start) if self._rows is None else ids.take(self._rows[start:stop])).to_pylist()
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        """Where the samples of each unit lie in the rows sorted by unit."""
+        names = self.units
+        codes = pc.index_in(self.table["unit"], pa.array(names, pa.string())).to_numpy()
+        stops = [0, *np.cumsum(np.bincount(codes, minlength=len(names))).tolist()]
+        return dict(zip(names, pairwise(stops), strict=True))
+
+    @cached_property
+    def _rows(self) -> np.ndarray | None:
+        """The rows sorted by unit; None where they are."""
+        codes = pc.index_in(self.table["unit"], pa.array(self.units, pa.string())).to_numpy()
+        return None if bool((codes[1:] >= codes[:-1]).all()) else np.argsort(codes, kind="stable")
+
     def unit_samples(self) -> dict[str, list[str]]:
         """Sample ids of every unit, in order."""
         members: dict[str, list[str]] = {}
@@ -143,16 +163,31 @@ def parse_registered(data: bytes, digest: str, where: str) -> pa.Table:
 
 def table_digest(table: pa.Table) -> str:
     """``input_digest`` of rows with sample_id and split."""
-    return input_digest(zip(table["sample_id"].to_pylist(), table["split"].to_pylist(), strict=True))
+    return _rows_sha256(table, ["sample_id", "split"])
 
 
 def _content_sha256(table: pa.Table) -> bytes:
+    return _rows_sha256(table, REGISTERED.names).encode()
+
+
+def _rows_sha256(table: pa.Table, names: list[str]) -> str:
+    """sha256 over some columns of every row joined by tabs, each row ended by a newline."""
     digest = hashlib.sha256()
     for batch in table.to_batches(65_536):
-        rows = zip(*(batch[name].to_pylist() for name in REGISTERED.names), strict=True)
-        for row in rows:
-            digest.update("\t".join(map(str, row)).encode() + b"\n")
-    return digest.hexdigest().encode()
+        columns = [batch[name].cast(pa.string()) for name in names]
+        *first, last = columns
+        lines = pc.binary_join_element_wise(*first, pc.binary_join_element_wise(last, "", "\n"), "\t")
+        if lines.null_count:
+            raise ValueError("a value is missing")
+        digest.update(_text_of(lines))
+    return digest.hexdigest()
+
+
+def _text_of(lines: pa.StringArray) -> memoryview:
+    """The text of an array end to end."""
+    offsets, text = lines.buffers()[1:]
+    borders = np.frombuffer(offsets, dtype=np.int32)[lines.offset : lines.offset + len(lines) + 1]
+    return memoryview(text)[borders[0] : borders[-1]] if len(lines) else memoryview(b"")
 
 
 def _file_sha256(data: bytes, named: bytes) -> bytes:

@@ -2,13 +2,14 @@
 
 ```
 store.json · target/ · inputs/<digest>.parquet · snapshots/<name>.json
-calibration/profile.json, slice.json, slice-<16 hex>.safetensors · advice/<n>.json
+calibration/profile.json, slice.json, slice-<16 hex>.safetensors · advice/<n>.json · index/<n>.parquet
 commits/<unit>[.rN].json · segments/<unit>[-rN]-<8 hex>/ (a Zarr group, or samples.tar and index.json)
 ```
 """
 
 import re
 import secrets
+from functools import lru_cache
 from typing import NamedTuple
 
 from hiddenstore.errors import ConfigError, Kind
@@ -23,10 +24,11 @@ SEGMENTS_DIR = "segments"
 SNAPSHOTS_DIR = "snapshots"
 CALIBRATION_DIR = "calibration"
 ADVICE_DIR = "advice"
+INDEX_DIR = "index"
 QUARANTINE_DIR = "quarantine"
 TOP_NAMES = {
     STORE_JSON, TARGET_DIR, INPUTS_DIR, COMMITS_DIR, SEGMENTS_DIR, SNAPSHOTS_DIR, CALIBRATION_DIR, ADVICE_DIR,
-    QUARANTINE_DIR, "lost+found",
+    INDEX_DIR, QUARANTINE_DIR, "lost+found",
 }  # fmt: skip
 """What lies in the folder of a store: its own, and what mkfs leaves on a fresh disk."""
 DATA_JSON = "data.json"
@@ -38,6 +40,7 @@ _REVISED_SEGMENT = re.compile(rf"({_UNIT.pattern})-r([1-9][0-9]{{0,8}})-[0-9a-f]
 _INPUT = re.compile(r"([0-9a-f]{64})\.parquet")
 _SLICE = re.compile(r"slice-[0-9a-f]{16}\.safetensors")
 _ADVICE = re.compile(r"([1-9][0-9]{0,5})\.json")
+_INDEX = re.compile(r"([1-9][0-9]{0,11})\.parquet")
 _SNAPSHOT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
@@ -97,11 +100,19 @@ def advice_path(number: int) -> str:
     return f"{ADVICE_DIR}/{name}"
 
 
+def index_path(number: int) -> str:
+    """Path of an index file; numbers start at 1."""
+    name = f"{number}.parquet"
+    _require(_INDEX, name, "index name")
+    return f"{INDEX_DIR}/{name}"
+
+
 def part_name(index: int) -> str:
     """Name of a parquet part of prepared DATA."""
     return f"part-{index:05d}.parquet"
 
 
+@lru_cache(maxsize=1 << 17)
 def parse_commit(name: str) -> CommitName | None:
     """What a name under ``commits/`` says; None for anything that is not a commit record."""
     return CommitName(match[1], int(match[2] or 0)) if (match := _COMMIT.fullmatch(name)) else None
@@ -133,6 +144,11 @@ def is_slice(name: str) -> bool:
 def parse_advice(name: str) -> int | None:
     """The number of a name under ``advice/``; None for anything that is not an advice document."""
     return int(match[1]) if (match := _ADVICE.fullmatch(name)) else None
+
+
+def parse_index(name: str) -> int | None:
+    """The number of a name under ``index/``; None for anything that is not an index file."""
+    return int(match[1]) if (match := _INDEX.fullmatch(name)) else None
 
 
 def _require(pattern: re.Pattern[str], value: str, what: str) -> None:

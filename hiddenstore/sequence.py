@@ -1,7 +1,7 @@
 """A store as a sequence of records, and as a prompt or a notebook shows it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, overload
 
@@ -10,7 +10,6 @@ from hiddenstore.records import Record
 
 if TYPE_CHECKING:
     from schemas.capture import CaptureSpec
-    from schemas.manifest import CommitRecord
 
 
 class RecordSequence(ABC):
@@ -27,10 +26,14 @@ class RecordSequence(ABC):
 
     @property
     @abstractmethod
-    def sample_ids(self) -> list[str]: ...
+    def sample_ids(self) -> Sequence[str]: ...
 
     @abstractmethod
-    def commits(self) -> "list[CommitRecord]": ...
+    def ids_starting(self, text: str) -> Sequence[str]: ...
+
+    @property
+    @abstractmethod
+    def totals(self) -> dict[str, int]: ...
 
     @abstractmethod
     def read(self, sample_id: str) -> Record: ...
@@ -71,7 +74,7 @@ class RecordSequence(ABC):
         """
         if text in self:
             return text
-        matches = [sample_id for sample_id in self.sample_ids if sample_id.startswith(text.lower())] if text else []
+        matches = self.ids_starting(text.lower()) if text else []
         if len(matches) == 1:
             return matches[0]
         if matches:
@@ -92,15 +95,14 @@ class RecordSequence(ABC):
         return f"<table><caption>Store {escape(self.path)}</caption>{rows}</table>"
 
     def _facts(self) -> dict[str, str]:
-        capture, target, records = self.capture, self.capture.target, self.commits()
-        tokens = sum(record.tokens for record in records)
-        supervised = sum(entry.supervised for record in records for entry in record.samples)
-        share = f"{supervised / tokens:.0%}" if tokens else "none"
+        capture, target, totals = self.capture, self.capture.target, self.totals
+        tokens = totals["tokens"]
+        share = f"{totals['supervised'] / tokens:.0%}" if tokens else "none"
         return {
             "samples": f"{len(self):,}",
             "tokens": f"{tokens:,} tokens ({share} supervised)",
-            "units": f"{len(records):,}",
-            "size": f"{sum(record.bytes_stored for record in records) / 1e9:.2f} GB",
+            "units": f"{totals['units']:,}",
+            "size": f"{totals['bytes_stored'] / 1e9:.2f} GB",
             "target": f"{target.name}: {target.model_type}, {target.num_layers} layers, width {target.hidden_size}",
             "aux": f"{', '.join(capture.aux_fields) or 'none'} ({capture.codecs.aux})",
             "final": f"{capture.final}, {capture.final_norm} ({capture.codecs.final})",

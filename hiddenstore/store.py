@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from hiddenstore import layout
 from hiddenstore.codecs import CODECS, LAYOUTS
-from hiddenstore.commit import Commit, Scan, make_snapshot, read_snapshot, scan_commits
+from hiddenstore.commit import Commit
 from hiddenstore.documents import load, seal, sha256_hex
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, Kind, NotFoundError
 from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, is_inside
+from hiddenstore.index.catalog import Catalog, Records, make_snapshot, read_catalog, read_frozen
 from hiddenstore.registry import Registry
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.sequence import RecordSequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from hiddenstore.targets.head import HeadBundle
 
 OPEN_SEGMENTS = 64
-_PICKLED = ("fs", "path", "manifest", "damaged", "is_frozen", "_commits")
+_PICKLED = ("fs", "path", "manifest", "damaged", "catalog")
 
 
 class Store(RecordSequence):
@@ -47,13 +48,12 @@ class Store(RecordSequence):
     ``duplicates`` counts the others.
     """
 
-    def __init__(self, fs: Filesystem, manifest: StoreManifest, scan: Scan) -> None:
+    def __init__(self, fs: Filesystem, manifest: StoreManifest, catalog: Catalog) -> None:
         self.fs = fs
         self.path = fs.root
         self.manifest = manifest
-        self.damaged = scan.damaged
-        self.is_frozen = False
-        self._commits = scan.commits
+        self.damaged = catalog.damaged
+        self.catalog = catalog
         self._readers: OrderedDict[str, SegmentReader] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -63,7 +63,8 @@ class Store(RecordSequence):
     ) -> "Store":
         """The store at a path, or only what a snapshot of it names.
 
-        With ``strict`` off, commit records that cannot be read are listed in ``damaged`` instead of raised.
+        With ``strict`` off every commit record is read, whatever an index covers, and those that cannot be are listed
+        in ``damaged`` instead of raised.
 
         Raises:
             NotFoundError: no store or no such snapshot.
@@ -83,14 +84,17 @@ class Store(RecordSequence):
             raise CorruptionError(message, kind=Kind.STORE_INVALID, path=layout.STORE_JSON)
         _require_tables(fs, manifest)
         if snapshot is None:
-            scan = scan_commits(fs)
+            catalog = read_catalog(fs, use_index=strict)
         else:
-            scan = read_snapshot(fs, load_snapshot(fs, snapshot) if isinstance(snapshot, str) else snapshot)
-        if strict and scan.damaged:
-            raise scan.damaged[0]
-        store = cls(fs, manifest, scan)
-        store.is_frozen = snapshot is not None
-        return store
+            catalog = read_frozen(fs, load_snapshot(fs, snapshot) if isinstance(snapshot, str) else snapshot)
+        if strict and catalog.damaged:
+            raise catalog.damaged[0]
+        return cls(fs, manifest, catalog)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether a snapshot was opened, which is read as it was."""
+        return self.catalog.snapshot is not None
 
     def __getstate__(self) -> dict[str, object]:
         """What a process that gets it by pickle needs: its units are opened there anew."""
@@ -100,49 +104,71 @@ class Store(RecordSequence):
         vars(self).update(state, _readers=OrderedDict(), _lock=threading.Lock())
 
     def __len__(self) -> int:
-        return len(self._index)
+        return self.totals["samples"] - self.duplicates
 
     def __contains__(self, sample_id: object) -> bool:
-        return sample_id in self._index
+        return isinstance(sample_id, str) and self.catalog.locate(sample_id) is not None
 
     @property
     def capture(self) -> CaptureSpec:
         """What every unit of this store holds."""
         return self.manifest.capture
 
-    def commits(self) -> list[CommitRecord]:
-        """The records that count, sorted by unit."""
-        return [commit.record for commit in self._commits]
+    def commits(self) -> Sequence[CommitRecord]:
+        """The records that count, sorted by unit; those that an index covers are read when they are asked for."""
+        return Records(self.catalog)
 
     @property
-    def commit_files(self) -> tuple[Commit, ...]:
+    def commit_files(self) -> Sequence[Commit]:
         """The same records with their file names and digests."""
-        return self._commits
+        return self.catalog
 
     @cached_property
-    def sample_ids(self) -> list[str]:
+    def sample_ids(self) -> Sequence[str]:
         """Ids in commit order, each once."""
-        return list(self._index)
+        return self.catalog.table.ids.take(self.catalog.commit_order())
+
+    def ids_starting(self, text: str) -> Sequence[str]:
+        """The ids that start with ``text``, sorted."""
+        return self.catalog.starting(text).ids
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Sums over all units, samples stored twice counted twice: samples, tokens, supervised, bytes_stored, rejects,
+        and ``units``."""
+        return {"units": len(self.catalog)} | {name: int(facts.sum()) for name, facts in self.catalog.facts.items()}
 
     @property
     def duplicates(self) -> int:
         """Samples that are not read because an earlier unit holds the same id."""
-        return sum(len(commit.record.samples) for commit in self._commits) - len(self._index)
+        return self.catalog.repeats
 
     @property
     def entries(self) -> Iterator[tuple[CommitRecord, SampleEntry]]:
-        """Every sample that is read, with the record that holds it, in commit order."""
-        for record, index in self._index.values():
-            yield record, record.samples[index]
+        """Every sample that is read, with the record that holds it, in commit order; reads the records."""
+        dropped = self.catalog.dropped
+        unread = set(zip(dropped.record.tolist(), dropped.position.tolist(), strict=True))
+        for number, record in enumerate(self.commits()):
+            for position, entry in enumerate(record.samples):
+                if (number, position) not in unread:
+                    yield record, entry
 
     def locate(self, sample_id: str) -> tuple[CommitRecord, int]:
         """The record that holds a sample and the sample's index in it; NotFoundError ``sample-missing``."""
-        try:
-            return self._index[sample_id]
-        except KeyError:
+        number, position = self._place(sample_id)
+        return self.catalog.record_of(number, position, sample_id), position
+
+    def index_of(self, sample_id: str) -> int:
+        """The place of a sample in ``sample_ids``; NotFoundError ``sample-missing``."""
+        return self.catalog.place_of(*self._place(sample_id))
+
+    def _place(self, sample_id: str) -> tuple[int, int]:
+        place = self.catalog.locate(sample_id)
+        if place is None:
             raise NotFoundError(
                 f"{self.path} holds no sample {sample_id}", kind=Kind.SAMPLE_MISSING, hint=f"hiddenstore ls {self.path}"
-            ) from None
+            )
+        return place
 
     def read(self, sample_id: str, layers: Sequence[int] | None = None, final: bool = True) -> "Record":
         """One record: aux bfloat16 [L, T, D] of the layers asked for (default all, ascending), final bfloat16 [R, D].
@@ -230,7 +256,7 @@ class Store(RecordSequence):
 
     def snapshot(self, name: str = "now") -> Snapshot:
         """What this object sees, frozen; in memory only."""
-        return make_snapshot(name, self._commits)
+        return make_snapshot(name, self.catalog)
 
     def save_snapshot(self, name: str) -> Snapshot:
         """Write ``snapshots/<name>.json``; ConflictError ``output-exists`` when the name holds another list."""
@@ -252,14 +278,6 @@ class Store(RecordSequence):
         if self.fs.size(path) is None:
             load_snapshot(self.fs, name)
         self.fs.remove_tree(path)
-
-    @cached_property
-    def _index(self) -> dict[str, tuple[CommitRecord, int]]:
-        index: dict[str, tuple[CommitRecord, int]] = {}
-        for commit in self._commits:
-            for position, sample in enumerate(commit.record.samples):
-                index.setdefault(sample.id, (commit.record, position))
-        return index
 
     def zarr(self, unit: str) -> "zarr.Group":
         """The arrays of a committed unit as a stock ``zarr.Group``, read-only; docs/format.md says what they hold.
@@ -304,9 +322,9 @@ class Store(RecordSequence):
             )
 
     def _unit_record(self, unit: str) -> CommitRecord:
-        for record in self.commits():
-            if record.unit == unit and record.files:
-                return record
+        for number, name in enumerate(self.catalog.names):
+            if (parsed := layout.parse_commit(name)) and parsed.unit == unit and self.commits()[number].files:
+                return self.commits()[number]
         raise NotFoundError(
             f"{self.path} holds no samples of a unit {unit!r}",
             kind=Kind.UNIT_MISSING,

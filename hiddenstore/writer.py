@@ -16,6 +16,7 @@ from hiddenstore.documents import seal, sha256_hex
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind, StorageError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
+from hiddenstore.index.publish import indexed_revisions
 from hiddenstore.store import Store, tables_of
 from schemas.capture import CaptureSpec, HeadSpec
 from schemas.manifest import CommitRecord, Container, Engine, FileEntry, Package, PackageRole, Reject, StoreManifest
@@ -237,26 +238,31 @@ class PendingUnit:
 def pending_units(store: Store, digest: str) -> dict[str, PendingUnit]:
     """What is left to do of a registered input, by unit in input order; reads the folder as it is now.
 
-    Of records written since ``store`` was opened only repairs are read: captures leave nothing behind.
+    Of records written since ``store`` was opened only repairs are read: captures leave nothing behind. A record that an
+    index names and that vanished gets no successor of its name: the index would speak for it.
     """
     from hiddenstore.inputs import RegisteredInput
 
-    records = {commit.name: commit.record for commit in store.commit_files}
+    numbers = {name: number for number, name in enumerate(store.catalog.names)}
+    rejects = store.catalog.facts["rejects"]
     latest = {parsed.unit: (parsed, name) for name in latest_names(store.fs) if (parsed := layout.parse_commit(name))}
     registered, pending = RegisteredInput(store.fs, digest), {}
+    named: dict[str, int] | None = None
     for unit in registered.units:
         if unit not in latest:
-            pending[unit] = PendingUnit(unit)
+            named = indexed_revisions(store.fs) if named is None else named
+            pending[unit] = PendingUnit(unit, named.get(unit, -1) + 1)
             continue
         parsed, name = latest[unit]
-        record = records.get(name)
-        if record is None and parsed.revision:
+        number, record = numbers.get(name), None
+        if number is not None and rejects[number]:
+            record = store.commits()[number]
+        elif number is None and parsed.revision:
             record = read_commit(store.fs, name).record
         if record is not None and lost_samples(record):
             pending[unit] = PendingUnit(unit, parsed.revision + 1, record)
     lossy = [unit for unit, item in pending.items() if item.replaces is not None]
-    members = registered.unit_samples() if lossy else {}
-    return pending | {unit: replace(pending[unit], order=tuple(members[unit])) for unit in lossy}
+    return pending | {unit: replace(pending[unit], order=tuple(registered.members(unit))) for unit in lossy}
 
 
 def _publish_target_file(fs: Filesystem, entry: FileEntry, data: bytes) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from schemas.advice import Advice, CalibrationSlice
 from schemas.base import Document
+from schemas.index import IndexHeader
 from schemas.manifest import CommitRecord, Snapshot, StoreManifest
 from schemas.prepared import PreparedData
 
@@ -13,6 +14,7 @@ DOCUMENTS: dict[str, type[Document]] = {
     "store": StoreManifest,
     "commit": CommitRecord,
     "snapshot": Snapshot,
+    "index": IndexHeader,
     "data": PreparedData,
     "slice": CalibrationSlice,
     "advice": Advice,

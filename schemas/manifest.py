@@ -10,6 +10,8 @@ from schemas.capture import CaptureSpec, HeadSpec
 Container = str
 PackageRole = Literal["aux", "final", "container"]
 Split = Literal["train", "validation"]
+MAX_TOKENS = 1 << 31
+"""A sample is shorter, so that columns of samples hold 32 bits."""
 
 
 class FileEntry(Document):
@@ -69,10 +71,10 @@ class SampleEntry(Document):
     id: str
     split: Split
     start: int = Field(ge=0)
-    tokens: int = Field(gt=0)
-    supervised: int = Field(ge=0)
+    tokens: int = Field(gt=0, lt=MAX_TOKENS)
+    supervised: int = Field(ge=0, lt=MAX_TOKENS)
     final_start: int = Field(ge=0)
-    final_rows: int = Field(ge=0)
+    final_rows: int = Field(ge=0, lt=MAX_TOKENS)
 
 
 class Reject(Document):

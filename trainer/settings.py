@@ -95,7 +95,7 @@ def derived(store: "Store", drafter: str = "eagle3") -> dict[str, Any]:
         tuple(store.capture.aux_layers),
         partial(_target_file, store),
     )
-    longest = max((entry.tokens for _, entry in store.entries), default=1)
+    longest = int(store.catalog.table.tokens.max(initial=1))
     batch_tokens = max(min(32768, max(2048, 8 * target.hidden_size)), longest)
     common = {
         "data": {"batch_tokens": batch_tokens, "pack_tokens": max(min(batch_tokens, 8192), longest)},

@@ -32,10 +32,11 @@ from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import CaptureError, ConflictError, InterruptError, Kind, NotFoundError
+from hiddenstore.index.publish import IndexWriter
 from hiddenstore.inputs import PreparedInput, RegisteredInput, Unit
 from hiddenstore.inspect.advise import Extent, advise, smaller_line, table_lines, trials, verdict, write_advice
 from hiddenstore.inspect.facts import raw_bytes_per_token
-from hiddenstore.layout import commit_path
+from hiddenstore.layout import commit_path, parse_commit
 from hiddenstore.process import Drain, Rank
 from hiddenstore.records import Record, Sample, final_row_positions
 from hiddenstore.segments.base import unit_tokens
@@ -321,6 +322,7 @@ class CollectJob:
         self._described = self.engine.describe()
         self.report, self._budget = begin_report(self.store, self.prepared.info, self.settings.allowed_rejects)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
+        self._index = IndexWriter(self.store.fs, self.store.catalog)
         self._pending = pending_units(self.store, self.digest)
         self._behind: Future[CommitRecord | None] | None = None
         self._last = ""
@@ -330,6 +332,7 @@ class CollectJob:
 
     def __exit__(self, *_error: object) -> None:
         self._worker.shutdown()
+        self._index.close()
 
     def run(self) -> CollectReport:
         """Capture, check, encode and commit this rank's share; see ``collect`` for what it raises."""
@@ -405,9 +408,11 @@ class CollectJob:
         records = [with_top_tokens(record, head, capture) for record in records]
         pending = self._pending[unit.name]
         if pending.replaces is None:
-            record = write_unit(self.store, unit.name, self.digest, records, rejects, self._described)
+            record = write_unit(self.store, unit.name, self.digest, records, rejects, self._described, pending.revision)
         else:
             record = recapture_unit(self.store, pending, records, rejects, self._described)
+        if record is not None:
+            self._index.add(unit.name, pending.revision)
         if record is not None and self.settings.on_commit is not None:
             self.settings.on_commit(record, records)
         return record
@@ -431,9 +436,12 @@ def begin_report(
     store: Store, info: PreparedData, allowed_rejects: int | None = None
 ) -> tuple[CollectReport, RejectBudget]:
     """What a job on a registered input begins with: a report of nothing but earlier units, and the rejects left."""
-    records = [record for record in store.commits() if record.input == info.digest]
-    report = CollectReport(store.path, info.digest, resumed_units=len(records))
-    return report, RejectBudget(info.samples, capture_rejects(records), allowed_rejects)
+    units = set(RegisteredInput(store.fs, info.digest).units)
+    names = [parsed.unit if (parsed := parse_commit(name)) else "" for name in store.catalog.names]
+    own = [number for number, name in enumerate(names) if name in units]
+    refused = [store.commits()[number] for number in own if store.catalog.facts["rejects"][number]]
+    report = CollectReport(store.path, info.digest, resumed_units=len(own))
+    return report, RejectBudget(info.samples, capture_rejects(refused), allowed_rejects)
 
 
 def new_rejects(record: CommitRecord, before: CommitRecord | None) -> list[Reject]:

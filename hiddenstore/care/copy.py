@@ -23,6 +23,7 @@ from hiddenstore.commit import committed_units, lost_samples
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
+from hiddenstore.index.publish import IndexWriter, indexed_revisions
 from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest
 from hiddenstore.inspect.samples import Test
 from hiddenstore.store import Store
@@ -145,7 +146,8 @@ def _units_as_cut(sources: Sequence[Store], destination: Store) -> tuple[list[Co
             units[record.unit] = CopyUnit(record.unit, record.input, ids, (source, record))
     registered_units = {unit for registered in destination.inputs().values() for unit in registered.units}
     lossy = _lossy_units(destination)
-    to_copy = [unit for name, unit in units.items() if name not in done]
+    named = indexed_revisions(destination.fs)
+    to_copy = [replace(unit, revision=named.get(name, -1) + 1) for name, unit in units.items() if name not in done]
     to_copy += [replace(units[name], revision=item.revision) for name, item in lossy.items() if _restores(units, item)]
     return to_copy, len(units) - len(to_copy), len(registered_units - done - units.keys())
 
@@ -324,6 +326,7 @@ def run_copy(copy: Copy, advance: Callable[[CopyReport], bool] | None = None) ->
     index = stores_by_sample(copy.sources) if gathers else {}
     makes_top_tokens = copy.destination.capture.holds_topk and not all(s.capture.holds_topk for s in copy.sources)
     head = copy.destination.head() if makes_top_tokens else None
+    index_writer = IndexWriter(copy.destination.fs, copy.destination.catalog)
     for unit in copy.units:
         if unit.origin is not None and copy.is_verbatim(unit):
             commit = copy_verbatim(*unit.origin, copy.destination, unit.revision)
@@ -338,6 +341,8 @@ def run_copy(copy: Copy, advance: Callable[[CopyReport], bool] | None = None) ->
             report.samples += len(commit.samples)
             report.tokens += commit.tokens
             report.bytes_written += commit.bytes_stored
+            index_writer.add(unit.name, unit.revision)
         if advance is not None and not advance(report):
             break
+    index_writer.close()
     return report

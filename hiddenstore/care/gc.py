@@ -6,11 +6,13 @@ from pathlib import Path
 from stat import S_ISREG
 
 from hiddenstore import layout
-from hiddenstore.commit import scan_commits
+from hiddenstore.commit import Commit
 from hiddenstore.damage import reading_only
 from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
+from hiddenstore.index.catalog import read_catalog
+from hiddenstore.index.publish import replaced_indexes
 from hiddenstore.targets.calibration import SLICE_PATH, unnamed_slices
 from hiddenstore.verify.garbage import leftovers, unnamed_segments
 
@@ -51,7 +53,7 @@ class Sweep:
 def gc(
     location: "str | Path | Filesystem", dry_run: bool = True, older_than_s: float = GRACE_S, abandoned: bool = False
 ) -> Sweep:
-    """Remove segments that can no longer win, and temporary files.
+    """Remove segments that can no longer win, index files that another was merged from, and temporary files.
 
     A segment that a saved snapshot names stays, so does every one of a unit of which a record cannot be read, and so
     does everything touched in the last ``older_than_s`` seconds. Segments that no record names yet, but one could, go
@@ -66,11 +68,11 @@ def gc(
         raise missing("store", fs.root)
     sweep = Sweep()
     with reading_only():
-        fates = unnamed_segments(fs, scan_commits(fs).commits)
+        fates = unnamed_segments(fs, _segments(fs))
         reasons: dict[str, str] = {path: fate for path, fate in fates.items() if fate != "frozen"}
         # States of a slice come before their document: without one, its writer may have been stopped in between.
         reasons |= dict.fromkeys(unnamed_slices(fs), "unfinished" if fs.size(SLICE_PATH) is None else "orphan")
-        reasons |= dict.fromkeys(leftovers(fs), "temporary")
+        reasons |= dict.fromkeys(leftovers(fs), "temporary") | dict.fromkeys(replaced_indexes(fs), "superseded")
         for path, reason in reasons.items():
             if fs.size(path) is not None or fs.list(path):
                 item = Garbage(path, reason, *_size_and_age(fs, path))
@@ -83,6 +85,17 @@ def gc(
             fs.remove_tree(item.path)
         sweep.done = True
     return sweep
+
+
+def _segments(fs: Filesystem) -> dict[str, str]:
+    """The segment that each record names which counts, by its file name; an index is not asked."""
+    segments: dict[str, str] = {}
+
+    def visit(commit: Commit) -> None:
+        segments[commit.name] = commit.record.segment
+
+    read_catalog(fs, use_index=False, visit=visit)
+    return segments
 
 
 def _size_and_age(fs: Filesystem, path: str) -> tuple[int, float]:

@@ -18,10 +18,12 @@ from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Form
 from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
+from hiddenstore.index.file import live_indexes
 from hiddenstore.segments.segment import write_encoded
 from hiddenstore.store import Store, load_snapshot
 from hiddenstore.targets.calibration import SLICE_PATH, slice_bytes, slice_document
 from hiddenstore.verify.bytes import rarely_read_documents, unit_damage
+from hiddenstore.verify.indexes import check_indexes
 from hiddenstore.writer import publish_segment, sweep
 from schemas.manifest import CommitRecord, Reject
 
@@ -97,13 +99,21 @@ def repair(location: "str | Path | Filesystem", dry_run: bool = True, accept_los
         raise missing("store", fs.root)
     with reading_only():
         store = Store.open(fs, strict=False)
-        result = Repair(aside=damaged_documents(store), samples=sum(len(record.samples) for record in store.commits()))
+        result = Repair(aside=damaged_documents(store), samples=store.totals["samples"])
         rewrites = _plan(store, result)
+        for finding in check_indexes(fs, store.catalog).findings:
+            if finding.kind in (Kind.INDEX_CORRUPT, Kind.INDEX_STALE):
+                result.aside[finding.path] = finding.detail
     if not dry_run:
         _require_accepted(store, result, accept_loss)
         readable = {commit.name for commit in store.commit_files}
         for unit in result.units:
-            if not unit.forget:
+            if unit.forget:
+                # Its unit is collected again under the same name, for which no index must speak.
+                for file in live_indexes(fs):
+                    if unit.record in file.header.records:
+                        set_aside(fs, file.path)
+            else:
                 _rewrite(store, rewrites[unit.unit])
             if unit.record not in readable:
                 set_aside(fs, f"{layout.COMMITS_DIR}/{unit.record}")

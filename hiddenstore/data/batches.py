@@ -14,6 +14,7 @@ from hiddenstore.data.order import BatchPlan, Order, global_batches
 from hiddenstore.data.packed import PackedBatch
 from hiddenstore.data.read import DecodedFiller, EncodedFiller, Job, Prefetch, SampleSlot
 from hiddenstore.errors import ConfigError, ConflictError, Kind
+from hiddenstore.index.table import SPLITS, Ids
 from hiddenstore.targets.identity import target_argument
 from schemas.manifest import Split
 
@@ -105,14 +106,13 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         self._layers = _layers_of(self.store, self.layers)
         self._final = self.final and self.store.capture.final != "none"
         self._pack_tokens = self.batch_tokens if self.pack_tokens is None else self.pack_tokens
-        self._slots = [
-            SampleSlot(entry.id, entry.tokens, entry.final_rows if self._final else 0)
-            for _, entry in self.store.entries
-            if entry.split == self.split
-        ]
+        self._table = self.store.catalog.table
+        in_split = self._table.split == SPLITS.index(self.split)
+        # None for all of them: a row number a sample is memory.
+        self._rows = None if bool(in_split.all()) else np.flatnonzero(in_split).astype(np.int32)
+        self._lengths = self._table.tokens if self._rows is None else self._table.tokens[self._rows]
         self._check()
-        self._lengths = np.array([slot.tokens for slot in self._slots], dtype=np.int64)
-        self._order = Order([slot.id for slot in self._slots])
+        self._order = Order(self._ids)
         start = self.cursor or Cursor(self.seed, 0, 0, self._order.digest)
         self.load_state_dict(start.to_json())
 
@@ -124,12 +124,20 @@ class TokenBatches(IterableDataset[GlobalBatch]):
     @property
     def sample_ids(self) -> list[str]:
         """Ids of the split, in the order of the store."""
-        return [slot.id for slot in self._slots]
+        record, position = self._table.record, self._table.position
+        if self._rows is not None:
+            record, position = record[self._rows], position[self._rows]
+        return self._ids.take(np.lexsort((position, record)))[:]
+
+    @property
+    def _ids(self) -> Ids:
+        """Those of the split, sorted."""
+        return self._table.ids if self._rows is None else self._table.ids.take(self._rows)
 
     @property
     def tokens(self) -> int:
         """Tokens of one epoch, over all ranks."""
-        return int(self._lengths.sum())
+        return int(self._lengths.sum(dtype=np.int64))
 
     def plan(self, epoch: int, start: int = 0) -> Iterator[tuple[BatchPlan, list[str]]]:
         """Every global batch of an epoch from sample ``start`` on, with its sample ids in the global order."""
@@ -158,8 +166,8 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                 kind=Kind.CURSOR_MISMATCH,
                 hint="open the store at the snapshot the run names",
             )
-        if cursor.epoch < 0 or not 0 <= cursor.samples <= len(self._slots):
-            raise ConfigError(f"{cursor} lies outside {len(self._slots)} samples", kind=Kind.CURSOR_INVALID)
+        if cursor.epoch < 0 or not 0 <= cursor.samples <= len(self._lengths):
+            raise ConfigError(f"{cursor} lies outside {len(self._lengths)} samples", kind=Kind.CURSOR_INVALID)
         self._start = self._reached = cursor
 
     def __iter__(self) -> Iterator[GlobalBatch]:
@@ -192,7 +200,13 @@ class TokenBatches(IterableDataset[GlobalBatch]):
     def _plan(self, seed: int, epoch: int, start: int) -> Iterator[tuple[BatchPlan, list[SampleSlot]]]:
         order = self._order.permutation(seed, epoch)
         for batch in global_batches(self._lengths, order, self.batch_tokens, self._pack_tokens, start):
-            yield batch, [self._slots[int(i)] for i in order[batch.start : batch.stop]]
+            yield batch, self._slots(order[batch.start : batch.stop])
+
+    def _slots(self, order: np.ndarray) -> list[SampleSlot]:
+        table, rows = self._table, order if self._rows is None else self._rows[order]
+        final_rows = table.final_rows[rows] if self._final else np.zeros(len(rows), dtype=np.int32)
+        slots = zip(table.ids.take(rows)[:], table.tokens[rows].tolist(), final_rows.tolist(), strict=True)
+        return [SampleSlot(*slot) for slot in slots]
 
     def _jobs(self) -> "Iterator[Job[_JobKey]]":
         seed, epoch, start = self._start.seed, self._start.epoch, self._start.samples
@@ -202,14 +216,14 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                     tuple(slots[position - batch.start] for position in pack)
                     for pack in batch.packs_of(self.rank, self.world_size)
                 )
-                is_last = batch.stop == len(self._slots)
+                is_last = batch.stop == len(self._lengths)
                 cursor = Cursor(seed, epoch + is_last, 0 if is_last else batch.stop, self._start.snapshot)
                 yield Job(_JobKey(cursor, [slot.id for slot in slots]), packs)
             epoch, start = epoch + 1, 0
 
     def _check(self) -> None:
-        if not self._slots:
-            splits = sorted({entry.split for _, entry in self.store.entries})
+        if not len(self._lengths):
+            splits = sorted(SPLITS[number] for number in np.unique(self._table.split))
             raise ConfigError(
                 f"{self.store.path} holds no {self.split} samples; splits with samples: {', '.join(splits) or 'none'}",
                 kind=Kind.SPLIT_EMPTY,
@@ -221,7 +235,7 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                 f"pack_tokens {self._pack_tokens} must lie in 1…batch_tokens ({self.batch_tokens})",
                 kind=Kind.PACK_INVALID,
             )
-        longest = max(self._slots, key=lambda slot: slot.tokens)
+        (longest,) = self._slots(np.argmax(self._lengths, keepdims=True))
         if longest.tokens > self._pack_tokens:
             raise ConfigError(
                 f"sample {longest.id} of {self.store.path} has {longest.tokens} tokens, "

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hiddenstore.index.table import Ids
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -51,10 +53,10 @@ def global_batches(
     """
     if not 0 < pack_tokens <= batch_tokens:
         raise ValueError(f"pack_tokens {pack_tokens} must lie in 1…batch_tokens ({batch_tokens})")
-    ordered = np.asarray(lengths, dtype=np.int64)[order]
+    ordered = np.asarray(lengths)[order]
     if len(ordered) and int(ordered.max()) > pack_tokens:
         raise ValueError(f"a sample of {int(ordered.max())} tokens does not fit into a pack of {pack_tokens}")
-    ends = np.cumsum(ordered)
+    ends = np.cumsum(ordered, dtype=np.int64)
     while start < len(ordered):
         before = int(ends[start - 1]) if start else 0
         stop = int(np.searchsorted(ends, before + batch_tokens, side="right"))
@@ -91,6 +93,7 @@ def first_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[i
     return packs
 
 
+_AT_ONCE = 1 << 20
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -99,27 +102,36 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 def splitmix64(x: np.ndarray) -> np.ndarray:
     """The output function of SplitMix64 (Steele, Lea & Flood 2014) on uint64 states; arithmetic is modulo 2**64."""
     z = x + _GOLDEN
-    z = (z ^ (z >> np.uint64(30))) * _MIX_1
-    z = (z ^ (z >> np.uint64(27))) * _MIX_2
-    return z ^ (z >> np.uint64(31))
+    z ^= z >> np.uint64(30)
+    z *= _MIX_1
+    z ^= z >> np.uint64(27)
+    z *= _MIX_2
+    z ^= z >> np.uint64(31)
+    return z
 
 
 class Order:
     """The permutations of one set of samples, one per (seed, epoch).
 
-    Sorting the ids is the expensive part (about 1 s for a million) and is done once.
+    Ids of a store's table are sorted already; sorting others takes about 1 s for a million and is done once.
     """
 
     def __init__(self, sample_ids: Sequence[str]) -> None:
-        ids = np.array(sample_ids, dtype=np.bytes_) if len(sample_ids) else np.zeros(0, dtype="S1")
-        self._sorted = np.argsort(ids, kind="stable")
-        ordered = ids[self._sorted]
-        if len(ids) > 1 and bool((ordered[1:] == ordered[:-1]).any()):
-            raise ValueError("sample ids must be distinct")
-        self.digest = hashlib.blake2b(b"\n".join(ordered.tolist()), digest_size=16).hexdigest()
+        ids = sample_ids if isinstance(sample_ids, Ids) else Ids.of(sample_ids)
+        self._length = len(ids)
+        self._sorted: np.ndarray | None = None
+        if not bool((ids.values[1:] > ids.values[:-1]).all()):
+            self._sorted = np.argsort(ids.values, kind="stable")
+            ids = ids.take(self._sorted)
+            if bool((ids.values[1:] == ids.values[:-1]).any()):
+                raise ValueError("sample ids must be distinct")
+        digest = hashlib.blake2b(digest_size=16)
+        for lines in ids.lines():
+            digest.update(lines)
+        self.digest = digest.hexdigest()
 
     def __len__(self) -> int:
-        return int(self._sorted.shape[0])
+        return self._length
 
     def permutation(self, seed: int, epoch: int) -> np.ndarray:
         """int64 [N] of indices into the ids given: sample ``result[i]`` is read i-th.
@@ -128,10 +140,13 @@ class Order:
         """
         text = f"{self.digest}:{seed}:{epoch}".encode()
         key = np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), dtype="<u8").astype(np.uint64)
-        ranks = np.arange(len(self), dtype=np.uint64)
-        # A bijection of the rank, then a keyed mix: equal hashes cannot follow a pattern of the ranks.
-        hashed = splitmix64(splitmix64(ranks) ^ key)
-        return self._sorted[np.argsort(hashed, kind="stable")].astype(np.int64)
+        hashed = np.empty(len(self), dtype=np.uint64)
+        for start in range(0, len(self), _AT_ONCE):
+            ranks = np.arange(start, min(start + _AT_ONCE, len(self)), dtype=np.uint64)
+            # A bijection of the rank, then a keyed mix: hashes are distinct and follow no pattern of the ranks.
+            hashed[start : start + _AT_ONCE] = splitmix64(splitmix64(ranks) ^ key)
+        order = np.argsort(hashed, kind="stable").astype(np.int64, copy=False)
+        return order if self._sorted is None else self._sorted[order]
 
 
 def permutation(sample_ids: Sequence[str], seed: int, epoch: int) -> np.ndarray:

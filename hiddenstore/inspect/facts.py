@@ -6,17 +6,20 @@ Every function returns plain values, ready for JSON: counts, bytes, and rms = sq
 import json
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hiddenstore import layout
 from hiddenstore.damage import DAMAGE
 from hiddenstore.documents import load
 from hiddenstore.fs.seam import Filesystem
+from hiddenstore.index.table import SPLITS, SampleTable
 from schemas.advice import Advice
 from schemas.capture import CaptureSpec
-from schemas.manifest import CommitRecord, LayerStats, SampleEntry
+from schemas.manifest import CommitRecord, LayerStats
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -28,28 +31,32 @@ _QUANTILES = (0.5, 0.95)
 
 def info(store: "Store") -> dict[str, Any]:
     """What the store holds, as one document; the members of ``hiddenstore.info/1``."""
-    records = store.commits()
-    entries = [entry for _, entry in store.entries]
-    capture = store.capture
-    tokens = sum(entry.tokens for entry in entries)
-    rejects = Counter(reject.reason for record in records for reject in record.rejects)
-    engines = _engines(records)
+    table, capture = store.catalog.table, store.capture
+    tokens = int(table.tokens.sum(dtype=np.int64))
+    rejects: Counter[str] = Counter()
+    units: Counter[str] = Counter()
+    segments = 0
+    for record in store.commits():
+        rejects.update(reject.reason for reject in record.rejects)
+        units.update(_engines(record))
+        segments += bool(record.files)
+    engines = [{**json.loads(engine), "units": count} for engine, count in units.most_common()]
     return {
         "path": store.path,
         "format": store.manifest.format,
         "container": store.manifest.container,
-        "samples": len(entries),
+        "samples": len(table),
         "tokens": tokens,
-        "supervised_tokens": sum(entry.supervised for entry in entries),
-        "splits": dict(sorted(Counter(entry.split for entry in entries).items())),
-        "lengths": length_summary([entry.tokens for entry in entries]),
-        "units": len(records),
-        "segments": sum(bool(record.files) for record in records),
+        "supervised_tokens": int(table.supervised.sum(dtype=np.int64)),
+        "splits": {split: len(rows) for split, rows in _splits(table)},
+        "lengths": length_summary(table.tokens),
+        "units": len(store.catalog),
+        "segments": segments,
         "inputs": len(store.fs.list(layout.INPUTS_DIR)),
         "snapshots": [name.removesuffix(".json") for name in store.fs.list(layout.SNAPSHOTS_DIR)],
         "duplicates": store.duplicates,
         "damaged_commits": [error.message for error in store.damaged],
-        "bytes_stored": sum(record.bytes_stored for record in records),
+        "bytes_stored": store.totals["bytes_stored"],
         "bytes_raw": tokens * raw_bytes_per_token(capture),
         "recipe": store.manifest.recipe,
         "codecs": capture.codecs.model_dump(),
@@ -100,60 +107,61 @@ def raw_bytes_per_token(capture: CaptureSpec) -> int:
     return arrays * capture.target.hidden_size * BYTES_PER_VALUE
 
 
-def length_summary(lengths: Sequence[int]) -> dict[str, Any]:
+def _splits(table: SampleTable) -> Iterator[tuple[str, np.ndarray]]:
+    """Every split that has samples, and their rows."""
+    for number, split in enumerate(SPLITS):
+        if len(rows := np.flatnonzero(table.split == number)):
+            yield split, rows
+
+
+def length_summary(lengths: np.ndarray) -> dict[str, Any]:
     """Quantiles of sample lengths in tokens, and a histogram of ``HISTOGRAM_BINS`` equal bins from 0 to the longest."""
-    if not lengths:
+    if not len(lengths):
         return {"min": 0, "p50": 0, "p95": 0, "max": 0, "histogram": {"edges": [], "counts": []}}
-    ordered = sorted(lengths)
-    p50, p95 = (ordered[min(len(ordered) - 1, int(q * len(ordered)))] for q in _QUANTILES)
-    longest = ordered[-1]
+    ordered = np.sort(lengths)
+    p50, p95 = (int(ordered[min(len(ordered) - 1, int(q * len(ordered)))]) for q in _QUANTILES)
+    longest = int(ordered[-1])
     width = max(1, -(-longest // HISTOGRAM_BINS))
     bins = min(HISTOGRAM_BINS, -(-longest // width))
-    counts = Counter(min(bins - 1, (length - 1) // width) for length in ordered)
-    histogram = {"edges": [width * i for i in range(bins + 1)], "counts": [counts[i] for i in range(bins)]}
-    return {"min": ordered[0], "p50": p50, "p95": p95, "max": longest, "histogram": histogram}
+    counts = np.bincount(np.minimum(bins - 1, (ordered - 1) // width), minlength=bins)
+    histogram = {"edges": [width * i for i in range(bins + 1)], "counts": counts.tolist()}
+    return {"min": int(ordered[0]), "p50": p50, "p95": p95, "max": longest, "histogram": histogram}
 
 
 def stats(store: "Store") -> dict[str, Any]:
     """Counts and lengths per split, norms per layer over all commits, bytes per field, rejects."""
-    by_split: dict[str, list[SampleEntry]] = {}
-    for _, entry in store.entries:
-        by_split.setdefault(entry.split, []).append(entry)
-    records = store.commits()
+    table, sizes, rejects = store.catalog.table, _Sizes(store), Counter[str]()
+    layers: dict[str, list[LayerStats]] = {field: [] for field in store.capture.state_fields}
+    for record in store.commits():
+        sizes.add(record)
+        rejects.update(reject.reason for reject in record.rejects)
+        for field in layers.keys() & record.stats.keys():
+            layers[field].append(record.stats[field])
     return {
         "path": store.path,
-        "samples": len(store),
-        "splits": {split: _split_summary(entries) for split, entries in sorted(by_split.items())},
-        "lengths": length_summary([entry.tokens for _, entry in store.entries]),
-        "supervised": length_summary([entry.supervised for _, entry in store.entries if entry.supervised]),
-        "layers": [
-            {"field": field, **_merged([record.stats[field] for record in records if field in record.stats])}
-            for field in store.capture.state_fields
-        ],
-        "bytes": _bytes_by_field(store, records),
-        "rejects": dict(Counter(reject.reason for record in records for reject in record.rejects).most_common()),
+        "samples": len(table),
+        "splits": {split: _split_summary(table, rows) for split, rows in _splits(table)},
+        "lengths": length_summary(table.tokens),
+        "supervised": length_summary(table.supervised[table.supervised > 0]),
+        "layers": [{"field": field, **_merged(units)} for field, units in layers.items()],
+        "bytes": sizes.by_field(),
+        "rejects": dict(rejects.most_common()),
     }
 
 
-def _engines(records: Iterable[CommitRecord]) -> list[dict[str, Any]]:
-    """Distinct engines, the one with most units first."""
-    units = Counter(
-        engine.model_dump_json()
-        for record in records
-        for engine in (record.engine, *(part.engine for part in record.recaptured))
-    )
-    return [{**json.loads(engine), "units": count} for engine, count in units.most_common()]
+def _engines(record: CommitRecord) -> Iterator[str]:
+    return (engine.model_dump_json() for engine in (record.engine, *(part.engine for part in record.recaptured)))
 
 
-def _split_summary(entries: Sequence[SampleEntry]) -> dict[str, Any]:
-    tokens = sum(entry.tokens for entry in entries)
-    supervised = sum(entry.supervised for entry in entries)
+def _split_summary(table: SampleTable, rows: np.ndarray) -> dict[str, Any]:
+    tokens = int(table.tokens[rows].sum(dtype=np.int64))
+    supervised = int(table.supervised[rows].sum(dtype=np.int64))
     return {
-        "samples": len(entries),
+        "samples": len(rows),
         "tokens": tokens,
         "supervised_tokens": supervised,
         "supervised_share": supervised / tokens if tokens else 0.0,
-        "longest": max(entry.tokens for entry in entries),
+        "longest": int(table.tokens[rows].max()),
     }
 
 
@@ -174,18 +182,20 @@ def _merged(stats: Sequence[LayerStats]) -> dict[str, Any]:
     }
 
 
-def _bytes_by_field(store: "Store", records: Iterable[CommitRecord]) -> dict[str, int]:
+class _Sizes:
     """Bytes on disk by field: the layer or final array, its scales with ``aux`` or ``final``, tokens and the rest."""
-    sizes: Counter[str] = Counter()
-    fields = set(store.capture.fields)
-    for record in records:
+
+    def __init__(self, store: "Store") -> None:
+        self._fields = list(store.capture.fields)
+        self._sizes: Counter[str] = Counter()
+
+    def add(self, record: CommitRecord) -> None:
         for file in record.files:
             name = file.path.split("/", 1)[0]
-            if name in fields:
-                sizes[name] += file.size
-            elif name.startswith(("aux_", "final_")):
-                sizes["scales"] += file.size
-            else:
-                sizes["tokens and index"] += file.size
-    order = [*store.capture.fields, "scales", "tokens and index"]
-    return {name: sizes[name] for name in order if name in sizes}
+            if name not in self._fields:
+                name = "scales" if name.startswith(("aux_", "final_")) else "tokens and index"
+            self._sizes[name] += file.size
+
+    def by_field(self) -> dict[str, int]:
+        order = [*self._fields, "scales", "tokens and index"]
+        return {name: self._sizes[name] for name in order if name in self._sizes}

@@ -164,7 +164,7 @@ def view(store: "Store", sample_id: str) -> dict[str, Any]:
     return {
         "path": store.path,
         "id": sample_id,
-        "index": store.sample_ids.index(sample_id),
+        "index": store.index_of(sample_id),
         "split": entry.split,
         "unit": commit.unit,
         "engine": commit.engine.model_dump(),

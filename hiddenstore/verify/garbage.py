@@ -5,13 +5,13 @@ another, or a record of a higher revision counts. Until then a writer that was s
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from hiddenstore import layout
-from hiddenstore.commit import Commit, read_commit
+from hiddenstore.commit import read_commit
 from hiddenstore.damage import DAMAGE, twice
 from hiddenstore.documents import load
 from hiddenstore.fs.seam import Filesystem, is_temporary
@@ -30,31 +30,33 @@ _FOLDERS = (
     layout.SNAPSHOTS_DIR,
     layout.CALIBRATION_DIR,
     layout.ADVICE_DIR,
+    layout.INDEX_DIR,
 )
 
 
 @dataclass
 class _Unit:
-    """What is known of a unit: records by revision; ``is_certain`` False where one of them cannot be read."""
+    """What is known of a unit: segments by revision; ``is_certain`` False where a record cannot be read."""
 
-    records: dict[int, Commit] = field(default_factory=dict)
+    segments: dict[int, str] = field(default_factory=dict)
     is_certain: bool = True
     frozen: set[int] = field(default_factory=set)
 
     @property
     def last(self) -> int:
-        return max(self.records, default=-1)
+        return max(self.segments, default=-1)
 
 
-def unnamed_segments(fs: Filesystem, commits: Iterable[Commit]) -> dict[str, Fate]:
-    """Segments that no record names which counts, with what became of them; ``commits`` are those that do.
+def unnamed_segments(fs: Filesystem, named: Mapping[str, str]) -> dict[str, Fate]:
+    """Segments that no record names which counts, with what became of them; ``named`` are those that do, by the file
+    name of the record, as the record itself says.
 
     Left out are all of a unit of which any record cannot be read: it may name any of them.
 
     Raises:
         CorruptionError, FormatError: a snapshot cannot be read: it may name anything.
     """
-    units = _units(fs, commits)
+    units = _units(fs, named)
     fates: dict[str, Fate] = {}
     for name in fs.list(layout.SEGMENTS_DIR):
         claims, path = layout.segment_claims(name), f"{layout.SEGMENTS_DIR}/{name}"
@@ -68,37 +70,36 @@ def unnamed_segments(fs: Filesystem, commits: Iterable[Commit]) -> dict[str, Fat
 
 def _fate(path: str, claims: tuple[CommitName, ...], units: "dict[str, _Unit]") -> Fate | None:
     for unit in (units[claim.unit] for claim in claims):
-        revisions = {revision for revision, commit in unit.records.items() if commit.record.segment == path}
+        revisions = {revision for revision, segment in unit.segments.items() if segment == path}
         if unit.last in revisions:
             return None
         if revisions:
             return "frozen" if unit.frozen & revisions else "superseded"
-    if all(claim.revision in units[claim.unit].records or claim.revision < units[claim.unit].last for claim in claims):
+    if all(claim.revision in units[claim.unit].segments or claim.revision < units[claim.unit].last for claim in claims):
         return "orphan"
     return "unfinished"
 
 
-def _units(fs: Filesystem, commits: Iterable[Commit]) -> "dict[str, _Unit]":
+def _units(fs: Filesystem, named: Mapping[str, str]) -> "dict[str, _Unit]":
     units: dict[str, _Unit] = defaultdict(_Unit)
-    known = {commit.name: commit for commit in commits}
     for name in fs.list(layout.COMMITS_DIR):
         parsed = layout.parse_commit(name)
         if parsed is not None:
-            commit = known.get(name) or _record(fs, name)
-            if commit is None:
+            segment = named.get(name) or _segment(fs, name)
+            if segment is None:
                 units[parsed.unit].is_certain = False
             else:
-                units[parsed.unit].records[parsed.revision] = commit
+                units[parsed.unit].segments[parsed.revision] = segment
     for parsed in _frozen(fs):
         unit = units[parsed.unit]
         unit.frozen.add(parsed.revision)
-        unit.is_certain &= parsed.revision in unit.records
+        unit.is_certain &= parsed.revision in unit.segments
     return units
 
 
-def _record(fs: Filesystem, name: str) -> Commit | None:
+def _segment(fs: Filesystem, name: str) -> str | None:
     try:
-        return twice(fs, lambda: read_commit(fs, name), f"{layout.COMMITS_DIR}/{name}")
+        return twice(fs, lambda: read_commit(fs, name), f"{layout.COMMITS_DIR}/{name}").record.segment
     except DAMAGE:
         return None
 

@@ -4,27 +4,31 @@ Reads metadata only, never a segment's bytes.
 """
 
 import shlex
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
 from hiddenstore import layout
-from hiddenstore.commit import Commit, committed_units, lost_samples, read_snapshot, scan_commits
+from hiddenstore.commit import Commit, committed_units, lost_samples
 from hiddenstore.console.text import plural
 from hiddenstore.damage import DAMAGE, drop_caches, require_absent, twice
 from hiddenstore.documents import load
 from hiddenstore.errors import ConfigError, CorruptionError, Kind
 from hiddenstore.fs.seam import TEMP_PREFIX, Filesystem
-from hiddenstore.inputs import registered_inputs
+from hiddenstore.index.catalog import Catalog, read_catalog, read_frozen
+from hiddenstore.index.publish import replaced_indexes
+from hiddenstore.inputs import RegisteredInput, registered_inputs
 from hiddenstore.store import Store, load_snapshot
 from hiddenstore.targets.calibration import SLICE_PATH, slice_document, unnamed_slices
 from hiddenstore.verify.garbage import leftovers, unnamed_segments
+from hiddenstore.verify.indexes import check_indexes
 from hiddenstore.verify.report import Finding, Report
 from schemas.manifest import CommitRecord, StoreManifest
 
 THREADS = 8
+AT_ONCE = 512
 SHOWN = 3
 _FATES = {
     "orphan": "no commit names it, and none can: its writer was stopped or came second; hiddenstore gc removes it",
@@ -37,23 +41,25 @@ _FATES = {
 def check_structure(fs: Filesystem, report: Report) -> Store | None:
     """Add what is wrong to ``report``; returns the store with every commit that can be read, None without store.json.
 
-    A damaged ``store.json`` is a finding, and what can be checked without it still is.
+    A damaged ``store.json`` is a finding, and what can be checked without it still is. Every commit record is read; no
+    index is believed.
     """
     manifest = _manifest(fs, report)
-    scan = scan_commits(fs)
-    report.findings += [Finding.of(error) for error in scan.damaged]
-    records = [commit.record for commit in scan.commits]
-    report.units = len(records)
-    report.samples = sum(len(record.samples) for record in records)
-    report.files = sum(len(record.files) for record in records)
-    with ThreadPoolExecutor(THREADS) as pool:
-        for findings in pool.map(lambda record: list(_files_of(fs, record)), records):
-            report.findings += findings
-    report.findings += [*_inputs(fs, scan.commits), *_snapshots(fs), *_calibration(fs)]
-    for finding, is_error in _duplicates(records):
+    look = _Look(fs)
+    catalog = read_catalog(fs, use_index=False, visit=look.record)
+    report.findings += [Finding.of(error) for error in catalog.damaged]
+    report.units, report.samples, report.files = len(catalog), int(catalog.facts["samples"].sum()), look.files
+    look.finish()
+    frozen = _Frozen(fs, catalog, look.inputs_of)
+    indexes = check_indexes(fs, catalog)
+    report.findings += [*look.size_findings, *look.input_findings, *frozen.findings]
+    report.findings += [*_calibration(fs), *indexes.findings]
+    for finding, is_error in _duplicates(catalog, look.inputs_of, look.segments):
         (report.findings if is_error else report.notes).append(finding)
-    report.notes += [*_unregistered(fs, records), *_pending(scan.commits), *_garbage(fs, scan.commits)]
-    return None if manifest is None else Store(fs, manifest, scan)
+    for finding, is_error in _unregistered(fs, look.inputs_of.values(), frozen.inputs | indexes.inputs):
+        (report.findings if is_error else report.notes).append(finding)
+    report.notes += [*look.pending, *_garbage(fs, look.segments)]
+    return None if manifest is None else Store(fs, manifest, catalog)
 
 
 def _manifest(fs: Filesystem, report: Report) -> StoreManifest | None:
@@ -105,33 +111,66 @@ def _size(fs: Filesystem, path: str, expected: int, samples: tuple[str, ...] = (
     return []
 
 
-def _inputs(fs: Filesystem, commits: Iterable[Commit]) -> Iterator[Finding]:
-    by_unit = {commit.record.unit: commit for commit in commits}
-    named = committed_units(fs)
-    for digest, registered in registered_inputs(fs).items():
-        path = layout.input_path(digest)
-        try:
-            units = twice(fs, registered.unit_samples, path)
-        except DAMAGE as error:
-            yield Finding.of(error, path)
-            continue
+class _Look:
+    """What the commit records say, one after the other; none is kept."""
+
+    def __init__(self, fs: Filesystem) -> None:
+        self._fs = fs
+        self.files = 0
+        self.segments: dict[str, str] = {}
+        self.inputs_of: dict[str, str] = {}
+        self.size_findings: list[Finding] = []
+        self.input_findings: list[Finding] = []
+        self.pending: list[Finding] = []
+        self._waiting: list[CommitRecord] = []
+        self._inputs: dict[str, RegisteredInput] = {}
+        for digest, registered in registered_inputs(fs).items():
+            path = layout.input_path(digest)
+            try:
+                self._missing_units(registered, twice(fs, partial(getattr, registered, "units"), path), path)
+                self._inputs[digest] = registered
+            except DAMAGE as error:
+                self.input_findings.append(Finding.of(error, path))
+
+    def record(self, commit: Commit) -> None:
+        """One record."""
+        record = commit.record
+        self.pending += _pending(commit)
+        self.files += len(record.files)
+        self.segments[commit.name], self.inputs_of[commit.name] = record.segment, record.input
+        for registered in self._inputs.values():
+            if expected := registered.members(record.unit):
+                self.input_findings += _membership(commit, expected)
+        self._waiting.append(record)
+        if len(self._waiting) >= AT_ONCE:
+            self.finish()
+
+    def finish(self) -> None:
+        """Look for the files of the records that still wait for it."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            for findings in pool.map(lambda record: list(_files_of(self._fs, record)), self._waiting):
+                self.size_findings += findings
+        self._waiting = []
+
+    def _missing_units(self, registered: RegisteredInput, units: Sequence[str], path: str) -> None:
+        named = committed_units(self._fs)
         missing = [unit for unit in units if unit not in named]
         if missing:
-            lost = tuple(name for unit in missing for name in units[unit])
+            lost = tuple(name for unit in missing for name in registered.members(unit))
             detail = (
                 f"{len(missing)} of {len(units)} units have no commit ({_some(missing)}): what made it "
                 "(collect, copy, import) is not finished, and the same command goes on"
             )
-            yield Finding("incomplete", path, lost, detail)
-        for unit, samples in units.items():
-            if unit in by_unit:
-                yield from _membership(by_unit[unit], samples)
+            self.input_findings.append(Finding("incomplete", path, lost, detail))
 
 
 def _membership(commit: Commit, expected: list[str]) -> Iterator[Finding]:
     """Samples and rejects of a unit must add up to what its input says."""
     record, path = commit.record, f"{layout.COMMITS_DIR}/{commit.name}"
-    named = Counter([sample.id for sample in record.samples] + [reject.id for reject in record.rejects])
+    stored = [*(sample.id for sample in record.samples), *(reject.id for reject in record.rejects)]
+    if stored == expected:
+        return
+    named = Counter(stored)
     if lost := tuple((Counter(expected) - named).elements()):
         detail = f"{len(lost)} samples of the input are neither stored nor rejected: {_some(lost)}"
         yield Finding("samples-missing", path, lost, detail)
@@ -140,14 +179,25 @@ def _membership(commit: Commit, expected: list[str]) -> Iterator[Finding]:
         yield Finding("samples-unexpected", path, extra, detail)
 
 
-def _snapshots(fs: Filesystem) -> Iterator[Finding]:
-    for name in fs.list(layout.SNAPSHOTS_DIR):
-        if not name.startswith(TEMP_PREFIX):
-            path = f"{layout.SNAPSHOTS_DIR}/{name}"
-            try:
-                read_snapshot(fs, twice(fs, partial(load_snapshot, fs, name.removesuffix(".json")), path))
-            except (*DAMAGE, ConfigError) as error:
-                yield Finding.of(error, path)
+class _Frozen:
+    """What the snapshots name: findings, and the inputs of their records."""
+
+    def __init__(self, fs: Filesystem, catalog: Catalog, inputs_of: Mapping[str, str]) -> None:
+        self.findings: list[Finding] = []
+        self.inputs: set[str] = set()
+        digests = dict(zip(catalog.names, catalog.digests, strict=True))
+        for name in fs.list(layout.SNAPSHOTS_DIR):
+            if not name.startswith(TEMP_PREFIX):
+                path = f"{layout.SNAPSHOTS_DIR}/{name}"
+                try:
+                    snapshot = twice(fs, partial(load_snapshot, fs, name.removesuffix(".json")), path)
+                    known = [entry for entry in snapshot.commits if digests.get(entry.record) == entry.sha256]
+                    self.inputs.update(inputs_of[entry.record] for entry in known)
+                    rest = tuple(entry for entry in snapshot.commits if digests.get(entry.record) != entry.sha256)
+                    replaced = read_frozen(fs, snapshot.model_copy(update={"commits": rest}))
+                    self.inputs.update(commit.record.input for commit in replaced)
+                except (*DAMAGE, ConfigError) as error:
+                    self.findings.append(Finding.of(error, path))
 
 
 def _calibration(fs: Filesystem) -> list[Finding]:
@@ -158,45 +208,52 @@ def _calibration(fs: Filesystem) -> list[Finding]:
     return [] if document is None else _size(fs, layout.slice_path(document.file_sha256), document.size)
 
 
-def _duplicates(records: Iterable[CommitRecord]) -> Iterator[tuple[Finding, bool]]:
+def _duplicates(
+    catalog: Catalog, inputs_of: Mapping[str, str], segments: Mapping[str, str]
+) -> Iterator[tuple[Finding, bool]]:
     """Twice in one input is an error (True); the same conversation in two inputs is read once and noted."""
-    homes: dict[str, list[CommitRecord]] = defaultdict(list)
-    for record in records:
-        for sample in record.samples:
-            homes[sample.id].append(record)
-    for name, units in homes.items():
-        if len(units) > 1:
-            detail = f"sample {name} is in units {', '.join(record.unit for record in units)}; the first one is read"
-            in_one_input = len({record.input for record in units}) < len(units)
-            yield Finding("duplicate", units[1].segment, (name,), detail), in_one_input
+    homes: dict[str, list[str]] = {}
+    for sample_id, number in zip(catalog.dropped.ids, catalog.dropped.record.tolist(), strict=True):
+        if sample_id not in homes:
+            first = catalog.locate(sample_id)
+            assert first is not None
+            homes[sample_id] = [catalog.names[first[0]]]
+        homes[sample_id].append(catalog.names[number])
+    for sample_id, names in homes.items():
+        units = [parsed.unit for name in names if (parsed := layout.parse_commit(name))]
+        detail = f"sample {sample_id} is in units {', '.join(units)}; the first one is read"
+        in_one_input = len({inputs_of[name] for name in names}) < len(names)
+        yield Finding("duplicate", segments[names[1]], (sample_id,), detail), in_one_input
 
 
-def _unregistered(fs: Filesystem, records: Iterable[CommitRecord]) -> Iterator[Finding]:
-    """``collect`` registers an input before its first unit, so one that is named but absent has been lost."""
-    named = Counter(record.input for record in records)
-    for digest in sorted(named.keys() - registered_inputs(fs).keys()):
+def _unregistered(fs: Filesystem, inputs: Iterable[str], named: Collection[str]) -> Iterator[tuple[Finding, bool]]:
+    """``collect`` registers an input before its first unit, so one that is absent has been lost: an error (True) where
+    an index or a snapshot names it."""
+    units = Counter(inputs)
+    for digest in sorted({*units, *named} - registered_inputs(fs).keys()):
         detail = (
-            f"the input of {plural(named[digest], 'unit')} is not there, so that units still missing cannot be seen; "
+            f"the input of {plural(units[digest], 'unit')} is not there, so that units still missing cannot be seen; "
             "collecting the same DATA again brings it back"
         )
-        yield Finding("input-missing", layout.input_path(digest), (), detail)
+        yield Finding("input-missing", layout.input_path(digest), (), detail), digest in named
 
 
-def _pending(commits: Iterable[Commit]) -> Iterator[Finding]:
-    for commit in commits:
-        if lost := tuple(sorted(lost_samples(commit.record))):
-            detail = f"a repair dropped {plural(len(lost), 'sample')}; the same collect brings them back"
-            yield Finding("pending", f"{layout.COMMITS_DIR}/{commit.name}", lost, detail)
+def _pending(commit: Commit) -> Iterator[Finding]:
+    if lost := tuple(sorted(lost_samples(commit.record))):
+        detail = f"a repair dropped {plural(len(lost), 'sample')}; the same collect brings them back"
+        yield Finding("pending", f"{layout.COMMITS_DIR}/{commit.name}", lost, detail)
 
 
-def _garbage(fs: Filesystem, commits: Iterable[Commit]) -> Iterator[Finding]:
+def _garbage(fs: Filesystem, segments: Mapping[str, str]) -> Iterator[Finding]:
     for path in unnamed_slices(fs):
         yield Finding("orphan", path, (), "calibration/slice.json does not name it: left by a writer that was stopped")
     # A snapshot that cannot be read is a finding; what it names is then unknown.
     with suppress(*DAMAGE):
-        for path, fate in unnamed_segments(fs, commits).items():
+        for path, fate in unnamed_segments(fs, segments).items():
             if fs.list(path):
                 yield Finding("superseded" if fate == "frozen" else fate, path, (), _FATES[fate])
+    for path in replaced_indexes(fs):
+        yield Finding("superseded", path, (), "another index file was made from it; hiddenstore gc removes it")
     for path in leftovers(fs):
         yield Finding("orphan", path, (), "a temporary file of a writer that was stopped")
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from hiddenstore.data import Cursor, GlobalBatch, PackedBatch, TokenBatches
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind
+from hiddenstore.index.table import SPLITS, Ids, SampleTable, joined
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
@@ -66,8 +67,16 @@ class MemoryStore:
             )
 
     @property
-    def entries(self) -> list[tuple[None, SampleEntry]]:
-        return [(None, entry) for entry in self.samples]
+    def catalog(self) -> SimpleNamespace:
+        columns = {
+            "record": np.zeros(len(self.samples), np.int32),
+            "position": np.arange(len(self.samples), dtype=np.int32),
+            "tokens": np.array([entry.tokens for entry in self.samples], np.int32),
+            "supervised": np.array([entry.supervised for entry in self.samples], np.int32),
+            "final_rows": np.array([entry.final_rows for entry in self.samples], np.int32),
+            "split": np.array([SPLITS.index(entry.split) for entry in self.samples], np.uint8),
+        }
+        return SimpleNamespace(table=joined([SampleTable(Ids.of([entry.id for entry in self.samples]), columns)]))
 
     def read_into(self, sample_id: str, aux: torch.Tensor, final: torch.Tensor | None, layers: Sequence[int]) -> Record:
         with self._lock:

@@ -6,14 +6,12 @@ from hiddenstore import layout
 from hiddenstore.commit import (
     committed_units,
     latest_names,
-    make_snapshot,
     publish_commit,
     read_commit,
-    read_snapshot,
-    scan_commits,
 )
 from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, CorruptionError, StorageError
+from hiddenstore.index.catalog import make_snapshot, read_catalog, read_frozen
 from hiddenstore.testing.builders import ENGINE
 from schemas.manifest import CommitRecord, FileEntry, LayerStats, SampleEntry
 from tests.faults import Fault, FaultFilesystem
@@ -71,7 +69,7 @@ def test_the_highest_revision_counts() -> None:
         publish_commit(fs, record(attempt=attempt), revision)
     publish_commit(fs, record("u-000000"))
     assert latest_names(fs) == ["u-000000.json", "u-000001.r10.json"]
-    assert [commit.record.segment for commit in scan_commits(fs).commits] == [
+    assert [commit.record.segment for commit in read_catalog(fs)] == [
         "segments/u-000000-0123abcd",
         "segments/u-000001-0000000a",
     ]
@@ -83,9 +81,9 @@ def test_what_is_no_record_is_ignored() -> None:
     publish_commit(fs, record())
     for name in (".tmp-00ff", "notes.txt", "u-000002.json.partial", "u-000001.r0.json", "-x.json", ".json"):
         fs.put_if_absent(f"commits/{name}", b"garbage")
-    scan = scan_commits(fs)
-    assert len(scan.commits) == 1
-    assert scan.damaged == ()
+    catalog = read_catalog(fs)
+    assert len(catalog) == 1
+    assert catalog.damaged == ()
 
 
 def test_a_damaged_record_is_reported_and_the_others_are_read() -> None:
@@ -94,10 +92,10 @@ def test_a_damaged_record_is_reported_and_the_others_are_read() -> None:
         publish_commit(fs, record(f"u-{number:06d}"))
     data = fs.read("commits/u-000007.json")
     fs.disk.overwrite(f"{fs.root}/commits/u-000007.json", data[:-9] + b"X" + data[-8:])
-    scan = scan_commits(fs)
-    assert len(scan.commits) == 19
-    assert [error.kind for error in scan.damaged] == ["document-corrupt"]
-    assert "u-000007.json" in scan.damaged[0].message
+    catalog = read_catalog(fs)
+    assert len(catalog) == 19
+    assert [error.kind for error in catalog.damaged] == ["document-corrupt"]
+    assert "u-000007.json" in catalog.damaged[0].message
 
 
 def test_two_records_in_each_others_place_are_damage() -> None:
@@ -136,10 +134,10 @@ def test_a_snapshot_freezes_records_by_digest() -> None:
     fs = FaultFilesystem()
     for number in range(3):
         publish_commit(fs, record(f"u-{number:06d}"))
-    snapshot = make_snapshot("s", scan_commits(fs).commits)
+    snapshot = make_snapshot("s", read_catalog(fs))
     publish_commit(fs, record("u-000009"))
     publish_commit(fs, record("u-000000", "00000009"), revision=1)
-    assert [commit.name for commit in read_snapshot(fs, snapshot).commits] == [
+    assert [commit.name for commit in read_frozen(fs, snapshot)] == [
         "u-000000.json",
         "u-000001.json",
         "u-000002.json",
@@ -149,10 +147,10 @@ def test_a_snapshot_freezes_records_by_digest() -> None:
     path = f"{fs.root}/commits/u-000001.json"
     fs.disk.overwrite(path, seal(record("u-000001", "99999999")))
     with pytest.raises(CorruptionError) as other:
-        read_snapshot(fs, snapshot)
+        read_frozen(fs, snapshot)
     fs.disk.overwrite(path, None)
     with pytest.raises(CorruptionError) as gone:
-        read_snapshot(fs, snapshot)
+        read_frozen(fs, snapshot)
     assert (other.value.kind, gone.value.kind) == ("snapshot-mismatch", "commit-missing")
 
 
@@ -201,6 +199,6 @@ def test_two_thousand_commit_records_are_read_once_each() -> None:
         unit = layout.unit_name(DIGEST, number)
         data = seal(large.model_copy(update={"unit": unit, "segment": layout.segment_path(unit, "0123abcd")}))
         fs.disk.overwrite(f"{fs.root}/commits/{unit}.json", data)
-    scan = scan_commits(fs)
-    assert len(scan.commits) == 2000
-    assert sorted(fs.paths) == [f"commits/{commit.name}" for commit in scan.commits]
+    catalog = read_catalog(fs)
+    assert len(catalog) == 2000
+    assert sorted(fs.paths) == [f"commits/{name}" for name in catalog.names]

@@ -17,6 +17,7 @@ from hiddenstore.console.output import output
 from hiddenstore.console.text import amount, plural
 from hiddenstore.data import GlobalBatch
 from hiddenstore.errors import ConfigError, InterruptError, Kind
+from hiddenstore.index.table import SPLITS
 from hiddenstore.process import Drain, drain_on_signal, from_environment
 from trainer.parallel.group import process_group
 from trainer.settings import derived
@@ -217,7 +218,7 @@ def _check_validation(state: TrainState) -> None:
     """Refuse to wait for validations that never come."""
     if state.config.train.patience is None:
         return
-    if not any(entry.split == "validation" for _, entry in state.store.entries):
+    if not (state.store.catalog.table.split == SPLITS.index("validation")).any():
         raise ConfigError(
             f"train.patience waits for validations, but {state.store.path} holds no validation samples",
             kind=Kind.VALIDATION_MISSING,

@@ -263,7 +263,7 @@ def _warn_of_idle_ranks(state: TrainState) -> None:
     idle = sum(max(0, ranks - count) for count in samples) / len(samples)
     if idle < 0.5:
         return
-    longest = max(entry.tokens for _, entry in state.store.entries)
+    longest = int(state.store.catalog.table.tokens.max())
     output().warn(
         f"{idle:.1f} of {ranks} ranks have nothing to do in the average step: a batch of "
         f"{state.config.data.batch_tokens:,} tokens holds {sum(samples) / len(samples):.1f} samples; "

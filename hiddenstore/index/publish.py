@@ -1,0 +1,186 @@
+"""Writing index files: every writer covers its records now and then and at its end; small files are merged.
+
+Nothing depends on it. A writer that dies before leaves records that the next one to open the store reads, and covers.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hiddenstore import layout
+from hiddenstore.commit import Commit, read_many
+from hiddenstore.damage import DAMAGE, twice
+from hiddenstore.errors import NotFoundError, StorageError
+from hiddenstore.fs.seam import Filesystem
+from hiddenstore.index.catalog import FACTS, WORTH_AN_INDEX, Catalog, record_facts
+from hiddenstore.index.file import IndexFile, encode_index, index_numbers, live_indexes, renumbered
+from hiddenstore.index.table import SampleTable, joined, table_of
+from schemas.index import IndexHeader
+
+EVERY = 256
+"""Records that a writer covers at once."""
+MERGED = 16
+"""So many index files of about one size become one."""
+AT_ONCE = 4_096
+SMALLEST_BYTES = 1 << 20
+"""All index files below this count as of one size."""
+MAX_SAMPLES = 1 << 24
+"""An index file of more samples is merged no further: it takes about a gigabyte of memory."""
+
+
+class IndexWriter:
+    """Covers what one writer commits, and what nobody had covered when it opened the store."""
+
+    def __init__(self, fs: Filesystem, catalog: Catalog) -> None:
+        self._fs = fs
+        self._names: list[str] = []
+        self._inherited = list(catalog.uncovered)
+        self._records = len(catalog)
+
+    def add(self, unit: str, revision: int = 0) -> None:
+        """A record was published."""
+        self._records += 1
+        self._names.append(layout.commit_path(unit, revision).rpartition("/")[2])
+        if len(self._names) >= EVERY:
+            self._publish(self._names)
+            self._names = []
+
+    def close(self) -> None:
+        """Cover the rest, unless the store is so small that nobody would read it.
+
+        A disk that refuses costs the next to open the store some time, and nothing else.
+        """
+        if self._records <= WORTH_AN_INDEX:
+            return
+        if len(self._inherited) > EVERY:
+            # Many writers that open a store without an index would each cover all of it.
+            covered = {name for file in live_indexes(self._fs) for name in file.header.records}
+            self._inherited = [name for name in self._inherited if name not in covered]
+        names = [*self._inherited, *self._names]
+        for start in range(0, len(names), AT_ONCE):
+            self._publish(names[start : start + AT_ONCE])
+        self._names, self._inherited = [], []
+
+    def _publish(self, names: Sequence[str]) -> None:
+        with suppress(StorageError):
+            publish_index(self._fs, names)
+
+
+def publish_index(fs: Filesystem, names: Iterable[str]) -> int | None:
+    """Cover records by a new index file, and merge where there are many; its number, None where none can be read."""
+    items = read_many(fs, sorted(set(names)))
+    commits = [item for item in items if isinstance(item, Commit)]
+    number = None
+    if commits:
+        table = joined([table_of((row, commit.record) for row, commit in enumerate(commits))])
+        number = _put(fs, _header(commits), table)
+    while True:
+        files = _same_size(fs)
+        if not files or not _merge(fs, files):
+            return number
+
+
+def indexed_revisions(fs: Filesystem) -> dict[str, int]:
+    """The highest revision of each unit that an index file names."""
+    revisions: dict[str, int] = {}
+    for file in live_indexes(fs):
+        for name in file.header.records:
+            if parsed := layout.parse_commit(name):
+                revisions[parsed.unit] = max(parsed.revision, revisions.get(parsed.unit, 0))
+    return revisions
+
+
+def replaced_indexes(fs: Filesystem) -> list[str]:
+    """Paths of index files that another was merged from: left by a writer that was stopped."""
+    live = live_indexes(fs)
+    merged = {number for file in live for number in file.header.replaces}
+    return [layout.index_path(number) for number in index_numbers(fs) if number in merged]
+
+
+def _header(commits: Sequence[Commit]) -> IndexHeader:
+    inputs = sorted({commit.record.input for commit in commits})
+    places = {digest: place for place, digest in enumerate(inputs)}
+    facts = [record_facts(commit.record) for commit in commits]
+    columns: dict[str, Any] = {name: tuple(fact[name] for fact in facts) for name in FACTS}
+    return IndexHeader.model_construct(
+        records=tuple(commit.name for commit in commits),
+        sha256s=tuple(commit.sha256 for commit in commits),
+        input=tuple(places[commit.record.input] for commit in commits),
+        inputs=tuple(inputs),
+        **columns,
+    )
+
+
+def _put(fs: Filesystem, header: IndexHeader, table: SampleTable) -> int:
+    data = encode_index(header, table)
+    number = max([*index_numbers(fs), *header.replaces], default=0) + 1
+    while not fs.put_if_absent(layout.index_path(number), data):
+        number += 1
+    return number
+
+
+def _same_size(fs: Filesystem) -> list[int]:
+    """Numbers of the smallest index files of about one size, where there are enough to merge."""
+    sizes: dict[int, list[int]] = {}
+    for number in index_numbers(fs):
+        size = fs.size(layout.index_path(number)) or 0
+        tier = 0
+        while size >= SMALLEST_BYTES * MERGED**tier:
+            tier += 1
+        sizes.setdefault(tier, []).append(number)
+    return next((sizes[tier] for tier in sorted(sizes) if len(sizes[tier]) >= MERGED), [])
+
+
+def _merge(fs: Filesystem, numbers: Sequence[int]) -> bool:
+    """One file of several, which are then removed; False where that cannot be, or another writer is at it.
+
+    Until they are, the new file says which it replaces. Records known by two digests are left out: they are read.
+    """
+    parts: list[tuple[IndexFile, SampleTable]] = []
+    for number in numbers:
+        try:
+            file = twice(fs, partial(IndexFile.open, fs, number), layout.index_path(number))
+            if file.header.rows + sum(part.header.rows for part, _ in parts) > MAX_SAMPLES:
+                return False
+            parts.append((file, twice(fs, file.read, file.path)))
+        except NotFoundError:
+            return False
+        except DAMAGE:
+            continue  # ``verify`` names it
+    if len(parts) < 2:
+        return False
+    header, places = _merged_header(fs, [file for file, _ in parts])
+    table = joined([renumbered(table, rows) for (_, table), rows in zip(parts, places, strict=True)])
+    _put(fs, header, table)
+    for file, _ in parts:
+        fs.remove_tree(file.path)
+    return True
+
+
+def _merged_header(fs: Filesystem, files: Sequence[IndexFile]) -> tuple[IndexHeader, list[np.ndarray]]:
+    """The header of all records, and for each file int32: the places of its records in it, -1 for one left out."""
+    digests: dict[str, str] = {}
+    unsure: set[str] = set()
+    for file in files:
+        for name, digest in zip(file.header.records, file.header.sha256s, strict=True):
+            if digests.setdefault(name, digest) != digest:
+                unsure.add(name)
+    inputs = sorted({digest for file in files for digest in file.header.inputs})
+    columns: dict[str, Any] = {name: [] for name in ("records", "sha256s", "input", *FACTS)}
+    taken, places = set(unsure), []
+    for file in files:
+        rows = np.full(file.covered, -1, dtype=np.int32)
+        for row, name in enumerate(file.header.records):
+            if name not in taken:
+                taken.add(name)
+                rows[row] = len(columns["records"])
+                columns["input"].append(inputs.index(file.header.inputs[file.header.input[row]]))
+                for column in ("records", "sha256s", *FACTS):
+                    columns[column].append(getattr(file.header, column)[row])
+        places.append(rows)
+    replaces = {file.number for file in files} | {number for file in files for number in file.header.replaces}
+    kept = tuple(sorted(replaces & set(index_numbers(fs))))
+    return IndexHeader.model_construct(inputs=tuple(inputs), replaces=kept, **columns), places
