@@ -36,10 +36,11 @@ from collectors.engines.hf import _pad, plan_batches
 from collectors.engines.resources import PREFIX, default_root
 from collectors.engines.vllm import LayerIds, StateFile, kv_transfer_config, speculative_config
 from collectors.targets.layers import choose_layers
-from collectors.targets.load import load_target, open_target
+from collectors.targets.load import load_target
 from hiddenstore import inputs
 from hiddenstore.inputs import PreparedInput, Unit
 from hiddenstore.process import Drain, Rank
+from hiddenstore.targets.folder import open_target
 
 BATCH_TOKENS = 4096
 UNITS_A_TURN = 3

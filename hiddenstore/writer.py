@@ -18,7 +18,8 @@ from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.publish import indexed_revisions
 from hiddenstore.store import Store, tables_of
-from schemas.capture import CaptureSpec, HeadSpec
+from hiddenstore.targets.identity import cast_hint
+from schemas.capture import STATED, CaptureSpec, HeadSpec
 from schemas.manifest import CommitRecord, Container, Engine, FileEntry, Package, PackageRole, Reject, StoreManifest
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 # A name, a branch and a loading dtype are for people; digests decide whether two targets are one.
 _NOT_COMPARED = {"capture.target.name", "capture.target.revision", "capture.target.dtype"}
+_COMPARED_WHERE_STATED = {f"capture.target.{field}" for field in STATED}
 
 
 def create_store(
@@ -70,7 +72,7 @@ def create_store(
         raise ConflictError(
             f"{store.path} holds another capture:\n{lines}",
             kind=Kind.STORE_MISMATCH,
-            hint="collect into another folder, or ask for what is stored: hiddenstore info " + store.path,
+            hint=cast_hint(differences, f"another folder, or ask for what is stored: hiddenstore info {store.path}"),
         )
     for entry in store.manifest.target_files:
         if entry in entries and fs.size(f"{layout.TARGET_DIR}/{entry.path}") is None:
@@ -108,6 +110,7 @@ def capture_differences(stored: StoreManifest, requested: StoreManifest) -> list
         f"{name}: {_short(one.get(name))} stored, {_short(other.get(name))} asked"
         for name in one | other
         if name not in _NOT_COMPARED and one.get(name) != other.get(name)
+        if name not in _COMPARED_WHERE_STATED or None not in (one.get(name), other.get(name))
     ]
 
 

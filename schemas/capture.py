@@ -1,8 +1,8 @@
 """What a store holds and where it came from: target identity, captured layers, norm state, codecs, head."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from schemas.base import Document
 from schemas.layers import field_name
@@ -15,12 +15,16 @@ NormFlavour = Literal["rms", "rms_plus_one", "layer"]
 FINAL = "final"
 TOPK = "topk"
 MOST_TOPK = 64
+STATED = ("checkpoint_sha256", "tokenizer_rules_sha256")
+"""Digests of a target that are compared where both sides state them."""
 
 
 class TargetIdentity(Document):
     """Fingerprint of the target; compared wherever two things meet.
 
-    ``weights_sha256`` covers embeddings, final norm and LM head; ``name`` is for people and never compared.
+    ``weights_sha256`` covers embeddings, final norm and LM head as bf16 values, ``checkpoint_sha256`` every tensor of
+    the checkpoint as it is stored, ``tokenizer_rules_sha256`` the tokenizer's merges and rules; the last two are absent
+    in stores of older writers and where the checkpoint does not say. ``name`` is for people and never compared.
     """
 
     name: str
@@ -34,6 +38,14 @@ class TargetIdentity(Document):
     tokenizer_sha256: str
     chat_template_sha256: str
     weights_sha256: str
+    checkpoint_sha256: str | None = None
+    tokenizer_rules_sha256: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_unstated(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Written as older readers know it where nothing more is known."""
+        members = dict(serialise(self))
+        return {name: value for name, value in members.items() if value is not None or name not in STATED}
 
 
 class HeadSpec(Document):

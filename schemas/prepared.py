@@ -37,6 +37,7 @@ class SourceCount(Document):
 
 class PreparedData(Document):
     """``data.json``. ``digest`` = sha256 over (sample id, split) in file order: the name of this input in a store.
+    ``tokenizer_rules_sha256`` as in ``TargetIdentity``.
 
     ``think_loss`` False: thoughts are not supervised. ``reasoning_lost`` counts samples whose last answer has reasoning
     that the chat template left out. ``mix_seed`` chose the rows where a mix took a part of a source.
@@ -46,6 +47,7 @@ class PreparedData(Document):
     digest: str
     target: str
     tokenizer_sha256: str
+    tokenizer_rules_sha256: str | None = None
     chat_template_sha256: str
     vocab_size: int
     loss_on: LossOn

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collectors.targets.layers import LayerChoice
-from collectors.targets.load import TargetFolder
 from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
 from hiddenstore.console.text import size
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.segments.base import Container, unit_tokens
 from hiddenstore.store import Store
+from hiddenstore.targets.folder import TargetFolder
 from schemas.capture import TOPK, CaptureSpec, Codecs, FinalMode
 from schemas.prepared import PreparedData
 

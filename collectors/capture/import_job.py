@@ -7,7 +7,7 @@ back from.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,13 +16,13 @@ from collectors.capture.job import CollectJob, CollectReport, JobSettings, new_s
 from collectors.capture.options import require_data_fits
 from collectors.checks.capture import CheckSpec
 from collectors.checks.reference import Reference, open_reference, parse_check, profile_target
+from collectors.checks.stored import reference_states
 from collectors.engines.dump import find_format
 from collectors.engines.dump.engine import Claims, DumpEngine
 from collectors.engines.dump.matching import Matcher, PreparedTokens, exported_turns
 from collectors.engines.dump.meaning import DumpMeaning, Evidence, check_layers, settle_meaning
 from collectors.engines.dump.peer import PeerSource
 from collectors.engines.dump.scan import SKIPPED, Scan, count_refused, covered_locations, finished_scans, scan_key
-from collectors.targets.folder import open_target
 from collectors.targets.load import EngineTarget, LoadOptions
 from collectors.tokenize.template import read_template
 from hiddenstore.codecs import get_codec
@@ -32,7 +32,10 @@ from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Drain, Rank
 from hiddenstore.records import Record
 from hiddenstore.store import Store
+from hiddenstore.targets.folder import open_target
+from hiddenstore.targets.identity import CHECKPOINT
 from hiddenstore.verify.profile import write_profile
+from hiddenstore.verify.same_target import require_states
 from schemas.capture import CaptureSpec, FinalMode, NormState
 from schemas.manifest import CommitRecord, Container
 
@@ -107,7 +110,8 @@ def import_dump(
             hint="import into a local store, then: hiddenstore copy LOCAL REMOTE",
         )
     template = None if options.template is None else read_template(options.template)
-    target = EngineTarget(open_target(options.target, options.revision, template), None)
+    folder = open_target(options.target, options.revision, template)
+    target = EngineTarget(replace(folder, runs_elsewhere=True), None)
     source = make_source(options.peer, Path(options.source), target.head.hidden_size)
     claims = Claims(options.layers, options.peer_layers, options.norm)
     meaning = settle_meaning(source, claims, target, _matcher(options, target), note)
@@ -180,16 +184,21 @@ class ImportJob:
         """Every pass through the collect job."""
         engine, report, meaning = self.engine, self.report, self.meaning
         final: FinalMode = "none" if engine.final_norm is None else "all"
+        # Nothing says which checkpoint made a dump.
+        identity = engine.target.identity.model_copy(update={CHECKPOINT: None})
         capture = CaptureSpec(
-            target=engine.target.identity,
+            target=identity,
             aux_layers=meaning.columns.aux_layers,
             final=final,
             final_norm=meaning.norm,
             codecs=get_recipe(self.options.recipe),
         )
         store = new_store(self.options.store, self.options.container, engine.target, capture)
-        if self.reference.target is not None:
-            write_profile(store.fs, profile_target(self.reference.target, scans[0], final))
+        reference = self.reference.target
+        profile = None if reference is None else profile_target(reference, scans[0], final)
+        require_states(store, identity, reference_states(reference))
+        if profile is not None:
+            write_profile(store.fs, profile)
         layers, norms = meaning.columns.aux_layers, meaning.evidence.typical_norms
         check = CheckSpec(layers, meaning.norm, norms, names_source=True)
         deleter = SourceDeleter(store, engine.source, meaning.locations) if self.options.delete_source else None

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from collectors.capture.options import AUTO, CollectOptions, engine_options, req
 from collectors.checks.capture import CheckSpec, RejectBudget, check_unit
 from collectors.checks.crosscheck import CrossCheck
 from collectors.checks.reference import open_reference, parse_check, profile_target, typical_norms
+from collectors.checks.stored import compare_with_store, engine_states
 from collectors.engines import Captured, CaptureEngine, CaptureRequest, open_engine
-from collectors.targets.folder import open_target
 from collectors.targets.layers import choose_layers
 from collectors.targets.load import EngineTarget, LoadOptions
 from collectors.tokenize.template import read_template
@@ -42,10 +42,11 @@ from hiddenstore.records import Record, Sample, final_row_positions
 from hiddenstore.segments.base import unit_tokens
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import Slice, slice_tokens, take_slice, write_slice
-from hiddenstore.verify.profile import write_profile
+from hiddenstore.targets.folder import open_target
+from hiddenstore.targets.identity import CHECKPOINT
 from hiddenstore.writer import PendingUnit, create_store, pending_units, register_input, write_unit
 from schemas.advice import Advice
-from schemas.capture import CaptureSpec, Codecs, FinalMode
+from schemas.capture import CaptureSpec, Codecs, FinalMode, TargetIdentity
 from schemas.manifest import CommitRecord, Container, Reject
 from schemas.prepared import PreparedData
 
@@ -184,10 +185,22 @@ def new_store(location: str | Path, container: Container, target: EngineTarget, 
     return create_store(location, capture, target.head.spec, recipe, files, container)
 
 
+def stored_identity(options: CollectOptions, identity: TargetIdentity) -> TargetIdentity:
+    """The identity that a store's is compared with: with ``same_target`` the digest of the checkpoint is its own, and
+    ``compare_with_store`` judges by states."""
+    stored = _stored_capture(options.store) if options.same_target else None
+    return identity if stored is None else identity.model_copy(update={CHECKPOINT: stored.target.checkpoint_sha256})
+
+
 def _stored_codecs(location: str | Path) -> Codecs | None:
-    """The codecs of the store that is there, None where there is none."""
+    stored = _stored_capture(location)
+    return None if stored is None else stored.codecs
+
+
+def _stored_capture(location: str | Path) -> CaptureSpec | None:
+    """What the store that is there holds, None where there is none."""
     try:
-        return Store.open(location, strict=False).capture.codecs
+        return Store.open(location, strict=False).capture
     except NotFoundError:
         return None
 
@@ -259,6 +272,7 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
     prepared = PreparedInput.open(options.data)
     template = None if options.template is None else read_template(options.template)
     folder = open_target(options.target, options.revision, template, options.trust_remote_code)
+    folder = replace(folder, runs_elsewhere=options.server is not None)
     require_data_fits(prepared.info, folder)
     choice = choose_layers(options.layers, options.final, folder.num_layers)
     recipe, parity = resolve_recipe(options.recipe, choice), parse_check(options.check)
@@ -270,7 +284,7 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
         if reference.explained is not None:
             say_once(reference.explained)
         capture = CaptureSpec(
-            target=target.identity,
+            target=stored_identity(options, target.identity),
             aux_layers=choice.aux_layers,
             final=choice.final,
             final_norm=engine.final_norm or "pre_norm",
@@ -280,8 +294,8 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
         norms = typical_norms(profile, choice.aux_layers, target.head.hidden_size)
         check = CheckSpec(choice.aux_layers, capture.final_norm, norms)
         store = open_store(options, prepared, engine, check, capture, lambda: drain.requested, say_once)
-        if profile is not None:
-            write_profile(store.fs, profile)
+        states_of = engine_states(engine, choice.aux_layers, prepared.info.longest, lambda: drain.requested)
+        compare_with_store(store, target.identity, states_of, profile, say_once)
         compare = None
         if reference.target is not None and reference.compares:
             compare = CrossCheck(reference.target, check, parity.samples)

@@ -9,11 +9,12 @@ import torch
 import yaml
 
 from collectors.engines import EngineOptions
-from collectors.targets.folder import TargetFolder
 from collectors.targets.layers import LayerChoice
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPES, get_recipe, recipe_name
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.process import Rank
+from hiddenstore.targets.folder import TargetFolder
+from hiddenstore.targets.identity import tokenizer_differences
 from schemas.capture import TOPK, FinalMode
 from schemas.manifest import Container
 from schemas.prepared import PreparedData
@@ -48,6 +49,7 @@ class CollectOptions:
     scratch: str | Path | None = None
     server: str | None = None
     check: str = AUTO
+    same_target: bool = False
 
     def absolute(self) -> "CollectOptions":
         """The same for a process in another folder."""
@@ -75,17 +77,15 @@ def resolve_recipe(recipe: str, choice: LayerChoice) -> str:
 
 def require_data_fits(info: PreparedData, folder: TargetFolder) -> None:
     """Refuse DATA tokenised for another target: FormatError ``tokenizer-mismatch``, naming what differs."""
-    pairs = (
-        ("tokenizer", info.tokenizer_sha256, folder.tokenizer_sha256),
-        ("chat template", info.chat_template_sha256, folder.chat_template_sha256),
-    )
-    wrong = [
-        f"{what} {data[:8]}… in the data, {target[:8]}… of the target" for what, data, target in pairs if data != target
-    ]
+    wrong = tokenizer_differences(info, folder)
+    is_other_template, tokenizer_fits = info.chat_template_sha256 != folder.chat_template_sha256, not wrong
+    if is_other_template:
+        digests = info.chat_template_sha256, folder.chat_template_sha256
+        wrong.append("chat template {:.8}… in the data, {:.8}… of the target".format(*digests))
     if not wrong:
         return
     hint = f"hiddenstore prepare INPUT -o DATA --target {folder.name}"
-    if info.tokenizer_sha256 == folder.tokenizer_sha256:
+    if tokenizer_fits:
         hint += "; or, if prepare was given a template, collect with the same --template FILE"
     raise FormatError(
         f"the data was prepared for {info.target} and does not fit target {folder.label}: {'; '.join(wrong)}",

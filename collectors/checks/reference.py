@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from collectors.checks.capture import MIN_PROFILED_TOKENS
-from collectors.targets.checkpoint import weights_bytes
 from collectors.targets.families import verify_parts
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Rank
 from hiddenstore.records import final_row_positions
+from hiddenstore.targets.checkpoint import weights_bytes
 from hiddenstore.verify.profile import LayerProfile, make_profile
 from schemas.capture import FinalMode
 

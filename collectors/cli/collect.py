@@ -17,7 +17,7 @@ from collectors.cli.options import (
     server_option,
     tensor_parallel_option,
 )
-from hiddenstore.cli.words import DATA
+from hiddenstore.cli.words import DATA, same_target_option
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPE_HELP
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.targets import LAYER_RULES
@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     help="What starts the workers: local (this process, or torchrun's and SLURM's), ray, or ray:N for N workers.",
 )
 @remote_code_option
+@same_target_option
 @common_options
 def collect(
     store: str, engine_args: tuple[str, ...], engine_flags: dict[str, str], launcher: str, **options: Any

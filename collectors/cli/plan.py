@@ -40,9 +40,9 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
     from collectors.capture.estimate import make_plan
     from collectors.capture.options import require_data_fits, resolve_recipe
     from collectors.targets.layers import choose_layers
-    from collectors.targets.load import open_target
     from collectors.tokenize.template import read_template
     from hiddenstore.inputs import PreparedInput
+    from hiddenstore.targets.folder import open_target
 
     out = output()
     info = PreparedInput.open(data).info

@@ -25,10 +25,10 @@ from collectors.engines import Captured, CaptureRequest, EngineOptions, raise_if
 from collectors.engines.assembly import Assembly
 from collectors.engines.resources import Scratch, check_version, choose_devices
 from collectors.engines.trtllm_files import SavedFolder, SavedStates
-from collectors.targets.folder import first_line
 from collectors.targets.load import DTYPE_ALIASES, EngineTarget
 from hiddenstore.doctor import DoctorCheck, version_of
 from hiddenstore.errors import CaptureError, ConfigError, Kind
+from hiddenstore.targets.folder import first_line
 from hiddenstore.verify.probes import unit_scale_error
 from schemas.capture import NormState
 from schemas.layers import to_convention

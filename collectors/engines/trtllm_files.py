@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collectors.targets.folder import first_line
 from hiddenstore.errors import CaptureError, Kind
+from hiddenstore.targets.folder import first_line
 
 SUFFIX = ".pt"
 AUX_KEYS = ("aux_hidden_states", "hidden_state_features")

@@ -30,11 +30,11 @@ from torch import Tensor
 from collectors.engines import Captured, CaptureEngine, CaptureRequest, EngineOptions, raise_if_stopped, read_settings
 from collectors.engines.assembly import Assembly
 from collectors.engines.resources import Scratch, check_version, choose_devices, major_minor
-from collectors.targets.folder import first_line
 from collectors.targets.load import EngineTarget
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.http import HttpClient, ServerAccess
+from hiddenstore.targets.folder import first_line
 from schemas.capture import NormState
 from schemas.layers import to_convention
 from schemas.manifest import Engine

@@ -15,11 +15,12 @@ from collectors.regenerate.generate import Answer, Sampling, Task, generate_batc
 from collectors.regenerate.options import RegenerateOptions
 from collectors.regenerate.rewrite import AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from collectors.regenerate.workers import WorkerPool
-from collectors.targets.folder import TargetFolder, open_target
 from collectors.targets.load import load_target
-from collectors.tokenize.template import limited_rendering, read_template
+from collectors.tokenize.template import read_template
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.records import LOOP_SHARE, repeated_share
+from hiddenstore.targets.folder import TargetFolder, open_target
+from hiddenstore.targets.rendering import limited_rendering
 
 GROUP_BATCHES = 32
 

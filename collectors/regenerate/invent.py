@@ -11,13 +11,13 @@ from typing import Any
 
 from collectors.regenerate.generate import Sampling, generate_batch
 from collectors.regenerate.options import RegenerateOptions
-from collectors.targets.folder import open_target
 from collectors.targets.load import LoadedTarget, load_target
 from collectors.tokenize.template import read_template
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.records import LOOP_SHARE, repeated_share
+from hiddenstore.targets.folder import open_target
 
 LONGEST_QUESTION = 96
 SHORTEST_CHARACTERS = 12

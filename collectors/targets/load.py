@@ -5,18 +5,19 @@ Shapes: D target width, V target vocabulary.
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
-from collectors.targets.checkpoint import damage, read_head, require_applied, require_complete
 from collectors.targets.families import Parts, find_parts
-from collectors.targets.folder import TargetFolder, first_line, open_target
+from collectors.targets.head import read_head
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.targets.folder import TargetFolder, open_target
 from hiddenstore.targets.head import HEAD_FILE, HeadBundle
 from hiddenstore.targets.identity import weights_sha256
+from hiddenstore.targets.load import load_model
+from hiddenstore.targets.tensors import checkpoint_sha256
 from schemas.capture import TargetIdentity
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -53,6 +54,7 @@ class EngineTarget:
             head.vocab_size,
             dtype=str(head.norm_weight.dtype).removeprefix("torch."),
             weights_sha256=weights_sha256(head.embed_tokens, head.norm_weight, head.lm_head),
+            checkpoint_sha256=checkpoint_sha256(self.folder),
         )
 
     def target_files(self) -> dict[str, bytes]:
@@ -116,42 +118,19 @@ def load_weights(folder: TargetFolder, options: LoadOptions) -> LoadedTarget:
     """Load the weights, quantised as the checkpoint's own config says, and find the parts.
 
     Raises:
-        ConfigError: ``option-invalid``, ``device-unavailable``, ``option-invalid``, ``not-installed``,
-            ``family-unsupported``, ``target-unreadable``; as ``damage``, ``require_applied``, ``require_complete``.
+        ConfigError: ``option-invalid``, ``device-unavailable``, ``family-unsupported``; as ``load_model``.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
     dtype, device = parse_dtype(options.dtype), parse_device(options.device)
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"dtype": dtype}
     if options.attention is not None:
         if options.attention not in ATTENTION:
             message = f"unknown attention {options.attention!r}, expected {', '.join(ATTENTION)}"
             raise ConfigError(message, kind=Kind.OPTION_INVALID)
         settings["attn_implementation"] = options.attention
-    if options.device_map is not None or folder.quantised:
-        # A quantised model cannot be moved once it is made.
-        settings["device_map"] = options.device_map or {"": device}
-        if find_spec("accelerate") is None:
-            raise ConfigError(
-                "a target over several devices, or a quantised one, needs accelerate",
-                kind=Kind.NOT_INSTALLED,
-                hint="pip install 'hiddenstore[hf]'",
-            )
-    require_applied(folder)
-    transformers_logging.disable_progress_bar()
-    settings |= {"dtype": dtype, "revision": folder.revision, "trust_remote_code": folder.trust_remote_code}
-    try:
-        # Tensors of another shape are reported with the rest, by name, and refused.
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder.name, output_loading_info=True, ignore_mismatched_sizes=True, **settings
-        )
-    except Exception as error:  # a damaged file may raise anything
-        raise damage(folder) or ConfigError(
-            f"cannot load the weights of target {folder.name}: {first_line(error)}", kind=Kind.TARGET_UNREADABLE
-        ) from error
-    require_complete(folder, report)
-    return wrap_model(folder, model if "device_map" in settings else model.to(device))
+    if options.device_map is not None:
+        settings["device_map"] = options.device_map
+    other_way = "--engine vllm, or --engine trtllm, with --check none"
+    return wrap_model(folder, load_model(folder, device, other_way, **settings))
 
 
 def wrap_model(folder: TargetFolder, model: Any) -> LoadedTarget:

@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 from collectors.conversations.datasets import find_dataset
 from collectors.conversations.mix import Mix, MixedSource, open_inputs
 from collectors.conversations.rows import NO_ANSWER, Row, Source
-from collectors.targets.load import TargetFolder, open_target
 from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
 from collectors.tokenize.template import NOT_STABLE, ChatTemplate, check_template, read_template, refuse_if_unstable
 from collectors.tokenize.write import Tally, data_files, refuse_existing_data, write_document
@@ -29,6 +28,7 @@ from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import new_folder
 from hiddenstore.inputs import input_digest
 from hiddenstore.layout import DATA_JSON
+from hiddenstore.targets.folder import TargetFolder, open_target
 from schemas.manifest import FileEntry
 from schemas.prepared import LossOn, Overlong, PreparedData, SourceCount
 
@@ -161,6 +161,7 @@ def prepare(
             files=files,
             target=folder.label,
             tokenizer_sha256=tokenizer_sha256,
+            tokenizer_rules_sha256=folder.tokenizer_rules_sha256,
             chat_template_sha256=chat_template_sha256,
             vocab_size=int(folder.config.vocab_size),
             loss_on=template.loss_on,

@@ -8,10 +8,7 @@ Shapes: T tokens of one conversation, n turns. Text ranges [start, end) count ch
 """
 
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, zip_longest
@@ -23,8 +20,9 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from collectors.conversations.parse import REASONING, Conversation, Message
 from collectors.conversations.rows import Problem
-from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError, StorageError
+from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
+from hiddenstore.targets.rendering import limited_rendering
 from schemas.prepared import ROLES, LossOn, MaskFrom
 
 Range = tuple[int, int]
@@ -175,8 +173,6 @@ def token_spans(turns: Sequence[Turn], tokens: TokenMap) -> np.ndarray:
 NOT_STABLE = "not-prefix-stable"
 NOTHING_SUPERVISED = "nothing-supervised"
 TOOL_CALLS_LOST = "tool-calls-lost"
-# Processor time of one rendering; the longest of real conversations take hundredths of it.
-RENDER_S = 10.0
 
 THINK_TAGS = (
     ("<think>", "</think>"),
@@ -223,41 +219,6 @@ def read_template(file: str | Path) -> str:
     if not text.strip():
         raise ConfigError(f"template {file} is empty", kind=Kind.TEMPLATE_INVALID)
     return text
-
-
-@contextmanager
-def limited_rendering(location: str) -> Iterator[None]:
-    """FormatError ``template-endless`` once a rendering has taken ``RENDER_S`` of this process's own time.
-
-    A signal ends it, so that a loop in the template ends too; signals reach the main thread only.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    is_over = False
-
-    def end(_signal: int, _frame: object) -> None:
-        nonlocal is_over
-        is_over = True
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_S)
-    try:
-        yield
-    except Exception as error:
-        # Jinja may stumble over an error that comes from nowhere, and raise its own.
-        if not is_over:
-            raise
-        raise FormatError(
-            f"{location}: the chat template has not rendered it after {RENDER_S:g} s",
-            kind=Kind.TEMPLATE_ENDLESS,
-            hint="give another template: --template FILE",
-        ) from error
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 class ChatTemplate:

@@ -28,29 +28,42 @@ from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest
 from hiddenstore.inspect.samples import Test
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import copy_slice
+from hiddenstore.targets.identity import CHECKPOINT, cast_hint, unstated_digests
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
+from hiddenstore.verify.same_target import share_profile, target_differences, unstated_warning
 from hiddenstore.writer import PendingUnit, capture_differences, create_store, pending_units, register_input
-from schemas.capture import TOPK, Codecs
+from schemas.capture import STATED, TOPK, Codecs
 from schemas.manifest import CommitRecord, Container, SampleEntry
 from schemas.prepared import PreparedData
 
 
-def check_sources(sources: Sequence[Store], location: str | Path | Filesystem) -> None:
-    """Refuse a copy onto a source (``output-exists``) and sources of two captures (``store-mismatch``)."""
+def check_sources(sources: Sequence[Store], location: str | Path | Filesystem, same_target: bool = False) -> list[str]:
+    """Refuse a copy onto a source (``output-exists``) and sources of two captures (``store-mismatch``), or of two
+    captures than that which is at ``location``; warnings about digests that not all of them state.
+
+    ``same_target`` takes another checkpoint where the layer profiles agree.
+    """
     for source in sources:
         if Path(source.path).resolve() == Path(open_filesystem(location).root).resolve():
             raise ConflictError(f"{source.path} cannot be copied onto itself", kind=Kind.OUTPUT_EXISTS)
-    first = sources[0]
-    for other in sources[1:]:
+    first, others, warnings = sources[0], [*sources[1:]], list[str]()
+    with suppress(NotFoundError):
+        others.append(Store.open(location, strict=False))
+    may_differ = ("capture.codecs.", "container:", *([f"capture.target.{CHECKPOINT}:"] if same_target else []))
+    for other in others:
         differences = capture_differences(first.manifest, other.manifest)
-        lines = [line for line in differences if not line.startswith(("capture.codecs.", "container:"))]
+        lines = [line for line in differences if not line.startswith(may_differ)]
+        lines = lines or target_differences(first.capture.target, other, first, same_target)
         if lines:
             listed = "\n".join(f"  {line}" for line in lines)
             raise ConflictError(
                 f"{first.path} and {other.path} hold different captures (stored: first, asked: second)\n{listed}",
                 kind=Kind.STORE_MISMATCH,
-                hint=f"hiddenstore diff {first.path} {other.path}",
+                hint=cast_hint(lines, f"hiddenstore diff {first.path} {other.path}"),
             )
+        targets = first.capture.target, other.capture.target
+        warnings.append(unstated_warning(*targets, by_profile=share_profile(first, other)) or "")
+    return list(dict.fromkeys(filter(None, warnings)))
 
 
 def open_destination(
@@ -63,16 +76,19 @@ def open_destination(
         ConfigError: ``name-unknown``, ``codec-unknown``, ``final-unfit``.
     """
     first = sources[0]
-    manifest = first.manifest
+    manifest, target = first.manifest, first.capture.target
+    # What is made says of all its states only what every source says; whether they are of one target was judged before.
+    stated: Mapping[str, Any] = dict.fromkeys(unstated_digests(*(source.capture.target for source in sources)))
     with suppress(NotFoundError):
         manifest = Store.open(location, strict=False).manifest
+        stated = {field: getattr(manifest.capture.target, field) for field in STATED}
     if recipe is None:
         recipe, codecs = manifest.recipe, manifest.capture.codecs
     else:
         codecs = get_recipe(recipe)
         recipe = recipe_name(codecs)
     _require_finals(sources, codecs)
-    capture = first.capture.model_copy(update={"codecs": codecs})
+    capture = first.capture.model_copy(update={"codecs": codecs, "target": target.model_copy(update=stated)})
     files = {entry.path: first.target_file(entry.path) for entry in first.manifest.target_files}
     return create_store(location, capture, first.manifest.head, recipe, files, container or manifest.container)
 
@@ -243,7 +259,7 @@ class _Selection(PreparedInput):
 @dataclass
 class Copy:
     """A copy that is begun: ``units`` to bring over, how many units (with a filter: samples) are ``present`` already,
-    ``unavailable`` units no source holds, ``notes`` on rounding."""
+    ``unavailable`` units no source holds, ``notes`` on rounding and on what could not be compared."""
 
     destination: Store
     sources: tuple[Store, ...]
@@ -288,10 +304,12 @@ def open_copy(
     recipe: str | None = None,
     keep: Test | None = None,
     container: Container | None = None,
+    same_target: bool = False,
 ) -> Copy:
     """Create (or open) the destination, register what it will hold, and list the units it lacks.
 
-    ``recipe`` and ``container`` None keep those of the destination when it exists, else those of the first source.
+    ``recipe`` and ``container`` None keep those of the destination when it exists, else those of the first source;
+    ``same_target`` as in ``check_sources``.
 
     Raises:
         ConflictError: ``store-mismatch``, sources or destination hold another capture (codecs and container aside);
@@ -300,7 +318,7 @@ def open_copy(
             a source holds top tokens, and the destination is to hold the final hidden.
         CorruptionError: a target file or input of a source is damaged.
     """
-    check_sources(sources, location)
+    warnings = check_sources(sources, location, same_target)
     if keep is not None and not any(keep(record, entry) for source in sources for record, entry in source.entries):
         raise ConfigError("no sample of the sources passes the filter", kind=Kind.SELECTION_EMPTY)
     destination = open_destination(sources, location, recipe, container)
@@ -312,6 +330,7 @@ def open_copy(
     copy = Copy(destination, tuple(sources), units, present, unavailable)
     if copy.verbatim < len(units):
         copy.notes = rounding_notes(sources, destination, recoding_equal=keep is not None)
+    copy.notes += warnings
     return copy
 
 

@@ -12,7 +12,7 @@ import click
 from rich.padding import Padding
 from rich.text import Text
 
-from hiddenstore.cli.words import STORE, Name, open_store
+from hiddenstore.cli.words import STORE, Name, open_store, same_target_option
 from hiddenstore.codecs.recipes import RECIPE_HELP, RECIPES, get_recipe
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, clean, clean_line, count, percent, plural, seconds, size
@@ -174,6 +174,7 @@ def _indented(text: str) -> None:
 @click.option("--container", type=click.Choice(tuple(CONTAINERS)), help="Default: as DST, else as the first SRC.")
 @click.option("--where", multiple=True, metavar="TEST", help="Only samples with tokens>4096, supervised>0, …")
 @click.option("--split", type=click.Choice(["train", "validation"]), help="Only samples of this split.")
+@same_target_option
 @common_options
 def copy(
     sources: tuple[str, ...],
@@ -182,6 +183,7 @@ def copy(
     container: "Container | None",
     where: tuple[str, ...],
     split: str | None,
+    same_target: bool,
 ) -> None:
     """Merge, subset, re-encode or repack: bring the samples of every SRC store into the store DST.
 
@@ -192,7 +194,7 @@ def copy(
     keep = parse_where(where, split) if where or split else None
     from hiddenstore.care.copy import open_copy
 
-    opened = open_copy([open_store(source) for source in sources], destination, recipe, keep, container)
+    opened = open_copy([open_store(source) for source in sources], destination, recipe, keep, container, same_target)
     out = output()
     for note in opened.notes:
         out.warn(note)

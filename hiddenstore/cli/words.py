@@ -77,6 +77,10 @@ def _require_run(path: str) -> None:
 
 STORE, DATA, RUN = Place(_require_store), Place(_require_data), Place(_require_run)
 
+same_target_option = click.option(
+    "--same-target", is_flag=True, help="Take a cast copy of the target, if the stored layer profile is also its own."
+)
+
 
 def split_snapshot(text: str) -> tuple[str, str | None]:
     """Path and snapshot of ``path@name``; no snapshot where a folder has that very name."""

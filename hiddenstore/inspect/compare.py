@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 SAME_THING = (
     "capture.target.config_sha256",
     "capture.target.weights_sha256",
+    "capture.target.checkpoint_sha256",
     "capture.target.tokenizer_sha256",
+    "capture.target.tokenizer_rules_sha256",
     "capture.aux_layers",
 )
 
@@ -136,7 +138,9 @@ class Comparison:
         They are when target, layers, samples, splits and spans are the same and no row differs by more than
         ``tolerance`` of its length. Engine, recipe, container and norm state may differ.
         """
-        reasons = [f"{item['field']} differs" for item in self.schema if item["field"].startswith(SAME_THING)]
+        # A digest that one side does not state is no difference of the target.
+        stated = [item for item in self.schema if None not in (item["a"], item["b"])]
+        reasons = [f"{item['field']} differs" for item in stated if item["field"].startswith(SAME_THING)]
         for samples, store in ((self.only_a, "A"), (self.only_b, "B")):
             if samples:
                 reasons.append(f"{len(samples):,} samples are only in {store}")

@@ -1,17 +1,17 @@
-"""Fingerprints of a target: the four digests of ``schemas.TargetIdentity`` and how two identities are compared.
+"""Fingerprints of a target: the digests of ``schemas.TargetIdentity`` and how two identities are compared.
 
 Everything that meets a target (prepare, collect, decode) computes them here, so that equal targets have equal digests
-whoever loaded them and in whatever dtype.
+whoever loaded them and in whatever dtype; that of the checkpoint's tensors is in ``hiddenstore.targets.tensors``.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hiddenstore.documents import sha256_hex
-from schemas.capture import TargetIdentity
+from schemas.capture import STATED, TargetIdentity
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,19 @@ _COMPARED = (
     "chat_template_sha256",
     "weights_sha256",
 )
+CHECKPOINT = "checkpoint_sha256"
+"""The digest in which a cast copy of a target differs from it."""
+_PARTS_OF_RULES = ("model", "normalizer", "pre_tokenizer")
+
+
+class Tokenised(Protocol):
+    """What names the tokenizer that it was made with."""
+
+    @property
+    def tokenizer_sha256(self) -> str: ...
+
+    @property
+    def tokenizer_rules_sha256(self) -> str | None: ...
 
 
 def config_sha256(config: Mapping[str, Any]) -> str:
@@ -60,6 +73,28 @@ def tokenizer_sha256(tokenizer: Any) -> str:
         tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))
     probes = [tokenizer.encode(text, add_special_tokens=False) for text in _PROBES]
     return sha256_hex(_canonical({"vocab": tokenizer.get_vocab(), "probes": probes}))
+
+
+def tokenizer_rules_sha256(serialised: str | bytes) -> str:
+    """Digest of a ``tokenizer.json``: its vocabulary, merges, normaliser, pre-tokeniser and added tokens.
+
+    Whitespace, order of members and of added tokens, members that are left at nothing and the older way to write a
+    merge do not change it.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    document = json.loads(serialised)
+    if not isinstance(document, dict):
+        raise ValueError("expected an object")
+    model = document.get("model") or {}
+    # Hundreds of thousands of entries each, none of which is ever left out.
+    large = {name: model.pop(name, None) for name in ("vocab", "merges")}
+    if large["merges"]:
+        large["merges"] = [merge.split(" ") if isinstance(merge, str) else merge for merge in large["merges"]]
+    rules = large | {name: _without_nothing(document.get(name)) for name in _PARTS_OF_RULES}
+    added = [_canonical(_without_nothing(token)).decode() for token in document.get("added_tokens") or ()]
+    return sha256_hex(_canonical(rules | {"added_tokens": sorted(added)}))
 
 
 def chat_template_sha256(template: str | Mapping[str, str] | None) -> str:
@@ -86,13 +121,41 @@ def target_argument(identity: TargetIdentity) -> str:
     return identity.name if "/" in identity.name or identity.revision else "TARGET"
 
 
-def identity_differences(expected: TargetIdentity, actual: TargetIdentity) -> list[str]:
-    """Every field that makes two targets different ones, as ``weights_sha256: 77ab… expected, 19c0… found``."""
+def identity_differences(expected: TargetIdentity, actual: TargetIdentity, same_target: bool = False) -> list[str]:
+    """Every field that makes two targets different ones, as ``weights_sha256: 77ab… expected, 19c0… found``.
+
+    ``same_target`` excuses ``checkpoint_sha256``; whoever passes it compares states.
+    """
+    unstated = {*unstated_digests(expected, actual), *([CHECKPOINT] if same_target else [])}
     return [
         f"{field}: {_short(getattr(expected, field))} expected, {_short(getattr(actual, field))} found"
-        for field in _COMPARED
-        if getattr(expected, field) != getattr(actual, field)
+        for field in (*_COMPARED, *STATED)
+        if field not in unstated and getattr(expected, field) != getattr(actual, field)
     ]
+
+
+def tokenizer_differences(data: Tokenised, target: Tokenised) -> list[str]:
+    """What tells the tokenizer of some data from a target's, as ``tokenizer 77ab… in the data, 19c0… of …``."""
+    pairs = (
+        ("tokenizer", data.tokenizer_sha256, target.tokenizer_sha256),
+        ("merges and rules of the tokenizer", data.tokenizer_rules_sha256, target.tokenizer_rules_sha256),
+    )
+    return [
+        f"{what} {one[:8]}… in the data, {other[:8]}… of the target"
+        for what, one, other in pairs
+        if one is not None and other is not None and one != other
+    ]
+
+
+def cast_hint(differences: Sequence[str], otherwise: str) -> str:
+    """What to do about ``differences``: where the checkpoint's digest is the only one, it may be a cast copy."""
+    only = differences[0].removeprefix("capture.target.") if len(differences) == 1 else ""
+    return f"--same-target, if it is a cast copy; else {otherwise}" if only.startswith(f"{CHECKPOINT}:") else otherwise
+
+
+def unstated_digests(*identities: TargetIdentity) -> list[str]:
+    """The digests of ``STATED`` that one of the identities lacks: nothing can be said of them."""
+    return [field for field in STATED if None in [getattr(identity, field) for identity in identities]]
 
 
 def _hash_rows(digest: Any, tensor: "torch.Tensor") -> None:
@@ -116,6 +179,15 @@ def _without_volatile(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_volatile(item) for item in value]
     return value
+
+
+def _without_nothing(value: Any) -> Any:
+    """Without members that are null, false or empty text, which one version writes and another leaves out."""
+    if isinstance(value, dict):
+        return {
+            key: _without_nothing(item) for key, item in value.items() if item not in (None, "") and item is not False
+        }
+    return [_without_nothing(item) for item in value] if isinstance(value, list) else value
 
 
 def _canonical(value: Any) -> bytes:

@@ -8,7 +8,7 @@ must show the same rows there: the profile names the layer of any sample that sh
 Shapes: N decoder layers, P profiled tokens, D target width, S projections.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -26,6 +26,9 @@ PROFILE_PATH = f"{CALIBRATION_DIR}/profile.json"
 PROFILE_TOKENS = 64
 PROJECTIONS = 8
 NORMED = "normed"
+SAME_LAYER = 1e-2
+"""Distance (`match_layer`) up to which states are a layer's own: rounding to half precision makes 1e-3 of it, an update
+of the weights that moves states by a quarter of their length 3e-2."""
 
 _DIGITS = 5
 
@@ -71,10 +74,14 @@ class LayerProfile(Document):
         """What can be matched: layer numbers -1 … N-1, then ``normed``."""
         return [*range(-1, len(self.layers) - 1), *([NORMED] if self.normed is not None else [])]
 
+    @property
+    def leading(self) -> int:
+        """How many of its positions are the first tokens of the sample."""
+        return first_true(np.arange(len(self.positions)) != np.asarray(self.positions))
+
     def common_prefix(self, input_ids: np.ndarray) -> int:
         """How many first tokens of a sample are the profile's, as far as the profile has every position."""
-        positions = np.asarray(self.positions)
-        count = min(first_true(positions != np.arange(len(positions))), len(input_ids))
+        count = min(self.leading, len(input_ids))
         return first_true(np.asarray(self.tokens[:count]) != input_ids[:count])
 
 
@@ -139,6 +146,34 @@ def match_layer(profile: LayerProfile, rows: Tensor, indices: Sequence[int] | np
         scale = np.square(np.log(np.maximum(rms, 1e-12) / np.maximum(row_rms, 1e-12)))
         distances[name] = float(np.mean(angle + scale))
     return distances
+
+
+def states_apart(profile: LayerProfile, states: Mapping[int | str, Tensor]) -> list[str]:
+    """Which states are not those of the profile's first tokens: rows [n, D] of the first n, by name of the layer."""
+    lines = []
+    for name, rows in states.items():
+        distance = match_layer(profile, rows, range(len(rows)))[name] if name in profile.names else 0.0
+        # A distance that is no number is not small either.
+        if not distance <= SAME_LAYER:
+            layer = name if name == NORMED else f"of layer {name}"
+            apart = f"{distance:.3g} from the stored layer profile's, expected at most {SAME_LAYER:g}"
+            lines.append(f"states {layer}: {apart}")
+    return lines
+
+
+def profiles_apart(one: LayerProfile | None, other: LayerProfile | None) -> list[str] | None:
+    """The first layer that looks otherwise on the first tokens that two profiles share; None where they share none."""
+    if one is None or other is None or len(one.layers) != len(other.layers):
+        return None
+    count = min(one.common_prefix(np.asarray(other.tokens)), other.leading)
+    for layer, (expected, actual) in enumerate(zip(one.layers, other.layers, strict=True) if count else (), -1):
+        angle = np.square(np.subtract(expected.projections[:count], actual.projections[:count])).mean() / 2
+        sizes = (np.maximum(sketches.rms[:count], 1e-12) for sketches in (expected, actual))
+        scale = np.square(np.log(np.divide(*sizes))).mean()
+        if not angle + scale <= SAME_LAYER:
+            apart = f"{angle + scale:.3g} apart in the stored layer profiles, expected at most {SAME_LAYER:g}"
+            return [f"states of layer {layer}: {apart}"]
+    return [] if count else None
 
 
 def sketch(rows: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -11,12 +11,13 @@ from hiddenstore import layout
 from hiddenstore.damage import DAMAGE, raise_refusal, twice
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
-from hiddenstore.targets.identity import tokenizer_sha256, weights_sha256
+from hiddenstore.targets.identity import tokenizer_rules_sha256, tokenizer_sha256, weights_sha256
 from hiddenstore.verify.report import Finding, Report
 
 RETOKENISED_TOKENS = 512
 RETOKENISED_SHARE = 0.6
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_RULES_FILE = "tokenizer.json"
+_TOKENIZER_FILES = (_RULES_FILE, "tokenizer.model", "vocab.json")
 
 
 def load_head(store: Store, report: Report) -> HeadBundle | None:
@@ -49,7 +50,10 @@ def load_tokenizer(store: Store, report: Report) -> Any:
         raise_refusal(error, str(folder))
         report.findings.append(Finding("tokenizer-unreadable", layout.TARGET_DIR, (), str(error)))
         return None
-    digest, expected = tokenizer_sha256(tokenizer), store.capture.target.tokenizer_sha256
+    target, file = store.capture.target, folder / _RULES_FILE
+    digest, expected = tokenizer_sha256(tokenizer), target.tokenizer_sha256
+    if digest == expected and target.tokenizer_rules_sha256 is not None and file.is_file():
+        digest, expected = tokenizer_rules_sha256(file.read_bytes()), target.tokenizer_rules_sha256
     if digest != expected:
         detail = f"the tokenizer of target/ has sha256 {digest[:12]}…, the capture names {expected[:12]}…"
         report.findings.append(Finding("tokenizer", layout.TARGET_DIR, (), detail))

@@ -18,13 +18,13 @@ from collectors.demo.corpus import conversations
 from collectors.engines import CaptureRequest, EngineOptions, open_engine, trtllm
 from collectors.engines.trtllm import AHEAD, FIXED_ARGUMENTS, NEEDED, TrtllmEngine, missing_parts
 from collectors.engines.trtllm_files import SavedFolder
-from collectors.targets.folder import open_target
 from collectors.targets.load import EngineTarget
 from hiddenstore.cli import main
 from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, InterruptError
 from hiddenstore.inspect.compare import compare
 from hiddenstore.process import Rank
 from hiddenstore.store import Store
+from hiddenstore.targets.folder import open_target
 from tests.collectors.prepared import data_for_tiny, segment_bytes
 from tests.collectors.tiny import save_target
 

@@ -1,5 +1,6 @@
 """The vLLM engine against a stand-in server: states, files, refusals. A real vLLM runs in tests/engines."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from collectors.engines.hf import HfEngine
 from collectors.engines.resources import major_minor
 from collectors.engines.vllm import _PROBE, LayerIds, StateFile, VllmServer, kv_transfer_config, speculative_config
 from collectors.targets.load import EngineTarget, LoadedTarget, load_target
-from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, InterruptError
+from hiddenstore.errors import CaptureError, ConfigError, FormatError, HiddenstoreError, InterruptError
 from hiddenstore.store import Store
 from tests.collectors.prepared import data_for_tiny
 from tests.collectors.tiny import LAYERS, VOCAB, save_target
@@ -239,6 +240,25 @@ def test_collect_from_a_server_compares_with_hugging_face_and_writes_the_profile
     (commit, *_) = Store.open(options.store).commits()
     assert (commit.engine.name, commit.engine.version) == ("vllm", "0.32.0")
     assert (Path(options.store) / "calibration" / "profile.json").exists()
+
+
+def test_a5_a_server_that_runs_another_checkpoint_than_the_folder_is_refused_by_its_states(
+    double: VllmDouble, loaded: LoadedTarget, tmp_path: Path
+) -> None:
+    data, more = data_for_tiny(tmp_path / "data"), data_for_tiny(tmp_path / "more", samples=5, seed=9)
+    options = CollectOptions(
+        data, tmp_path / "store", loaded.folder.name, engine="vllm", layers="-1,1,3", server=double.url
+    )
+    collect(options, note=lambda _text: None)
+    double.model = copy.deepcopy(loaded.model)
+    weight = double.model.model.layers[1].mlp.down_proj.weight
+    weight += torch.randn(weight.shape[0], 4) @ torch.randn(4, weight.shape[1]) * weight.std() / 2
+    with pytest.raises(FormatError, match="states of layer 1") as caught:
+        collect(replace(options, data=more, check="none"), note=lambda _text: None)
+    assert caught.value.kind == "target-mismatch"
+    assert len(Store.open(options.store)) == 12
+    double.model = loaded.model
+    assert collect(replace(options, data=more, check="none"), note=lambda _text: None).samples == 5
 
 
 def test_layers_one_off_from_a_server_are_refused(double: VllmDouble, loaded: LoadedTarget, tmp_path: Path) -> None:

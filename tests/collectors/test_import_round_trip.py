@@ -1,5 +1,6 @@
 """Store → export-data → import gives an equal store, bit for bit, split and turns included."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from collectors.capture.import_job import ImportOptions, ImportReport, import_dump
 from hiddenstore.dumps import get_layout
-from hiddenstore.dumps.common import export_samples
+from hiddenstore.dumps.common import ABOUT_FILE, export_samples
 from hiddenstore.errors import FormatError
 from hiddenstore.inspect.compare import compare
 from hiddenstore.store import Store
@@ -69,6 +70,20 @@ def test_an_export_says_which_target_it_is_of(dumps: Path, tmp_path: Path, targe
     other = str(save_target(tmp_path / "other", seed=5, dtype=torch.bfloat16))
     with pytest.raises(FormatError) as caught:
         bring(tmp_path / "out", "speculators", tmp_path / "b", other)
+    assert caught.value.kind == "target-mismatch"
+
+
+def test_an_import_states_no_checkpoint_and_refuses_an_export_of_another(
+    dumps: Path, tmp_path: Path, target: str
+) -> None:
+    bring(dumps / "modelopt-vllm", "modelopt-vllm", tmp_path / "a", target, layers="0,1,2")
+    assert Store.open(tmp_path / "a").capture.target.checkpoint_sha256 is None
+    export_samples(Store.open(tmp_path / "a"), tmp_path / "out", get_layout("speculators"))
+    about = json.loads((tmp_path / "out" / ABOUT_FILE).read_text())
+    about["target"]["checkpoint_sha256"] = "f" * 64
+    (tmp_path / "out" / ABOUT_FILE).write_text(json.dumps(about))
+    with pytest.raises(FormatError, match="names a target of checkpoint_sha256 ffffffff") as caught:
+        bring(tmp_path / "out", "speculators", tmp_path / "b", target)
     assert caught.value.kind == "target-mismatch"
 
 

@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from collectors.checks.reference import Check, open_reference
 from collectors.engines import CaptureRequest, EngineOptions, open_engine
 from collectors.engines.hf import HfEngine
-from collectors.targets.checkpoint import read_head, weights_bytes
-from collectors.targets.folder import open_target
+from collectors.targets.head import read_head
 from collectors.targets.load import EngineTarget, LoadOptions, load_target, load_weights
 from collectors.tokenize.prepare import PrepareOptions, prepare
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.process import Rank
+from hiddenstore.targets.checkpoint import weights_bytes
+from hiddenstore.targets.folder import open_target
 from tests.collectors.tiny import CONFIGS, VOCAB, save_target
 
 AUX = (-1, 1, 3)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from collectors.targets.checkpoint import weights_bytes
-from collectors.targets.folder import TargetFolder, open_target
 from collectors.targets.load import EngineTarget, LoadOptions, load_target, load_weights
 from hiddenstore.errors import ConfigError
+from hiddenstore.targets.checkpoint import weights_bytes
+from hiddenstore.targets.folder import TargetFolder, open_target
 from tests.collectors.tiny import CONFIGS, WIDTH, save_target
 
 CPU = LoadOptions(device="cpu")

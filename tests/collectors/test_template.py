@@ -30,8 +30,6 @@ from transformers import ByT5Tokenizer
 
 from collectors.conversations.parse import Conversation, parse_row
 from collectors.conversations.rows import Problem, Row
-from collectors.targets.load import open_target
-from collectors.tokenize import template as template_module
 from collectors.tokenize.template import (
     ChatTemplate,
     Tokenised,
@@ -40,6 +38,8 @@ from collectors.tokenize.template import (
     refuse_if_unstable,
 )
 from hiddenstore.errors import ConfigError, FormatError, NotFoundError
+from hiddenstore.targets import rendering
+from hiddenstore.targets.folder import open_target
 from schemas.prepared import ROLES, LossOn
 
 TWO_TURNS = chat("What is two and two?", "It is four.", "How many apples?", "There are 12 🙂")
@@ -486,7 +486,7 @@ LOOP = (
 
 @pytest.mark.parametrize("guard", ["{% if true %}", "{% if messages | length > 2 %}"])
 def test_a18_a_template_that_never_ends_is_a_named_error(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "RENDER_S", 0.2)
+    monkeypatch.setattr(rendering, "RENDER_S", 0.2)
     template = ChatTemplate(tiny_tokenizer(CHATML + guard + LOOP + "{% endif %}"))
     calls = {"{% if true %}": lambda: check_template(template)}
     with pytest.raises(FormatError, match="has not rendered") as caught:
@@ -496,7 +496,7 @@ def test_a18_a_template_that_never_ends_is_a_named_error(guard: str, monkeypatch
 
 
 def test_a18_the_time_that_rendering_may_take_is_that_of_one_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "RENDER_S", 0.2)
+    monkeypatch.setattr(rendering, "RENDER_S", 0.2)
     template = ChatTemplate(tiny_tokenizer(CHATML))
     deadline = time.process_time() + 0.5
     while time.process_time() < deadline:

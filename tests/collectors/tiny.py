@@ -11,7 +11,8 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from collectors.targets.load import LoadedTarget, TargetFolder, wrap_model
+from collectors.targets.load import LoadedTarget, wrap_model
+from hiddenstore.targets.folder import TargetFolder
 from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_sha256
 
 VOCAB = 96

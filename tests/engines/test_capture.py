@@ -18,9 +18,10 @@ from collectors.demo.corpus import conversations
 from collectors.engines import CaptureRequest, EngineOptions, assembly
 from collectors.engines.vllm import VllmProcess
 from collectors.targets.families import probe_states
-from collectors.targets.load import EngineTarget, LoadedTarget, load_target, open_target
+from collectors.targets.load import EngineTarget, LoadedTarget, load_target
 from hiddenstore.errors import ConfigError, InterruptError
 from hiddenstore.store import Store
+from hiddenstore.targets.folder import open_target
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 

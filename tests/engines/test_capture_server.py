@@ -19,8 +19,9 @@ from collectors.demo import TARGET_DIR
 from collectors.engines import CaptureRequest, EngineOptions
 from collectors.engines.vllm import LayerIds, VllmServer, kv_transfer_config, speculative_config
 from collectors.targets.families import probe_states
-from collectors.targets.load import EngineTarget, load_target, open_target
+from collectors.targets.load import EngineTarget, load_target
 from hiddenstore.errors import ConfigError
+from hiddenstore.targets.folder import open_target
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 

@@ -26,9 +26,10 @@ from collectors.demo.corpus import conversations
 from collectors.engines import Captured, CaptureRequest, EngineOptions, hf
 from collectors.engines.hf import HfEngine
 from collectors.engines.vllm import LayerIds, VllmProcess
-from collectors.targets.load import EngineTarget, LoadedTarget, load_target, open_target
+from collectors.targets.load import EngineTarget, LoadedTarget, load_target
 from hiddenstore.errors import CaptureError
 from hiddenstore.store import Store
+from hiddenstore.targets.folder import open_target
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 

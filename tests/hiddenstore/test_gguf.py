@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from collectors.demo import TARGET_DIR
-from collectors.targets.folder import open_target
 from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.gguf import RECORD_FILE, target_folder
 
 TEXTS = ["What does `json.dumps` do?\n\n  It's 12345 times.", "naïve café 漢字 🙂\t<|user|>hi"]

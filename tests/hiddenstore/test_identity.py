@@ -1,16 +1,25 @@
 """Fingerprints: equal for one target however it was loaded, different for any other."""
 
+import json
+
 import pytest
 import torch
+from transformers import AutoTokenizer, LlamaConfig
 
+from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.identity import (
     chat_template_sha256,
     config_sha256,
     identity_differences,
+    tokenizer_differences,
+    tokenizer_rules_sha256,
     tokenizer_sha256,
+    unstated_digests,
     weights_sha256,
 )
 from hiddenstore.testing.builders import capture_spec
+
+WORDS, MERGES = ("T", "h", "Th", "q", "z", "qz"), [("T", "h"), ("q", "z")]
 
 
 def make_tokenizer(words=("a", "b", "c"), merges=()):
@@ -72,6 +81,50 @@ def test_tokenizer_digest_survives_saving_and_sees_another_vocabulary_or_rule(tm
     assert first.get_vocab() == second.get_vocab() == third.get_vocab()
 
 
+def tokenizer_json(merges=("T h", "Th e", "h e"), **more):
+    words = ("T", "h", "e", "Th", "he", "The")
+    document = json.loads(make_tokenizer(words, [("T", "h")]).backend_tokenizer.to_str())
+    document["model"]["merges"] = list(merges)
+    return document | more
+
+
+def test_rules_digest_sees_a_merge_that_no_probe_needs_and_every_other_rule():
+    digest = tokenizer_rules_sha256(json.dumps(tokenizer_json()))
+    for other in (
+        tokenizer_json(("T h", "Th e")),
+        tokenizer_json(("Th e", "T h", "h e")),
+        tokenizer_json(normalizer={"type": "Lowercase"}),
+        tokenizer_json(pre_tokenizer={"type": "Whitespace"}),
+        tokenizer_json(added_tokens=[{"id": 9, "content": "<x>", "special": True}]),
+    ):
+        assert tokenizer_rules_sha256(json.dumps(other)) != digest
+
+
+def test_rules_digest_does_not_see_how_the_file_is_written():
+    tokens = [{"id": 8, "content": "<y>", "special": True, "lstrip": False}, {"id": 9, "content": "<x>"}]
+    document = tokenizer_json(added_tokens=tokens)
+    digest = tokenizer_rules_sha256(json.dumps(document, indent=2))
+    other = dict(reversed(tokenizer_json(("T h", ["Th", "e"], ["h", "e"])).items()))
+    other |= {"version": "2.0", "truncation": {"max_length": 8}, "decoder": None}
+    other["added_tokens"] = [{"content": "<x>", "id": 9}, {"special": True, "id": 8, "content": "<y>"}]
+    other["model"].pop("dropout")
+    assert tokenizer_rules_sha256(json.dumps(other)) == digest
+
+
+def test_a_target_s_tokenizer_keeps_its_digest_when_it_is_saved_again_and_loses_it_with_one_merge(tmp_path):
+    for name, merges in (("first", MERGES), ("second", MERGES), ("third", MERGES[:-1])):
+        folder = tmp_path / name
+        LlamaConfig(vocab_size=9, hidden_size=32, num_hidden_layers=1).save_pretrained(folder)
+        make_tokenizer(WORDS, merges).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tmp_path / "second").save_pretrained(tmp_path / "second")
+    first, second, third = (open_target(str(tmp_path / name)) for name in ("first", "second", "third"))
+    assert first.tokenizer_rules_sha256 == second.tokenizer_rules_sha256 != third.tokenizer_rules_sha256
+    assert first.tokenizer_sha256 == third.tokenizer_sha256
+    assert tokenizer_differences(first, second) == []
+    (line,) = tokenizer_differences(first, third)
+    assert line.startswith("merges and rules of the tokenizer")
+
+
 def test_no_template_and_an_empty_template_are_the_same():
     assert chat_template_sha256(None) == chat_template_sha256("")
     assert chat_template_sha256("{{ x }}") != chat_template_sha256("{{ y }}")
@@ -82,3 +135,12 @@ def test_identities_differ_only_in_what_decides_the_states():
     assert identity_differences(one, one.model_copy(update={"name": "n", "revision": "r", "dtype": "float32"})) == []
     found = identity_differences(one, one.model_copy(update={"weights_sha256": "f" * 64, "num_layers": 9}))
     assert found == ["num_layers: 8 expected, 9 found", "weights_sha256: 44444444… expected, ffffffff… found"]
+
+
+def test_a_digest_that_one_side_does_not_state_is_no_difference_and_is_named():
+    old = capture_spec().target
+    one, other = (old.model_copy(update={"checkpoint_sha256": digit * 64}) for digit in "ab")
+    assert identity_differences(old, one) == []
+    assert unstated_digests(old, one) == ["checkpoint_sha256", "tokenizer_rules_sha256"]
+    assert identity_differences(one, other) == ["checkpoint_sha256: aaaaaaaa… expected, bbbbbbbb… found"]
+    assert identity_differences(one, other, same_target=True) == []

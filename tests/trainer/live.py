@@ -3,10 +3,24 @@
 from collections.abc import Sequence
 from typing import Any
 
+from hiddenstore.targets.folder import TargetFolder
+from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_sha256
+from schemas.capture import TargetIdentity
 from trainer.drafters.base import DrafterInUse
 from trainer.evaluate.acceptance import DraftShape
 from trainer.evaluate.simulate import evaluate_packs
 from trainer.evaluate.speculate import DecodeLimits, DecodeResult, decode, recorded_packs
+from trainer.evaluate.target import identity_of
+
+
+def identity_in_memory(model: Any, tokenizer: Any) -> TargetIdentity:
+    """Who a model is that lies in no folder."""
+    digests = {
+        "config_sha256": config_sha256(model.config.to_dict()),
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "chat_template_sha256": chat_template_sha256(tokenizer.chat_template),
+    }
+    return identity_of(TargetFolder("tiny", None, model.config, tokenizer, **digests), model)
 
 
 def assert_live_equals_eval(

@@ -2,17 +2,20 @@
 
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from tiny_target import save_target
 
 from hiddenstore import layout
 from hiddenstore.cli import main
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.store import Store
+from hiddenstore.targets.folder import open_target
 from hiddenstore.testing.builders import ENGINE, memory_input
 from hiddenstore.verify.profile import PROFILE_PATH, make_profile, write_profile
 from hiddenstore.writer import create_store, register_input, write_unit
@@ -26,10 +29,10 @@ NEW_TOKENS = 32
 
 
 def live_target(folder):
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    identity = identity_of("target", model, tokenizer, PretrainedConfig.get_config_dict(folder)[0])
+    identity = identity_of(open_target(folder), model)
     return LiveTarget(model, tokenizer, identity, LAYERS)
 
 
@@ -145,6 +148,46 @@ def decode_words(made, *more):
     return [*words, "--max-new-tokens", str(NEW_TOKENS), *more]
 
 
+def without_a_tensor(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.2.mlp.down_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_a_tensor_left_over(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.adapter.weight"] = torch.ones(4)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def in_fp8_of_modelopt(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def never_fetched(folder):
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 9\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words", "fix"),
+    [
+        (without_a_tensor, "target-incomplete", "lacks model.layers.2.mlp.down_proj.weight", "hf download"),
+        (with_a_tensor_left_over, "target-incomplete", "reads its model.layers.0.mlp.adapter.weight", "hf download"),
+        (in_fp8_of_modelopt, "quantisation-unsupported", "modelopt FP8", "hiddenstore serve"),
+        (never_fetched, "target-damaged", "a Git LFS pointer", "git lfs pull"),
+    ],
+)
+def test_decode_refuses_weights_that_are_not_the_checkpoint_s(made, tmp_path, change, kind, words, fix):
+    """Findings A6, A7 and A13."""
+    change(shutil.copytree(made / "target", tmp_path / "target"))
+    error = json.loads(run(decode_words(made, "--target", str(tmp_path / "target"), "--json"), 2).stderr)
+    assert error["kind"] == kind
+    assert words in error["message"]
+    assert fix in error["fix"]
+
+
 @pytest.mark.parametrize("layer", [0, 3])
 def test_a5_decode_refuses_a_target_that_differs_in_its_decoder_blocks_alone(made, tmp_path, layer):
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -158,9 +201,10 @@ def test_a5_decode_refuses_a_target_that_differs_in_its_decoder_blocks_alone(mad
     AutoTokenizer.from_pretrained(made / "target").save_pretrained(tmp_path / "other")
     words = decode_words(made, "--json")
     words[words.index("--target") + 1] = str(tmp_path / "other")
-    error = json.loads(run(words, 4).stderr)
-    assert error["kind"] == "target-mismatch"
-    assert f"states of layer {layer}" in error["message"]
+    for more, difference in (([], "checkpoint_sha256"), (["--same-target"], f"states of layer {layer}")):
+        error = json.loads(run([*words, *more], 4).stderr)
+        assert error["kind"] == "target-mismatch"
+        assert difference in error["message"]
 
 
 def test_a5_an_export_that_names_another_target_is_refused(made, tmp_path):
@@ -172,11 +216,17 @@ def test_a5_an_export_that_names_another_target_is_refused(made, tmp_path):
     assert document([*words, str(made / "target")])["verified"]
 
 
-def test_a5_the_target_itself_passes_in_half_precision_and_a_store_without_a_profile_is_said(made, tmp_path):
+def test_a5_a_target_without_safetensors_is_compared_by_the_layer_profile_and_without_one_that_is_said(made, tmp_path):
     assert "layer profile" not in run([*decode_words(made, "-n", "1", "--dtype", "bfloat16")]).stderr
+    torch_files = shutil.copytree(made / "target", tmp_path / "torch_files")
+    torch.save(load_file(torch_files / "model.safetensors"), torch_files / "pytorch_model.bin")
+    (torch_files / "model.safetensors").unlink()
+    words = decode_words(made, "-n", "1", "--target", str(torch_files))
+    assert "without checkpoint_sha256" in (warned := run(words).stderr)
+    assert "head and the layer profile" in " ".join(warned.split())
     (made / "store" / PROFILE_PATH).rename(tmp_path / "profile.json")
     try:
-        assert "has no layer profile" in run(decode_words(made, "-n", "1")).stderr
+        assert "other blocks go unseen" in " ".join(run(words).stderr.split())
     finally:
         (tmp_path / "profile.json").rename(made / "store" / PROFILE_PATH)
 

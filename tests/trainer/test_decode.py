@@ -9,9 +9,10 @@ from tiny_target import make_model, make_tokenizer, save_target
 
 from hiddenstore.errors import CaptureError, ConfigError, FormatError
 from hiddenstore.records import repeated_share
+from hiddenstore.targets.folder import open_target
 from schemas.capture import HeadSpec
 from tests.collectors.tiny import tiny_target
-from tests.trainer.live import assert_live_equals_eval
+from tests.trainer.live import assert_live_equals_eval, identity_in_memory
 from trainer.drafters.base import DrafterInUse
 from trainer.drafters.eagle3 import EAGLE3, Eagle3Config
 from trainer.evaluate.acceptance import AcceptanceTally, DraftShape, hits_of_next_token, walk
@@ -51,7 +52,7 @@ class Scripted:
 @pytest.fixture(scope="module")
 def target():
     model, tokenizer = make_model(), make_tokenizer()
-    return LiveTarget(model, tokenizer, identity_of("tiny", model, tokenizer, model.config.to_dict()), AUX_LAYERS)
+    return LiveTarget(model, tokenizer, identity_in_memory(model, tokenizer), AUX_LAYERS)
 
 
 def prompt_of(seed, length=12):
@@ -218,7 +219,7 @@ def test_an_eagle3_drafter_decodes_the_greedy_text_and_eval_on_that_text_counts_
 def test_trees_are_refused_of_a_target_whose_layers_see_a_window(family, monkeypatch):
     monkeypatch.setattr("trainer.evaluate.speculate.LOOP_SHARE", 1.0)
     loaded = tiny_target(family)
-    identity = identity_of("tiny", loaded.model, make_tokenizer(), loaded.model.config.to_dict())
+    identity = identity_in_memory(loaded.model, make_tokenizer())
     windowed = LiveTarget(loaded.model, make_tokenizer(), identity, AUX_LAYERS)
     drafter = eagle3_for(windowed, [[7, 8, 9, 10]])
     with pytest.raises(ConfigError, match="sliding-window layers checks no trees") as caught:
@@ -251,9 +252,7 @@ def test_repeated_share_is_zero_for_new_text_and_near_one_for_a_loop():
 
 def test_another_target_than_the_store_s_is_refused_with_every_difference(tmp_path):
     first, second = save_target(tmp_path / "a", seed=0), save_target(tmp_path / "b", seed=1)
-    from transformers import PretrainedConfig
-
-    identity = identity_of("a", make_model(0), make_tokenizer(), PretrainedConfig.get_config_dict(first)[0])
+    identity = identity_of(open_target(first), make_model(0))
     loaded = load_live_target(first, AUX_LAYERS, identity, "cpu")
     assert loaded.stop_ids == {1}
     with pytest.raises(FormatError) as caught:
@@ -264,10 +263,8 @@ def test_another_target_than_the_store_s_is_refused_with_every_difference(tmp_pa
 
 
 def test_a_target_loaded_in_bf16_is_still_the_same_target(tmp_path):
-    from transformers import PretrainedConfig
-
     folder = save_target(tmp_path / "a", seed=0)
-    identity = identity_of("a", make_model(0), make_tokenizer(), PretrainedConfig.get_config_dict(folder)[0])
+    identity = identity_of(open_target(folder), make_model(0))
     assert load_live_target(folder, AUX_LAYERS, identity, "cpu", "bfloat16").identity.dtype == "bfloat16"
 
 

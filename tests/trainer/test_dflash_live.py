@@ -14,14 +14,14 @@ from hiddenstore.errors import ConfigError, InterruptError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from schemas import HeadSpec
-from tests.trainer.live import assert_live_equals_eval
+from tests.trainer.live import assert_live_equals_eval, identity_in_memory
 from tests.trainer.runs import WORDS, tiny_store
 from tests.trainer.tiny_target import make_model, make_tokenizer
 from trainer.drafters.base import DrafterInUse
 from trainer.drafters.dflash import DFLASH, DFlashConfig, mask_token
 from trainer.evaluate.acceptance import DraftShape
 from trainer.evaluate.speculate import DecodeLimits, plain
-from trainer.evaluate.target import LiveTarget, bundle_of, identity_of
+from trainer.evaluate.target import LiveTarget, bundle_of
 from trainer.losses.teacher import TargetInterface
 from trainer.train import step as step_module
 from trainer.train.loop import train
@@ -41,7 +41,7 @@ def _store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @pytest.mark.parametrize("window", [None, 6])
 def test_live_decoding_is_greedy_and_eval_counts_the_same(window: int | None) -> None:
     model, tokenizer = make_model(), make_tokenizer()
-    target = LiveTarget(model, tokenizer, identity_of("tiny", model, tokenizer, model.config.to_dict()), (0, 1, 2))
+    target = LiveTarget(model, tokenizer, identity_in_memory(model, tokenizer), (0, 1, 2))
     prompts = [[random.Random(seed).randrange(5, 99) for _ in range(12)] for seed in range(4)]
     said = torch.tensor([token for prompt in prompts for token in plain(target, prompt, 24).tokens])
     # Few tokens to choose from, so that a random drafter is sometimes right.

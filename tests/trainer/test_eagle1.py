@@ -18,14 +18,14 @@ from hiddenstore.testing.builders import make_store
 from schemas.capture import HeadSpec
 from tests.trainer.conftest import VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.eagle1_plain import PlainEagle1, plain_losses
-from tests.trainer.live import assert_live_equals_eval
+from tests.trainer.live import assert_live_equals_eval, identity_in_memory
 from trainer.attention.cache import KVCache
 from trainer.drafters.base import DrafterInUse, Verified
 from trainer.drafters.eagle1 import EAGLE1, Eagle1, Eagle1Config, RegressionLoss, RegressionObjective
 from trainer.evaluate.acceptance import DraftShape, drafting_positions
 from trainer.evaluate.simulate import evaluate
 from trainer.evaluate.speculate import DecodeLimits
-from trainer.evaluate.target import LiveTarget, bundle_of, identity_of
+from trainer.evaluate.target import LiveTarget, bundle_of
 from trainer.losses.fused_head import StepLosses
 from trainer.losses.teacher import TargetInterface
 from trainer.train import step as step_module
@@ -366,7 +366,7 @@ def test_a_live_chain_proposes_the_same_after_many_calls_as_after_one() -> None:
 @pytest.fixture(scope="module")
 def target() -> LiveTarget:
     model, tokenizer = make_model(vocab=12), make_tokenizer()
-    return LiveTarget(model, tokenizer, identity_of("tiny", model, tokenizer, model.config.to_dict()), ())
+    return LiveTarget(model, tokenizer, identity_in_memory(model, tokenizer), ())
 
 
 def prompts() -> list[list[int]]:

@@ -16,14 +16,14 @@ from hiddenstore.store import Store
 from hiddenstore.testing.builders import capture_spec, make_store
 from schemas.capture import Codecs, HeadSpec
 from tests.trainer.conftest import VOCAB, WIDTH, make_batch, make_head
-from tests.trainer.live import assert_live_equals_eval
+from tests.trainer.live import assert_live_equals_eval, identity_in_memory
 from trainer.drafters import check_store, drafter_kind
 from trainer.drafters.base import DrafterInUse, Verified
 from trainer.drafters.medusa import MEDUSA, Medusa, MedusaConfig, MedusaLoss, MedusaObjective
 from trainer.evaluate.acceptance import DraftShape, drafting_positions
 from trainer.evaluate.simulate import evaluate
 from trainer.evaluate.speculate import DecodeLimits
-from trainer.evaluate.target import LiveTarget, bundle_of, identity_of
+from trainer.evaluate.target import LiveTarget, bundle_of
 from trainer.losses.fused_head import StepLosses
 from trainer.losses.teacher import TargetInterface
 from trainer.train.loop import train
@@ -276,7 +276,7 @@ def test_the_hits_of_every_slot_are_those_of_drafting_from_it_alone(changes: dic
 @pytest.fixture(scope="module")
 def target() -> LiveTarget:
     model, tokenizer = make_model(vocab=12), make_tokenizer()
-    return LiveTarget(model, tokenizer, identity_of("tiny", model, tokenizer, model.config.to_dict()), ())
+    return LiveTarget(model, tokenizer, identity_in_memory(model, tokenizer), ())
 
 
 @pytest.mark.parametrize("draft_len", [1, 3])

@@ -112,3 +112,13 @@ def test_a_folder_that_is_neither_data_nor_a_store_is_refused(tmp_path):
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(NotFoundError, match="nowhere"):
         ids(tmp_path / "nowhere")
+
+
+def test_a18_a_template_that_never_ends_is_a_named_error_of_the_prompt(tmp_path, monkeypatch):
+    monkeypatch.setattr("hiddenstore.targets.rendering.RENDER_S", 0.2)
+    file, tokenizer = tmp_path / "p.jsonl", make_tokenizer()
+    file.write_text('{"prompt": "ab"}\n')
+    tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(FormatError, match=f"prompt 1 of {file}") as caught:
+        next(read_prompts(str(file), tokenizer, IDENTITY, "validation", []))
+    assert caught.value.kind == "template-endless"

@@ -10,8 +10,8 @@ from hiddenstore.cli import main
 from hiddenstore.errors import ConfigError
 from hiddenstore.store import Store
 from hiddenstore.verify.profile import make_profile, write_profile
+from hiddenstore.verify.same_target import target_differences
 from tests.trainer.runs import WORDS, tiny_store
-from trainer.evaluate.target import target_differences
 from trainer.train.loop import train
 
 

@@ -187,6 +187,20 @@ def test_with_a_tokenizer_token_ids_are_sent_to_the_engine_s_own_endpoint(prompt
         assert body[key] == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
+def test_a18_a_template_that_never_ends_is_a_named_error_although_other_threads_render(prompts, tmp_path, monkeypatch):
+    from tiny_target import make_tokenizer
+
+    monkeypatch.setattr("hiddenstore.targets.rendering.RENDER_S", 0.2)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "target")
+    with fake_server(engine="vllm", accepts=ACCEPTS) as server:
+        more = ("--target", str(tmp_path / "target"), "--concurrency", "2")
+        failure = error(words("vllm", server, prompts, *more), 4)
+    assert failure["kind"] == "template-endless"
+    assert "--target" in failure["fix"]
+
+
 def test_a_server_that_does_not_draft_is_refused_with_the_command_that_makes_one(prompts):
     with fake_server() as server:
         found = error(words("vllm", server, prompts), 2)

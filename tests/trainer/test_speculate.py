@@ -9,10 +9,11 @@ from tiny_target import make_model, make_tokenizer
 from torch import Tensor
 
 from hiddenstore.errors import ConfigError
+from tests.trainer.live import identity_in_memory
 from trainer.drafters.base import Pick, Verified
 from trainer.evaluate.acceptance import AcceptanceTally
 from trainer.evaluate.speculate import RejectionSampling, plain, speculative
-from trainer.evaluate.target import LiveTarget, identity_of
+from trainer.evaluate.target import LiveTarget
 
 VOCAB = 5
 
@@ -77,7 +78,7 @@ class Drawing:
 
 def test_two_sampled_tokens_of_a_real_target_are_distributed_as_without_a_drafter() -> None:
     model, tokenizer = make_model(vocab=VOCAB), make_tokenizer()
-    target = LiveTarget(model, tokenizer, identity_of("tiny", model, tokenizer, model.config.to_dict()), ())
+    target = LiveTarget(model, tokenizer, identity_in_memory(model, tokenizer), ())
     rounds, prompt, logits = 250, [4, 2, 3], torch.tensor([0.5, 0.0, 1.0, -0.5, 0.0])
     found: Counter[tuple[int, ...]] = Counter()
     for seed in range(rounds):
@@ -110,7 +111,7 @@ def _exact(target: LiveTarget, prompt: list[int], temperature: float, rounds: in
 
 def test_a_seed_repeats_a_sampled_answer_and_another_seed_does_not() -> None:
     model, tokenizer = make_model(vocab=VOCAB), make_tokenizer()
-    target = LiveTarget(model, tokenizer, identity_of("tiny", model, tokenizer, model.config.to_dict()), ())
+    target = LiveTarget(model, tokenizer, identity_in_memory(model, tokenizer), ())
     answers = [
         plain(target, [4, 2], 24, RejectionSampling(2.0, torch.arange(VOCAB), seed)).tokens for seed in (5, 5, 6, 7, 8)
     ]

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from itertools import islice, tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import RUN
+from hiddenstore.cli.words import RUN, same_target_option
 from hiddenstore.console.output import common_options, examples, output
 from trainer.cli.evaluate import acceptance_rows, draft_len_option, floor_members, judge_floor, shape_text
 
@@ -46,6 +47,7 @@ TIE_GAP_HALF = 0.5
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Above 0: lossless rejection sampling.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Target weights.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
+@same_target_option
 @common_options
 def decode(
     run: str,
@@ -59,6 +61,7 @@ def decode(
     temperature: float,
     dtype: str | None,
     device: str,
+    same_target: bool,
 ) -> None:
     """Speculative decoding with the live target: lossless, one prompt at a time.
 
@@ -66,27 +69,26 @@ def decode(
     decoded one token at a time, for comparison.
     """
     from hiddenstore.console.progress import Progress
+    from trainer.evaluate import speculate
     from trainer.evaluate.prompts import read_prompts
-    from trainer.evaluate.speculate import DecodeLimits, RejectionSampling
-    from trainer.evaluate.speculate import decode as decode_prompts
     from trainer.evaluate.target import bundle_of, load_live_target
     from trainer.parallel.group import pick_device
     from trainer.train.run_folder import describe, load_drafter
 
     info, device = describe(run), pick_device(device)
-    live = load_live_target(target, info.spec.drafter.aux_layers, info.spec.target, device, dtype)
+    live = load_live_target(target, info.spec.drafter.aux_layers, info.spec.target, device, dtype, same_target)
     store = _training_store(info, live)
     head, unusable = bundle_of(live.model, info.spec.head), list[str]()
     drafter = load_drafter(run, device, head=head)
     source, copy = tee(read_prompts(prompts, live.tokenizer, live.identity, "validation", unusable))
     with Progress("decode", total=count, unit="prompts") as progress:
-        result = decode_prompts(
+        result = speculate.decode(
             live,
             drafter,
             (prompt.ids for prompt in source),
             shapes,
-            DecodeLimits(count, max_new_tokens),
-            rule=(lambda n: RejectionSampling(temperature, drafter.vocab.target_ids, n)) if temperature else None,
+            speculate.DecodeLimits(count, max_new_tokens),
+            rule=partial(speculate.RejectionSampling, temperature, drafter.vocab.target_ids) if temperature else None,
             on_prompt=lambda done: progress.update(len(done.prompts), looping=done.looping),
         )
     rivals = [load_drafter(run, device, head=head, untrained=True)] if untrained else []
@@ -111,16 +113,21 @@ def decode(
 
 def _training_store(info: "RunInfo", live: "LiveTarget") -> "Store | None":
     """The store of the run, once the target was found to give its states; None where it is gone."""
+    from hiddenstore.verify.same_target import NO_PROFILE, is_another_checkpoint, unstated_warning
+    from trainer.drafters import refuse_target
     from trainer.evaluate.target import require_stored_states
     from trainer.train.run_folder import training_store
 
-    store = training_store(info)
+    store, trained_for = training_store(info), info.spec.target
     if store is None:
+        differences = [NO_PROFILE] if is_another_checkpoint(trained_for, live.identity) else []
+        refuse_target(differences, f"{info.spec.store} is gone, and target {live.identity.name} is another checkpoint")
         output().warn(
             f"{info.spec.store} is gone, so there is no n-gram floor, and the target's states were not compared"
         )
-    elif not require_stored_states(live, store):
-        output().note(f"{store.path} has no layer profile: of the target, config, tokenizer and head were compared")
+    has_profile = store is not None and require_stored_states(live, store)
+    if warning := unstated_warning(trained_for, live.identity, has_profile):
+        output().warn(warning)
     return store
 
 

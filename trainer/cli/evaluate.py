@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
-from hiddenstore.cli.words import RUN, STORE
+from hiddenstore.cli.words import RUN, STORE, same_target_option
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import ConfigError, Kind
 
@@ -165,6 +165,7 @@ class _ServerOptions(TypedDict):
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per answer.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=1, show_default=True, help="At a time.")
+@same_target_option
 @click.option("--markdown", type=click.Path(dir_okay=False), metavar="FILE", help="Also write the table there.")
 @common_options
 def evaluate(
@@ -176,6 +177,7 @@ def evaluate(
     untrained: bool,
     device: str,
     engine: str | None,
+    same_target: bool,
     **options: Unpack[_ServerOptions],
 ) -> None:
     """How many tokens a target forward yields, simulated over recorded text or measured on a running server.
@@ -193,18 +195,25 @@ def evaluate(
     elif run is None or store is None or options["servers"]:
         raise click.UsageError("expected RUN and STORE, or --engine with --server and --prompts")
     else:
-        _simulate(run, store, split, shapes, best, untrained, device)
+        _simulate(run, store, split, shapes, best, untrained, device, same_target)
 
 
 def _simulate(
-    run: str, store: str, split: "Split", shapes: "tuple[DraftShape, ...]", best: bool, untrained: bool, device: str
+    run: str,
+    store: str,
+    split: "Split",
+    shapes: "tuple[DraftShape, ...]",
+    best: bool,
+    untrained: bool,
+    device: str,
+    same_target: bool,
 ) -> None:
     from hiddenstore.console.progress import Progress
     from hiddenstore.store import Store
-    from hiddenstore.targets.identity import target_argument
+    from hiddenstore.targets.identity import cast_hint, target_argument
+    from hiddenstore.verify.same_target import share_profile, target_differences, unstated_warning
     from trainer.drafters import refuse_target
     from trainer.evaluate import simulate
-    from trainer.evaluate.target import target_differences
     from trainer.parallel.group import pick_device
     from trainer.train.checkpoint import best as best_checkpoint
     from trainer.train.run_folder import describe, load_drafter, training_store
@@ -214,8 +223,10 @@ def _simulate(
     info, text = describe(run), Store.open(store)
     trained_for, trained_on = info.spec.target, training_store(info)
     problem = f"{text.path} was captured from {text.capture.target.name}, the drafter was trained on {trained_for.name}"
-    differences = target_differences(trained_for, text, trained_on)
-    refuse_target(differences, problem, f"hiddenstore eval {run} {info.spec.store}")
+    differences = target_differences(trained_for, text, trained_on, same_target)
+    refuse_target(differences, problem, cast_hint(differences, f"hiddenstore eval {run} {info.spec.store}"))
+    if warning := unstated_warning(trained_for, text.capture.target, share_profile(trained_on, text)):
+        output().warn(warning)
     device = pick_device(device)
     head, final_norm = text.head(), text.capture.final_norm
     drafters = [
@@ -358,6 +369,7 @@ def _renderer(target: str) -> "Render":
     from transformers import AutoTokenizer
 
     from hiddenstore.targets.gguf import target_folder
+    from trainer.evaluate.prompts import prompt_ids
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(target_folder(target))
@@ -368,8 +380,7 @@ def _renderer(target: str) -> "Render":
         raise ConfigError(f"the tokenizer of {target} has no chat template", kind=Kind.TEMPLATE_MISSING)
 
     def render(messages: Any) -> list[int]:
-        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-        return [int(token) for token in ids]
+        return prompt_ids(tokenizer, messages, "a prompt", "leave --target out: the server renders by its own")
 
     return render
 

@@ -11,7 +11,10 @@ from typing import Any
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.layout import DATA_JSON, STORE_JSON
 from hiddenstore.records import Sample
+from hiddenstore.targets.identity import tokenizer_differences
+from hiddenstore.targets.rendering import limited_rendering
 from schemas.capture import TargetIdentity
+from schemas.prepared import PreparedData
 
 FIELDS = ("messages", "conversations", "turns", "prompt", "question", "problem")
 TURNS = ("turns", "prompt")
@@ -151,13 +154,13 @@ def read_prompts(
         from hiddenstore.store import Store
 
         store = Store.open(path)
-        _require_tokenizer(source, store.capture.target.tokenizer_sha256, identity)
+        _require_tokenizer(source, store.capture.target, identity)
         samples = (store.sample(entry.id) for _, entry in store.entries if entry.split == split)
     elif (path / DATA_JSON).is_file():
         from hiddenstore.inputs import PreparedInput
 
         prepared = PreparedInput.open(path)
-        _require_tokenizer(source, prepared.info.tokenizer_sha256, identity)
+        _require_tokenizer(source, prepared.info, identity)
         samples = (sample for sample in prepared.samples() if sample.split == split)
     elif not path.is_file():
         raise NotFoundError(f"no prompts at {source}: expected a JSONL file, DATA or a store", kind=Kind.PATH_MISSING)
@@ -177,10 +180,17 @@ def read_prompts(
 def _from_jsonl(path: Path, tokenizer: Any, unusable: list[str]) -> Iterator[Prompt]:
     if tokenizer.chat_template is None:
         raise ConfigError("the target's tokenizer has no chat template", kind=Kind.TEMPLATE_MISSING)
-    for question in questions_of(path, unusable):
+    fix = "hiddenstore prepare FILE -o DATA --template FILE, then --prompts DATA"
+    for number, question in enumerate(questions_of(path, unusable), start=1):
         messages = list(question.history)
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        yield Prompt([int(token) for token in ids], messages)
+        yield Prompt(prompt_ids(tokenizer, messages, f"prompt {number} of {path}", fix), messages)
+
+
+def prompt_ids(tokenizer: Any, messages: Sequence[Message], location: str, fix: str) -> list[int]:
+    """Token ids of a conversation up to where the answer begins; ``fix`` is what to do about an endless template."""
+    with limited_rendering(location, fix):
+        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+    return [int(token) for token in ids]
 
 
 def _cut_before_answers(samples: Iterable[Sample]) -> Iterator[Prompt]:
@@ -190,10 +200,9 @@ def _cut_before_answers(samples: Iterable[Sample]) -> Iterator[Prompt]:
             yield Prompt([int(token) for token in sample.input_ids[: int(supervised[0])]])
 
 
-def _require_tokenizer(source: str, tokenizer_sha256: str, identity: TargetIdentity) -> None:
-    if tokenizer_sha256 != identity.tokenizer_sha256:
+def _require_tokenizer(source: str, theirs: TargetIdentity | PreparedData, identity: TargetIdentity) -> None:
+    if differences := tokenizer_differences(theirs, identity):
         raise FormatError(
-            f"{source} was tokenised by another tokenizer than the target's: "
-            f"{tokenizer_sha256[:8]}…, the target has {identity.tokenizer_sha256[:8]}…",
+            f"{source} was tokenised by another tokenizer than the target's: {'; '.join(differences)}",
             kind=Kind.TARGET_MISMATCH,
         )

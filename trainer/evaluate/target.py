@@ -7,39 +7,26 @@ Shapes: T new tokens of one forward, L aux layers, D target width, V target voca
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
-from transformers.utils import logging as transformers_logging
+from transformers import DynamicCache
 
-from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
+from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.store import Store
-from hiddenstore.targets.gguf import target_folder
+from hiddenstore.targets.folder import TargetFolder, open_target
 from hiddenstore.targets.head import HeadBundle
-from hiddenstore.targets.identity import (
-    chat_template_sha256,
-    config_sha256,
-    identity_differences,
-    target_argument,
-    tokenizer_sha256,
-    weights_sha256,
-)
-from hiddenstore.verify.profile import LayerProfile, first_true, match_layer, read_profile
+from hiddenstore.targets.identity import cast_hint, identity_differences, target_argument, weights_sha256
+from hiddenstore.targets.load import load_model
+from hiddenstore.targets.tensors import checkpoint_sha256
+from hiddenstore.verify.same_target import require_states
 from schemas.capture import HeadSpec, TargetIdentity
 from trainer.drafters import refuse_target
 from trainer.drafters.base import Verified
 
 if TYPE_CHECKING:
     from trainer.drafters.base import DraftTree
-
-
-SAME_LAYER = 1e-2
-"""Distance (`match_layer`) up to which states are a layer's own: rounding to half precision makes 1e-3 of it, an update
-of the weights that moves states by a quarter of their length 3e-2."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,106 +165,53 @@ class LiveTarget:
 
 
 def load_live_target(
-    name: str, aux_layers: Sequence[int], expected: TargetIdentity, device: str, dtype: str | None = None
+    name: str,
+    aux_layers: Sequence[int],
+    expected: TargetIdentity,
+    device: str,
+    dtype: str | None = None,
+    same_target: bool = False,
 ) -> LiveTarget:
     """Load a target from a folder or hub id and refuse another than the drafter was trained for. ``dtype`` defaults to
-    float32 on a CPU and to the checkpoint's own elsewhere. Raises NotFoundError: ``target-missing``; ConfigError:
-    ``target-incomplete``, ``target-unreadable``; FormatError: ``target-mismatch``, naming every difference."""
-    name = target_folder(name)
-    folder = Path(name)
-    if not folder.exists() and name.startswith((".", "/", "~")):
-        raise NotFoundError(f"target {name} does not exist", kind=Kind.TARGET_MISSING)
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise ConfigError(f"target folder {name} has no config.json", kind=Kind.TARGET_INCOMPLETE)
+    float32 on a CPU and to the checkpoint's own elsewhere. ``same_target`` takes another checkpoint of it, for
+    `require_stored_states` to judge. Raises as `open_target` and `load_model`; FormatError: ``target-mismatch``, naming
+    every difference."""
+    folder = open_target(name)
     torch_dtype = getattr(torch, dtype) if dtype else (torch.float32 if device == "cpu" else "auto")
-    transformers_logging.disable_progress_bar()
-    try:
-        raw_config, _ = PretrainedConfig.get_config_dict(name)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        config = AutoConfig.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch_dtype)
-    except (OSError, ValueError) as error:
-        where = "" if folder.exists() else "is no folder here, and as a hub id "
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"target {name} {where}cannot be loaded: {reason}", kind=Kind.TARGET_UNREADABLE) from error
-    model = model.to(device).eval()
-    identity = identity_of(name, model, tokenizer, raw_config)
+    model = load_model(folder, device, "hiddenstore serve, then eval --engine with --server", dtype=torch_dtype).eval()
+    identity = identity_of(folder, model)
     problem = f"target {name} is not the target the drafter was trained for ({expected.name})"
-    refuse_target(identity_differences(expected, identity), problem, _the_right_one(expected))
-    return LiveTarget(model, tokenizer, identity, aux_layers)
+    differences = identity_differences(expected, identity, same_target)
+    right_one = f"--target {target_argument(expected)}: the one called {expected.name}"
+    refuse_target(differences, problem, cast_hint(differences, right_one))
+    return LiveTarget(model, folder.tokenizer, identity, aux_layers)
 
 
-def identity_of(name: str, model: Any, tokenizer: Any, raw_config: dict[str, Any]) -> TargetIdentity:
+def identity_of(folder: TargetFolder, model: Any) -> TargetIdentity:
     """The fingerprint of a loaded target, as capture computes it."""
-    text = model.config.get_text_config()
     embed = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     tied = head.data_ptr() == embed.data_ptr()
-    return TargetIdentity(
-        name=name,
-        model_type=str(text.model_type),
-        hidden_size=int(text.hidden_size),
-        num_layers=int(text.num_hidden_layers),
-        vocab_size=int(head.shape[0]),
+    return folder.identity(
+        int(embed.shape[1]),
+        int(head.shape[0]),
         dtype=str(model.dtype).removeprefix("torch."),
-        config_sha256=config_sha256(raw_config),
-        tokenizer_sha256=tokenizer_sha256(tokenizer),
-        chat_template_sha256=chat_template_sha256(tokenizer.chat_template),
         weights_sha256=weights_sha256(embed, _backbone(model).norm.weight, None if tied else head),
+        checkpoint_sha256=checkpoint_sha256(folder),
     )
 
 
 def require_stored_states(target: LiveTarget, store: Store) -> bool:
-    """Refuse a target whose decoder blocks are not those a store was captured with: its states of the first tokens of
-    the stored layer profile are compared with those of the layers that are read. False where the store has no profile.
-    Raises FormatError: ``target-mismatch``, naming the layer."""
-    profile = read_profile(store.fs)
-    count = 0 if profile is None else _leading(profile)
-    if profile is None or not count:
-        return False
-    before = target.forwards
-    states = target.forward(profile.tokens[:count], target.new_cache(), last_only=True)
-    target.forwards = before
-    last = target.identity.num_layers - 1
-    for layer, rows in (*zip(target.aux_layers, states.aux, strict=True), (last, states.final)):
-        distance = match_layer(profile, rows, range(count))[layer]
-        # A distance that is no number is not small either.
-        if not distance <= SAME_LAYER:
-            raise FormatError(
-                f"target {target.identity.name} is not the target {store.path} was captured from: config, tokenizer, "
-                f"embeddings and head agree, but the states of layer {layer} are {distance:.3g} from the stored "
-                f"profile's, expected at most {SAME_LAYER:g}",
-                kind=Kind.TARGET_MISMATCH,
-                hint=_the_right_one(store.capture.target),
-            )
-    return True
+    """Refuse a target whose decoder blocks are not those a store was captured with, by the layers that are read, as
+    `require_states` does."""
 
+    def states_of(tokens: Sequence[int]) -> dict[int | str, Tensor]:
+        before = target.forwards
+        states = target.forward(tokens, target.new_cache(), last_only=True)
+        target.forwards = before
+        return {**dict(zip(target.aux_layers, states.aux, strict=True)), target.identity.num_layers - 1: states.final}
 
-def target_differences(trained_for: TargetIdentity, store: Store, trained_on: Store | None) -> list[str]:
-    """What tells the target of a store from the one a drafter was trained for: members of the identity, and layers that
-    look otherwise on the first tokens that the layer profiles of the two stores share, where both have one."""
-    differences = identity_differences(trained_for, store.capture.target)
-    one, other = (None if at is None else read_profile(at.fs) for at in (trained_on, store))
-    if differences or one is None or other is None or len(one.layers) != len(other.layers):
-        return differences
-    count = min(one.common_prefix(np.asarray(other.tokens)), _leading(other))
-    for layer, (expected, actual) in enumerate(zip(one.layers, other.layers, strict=True) if count else (), -1):
-        angle = np.square(np.subtract(expected.projections[:count], actual.projections[:count])).mean() / 2
-        sizes = (np.maximum(sketches.rms[:count], 1e-12) for sketches in (expected, actual))
-        scale = np.square(np.log(np.divide(*sizes))).mean()
-        if not angle + scale <= SAME_LAYER:
-            apart = f"{angle + scale:.3g} apart in the stored layer profiles, expected at most {SAME_LAYER:g}"
-            return [f"states of layer {layer}: {apart}"]
-    return []
-
-
-def _leading(profile: LayerProfile) -> int:
-    """How many of its positions are the first tokens of the sample."""
-    return first_true(np.arange(len(profile.positions)) != np.asarray(profile.positions))
-
-
-def _the_right_one(identity: TargetIdentity) -> str:
-    return f"--target {target_argument(identity)}: the one called {identity.name}"
+    return require_states(store, target.identity, states_of)
 
 
 def bundle_of(model: Any, spec: HeadSpec) -> HeadBundle:

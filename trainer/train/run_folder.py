@@ -21,6 +21,7 @@ from hiddenstore.fs.publish import replace_file
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import identity_differences
+from hiddenstore.verify.same_target import target_differences
 from hiddenstore.verify.structure import require_files
 from schemas.base import Document
 from schemas.capture import CaptureSpec, NormState, TargetIdentity
@@ -28,7 +29,6 @@ from schemas.manifest import Snapshot
 from trainer.config import DrafterConfig, TrainConfig
 from trainer.drafters import check_store, drafter_kind, refuse_target
 from trainer.drafters.base import DrafterInUse
-from trainer.evaluate.target import target_differences
 from trainer.losses.teacher import TargetInterface
 from trainer.presets import settings_file
 from trainer.settings import config_class, load_config

@@ -22,6 +22,7 @@ from hiddenstore.dumps.common import ABOUT_FILE
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, Kind
 from hiddenstore.records import Sample
 from hiddenstore.targets.head import HeadBundle
+from hiddenstore.targets.identity import CHECKPOINT
 from hiddenstore.verify.probes import Prediction, Rows, combined, predict, unigram_nats, unit_scale_error
 from schemas.capture import FINAL, NormState
 from schemas.layers import field_name
@@ -330,13 +331,13 @@ def _exported_layers(source: PeerSource, target: EngineTarget) -> tuple[int, ...
     layers, origin = about.get("aux_hidden_state_layer_ids"), about.get("target")
     if about.get("layout", "speculators") != source.name or not isinstance(layers, list):
         return None
-    weights = origin.get("weights_sha256") if isinstance(origin, dict) else None
-    if weights not in (None, target.identity.weights_sha256):
-        raise FormatError(
-            f"{path} names a target whose embeddings, norm and LM head have sha256 {str(weights)[:8]}…, target "
-            f"{target.folder.label} has {target.identity.weights_sha256[:8]}…",
-            kind=Kind.TARGET_MISMATCH,
-        )
+    for name in ("weights_sha256", CHECKPOINT):
+        digest, ours = origin.get(name) if isinstance(origin, dict) else None, getattr(target.identity, name)
+        if None not in (digest, ours) and digest != ours:
+            raise FormatError(
+                f"{path} names a target of {name} {str(digest)[:8]}…, target {target.folder.label} has {ours[:8]}…",
+                kind=Kind.TARGET_MISMATCH,
+            )
     return tuple(int(layer) for layer in layers)
 
 

@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from collectors.targets.folder import first_line
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
+from hiddenstore.targets.folder import first_line
 from schemas.capture import NormState
 from schemas.layers import LayerConvention
 

@@ -184,6 +184,7 @@ class Scan:
             digest=input_digest(tally.names),
             target=folder.label,
             tokenizer_sha256=folder.tokenizer_sha256,
+            tokenizer_rules_sha256=folder.tokenizer_rules_sha256,
             chat_template_sha256=folder.chat_template_sha256,
             vocab_size=self.target.head.vocab_size,
             loss_on="all" if supervises_all else "assistant",

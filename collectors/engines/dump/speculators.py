@@ -30,7 +30,7 @@ from collectors.engines.dump.peer import (
     token_ids,
     unreadable,
 )
-from collectors.targets.folder import first_line
+from hiddenstore.targets.folder import first_line
 
 STATES_FOLDER = "hidden_states"
 STATES_KEY = "hidden_states"

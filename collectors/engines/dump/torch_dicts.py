@@ -31,8 +31,8 @@ from collectors.engines.dump.peer import (
     states_of,
     token_ids,
 )
-from collectors.targets.folder import first_line
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.targets.folder import first_line
 from schemas.capture import NormState
 
 SAFE_TORCH = Version("2.10")

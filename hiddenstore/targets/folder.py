@@ -3,12 +3,13 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.targets.gguf import target_folder
-from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_sha256
+from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_rules_sha256, tokenizer_sha256
 from schemas.capture import TargetIdentity
 
 CONFIG_FILE = "config.json"
@@ -25,9 +26,9 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 class TargetFolder:
     """A target before its weights are read.
 
-    config is the text config; the two digests are those ``prepare`` wrote into its data. ``trust_remote_code``: the
+    config is the text config; the digests are those ``prepare`` wrote into its data. ``trust_remote_code``: the
     repository's own Python may run; ``open_target`` allows it at a pinned commit only. ``quantisation`` is the config's
-    own word for the form of its weights.
+    own word for the form of its weights. ``runs_elsewhere``: nothing here loads them, so none are fetched to name them.
     """
 
     name: str
@@ -39,6 +40,7 @@ class TargetFolder:
     chat_template_sha256: str
     trust_remote_code: bool = False
     quantisation: Mapping[str, Any] | None = None
+    runs_elsewhere: bool = False
 
     @property
     def quantised(self) -> bool:
@@ -55,8 +57,8 @@ class TargetFolder:
         path = Path(self.name)
         return path.resolve().name if path.exists() else self.name
 
-    def identity(self, width: int, vocab_size: int, **weights: str) -> TargetIdentity:
-        """Who it is; ``weights`` are ``dtype`` and ``weights_sha256``, empty where no weights are read."""
+    def identity(self, width: int, vocab_size: int, **weights: str | None) -> TargetIdentity:
+        """Who it is; ``weights``: ``dtype``, ``weights_sha256``, ``checkpoint_sha256``; none where none are read."""
         return TargetIdentity(
             name=self.label,
             revision=self.revision,
@@ -67,22 +69,31 @@ class TargetFolder:
             config_sha256=self.config_sha256,
             tokenizer_sha256=self.tokenizer_sha256,
             chat_template_sha256=self.chat_template_sha256,
+            tokenizer_rules_sha256=self.tokenizer_rules_sha256,
             **{"dtype": "", "weights_sha256": ""} | weights,
         )
 
-    def file(self, name: str) -> Path | None:
-        """A file of the target on this machine, fetched from the hub where need be; None where it has none."""
+    def file(self, name: str, fetch: bool = True) -> Path | None:
+        """A file of the target on this machine, if need be ``fetch``ed from the hub; None where it has none."""
         from transformers.utils import cached_file
 
         path = cached_file(
             self.name,
             name,
             revision=self.revision,
+            local_files_only=not fetch,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_connection_errors=False,
         )
         return None if path is None else Path(path)
+
+    @cached_property
+    def tokenizer_rules_sha256(self) -> str | None:
+        """Of ``tokenizer.json``, else of what the library made of other files; None where neither has that form."""
+        path, backend = self.file(TOKENIZER_FILES[0]), getattr(self.tokenizer, "backend_tokenizer", None)
+        serialised = path.read_bytes() if path is not None else backend and backend.to_str()
+        return tokenizer_rules_sha256(serialised) if serialised else None
 
     def text_files(self) -> dict[str, bytes]:
         """The bytes of config, tokenizer and chat template, as a store keeps them under ``target/``."""

@@ -1,0 +1,228 @@
+"""The files of a checkpoint: which holds what, are they whole, and do they belong to the config beside them."""
+
+import json
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.targets.folder import TargetFolder, beginning_of_another
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+TORCH_FILE = "pytorch_model.bin"
+QUANTISATION_FILE = "hf_quant_config.json"
+_MOST_NAMED = 4
+_LONGEST_HEADER = 100_000_000
+_PICKLES = {b"\x80": "is a pickle, not safetensors", b"PK\x03\x04": "is a torch file, not safetensors"}
+# Tensors that the decoder blocks of a text model do not read: buffers of old checkpoints, other modalities, drafting
+# layers, scales of a KV cache that a forward without one never fills.
+_BESIDE_THE_BLOCKS = re.compile(
+    r"rotary_emb\.inv_freq$|position_ids$|masked_bias$"
+    r"|(^|\.)\w*(vision|visual|audio|image|speech|multi_modal|mm_projector)\w*\."
+    r"|(^|\.)mtp\w*\."
+    r"|\.(k|v|kv|q|prob)_scale$"
+)
+
+
+def weights_bytes(folder: TargetFolder) -> int | None:
+    """Size of all weights in the form the checkpoint holds them; None where it does not say."""
+    index = _index(folder)
+    if index is not None:
+        total = index.get("metadata", {}).get("total_size")
+        return None if total is None else int(total)
+    single = folder.file(WEIGHTS_FILE)
+    return None if single is None else single.stat().st_size
+
+
+def weight_files(folder: TargetFolder) -> list[str]:
+    """Names of the safetensors files that hold the weights, in order; none where it has no safetensors.
+
+    Raises:
+        ConfigError: ``target-damaged``: the index of several files cannot be read.
+    """
+    index = _index(folder)
+    if index is not None:
+        return sorted(set(index["weight_map"].values()))
+    return [] if folder.file(WEIGHTS_FILE) is None else [WEIGHTS_FILE]
+
+
+def file_of_tensor(folder: TargetFolder) -> dict[str, str]:
+    """Tensor name to the safetensors file that holds it.
+
+    Raises:
+        ConfigError: ``target-incomplete``: no safetensors; ``target-damaged``, ``target-unreadable``.
+    """
+    index = _index(folder)
+    if index is not None:
+        return dict(index["weight_map"])
+    path = folder.file(WEIGHTS_FILE)
+    if path is None:
+        raise ConfigError(
+            f"target {folder.label} has neither {WEIGHTS_FILE} nor {INDEX_FILE}",
+            kind=Kind.TARGET_INCOMPLETE,
+            hint="load it with transformers and save_pretrained it to a folder, or --engine hf",
+        )
+    if (fault := fault_of(path)) is not None:
+        raise damaged(folder, WEIGHTS_FILE, fault)
+    return dict.fromkeys(read_header(path)[0], WEIGHTS_FILE)
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The table of a safetensors file: ``dtype``, ``shape`` and ``data_offsets`` by tensor, and where its data begins.
+
+    Raises:
+        ValueError, LookupError, TypeError, AttributeError: it has none, or not one that can be read.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length) if length <= _LONGEST_HEADER else b"")
+    table = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    for entry in table.values():
+        start, end = entry["data_offsets"]
+        if not 0 <= start <= end or not isinstance(entry["dtype"], str):
+            raise ValueError("an entry of the header is none")
+        entry["shape"] = [int(count) for count in entry["shape"]]
+    return table, 8 + length
+
+
+def unreadable(folder: TargetFolder, detail: str) -> ConfigError:
+    """``target-unreadable``: weights in a form that only transformers knows."""
+    return ConfigError(
+        f"the checkpoint of target {folder.label} {detail}",
+        kind=Kind.TARGET_UNREADABLE,
+        hint="--engine hf, which reads what transformers can",
+    )
+
+
+def require_applied(folder: TargetFolder, hint: str) -> None:
+    """Refuse a checkpoint whose quantisation transformers would leave out: ConfigError ``quantisation-unsupported``."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    stated, path = folder.quantisation or {}, folder.file(QUANTISATION_FILE)
+    stated = stated if isinstance(stated, Mapping) else {"quant_method": stated}
+    with suppress(ValueError):
+        if stated and AutoHfQuantizer.supports_quant_method(stated):
+            return
+    if path is not None and not stated:
+        document = read_object(path) or {}
+        stated = {"quant_method": "modelopt"} | document.get("quantization", {})
+    if stated:
+        name = (
+            " ".join(str(stated[key]) for key in ("quant_method", "quant_algo") if key in stated) or "without a method"
+        )
+        raise ConfigError(
+            f"target {folder.label} is quantised ({name}), which transformers does not apply: its scales would be lost",
+            kind=Kind.QUANTISATION_UNSUPPORTED,
+            hint=f"{hint}; or name the checkpoint it was made from",
+        )
+
+
+def require_complete(folder: TargetFolder, report: Mapping[str, Any]) -> None:
+    """Refuse a model whose weights are not the checkpoint's: ConfigError ``target-incomplete`` names the tensors.
+
+    ``report`` is what transformers says of loading; tied tensors and those it knows to be harmless are not in it.
+    """
+    blocks = folder.num_layers
+    more = getattr(folder.config, "num_nextn_predict_layers", 0)
+    drafting = range(blocks, blocks + (more if isinstance(more, int) else 0))
+
+    def is_read(name: str) -> bool:
+        block = re.search(r"\.layers\.(\d+)\.", name)
+        return not _BESIDE_THE_BLOCKS.search(name) and not (block and int(block[1]) in drafting)
+
+    unread, shapes = filter(is_read, report["unexpected_keys"]), {_name(entry) for entry in report["mismatched_keys"]}
+    parts = [
+        f"{fault} {_listed(sorted(names))}"
+        for fault, names in (
+            ("it lacks", {*report["missing_keys"]} - shapes),
+            ("nothing of the model reads its", [*unread]),
+            ("of another shape are", shapes),
+        )
+        if names
+    ]
+    if parts:
+        raise ConfigError(
+            f"config and checkpoint of target {folder.label} do not belong together: {'; '.join(parts)}",
+            kind=Kind.TARGET_INCOMPLETE,
+            hint=_fetch(folder),
+        )
+
+
+def _name(entry: Any) -> str:
+    """transformers 4 gives the name alone, later ones name and shapes."""
+    return entry if isinstance(entry, str) else str(entry[0])
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
+def damage(folder: TargetFolder) -> ConfigError | None:
+    """``target-damaged``: the first file of weights that is not what its name says; None where all look whole."""
+    for name in weight_files(folder) or [TORCH_FILE]:
+        path = folder.file(name)
+        if path is None and name != TORCH_FILE:
+            return damaged(folder, name, "is named by the index and is not there")
+        if path is not None and (fault := fault_of(path)):
+            return damaged(folder, name, fault)
+    return None
+
+
+def fault_of(path: Path) -> str | None:
+    """Why a file of weights is not whole, or not what its name says; None where it looks well."""
+    with path.open("rb") as file:
+        start = file.read(64)
+    if path.suffix == ".safetensors":
+        # The length that a sound header begins with may have the first byte of a pickle.
+        with suppress(ValueError, LookupError, TypeError, AttributeError):
+            table, begin = read_header(path)
+            whole = begin + max((entry["data_offsets"][1] for entry in table.values()), default=0)
+            if (size := path.stat().st_size) >= whole:
+                return None
+            return f"states {whole:,} bytes, of which it has {size:,}: a download that ended early"
+    if other := beginning_of_another(start):
+        return f"is {other}"
+    if path.suffix != ".safetensors":
+        is_cut = start.startswith(b"PK") and not zipfile.is_zipfile(path)
+        return "is no whole torch file: the directory at its end is missing" if is_cut else None
+    fault = next((words for text, words in _PICKLES.items() if start.startswith(text)), None)
+    return fault or "has no safetensors header that can be read"
+
+
+def damaged(folder: TargetFolder, file: str, fault: str) -> ConfigError:
+    """``target-damaged``: what is wrong with a file of the weights, and the command that fetches it again."""
+    message = f"the weights of target {folder.label} are damaged: {file} {fault}"
+    return ConfigError(message, kind=Kind.TARGET_DAMAGED, hint=_fetch(folder))
+
+
+def _fetch(folder: TargetFolder) -> str:
+    if Path(folder.name).exists():
+        return f"hf download ORG/NAME --local-dir {folder.name}; in a Git clone: git lfs pull"
+    return f"hf download {folder.name} --force-download"
+
+
+def _index(folder: TargetFolder) -> dict[str, Any] | None:
+    """The index of a checkpoint in several files; ConfigError ``target-damaged``."""
+    path = folder.file(INDEX_FILE)
+    # transformers takes the one file where both are there.
+    if path is None or folder.file(WEIGHTS_FILE) is not None:
+        return None
+    document = read_object(path)
+    if document is None or not isinstance(document.get("weight_map"), dict):
+        other = beginning_of_another(path.read_bytes()[:64])
+        raise damaged(folder, INDEX_FILE, f"is {other}" if other else "holds no weight_map")
+    return document
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, None where it holds something else."""
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None

@@ -1,0 +1,48 @@
+"""The weights of a target as transformers loads them, and only if all of them are the checkpoint's."""
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.targets.checkpoint import damage, require_applied, require_complete
+from hiddenstore.targets.folder import TargetFolder, first_line
+
+if TYPE_CHECKING:
+    import torch
+
+
+def load_model(folder: TargetFolder, device: "str | torch.device", other_way: str, **settings: Any) -> Any:
+    """The ``…ForCausalLM`` of a target on ``device``, quantised as the checkpoint's own config says.
+
+    ``settings`` reach ``from_pretrained``; with ``device_map`` accelerate places the blocks. ``other_way`` is what to
+    do about a quantisation that transformers leaves out.
+
+    Raises:
+        ConfigError: ``not-installed``, ``target-unreadable``; as ``damage``, ``require_applied``, ``require_complete``.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    if folder.quantised:
+        # A quantised model cannot be moved once it is made.
+        settings.setdefault("device_map", {"": device})
+    if "device_map" in settings and find_spec("accelerate") is None:
+        raise ConfigError(
+            "a target over several devices, or a quantised one, needs accelerate",
+            kind=Kind.NOT_INSTALLED,
+            hint="pip install 'hiddenstore[hf]'",
+        )
+    require_applied(folder, other_way)
+    logging.disable_progress_bar()
+    settings |= {"revision": folder.revision, "trust_remote_code": folder.trust_remote_code}
+    try:
+        # Tensors of another shape are reported with the rest, by name, and refused.
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder.name, output_loading_info=True, ignore_mismatched_sizes=True, **settings
+        )
+    except Exception as error:  # a damaged file may raise anything
+        raise damage(folder) or ConfigError(
+            f"cannot load the weights of target {folder.name}: {first_line(error)}", kind=Kind.TARGET_UNREADABLE
+        ) from error
+    require_complete(folder, report)
+    return model if "device_map" in settings else model.to(device)
