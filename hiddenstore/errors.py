@@ -274,7 +274,7 @@ class Kind(StrEnum):
     DUMP_VERSION = "dump-version", FormatError, "A dump is of a version that is not read."
     DUMP_SHIFT = "dump-shift", FormatError, "States and tokens of a dump are shifted against each other."
     DUMP_NORM = "dump-norm", FormatError, "The final hidden of a dump is not on the side of the norm that was named."
-    PICKLE_REFUSED = "pickle-refused", ConfigError, "A file could run code when loaded; the hint converts it."
+    PICKLE_REFUSED = "pickle-refused", ConfigError, "A file could run code when loaded, and is not loaded."
     READ_BACK = "read-back", CorruptionError, "A sample does not come back as it was written."
     SOURCE_UNDELETED = "source-undeleted", StorageError, "Imported files could not be removed."
     RUN_IN_USE = "run-in-use", ConflictError, "Another process trains in that run folder."

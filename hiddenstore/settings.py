@@ -88,6 +88,15 @@ def assignments(key: str, file: str | Path | None = None, dotlist: Sequence[str]
     ]
 
 
+def written(file: str | Path | None, dotlist: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything that a file and words say: ``key.path`` to the text, list or None written last. Raises as ``load``."""
+    problems: list[str] = []
+    values = {".".join(path): value for _, path, value in _assignments(file, dotlist, problems)}
+    if problems:
+        raise ConfigError(all_problems(problems), kind=Kind.CONFIG_INVALID, problems=problems)
+    return values
+
+
 def key_paths(model: type[BaseModel]) -> list[str]:
     """Every setting as ``key.path``, in the order declared; ``NAME`` where sections lie under free names."""
     keys: list[str] = []

@@ -8,6 +8,7 @@ from schemas.base import FORMAT_VERSION, Document
 from schemas.manifest import FileEntry
 
 LossOn = Literal["assistant", "last-turn", "all"]
+LossChoice = Literal["stored", "assistant", "last-turn", "all"]
 Overlong = Literal["cut", "drop"]
 MaskFrom = Literal["generation-tags", "prefixes", "all"]
 

@@ -229,3 +229,31 @@ def test_a_folder_of_something_else_is_left_alone(
     assert run("run", write_pipeline(world, tmp_path)) == CONFLICT
     assert "no `hiddenstore run` made" in error_of(capsys.readouterr().err)[0]
     assert list(tree(tmp_path / "out")) == ["thesis.tex"]
+
+
+def test_a_target_and_its_data_are_all_it_takes(world: World, tmp_path: Path) -> None:
+    tiny = ("prepare.val=20%", f"collect.layers=[{LAYERS}]", "verify.meaning=false", "train.max_steps=1")
+    words = [f"drafters.eagle3.settings.{word}" if word.startswith("train.") else word for word in tiny]
+    small = "drafters.eagle3.settings={loss: {steps: 2}, data: {batch_tokens: 512, pack_tokens: 256}}"
+    out = tmp_path / "out"
+    target = ("--target", world / "target", "--data", world / "chats.jsonl", "-o", str(out), "-q")
+    assert run("run", small, *words, *target) == 0
+    assert (out / "eagle3" / "drafter" / "model.safetensors").is_file()
+
+
+def test_words_without_a_file_or_beside_one_are_usage_errors(world: World, tmp_path: Path) -> None:
+    assert run("run", "--target", world / "target") == USAGE
+    assert run("run", write_pipeline(world, tmp_path), "--target", world / "target") == USAGE
+
+
+def test_a_training_file_of_automodel_is_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = {"train_data_path": "chats.jsonl", "train_split": "train[:5]", "seq_length": 64, "output_dir": "x"}
+    file = tmp_path / "eagle3.yaml"
+    file.write_text(yaml.safe_dump({"recipe": "TrainEagle3Recipe", "recipe_args": arguments, "optimizer": {"lr": 0.1}}))
+    missing = str(tmp_path / "nowhere")
+    here = (f"recipe_args.target_model_name_or_path={missing}", f"recipe_args.output_dir={tmp_path / 'out'}")
+    assert run("run", str(file), *here) != 0
+    said = capsys.readouterr().err
+    assert "optimizer.lr" in said
+    assert f"hiddenstore prepare 'chats.jsonl:train[:5]' -o {tmp_path / 'out' / 'data'} --target {missing}" in said
+    assert "--max-tokens 64" in said

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from schemas.prepared import LossChoice
+
 RopeType = Literal["linear", "llama3", "yarn", "longrope"]
 ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -81,6 +83,11 @@ class DataConfig(Section):
     """Tokens of one optimizer step, over all ranks."""
     pack_tokens: int = Field(2048, gt=0)
     """Tokens of one forward; a batch of several packs accumulates their gradients."""
+    max_tokens: int | None = Field(None, gt=1)
+    """Tokens after which longer samples end; none for whole samples."""
+    loss_on: LossChoice = "stored"
+    """Tokens that teach: those ``prepare`` chose (``stored``), every answer (``assistant``), the last one
+    (``last-turn``) or every token of a turn (``all``); more than was stored needs ``collect --final all``."""
     seed: int = Field(0, ge=0)
     """Seed of the order of samples."""
     prefetch_mb: int = Field(512, gt=0)
@@ -161,6 +168,8 @@ class OptimConfig(Section):
     """How the rate falls after the warm-up."""
     warmup_ratio: float = Field(0.04, ge=0, lt=1)
     """Share of the steps over which the rate rises linearly."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps over which the rate rises linearly; wins over ``warmup_ratio``."""
     min_lr_ratio: float = Field(0.02, ge=0, le=1)
     """The last rate, as a share of ``lr``."""
 

@@ -44,7 +44,8 @@ def load_config(
     """Settings for a run over ``store``. ``start``: those of the drafter to start from, which then are the defaults.
     Raises ConfigError: every unknown or invalid setting at once, or ``drafter-contradiction``."""
     name = _drafter_name(drafter, file, words, start)
-    defaults = derived(store, name)
+    cuts = [str(value) for _, value in settings.assignments("data.max_tokens", file, words)[-1:]]
+    defaults = derived(store, name, next((int(cut) for cut in cuts if cut.isdecimal()), None))
     if start is not None:
         defaults["drafter"] = start.model_dump(mode="json", exclude={"vocab_file"})
     if settings.assignments("drafter.rope_scaling", file, words):
@@ -83,8 +84,8 @@ def _drafter_name(flag: str | None, file: str | Path | None, words: Sequence[str
     return named[0][1] if named else "eagle3"
 
 
-def derived(store: "Store", drafter: str = "eagle3") -> dict[str, Any]:
-    """Defaults that follow from the target and the longest sample of a store."""
+def derived(store: "Store", drafter: str = "eagle3", max_tokens: int | None = None) -> dict[str, Any]:
+    """Defaults that follow from the target and the longest sample of a store, of at most ``max_tokens``."""
     target = store.capture.target
     shape = _target_shape(store)
     facts = TargetFacts(
@@ -96,6 +97,7 @@ def derived(store: "Store", drafter: str = "eagle3") -> dict[str, Any]:
         partial(_target_file, store),
     )
     longest = int(store.catalog.table.tokens.max(initial=1))
+    longest = min(longest, max_tokens or longest)
     batch_tokens = max(min(32768, max(2048, 8 * target.hidden_size)), longest)
     common = {
         "data": {"batch_tokens": batch_tokens, "pack_tokens": max(min(batch_tokens, 8192), longest)},

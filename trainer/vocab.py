@@ -15,6 +15,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from hiddenstore.data import WHOLE, SampleView
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
 
 if TYPE_CHECKING:
@@ -142,10 +143,11 @@ def count_tokens(samples: Iterable[tuple[np.ndarray, np.ndarray]], vocab_size: i
     return counts
 
 
-def count_store(store: "Store", vocab_size: int, split: str = "train") -> np.ndarray:
-    """Supervised token counts int64 [V] over one split of a store; reads tokens and masks only."""
+def count_store(store: "Store", vocab_size: int, split: str = "train", view: SampleView = WHOLE) -> np.ndarray:
+    """Counts int64 [V] of the tokens that teach in one split of a store; reads tokens, masks and turns only."""
     samples = (store.sample(sample_id) for sample_id in store.sample_ids)
-    return count_tokens(((s.input_ids, s.loss_mask) for s in samples if s.split == split), vocab_size)
+    cut = slice(view.max_tokens)
+    return count_tokens(((s.input_ids[cut], view.mask(s)[cut]) for s in samples if s.split == split), vocab_size)
 
 
 def coverage(vocab: DraftVocab, counts: np.ndarray) -> float:

@@ -48,7 +48,12 @@ TOKEN_OPTIONS = (
 @click.option("--target", metavar="T", help="Target folder, GGUF file or hub id: its tokenizer and chat template.")
 @revision_option
 @remote_code_option
-@click.option("--mix", type=click.Path(), metavar="FILE", help="YAML of sources with caps or weights, for INPUT.")
+@click.option(
+    "--mix",
+    type=click.Path(),
+    metavar="FILE",
+    help="YAML of sources with caps or weights, for INPUT; or nemotron-v2, nemotron-v3, which are shipped.",
+)
 @click.option(
     "--mode",
     type=click.Choice(["train", "generate"]),
@@ -102,8 +107,9 @@ def prepare(
 ) -> None:
     """Turn conversations into tokens with a loss mask (DATA) that collect takes.
 
-    INPUT is a JSONL, JSON or parquet file of OpenAI messages or ShareGPT conversations, a folder of them, a preset by
-    name (preset:ultrachat, preset:NAME:SPLIT[slice]) or a datasets id written name[config]:split[slice]. The mask comes
+    INPUT is a JSONL, JSON or parquet file of OpenAI messages, ShareGPT conversations, prompts and completions or
+    Alpaca's instructions, some of its rows (FILE:train[:1000]), a folder of them, a preset by name (preset:ultrachat,
+    preset:NAME:SPLIT[slice]) or a datasets id written name[config]:split[slice]. The mask comes
     from the {% generation %} tags of the chat template; where it has none, from comparing rendered prefixes.
     """
     if list_presets:

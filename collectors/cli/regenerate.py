@@ -33,14 +33,14 @@ class Shard(click.ParamType):
         "hiddenstore regenerate chats.jsonl -o answers.jsonl --server http://localhost:8000 --temperature 0.8",
         "hiddenstore regenerate prompts.jsonl -o answers.jsonl --server https://host/v1 --model M --api-key-env KEY",
         "hiddenstore regenerate preset:ultrachat -o answers.jsonl --server http://node2:8000 --shard 2/4",
-        "hiddenstore regenerate --invent 2000 -o answers.jsonl --target ./target",
+        "hiddenstore regenerate chats.jsonl -o parts --server URL --set turns=last --set rows_per_file=1000",
+        "hiddenstore regenerate self:2000 -o answers.jsonl --target ./target    # questions of its own",
         "hiddenstore regenerate chats.jsonl -o greedy.jsonl --target ./target --temperature 0 --max-samples 100",
     )
 )
-@click.argument("inputs", nargs=-1)
-@click.option("-o", "--out", required=True, type=click.Path(), help="The JSONL file to write.")
+@click.argument("inputs", nargs=-1, required=True)
+@click.option("-o", "--out", required=True, type=click.Path(), help="The JSONL or .parquet file to write.")
 @click.option("--target", help="A local folder, a GGUF file or a hub id: it answers in this process.")
-@click.option("--invent", type=click.IntRange(min=1), metavar="N", help="No INPUTS: the target asks N questions first.")
 @click.option("--server", metavar="URL", help="An OpenAI-compatible server that answers, such as vLLM.")
 @click.option("--model", metavar="M", help="The model to ask the server for; default: the only one it serves.")
 @click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the server's key.")
@@ -54,23 +54,23 @@ class Shard(click.ParamType):
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes (tiny targets).")
 @click.option("--seed", type=int, help="Equal seeds give equal answers; default: 0, and none sent to a server.")
 @click.option("--take", metavar="FILE", type=click.Path(), help="Only write what was answered so far to FILE.")
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 …")
 @click.option(
     "--set",
     "more",
     multiple=True,
     metavar="KEY=VALUE",
-    help="top_p, batch_size, dtype, revision; retries, timeout_s, max_failures, max_failure_share, extra.NAME.",
+    help="turns=last, raw, rows_per_file; top_p, batch_size, dtype, device, revision; retries, timeout_s, "
+    "max_failures, max_failure_share, extra.NAME.",
 )
 @common_options
 @click.pass_context
-def regenerate(ctx: click.Context, more: tuple[str, ...], take: str | None, invent: int | None, **options: Any) -> None:
+def regenerate(ctx: click.Context, more: tuple[str, ...], take: str | None, **options: Any) -> None:
     """Let the target write the answers of conversations itself, turn by turn.
 
     A drafter has to predict the target, not the people or models who wrote the data. Conversations without answers get
-    one after every user turn. Answers with more than 30 % repeated 4-grams are dropped with their conversation, and the
-    share is shown. Answers are kept as they come: after a kill the same command goes on, and with --take it makes a
-    file of what there is, while it runs or after it was stopped.
+    one after every user turn; the input self:N is N questions that the target asks itself. Answers with more than 30 %
+    repeated 4-grams are dropped with their conversation, and the share is shown. Answers are kept as they come: after a
+    kill the same command goes on, and with --take it makes a file of what there is, while it runs or after a stop.
     """
     from collectors.regenerate.job import regenerate as run
     from collectors.regenerate.job import take_answered
@@ -78,13 +78,14 @@ def regenerate(ctx: click.Context, more: tuple[str, ...], take: str | None, inve
     from hiddenstore.process import drain_on_signal
     from hiddenstore.settings import load
 
+    own_questions = _own_questions(options)
     _refuse_misfits(ctx, options)
     settings = load(MoreSettings, dotlist=more).model_dump()
     out = output()
     with drain_on_signal() as drain:
         request = RegenerateOptions(**options, **settings)
-        if invent is not None:
-            request = _with_questions(request, invent, lambda: drain.requested)
+        if own_questions is not None:
+            request = _with_questions(request, own_questions if take is None else 0, lambda: drain.requested)
         if take is not None:
             report = take_answered(request, Path(take))
         else:
@@ -106,6 +107,16 @@ def regenerate(ctx: click.Context, more: tuple[str, ...], take: str | None, inve
         out.hint("hiddenstore", "prepare", report.out, "-o", "DATA", "--target", options["target"] or "T")
 
 
+def _own_questions(options: dict[str, Any]) -> int | None:
+    """N where the input is ``self:N``."""
+    counts = [match[1] for text in options["inputs"] if (match := re.fullmatch(r"self:([1-9]\d*)", text))]
+    if not counts:
+        return None
+    if len(options["inputs"]) > 1 or options["target"] is None:
+        raise click.UsageError("self:N is the only input, and asks the target in this process: give '--target T'.")
+    return int(counts[0])
+
+
 def _with_questions(request: "RegenerateOptions", count: int, stopping: "Callable[[], bool]") -> "RegenerateOptions":
     from dataclasses import replace
 
@@ -113,6 +124,8 @@ def _with_questions(request: "RegenerateOptions", count: int, stopping: "Callabl
     from hiddenstore.fs.publish import refuse_existing_file
 
     path = questions_file(request.out)
+    if not count:
+        return replace(request, inputs=(str(path),))
     refuse_existing_file(Path(request.out))
     dropped = invent(request, count, stopping)
     left_out = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items()))
@@ -122,13 +135,9 @@ def _with_questions(request: "RegenerateOptions", count: int, stopping: "Callabl
 
 def _refuse_misfits(ctx: click.Context, options: dict[str, Any]) -> None:
     """Options of the other way to answer would be ignored in silence."""
-    if bool(options["inputs"]) == (ctx.params["invent"] is not None):
-        raise click.UsageError("Give either INPUTS or '--invent N'.")
-    if options["server"] is not None and ctx.params["invent"] is not None:
-        raise click.UsageError("--invent asks the target in this process: give '--target T'.")
     if (options["target"] is None) == (options["server"] is None):
         raise click.UsageError("Give either '--target T' (answers in this process) or '--server URL'.")
-    server_only, target_only = ("model", "api_key_env", "concurrency"), ("template", "workers", "device")
+    server_only, target_only = ("model", "api_key_env", "concurrency"), ("template", "workers")
     flag, others = ("--server", target_only) if options["server"] is not None else ("--target", server_only)
     for name in others:
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:

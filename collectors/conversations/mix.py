@@ -6,10 +6,11 @@ cap only adds to them.
 
 import hashlib
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from collectors.conversations.hub import is_saved_dataset, open_dataset
 from collectors.conversations.rows import Row, Source
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.settings import load
+
+_FILE_SLICE = re.compile(r"(?P<path>[^\[\]]+?)(?::train)?:?\[(?P<first>\d*):(?P<last>\d*)\]")
+_MIXES = Path(__file__).with_name("mixes")
 
 
 def open_sources(inputs: Sequence[str], dataset_root: str | Path | None = None) -> list[Source]:
@@ -36,8 +40,10 @@ def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> 
     """
     opened: list[list[Source | Path]] = []
     folders: dict[Path, Path] = {}
+    slices: list[slice | None] = []
     for text in inputs:
-        path = Path(text)
+        path, cut = _sliced(text)
+        slices.append(cut)
         if text.startswith(PRESET):
             opened.append([*open_named(text, dataset_root)])
         elif path.is_dir() and not is_saved_dataset(path):
@@ -47,7 +53,25 @@ def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> 
         else:
             opened.append([path if path.is_file() else open_dataset(text)])
     labels = _labels([item for items in opened for item in items if isinstance(item, Path)], folders)
-    return [[open_file(item, labels[item]) if isinstance(item, Path) else item for item in items] for items in opened]
+    sources = [
+        [open_file(item, labels[item]) if isinstance(item, Path) else item for item in items] for items in opened
+    ]
+    return [items if cut is None else [_cut(items[0], cut)] for items, cut in zip(sources, slices, strict=True)]
+
+
+def _sliced(text: str) -> tuple[Path, slice | None]:
+    """The path of an input, and of a local file the rows that ``FILE:train[FIRST:LAST]`` chooses."""
+    match = None if Path(text).exists() else _FILE_SLICE.fullmatch(text)
+    if match is None or not Path(match["path"]).is_file():
+        return Path(text), None
+    first, last = (int(match[name]) if match[name] else None for name in ("first", "last"))
+    return Path(match["path"]), slice(first or 0, last)
+
+
+def _cut(source: Source, cut: slice) -> Source:
+    """The rows of a source within ``cut``, counted from 0; blank lines are no rows."""
+    count = None if source.count is None else len(range(source.count)[cut])
+    return replace(source, rows=lambda: islice(source.rows(), cut.start, cut.stop), count=count)
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -153,7 +177,10 @@ class MixedSource:
 
 
 def read_mix(path: str | Path) -> Mix:
-    """A mix from YAML; ConfigError lists every problem, NotFoundError ``path-missing``."""
+    """A mix from YAML, or one of those shipped by its name; ConfigError lists every problem, NotFoundError
+    ``path-missing``."""
+    if str(path) in mix_names() and not Path(path).is_file():
+        path = _MIXES / f"{path}.yaml"
     mix, folder = load(Mix, path), Path(path).parent
     # A file is named relative to the mix, so that both can move together.
     sources = tuple(
@@ -161,6 +188,11 @@ def read_mix(path: str | Path) -> Mix:
         for source in mix.sources
     )
     return mix.model_copy(update={"sources": sources})
+
+
+def mix_names() -> list[str]:
+    """The mixes that are shipped."""
+    return sorted(file.stem for file in _MIXES.glob("*.yaml"))
 
 
 def open_inputs(inputs: Sequence[str] | Mix, dataset_root: str | Path | None = None) -> list[MixedSource]:

@@ -1,4 +1,5 @@
-"""Conversations as a chat template takes them, from OpenAI ``messages`` and ShareGPT ``conversations`` rows.
+"""Conversations as a chat template takes them, from OpenAI ``messages`` and ShareGPT ``conversations`` rows, and from
+questions with or without an answer (``prompt`` and ``completion``, Alpaca's ``instruction`` and ``output``).
 
 A row becomes a ``Conversation`` or a ``Problem`` that says why not; nothing is repaired silently. What is accepted as
 another spelling of the same thing: ``from``/``value`` for ``role``/``content``, the role names of ``ROLE_OF``, a list
@@ -10,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from collectors.conversations.rows import MESSAGE_COLUMNS, TOOLS_COLUMN, Problem, Row
+from collectors.conversations.rows import ANSWERS, MESSAGE_COLUMNS, TOOLS_COLUMN, Problem, Row, pair_columns
 
 Message = dict[str, Any]
 
@@ -96,9 +97,11 @@ def _json(text: str, reason: str) -> Any:
 
 def _entries(row: dict[str, Any]) -> list[Any]:
     name = next((name for name in MESSAGE_COLUMNS if row.get(name) is not None), None)
+    if name is None and (pair := pair_columns(key for key, value in row.items() if value is not None)):
+        return _entries_of_pair(row, pair)
     if name is None:
         names = ", ".join(sorted(str(key) for key in row)[:8]) or "nothing"
-        raise _UnusableError("no-messages", f"expected messages or conversations, found {_short(names)}")
+        raise _UnusableError("no-messages", f"expected messages, conversations or a prompt, found {_short(names)}")
     messages = row[name]
     if isinstance(messages, str):
         messages = _json(messages, "messages-not-a-list")
@@ -107,6 +110,21 @@ def _entries(row: dict[str, Any]) -> list[Any]:
     if not messages:
         raise _UnusableError("no-messages", f"{name} is an empty list")
     return messages
+
+
+def _entries_of_pair(row: dict[str, Any], columns: list[str]) -> list[Any]:
+    """The turns of a question and its answer, each a text or a list of messages, as TRL has them; Alpaca's ``input`` is
+    what an instruction is about."""
+    question = row[columns[0]]
+    topic = row.get("input") if columns[0] == "instruction" else None
+    if isinstance(topic, str) and topic.strip():
+        question = f"{question}\n\n{topic}"
+    system = row.get("system")
+    turns: list[Any] = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+    answers = [row[name] for name in columns if name in ANSWERS]
+    for role, said in (("user", question), *(("assistant", answer) for answer in answers)):
+        turns += said if isinstance(said, list) else [{"role": role, "content": said}]
+    return turns
 
 
 def _message(entry: Any, title: str) -> Message:
@@ -147,6 +165,8 @@ def _text_part(part: Any, title: str) -> str:
 
 def _tool_calls(calls: Any, title: str) -> list[dict[str, Any]]:
     """Tool calls with their arguments as an object, which is what chat templates expect of OpenAI's JSON text."""
+    if isinstance(calls, str):
+        calls = _json(calls, "tool-calls-invalid") if calls.strip() else None
     if not calls:
         return []
     if not _is_list_of_objects(calls):

@@ -1,6 +1,6 @@
 """What a reader of any source yields: rows, problems, and the columns a conversation table must have."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,9 @@ NO_ANSWER = "no-assistant"
 TABLE_BATCH_ROWS = 64
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
 TOOLS_COLUMN = "tools"
+QUESTIONS = ("prompt", "instruction", "question")
+ANSWERS = ("completion", "response", "output", "answer")
+BESIDE_QUESTION = ("input", "system")
 
 ColumnFilter = Callable[[Sequence[str], str], list[str]]
 """Names of a table's columns and where the table is → the columns to read."""
@@ -45,11 +48,22 @@ class Source:
 
 
 def conversation_columns(names: Sequence[str], table: str) -> list[str]:
-    """The columns of a table that hold a conversation and its tools; ConfigError ``input-columns``."""
+    """The columns of a table that hold a conversation and its tools, or a question and its answer; ConfigError
+    ``input-columns``."""
     column = next((name for name in MESSAGE_COLUMNS if name in names), None)
+    if column is None and (pair := pair_columns(names)):
+        return pair
     if column is None:
         raise ConfigError(
-            f"{table} has no column {' or '.join(MESSAGE_COLUMNS)}; it has {', '.join(names) or 'none'}",
+            f"{table} has no column {' or '.join((*MESSAGE_COLUMNS, *QUESTIONS))}; it has {', '.join(names) or 'none'}",
             kind=Kind.INPUT_COLUMNS,
         )
     return [column, TOOLS_COLUMN] if TOOLS_COLUMN in names else [column]
+
+
+def pair_columns(names: Iterable[str]) -> list[str]:
+    """Those of a question (TRL's ``prompt``, Alpaca's ``instruction``), its answer and what stands beside it; none
+    without a question."""
+    named = set(names)
+    question, answer = (next((name for name in which if name in named), None) for which in (QUESTIONS, ANSWERS))
+    return [] if question is None else [name for name in (question, answer, *BESIDE_QUESTION) if name in named]

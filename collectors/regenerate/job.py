@@ -5,7 +5,6 @@ or behind an OpenAI-compatible server. Answers are kept as they come in ``OUT.an
 a kill, and the last of ``--shard i/n`` to finish writes ``OUT`` in the order of the input.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +18,11 @@ from collectors.conversations.parse import Conversation, parse_row
 from collectors.conversations.rows import Source
 from collectors.regenerate.answers import AnswerLog, AnswersFolder
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport, answer_settings, require_possible
+from collectors.regenerate.output import refuse_existing, rows_into
 from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
 from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind, NotFoundError
-from hiddenstore.fs.publish import new_file, refuse_existing_file
 
 
 def regenerate(
@@ -31,7 +30,7 @@ def regenerate(
     note: Callable[[str], None] = print,
     stopping: Callable[[], bool] = lambda: False,
 ) -> RegenerateReport:
-    """Rewrite every answer and write ``messages`` JSONL, in input order, all of it or nothing.
+    """Rewrite the answers and write rows of ``messages``, in input order, all of it or nothing.
 
     Raises:
         ConflictError: ``output-exists``, ``answers-running``, ``answers-differ`` or
@@ -43,7 +42,7 @@ def regenerate(
     """
     out = Path(options.out)
     require_possible(options)
-    refuse_existing_file(out)
+    refuse_existing(out, options.rows_per_file)
     began = time.monotonic()
     sources = open_sources(options.inputs)
     if options.server is not None:
@@ -93,7 +92,7 @@ def take_answered(options: RegenerateOptions, path: Path) -> RegenerateReport:
         CaptureError: ``nothing-answered``.
     """
     began = time.monotonic()
-    refuse_existing_file(path)
+    refuse_existing(path, options.rows_per_file)
     folder = AnswersFolder(Path(options.out), options.shard[1])
     if not any(folder.file(shard).is_file() for shard in range(1, folder.shards + 1)):
         raise NotFoundError(
@@ -162,7 +161,7 @@ def _conversations(sources: list[Source], options: RegenerateOptions) -> Iterato
             elif not Rewrite.has_slot(item):
                 yield "no-answer", f"{item.location}: nothing in it can be answered"
             else:
-                yield Rewrite.of(number, item, options.system)
+                yield Rewrite.of(number, item, options.system, options.turns)
                 number += 1
 
 
@@ -181,7 +180,7 @@ def _require_usable(sources: list[Source], options: RegenerateOptions) -> None:
 def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFolder, out: Path) -> RegenerateReport:
     """The output from the answers of all shards, in the order of the input."""
     report = RegenerateReport(str(out))
-    with ExitStack() as stack, new_file(out) as file:
+    with ExitStack() as stack, rows_into(out, options.rows_per_file) as write:
         shards = (folder.file(shard) for shard in range(1, folder.shards + 1))
         logs = [stack.enter_context(AnswerLog(path, is_read_only=True)) if path.is_file() else None for path in shards]
         for item in _conversations(sources, options):
@@ -198,7 +197,7 @@ def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFol
                 continue
             report.count(item)
             if item.drop is None:
-                file.write(json.dumps(item.row(), ensure_ascii=False).encode() + b"\n")
+                write(item.row())
                 report.written += 1
         if not report.written:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(report.dropped.items()))

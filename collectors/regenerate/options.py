@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from collectors.regenerate.rewrite import Rewrite
 from hiddenstore.errors import ConfigError, Kind
@@ -19,7 +19,9 @@ class RegenerateOptions:
     """``target`` answers in this process (``workers`` processes, ``batch_size`` prompts at a time), or ``server`` does.
 
     ``shard`` (i, n) takes every n-th conversation, i in 1 … n. ``api_key_env`` names an environment variable.
-    ``system`` opens conversations without a system message. ``extra`` members join every request to a server.
+    ``system`` opens conversations without a system message. ``turns``: which answers are rewritten. ``raw``: the server
+    continues the text of the turns as it is, without a chat template. ``rows_per_file``: ``out`` is a folder of files.
+    ``extra`` members join every request to a server.
     ``seed`` None is 0 in this process, and no seed for a server. More than ``max_failures`` conversations that fail, or
     than ``max_failure_share`` of all, end the run.
     """
@@ -33,6 +35,9 @@ class RegenerateOptions:
     concurrency: int = 32
     shard: tuple[int, int] = (1, 1)
     system: str | None = None
+    turns: Literal["all", "last"] = "all"
+    raw: bool = False
+    rows_per_file: int | None = None
     revision: str | None = None
     template: str | None = None
     temperature: float = 0.8
@@ -104,10 +109,14 @@ class MoreSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    turns: Literal["all", "last"] = "all"
+    raw: bool = False
+    rows_per_file: int | None = Field(None, ge=1)
     top_p: float = 1.0
     revision: str | None = None
     batch_size: int = 128
     dtype: str | None = None
+    device: str = "auto"
     retries: int = 6
     timeout_s: float = 600.0
     max_failures: int = 10
@@ -137,6 +146,8 @@ def require_possible(options: RegenerateOptions) -> None:
             kind=Kind.OPTION_INVALID,
             hint="--target T, or --server URL --model M",
         )
+    if options.raw and options.server is None:
+        raise ConfigError("raw text is continued by a server", kind=Kind.OPTION_INVALID, hint="--server URL")
     at_least_0, at_least_1 = (
         ("temperature", "retries", "max_failures"),
         ("max_new_tokens", "batch_size", "workers", "concurrency"),
@@ -164,5 +175,8 @@ def answer_settings(options: RegenerateOptions, label: str) -> dict[str, Any]:
         "inputs": hashlib.sha256("\0".join(Path(text).name for text in options.inputs).encode()).hexdigest()[:16],
         "extra": dict(options.extra),
         **{name: getattr(options, name) for name in names},
+        # Runs that were begun before there was a choice do not name it.
+        **({"turns": "last"} if options.turns == "last" else {}),
+        **({"raw": True} if options.raw else {}),
         "seed": options.seed if options.server is not None else options.seed or 0,
     }

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from collectors.conversations.parse import CUT, FINISH_REASON, Conversation, Message
 
@@ -53,18 +53,26 @@ class Rewrite:
     replies: list[Reply] = field(default_factory=list)
 
     @classmethod
-    def of(cls, number: int, conversation: Conversation, system: str | None) -> "Rewrite":
-        """Answers are rewritten; a conversation without any gets one after every user turn."""
+    def of(
+        cls, number: int, conversation: Conversation, system: str | None, turns: Literal["all", "last"] = "all"
+    ) -> "Rewrite":
+        """Answers are rewritten, ``all`` or the ``last`` one after those before it as they are; a conversation without
+        any gets one after every user turn, or at its end."""
         messages = list(conversation.messages)
+        if turns == "last":
+            cut = conversation.cut
+            messages = [{**one, FINISH_REASON: CUT} if i in cut else one for i, one in enumerate(messages)]
         if system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
         if not conversation.has_answer:
             slot: Message = {"role": "assistant", "content": ""}
             pairs = [(message, slot) if message["role"] == "user" else (message,) for message in messages]
-            messages = list(chain.from_iterable(pairs))
+            messages = list(chain.from_iterable(pairs)) if turns == "all" else [*messages, slot]
         key = json.dumps([messages, conversation.tools], sort_keys=True, ensure_ascii=False).encode()
         digest = hashlib.blake2b(key, digest_size=8).hexdigest()
-        return cls(number, digest, [], messages, conversation.tools)
+        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        kept = last if turns == "last" else 0
+        return cls(number, digest, messages[:kept], messages[kept:], conversation.tools)
 
     @staticmethod
     def has_slot(conversation: Conversation) -> bool:

@@ -1,7 +1,8 @@
 """An OpenAI-compatible server answers: ``concurrency`` conversations at a time, each turn after turn.
 
-Spoken here is ``POST /v1/chat/completions`` and ``GET /v1/models`` as vLLM, SGLang, TensorRT-LLM and OpenAI serve them,
-with the reasoning of vLLM's and SGLang's reasoning parsers (``reasoning_content``, newer ``reasoning``).
+Spoken here is ``POST /v1/chat/completions`` (raw: ``/v1/completions``) and ``GET /v1/models`` as vLLM, SGLang,
+TensorRT-LLM and OpenAI serve them, with the reasoning of vLLM's and SGLang's reasoning parsers (``reasoning_content``,
+newer ``reasoning``).
 """
 
 import hashlib
@@ -57,7 +58,8 @@ class ChatServer:
         options = self._options
         request: dict[str, Any] = {
             "model": self.model,
-            "messages": [_sent(message) for message in messages],
+            **({"prompt": "".join(message["content"] for message in messages)} if options.raw else {}),
+            **({} if options.raw else {"messages": [_sent(message) for message in messages]}),
             "temperature": options.temperature,
             "max_tokens": options.max_new_tokens,
         }
@@ -65,10 +67,11 @@ class ChatServer:
             request["seed"] = seed
         if options.top_p < 1:
             request["top_p"] = options.top_p
-        if tools:
+        if tools and not options.raw:
             request["tools"] = tools
+        path, read = ("/v1/completions", _read_text) if options.raw else ("/v1/chat/completions", _read_reply)
         try:
-            return self._client.post("/v1/chat/completions", request | dict(options.extra), _read_reply)
+            return self._client.post(path, request | dict(options.extra), read)
         except RefusedError as error:
             if error.status in _WRONG_ACCESS or error.status < 400:
                 raise
@@ -94,6 +97,13 @@ def _sent_call(call: dict[str, Any], number: int) -> dict[str, Any]:
     if not isinstance(function.get("arguments"), str):
         function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
     return {"id": call.get("id") or f"call_{number}", "type": "function", "function": function}
+
+
+def _read_text(document: Any) -> Reply:
+    """The continuation of a text, which ``/v1/completions`` gives as ``text``."""
+    choice = document["choices"][0]
+    message = {"content": choice["text"]}
+    return _read_reply({**document, "choices": [{**choice, "message": message}]})
 
 
 def _read_reply(document: Any) -> Reply:

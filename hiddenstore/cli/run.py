@@ -5,7 +5,7 @@ import json
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,6 +15,7 @@ import click
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from hiddenstore.cli.inner import check, do, do_on_ranks, find
+from hiddenstore.cli.peers import translated
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import seconds
 from hiddenstore.documents import load, seal
@@ -156,7 +157,8 @@ class _Builder:
 
 def _option_words(option: str, parameter: click.Option, value: Any) -> list[str]:
     if parameter.is_flag:
-        return [option] if value is True or str(value).lower() == "true" else []
+        is_on = value is True or str(value).lower() == "true"
+        return [option] if is_on else [*parameter.secondary_opts[:1]]
     if value is None:
         return []
     values = [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
@@ -281,10 +283,10 @@ def _finished_before(fs: LocalFilesystem, stage: Stage, built_on: str) -> DoneSt
     return None
 
 
-def _digest_of_files(paths: Iterable[str]) -> str:
-    """sha256 over the local files among ``paths``; hub ids are their names."""
-    digest = hashlib.sha256()
-    for path in map(Path, paths):
+def _digest_of_files(paths: Sequence[str]) -> str:
+    """sha256 over the local files among ``paths``, whole ones where rows of them are named; hub ids are their names."""
+    digest = hashlib.sha256("".join(path for path in paths if "[" in path).encode())
+    for path in (Path(path.partition(":train[")[0]) for path in paths):
         for file in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
             digest.update(str(file).encode())
             if file.is_file():
@@ -319,18 +321,31 @@ def _do(stage: Stage, built_on: str) -> DoneStage:
     epilog=examples(
         "hiddenstore run pipeline.yaml",
         "hiddenstore run pipeline.yaml out=second drafters.eagle3.settings.optim.lr=1e-3",
+        "hiddenstore run --target Qwen/Qwen3-8B --data chats.jsonl",
+        "hiddenstore run llama_eagle3_mvp.yaml recipe_args.train_data_path=chats.jsonl",
     )
 )
-@click.argument("pipeline", type=click.Path())
+@click.argument("pipeline", type=click.Path(), required=False)
 @click.argument("words", nargs=-1, metavar="[KEY.PATH=VALUE]...")
+@click.option("--target", metavar="T", help="Instead of PIPELINE: a folder or hub id to draft for.")
+@click.option("--data", "inputs", multiple=True, metavar="INPUT", help="With --target: conversations; repeatable.")
+@click.option("-o", "--out", metavar="OUT", help="With --target: the folder of everything. Default: runs/NAME.")
 @common_options
-def run(pipeline: str, words: tuple[str, ...]) -> None:
+def run(
+    pipeline: str | None, words: tuple[str, ...], target: str | None, inputs: tuple[str, ...], out: str | None
+) -> None:
     """Prepare, collect, verify, then train, evaluate and export every drafter of a PIPELINE file.
 
-    Each stage is a command that is printed before it runs. Finished stages are not repeated: after a stop, whatever the
-    reason, the same command goes on. Sections hold the options of their commands: see docs/run.md.
+    PIPELINE may be a training file of Model Optimizer or NeMo AutoModel, whose every field is answered. With --target
+    and --data there is no file: EAGLE-3 by its defaults; words change what they say. Each stage is a command that is
+    printed before it runs. Finished stages are not repeated: after a stop, whatever the reason, the same command goes
+    on. Sections hold the options of their commands: see docs/run.md.
     """
-    settings = load_settings(Pipeline, pipeline, words)
+    if pipeline is not None and "=" in pipeline and not Path(pipeline).exists():
+        words, file = (pipeline, *words), None
+    else:
+        file = pipeline
+    settings = _pipeline(file, words, target, inputs, out)
     results = run_pipeline(settings)
     rows = [_summary(name, results, settings) for name in settings.drafters]
     stages = [
@@ -346,6 +361,28 @@ def run(pipeline: str, words: tuple[str, ...]) -> None:
     output().data(document, human=lambda: _show(rows, results))
     engine = str(settings.export.get("engine", ""))
     output().hint("hiddenstore", "serve", rows[0]["folder"], "--target", settings.target, "--engine", engine)
+
+
+def _pipeline(
+    file: str | None, words: Sequence[str], target: str | None, inputs: Sequence[str], out: str | None
+) -> Pipeline:
+    """The pipeline of a file, or of the words that stand for one."""
+    given = {"--target": target, "--data": inputs, "-o": out}
+    if file is not None:
+        if any(given.values()):
+            raise click.UsageError(
+                f"{next(name for name, value in given.items() if value)} is for a run without PIPELINE"
+            )
+        theirs = translated(file, words)
+        if theirs is None:
+            return load_settings(Pipeline, file, words)
+        theirs.show()
+        return load_settings(Pipeline, None, theirs.rest, theirs.pipeline())
+    if target is None or not inputs:
+        raise click.UsageError("Missing argument 'PIPELINE', or --target T and --data INPUT.")
+    name = Path(target).name
+    defaults = {"target": target, "inputs": list(inputs), "out": out or f"runs/{name}", "drafters": {"eagle3": {}}}
+    return load_settings(Pipeline, None, words, defaults)
 
 
 def _summary(name: str, results: Sequence[StageResult], pipeline: Pipeline) -> dict[str, Any]:

@@ -71,6 +71,8 @@ def _require_data(path: str) -> None:
 
 def _require_run(path: str) -> None:
     # A checkpoint of a run has a kind of its own, which only what opens it can tell.
+    if Path(path).name == "LATEST" and Path(path).is_file():
+        return
     if kind_of(path) not in ("run", None) or not Path(path).is_dir():
         raise missing("run", path)
 

@@ -181,6 +181,17 @@ def select_small(
     return part
 
 
+def first_rows(
+    fields: Mapping[str, SmallField], small: Mapping[str, np.ndarray], layers: int, rows: int
+) -> dict[str, np.ndarray]:
+    """The small arrays of a sample's first ``rows``, raw rows with them."""
+    part = select_small(fields, small, range(layers), range(rows))
+    if RAW_INDEX in small:
+        kept = small[RAW_INDEX][:, 1] < rows
+        part |= {RAW_INDEX: small[RAW_INDEX][kept], RAW_ROWS: small[RAW_ROWS][kept]}
+    return part
+
+
 def raw_places(raw_index: np.ndarray, layer: int, rows: range) -> range:
     """Where in ``raw_rows`` lie the raw rows of a layer within ``rows``; the index int32 [N, 2] is sorted."""
     first, last = np.searchsorted(raw_index[:, 0], [layer, layer + 1])

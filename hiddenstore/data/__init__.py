@@ -3,15 +3,18 @@
 from hiddenstore.data.batches import PREFETCH_BYTES, Cursor, GlobalBatch, TokenBatches
 from hiddenstore.data.order import BatchPlan, Order, first_fit, global_batches, permutation
 from hiddenstore.data.packed import EncodedPack, PackedBatch
+from hiddenstore.data.view import WHOLE, SampleView
 
 __all__ = [
     "PREFETCH_BYTES",
+    "WHOLE",
     "BatchPlan",
     "Cursor",
     "EncodedPack",
     "GlobalBatch",
     "Order",
     "PackedBatch",
+    "SampleView",
     "TokenBatches",
     "first_fit",
     "global_batches",

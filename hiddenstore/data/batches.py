@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hiddenstore.data.order import BatchPlan, Order, global_batches
 from hiddenstore.data.packed import PackedBatch
 from hiddenstore.data.read import DecodedFiller, EncodedFiller, Job, Prefetch, SampleSlot
+from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import ConfigError, ConflictError, Kind
 from hiddenstore.index.table import SPLITS, Ids
 from hiddenstore.targets.identity import target_argument
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from hiddenstore.store import Store
 
 PREFETCH_BYTES = 1 << 30
+CHECKED_SAMPLES = 32
+"""Samples whose mask is looked at before the first batch; each is looked at again where it is read."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class TokenBatches(IterableDataset[GlobalBatch]):
     """Memory for the packs read ahead and the one handed out."""
     threads: int = 4
     """Threads that read."""
+    view: SampleView = WHOLE
+    """How many tokens of a sample are read, and which of them teach."""
     device: torch.device | str = "cpu"
     """Where packs come; to any but the CPU their stored bytes move from pinned memory and are decoded there."""
 
@@ -111,6 +116,8 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         # None for all of them: a row number a sample is memory.
         self._rows = None if bool(in_split.all()) else np.flatnonzero(in_split).astype(np.int32)
         self._lengths = self._table.tokens if self._rows is None else self._table.tokens[self._rows]
+        if self.view.max_tokens is not None:
+            self._lengths = np.minimum(self._lengths, self.view.max_tokens)
         self._check()
         self._order = Order(self._ids)
         start = self.cursor or Cursor(self.seed, 0, 0, self._order.digest)
@@ -178,7 +185,9 @@ class TokenBatches(IterableDataset[GlobalBatch]):
             )
         self._reached = self._start
         device = torch.device(self.device)
-        filler = (DecodedFiller if device.type == "cpu" else EncodedFiller)(self.store, self._layers, self._final)
+        filler = (DecodedFiller if device.type == "cpu" else EncodedFiller)(
+            self.store, self._layers, self._final, self.view
+        )
         prefetch = Prefetch[_JobKey](filler, self.prefetch_bytes, self.threads, pinned=torch.cuda.is_available())
         jobs = prefetch.run(self._jobs())
         try:
@@ -205,7 +214,7 @@ class TokenBatches(IterableDataset[GlobalBatch]):
     def _slots(self, order: np.ndarray) -> list[SampleSlot]:
         table, rows = self._table, order if self._rows is None else self._rows[order]
         final_rows = table.final_rows[rows] if self._final else np.zeros(len(rows), dtype=np.int32)
-        slots = zip(table.ids.take(rows)[:], table.tokens[rows].tolist(), final_rows.tolist(), strict=True)
+        slots = zip(table.ids.take(rows)[:], self._lengths[order].tolist(), final_rows.tolist(), strict=True)
         return [SampleSlot(*slot) for slot in slots]
 
     def _jobs(self) -> "Iterator[Job[_JobKey]]":
@@ -213,13 +222,20 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         while self.epochs is None or epoch < self.epochs:
             for batch, slots in self._plan(seed, epoch, start):
                 packs = tuple(
-                    tuple(slots[position - batch.start] for position in pack)
+                    tuple(self._as_read(slots[position - batch.start]) for position in pack)
                     for pack in batch.packs_of(self.rank, self.world_size)
                 )
                 is_last = batch.stop == len(self._lengths)
                 cursor = Cursor(seed, epoch + is_last, 0 if is_last else batch.stop, self._start.snapshot)
                 yield Job(_JobKey(cursor, [slot.id for slot in slots]), packs)
             epoch, start = epoch + 1, 0
+
+    def _as_read(self, slot: SampleSlot) -> SampleSlot:
+        """A slot with those final rows alone that lie before its sample is cut."""
+        if not slot.final_rows or slot.tokens != self.view.max_tokens:
+            return slot
+        reader, index = self.store.reader_of(slot.id)
+        return replace(slot, final_rows=int(np.searchsorted(reader.final_rows(index), slot.tokens)))
 
     def _check(self) -> None:
         if not len(self._lengths):
@@ -235,13 +251,16 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                 f"pack_tokens {self._pack_tokens} must lie in 1…batch_tokens ({self.batch_tokens})",
                 kind=Kind.PACK_INVALID,
             )
+        if self.view.loss_on != "stored" and self._final and self.store.capture.final == "supervised":
+            for slot in self._slots(np.arange(min(CHECKED_SAMPLES, len(self._lengths)))):
+                self.view.require_rows(self.store.sample(slot.id))
         (longest,) = self._slots(np.argmax(self._lengths, keepdims=True))
         if longest.tokens > self._pack_tokens:
             raise ConfigError(
                 f"sample {longest.id} of {self.store.path} has {longest.tokens} tokens, "
                 f"more than pack_tokens ({self._pack_tokens})",
                 kind=Kind.SAMPLE_TOO_LONG,
-                hint=f"set pack_tokens (and batch_tokens) to at least {longest.tokens}",
+                hint=f"set pack_tokens (and batch_tokens) to at least {longest.tokens}, or max_tokens to less",
             )
 
 

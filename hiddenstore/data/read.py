@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from hiddenstore.codecs import get_layout
+from hiddenstore.codecs.base import Encoded, first_rows
 from hiddenstore.data.packed import Buffers, EncodedPack, Members, PackedBatch, carve, room_bytes
+from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import CorruptionError, Kind
-from hiddenstore.records import TopK
+from hiddenstore.records import Sample, TopK
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -91,9 +93,9 @@ class Filler(Protocol):
 class DecodedFiller:
     """Packs decoded on the CPU, straight into their memory. ``final`` says whether final rows are read."""
 
-    def __init__(self, store: "Store", layers: Sequence[int], final: bool) -> None:
+    def __init__(self, store: "Store", layers: Sequence[int], final: bool, view: SampleView = WHOLE) -> None:
         capture = store.capture
-        self._store, self._layers, self._final = store, tuple(layers), final
+        self._store, self._layers, self._final, self._view = store, tuple(layers), final, view
         self._width = capture.target.hidden_size
         self._topk = capture.topk if final and capture.holds_topk else 0
 
@@ -118,10 +120,18 @@ class DecodedFiller:
 
     def fill(self, pack: Pack, sample: PackedSample) -> None:
         assert isinstance(pack, PackedBatch)
-        final = None
+        aux, final = pack.aux[:, sample.rows], None
         if self._final:
             final = pack.final if self._topk else pack.final[sample.final_rows]
-        record = self._store.read_into(sample.slot.id, pack.aux[:, sample.rows], final, self._layers)
+        if sample.slot.tokens == self._view.max_tokens:
+            record = self._view.cut(self._store.read(sample.slot.id, self._layers, self._final))
+            tokens, final_rows = record.sample.tokens, len(record.final_rows)
+            _require(sample.slot, (tokens, record.aux.shape[1], final_rows, final_rows))
+            aux.copy_(record.aux)
+            if final is not None and not self._topk:
+                final.copy_(record.final)
+        else:
+            record = self._store.read_into(sample.slot.id, aux, final, self._layers)
         rows = len(record.final_rows) if record.topk is None else record.topk.rows
         _require(sample.slot, (record.sample.tokens, record.aux.shape[1], rows, len(record.final_rows)))
         if pack.topk is not None:
@@ -129,15 +139,16 @@ class DecodedFiller:
             pack.topk.ids[sample.final_rows] = record.topk.ids
             pack.topk.log_probs[sample.final_rows] = record.topk.log_probs
             pack.topk.lse[sample.final_rows] = record.topk.lse
-        _put(vars(pack), sample, record.sample.input_ids, record.sample.loss_mask, record.final_rows)
+        mask = _mask(self._view, record.sample, self._final and self._store.capture.final == "supervised")
+        _put(vars(pack), sample, record.sample.input_ids, mask, record.final_rows)
 
 
 class EncodedFiller:
     """Packs of stored bytes, decoded where ``EncodedPack.to`` moves them."""
 
-    def __init__(self, store: "Store", layers: Sequence[int], final: bool) -> None:
+    def __init__(self, store: "Store", layers: Sequence[int], final: bool, view: SampleView = WHOLE) -> None:
         capture = store.capture
-        self._store, self._layers, self._final = store, tuple(layers), final
+        self._store, self._layers, self._final, self._view = store, tuple(layers), final, view
         self._width, self._codecs = capture.target.hidden_size, capture.codecs
 
     def members(self, slots: Sequence[SampleSlot]) -> Members:
@@ -171,13 +182,46 @@ class EncodedFiller:
         assert isinstance(pack, EncodedPack)
         slot = sample.slot
         reader, index = self._store.reader_of(slot.id)
-        input_ids, loss_mask = reader.tokens(index)
+        if self._view.loss_on == "stored":
+            input_ids, loss_mask = reader.tokens(index)
+        else:
+            stored = reader.sample(index)
+            rows_are_supervised = self._final and self._store.capture.final == "supervised"
+            input_ids, loss_mask = stored.input_ids, _mask(self._view, stored, rows_are_supervised)
         out = (list(pack.aux_codes[:, sample.rows]), list(pack.final_codes[:, sample.final_rows]))
-        aux, final, final_rows = reader.read_encoded(index, self._layers, self._final, out)
+        if slot.tokens == self._view.max_tokens:
+            input_ids, loss_mask = input_ids[: slot.tokens], loss_mask[: slot.tokens]
+            aux, final, final_rows = self._cut(slot, reader.read_encoded(index, self._layers, self._final), out)
+        else:
+            aux, final, final_rows = reader.read_encoded(index, self._layers, self._final, out)
         _require(slot, (len(input_ids), slot.tokens, len(final_rows), len(final_rows)))
         pack.aux_small[sample.document] = aux.small
         pack.final_small[sample.document] = final.small
         _put(pack.tensors, sample, input_ids, loss_mask, final_rows)
+
+    def _cut(
+        self,
+        slot: SampleSlot,
+        read: tuple[Encoded, Encoded, np.ndarray],
+        out: tuple[Sequence[Tensor], Sequence[Tensor]],
+    ) -> tuple[Encoded, Encoded, np.ndarray]:
+        """The first rows of a longer sample, its codes copied to ``out``."""
+        *groups, final_rows = read
+        kept = []
+        for encoded, places, rows, field in zip(
+            groups, out, (slot.tokens, slot.final_rows), ("aux", "final"), strict=True
+        ):
+            for codes, place in zip(encoded.codes, places, strict=True):
+                place.copy_(codes[:rows])
+            small = get_layout(getattr(self._codecs, field)).small
+            kept.append(Encoded(list(places), first_rows(small, encoded.small, len(encoded.codes), rows)))
+        return kept[0], kept[1], final_rows[: slot.final_rows]
+
+
+def _mask(view: SampleView, sample: Sample, rows_are_supervised: bool) -> np.ndarray:
+    if rows_are_supervised and view.loss_on != "stored":
+        view.require_rows(sample)
+    return view.mask(sample)
 
 
 def _token_members(T: int, R: int) -> Members:

@@ -79,6 +79,11 @@ class SegmentReader:
         self._require(LOSS_MASK, entry, mask_fault(loss_mask))
         return input_ids, loss_mask
 
+    def final_rows(self, index: int) -> np.ndarray:
+        """The token positions of the ``index``-th sample's final rows: int32 [r], ascending."""
+        with self._named(self.record.samples[index]):
+            return self._final_rows(index, self._finals(True))
+
     def read(self, index: int, layers: Sequence[int] | None = None, final: bool = True) -> Record:
         """One sample with its states decoded: aux bf16 [L, t, D] in the order of ``layers`` (default: all held).
 

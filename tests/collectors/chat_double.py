@@ -19,6 +19,8 @@ Asked = dict[str, Any]
 
 def plain_answer(asked: Asked) -> Asked:
     """The choice of a well-behaved server."""
+    if "prompt" in asked:
+        return {"text": f" goes on after {len(asked['prompt'])}", "finish_reason": "length"}
     said = asked["messages"][-1]["content"]
     text = f"reply {len(asked['messages'])} to {said}"
     return {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
@@ -56,7 +58,7 @@ def chat_double(**given: Any) -> Iterator[ChatDouble]:
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            key = json.dumps(asked["messages"])
+            key = json.dumps(asked.get("messages", asked.get("prompt")))
             with double.lock:
                 double.asked.append(asked)
                 double.headers.append(dict(self.headers))

@@ -60,6 +60,43 @@ def test_sharegpt_with_role_and_content_is_read_too() -> None:
     assert messages({"conversations": CHAT}) == CHAT
 
 
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "hi", "completion": "hello"}, CHAT),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, CHAT),
+        ({"question": "hi", "answer": "hello", "id": 3}, CHAT),
+        ({"instruction": "hi", "input": "", "output": "hello"}, CHAT),
+        (
+            {"instruction": "Add", "input": "1 2", "output": "3", "system": "s"},
+            [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": "Add\n\n1 2"},
+                {"role": "assistant", "content": "3"},
+            ],
+        ),
+        ({"prompt": "hi", "messages": None}, CHAT[:1]),
+    ],
+)
+def test_questions_and_answers_are_conversations_of_two_turns(
+    row: dict[str, Any], expected: Any, tmp_path: Path
+) -> None:
+    assert messages(row) == expected
+    if None in row.values():
+        return
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([row]), file)
+    (source,) = open_sources([str(file)])
+    (found,) = [parse_row(one) for one in source.rows()]
+    assert isinstance(found, Conversation), found
+    assert found.messages == expected
+
+
+def test_an_answer_that_is_no_text_costs_its_row() -> None:
+    assert reason({"prompt": "hi", "completion": 7}) == "content-not-text"
+    assert reason({"prompt": "", "completion": "x"}) == "empty-content"
+
+
 def test_text_parts_are_joined_into_one_text() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     assert messages({"messages": [{"role": "user", "content": parts}, CHAT[1]]})[0]["content"] == "one two"
@@ -370,6 +407,21 @@ def test_a_dataset_is_read_by_split_and_slice(tmp_path: Path) -> None:
     assert questions(f"{folder}[default]:train[:25%]") == ["question 0", "question 1", "question 2"]
     first = next(iter(read_conversations([f"{folder}:train[2:5]"])))
     assert first.location == "chats:train[2:5]:1"
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json", "chats.parquet"])
+def test_some_rows_of_a_local_file_are_read_at_their_places(tmp_path: Path, name: str) -> None:
+    file, rows = tmp_path / name, [conversation_row(number) for number in range(6)]
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        file.write_text("\n".join(map(json.dumps, rows)) if name.endswith("l") else json.dumps(rows))
+    assert questions(f"{file}:train[2:4]") == ["question 2", "question 3"]
+    assert questions(f"{file}[4:]") == ["question 4", "question 5"]
+    assert questions(f"{file}:train[:1]") == ["question 0"]
+    assert questions(f"{file}:[7:]") == []
+    if name.endswith(".jsonl"):
+        assert [one.location for one in read_conversations([f"{file}:train[2:4]"])] == [f"{name}:3", f"{name}:4"]
 
 
 @pytest.mark.usefixtures("dataset_cache")

@@ -75,11 +75,12 @@ def test_a_target_without_a_template_is_refused(options: RegenerateOptions, tmp_
 
 
 def test_the_command_asks_and_answers(tmp_path: Path) -> None:
-    words = ["regenerate", "--invent", "6", "-o", str(tmp_path / "a.jsonl"), "--target", str(TARGET_DIR)]
-    result = CliRunner().invoke(main, [*words, "--max-new-tokens", "24", "--set", "batch_size=8", "--json"])
+    out, more = ["-o", str(tmp_path / "a.jsonl")], ["--max-new-tokens", "24", "--set", "batch_size=8", "--json"]
+    target = ["--target", str(TARGET_DIR)]
+    result = CliRunner().invoke(main, ["regenerate", "self:6", *out, *target, *more])
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert 0 < len(rows) <= 6
     assert {message["role"] for row in rows for message in row["messages"]} == {"user", "assistant"}
-    for wrong in ([*words, "more.jsonl"], words[:1] + words[3:], [*words[:5], "--server", "http://localhost:1"]):
-        assert CliRunner().invoke(main, wrong).exit_code == 2
+    for inputs in (["self:6", "more.jsonl", *target], ["self:6", "--server", "http://localhost:1"]):
+        assert CliRunner().invoke(main, ["regenerate", *inputs, *out]).exit_code == 2

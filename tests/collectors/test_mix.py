@@ -8,14 +8,15 @@ import pytest
 import yaml
 from tiny_templates import chat, tiny_target, write_rows
 
-from collectors.conversations.mix import Mix, open_inputs, read_mix
+from collectors.conversations.datasets import _select, find_dataset
+from collectors.conversations.mix import Mix, mix_names, open_inputs, read_mix
 from collectors.conversations.parse import Conversation
 from collectors.conversations.prompts import Augmentation, prompt_of, read_augmentation, write_prompts
 from collectors.conversations.rows import Problem
 from collectors.regenerate.rewrite import Rewrite
 from collectors.tokenize.prepare import PrepareOptions, prepare
 from hiddenstore.cli import main
-from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError
+from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, NotFoundError
 
 
 @pytest.fixture(scope="module")
@@ -259,3 +260,25 @@ def test_words_that_mean_nothing_together_are_usage_errors(
 
 def test_a_mix_model_is_plain_settings() -> None:
     assert Mix(sources=({"preset": "gsm8k", "split": "test", "cap": 3},)).sources[0].text == "preset:gsm8k:test"
+
+
+@pytest.mark.parametrize(("name", "splits", "repositories"), [("nemotron-v2", 9, 1), ("nemotron-v3", 57, 16)])
+def test_the_shipped_mixes_name_splits_of_the_table(name: str, splits: int, repositories: int) -> None:
+    mix = read_mix(name)
+    assert name in mix_names()
+    found = []
+    for source in mix.sources:
+        assert source.preset is not None
+        chosen = _select(find_dataset(source.preset), source.split)
+        assert all(one.split == source.split for one in chosen if source.split)
+        found += [(one.name, one.split) for one in chosen]
+    assert len(found) == len(set(found)) == splits
+    assert len({repository for repository, _ in found}) == repositories
+    with pytest.raises(NotFoundError):
+        read_mix("nemotron-v9")
+
+
+def test_the_shipped_variants_speak_twelve_languages() -> None:
+    variants = read_augmentation("default").variants
+    assert sum(str(one.user_suffix).startswith(" Answer in ") for one in variants) == 12
+    assert "step-by-step" in {one.name for one in variants}

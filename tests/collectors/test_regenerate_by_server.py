@@ -11,13 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from chat_double import FAULTS, Asked, ChatDouble, chat_double, plain_answer
 
+from collectors.conversations.mix import open_sources
+from collectors.conversations.parse import Conversation, parse_row
 from collectors.regenerate.job import regenerate
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport
 from collectors.regenerate.server import ChatServer, UnansweredError
 from hiddenstore import http
+from hiddenstore.cli import main
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, StorageError
 from hiddenstore.http import ServerAccess
 
@@ -80,6 +84,64 @@ def test_each_answer_is_replaced_before_the_next_turn_is_asked(tmp_path: Path, d
     assert not Path(f"{report.out}.answers").exists()
 
 
+def test_the_last_answer_alone_is_written_anew_where_that_is_asked_for(tmp_path: Path, double: ChatDouble) -> None:
+    report = run(options(tmp_path, double, turns="last"))
+    assert texts(report.out) == [[f"first {i}", "old", f"second {i}", f"reply 3 to second {i}"] for i in range(12)]
+    assert report.answers == 12
+    alone = run(options(tmp_path, double, [[("user", "a"), ("user", "b")]], turns="last", out="alone.jsonl"))
+    assert texts(alone.out) == [["a", "b", "reply 2 to b"]]
+
+
+def test_text_is_continued_raw_and_says_where_it_was_cut(tmp_path: Path, double: ChatDouble) -> None:
+    report = run(options(tmp_path, double, [[("user", "Once upon")], [("user", "x"), ("assistant", "old")]], raw=True))
+    assert sorted(asked["prompt"] for asked in double.asked) == ["Once upon", "x"]
+    assert "messages" not in double.asked[0]
+    assert texts(report.out)[0] == ["Once upon", " goes on after 9"]
+    assert messages(report.out)[1]["finish_reason"] == "length"
+
+
+def test_parquet_files_hold_the_rows_and_prepare_reads_them(tmp_path: Path, double: ChatDouble) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    double.answer = lambda asked: (
+        {"message": {"content": "", "tool_calls": [call]}} if asked.get("tools") else plain_answer(asked)
+    )
+    run(options(tmp_path, double, out="a.jsonl"))
+    run(options(tmp_path, double, out="shards", rows_per_file=5))
+    shards = sorted((tmp_path / "shards").iterdir())
+    assert [pq.read_metadata(shard).num_rows for shard in shards] == [5, 5, 2]
+    chats = tmp_path / "tools.jsonl"
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}], "tools": tools}
+    chats.write_text(json.dumps(row) + "\n")
+    base = options(tmp_path, double, out="t.parquet")
+    run(replace(base, inputs=(str(chats),)))
+
+    def read(*paths: Path) -> list[Any]:
+        found = [parse_row(row) for source in open_sources([str(p) for p in paths]) for row in source.rows()]
+        assert all(isinstance(one, Conversation) for one in found), found
+        return [(one.messages, one.tools) for one in found]  # type: ignore[union-attr]
+
+    assert read(tmp_path / "shards") == read(tmp_path / "a.jsonl")
+    ((turns, named),) = read(tmp_path / "t.parquet")
+    assert turns[1]["tool_calls"][0]["function"]["name"] == "f"
+    assert named == tools
+
+
+def test_the_choices_of_what_is_written_are_settings_of_the_command(tmp_path: Path, double: ChatDouble) -> None:
+    chats = write(tmp_path / "chats.jsonl", two_turns(3))
+    words = ["regenerate", chats, "-o", str(tmp_path / "parts"), "-q", "--set", "turns=last"]
+    server = ["--server", double.url, "--set", "rows_per_file=2", "--set", "raw=true"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, *server])
+    assert ended.value.code == 0
+    assert [path.name for path in sorted((tmp_path / "parts").iterdir())] == [
+        "train-00000.parquet", "train-00001.parquet"
+    ]  # fmt: skip
+    with pytest.raises(SystemExit) as refused:
+        main(["regenerate", chats, "-o", str(tmp_path / "other"), "--target", "t", "--set", "raw=true"])
+    assert refused.value.code == 2
+
+
 def test_the_request_says_what_was_asked_for(tmp_path: Path, double: ChatDouble) -> None:
     more = {"temperature": 0.3, "top_p": 0.9, "max_new_tokens": 11, "system": "be brief", "extra": {"top_k": 5}}
     run(options(tmp_path, double, [[("user", "hi")]], **more))
@@ -95,7 +157,6 @@ def test_the_request_says_what_was_asked_for(tmp_path: Path, double: ChatDouble)
 
 
 def test_members_of_requests_can_be_set_on_the_command_line(tmp_path: Path, double: ChatDouble) -> None:
-    from hiddenstore.cli import main
 
     chats = write(tmp_path / "chats.jsonl", two_turns(1))
     extra = ["extra.chat_template_kwargs={enable_thinking: false}", "extra.stop=[a, b]", "extra.min_p=0.1", "top_p=1"]
@@ -407,7 +468,6 @@ def test_the_answers_go_straight_into_prepare(tmp_path: Path, double: ChatDouble
 def test_wrong_words_are_usage_errors(
     tmp_path: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from hiddenstore.cli import main
 
     chats = write(tmp_path / "chats.jsonl", two_turns(1))
     with pytest.raises(SystemExit) as caught:
@@ -464,7 +524,6 @@ def test_a10_a_server_that_fails_and_then_is_gone_is_named_by_its_own_words_firs
 def test_a9_a_run_in_which_nothing_is_answered_is_an_error_and_can_be_repeated(
     tmp_path: Path, double: ChatDouble, fault: str, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from hiddenstore.cli import main
 
     double.fault = lambda _asked, _tries: fault
     chats, out = write(tmp_path / "chats.jsonl", two_turns(4)), tmp_path / "out.jsonl"

@@ -1,4 +1,4 @@
-"""A tiny OpenAI-like server on this machine whose counters are known: it answers in vLLM's or in SGLang's words."""
+"""A tiny OpenAI-like server on this machine whose counters are known: it answers as vLLM, SGLang or TensorRT-LLM do."""
 
 import contextlib
 import json
@@ -28,9 +28,11 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.engine, self.models, self.accepts, self.key = engine, models, accepts, key
         self.tokens = 1 + sum(1 + accepted for accepted in accepts) if accepts else 7
-        self.answered = 0
+        self.answered = self.iteration = 0
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.lock = threading.Lock()
+        self.iterations: list[dict[str, Any]] = []
+        self.kept_iterations = 1000
 
     @property
     def url(self) -> str:
@@ -57,6 +59,22 @@ class FakeServer(ThreadingHTTPServer):
             return 3 * len(self.accepts)
         return sum(self.accepts) if "accepted_tokens" in line else len(self.accepts)
 
+    def iterate(self) -> None:
+        """The iterations of one answer: its prefill, and a verification for each draft."""
+        drafts = [{"numDraftTokens": 3, "numAcceptedTokens": accepted} for accepted in self.accepts]
+        for spec in (None, *drafts):
+            row: dict[str, Any] = {"iter": self.iteration, "attentionDpRank": 0}
+            if spec is not None:
+                row["specDecodingStats"] = {**spec, "numRequestsWithDraftTokens": 1, "acceptanceLength": 2.5}
+            self.iteration += 1
+            self.iterations += [row, {**row, "attentionDpRank": 1}]
+
+    def drained(self) -> list[dict[str, Any]]:
+        """What `/metrics` of TensorRT-LLM gives: the newest iterations, each once."""
+        with self.lock:
+            given, self.iterations = self.iterations[-self.kept_iterations :], []
+        return given
+
     def meta_info(self) -> dict[str, Any]:
         """What SGLang says of one answer."""
         if not self.accepts:
@@ -82,6 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(json.dumps({"data": [{"id": name} for name in self.server.models]}))
         elif self.path == "/metrics" and self.server.engine == "vllm":
             self._answer(self.server.metrics())
+        elif self.path == "/metrics" and self.server.engine == "trtllm":
+            self._answer(json.dumps(self.server.drained()))
         else:
             self._answer("not found", 404)
 
@@ -92,6 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.asked.append((self.path, body))
             self.server.answered += 1
+            self.server.iterate()
         if body.get("messages", [{}])[-1].get("content") == "too long":
             self._answer(json.dumps({"error": {"message": "the prompt is longer than the context"}}), 400)
             return

@@ -25,7 +25,7 @@ EXPORTS = (
     ("eagle3", "sglang", None),
     ("dflash", "sglang", None),
     ("eagle1", "sglang", None),
-    ("eagle3", "trtllm", None),
+    ("eagle3", "trtllm", "1.3.0rc12"),
     ("dflash", "trtllm", "1.3.0"),
 )
 """Drafter, engine and the engine's version of each export."""

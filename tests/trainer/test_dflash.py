@@ -301,6 +301,10 @@ def test_a_pack_without_anchors_has_no_loss_and_no_gradient() -> None:
     assert all(p.grad is None or not p.grad.any() for p in case.model.parameters())
 
 
+def test_a_gamma_of_zero_weighs_every_slot_alike() -> None:
+    assert BlockLoss.model_validate({"gamma": 0}).slot_weights(8).tolist() == [1.0] * 7
+
+
 def test_dpace_refuses_to_divide_by_weights_it_does_not_know() -> None:
     with pytest.raises(ValueError, match="reduction must be kept"):
         BlockLoss(weighting="dpace", reduction="weights")

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from tiny_target import make_model, make_tokenizer
 from torch import Tensor
 
+from hiddenstore.cli import main
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError, FormatError
 from hiddenstore.records import TopK
@@ -30,7 +32,7 @@ from trainer.losses.fused_head import StepLosses
 from trainer.losses.teacher import TargetInterface
 from trainer.train import step as step_module
 from trainer.train.loop import train
-from trainer.train.run_folder import load_drafter
+from trainer.train.run_folder import describe, load_drafter
 from trainer.vocab import DraftVocab
 
 WORDS = [
@@ -441,3 +443,11 @@ def test_a_store_of_supervised_rows_is_refused_with_the_command_that_captures_al
     with pytest.raises(ConfigError, match="final hidden at every token") as caught:
         train(store.path, tmp_path / "run", drafter="eagle1", words=WORDS)
     assert "--layers eagle1 --final all" in str(caught.value.hint)
+
+
+def test_eagle2_is_the_name_of_the_same_weights(tmp_path: Path) -> None:
+    store = make_store(tmp_path, final="all")
+    words = ["train", store.path, "-o", str(tmp_path / "run"), "--drafter", "eagle2", "train.max_steps=1", "-q"]
+    done = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert describe(tmp_path / "run").spec.drafter.name == "eagle1"

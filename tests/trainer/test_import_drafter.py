@@ -1,6 +1,7 @@
 """Published checkpoints become runs that every command takes."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hiddenstore.cli import main
-from hiddenstore.errors import ConfigError, HiddenstoreError
+from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import NUM_LAYERS, VOCAB, make_store
 from schemas.layers import default_aux_layers
@@ -252,21 +253,45 @@ def test_what_is_no_drafter_of_ours_is_refused_and_leaves_no_run(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_pickle_is_refused_with_the_command_that_converts_it(store: Store, tmp_path: Path) -> None:
-    import shlex
-    import subprocess
-
+def test_tensors_of_a_torch_file_are_read_and_code_in_one_is_not_run(store: Store, tmp_path: Path) -> None:
     folder = write(tmp_path / "published", eagle3_tensors(), eagle3_config())
+    plain = import_drafter(folder, tmp_path / "plain", store.path)
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"holds pytorch_model\.bin, a pickle") as caught:
+    read = import_drafter(folder, tmp_path / "read", store.path)
+    weights = [(one.checkpoint / "drafter.safetensors").read_bytes() for one in (plain, read)]
+    assert weights[0] == weights[1]
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Touch(tmp_path / "ran"), protocol=2))
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is a pickle that holds more than tensors") as caught:
         import_drafter(folder, tmp_path / "run", store.path)
-    python, *rest = shlex.split(str(caught.value.hint))
-    import sys
+    assert caught.value.kind == "pickle-refused"
+    assert not (tmp_path / "ran").exists()
 
-    assert python == "python"
-    subprocess.run([sys.executable, *rest], check=True)
-    assert import_drafter(folder, tmp_path / "run", store.path).drafter == "eagle3"
+
+class _Touch:
+    """A pickle of it makes a file where it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_hub_id_is_taken_from_the_cache_of_the_hub(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    revision = "a" * 40
+    cached = tmp_path / "models--maker--drafter"
+    write(cached / "snapshots" / revision, eagle3_tensors(), eagle3_config())
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert import_drafter("maker/drafter", tmp_path / "run", store.path).drafter == "eagle3"
+    for name, said in (("maker/other", "can be reached"), ("nowhere", "no folder and no hub id")):
+        with pytest.raises(NotFoundError, match=said):
+            import_drafter(name, tmp_path / "other", store.path)
 
 
 def test_the_command_answers_and_its_run_is_evaluated_and_exported(

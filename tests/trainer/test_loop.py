@@ -52,6 +52,17 @@ def test_the_loss_falls(store: Store, tmp_path: Path) -> None:
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
+def test_samples_are_cut_and_taught_as_the_settings_say_and_a_resume_goes_on_so(store: Store, tmp_path: Path) -> None:
+    words = [*WORDS, "data.pack_tokens=16", "data.max_tokens=16", "data.loss_on=last-turn", "optim.warmup_steps=2"]
+    train(store.path, tmp_path / "run", words=[*words, "train.max_steps=4"])
+    train(store.path, tmp_path / "run", words=["train.max_steps=6"], resume=True)
+    train(store.path, tmp_path / "whole", words=[*words, "train.max_steps=6"])
+    halves, whole = lines(tmp_path / "run"), lines(tmp_path / "whole")
+    assert next(line["loss"] for line in halves if "loss" in line) == whole[0]["loss"]
+    assert [line["step"] for line in halves if "loss" in line] == list(range(1, 7))
+    assert whole[0]["lr"] == pytest.approx(whole[1]["lr"] / 2)  # type: ignore[operator]
+
+
 def test_packs_accumulate_to_the_gradient_of_the_whole_batch(store: Store, tmp_path: Path) -> None:
     words = [*WORDS, "train.max_steps=3", "train.validate_every=0"]
     train(store.path, tmp_path / "packs", words=words)

@@ -22,6 +22,12 @@ def test_rate_rises_linearly_then_follows_the_schedule(schedule: str, middle: fl
         assert rates[-1] == pytest.approx(0.1, abs=0.02)
 
 
+def test_a_warm_up_in_steps_wins_over_a_share_and_ends_with_the_run() -> None:
+    config = OptimConfig.model_validate({"lr": 1.0, "warmup_ratio": 0.5, "warmup_steps": 4, "schedule": "constant"})
+    assert [learning_rate(config, step, 100) for step in range(6)] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
+    assert learning_rate(config, 1, 2) == 1.0
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_state_saved_and_loaded_continues_bit_for_bit(kind: str) -> None:
     config = OptimConfig.model_validate({"kind": kind})

@@ -148,6 +148,17 @@ def test_a_user_s_own_drafter_class_is_pointed_at_in_python_only() -> None:
     assert "from my.drafters import Mine" in program
     assert "UserProvidedDecodingConfig(max_draft_len=3, drafter=Mine())" in program
     ast.parse(program)
+    words = ("resource_manager=my.pools:Pool", "speculative_config.max_concurrency=4")
+    more = planned("trtllm", **own, form="python", settings=words).program
+    assert "from my.pools import Pool" in more
+    assert "resource_manager=Pool()" in more
+    assert "max_concurrency=4" in more
+    more = planned("trtllm", **own, form="python", settings=("enable_attention_dp=true", "profile=latency")).program
+    assert "enable_attention_dp=True" in more
+    assert "KvCacheConfig(" in more
+    ast.parse(more)
+    with pytest.raises(ConfigError, match="should be module:Class of a tensorrt_llm ResourceManager"):
+        planned("trtllm", **own, form="python", settings=("resource_manager=pool",))
     with pytest.raises(ConfigError, match="no YAML file can hold") as raised:
         planned("trtllm", **own)
     assert (raised.value.kind, raised.value.hint) == ("serve-unsupported", "--form python")

@@ -1,11 +1,15 @@
 """The configuration file TensorRT-LLM gets: its values, spellings by version, and settings in their sections."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.trainer.serve_cases import planned, the_file, write_exports
+from tests.trainer.export_cases import case
+from tests.trainer.serve_cases import planned, published, the_file, write_exports
+from trainer.export.support import ENGINES
+from trainer.export.write import export
 from trainer.serve.trtllm import SPELLINGS, file_problems
 
 
@@ -34,11 +38,11 @@ def test_the_default_trtllm_file_has_the_playbook_s_values(exports: dict[str, st
 @pytest.mark.parametrize(
     ("method", "version", "expected"),
     [
-        ("draft-target", None, {"decoding_type": "DraftTarget", "max_draft_len": 3, "speculative_model": "small"}),
+        ("draft-target", None, {"decoding_type": "Draft_Target", "max_draft_len": 3, "speculative_model": "small"}),
         (
             "draft-target",
-            "1.2.1",
-            {"decoding_type": "Draft_Target", "max_draft_len": 3, "speculative_model_dir": "small"},
+            "1.2.0rc6",
+            {"decoding_type": "DraftTarget", "max_draft_len": 3, "speculative_model_dir": "small"},
         ),
         (
             "draft-target",
@@ -67,13 +71,53 @@ def test_an_older_trtllm_calls_eagle3_eagle_and_gets_no_overlap_before_1_2(expor
 
 
 def test_the_other_spelling_of_a_draft_model_can_be_chosen() -> None:
-    plan = planned("trtllm", method="draft-target", drafter="small", settings=("decoding_type=Draft_Target",))
+    plan = planned("trtllm", method="draft-target", drafter="small", settings=("decoding_type=DraftTarget",))
     assert the_file(plan)["speculative_config"] == {
-        "decoding_type": "Draft_Target",
+        "decoding_type": "DraftTarget",
         "max_draft_len": 3,
         "speculative_model": "small",
     }
-    assert "Draft_Target" in plan.notes[0]
+    assert "decoding_type=DraftTarget" in plan.notes[0]
+    assert (
+        "decoding_type=Draft_Target"
+        in planned("trtllm", method="draft-target", drafter="small", version="1.2").notes[0]
+    )
+
+
+def test_an_export_is_served_by_the_version_it_was_written_for(tmp_path: Path) -> None:
+    export(case("eagle3"), "trtllm", tmp_path / "d")
+    version = ENGINES["trtllm"].version
+    plan = planned("trtllm", drafter=str(tmp_path / "d"))
+    assert version == "1.2.1"
+    assert the_file(plan)["speculative_config"]["speculative_model_dir"] == str(tmp_path / "d")
+    assert "--extra_llm_api_options" in plan.command
+    assert "--config" in planned("trtllm", drafter=str(tmp_path / "d"), version="1.3.0").command
+
+
+def test_gpt_oss_gets_the_folder_of_its_encodings_in_the_container_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned("trtllm", method="ngram", target="openai/gpt-oss-120b")
+    assert plan.variables["TIKTOKEN_ENCODINGS_BASE"] == "harmony-reqs"
+    assert any("o200k_base.tiktoken" in note for note in plan.notes)
+    monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", str(tmp_path))
+    local = published(tmp_path / "local", model_type="gpt_oss")
+    command = " ".join(planned("trtllm", method="ngram", target=local, form="container").command)
+    inside = "/models/folders/TIKTOKEN_ENCODINGS_BASE"
+    assert f"-v {tmp_path}:{inside}:ro -e TIKTOKEN_ENCODINGS_BASE={inside}" in command
+    other = planned("trtllm", method="ngram", target=published(tmp_path / "other", model_type="llama"))
+    assert "TIKTOKEN_ENCODINGS_BASE" not in other.variables
+
+
+def test_mtp_for_a_hub_id_says_that_nobody_looked_for_its_layers() -> None:
+    assert "num_nextn_predict_layers" in planned("trtllm", method="mtp", target="Qwen/Qwen3-8B").notes[0]
+
+
+def test_a_container_without_a_registry_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NGC_REGISTRY", raising=False)
+    assert any("NGC_REGISTRY" in note for note in planned("trtllm", method="ngram", form="container").notes)
+    monkeypatch.setenv("NGC_REGISTRY", "registry.example")
+    assert planned("trtllm", method="ngram", form="container").notes == ()
 
 
 @pytest.mark.parametrize("version", [row.since if row.since != "0" else "1.0" for row in SPELLINGS])

@@ -64,7 +64,6 @@ def test_a_dynamic_tree_wants_its_branches_and_a_total_that_they_can_make_and_no
         ("DFlash", "1.2.1", "since 1.3"),
         ("Eagle3", "1.1", "since 1.2"),
         ("Draft_Target", "1.1.0", "since 1.2"),
-        ("DraftTarget", "1.2.1", "spelt Draft_Target"),
     ],
 )
 def test_a_decoding_type_of_another_version_is_refused_with_its_versions(kind: str, version: str, said: str) -> None:

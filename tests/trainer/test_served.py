@@ -82,7 +82,7 @@ def test_sglang_s_answers_say_the_same_whatever_release_spelled_them():
     assert sglang_counts({"completion_tokens": 11, "spec_verify_ct": 0}) is None
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
 def test_accepted_length_is_counted_by_task_and_for_all(engine, prompts):
     with fake_server(engine=engine, accepts=ACCEPTS) as server:
         found = document(words(engine, server, prompts, "--concurrency", "2"))
@@ -94,7 +94,7 @@ def test_accepted_length_is_counted_by_task_and_for_all(engine, prompts):
     ]
     for row in (*found["rows"], found):
         assert row["accepted_length"] == pytest.approx(1 + sum(ACCEPTS) / len(ACCEPTS))
-        assert row["per_position"] == [0.75, 0.5, 0.25]
+        assert row["per_position"] == ([] if engine == "trtllm" else [0.75, 0.5, 0.25])
         assert row["draft_len"] == 3
     assert found["rows"][-1]["answer_tokens"] == 4 * 11
     assert not any(row["others_were_served"] for row in found["rows"])
@@ -208,8 +208,19 @@ def test_a_server_that_does_not_draft_is_refused_with_the_command_that_makes_one
         assert "hiddenstore serve" in found["fix"]
         plain = run(words("http", server, prompts))
         assert "speed only" in plain.stderr
-    with fake_server(engine="sglang") as server:
-        assert error(words("sglang", server, prompts), 2)["kind"] == "no-speculation"
+    for engine, fix in (("sglang", "--engine sglang"), ("trtllm", "enable_iter_perf_stats=true")):
+        with fake_server(engine=engine) as server:
+            found = error(words(engine, server, prompts), 2)
+            assert found["kind"] == "no-speculation"
+            assert fix in found["fix"]
+
+
+def test_iterations_that_tensorrt_llm_dropped_before_they_were_read_are_noticed(prompts):
+    with fake_server(engine="trtllm", accepts=ACCEPTS) as server:
+        server.kept_iterations = 2
+        found = error(words("trtllm", server, prompts), 4)
+        assert found["kind"] == "server-answer"
+        assert "iter_stats_max_iterations" in found["fix"]
 
 
 def test_another_model_several_models_and_another_baseline_are_refused(prompts):

@@ -1,5 +1,6 @@
 """Draft vocabularies: choosing, files, peers' forms."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hiddenstore.cli import main
 from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
 from hiddenstore.testing.builders import make_store
 from trainer.vocab import DraftVocab, count_store, count_tokens, coverage, coverage_curve, curve_sizes
@@ -81,10 +83,6 @@ def test_the_sizes_worth_a_look_end_where_everything_is_covered() -> None:
 
 
 def test_the_command_shows_and_draws_the_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import json
-
-    from hiddenstore.cli import main
-
     store = make_store(tmp_path, samples=6)
     words = ["vocab", store.path, "--size", "9", "--curve", "--plot", str(tmp_path / "c.png")]
     with pytest.raises(SystemExit) as caught:
@@ -100,6 +98,21 @@ def test_the_command_shows_and_draws_the_curve(tmp_path: Path, capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert "█" in shown
     assert "100.00%" in shown
+
+
+def test_prepared_data_gives_the_vocabulary_of_the_store_made_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_store(tmp_path, samples=12)
+    found = []
+    for place in ("store", "data"):
+        out = str(tmp_path / f"{place}.safetensors")
+        with pytest.raises(SystemExit) as caught:
+            main(["vocab", str(tmp_path / place), "--size", "9", "-o", out, "--json"])
+        assert caught.value.code == 0
+        found.append({**json.loads(capsys.readouterr().out), "path": None})
+    assert found[0] == found[1]
+    assert (tmp_path / "store.safetensors").read_bytes() == (tmp_path / "data.safetensors").read_bytes()
 
 
 def test_a_curve_is_not_drawn_without_matplotlib_and_says_how_to_get_it(

@@ -114,7 +114,7 @@ def positions_text(shares: Sequence[float]) -> str:
     return "  ".join(f"{share:.3f}" for share in shares[:shown]) + never
 
 
-ENGINES = ("vllm", "sglang", "http")
+ENGINES = ("vllm", "sglang", "trtllm", "http")
 
 
 class _ServerOptions(TypedDict):
@@ -315,7 +315,7 @@ def _measure_servers(engine: str, options: _ServerOptions) -> None:
         "temperature": options["temperature"],
         "max_new_tokens": options["max_new_tokens"],
         "concurrency": options["concurrency"],
-        **_measured(servers, baseline, questions, options),
+        **_measured(engine, servers, baseline, questions, options),
     }
     if options["markdown"]:
         _write_markdown(Path(options["markdown"]), document)
@@ -325,7 +325,11 @@ def _measure_servers(engine: str, options: _ServerOptions) -> None:
 
 
 def _measured(
-    servers: "list[Server]", baseline: "Server | None", questions: "list[Question]", options: _ServerOptions
+    engine: str,
+    servers: "list[Server]",
+    baseline: "Server | None",
+    questions: "list[Question]",
+    options: _ServerOptions,
 ) -> dict[str, Any]:
     """The rows of all servers, and the total of the first as members of its own, as ``eval`` of a store has them."""
     from hiddenstore.console.progress import Progress
@@ -342,7 +346,7 @@ def _measured(
         plain = {result.task: result for result in results_of(baseline)} if baseline else {}
         for server in servers:
             results = results_of(server)
-            if server.counts_each_answer and results[-1].counts is None:
+            if results[-1].counts is None and engine in ("sglang", "trtllm"):
                 raise server.no_counts()
             rows += [row_of(server.client.url, result, plain.get(result.task)) for result in results]
     for row in rows:

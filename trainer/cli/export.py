@@ -238,7 +238,7 @@ def _numbers(text: str | None) -> list[int] | None:
 @click.command(
     "import-drafter",
     epilog=examples(
-        "hiddenstore import-drafter ./eagle3-llama -o runs/published --store STORE",
+        "hiddenstore import-drafter yuhuili/EAGLE3-LLaMA3.1-Instruct-8B -o runs/published --store STORE",
         "hiddenstore import-drafter ./eagle3-qwen -o runs/published --store STORE --layer-convention vllm",
         "hiddenstore import-drafter ./medusa-vicuna -o runs/medusa --store STORE",
         "hiddenstore train STORE -o runs/tuned train.init_from=runs/published",
@@ -258,7 +258,7 @@ def import_drafter(folder: str, run: str, store: str, layer_convention: str | No
 
     EAGLE-1, EAGLE-3, DFlash and Medusa, under the names of their authors, of engines and of other trainers.
 
-    DIR holds config.json and safetensors files. Nothing in it is executed.
+    DIR, or a hub id, holds config.json and safetensors files, or torch files of tensors. Nothing in it is executed.
     """
     from hiddenstore.console.text import percent
     from trainer.export.published import import_drafter as bring_in

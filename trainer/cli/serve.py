@@ -1,5 +1,6 @@
 """``hiddenstore serve``: the exact command and configuration that serve a target with a drafter, printed or run."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ class WithEngineFlags(click.Command):
 def serve(drafter: str | None, engine: str | None, print_only: bool, checked: str | None, **options: Any) -> None:
     """Serve a target with a drafter: print the engine's exact command and configuration, or run it.
 
-    DIR is what ``hiddenstore export`` wrote, or a published drafter. Everything after -- goes to the engine.
+    DIR is what ``hiddenstore export`` wrote, a published drafter, or a run or checkpoint of ``hiddenstore train``,
+    which is exported first, into RUN/exports. Everything after -- goes to the engine.
     """
     if checked:
         _check(checked, options["version"])
@@ -73,6 +75,8 @@ def serve(drafter: str | None, engine: str | None, print_only: bool, checked: st
         )
     serving = ENGINES[engine]
     flags = click.get_current_context().meta[_FLAGS]
+    if drafter is not None and (run := _run_at(drafter)):
+        drafter = _exported(run, engine, options["version"])
     resolved = resolve(serving, ServeOptions(drafter=drafter, flags=flags, **options))
     request, plan = resolved.request, plan_of(serving, resolved.request)
     runs = not print_only and output().mode != "json"
@@ -88,6 +92,34 @@ def serve(drafter: str | None, engine: str | None, print_only: bool, checked: st
         output().note(note)
     if runs:
         become(plan)
+
+
+def _run_at(drafter: str) -> str | None:
+    """The run or checkpoint that ``drafter`` is; None where it is none."""
+    from hiddenstore.folders import kind_of
+
+    path = Path(drafter)
+    is_checkpoint = (path / "state.json").is_file() or (path.name == "LATEST" and path.is_file())
+    return drafter if is_checkpoint or kind_of(path) == "run" else None
+
+
+def _exported(run: str, engine: str, version: str | None) -> str:
+    """The folder of a checkpoint's export for an engine, made where it is not there yet."""
+    from trainer.export.support import ENGINES
+    from trainer.export.write import checkpoint_of
+    from trainer.export.write import export as write
+    from trainer.train.branch import EXPORTS
+    from trainer.train.checkpoint import resolve
+    from trainer.train.run_folder import load_drafter
+
+    checkpoint = resolve(Path(run))
+    at = version or ENGINES[engine].version
+    out = checkpoint.parent.parent / EXPORTS / f"{engine}-{at}-{checkpoint.name}"
+    if not out.is_dir():
+        words = ["hiddenstore", "export", str(checkpoint), "--engine", engine, "--engine-version", at, "-o", str(out)]
+        output().note(f"$ {shlex.join(words)}")
+        write(checkpoint_of(load_drafter(checkpoint), str(checkpoint)), engine, out, None, at)
+    return str(out)
 
 
 def _check(file: str, version: str | None) -> None:

@@ -6,24 +6,34 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hiddenstore.cli.peers import translated
 from hiddenstore.cli.words import STORE, Name, split_snapshot
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import HiddenstoreError, Kind
-from trainer.drafters import DRAFTERS
+from trainer.drafters import ALIASES, DRAFTERS
 from trainer.presets import preset_names
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from trainer.train.loop import TrainReport
 
 _REFUSED_BY_DISK = {Kind.DISK_FULL, Kind.IO_ERROR, Kind.PERMISSION_DENIED}
 _REPORTED_BY_RANK_0 = {Kind.ANOTHER_RANK, Kind.INTERRUPTED, Kind.LOSS_NOT_FINITE, Kind.LOSS_STAYS_HIGH}
 
 
+class _Drafter(Name):
+    """A kind of drafter, by its name or one it is trained under."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(ALIASES.get(value, value), param, ctx)
+
+
 class _Train(click.Command):
     """Its settings can be checked before the store exists: a `hiddenstore.cli.inner.Checked`."""
 
     def check(self, **params: Any) -> None:
-        _refuse_settings(params["drafter"], params["file"], params["words"])
+        _refuse_settings(*_in_our_words(params["drafter"], params["file"], params["words"]))
 
 
 @click.command(
@@ -34,6 +44,7 @@ class _Train(click.Command):
         "hiddenstore train STORE -o runs/second -c eagle3.1 train.init_from=runs/first",
         "hiddenstore train STORE -o runs/long --follow train.max_steps=20000",
         "hiddenstore train STORE -o runs/first --resume",
+        "hiddenstore train STORE -o runs/again --resume-from runs/first/checkpoints/step-3000",
         "torchrun --nproc-per-node 8 --no-python hiddenstore train STORE -o runs/first",
     ),
 )
@@ -42,35 +53,59 @@ class _Train(click.Command):
 @click.option("-o", "--out", "run", required=True, metavar="RUN", help="Folder of the run.")
 @click.option(
     "--drafter",
-    type=Name(DRAFTERS.require, DRAFTERS),
+    type=_Drafter(DRAFTERS.require, [*DRAFTERS, *ALIASES]),
     metavar="NAME",
-    help=f"{', '.join(DRAFTERS)}; eagle3 where nothing else names one.",
+    help=f"{', '.join(DRAFTERS)} (eagle2 is eagle1); eagle3 where nothing else names one.",
 )
 @click.option(
-    "-c", "--config", "file", metavar="FILE", help=f"YAML settings, or a preset by name: {', '.join(preset_names())}."
+    "-c",
+    "--config",
+    "file",
+    metavar="FILE",
+    help=f"YAML settings, Model Optimizer's or AutoModel's too, or a preset: {', '.join(preset_names())}.",
 )
 @click.option("--resume", is_flag=True, help="Continue RUN exactly where its newest checkpoint stands.")
 @click.option(
     "--follow", is_flag=True, help="Each epoch reads what is collected by then; needs train.max_steps (train.follow)."
 )
+@click.option("--resume-from", "earlier", metavar="CHECKPOINT", help="Go on in a new RUN from RUN/checkpoints/step-N.")
 @common_options
 def train(
-    store: str, words: tuple[str, ...], run: str, drafter: str | None, file: str | None, resume: bool, follow: bool
+    store: str,
+    words: tuple[str, ...],
+    run: str,
+    drafter: str | None,
+    file: str | None,
+    resume: bool,
+    earlier: str | None,
+    follow: bool,
 ) -> None:
-    """Train a drafter from a store; the target is not needed."""
+    """Train a drafter from a store; the target is not needed.
+
+    --resume-from leaves the run of CHECKPOINT as it is: RUN becomes a copy that stands where CHECKPOINT stood, weights,
+    optimizer and place in the data, and goes on exactly; train.* words may change.
+    """
     from hiddenstore.fs.seam import storage_error
     from hiddenstore.process import from_environment
 
     words = (*words, "train.follow=true") if follow else words
+    rank = from_environment()
+    if not rank.is_first:
+        output().mode = "silent"
+    drafter, file, words = _in_our_words(drafter, file, words, rank.world_size)
+    if earlier is not None and resume:
+        raise click.UsageError("--resume continues RUN where it stands; --resume-from makes a new one")
+    resume = resume or earlier is not None
     if not resume:
         _refuse_settings(drafter, file, words)
     from trainer.parallel.group import use_all_cores
     from trainer.train.loop import train as train_run
 
     use_all_cores()
-    is_first = from_environment().is_first
-    if not is_first:
-        output().mode = "silent"
+    if rank.is_first and earlier is not None:
+        from trainer.train.branch import branch
+
+        branch(Path(earlier), Path(run))
     try:
         path, snapshot = split_snapshot(store)
         report = train_run(path, run, drafter=drafter, file=file, words=words, resume=resume, snapshot=snapshot)
@@ -80,7 +115,7 @@ def train(
             refusal.hint = shlex.join(["hiddenstore", "train", store, "-o", run, "--resume"])
         raise refusal from (None if refusal is error else error)
     except HiddenstoreError as error:
-        if is_first or error.kind not in _REPORTED_BY_RANK_0:
+        if rank.is_first or error.kind not in _REPORTED_BY_RANK_0:
             raise
         raise click.exceptions.Exit(error.exit_code) from error
     output().data(_document(report), human=lambda: output().pairs(_rows(report)), quiet=str(report.checkpoint))
@@ -90,6 +125,19 @@ def train(
         output().note(f"nothing to do: {run} finished at step {report.steps:,}; more steps: train.max_steps=N --resume")
     is_best = report.best_checkpoint in (None, report.checkpoint)
     output().hint("hiddenstore", "eval", run, store, *([] if is_best else ["--best"]))
+
+
+def _in_our_words(
+    drafter: str | None, file: str | None, words: tuple[str, ...], ranks: int = 1
+) -> tuple[str | None, str | None, tuple[str, ...]]:
+    """Drafter, file and words; a file of another project as words of ours, its map printed."""
+    from trainer.presets import settings_file
+
+    theirs = None if file is None else translated(settings_file(file), words, ranks)
+    if theirs is None:
+        return drafter, file, words
+    theirs.show()
+    return drafter or theirs.drafter, None, theirs.words()
 
 
 def _refuse_settings(drafter: str | None, file: str | None, words: tuple[str, ...]) -> None:
@@ -138,11 +186,12 @@ CURVE_WIDTH = 40
 @click.command(
     epilog=examples(
         "hiddenstore vocab STORE --curve",
+        "hiddenstore vocab DATA --size 32000",
         "hiddenstore vocab STORE --size 32000 -o vocab.safetensors",
         "hiddenstore train STORE -o RUN drafter.vocab_file=vocab.safetensors",
     )
 )
-@click.argument("store", type=STORE)
+@click.argument("store", metavar="STORE|DATA")
 @click.option("--size", type=click.IntRange(min=1), default=32000, show_default=True, help="Tokens the drafter knows.")
 @click.option("-o", "--out", metavar="FILE", help="Write t2d and d2t as safetensors; without it only say coverage.")
 @click.option("--file", "existing", metavar="FILE", help="Measure an existing d2t.pt or vocab.safetensors instead.")
@@ -152,15 +201,14 @@ CURVE_WIDTH = 40
 def vocab(store: str, size: int, out: str | None, existing: str | None, curve: bool, plot: str | None) -> None:
     """Choose the draft vocabulary: the most frequent supervised tokens of the training split.
 
-    A drafter never proposes a token outside it: 99 % coverage means that one token in a hundred ends a draft. The curve
-    says how much each larger vocabulary, and so each larger LM head of the drafter, would add.
+    DATA is what ``hiddenstore prepare`` wrote: the vocabulary can be chosen before anything is captured. A drafter
+    never proposes a token outside it: 99 % coverage means that one token in a hundred ends a draft. The curve says how
+    much each larger vocabulary, and so each larger LM head of the drafter, would add.
     """
-    from hiddenstore.store import Store
-    from trainer.vocab import DraftVocab, count_store, coverage, coverage_curve, curve_sizes
+    from trainer.vocab import DraftVocab, coverage, coverage_curve, curve_sizes
 
-    opened = Store.open(store)
-    target_size = opened.capture.target.vocab_size
-    counts = count_store(opened, target_size)
+    counts, is_data = _token_counts(store)
+    target_size = len(counts)
     if existing is not None:
         draft = DraftVocab.load(existing, target_size)
     else:
@@ -184,9 +232,24 @@ def vocab(store: str, size: int, out: str | None, existing: str | None, curve: b
         document["plot"] = plot
     output().data(document, human=lambda: _show(document, curve))
     if out is not None:
-        output().hint("hiddenstore", "train", store, "-o", "RUN", f"drafter.vocab_file={out}")
+        output().hint("hiddenstore", "train", "STORE" if is_data else store, "-o", "RUN", f"drafter.vocab_file={out}")
     elif curve:
         output().hint("hiddenstore", "vocab", store, "--size", "N", "-o", "vocab.safetensors")
+
+
+def _token_counts(location: str) -> "tuple[np.ndarray, bool]":
+    """How often each token of the target is supervised in the training split of a store, or of prepared data."""
+    from hiddenstore.folders import kind_of
+    from hiddenstore.inputs import PreparedInput
+    from hiddenstore.store import Store
+    from trainer.vocab import count_store, count_tokens
+
+    if kind_of(location) == "data":
+        prepared = PreparedInput.open(location)
+        samples = ((one.input_ids, one.loss_mask) for one in prepared.samples() if one.split == "train")
+        return count_tokens(samples, prepared.info.vocab_size), True
+    opened = Store.open(location)
+    return count_store(opened, opened.capture.target.vocab_size), False
 
 
 def _write(path: Path, data: bytes) -> None:

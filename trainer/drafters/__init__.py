@@ -25,6 +25,9 @@ DRAFTERS: "Registry[DrafterKind[Any, Any, Any]]" = Registry(
     option="--drafter",
 )
 
+ALIASES = {"eagle2": "eagle1"}
+"""Names of kinds that are trained as another: EAGLE-2 is EAGLE-1's weights, drafting trees."""
+
 
 def drafter_kind(name: str) -> "DrafterKind[Any, Any, Any]":
     """The drafter of that name; ConfigError ``drafter-unknown``, ``plugin-broken``."""

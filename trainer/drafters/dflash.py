@@ -64,8 +64,8 @@ class BlockLoss(LossConfig):
     and the block ends inside the sample (ModelOpt, speculators)."""
     weighting: Literal["decay", "dpace"] = "decay"
     """``decay``: slot k weighs exp(-(k-1) / gamma); ``dpace``: by how probable the slots before it are (D-PACE)."""
-    gamma: float | None = Field(None, gt=0)
-    """Slots over which the weight falls to 1/e; derived as 7, 5 or 4 for blocks of 16, 10 or 8."""
+    gamma: float | None = Field(None, ge=0)
+    """Slots over which the weight falls to 1/e, 0 for equal weights; derived as 7, 5 or 4 for blocks of 16, 10 or 8."""
     dpace_alpha: float = Field(0.5, ge=0, le=1)
     """D-PACE: how far probabilities are moved towards one."""
     labels: Literal["text", "target"] = "text"
@@ -89,7 +89,7 @@ class BlockLoss(LossConfig):
 
     def slot_weights(self, block_size: int) -> Tensor:
         """Weight of slots 1…B-1: fp32 [K]."""
-        if self.weighting == "dpace":
+        if self.weighting == "dpace" or self.gamma == 0:
             return torch.ones(block_size - 1)
         gamma = self.gamma or (7.0 if block_size >= 16 else 5.0 if block_size >= 10 else 4.0)
         return torch.tensor([math.exp(-k / gamma) for k in range(block_size - 1)])

@@ -1,5 +1,6 @@
 """Running servers measured: how each is asked, where it counts the drafted tokens it accepted, and the table of it."""
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -125,6 +126,16 @@ def _depths(count: int) -> range:
     return range(count)
 
 
+def trtllm_counts(iterations: Sequence[Mapping[str, Any]]) -> DraftCounts | None:
+    """The counts in TensorRT-LLM's iteration statistics; None where no iteration drafted. A draft is a request of an
+    iteration that had draft tokens. Ranks of attention data parallelism repeat the first one's."""
+    of_first_rank = (one for one in iterations if not one.get("attentionDpRank"))
+    stats = [each for one in of_first_rank if (each := one.get("specDecodingStats")) and each["numDraftTokens"]]
+    names = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
+    drafts, drafted, accepted = (sum(int(each[name]) for each in stats) for name in names)
+    return DraftCounts(drafts, drafted, accepted) if stats else None
+
+
 def _first(meta_info: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((meta_info[name] for name in names if meta_info.get(name) is not None), None)
 
@@ -216,7 +227,47 @@ class SglangServer(Server):
         )
 
 
-SERVERS: dict[str, type[Server]] = {"vllm": Server, "sglang": SglangServer, "http": Server}
+class TrtllmServer(Server):
+    """TensorRT-LLM, whose ``/metrics`` hands out the statistics of every iteration once, as JSON, where its file says
+    ``enable_iter_perf_stats: true``. Sources: trtllm-serve's page and ``SpecDecodingStats``; read, not run.
+
+    Raises:
+        CaptureError: ``server-answer``: the server dropped iterations before they were read.
+    """
+
+    def __init__(self, client: HttpClient, model: str | None = None, render: Render | None = None) -> None:
+        super().__init__(client, model, render)
+        self._total: DraftCounts | None = None
+        self._last: int | None = None
+
+    def counts(self) -> DraftCounts | None:
+        iterations = self.client.get("/metrics", _iterations)
+        # Rows are numbered one by one, and again from the start by a server that was started anew.
+        for number in (row["iter"] for row in iterations if isinstance(row.get("iter"), int)):
+            if self._last is not None and number > self._last + 1:
+                raise CaptureError(
+                    f"{self.client.url}/metrics gives iteration {number} after {self._last}: it kept too few, so that "
+                    "drafts are missing, or another program reads it too",
+                    kind=Kind.SERVER_ANSWER,
+                    hint=self._command(),
+                )
+            self._last = number
+        self._total = _sum((self._total, trtllm_counts(iterations)))
+        return self._total
+
+    def no_counts(self) -> ConfigError:
+        return ConfigError(
+            f"the server at {self.client.url} does not say what it drafts: its /metrics has no specDecodingStats",
+            kind=Kind.NO_SPECULATION,
+            hint=self._command(),
+        )
+
+    def _command(self) -> str:
+        counting = "--set enable_iter_perf_stats=true --set iter_stats_max_iterations=-1"
+        return f"hiddenstore serve DRAFTER --engine trtllm --target {self.model} {counting}"
+
+
+SERVERS: dict[str, type[Server]] = {"vllm": Server, "sglang": SglangServer, "trtllm": TrtllmServer, "http": Server}
 """``--engine`` → how it is measured; ``http``: any OpenAI-like server, whose drafts are known if it counts as vLLM."""
 
 
@@ -232,6 +283,11 @@ def served_model(client: HttpClient, name: str | None) -> str:
     listed = ", ".join(names)
     problem = f"serves several models: {listed}" if name is None else f"serves {listed}, not {name}"
     raise ConfigError(f"{client.url} {problem}", kind=Kind.SERVER_UNFIT, hint=f"--model {names[0]}")
+
+
+def _iterations(document: Any) -> list[dict[str, Any]]:
+    # Some releases answer with each iteration as JSON text.
+    return [json.loads(row) if isinstance(row, str) else dict(row) for row in document]
 
 
 def _read_chat(document: Any) -> Completion:

@@ -1,18 +1,19 @@
 """Published checkpoints of every drafter, read into ours, and made a run: one checkpoint at step 0.
 
-safetensors only, nothing of a checkpoint is executed.
+safetensors, or tensors of a torch file; nothing of a checkpoint is executed.
 
 Shapes: V target vocabulary, U draft vocabulary.
 """
 
 import json
-import shlex
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -36,6 +37,7 @@ from trainer.train.lock import RunLock
 from trainer.train.run_folder import RUN_JSON, create, load_weights
 from trainer.vocab import DraftVocab, count_store, coverage
 
+SAFE_TORCH = Version("2.10")
 _NOT_OURS = ("d2t", "t2d", "token_map", "verifier_lm_head.weight", "verifier_norm.weight")
 
 
@@ -51,7 +53,7 @@ class Published:
 def read_published(
     folder: Path, head: HeadBundle, num_layers: int, convention: LayerConvention | None = None
 ) -> Published:
-    """The drafter that config.json and the safetensors files of ``folder`` describe, for a target of ``num_layers``.
+    """The drafter that config.json and the weights of ``folder`` describe, for a target of ``num_layers``.
     ``convention`` says what the layer ids mean where the checkpoint leaves it open. Raises NotFoundError: a file is
     missing; ConfigError: ``import-*``: not a drafter that can be read, or not one of this target."""
     config, tensors = _config(folder), _tensors(folder)
@@ -136,28 +138,56 @@ def _export_convention(folder: Path) -> LayerConvention | None:
 
 def _tensors(folder: Path) -> Tensors:
     files = sorted(folder.glob("*.safetensors"))
-    pickled = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
-    if not files and pickled:
-        code = (
-            "import sys, torch, safetensors.torch as s; found = torch.load(sys.argv[1], weights_only=True); "
-            "s.save_file({k: v.contiguous() for k, v in found.items()}, sys.argv[2])"
-        )
-        raise ConfigError(
-            f"{folder} holds {pickled[0].name}, a pickle, which may run code when read; only safetensors is taken",
-            kind=Kind.PICKLE_REFUSED,
-            hint=shlex.join(["python", "-c", code, str(pickled[0]), str(folder / "model.safetensors")]),
-        )
+    files = files or sorted(folder.glob("*.bin")) or sorted([*folder.glob("*.pt"), *folder.glob("*.pth")])
     if not files:
-        raise NotFoundError(f"{folder} holds no .safetensors file", kind=Kind.PATH_MISSING)
+        raise NotFoundError(f"{folder} holds no .safetensors or .bin file", kind=Kind.PATH_MISSING)
     found: Tensors = {}
     for file in files:
         try:
-            found |= {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
+            tensors = load_file(file) if file.suffix == ".safetensors" else _unpickled(file)
+            found |= {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         except OSError as error:
             raise storage_error(error, str(file)) from error
         except SafetensorError as error:
             raise ConfigError(f"{file} is no safetensors file: {error}", kind=Kind.DRAFTER_UNFIT) from error
     return found
+
+
+def _unpickled(file: Path) -> Tensors:
+    """The tensors of a torch file, by the reader that runs no code of its."""
+    # weights_only refuses everything but tensors; its error type is exported nowhere else.
+    from torch._weights_only_unpickler import UnpicklingError
+
+    reason = f"torch {torch.__version__} cannot read it safely (CVE-2026-24747), {SAFE_TORCH} can"
+    try:
+        tensors = None if Version(torch.__version__) < SAFE_TORCH else torch.load(file, "cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        tensors, reason = None, str(error).partition(". ")[0].partition("\n")[0]
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ConfigError(
+            f"{file} is a pickle that holds more than tensors, or none: {reason}",
+            kind=Kind.PICKLE_REFUSED,
+            hint="take the safetensors file that its publisher offers, or make one where you trust it",
+        )
+    return tensors
+
+
+def _folder(source: str | Path) -> Path:
+    """The folder that ``source`` names, or its hub id's, downloaded into the cache of the hub where it is not there."""
+    if Path(source).is_dir():
+        return Path(source)
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
+        raise NotFoundError(f"{source} is no folder and no hub id", kind=Kind.PATH_MISSING)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+    except (OSError, ValueError) as error:
+        raise NotFoundError(
+            f"{source} is no folder, and no hub id that can be reached: {str(error).partition(chr(10))[0]}",
+            kind=Kind.PATH_MISSING,
+            hint=f"hf download {source} --local-dir DRAFTER",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -175,15 +205,13 @@ class Imported:
 def import_drafter(
     folder: str | Path, run: str | Path, store_location: str | Path, convention: LayerConvention | None = None
 ) -> Imported:
-    """Read ``folder`` for the target of a store and write it as the run folder ``run``. Raises NotFoundError: no such
-    folder or store; ConflictError: ``run`` holds a run already; ConfigError: not a drafter of this target, or the store
-    lacks what it reads."""
-    source, path = Path(folder), Path(run)
-    if not source.is_dir():
-        raise NotFoundError(f"{source} is no folder", kind=Kind.PATH_MISSING)
+    """Read ``folder``, or a hub id, for the target of a store and write it as the run folder ``run``. Raises
+    NotFoundError: no such folder or store; ConflictError: ``run`` holds a run already; ConfigError: not a drafter of
+    this target, or the store lacks what it reads."""
+    path = Path(run)
     if (path / RUN_JSON).exists() or checkpoint.latest(path) is not None:
         raise ConflictError(f"{path} holds a run already", kind=Kind.OUTPUT_EXISTS, hint="give another -o folder")
-    store = Store.open(store_location)
+    source, store = _folder(folder), Store.open(store_location)
     head, target = store.head(), store.capture.target
     found = read_published(source, head, target.num_layers, convention)
     name = found.config.name

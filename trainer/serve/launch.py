@@ -29,6 +29,7 @@ DRAFT_LEN = 3
 
 
 TARGET, DRAFTER, CONFIG, HUB_CACHE = "/models/target", "/models/drafter", "/config", "/models/hub"
+FOLDERS = "/models/folders"
 _DOCKER = (
     "docker",
     "run",
@@ -64,13 +65,9 @@ def resolve(engine: ServingEngine, options: ServeOptions) -> Resolved:
             kind=Kind.OPTION_INVALID,
         )
     version = options.version or engine.version
-    if (
-        options.version is None
-        and drafter
-        and drafter.version
-        and parse_version(drafter.version) > parse_version(version)
-    ):
-        version = drafter.version
+    exported_for = drafter.version if drafter and drafter.engine == engine.name else None
+    if options.version is None and exported_for and parse_version(exported_for) != parse_version(version):
+        version = exported_for
     parse_version(version)
     engine.check(method, version)
     warnings = []
@@ -100,7 +97,7 @@ def _containerised(engine: ServingEngine, request: ServeRequest) -> ServePlan:
     mounts: list[tuple[str, str]] = []
     inside = replace(request, form="command")
     # A local folder can be looked into only under its own name.
-    engine.plan(inside)
+    outside = engine.plan(request)
     if Path(request.target).is_dir():
         mounts.append((_absolute(request.target), TARGET))
         inside = replace(inside, target=TARGET)
@@ -124,6 +121,8 @@ def _containerised(engine: ServingEngine, request: ServeRequest) -> ServePlan:
     command += ["-e", f"HF_HOME={HUB_CACHE}", "-e", "HF_TOKEN"]
     for host, path in mounts:
         command += ["-v", f"{host}:{path}:ro"]
+    for name, value in outside.folders.items():
+        command += ["-v", f"{_absolute(value)}:{FOLDERS}/{name}:ro", "-e", f"{name}={FOLDERS}/{name}"]
     for name, value in planned.env.items():
         command += ["-e", f"{name}={value}"]
     image = engine.image(request.version)
@@ -132,7 +131,7 @@ def _containerised(engine: ServingEngine, request: ServeRequest) -> ServePlan:
         command += ["--entrypoint", engine.entrypoint, image, *start[1:]]
     else:
         command += [image, *start]
-    return replace(planned, command=tuple(command), files=files, env={}, image=image)
+    return replace(planned, command=tuple(command), files=files, env={}, folders={}, notes=outside.notes, image=image)
 
 
 def _absolute(path: str) -> str:
@@ -202,7 +201,7 @@ def document_of(request: ServeRequest, plan: ServePlan, engine: str) -> dict[str
         "draft_len": request.draft_len if request.method != "none" else 0,
         "form": request.form,
         "command": list(plan.command),
-        "env": dict(plan.env),
+        "env": dict(plan.variables),
         "files": dict(plan.files),
         "program": plan.program or None,
         "smoke_test": smoke_test(plan) if _serves(request) else None,
@@ -217,7 +216,7 @@ def script(request: ServeRequest, plan: ServePlan) -> str:
     parts = []
     for name, text in plan.files.items():
         parts.append("\n".join([f"cat > {shlex.quote(name)} <<'END_OF_FILE'", text.rstrip("\n"), "END_OF_FILE"]))
-    parts.append("\n".join(shell_lines(plan.command, plan.env, plan.image)))
+    parts.append("\n".join(shell_lines(plan.command, plan.variables, plan.image)))
     if _serves(request):
         lines = ["once it is up, from another terminal:", *_smoke_lines(plan)]
         parts.append("\n".join(f"# {line}" for line in lines))
@@ -239,7 +238,7 @@ def show(request: ServeRequest, plan: ServePlan, engine_title: str) -> None:
         _title(name)
         _code(text, "yaml")
     _title("runs" if request.form != "bench" else "measures")
-    _code("\n".join(shell_lines(plan.command, plan.env, plan.image)), "bash")
+    _code("\n".join(shell_lines(plan.command, plan.variables, plan.image)), "bash")
     if _serves(request):
         _title("once it is up, from another terminal")
         _code("\n".join(_smoke_lines(plan)), "bash")
@@ -283,7 +282,7 @@ def become(plan: ServePlan) -> NoReturn:
     """Replace this process by the engine's."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execvpe(plan.command[0], list(plan.command), {**os.environ, **plan.env})
+    os.execvpe(plan.command[0], list(plan.command), {**os.environ, **plan.variables})
 
 
 def smoke_test(plan: ServePlan) -> list[str]:

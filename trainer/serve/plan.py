@@ -49,18 +49,25 @@ class ServeRequest(ServeOptions):
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What would run: a command, the files written before it, variables set for it. ``program`` is Python source
+    """What would run: a command, the files written before it, variables set for it; ``folders`` are variables whose
+    values are folders of this machine. ``program`` is Python source
     instead of a command where the Python form was asked for; ``notes`` say what a user should know; ``served_as`` and
     ``port`` are what the smoke test calls; ``image`` is the container it runs in."""
 
     command: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    folders: Mapping[str, str] = field(default_factory=dict)
     program: str = ""
     notes: tuple[str, ...] = ()
     served_as: str = ""
     port: int = 8000
     image: str = ""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Everything set for the command."""
+        return {**self.env, **self.folders}
 
 
 @dataclass(frozen=True)

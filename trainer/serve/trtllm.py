@@ -28,8 +28,9 @@ _LIMIT = "max_concurrency"
 _WITH_MODEL = ("Eagle3", "Eagle", "DraftTarget", "Draft_Target", "PARD", "DFlash")
 _WITH_LENGTH = (*_WITH_MODEL, "NGram", "SA")
 SINCE = {"Eagle3": "1.2", "Draft_Target": "1.2", "PARD": "1.3", "DFlash": "1.3", "SA": "1.3", "SaveState": "1.1"}
-"""``decoding_type`` → the first version that has it. An earlier ``from_dict`` keys a draft model ``DraftTarget``, later
-it is ``Literal["Draft_Target"]``, while the page and the playbooks of 1.3 go on writing ``DraftTarget``."""
+"""``decoding_type`` → the first version that has it. ``from_dict`` of llm_args.py up to 1.2.0rc keys a draft model
+``DraftTarget``; later it is ``Literal["Draft_Target"]``, while the page and the playbooks of 1.3 go on writing
+``DraftTarget``. Which of the two 1.2 and 1.3 read was not tried, so that neither is refused of them."""
 
 
 def _all(values: Settings, *names: str) -> bool:
@@ -112,8 +113,6 @@ def file_problems(settings: Settings, version: str | None = None) -> Iterator[st
     kind = str(sections.get("speculative_config", {}).get("decoding_type"))
     if version is not None and kind in SINCE and not is_within(version, SINCE[kind], None):
         yield f"speculative_config.decoding_type: {kind} is not in version {version} (since {SINCE[kind]})"
-    elif version is not None and kind == "DraftTarget" and is_within(version, "1.2", "1.3"):
-        yield f"speculative_config.decoding_type: {kind} is spelt Draft_Target in version {version}"
 
 
 def target_problems(target: str) -> list[str]:
@@ -173,11 +172,11 @@ class Spelling:
 
 
 SPELLINGS = (
-    Spelling("1.3", "DraftTarget", "speculative_model", "max_draft_len", "--config"),
-    Spelling("1.2", "Draft_Target", "speculative_model_dir", "num_nextn_predict_layers", "--extra_llm_api_options"),
+    Spelling("1.3", "Draft_Target", "speculative_model", "max_draft_len", "--config"),
     Spelling("0", "DraftTarget", "speculative_model_dir", "num_nextn_predict_layers", "--extra_llm_api_options"),
 )
-"""Newest first. 1.3: the spec page and its playbook; 1.2: what llm_args.py of 1.2 surely has; before: that of 1.1."""
+"""Newest first. 1.3: the spec page, and llm_args.py where a draft model is concerned; before: what llm_args.py of 1.1
+and 1.2 has, and the playbook of 1.2.0rc6."""
 
 # The rest of the file. Latency: dgx-spark-playbooks, one request at a time. Throughput: examples/configs/curated.
 PROFILES: Mapping[str, Mapping[str, Any]] = {
@@ -300,6 +299,7 @@ def plan(request: ServeRequest) -> ServePlan:
         command=(*start, *batch_flags, option, file, *request.flags),
         files={file: yaml.safe_dump(settings, sort_keys=False, width=100)},
         env={"TRTLLM_ENABLE_PDL": "1"} if profile == "latency" else {},
+        folders={ENCODINGS: os.environ.get(ENCODINGS, ENCODINGS_FOLDER)} if _speaks_harmony(request.target) else {},
         served_as=served_as,
         port=port_of(request.flags, TRTLLM.port),
         notes=_notes(request),
@@ -328,13 +328,34 @@ def _bench(request: ServeRequest, concurrency: str) -> tuple[str, ...]:
     return tuple(words)
 
 
+ENCODINGS = "TIKTOKEN_ENCODINGS_BASE"
+ENCODINGS_FOLDER = "harmony-reqs"
+
+
+def _speaks_harmony(target: str) -> bool:
+    """Whether a target's chat needs OpenAI's harmony encodings: gpt-oss, by its config or, of a hub id, its name."""
+    config = text_config(target)
+    return "gpt-oss" in target.lower() if config is None else config.get("model_type") == "gpt_oss"
+
+
 def _notes(request: ServeRequest) -> tuple[str, ...]:
     notes = []
-    if request.method == "draft-target" and is_within(request.version, "1.3", None):
+    if request.method == "draft-target":
+        written = spelling(request.version).draft_target
+        other = "DraftTarget" if written == "Draft_Target" else "Draft_Target"
         notes.append(
-            "the pages write DraftTarget, llm_args.py Draft_Target; should the server refuse the tag: "
-            "--set decoding_type=Draft_Target"
+            f"releases before 1.3 and all pages write DraftTarget, llm_args.py of later ones Draft_Target; should the "
+            f"server refuse the tag: --set decoding_type={other}"
         )
+    if request.method == "mtp" and text_config(request.target) is None:
+        notes.append(f"MTP needs a target with such layers (num_nextn_predict_layers): {request.target} is not local")
+    if _speaks_harmony(request.target):
+        notes.append(
+            f"{ENCODINGS} is a folder with o200k_base.tiktoken and cl100k_base.tiktoken, which OpenAI publishes; "
+            f"{ENCODINGS_FOLDER} unless the variable names another"
+        )
+    if request.form == "container" and not os.environ.get("NGC_REGISTRY"):
+        notes.append("NGC_REGISTRY should name the host of NVIDIA's registry, the one you gave `docker login`")
     if request.form == "bench":
         notes.append("dataset.jsonl: see trtllm-bench prepare-dataset, or give --dataset FILE after --")
     return tuple(notes)
@@ -355,13 +376,31 @@ def _user_provided(request: ServeRequest) -> str:
             kind=Kind.SERVE_SETTING,
             hint="hiddenstore serve my_drafters:MyDrafter --method user-provided --form python …",
         )
+    imports = ["", f"from {module} import {name}"]
+    profile, written = split_settings(request.settings)
     speculation = {
         "decoding_type": "User_Provided",
         "max_draft_len": request.draft_len,
         "drafter": _Source(f"{name}()"),
+        **{key: written.pop(key) for key in [*written] if key in (*_SPECULATION, RESOURCES)},
+        **written.pop("speculative_config", {}),
     }
-    settings = {"disable_overlap_scheduler": True, "speculative_config": speculation}
-    return python_program(request.target, settings, ["", f"from {module} import {name}"])
+    if RESOURCES in speculation:
+        module, colon, name = str(speculation[RESOURCES]).partition(":")
+        if not (colon and module and name.isidentifier()):
+            raise ConfigError(
+                f"{RESOURCES}={speculation[RESOURCES]}: should be module:Class of a tensorrt_llm ResourceManager",
+                kind=Kind.SERVE_SETTING,
+                hint=f"--set {RESOURCES}=my_drafters:MyResources",
+            )
+        imports.append(f"from {module} import {name}")
+        speculation[RESOURCES] = _Source(f"{name}()")
+    named = any(word.startswith(f"{PROFILE}=") for word in request.settings)
+    settings = {**(PROFILES[profile] if named else {}), "disable_overlap_scheduler": True, **written}
+    return python_program(request.target, {**settings, "speculative_config": speculation}, imports)
+
+
+RESOURCES = "resource_manager"
 
 
 class _Source(str):

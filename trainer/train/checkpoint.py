@@ -194,7 +194,9 @@ def restore_rng(tensors: dict[str, Tensor]) -> None:
 
 
 def resolve(path: Path) -> Path:
-    """The checkpoint a path means: itself, or the newest of a run."""
+    """The checkpoint a path means: itself, that which a LATEST file names, or the newest of a run."""
+    if path.name == LATEST and path.is_file():
+        path = path.with_name(path.read_text(encoding="utf-8").strip())
     if (path / STATE_JSON).is_file():
         return path
     newest = latest(path)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hiddenstore import layout
 from hiddenstore.console.output import output
-from hiddenstore.data import Cursor, TokenBatches
+from hiddenstore.data import Cursor, SampleView, TokenBatches
 from hiddenstore.errors import CorruptionError, StorageError
 from hiddenstore.store import Store
 from trainer.config import TrainConfig
@@ -16,6 +16,11 @@ from trainer.drafters import drafter_kind
 from trainer.drafters.base import Needs
 from trainer.parallel.group import ProcessGroup
 from trainer.train.run_folder import TrainOptions, run_snapshot
+
+
+def view_of(config: TrainConfig) -> SampleView:
+    """What the settings train on of every sample."""
+    return SampleView(config.data.max_tokens, config.data.loss_on)
 
 
 def token_batches(
@@ -27,7 +32,8 @@ def token_batches(
     endless = config.train.max_steps is not None and not validation and not follows
     needs: Needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
     # A store that grows may bring a longer sample than the settings were derived from.
-    longest = max((entry.tokens for _, entry in store.entries), default=0) if follows else 0
+    longest = int(store.catalog.table.tokens.max(initial=0)) if follows else 0
+    longest = min(longest, config.data.max_tokens or longest)
     return TokenBatches(
         store,
         split="validation" if validation else "train",
@@ -36,6 +42,7 @@ def token_batches(
         batch_tokens=max(config.data.batch_tokens, longest),
         pack_tokens=max(config.data.pack_tokens, longest),
         seed=config.data.seed,
+        view=view_of(config),
         rank=group.rank.rank // config.train.context_parallel,
         world_size=group.rank.world_size // config.train.context_parallel,
         prefetch_bytes=config.data.prefetch_mb * 1_000_000,

@@ -71,7 +71,7 @@ def _settings_grid(state: TrainState) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    defaults = derived(state.store, state.config.drafter.name)
+    defaults = derived(state.store, state.config.drafter.name, state.config.data.max_tokens)
     if state.config.train.init_from is not None:
         defaults["drafter"] = state.config.drafter.model_dump(mode="json", include=set(defaults["drafter"]))
     resolved = state.config.model_dump(mode="json")

@@ -128,6 +128,8 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     """Rate of step ``step`` (from 0) of ``total_steps``: linear warm-up to ``lr``, then the schedule."""
     warmup = round(config.warmup_ratio * total_steps)
+    if config.warmup_steps is not None:
+        warmup = min(config.warmup_steps, total_steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
     if config.schedule == "constant":

@@ -24,7 +24,7 @@ from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
 from trainer.parallel.group import ProcessGroup, keep_freed_memory, pick_device
 from trainer.settings import config_class
 from trainer.train import checkpoint
-from trainer.train.epochs import batches_at, token_batches
+from trainer.train.epochs import batches_at, token_batches, view_of
 from trainer.train.guard import BestCheckpoints, SpikeGuard
 from trainer.train.lock import RunLock
 from trainer.train.optim import Optimizer
@@ -226,7 +226,7 @@ def _choose_vocabulary(options: TrainOptions, store: Store, config: TrainConfig,
     init_from, file = config.train.init_from, config.drafter.vocab_file
     if init_from is None and file is None and config.drafter.vocab_size >= store.capture.target.vocab_size:
         return DraftVocab.full(size), 1.0
-    counts = count_store(store, size)
+    counts = count_store(store, size, view=view_of(config))
     if init_from is not None:
         vocab = describe(init_from).vocab(size)
     elif file is not None:

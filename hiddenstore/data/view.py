@@ -1,0 +1,72 @@
+"""What is trained on of a stored sample: how many of its tokens, and which of them teach.
+
+Shapes: T tokens of a sample, n those kept, L layers, D target width, R final rows.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.records import Record, Sample
+from schemas.prepared import ROLES, LossChoice
+
+_ASSISTANT = ROLES.index("assistant")
+
+
+@dataclass(frozen=True)
+class SampleView:
+    """``max_tokens``: longer samples end there. ``loss_on``: the tokens that teach: those the stored mask says
+    (``stored``), every answer, the last one, or every token of a turn with what the mask says besides, read off the
+    stored turn spans."""
+
+    max_tokens: int | None = None
+    loss_on: LossChoice = "stored"
+
+    def tokens(self, stored: int) -> int:
+        """How many tokens of a sample of ``stored`` ones are read."""
+        return stored if self.max_tokens is None else min(stored, self.max_tokens)
+
+    def mask(self, sample: Sample) -> np.ndarray:
+        """1 where a token teaches: uint8 [T]. Answers that their token limit cut have their end outside every turn."""
+        if self.loss_on == "stored":
+            return sample.loss_mask
+        mask, turns = np.zeros_like(sample.loss_mask), sample.spans
+        if self.loss_on == "all":
+            mask |= sample.loss_mask
+        else:
+            turns = turns[turns[:, 0] == _ASSISTANT]
+        for _role, start, end in turns[-1:] if self.loss_on == "last-turn" else turns:
+            mask[start:end] = 1
+        return mask
+
+    def require_rows(self, sample: Sample) -> None:
+        """Refuse a mask that teaches where a store of supervised final rows holds none. Raises ConfigError:
+        ``store-lacks-states``."""
+        wider = np.flatnonzero(self.mask(sample) > sample.loss_mask)
+        if len(wider):
+            raise ConfigError(
+                f"data.loss_on={self.loss_on} teaches token {wider[0]} of sample {sample.id}, which the stored mask "
+                "leaves out, and the final hidden is stored at supervised rows alone",
+                kind=Kind.STORE_LACKS_STATES,
+                hint="hiddenstore collect DATA -o NEW_STORE --target T --final all, or data.loss_on=stored",
+            )
+
+    def cut(self, record: Record) -> Record:
+        """A record without what lies past ``max_tokens``: aux [L, n, D], and the final rows below n."""
+        sample, n = record.sample, self.tokens(record.sample.tokens)
+        kept = record.final_rows < n
+        count = int(kept.sum())
+        return replace(
+            record,
+            sample=replace(sample, input_ids=sample.input_ids[:n], loss_mask=sample.loss_mask[:n]),
+            aux=record.aux[:, :n],
+            final=record.final[:count],
+            final_rows=record.final_rows[kept],
+            topk=None if record.topk is None else record.topk.at(torch.arange(count)),
+        )
+
+
+WHOLE = SampleView()
+"""Whole samples under their stored mask."""

@@ -1,0 +1,94 @@
+"""What a training run sees of the stored samples: cut where asked, and taught where its own choice of tokens says."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hiddenstore.codecs.recipes import RECIPES
+from hiddenstore.data import SampleView, TokenBatches
+from hiddenstore.data.packed import Buffers, PackedBatch
+from hiddenstore.data.read import DecodedFiller, EncodedFiller, SampleSlot, packed_samples
+from hiddenstore.errors import ConfigError
+from hiddenstore.records import Sample
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import make_store
+
+CUT = 14
+
+
+def one_pack(store: Store, **view: Any) -> PackedBatch:
+    total = sum(entry.tokens for _, entry in store.entries)
+    return next(iter(TokenBatches(store, batch_tokens=total, view=SampleView(**view)))).packs[0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "container"), [*((recipe, "zarr") for recipe in sorted(RECIPES)), ("compact", "webdataset")]
+)
+def test_a_cut_sample_is_the_beginning_of_the_whole_one_bit_for_bit(
+    tmp_path: Path, recipe: str, container: Any
+) -> None:
+    store = make_store(tmp_path, codec=recipe, container=container)
+    kinds = [one_pack(store, max_tokens=CUT)]
+    for sample_id in kinds[0].sample_ids:
+        whole = store[sample_id]
+        rows = whole.final_rows[whole.final_rows < CUT]
+        slot = SampleSlot(sample_id, min(CUT, whole.sample.tokens), len(rows))
+        for kind in (DecodedFiller, EncodedFiller):
+            filler = kind(store, (1, 3), True, SampleView(max_tokens=CUT))
+            pack = filler.empty([slot], Buffers(1 << 20))
+            filler.fill(pack, packed_samples([slot])[0])
+            cut = pack.to("cpu")
+            assert torch.equal(cut.aux, whole.aux[:, :CUT])
+            assert cut.input_ids.tolist() == whole.sample.input_ids[:CUT].tolist()
+            assert cut.final_rows.tolist() == rows.tolist()
+            if cut.topk is None:
+                assert torch.equal(cut.final, whole.final[: len(rows)])
+            else:
+                assert whole.topk is not None
+                assert torch.equal(cut.topk.log_probs, whole.topk.log_probs[: len(rows)])
+    lengths = np.bincount(kinds[0].document.numpy())
+    assert lengths.max() == CUT
+    assert [min(CUT, store[name].sample.tokens) for name in kinds[0].sample_ids] == lengths.tolist()
+
+
+def test_samples_that_no_pack_could_hold_are_read_once_they_are_cut(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=12)
+    with pytest.raises(ConfigError, match="more than pack_tokens"):
+        TokenBatches(store, batch_tokens=CUT)
+    batches = TokenBatches(store, batch_tokens=CUT, epochs=1, view=SampleView(max_tokens=CUT))
+    assert sum(pack.tokens for batch in batches for pack in batch.packs) == batches.tokens
+
+
+TURNS = np.array([[1, 0, 2], [2, 3, 5], [1, 5, 7], [2, 8, 10]], np.int32)
+"""user 0…1, assistant 3…4, user 5…6, assistant 8…9; 2 and 7 are headers that belong to the template."""
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "expected"),
+    [
+        ("stored", [8]),
+        ("assistant", [3, 4, 8, 9]),
+        ("last-turn", [8, 9]),
+        ("all", [0, 1, 3, 4, 5, 6, 8, 9]),
+    ],
+)
+def test_the_tokens_that_teach_are_read_off_the_turns(loss_on: Any, expected: list[int]) -> None:
+    ids = np.arange(10, dtype=np.int32)
+    sample = Sample("0" * 32, ids, (ids == 8).astype(np.uint8), TURNS)
+    assert np.flatnonzero(SampleView(loss_on=loss_on).mask(sample)).tolist() == expected
+
+
+def test_more_than_was_stored_teaches_only_where_the_final_rows_are(tmp_path: Path) -> None:
+    everywhere = make_store(tmp_path / "all", final="all")
+    assert bool(one_pack(everywhere, loss_on="all").loss_mask.all())
+    assert not bool(one_pack(everywhere).loss_mask.all())
+    supervised = make_store(tmp_path / "supervised")
+    assert torch.equal(one_pack(supervised, loss_on="assistant").loss_mask, one_pack(supervised).loss_mask)
+    with pytest.raises(ConfigError, match=r"data\.loss_on=all teaches token 0") as raised:
+        one_pack(supervised, loss_on="all")
+    assert raised.value.kind == "store-lacks-states"
+    without = TokenBatches(supervised, batch_tokens=4096, final=False, view=SampleView(loss_on="all"))
+    assert bool(next(iter(without)).packs[0].loss_mask.all())
