@@ -23,6 +23,7 @@ DAMAGED = "damaged-on-disk"
 """Reason of the rejects that a repair leaves. Their samples are pending; those of a capture never are."""
 
 READ_THREADS = 8
+READ_AT_ONCE = 16
 MAX_COUNT = 1 << 48
 
 _SAMPLE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -40,12 +41,18 @@ class Commit:
 
 def latest_names(fs: Filesystem) -> list[str]:
     """Names of the records that count: the highest revision of each unit, sorted by unit."""
+    latest = latest_revisions(fs)
+    return [latest[unit][1] for unit in sorted(latest)]
+
+
+def latest_revisions(fs: Filesystem) -> dict[str, tuple[int, str]]:
+    """The highest revision of each unit and the name of its record, from the folder listing alone."""
     latest: dict[str, tuple[int, str]] = {}
     for name in fs.list(layout.COMMITS_DIR):
         parsed = layout.parse_commit(name)
         if parsed is not None and parsed.revision >= latest.get(parsed.unit, (-1, ""))[0]:
             latest[parsed.unit] = (parsed.revision, name)
-    return [latest[unit][1] for unit in sorted(latest)]
+    return latest
 
 
 def committed_units(fs: Filesystem) -> set[str]:
@@ -128,12 +135,13 @@ def read_many(fs: Filesystem, names: Sequence[str]) -> list[Commit | Hiddenstore
 
     if len(names) < READ_THREADS:
         return [read(name) for name in names]
-    with _collector_paused(), ThreadPoolExecutor(READ_THREADS) as pool:
-        return list(pool.map(read, names))
+    parts = [names[start : start + READ_AT_ONCE] for start in range(0, len(names), READ_AT_ONCE)]
+    with collector_paused(), ThreadPoolExecutor(READ_THREADS) as pool:
+        return [item for items in pool.map(lambda part: [read(name) for name in part], parts) for item in items]
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Records hold no cycles, yet a million new objects would make Python look for some: half of the time to open."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 from hiddenstore.console.text import plural, seconds, size
-from hiddenstore.errors import Kind, StorageError
+from hiddenstore.errors import HiddenstoreError, Kind, StorageError
+from hiddenstore.fs import is_address, open_filesystem
 
 PACKAGES = ("schemas", "hiddenstore", "collectors", "trainer")
 GROUP = "hiddenstore.doctor"
@@ -158,6 +159,16 @@ def disk_checks(folder: Path) -> Iterator[DoctorCheck]:
         yield DoctorCheck("disk speed", "problem", f"{folder} cannot be written: {error.strerror}")
 
 
+def address_checks(address: str) -> Iterator[DoctorCheck]:
+    """Whether object storage can be reached and written, and whether commits can be atomic there."""
+    try:
+        open_filesystem(address).require_atomic_put()
+    except HiddenstoreError as error:
+        yield DoctorCheck("commits", "problem", error.message, error.hint)
+    else:
+        yield DoctorCheck("commits", "ok", f"{address} · atomic publishing works (conditional put)")
+
+
 def _speed(trial: Path, slow_is_expected: bool) -> DoctorCheck:
     block = os.urandom(1 << 20)
     path = trial / "trial"
@@ -255,9 +266,10 @@ def _memory_bytes() -> tuple[int, int] | None:
     return None
 
 
-def examine(folder: Path) -> list[DoctorCheck]:
-    """Every check; ``folder`` is where a store would be written, and gets a small trial file."""
-    return [*installation_checks(), *compute_checks(), *_added(), *disk_checks(folder)]
+def examine(place: str | Path) -> list[DoctorCheck]:
+    """Every check; ``place`` is where a store would be written, and gets a small trial file."""
+    storage = address_checks(str(place)) if is_address(place) else disk_checks(Path(place))
+    return [*installation_checks(), *compute_checks(), *_added(), *storage]
 
 
 def _added() -> Iterator[DoctorCheck]:

@@ -133,7 +133,11 @@ class Kind(StrEnum):
     TOO_MANY_THREADS = "too-many-threads", StorageError, "The system starts no more threads for this user or container."
     DISK_FULL = "disk-full", StorageError, "A disk, quota or memory file system is full."
     INODES_USED_UP = "inodes-used-up", StorageError, "The disk has room for bytes and for no further file."
-    PERMISSION_DENIED = "permission-denied", StorageError, "The operating system does not allow it."
+    PERMISSION_DENIED = (
+        "permission-denied",
+        StorageError,
+        "The operating system or the server does not allow it.",
+    )
     IO_ERROR = "io-error", StorageError, "Disk or network refused a read or write; the bytes may be sound."
     TOO_MANY_OPEN_FILES = "too-many-open-files", StorageError, "The process may open no more files."
     INTERRUPTED = "interrupted", InterruptError, "A signal stopped the command; the same command goes on."
@@ -149,16 +153,18 @@ class Kind(StrEnum):
     REPLY_LOST = "reply-lost", StorageError, "Whether a file was written is not known: the answer was lost."
     FILE_EXISTS = "file-exists", ConflictError, "A file of that name was written by somebody else first."
     NO_HARD_LINKS = "no-hard-links", StorageError, "The file system has no hard links, which commits need."
+    NO_ATOMIC_PUT = "no-atomic-put", StorageError, "The object storage lacks conditional puts, which commits need."
     PATH_INVALID = "path-invalid", StorageError, "The operating system takes no such path."
     PATH_UNSAFE = "path-unsafe", ConfigError, "A name leads out of the store's folder."
     NAME_INVALID = "name-invalid", ConfigError, "A name has characters that names in a store cannot have."
+    ADDRESS_INVALID = "address-invalid", ConfigError, "An address has a user, a password or a query, or no bucket."
     SCHEME_UNSUPPORTED = "scheme-unsupported", ConfigError, "An address of a kind that this version cannot open."
     STORE_MISSING = "store-missing", NotFoundError, "There is no store at that path."
     STORE_INVALID = "store-invalid", CorruptionError, "store.json is damaged."
     STORE_EMPTY = "store-empty", ConfigError, "The store holds no sample yet."
     STORE_MISMATCH = "store-mismatch", ConflictError, "The store was begun with another target, layers or codecs."
-    STORE_REMOTE = "store-remote", ConfigError, "That command works on local stores only."
     STORE_READ_ONLY = "store-read-only", StorageError, "The store cannot be written, and the command writes into it."
+    STORE_REMOTE = "store-remote", ConfigError, "Software that opens local files cannot open a store that is elsewhere."
     STORE_NOT_SHARED = "store-not-shared", ConfigError, "The machines of the cluster do not see one store folder."
     STORE_LACKS_STATES = "store-lacks-states", ConfigError, "The store does not hold what that drafter reads."
     CONTAINER_MISMATCH = "container-mismatch", ConfigError, "The store has another container than was asked of it."

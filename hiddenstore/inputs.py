@@ -24,9 +24,10 @@ from hiddenstore import layout
 from hiddenstore.documents import load
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
 from hiddenstore.folders import missing
-from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, is_inside
 from hiddenstore.records import Sample
+from schemas.manifest import FileEntry
 from schemas.prepared import PreparedData
 
 UNIT_TOKENS = 32_768
@@ -212,34 +213,34 @@ class Unit:
 class PreparedInput:
     """A DATA folder written by ``hiddenstore prepare``; rows stream in bounded memory."""
 
-    def __init__(self, folder: Path, info: PreparedData) -> None:
-        self.folder = folder
+    def __init__(self, fs: Filesystem, info: PreparedData) -> None:
+        self.fs = fs
+        self.folder = fs.root
         self.info = info
         self._verified: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"PreparedInput({str(self.folder)!r}, samples={self.info.samples:,}, tokens={self.info.tokens:,})"
+        return f"PreparedInput({self.folder!r}, samples={self.info.samples:,}, tokens={self.info.tokens:,})"
 
     @classmethod
-    def open(cls, data_dir: str | Path) -> "PreparedInput":
+    def open(cls, data_dir: str | Path | Filesystem) -> "PreparedInput":
         """Read ``data.json`` and check that every part is there with its size.
 
         Raises:
             NotFoundError: no folder or no ``data.json``.
             CorruptionError: ``file-corrupt``, naming the part.
         """
-        folder = Path(data_dir)
-        fs = LocalFilesystem(folder)
+        fs = open_filesystem(data_dir)
         if fs.size(layout.DATA_JSON) is None:
-            raise missing("data", folder)
+            raise missing("data", fs.root)
         info = load(fs, layout.DATA_JSON, PreparedData)
         for file in info.files:
             if not is_inside(file.path):
-                raise _corrupt(folder / layout.DATA_JSON, f"it names {file.path!r}, which is not inside the folder")
+                raise _corrupt(f"{fs.root}/{layout.DATA_JSON}", f"it names {file.path!r}, not inside the folder")
             size = fs.size(file.path)
             if size != file.size:
-                raise _corrupt(folder / file.path, f"expected {file.size:,} bytes, found {size or 0:,}")
-        return cls(folder, info)
+                raise _corrupt(f"{fs.root}/{file.path}", f"expected {file.size:,} bytes, found {size or 0:,}")
+        return cls(fs, info)
 
     def samples(self) -> Iterator[Sample]:
         """Every sample in file order; the sha256 of a part is checked before its first row is given out."""
@@ -264,28 +265,27 @@ class PreparedInput:
         table = pa.Table.from_batches(batches, schema=REGISTERED)
         named = table_digest(table)
         if named != self.info.digest:
-            raise _corrupt(self.folder / layout.DATA_JSON, f"it names the input {self.info.digest}, found {named}")
+            raise _corrupt(f"{self.folder}/{layout.DATA_JSON}", f"it names the input {self.info.digest}, found {named}")
         return encode_registered(table)
 
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         rows = 0
         for file in self.info.files:
-            self._verify(file.path, file.sha256)
-            with pq.ParquetFile(self.folder / file.path) as parquet:
+            with self.fs.local_copy(file.path) as path, self._verified_part(path, file) as parquet:
                 for batch in parquet.iter_batches(ROWS_PER_BATCH, columns=columns):
                     rows += batch.num_rows
                     yield batch
         if rows != self.info.samples:
             raise _corrupt(self.folder, f"expected {self.info.samples:,} samples, found {rows:,}")
 
-    def _verify(self, name: str, expected: str) -> None:
-        if name in self._verified:
-            return
-        with (self.folder / name).open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        if sha256 != expected:
-            raise _corrupt(self.folder / name, f"expected sha256 {expected}, found {sha256}")
-        self._verified.add(name)
+    def _verified_part(self, path: Path, entry: FileEntry) -> pq.ParquetFile:
+        if entry.path not in self._verified:
+            with path.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            if sha256 != entry.sha256:
+                raise _corrupt(f"{self.folder}/{entry.path}", f"expected sha256 {entry.sha256}, found {sha256}")
+            self._verified.add(entry.path)
+        return pq.ParquetFile(path)
 
 
 class _Cutter:
@@ -337,10 +337,10 @@ def _numpy(values: Any, dtype: type) -> np.ndarray:
     return values.to_numpy(zero_copy_only=False).astype(dtype)
 
 
-def _corrupt(path: Path, reason: str) -> CorruptionError:
+def _corrupt(path: str, reason: str) -> CorruptionError:
     return CorruptionError(
         f"{path} is damaged: {reason}",
         kind=Kind.FILE_CORRUPT,
-        path=str(path),
+        path=path,
         hint="hiddenstore prepare INPUT -o DATA --target T",
     )

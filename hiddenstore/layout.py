@@ -9,7 +9,6 @@ commits/<unit>[.rN].json · segments/<unit>[-rN]-<8 hex>/ (a Zarr group, or samp
 
 import re
 import secrets
-from functools import lru_cache
 from typing import NamedTuple
 
 from hiddenstore.errors import ConfigError, Kind
@@ -112,7 +111,6 @@ def part_name(index: int) -> str:
     return f"part-{index:05d}.parquet"
 
 
-@lru_cache(maxsize=1 << 17)
 def parse_commit(name: str) -> CommitName | None:
     """What a name under ``commits/`` says; None for anything that is not a commit record."""
     return CommitName(match[1], int(match[2] or 0)) if (match := _COMMIT.fullmatch(name)) else None

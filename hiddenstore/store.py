@@ -71,7 +71,7 @@ class Store(RecordSequence):
             CorruptionError: a document is damaged; the message names the file.
             FormatError: ``format-future``; ``plugin-missing``, a codec or the container is of a package that is not
                 installed.
-            ConfigError: ``scheme-unsupported`` for a URL.
+            ConfigError: ``scheme-unsupported``, ``address-invalid``.
         """
         fs = open_filesystem(location)
         if fs.size(layout.STORE_JSON) is None:
@@ -284,12 +284,12 @@ class Store(RecordSequence):
 
         Raises:
             NotFoundError: ``unit-missing``, no such unit, or one that holds no sample.
-            ConfigError: ``container-mismatch``, the store holds tars.
+            ConfigError: ``container-mismatch``, the store holds tars; ``store-remote``, it is not on a local disk.
         """
         self._require_container("zarr")
         import zarr
 
-        return zarr.open_group(Path(self.path, self._unit_record(unit).segment), mode="r")
+        return zarr.open_group(self.fs.local_path(self._unit_record(unit).segment), mode="r")
 
     def webdataset(self, unit: str | None = None) -> "webdataset.WebDataset":
         """The samples as a stock ``webdataset.WebDataset`` over the tars of one unit or, in order, of all.
@@ -298,7 +298,7 @@ class Store(RecordSequence):
 
         Raises:
             NotFoundError: ``unit-missing``, no such unit, or one that holds no sample.
-            ConfigError: ``container-mismatch``, the store holds Zarr groups; ``store-empty``.
+            ConfigError: ``container-mismatch``, the store holds Zarr groups; ``store-empty``; ``store-remote``.
         """
         self._require_container("webdataset")
         import webdataset
@@ -306,7 +306,7 @@ class Store(RecordSequence):
         from hiddenstore.segments.tar import TAR
 
         records = self.commits() if unit is None else [self._unit_record(unit)]
-        tars = [str(Path(self.path, record.segment, TAR)) for record in records if record.files]
+        tars = [str(self.fs.local_path(f"{record.segment}/{TAR}")) for record in records if record.files]
         if not tars:
             raise ConfigError(f"{self.path} holds no sample yet", kind=Kind.STORE_EMPTY)
         return webdataset.WebDataset(tars, shardshuffle=False)

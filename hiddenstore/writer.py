@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore import layout
-from hiddenstore.commit import latest_names, lost_samples, publish_commit, read_commit
+from hiddenstore.commit import latest_revisions, lost_samples, publish_commit, read_commit
 from hiddenstore.documents import seal, sha256_hex
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind, StorageError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.publish import indexed_revisions
+from hiddenstore.segments import default_container
 from hiddenstore.store import Store, tables_of
 from hiddenstore.targets.identity import cast_hint
 from schemas.capture import STATED, CaptureSpec, HeadSpec
@@ -38,11 +39,12 @@ def create_store(
     head: HeadSpec,
     recipe: str,
     target_files: Mapping[str, bytes],
-    container: Container = "zarr",
+    container: Container | None = None,
 ) -> Store:
     """Create a store, or open the one that is there when it holds the same capture.
 
     ``target_files`` are published under ``target/`` before ``store.json`` names them, and again where one is gone.
+    ``container`` None is that of the store, of a new one ``default_container``.
 
     Raises:
         ConflictError: ``store-mismatch`` listing every difference; ``target-files-differ`` when an unfinished
@@ -53,19 +55,22 @@ def create_store(
         FileEntry(path=name, size=len(data), sha256=sha256_hex(data)) for name, data in sorted(target_files.items())
     )
     manifest = StoreManifest(
-        container=container,
+        container=container or default_container(fs),
         recipe=recipe,
         capture=capture,
         head=head,
         target_files=entries,
-        packages=_packages(capture, container),
+        packages=_packages(capture, container or default_container(fs)),
     )
+    fs.require_atomic_put()
     if fs.size(layout.STORE_JSON) is None:
         _refuse_foreign_files(fs)
         for entry in entries:
             _publish_target_file(fs, entry, target_files[entry.path])
         fs.put_if_absent(layout.STORE_JSON, seal(manifest))
     store = Store.open(fs)
+    if container is None:
+        manifest = manifest.model_copy(update={"container": store.manifest.container})
     differences = capture_differences(store.manifest, manifest)
     if differences:
         lines = "\n".join(f"  {line}" for line in differences)
@@ -248,7 +253,7 @@ def pending_units(store: Store, digest: str) -> dict[str, PendingUnit]:
 
     numbers = {name: number for number, name in enumerate(store.catalog.names)}
     rejects = store.catalog.facts["rejects"]
-    latest = {parsed.unit: (parsed, name) for name in latest_names(store.fs) if (parsed := layout.parse_commit(name))}
+    latest = latest_revisions(store.fs)
     registered, pending = RegisteredInput(store.fs, digest), {}
     named: dict[str, int] | None = None
     for unit in registered.units:
@@ -256,14 +261,14 @@ def pending_units(store: Store, digest: str) -> dict[str, PendingUnit]:
             named = indexed_revisions(store.fs) if named is None else named
             pending[unit] = PendingUnit(unit, named.get(unit, -1) + 1)
             continue
-        parsed, name = latest[unit]
+        revision, name = latest[unit]
         number, record = numbers.get(name), None
         if number is not None and rejects[number]:
             record = store.commits()[number]
-        elif number is None and parsed.revision:
+        elif number is None and revision:
             record = read_commit(store.fs, name).record
         if record is not None and lost_samples(record):
-            pending[unit] = PendingUnit(unit, parsed.revision + 1, record)
+            pending[unit] = PendingUnit(unit, revision + 1, record)
     lossy = [unit for unit, item in pending.items() if item.replaces is not None]
     return pending | {unit: replace(pending[unit], order=tuple(registered.members(unit))) for unit in lossy}
 

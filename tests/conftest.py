@@ -7,7 +7,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,15 +36,13 @@ def _fixed_seed() -> None:
 
 
 @pytest.fixture(scope="session")
-def figures(request: pytest.FixtureRequest) -> Iterator["Figures"]:
+def figures(request: pytest.FixtureRequest) -> "Figures":
     """What tests of reliability count; with ``--results`` it is added to the result file of the day."""
     from tests.reliability.figures import Figures
 
-    counted = Figures()
-    yield counted
     folder = request.config.getoption("--results")
-    if folder is not None:
-        counted.save(Path(folder))
+    run = "all" if request.config.option.markexpr == "slow or not slow" else "sample"
+    return Figures(None if folder is None else Path(folder), run)
 
 
 @pytest.fixture(scope="session")

@@ -290,14 +290,29 @@ CASES = [
         "usage",
         ("arrow", "speculators"),
     ),
-    # import
+    # object storage
     Case(
-        "import into a remote store",
-        on("import", "data", "--from", "speculators", "-o", "s3://bucket/store", "--target", "target"),
+        "address with a password",
+        on("info", "s3://AKIAEXAMPLE:dontshow@bucket/store"),
         USAGE,
-        "store-remote",
-        ("s3://bucket/store",),
-        "hiddenstore copy",
+        "address-invalid",
+        ("s3://…", "without user, password or query"),
+        "docs/object-storage.md",
+    ),
+    Case("address without a bucket", on("info", "s3:///store"), USAGE, "address-invalid", ("s3://BUCKET/PATH",)),
+    Case(
+        "run on object storage",
+        on("train", "store", "-o", "s3://bucket/run"),
+        USAGE,
+        "scheme-unsupported",
+        ("RUN lies on a local disk", "s3://bucket/…"),
+    ),
+    Case(
+        "export to object storage",
+        on("export-data", "store", "--to", "speculators", "-o", "gs://bucket/out", "--missing-final", "zeros"),
+        USAGE,
+        "scheme-unsupported",
+        ("gs://bucket/…",),
     ),
     # usage
     Case("command unknown", on("colect"), USAGE, "usage", ("colect", "collect"), "hiddenstore collect --help"),

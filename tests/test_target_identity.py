@@ -119,7 +119,7 @@ def test_a5_diff_names_the_checkpoint_and_a_tolerance_does_not_excuse_it(
     assert f"capture.target.{OURS} differs" in document["beyond_tolerance"]
 
 
-@pytest.mark.parametrize("command", ["collect", "merge", "eval"])
+@pytest.mark.parametrize("command", ["collect", "merge", "eval", "init"])
 def test_a5_a_store_without_digests_is_compared_by_its_profile_and_that_is_said(
     command: str, world: World, places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

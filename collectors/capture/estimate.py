@@ -4,7 +4,6 @@ Shapes: L aux layers, D target width.
 """
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,9 @@ from collectors.targets.layers import LayerChoice
 from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
 from hiddenstore.console.text import size
-from hiddenstore.segments import CONTAINERS
+from hiddenstore.fs import open_filesystem
+from hiddenstore.fs.seam import Filesystem
+from hiddenstore.segments import CONTAINERS, default_container
 from hiddenstore.segments.base import Container, unit_tokens
 from hiddenstore.store import Store
 from hiddenstore.targets.folder import TargetFolder
@@ -36,20 +37,21 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimates for one input and capture; ``hours`` is None without a rate."""
+    """Estimates for one input and capture; ``hours`` is None without a rate, ``bytes_free`` where there is no end."""
 
     info: PreparedData
     choice: LayerChoice
     recipe: str
     estimates: tuple[Estimate, ...]
     bytes_raw: int
-    bytes_free: int
+    bytes_free: int | None
     hours: float | None
+    container: str
 
     @property
     def fitting(self) -> list[str]:
         """Recipes for which there is room."""
-        return [row.recipe for row in self.estimates if row.bytes_stored < self.bytes_free]
+        return [row.recipe for row in self.estimates if self.bytes_free is None or row.bytes_stored < self.bytes_free]
 
 
 def make_plan(
@@ -59,10 +61,11 @@ def make_plan(
     recipe: str,
     location: str,
     rate: float | None,
-    container: str = "zarr",
+    container: str | None = None,
 ) -> Plan:
     """Every recipe that serves the drafters, the largest first; ``rate``: tokens per second that collect reached."""
-    codecs = get_recipe(recipe)
+    codecs, fs = get_recipe(recipe), open_filesystem(location)
+    container = container or default_container(fs)
     capture = _capture(folder, choice, codecs)
     listed = {name: get_recipe(name) for name in RECIPES} | {recipe_name(codecs): codecs}
     usable = {name: item for name, item in listed.items() if not (choice.reads_final and item.final == TOPK)}
@@ -71,16 +74,17 @@ def make_plan(
         key=lambda row: -row.bytes_stored,
     )
     hours = None if rate is None else info.tokens / rate / 3600
-    return Plan(info, choice, recipe, tuple(rows), raw_bytes(info, capture), free_bytes(location), hours)
+    return Plan(info, choice, recipe, tuple(rows), raw_bytes(info, capture), free_bytes(fs), hours, container)
 
 
 def shortage(store: Store, info: PreparedData, tokens: int) -> str | None:
     """A warning where ``tokens`` of this input take more than is free beside a local store; None if they fit."""
-    if "://" in store.path:
+    free = free_bytes(store.fs)
+    if free is None:
         return None
     manifest, codecs = store.manifest, store.capture.codecs
     estimate = _estimate(info, store.capture, manifest.recipe, codecs, CONTAINERS[manifest.container])
-    needed, free = int(estimate.bytes_per_token * tokens), free_bytes(store.path)
+    needed = int(estimate.bytes_per_token * tokens)
     if needed <= free:
         return None
     return (
@@ -94,11 +98,9 @@ def raw_bytes(info: PreparedData, capture: CaptureSpec) -> int:
     return info.tokens * (len(capture.aux_layers) + 1) * capture.target.hidden_size * 2
 
 
-def free_bytes(location: str | Path) -> int:
-    """Free space where ``location`` is or will be."""
-    path = Path(location).resolve()
-    status = os.statvfs(next(folder for folder in (path, *path.parents) if folder.exists()))
-    return status.f_bavail * status.f_frsize
+def free_bytes(location: str | Path | Filesystem) -> int | None:
+    """Free space where ``location`` is or will be; None where there is no end of it."""
+    return open_filesystem(location).free_bytes()
 
 
 def _capture(folder: TargetFolder, choice: LayerChoice, codecs: Codecs) -> CaptureSpec:

@@ -28,6 +28,8 @@ from collectors.tokenize.template import read_template
 from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError, StorageError
+from hiddenstore.fs import open_filesystem
+from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Drain, Rank
 from hiddenstore.records import Record
@@ -59,7 +61,7 @@ class ImportOptions:
     peer_layers: str | None = None
     norm: NormState | None = None
     recipe: str = DEFAULT_RECIPE
-    container: Container = "zarr"
+    container: Container | None = None
     tokens_from: str | Path | None = None
     loss_on: str | None = None
     validation: float = 0.01
@@ -103,12 +105,6 @@ def import_dump(
     """
     began = time.monotonic()
     make_source, check = find_format(options.peer), parse_check(options.check)
-    if "://" in str(options.store):
-        raise ConfigError(
-            f"{options.store} is remote, and an import keeps its place beside the store",
-            kind=Kind.STORE_REMOTE,
-            hint="import into a local store, then: hiddenstore copy LOCAL REMOTE",
-        )
     template = None if options.template is None else read_template(options.template)
     folder = open_target(options.target, options.revision, template)
     target = EngineTarget(replace(folder, runs_elsewhere=True), None)
@@ -157,7 +153,7 @@ class ImportJob:
     def _scans(self) -> list[PreparedInput]:
         """The passes made before, and one over what they do not cover."""
         options, source, matcher = self.options, self.engine.source, self.meaning.matcher
-        store = Path(options.store)
+        store = open_filesystem(options.store)
         key = scan_key(source.name, Path(options.source), *matcher.settings)
         scans = finished_scans(store, key)
         covered = covered_locations(scans)
@@ -225,7 +221,7 @@ def _matcher(options: ImportOptions, target: EngineTarget) -> Matcher:
     return Matcher(prepared, exported_turns(Path(options.source)), options.loss_on == "all", options.validation)
 
 
-def _membership(store: str | Path) -> Callable[[str], bool]:
+def _membership(store: Filesystem) -> Callable[[str], bool]:
     try:
         return Store.open(store).__contains__
     except NotFoundError:

@@ -32,6 +32,7 @@ from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import CaptureError, ConflictError, InterruptError, Kind, NotFoundError
+from hiddenstore.fs import open_filesystem
 from hiddenstore.index.publish import IndexWriter
 from hiddenstore.inputs import PreparedInput, RegisteredInput, Unit
 from hiddenstore.inspect.advise import Extent, advise, smaller_line, table_lines, trials, verdict, write_advice
@@ -39,6 +40,7 @@ from hiddenstore.inspect.facts import raw_bytes_per_token
 from hiddenstore.layout import commit_path, parse_commit
 from hiddenstore.process import Drain, Rank
 from hiddenstore.records import Record, Sample, final_row_positions
+from hiddenstore.segments import default_container
 from hiddenstore.segments.base import unit_tokens
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import Slice, slice_tokens, take_slice, write_slice
@@ -123,7 +125,8 @@ def open_store(
     codecs = _stored_codecs(options.store)
     if codecs is not None:
         return create(capture.model_copy(update={"codecs": codecs}))
-    first, advice = calibrate(prepared, engine, check, capture, options.container, stop)
+    container = options.container or default_container(open_filesystem(options.store))
+    first, advice = calibrate(prepared, engine, check, capture, container, stop)
     for line in (*table_lines(advice, raw_bytes_per_token(capture)), verdict(advice), smaller_line(advice)):
         if line is not None:
             note(line)
@@ -179,7 +182,7 @@ def calibrate(
         return first, advise(first, capture, head, extent, container=container, advance=progress.advance)
 
 
-def new_store(location: str | Path, container: Container, target: EngineTarget, capture: CaptureSpec) -> Store:
+def new_store(location: str | Path, container: Container | None, target: EngineTarget, capture: CaptureSpec) -> Store:
     """The store for a capture of a target, made or found; raises as ``create_store``."""
     recipe, files = recipe_name(capture.codecs), target.target_files()
     return create_store(location, capture, target.head.spec, recipe, files, container)

@@ -12,6 +12,7 @@ from collectors.engines import EngineOptions
 from collectors.targets.layers import LayerChoice
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPES, get_recipe, recipe_name
 from hiddenstore.errors import ConfigError, FormatError, Kind
+from hiddenstore.fs import is_address
 from hiddenstore.process import Rank
 from hiddenstore.targets.folder import TargetFolder
 from hiddenstore.targets.identity import tokenizer_differences
@@ -40,7 +41,7 @@ class CollectOptions:
     layers: str = "eagle3"
     final: FinalMode | None = None
     recipe: str = DEFAULT_RECIPE
-    container: Container = "zarr"
+    container: Container | None = None
     batch_tokens: int = 4096
     dtype: str | None = None
     device: str = "auto"
@@ -55,7 +56,9 @@ class CollectOptions:
         """The same for a process in another folder."""
         names = ["data", "store", "template", "scratch", *(["target"] if Path(self.target).exists() else [])]
         paths = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        absolute: dict[str, Any] = {name: str(Path(path).absolute()) for name, path in paths.items()}
+        absolute: dict[str, Any] = {
+            name: str(Path(path).absolute()) for name, path in paths.items() if not is_address(path)
+        }
         return replace(self, **absolute)
 
 

@@ -21,9 +21,8 @@ recipe_type = Name(lambda text: text == "auto" or get_recipe(text), (*RECIPES, "
 container_option = click.option(
     "--container",
     type=click.Choice(tuple(CONTAINERS)),
-    default=next(iter(CONTAINERS)),
-    show_default=True,
-    help="What a segment is: a Zarr group, or a tar that stock webdataset iterates.",
+    help="What a segment is: a Zarr group, or a tar that stock webdataset iterates. Default: zarr; on object storage "
+    "webdataset; of a store that is there, its own.",
 )
 
 revision_option = click.option("--revision", help="Commit, tag or branch of a hub id.")

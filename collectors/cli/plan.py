@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 @click.option(
     "--recipe", type=recipe_type, default=DEFAULT_RECIPE, show_default=True, help="The recipe to mark, as for collect."
 )
-@click.option(
-    "--container", type=click.Choice(tuple(CONTAINERS)), default=next(iter(CONTAINERS)), help="As for collect."
-)
+@click.option("--container", type=click.Choice(tuple(CONTAINERS)), help="As for collect.")
 @click.option("-o", "--out", default=".", type=click.Path(), help="Where the store will be: its free space is shown.")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Tokens/s that collect reached; gives hours.")
 @common_options
@@ -58,7 +56,7 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
         "layers": list(choice.aux_layers),
         "final": choice.final,
         "recipe": needs.recipe,
-        "container": options["container"],
+        "container": needs.container,
         "bytes_raw": needs.bytes_raw,
         "bytes_free": needs.bytes_free,
         "hours": needs.hours,
@@ -72,7 +70,7 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
     store = "STORE" if options["out"] == "." else options["out"]
     capture = {"template": template, "revision": options["revision"], "layers": options["layers"]}
     capture |= {"final": options["final"], "container": options["container"]}
-    defaults = (None, "eagle3", "zarr")
+    defaults = (None, "eagle3")
     words = [word for name, value in capture.items() if value not in defaults for word in (f"--{name}", str(value))]
     out.hint("hiddenstore", "collect", data, "-o", store, "--target", target, "--recipe", needs.recipe, *words)
 
@@ -82,7 +80,7 @@ def _warn_of_room(needs: "Plan") -> None:
 
     needed = next(row.bytes_stored for row in needs.estimates if row.recipe == needs.recipe)
     others = f"what fits: {', '.join(needs.fitting)}" if needs.fitting else "no recipe fits"
-    output().warn(f"{needs.recipe} needs {size(needed)} and {size(needs.bytes_free)} are free; {others}")
+    output().warn(f"{needs.recipe} needs {size(needed)} and {size(needs.bytes_free or 0)} are free; {others}")
 
 
 def _show(needs: "Plan") -> None:
@@ -97,7 +95,7 @@ def _show(needs: "Plan") -> None:
             ("tokens", f"{count(needs.info.tokens)} in {plural(needs.info.samples, 'sample')}"),
             ("captured", needs.choice.explained),
             ("raw", f"{size(needs.bytes_raw)}: bf16 of every layer and of the final hidden at every token"),
-            ("free", size(needs.bytes_free)),
+            ("free", "no end of it" if needs.bytes_free is None else size(needs.bytes_free)),
             ("time", hours),
         ]
     )

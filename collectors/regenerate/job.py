@@ -23,6 +23,7 @@ from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
 from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind, NotFoundError
+from hiddenstore.fs import require_local
 
 
 def regenerate(
@@ -40,7 +41,7 @@ def regenerate(
         CaptureError: ``nothing-answered``: every conversation was left out.
         InterruptError: ``interrupted``; what was answered is kept.
     """
-    out = Path(options.out)
+    out = require_local(options.out, "a file of answers")
     require_possible(options)
     refuse_existing(out, options.rows_per_file)
     began = time.monotonic()
@@ -93,7 +94,7 @@ def take_answered(options: RegenerateOptions, path: Path) -> RegenerateReport:
     """
     began = time.monotonic()
     refuse_existing(path, options.rows_per_file)
-    folder = AnswersFolder(Path(options.out), options.shard[1])
+    folder = AnswersFolder(require_local(options.out, "a file of answers"), options.shard[1])
     if not any(folder.file(shard).is_file() for shard in range(1, folder.shards + 1)):
         raise NotFoundError(
             f"{folder.path} holds no answers of {plural(folder.shards, 'shard')}",

@@ -4,7 +4,6 @@ Rows stream through worker processes and come back in order; what grows with the
 that finds exact duplicates, nothing else.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +18,13 @@ from collectors.conversations.mix import Mix, MixedSource, open_inputs
 from collectors.conversations.rows import NO_ANSWER, Row, Source
 from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
 from collectors.tokenize.template import NOT_STABLE, ChatTemplate, check_template, read_template, refuse_if_unstable
-from collectors.tokenize.write import Tally, data_files, refuse_existing_data, write_document
+from collectors.tokenize.write import Tally, data_files, new_data, refuse_existing_data, write_document
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
 from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, FormatError, Kind
-from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.fs.publish import new_folder
+from hiddenstore.fs import is_address
+from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inputs import input_digest
 from hiddenstore.layout import DATA_JSON
 from hiddenstore.targets.folder import TargetFolder, open_target
@@ -140,8 +139,8 @@ def prepare(
         StorageError: the disk refused or a worker died.
     """
     options = options or PrepareOptions()
-    out = Path(out)
-    refuse_existing_data(out)
+    if not is_address(out):
+        refuse_existing_data(Path(out))
     mixed = open_inputs(inputs, options.dataset_root)
     _refuse_prompts(mixed, options.loss_on)
     folder = open_target(target, options.revision, trust_remote_code=options.trust_remote_code)
@@ -150,8 +149,7 @@ def prepare(
     check_template(template)
     limit = _max_tokens(folder, options.max_tokens)
     rules = SampleRules(template, limit, options.overlong, options.validation)
-    with new_folder(out, refuse_existing_data) as new:
-        fs = LocalFilesystem(new)
+    with new_data(out) as fs:
         sources = [entry.source for entry in mixed]
         batches = ordered_batches(rules, batches_of(_rows(sources, tally.read)), options.workers, stopping)
         files = _write(fs, _checked(batches, folder, template), _progress(sources), tally)
@@ -237,7 +235,7 @@ def _progress(sources: list[Source]) -> Progress:
 
 
 def _write(
-    fs: LocalFilesystem, batches: Iterator[SampleBatch], progress: Progress, tally: BatchTally
+    fs: Filesystem, batches: Iterator[SampleBatch], progress: Progress, tally: BatchTally
 ) -> tuple[FileEntry, ...]:
     with data_files(fs) as (parts, rejects), progress:
         for batch in batches:
@@ -265,8 +263,8 @@ def _nothing_usable(tally: BatchTally) -> ConfigError:
     )
 
 
-def _names(fs: LocalFilesystem, files: tuple[FileEntry, ...]) -> Iterator[tuple[str, str]]:
+def _names(fs: Filesystem, files: tuple[FileEntry, ...]) -> Iterator[tuple[str, str]]:
     for file in files:
-        with pq.ParquetFile(os.path.join(fs.root, file.path)) as part:
+        with fs.local_copy(file.path) as path, pq.ParquetFile(path) as part:
             for batch in part.iter_batches(columns=["sample_id", "split"]):
                 yield from zip(batch["sample_id"].to_pylist(), batch["split"].to_pylist(), strict=True)

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,8 @@ import pyarrow.parquet as pq
 
 from collectors.conversations.rows import Problem
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind
+from hiddenstore.fs import is_address, open_filesystem
+from hiddenstore.fs.publish import new_folder, upload
 from hiddenstore.fs.seam import Filesystem, WritableFile
 from hiddenstore.inputs import PREPARED
 from hiddenstore.layout import DATA_JSON
@@ -87,17 +90,42 @@ def data_files(fs: Filesystem) -> Iterator[tuple["PartWriter", "RejectsWriter"]]
         raise
 
 
+@contextmanager
+def new_data(out: str | Path) -> Iterator[Filesystem]:
+    """A local folder to write DATA into, which becomes ``out`` when the block ends well and vanishes when it does not.
+
+    To object storage the files go at the end, ``data.json`` last; the same files that a killed run left there stay.
+
+    Raises:
+        ConflictError: ``output-exists``; ``file-exists``, a killed run left other files there.
+    """
+    if not is_address(out):
+        with new_folder(Path(out), refuse_existing_data) as new:
+            yield open_filesystem(new)
+        return
+    fs = open_filesystem(out)
+    if fs.size(DATA_JSON) is not None:
+        raise _existing_data(fs.root, "prepared data")
+    fs.require_atomic_put()
+    with tempfile.TemporaryDirectory(prefix="hiddenstore-") as folder:
+        yield open_filesystem(folder)
+        upload(Path(folder), fs, last=DATA_JSON)
+
+
 def refuse_existing_data(out: Path) -> None:
     """An empty folder may be written into; anything else is somebody's work."""
     if out.is_dir() and not any(out.iterdir()):
         return
     if out.exists() or out.is_symlink():
-        content = "prepared data" if (out / DATA_JSON).is_file() else "something else"
-        raise ConflictError(
-            f"{out} exists already and holds {content}; prepare never overwrites",
-            kind=Kind.OUTPUT_EXISTS,
-            hint=f"choose another -o, or remove {out} first",
-        )
+        raise _existing_data(out, "prepared data" if (out / DATA_JSON).is_file() else "something else")
+
+
+def _existing_data(out: str | Path, content: str) -> ConflictError:
+    return ConflictError(
+        f"{out} exists already and holds {content}; prepare never overwrites",
+        kind=Kind.OUTPUT_EXISTS,
+        hint=f"choose another -o, or remove {out} first",
+    )
 
 
 class PartWriter:

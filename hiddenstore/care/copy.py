@@ -26,6 +26,7 @@ from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.publish import IndexWriter, indexed_revisions
 from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest
 from hiddenstore.inspect.samples import Test
+from hiddenstore.segments import default_container
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import copy_slice
 from hiddenstore.targets.identity import CHECKPOINT, cast_hint, unstated_digests
@@ -43,8 +44,9 @@ def check_sources(sources: Sequence[Store], location: str | Path | Filesystem, s
 
     ``same_target`` takes another checkpoint where the layer profiles agree.
     """
+    address = open_filesystem(location).address
     for source in sources:
-        if Path(source.path).resolve() == Path(open_filesystem(location).root).resolve():
+        if source.fs.address == address:
             raise ConflictError(f"{source.path} cannot be copied onto itself", kind=Kind.OUTPUT_EXISTS)
     first, others, warnings = sources[0], [*sources[1:]], list[str]()
     with suppress(NotFoundError):
@@ -70,17 +72,20 @@ def open_destination(
     sources: Sequence[Store], location: str | Path | Filesystem, recipe: str | None, container: Container | None
 ) -> Store:
     """Create the store of a copy, or open the one there; None keeps its recipe or container, else the first source's.
+    A new one on object storage gets ``default_container``.
 
     Raises:
         ConflictError: ``store-mismatch``.
         ConfigError: ``name-unknown``, ``codec-unknown``, ``final-unfit``.
     """
     first = sources[0]
-    manifest, target = first.manifest, first.capture.target
+    manifest, target, fs = first.manifest, first.capture.target, open_filesystem(location)
+    kept = default_container(fs) if fs.prefers_few_files else manifest.container
     # What is made says of all its states only what every source says; whether they are of one target was judged before.
     stated: Mapping[str, Any] = dict.fromkeys(unstated_digests(*(source.capture.target for source in sources)))
     with suppress(NotFoundError):
-        manifest = Store.open(location, strict=False).manifest
+        manifest = Store.open(fs, strict=False).manifest
+        kept = manifest.container
         stated = {field: getattr(manifest.capture.target, field) for field in STATED}
     if recipe is None:
         recipe, codecs = manifest.recipe, manifest.capture.codecs
@@ -90,7 +95,7 @@ def open_destination(
     _require_finals(sources, codecs)
     capture = first.capture.model_copy(update={"codecs": codecs, "target": target.model_copy(update=stated)})
     files = {entry.path: first.target_file(entry.path) for entry in first.manifest.target_files}
-    return create_store(location, capture, first.manifest.head, recipe, files, container or manifest.container)
+    return create_store(fs, capture, first.manifest.head, recipe, files, container or kept)
 
 
 def _require_finals(sources: Sequence[Store], codecs: Codecs) -> None:
@@ -242,7 +247,7 @@ class _Selection(PreparedInput):
     def __init__(self, entries: Sequence[SampleEntry]) -> None:
         digest = input_digest((entry.id, entry.split) for entry in entries)
         facts: dict[str, Any] = {"digest": digest, "samples": len(entries)}
-        super().__init__(Path(digest), PreparedData.model_construct(**facts))
+        super().__init__(open_filesystem(digest), PreparedData.model_construct(**facts))
         self._entries = entries
 
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:

@@ -1,9 +1,7 @@
 """``gc``: sweep what can no longer be of use. It plans first and acts when told to."""
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from stat import S_ISREG
 
 from hiddenstore import layout
 from hiddenstore.commit import Commit
@@ -75,7 +73,7 @@ def gc(
         reasons |= dict.fromkeys(leftovers(fs), "temporary") | dict.fromkeys(replaced_indexes(fs), "superseded")
         for path, reason in reasons.items():
             if fs.size(path) is not None or fs.list(path):
-                item = Garbage(path, reason, *_size_and_age(fs, path))
+                item = Garbage(path, reason, *fs.usage(path))
                 if reason == "unfinished" and not abandoned:
                     sweep.unfinished.append(item)
                 else:
@@ -96,15 +94,3 @@ def _segments(fs: Filesystem) -> dict[str, str]:
 
     read_catalog(fs, use_index=False, visit=visit)
     return segments
-
-
-def _size_and_age(fs: Filesystem, path: str) -> tuple[int, float]:
-    """Bytes below a path and seconds since anything in it changed; 0 seconds where the storage cannot say."""
-    root = Path(fs.root) / path
-    try:
-        members = [root, *root.rglob("*")] if root.is_dir() else [root]
-        states = [member.stat() for member in members]
-    except OSError:
-        return 0, 0.0
-    size = sum(state.st_size for state in states if S_ISREG(state.st_mode))
-    return size, max(0.0, time.time() - max(state.st_mtime for state in states))

@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -383,9 +382,9 @@ def parse_age(text: str) -> float:
 
 
 @click.command(epilog=examples("hiddenstore doctor", "hiddenstore doctor /data --json"))
-@click.argument("folder", default=".", type=click.Path(path_type=Path))
+@click.argument("folder", default=".", type=click.Path())
 @common_options
-def doctor(folder: Path) -> None:
+def doctor(folder: str) -> None:
     """This machine: versions, GPUs, engines, and how fast FOLDER (where a store would go) writes, syncs and reads.
 
     Writes and removes a 32 MB trial file in FOLDER. Exits 5 when something would not work.
@@ -396,7 +395,7 @@ def doctor(folder: Path) -> None:
     problems = [check for check in checks if check.status == "problem"]
     document = {
         "ok": not problems,
-        "folder": str(folder),
+        "folder": folder,
         "checks": [
             {"name": check.name, "status": check.status, "detail": check.detail, "fix": check.fix} for check in checks
         ],

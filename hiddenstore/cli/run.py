@@ -20,6 +20,7 @@ from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import seconds
 from hiddenstore.documents import load, seal
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
+from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.settings import all_problems
 from hiddenstore.settings import load as load_settings
@@ -233,7 +234,7 @@ def run_pipeline(pipeline: Pipeline) -> list[StageResult]:
         ConflictError: the folder is another's, or something in it was made by another pipeline.
         HiddenstoreError: what a command raises.
     """
-    stages, out = stages_of(pipeline), Path(pipeline.out)
+    stages, out = stages_of(pipeline), require_local(pipeline.out, "the folder of a pipeline")
     if out.exists() and any(out.iterdir()) and not (out / _DONE_FOLDER).is_dir():
         raise ConflictError(
             f"{out} holds things that no `hiddenstore run` made", kind=Kind.OUTPUT_EXISTS, hint="out: another folder"

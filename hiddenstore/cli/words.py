@@ -18,7 +18,7 @@ from click.shell_completion import (
 )
 
 from hiddenstore.folders import kind_of, missing
-from hiddenstore.layout import STORE_JSON
+from hiddenstore.layout import DATA_JSON, STORE_JSON
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -65,7 +65,9 @@ def _require_store(text: str) -> None:
 
 
 def _require_data(path: str) -> None:
-    if kind_of(path) != "data":
+    from hiddenstore.fs import is_address, open_filesystem
+
+    if (open_filesystem(path).size(DATA_JSON) is None) if is_address(path) else kind_of(path) != "data":
         raise missing("data", path)
 
 

@@ -1,26 +1,31 @@
-"""Storage as a store asks for it: the seam, its POSIX disk, publication."""
+"""Storage as a store asks for it: the seam, its POSIX disk and its object storage, publication."""
 
 from pathlib import Path
 
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.fs.objects import ObjectFilesystem, is_address, parse_address
 from hiddenstore.fs.seam import Filesystem
 
 
 def open_filesystem(location: "str | Path | Filesystem") -> Filesystem:
-    """The filesystem at a location; a Filesystem is returned as it is.
+    """The filesystem at a local path or an address of object storage; a Filesystem is returned as it is.
 
     Raises:
-        ConfigError: ``scheme-unsupported`` for a URL.
+        ConfigError: ``scheme-unsupported``, ``address-invalid``.
     """
     if not isinstance(location, str | Path):
         return location
-    text = str(location)
-    scheme, separator, _ = text.partition("://")
-    if separator and scheme.isalnum():
-        raise ConfigError(
-            f"{text}: stores open from local paths only, not from {scheme}://",
-            kind=Kind.SCHEME_UNSUPPORTED,
-            hint="copy the store to a local folder first",
-        )
-    return LocalFilesystem(text)
+    return ObjectFilesystem(str(location)) if is_address(location) else LocalFilesystem(location)
+
+
+def require_local(location: str | Path, what: str) -> Path:
+    """A location of what is kept on a local disk only.
+
+    Raises:
+        ConfigError: ``scheme-unsupported`` for an address of object storage.
+    """
+    if is_address(location):
+        scheme, bucket, _ = parse_address(str(location))
+        raise ConfigError(f"{what} lies on a local disk, not at {scheme}://{bucket}/…", kind=Kind.SCHEME_UNSUPPORTED)
+    return Path(location)

@@ -8,8 +8,10 @@ import contextlib
 import errno
 import os
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from stat import S_ISREG
 
 from hiddenstore.errors import (
     ConfigError,
@@ -29,6 +31,8 @@ _NO_LINK = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EX
 class LocalFilesystem:
     """A folder of a POSIX filesystem. Safe to use from many threads; pickles as its root."""
 
+    prefers_few_files = False
+
     def __init__(self, root: str | Path, disk: PosixDisk | None = None) -> None:
         self.root = str(Path(root).absolute()) if disk is None else str(root)
         self._disk = disk or PosixDisk()
@@ -38,6 +42,10 @@ class LocalFilesystem:
 
     def __reduce__(self) -> tuple[type["LocalFilesystem"], tuple[str]]:
         return LocalFilesystem, (self.root,)
+
+    @property
+    def address(self) -> str:
+        return str(Path(self.root).resolve())
 
     def create(self, path: str) -> WritableFile:
         with self._at(path) as full:
@@ -112,6 +120,34 @@ class LocalFilesystem:
             raise ValueError("remove_tree never removes the root")
         with self._at(path) as full:
             self._remove(full)
+
+    def remove_empty(self, folder: str) -> None:
+        for path in (self._full(folder), self.root):
+            with contextlib.suppress(OSError):
+                self._disk.remove_folder(path)
+
+    def usage(self, path: str) -> tuple[int, float]:
+        root = self.local_path(path)
+        try:
+            members = [root, *root.rglob("*")] if root.is_dir() else [root]
+            states = [member.stat() for member in members]
+        except OSError:
+            return 0, 0.0
+        size = sum(state.st_size for state in states if S_ISREG(state.st_mode))
+        return size, max(0.0, time.time() - max(state.st_mtime for state in states))
+
+    def free_bytes(self) -> int:
+        return self._disk.free_bytes(self.root)
+
+    def local_path(self, path: str) -> Path:
+        return Path(self._full(path))
+
+    @contextlib.contextmanager
+    def local_copy(self, path: str, without: str = "") -> Iterator[Path]:
+        yield self.local_path(path)
+
+    def require_atomic_put(self) -> None:
+        """``put_if_absent`` itself finds out whether there are hard links."""
 
     @contextlib.contextmanager
     def _at(self, path: str, needed: int | None = None) -> Iterator[str]:

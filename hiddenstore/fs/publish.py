@@ -18,7 +18,9 @@ from pathlib import Path
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind
 from hiddenstore.fs.disk import PosixDisk
 from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.fs.seam import WritableFile, storage_error
+from hiddenstore.fs.seam import Filesystem, WritableFile, storage_error
+
+_PIECE_BYTES = 1 << 20
 
 
 def refuse_existing_file(out: Path) -> None:
@@ -97,6 +99,26 @@ def new_folder(out: Path, refuse: Callable[[Path], None] = refuse_existing_folde
             raise storage_error(error, str(out)) from error
         finally:
             shutil.rmtree(hidden, ignore_errors=True)
+
+
+def upload(folder: Path, fs: Filesystem, last: str) -> None:
+    """Copy the files of a folder to storage, ``last`` behind the others; what holds the same bytes already stays.
+
+    Raises:
+        ConflictError: ``file-exists``, a name holds other bytes.
+        StorageError: disk or storage refused.
+    """
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    for name in sorted(names, key=lambda name: (name == last, name)):
+        file = fs.create(name)
+        try:
+            with (folder / name).open("rb") as source:
+                while data := source.read(_PIECE_BYTES):
+                    file.write(data)
+            file.close()
+        except BaseException:
+            file.abort()
+            raise
 
 
 def replace_file(path: Path, data: bytes) -> None:

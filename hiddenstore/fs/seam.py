@@ -7,7 +7,9 @@ after ``put_if_absent`` returned, the name holds exactly the given bytes and sur
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from hiddenstore.errors import Kind, StorageError
@@ -40,6 +42,12 @@ class Filesystem(Protocol):
     """Everything a store asks of storage."""
 
     root: str
+    prefers_few_files: bool
+    """Whether every file costs so much that the container with the fewest is the default."""
+
+    @property
+    def address(self) -> str:
+        """The root as every process names it: two of one address are one place."""
 
     def create(self, path: str) -> WritableFile:
         """A new file and its parent folders; ConflictError ``file-exists`` when the name is taken."""
@@ -73,6 +81,27 @@ class Filesystem(Protocol):
 
     def remove_tree(self, path: str) -> None:
         """Remove a file or a folder with everything in it; an absent one is no error."""
+
+    def remove_empty(self, folder: str) -> None:
+        """Remove a folder and the root where nothing is in them."""
+
+    def usage(self, path: str) -> tuple[int, float]:
+        """Bytes below a path and seconds since anything in it changed; 0 seconds where the storage cannot say."""
+
+    def free_bytes(self) -> int | None:
+        """Bytes that can still be written; None where there is no end."""
+
+    def local_path(self, path: str) -> Path:
+        """Where a file or folder lies on this machine; ConfigError ``store-remote`` where it does not."""
+
+    def local_copy(self, path: str, without: str = "") -> AbstractContextManager[Path]:
+        """A file or folder for software that reads local paths; a copy of what is elsewhere ends with the block.
+
+        Nobody needs the file ``without`` in a folder: it is not copied.
+        """
+
+    def require_atomic_put(self) -> None:
+        """StorageError ``no-atomic-put`` where ``put_if_absent`` cannot keep its promise."""
 
 
 def storage_error(error: OSError, where: str, hint: str | None = None, room: str = "") -> StorageError:

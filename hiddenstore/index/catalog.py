@@ -14,7 +14,15 @@ from typing import overload
 import numpy as np
 
 from hiddenstore import layout
-from hiddenstore.commit import Commit, frozen_mismatch, latest_names, missing_commit, read_commit, read_many
+from hiddenstore.commit import (
+    Commit,
+    collector_paused,
+    frozen_mismatch,
+    latest_names,
+    missing_commit,
+    read_commit,
+    read_many,
+)
 from hiddenstore.damage import DAMAGE, twice
 from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import Filesystem
@@ -348,7 +356,8 @@ class _Reading:
                     commits[place] = item
                 else:
                     damaged.append(item)
-            tables.append(self._take(commits))
+            with collector_paused():
+                tables.append(self._take(commits))
         read, numbers = joined(tables), np.arange(len(self.names), dtype=np.int32)
         if damaged:
             counts = np.array([digest is not None for digest in self.digests], dtype=bool)
@@ -391,7 +400,7 @@ def record_facts(record: CommitRecord) -> dict[str, int]:
     return {
         "samples": len(record.samples),
         "tokens": record.tokens,
-        "supervised": sum(entry.supervised for entry in record.samples),
+        "supervised": sum([entry.supervised for entry in record.samples]),
         "bytes_stored": record.bytes_stored,
         "rejects": len(record.rejects),
     }

@@ -17,6 +17,7 @@ NUMBERS = ("record", "position", "tokens", "supervised", "final_rows")
 COLUMNS = (*NUMBERS, "split")
 """int32, split uint8: place in ``SPLITS``."""
 ID_BYTES = 16
+_AT_ONCE = 1 << 20
 
 _HEX_ID = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}")
 
@@ -159,8 +160,8 @@ def _order(ids: Ids, column: Callable[[str], np.ndarray]) -> np.ndarray:
         first = halves[:, 0].astype(np.uint64)
         # Index files are runs that are sorted already, which a stable sort merges.
         order = np.argsort(first, kind="stable")
-        first = first[order]
-        if not bool((first[1:] == first[:-1]).any()):
+        parts = (first[order[start : start + _AT_ONCE + 1]] for start in range(0, len(order), _AT_ONCE))
+        if not any(bool((part[1:] == part[:-1]).any()) for part in parts):
             return order
         keys: tuple[np.ndarray, ...] = (halves[:, 1].astype(np.uint64), halves[:, 0].astype(np.uint64))
     else:
@@ -180,6 +181,6 @@ def table_of(records: Iterable[tuple[int, CommitRecord]]) -> SampleTable:
         "tokens": np.array([entry.tokens for entry in entries], dtype=np.int32),
         "supervised": np.array([entry.supervised for entry in entries], dtype=np.int32),
         "final_rows": np.array([entry.final_rows for entry in entries], dtype=np.int32),
-        "split": np.array([SPLITS.index(entry.split) for entry in entries], dtype=np.uint8),
+        "split": np.array([entry.split == SPLITS[1] for entry in entries], dtype=np.uint8),
     }
     return SampleTable(Ids.of([entry.id for entry in entries]), columns)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hiddenstore.registry import Registry
 
 if TYPE_CHECKING:
+    from hiddenstore.fs.seam import Filesystem
     from hiddenstore.segments.base import Container
 
 CONTAINERS: "Registry[Container]" = Registry(
@@ -16,3 +17,8 @@ CONTAINERS: "Registry[Container]" = Registry(
     {"zarr": "hiddenstore.segments.zarr:ZARR", "webdataset": "hiddenstore.segments.tar:WEBDATASET"},
     "hiddenstore.segments.base:Container",
 )
+
+
+def default_container(fs: "Filesystem") -> str:
+    """The container of a new store where nobody names one: two files a unit where every file is paid for."""
+    return "webdataset" if fs.prefers_few_files else next(iter(CONTAINERS))

@@ -1,1 +1,1 @@
-"""For tests, ours and those of other backends: builders, a filesystem that fails on purpose, and invariants."""
+"""For tests, ours and those of other backends: builders of small stores, invariants, and what a backend must pass."""

@@ -17,6 +17,7 @@ from hiddenstore.codecs import CODECS
 from hiddenstore.codecs.recipes import get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.documents import seal, sha256_hex
+from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inputs import PREPARED, PreparedInput, Unit, input_digest
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
@@ -162,7 +163,7 @@ class _SmallUnits(PreparedInput):
 
 class _MemoryInput(_SmallUnits):
     def __init__(self, samples: list[Sample]) -> None:
-        super().__init__(Path("memory"), _prepared(samples, ()))
+        super().__init__(open_filesystem("memory"), _prepared(samples, ()))
         self._samples = samples
 
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:

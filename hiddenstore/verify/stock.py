@@ -90,7 +90,10 @@ def _our_arrays(reader: SegmentReader, index: int) -> Arrays:
 
 def _zarr_samples(store: Store, record: CommitRecord) -> Iterator[tuple[str, Arrays]]:
     """The samples of a unit as slices of the arrays that zarr-python reads."""
-    arrays = {name: np.asarray(array[...]) for name, array in store.zarr(record.unit).arrays()}
+    import zarr
+
+    with store.fs.local_copy(record.segment) as folder:
+        arrays = {name: np.asarray(array[...]) for name, array in zarr.open_group(folder, mode="r").arrays()}
     for number, entry in enumerate(record.samples):
         tokens = slice(entry.start, entry.start + entry.tokens)
         sample = {**arrays, INPUT_IDS: arrays[INPUT_IDS][tokens], LOSS_MASK: arrays[LOSS_MASK][tokens]}
@@ -122,20 +125,23 @@ def _zarr_group(group: FieldGroup, arrays: Arrays, entry: SampleEntry) -> dict[s
 
 def _tar_samples(store: Store, record: CommitRecord) -> Iterator[tuple[str, Arrays]]:
     """The samples of a unit as webdataset iterates them, with the arrays that they share."""
+    import webdataset
+
     width, shared = store.capture.target.hidden_size, {}
-    with tarfile.open(f"{store.path}/{record.segment}/{TAR}") as tar:
-        for member in tar:
-            if member.name.startswith(UNIT_PREFIX) and member.name.endswith(_NUMPY):
-                data = tar.extractfile(member)
-                assert data is not None
-                shared[member.name.removeprefix(UNIT_PREFIX).removesuffix(_NUMPY)] = _array(data.read())
-    for sample in store.webdataset(record.unit):
-        fields: dict[str, Any] = {name: data for name, data in sample.items() if not name.startswith("__")}
-        arrays = {
-            name.rpartition(".")[0]: _array(data) if name.endswith(_NUMPY) else _unblosc(data, width)
-            for name, data in fields.items()
-        }
-        yield sample["__key__"], {**shared, **arrays}
+    with store.fs.local_copy(f"{record.segment}/{TAR}") as path:
+        with tarfile.open(path) as tar:
+            for member in tar:
+                if member.name.startswith(UNIT_PREFIX) and member.name.endswith(_NUMPY):
+                    data = tar.extractfile(member)
+                    assert data is not None
+                    shared[member.name.removeprefix(UNIT_PREFIX).removesuffix(_NUMPY)] = _array(data.read())
+        for sample in webdataset.WebDataset([str(path)], shardshuffle=False):
+            fields: dict[str, Any] = {name: data for name, data in sample.items() if not name.startswith("__")}
+            arrays = {
+                name.rpartition(".")[0]: _array(data) if name.endswith(_NUMPY) else _unblosc(data, width)
+                for name, data in fields.items()
+            }
+            yield sample["__key__"], {**shared, **arrays}
 
 
 _STOCK: dict[str, Callable[[Store, CommitRecord], Iterator[tuple[str, Arrays]]]] = {

@@ -29,6 +29,7 @@ from schemas.manifest import CommitRecord, StoreManifest
 
 THREADS = 8
 AT_ONCE = 512
+PART = 16
 SHOWN = 3
 _FATES = {
     "orphan": "no commit names it, and none can: its writer was stopped or came second; hiddenstore gc removes it",
@@ -77,9 +78,10 @@ def _manifest(fs: Filesystem, report: Report) -> StoreManifest | None:
 
 
 def _files_of(fs: Filesystem, record: CommitRecord) -> Iterator[Finding]:
-    samples = tuple(sample.id for sample in record.samples)
     for file in record.files:
-        yield from _size(fs, f"{record.segment}/{file.path}", file.size, samples)
+        path = f"{record.segment}/{file.path}"
+        if fs.size(path) != file.size:
+            yield from _size(fs, path, file.size, tuple(sample.id for sample in record.samples))
 
 
 def require_files(store: Store) -> None:
@@ -147,8 +149,9 @@ class _Look:
 
     def finish(self) -> None:
         """Look for the files of the records that still wait for it."""
+        parts = [self._waiting[start : start + PART] for start in range(0, len(self._waiting), PART)]
         with ThreadPoolExecutor(THREADS) as pool:
-            for findings in pool.map(lambda record: list(_files_of(self._fs, record)), self._waiting):
+            for findings in pool.map(lambda part: [f for record in part for f in _files_of(self._fs, record)], parts):
                 self.size_findings += findings
         self._waiting = []
 

@@ -1,7 +1,6 @@
 """Are the files of ``target/`` those of the target that the capture names?"""
 
 from difflib import SequenceMatcher
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -37,17 +36,17 @@ def load_head(store: Store, report: Report) -> HeadBundle | None:
 
 def load_tokenizer(store: Store, report: Report) -> Any:
     """The tokenizer of ``target/``, checked against the fingerprint of the target; None when there is none."""
-    folder = Path(store.path) / layout.TARGET_DIR
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if all(store.fs.size(f"{layout.TARGET_DIR}/{name}") is None for name in _TOKENIZER_FILES):
         detail = "target/ holds no tokenizer: whether the tokens are its own was not checked"
         report.notes.append(Finding("tokenizer-absent", layout.TARGET_DIR, (), detail))
         return None
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        with store.fs.local_copy(layout.TARGET_DIR, without=layout.HEAD_NAME) as folder:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise_refusal(error, str(folder))
+        raise_refusal(error, f"{store.path}/{layout.TARGET_DIR}")
         report.findings.append(Finding("tokenizer-unreadable", layout.TARGET_DIR, (), str(error)))
         return None
     target, file = store.capture.target, folder / _RULES_FILE

@@ -148,7 +148,7 @@ def test_paths_that_leave_the_store_are_refused(fs: Filesystem, path: str) -> No
     assert error.value.kind == "path-unsafe"
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/store", "https://host/store", "hf://datasets/a/b"])
+@pytest.mark.parametrize("url", ["ftp://bucket/store", "https://host/store", "hf://datasets/a/b"])
 def test_urls_are_refused_with_the_scheme_named(url: str) -> None:
     with pytest.raises(ConfigError, match=url.split(":", 1)[0]) as error:
         open_filesystem(url)

@@ -70,7 +70,7 @@ def test_no_store_is_not_found_with_the_command_that_makes_one(tmp_path: Path) -
 
 def test_a_url_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
-        hiddenstore.open("s3://bucket/store")
+        hiddenstore.open("ftp://bucket/store")
     assert error.value.kind == "scheme-unsupported"
 
 

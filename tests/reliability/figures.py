@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 from hiddenstore.testing.suite import WORDS, Tally
@@ -14,20 +15,27 @@ Row = dict[str, str | int]
 
 
 class Figures:
-    """Rows by what was tried (``part``) and on what (``variant``); a row that is added again is replaced."""
+    """Rows by what was tried (``part``) and on what (``variant``), written at once where there is a folder for them.
 
-    def __init__(self) -> None:
+    ``run``: ``all`` of it, or the ``sample`` that the tests of every day take.
+    """
+
+    def __init__(self, folder: Path | None = None, run: str = "sample") -> None:
+        self._folder, self._run = folder, run
         self.rows: dict[tuple[str, str], Row] = {}
 
     def add(self, part: str, variant: str, tally: Tally) -> None:
         """Take in one tally."""
-        row = self.rows.setdefault((part, variant), {"part": part, "variant": variant, "points": 0, **_words()})
+        new: Row = {"part": part, "variant": variant, "run": self._run, "points": 0, **dict.fromkeys(WORDS, 0)}
+        row = self.rows.setdefault((part, variant), new)
         row["points"] = int(row["points"]) + tally.points
         for failure in tally.failures:
             word = failure.partition(":")[0]
             row[word] = int(row[word]) + 1
+        if self._folder is not None:
+            self._save(self._folder)
 
-    def save(self, folder: Path) -> None:
+    def _save(self, folder: Path) -> None:
         """Merge into ``reliability-<date>.json`` and its table; rows of another commit go."""
         date, commit = f"{datetime.now(UTC):%Y-%m-%d}", _commit()
         path = folder / f"reliability-{date}.json"
@@ -39,10 +47,7 @@ class Figures:
         path.with_suffix(".md").write_text(_page(document))
 
 
-def _words() -> Row:
-    return dict.fromkeys(WORDS, 0)
-
-
+@cache
 def _commit() -> str:
     words = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
@@ -55,7 +60,7 @@ def _machine() -> str:
 def _page(document: dict) -> str:
     names = ("points", *WORDS)
     total = {name: sum(row[name] for row in document["rows"]) for name in names}
-    rows = [*document["rows"], {"part": "**all**", "variant": "", **total}]
+    rows = [*document["rows"], {"part": "**in all**", "variant": "", "run": "", **total}]
     return "\n".join(
         [
             f"# Reliability, {document['date']}",
@@ -66,12 +71,15 @@ def _page(document: dict) -> str:
             "A point is one crash, kill, refused read, damaged byte or file, schedule of writers or mutated document. "
             "Lost, doubled and wrong are samples after the same command has finished the job; silent is damage that "
             "neither reader nor `verify --full` noticed; a traceback is an error that is not one of ours; other is an "
-            "error that names something else. A hang ends the run, so a row says that there was none.",
+            "error that names something else. A hang ends the run, so a row says that there was none. A run of "
+            "`sample` tried what `make test` tries of it, `all` everything.",
             "",
-            f"| what was done | to what | {' | '.join(names)} |",
-            f"|---|---|{'---|' * len(names)}",
+            f"| what was done | to what | run | {' | '.join(names)} |",
+            f"|---|---|---|{'---|' * len(names)}",
             *(
-                f"| {row['part']} | {row['variant']} | " + " | ".join(f"{row[name]:,}" for name in names) + " |"
+                f"| {row['part']} | {row['variant']} | {row['run']} | "
+                + " | ".join(f"{row[name]:,}" for name in names)
+                + " |"
                 for row in rows
             ),
             "",

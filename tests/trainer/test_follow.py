@@ -42,9 +42,9 @@ def grow(location: Path, units: int) -> Store:
     capture = capture_spec(layers=(1, 3, 4))
     store = create_store(location, capture, HEAD, "safe", target_files())
     register_input(store, INPUT)
-    held = {record.unit for record in store.commits()}
+    committed = {record.unit for record in store.commits()}
     for unit in list(INPUT.units())[:units]:
-        if unit.name not in held:
+        if unit.name not in committed:
             write_unit(store, unit.name, INPUT.info.digest, random_records(unit.samples, capture), (), ENGINE)
     return Store.open(location)
 
@@ -68,8 +68,8 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[int, Callable[
 def lines(run: Path) -> list[dict[str, object]]:
     """Everything in the log but the times."""
     timed = {"tokens_per_s", "data_wait_fraction"}
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in timed} for line in found]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in timed} for line in records]
 
 
 def epochs(run: Path) -> list[dict[str, object]]:
@@ -85,13 +85,13 @@ def test_each_epoch_reads_what_is_committed_by_then_and_publishes_it(tmp_path: P
     first = train_samples(grow(store, 3))
     at_step({1: lambda: grow(store, 6), 5: lambda: grow(store, 12)})
     train(store, tmp_path / "run", words=FOLLOW)
-    found = epochs(tmp_path / "run")
-    assert found[-1]["samples"] == train_samples(Store.open(store)) > first
-    assert len({line["samples"] for line in found}) > 1
+    begun = epochs(tmp_path / "run")
+    assert begun[-1]["samples"] == train_samples(Store.open(store)) > first
+    assert len({line["samples"] for line in begun}) > 1
     names = sorted(path.stem for path in (store / "snapshots").iterdir())
     own = json.loads((tmp_path / "run/snapshot.json").read_text())["name"]
-    assert {own, *(f"{own}.epoch-{line['epoch']}" for line in found)} <= set(names)
-    for line in found:
+    assert {own, *(f"{own}.epoch-{line['epoch']}" for line in begun)} <= set(names)
+    for line in begun:
         assert train_samples(Store.open(store, f"{own}.epoch-{line['epoch']}")) == line["samples"]
 
 

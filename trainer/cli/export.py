@@ -1,6 +1,5 @@
 """Out to others and in: ``hiddenstore export``, ``export-data`` and ``import-drafter``."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,6 +8,7 @@ from hiddenstore.cli.words import RUN, STORE
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.dumps import LAYOUTS, SHORT_NAMES
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.fs import require_local
 
 if TYPE_CHECKING:
     from hiddenstore.dumps.common import ExportedData, MissingFinal
@@ -61,7 +61,7 @@ def export(
     from trainer.export.support import ENGINES
 
     # An engine that does not exist is said before anything is loaded, torch included.
-    engine = ENGINES[engine].name
+    engine, folder = ENGINES[engine].name, require_local(out, "an export")
 
     from trainer.export.write import checkpoint_of, stretched
     from trainer.export.write import export as write
@@ -71,7 +71,7 @@ def export(
     checkpoint = checkpoint_of(loaded, run, target)
     if yarn is not None:
         checkpoint = stretched(checkpoint, *yarn)
-    done = write(checkpoint, engine, Path(out), dtype, version)
+    done = write(checkpoint, engine, folder, dtype, version)
     serve = _to_serve(loaded, engine, out)
     document = {
         "run": run,
@@ -188,7 +188,7 @@ def export_data(store: str, name: str, out: str, layers: str | None, missing_fin
     total = sum(entry.tokens for _, entry in source.entries)
     scope = get_layout(name), _numbers(layers), missing_final
     with Progress("export-data", total=total, unit="tokens") as progress:
-        exported = export_samples(source, Path(out), *scope, progress.advance)
+        exported = export_samples(source, require_local(out, "an export of data"), *scope, progress.advance)
     output().data(_document(store, exported), human=lambda: output().pairs(_lines(exported)))
     if exported.zero_rows:
         rows = f"{exported.zero_rows:,} of {exported.tokens:,} rows"

@@ -69,6 +69,15 @@ class _Train(click.Command):
     "--follow", is_flag=True, help="Each epoch reads what is collected by then; needs train.max_steps (train.follow)."
 )
 @click.option("--resume-from", "earlier", metavar="CHECKPOINT", help="Go on in a new RUN from RUN/checkpoints/step-N.")
+@click.option("--mirror", metavar="URL", help="Copy each checkpoint there; --resume begins from it where RUN is gone.")
+@click.option("--cache", metavar="DIR", type=click.Path(), help="Keep what is read from object storage there.")
+@click.option(
+    "--cache-bytes",
+    type=click.IntRange(min=16 << 20),
+    default=64 << 30,
+    show_default=True,
+    help="Room for --cache, over all processes that share it.",
+)
 @common_options
 def train(
     store: str,
@@ -79,6 +88,7 @@ def train(
     resume: bool,
     earlier: str | None,
     follow: bool,
+    **storage: Any,
 ) -> None:
     """Train a drafter from a store; the target is not needed.
 
@@ -108,7 +118,8 @@ def train(
         branch(Path(earlier), Path(run))
     try:
         path, snapshot = split_snapshot(store)
-        report = train_run(path, run, drafter=drafter, file=file, words=words, resume=resume, snapshot=snapshot)
+        named: dict[str, Any] = {"drafter": drafter, "file": file, "words": words, "snapshot": snapshot}
+        report = train_run(path, run, resume=resume, **named, **storage)
     except OSError as error:
         refusal = storage_error(error, error.filename or run)
         if refusal.kind in _REFUSED_BY_DISK and Path(run, "run.json").is_file():

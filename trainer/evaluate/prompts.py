@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
+from hiddenstore.fs import is_address, open_filesystem
 from hiddenstore.layout import DATA_JSON, STORE_JSON
 from hiddenstore.records import Sample
 from hiddenstore.targets.identity import tokenizer_differences
@@ -148,21 +149,21 @@ def read_prompts(
     follow on answers that do not exist yet), a DATA folder or a store; of the last two only samples of ``split``, up to
     their first supervised token. Raises NotFoundError: no such file; ConfigError: ``input-empty``: there is none,
     with the first line that holds none and why; FormatError: DATA or store of another tokenizer."""
-    path = Path(source)
+    path, fs = Path(source), open_filesystem(source)
     samples: Iterator[Sample] | None = None
-    if (path / STORE_JSON).is_file():
+    if fs.size(STORE_JSON) is not None:
         from hiddenstore.store import Store
 
-        store = Store.open(path)
+        store = Store.open(fs)
         _require_tokenizer(source, store.capture.target, identity)
         samples = (store.sample(entry.id) for _, entry in store.entries if entry.split == split)
-    elif (path / DATA_JSON).is_file():
+    elif fs.size(DATA_JSON) is not None:
         from hiddenstore.inputs import PreparedInput
 
-        prepared = PreparedInput.open(path)
+        prepared = PreparedInput.open(fs)
         _require_tokenizer(source, prepared.info, identity)
         samples = (sample for sample in prepared.samples() if sample.split == split)
-    elif not path.is_file():
+    elif is_address(source) or not path.is_file():
         raise NotFoundError(f"no prompts at {source}: expected a JSONL file, DATA or a store", kind=Kind.PATH_MISSING)
     prompts = _from_jsonl(path, tokenizer, unusable) if samples is None else _cut_before_answers(samples)
     first = next(prompts, None)

@@ -22,6 +22,7 @@ from torch import Tensor
 from hiddenstore.data.batches import Cursor
 from hiddenstore.data.order import Order
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
+from hiddenstore.fs import require_local
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
@@ -208,7 +209,7 @@ def import_drafter(
     """Read ``folder``, or a hub id, for the target of a store and write it as the run folder ``run``. Raises
     NotFoundError: no such folder or store; ConflictError: ``run`` holds a run already; ConfigError: not a drafter of
     this target, or the store lacks what it reads."""
-    path = Path(run)
+    path = require_local(run, "RUN")
     if (path / RUN_JSON).exists() or checkpoint.latest(path) is not None:
         raise ConflictError(f"{path} holds a run already", kind=Kind.OUTPUT_EXISTS, hint="give another -o folder")
     source, store = _folder(folder), Store.open(store_location)
@@ -228,7 +229,7 @@ def import_drafter(
         config=found.config.model_dump(mode="json"),
         target=target,
         head=store.manifest.head,
-        store=str(Path(store.path).resolve()),
+        store=store.fs.address,
         seed=config.train.seed,
         step=0,
     )

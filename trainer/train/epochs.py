@@ -57,7 +57,7 @@ def batches_at(
     ``cursor-mismatch``: the samples of its epoch are not those that it counts in."""
     name = group.broadcast_bytes(lambda: _snapshot_at(cursor, first, options, config).encode()).decode()
     with group.all_or_none():
-        store = Store.open(options.store, name) if name else first
+        store = options.open_store(name) if name else first
         batches = token_batches(store, config, group, epoch=cursor.epoch)
         # Where an epoch begins, the cursor still names the samples of the one before.
         is_new = config.train.follow and not cursor.samples
@@ -76,7 +76,7 @@ def _snapshot_at(cursor: Cursor, first: Store, options: TrainOptions, config: Tr
     if config.train.follow and cursor.epoch and not cursor.samples and cursor.epoch not in published:
         try:
             name = f"{prefix}{cursor.epoch}"
-            Store.open(options.store).save_snapshot(name)
+            options.open_store().save_snapshot(name)
         except (StorageError, CorruptionError) as error:
             output().warn(f"epoch {cursor.epoch + 1} reads no more than the one before it: {error.message}")
         else:

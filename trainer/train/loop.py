@@ -17,6 +17,7 @@ from hiddenstore.console.output import output
 from hiddenstore.console.text import amount, plural
 from hiddenstore.data import GlobalBatch
 from hiddenstore.errors import ConfigError, InterruptError, Kind
+from hiddenstore.fs import require_local
 from hiddenstore.index.table import SPLITS
 from hiddenstore.process import Drain, drain_on_signal, from_environment
 from trainer.parallel.group import process_group
@@ -27,6 +28,7 @@ from trainer.train.log import METRICS, RunLog
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state, save_checkpoint
 from trainer.train.step import some_of, steps, validate
+from trainer.train.storage import CACHE_BYTES, Mirror
 
 _COLUMNS = 2
 
@@ -131,11 +133,16 @@ def train(
     words: Sequence[str] = (),
     resume: bool = False,
     snapshot: str | None = None,
+    cache: str | Path | None = None,
+    cache_bytes: int = CACHE_BYTES,
+    mirror: str | None = None,
 ) -> TrainReport:
     """Train a drafter on a store into a new folder ``run``, or continue one exactly.
 
     ``file`` is YAML settings or the name of a preset; ``drafter`` is eagle3 when neither it nor the words say. A new
-    run reads what ``snapshot`` of the store names, by default what it holds now.
+    run reads what ``snapshot`` of the store names, by default what it holds now. A store on object storage is read
+    through the folder ``cache`` of at most ``cache_bytes``. ``mirror`` is an address that gets a copy of each
+    checkpoint, and that a resume begins from where ``run`` is not there.
 
     Under torchrun, or srun with MASTER_ADDR and MASTER_PORT, every process calls this; the batches are those of a
     single process. Rank 0 alone writes; a resume reads ``run`` on every rank. Raises ConfigError: a wrong setting, or a
@@ -144,8 +151,15 @@ def train(
     finite, or the loss stays a spike; names the samples; InterruptError: a signal asked any rank to stop; a checkpoint
     was saved; HiddenstoreError: ``another-rank``, another rank failed and said why.
     """
-    options = TrainOptions(store_location, Path(run), drafter, file, tuple(words), resume, snapshot)
+    local, room = require_local(run, "RUN"), (cache, cache_bytes, mirror)
+    options = TrainOptions(store_location, local, drafter, file, tuple(words), resume, snapshot, *room)
     with process_group(from_environment()) as group, drain_on_signal() as drain, RunLock(options.run) as lock:
+        copied = options.open_mirror() if group.is_first else None
+        with group.all_or_none():
+            if copied is not None:
+                copied.check()
+                if resume and not options.run.exists():
+                    copied.restore()
         state = build_state(options, group, lock)
         began = time.monotonic()
         _check_validation(state)
@@ -153,10 +167,13 @@ def train(
             return _report(state, _last_metrics(state.path), began, was_finished=True)
         if group.is_first:
             print_summary(state)
-        return _train(state, drain, began)
+        report = _train(state, drain, began, copied)
+        if copied is not None and copied.behind is not None:
+            raise copied.behind
+        return report
 
 
-def _train(state: TrainState, drain: Drain, began: float) -> TrainReport:
+def _train(state: TrainState, drain: Drain, began: float, mirror: Mirror | None) -> TrainReport:
     config, total = state.config.train, state.total_steps
     last: dict[str, Any] = {}
     writes = state.group.is_first
@@ -184,6 +201,8 @@ def _train(state: TrainState, drain: Drain, began: float) -> TrainReport:
             if stop or at_end or is_best or is_due:
                 log.sync()
                 save_checkpoint(state, batch.cursor)
+                if mirror is not None:
+                    _bring(mirror)
             if stop and not at_end:
                 raise InterruptError(
                     f"stopped by {drain.signal_name or 'another rank'} after step {state.step} of {total}; "
@@ -194,6 +213,12 @@ def _train(state: TrainState, drain: Drain, began: float) -> TrainReport:
             if at_end:
                 break
     return _report(state, last, began)
+
+
+def _bring(mirror: Mirror) -> None:
+    mirror.bring()
+    if mirror.behind is not None:
+        output().warn(f"{mirror.behind.message}: {mirror.location} lacks this checkpoint; the next one brings it too")
 
 
 def _skip_text(state: TrainState, loss: float, batch: GlobalBatch) -> str:

@@ -21,7 +21,7 @@ from hiddenstore.fs.publish import replace_file
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import identity_differences
-from hiddenstore.verify.same_target import target_differences
+from hiddenstore.verify.same_target import share_profile, target_differences, unstated_warning
 from hiddenstore.verify.structure import require_files
 from schemas.base import Document
 from schemas.capture import CaptureSpec, NormState, TargetIdentity
@@ -36,6 +36,7 @@ from trainer.train import checkpoint
 from trainer.train.checkpoint import DrafterSpec
 from trainer.train.lock import RunLock
 from trainer.train.log import METRICS
+from trainer.train.storage import CACHE_BYTES, Mirror, through_cache
 from trainer.vocab import DraftVocab
 
 if TYPE_CHECKING:
@@ -53,7 +54,11 @@ _HINT_FOLLOW = "leave the drafter.* settings out: they follow from the start"
 @dataclass(frozen=True)
 class TrainOptions:
     """How `train` was called. ``words`` are ``key.path=value`` settings, ``file`` a YAML file of them or a preset;
-    ``snapshot``: of the store, what a new run begins with."""
+    ``snapshot``: of the store, what a new run begins with.
+
+    ``cache``: a local folder of at most ``cache_bytes`` for what is read of a store on object storage. ``mirror``: an
+    address that gets a copy of each checkpoint.
+    """
 
     store: str | Path
     run: Path
@@ -62,10 +67,22 @@ class TrainOptions:
     words: Sequence[str] = ()
     resume: bool = False
     snapshot: str | None = None
+    cache: str | Path | None = None
+    cache_bytes: int = CACHE_BYTES
+    mirror: str | None = None
 
     @property
     def resume_command(self) -> str:
         return f"hiddenstore train {self.store} -o {self.run} --resume"
+
+    def open_mirror(self) -> Mirror | None:
+        """Where the checkpoints are copied to, None for nowhere."""
+        names = (CONFIG, SNAPSHOT, checkpoint.VOCAB, RUN_JSON)
+        return None if self.mirror is None else Mirror(self.run, self.mirror, names)
+
+    def open_store(self, snapshot: Snapshot | str | None = None) -> Store:
+        """The store, through the cache where there is one; raises as ``Store.open``."""
+        return Store.open(through_cache(self.store, self.cache, self.cache_bytes), snapshot)
 
 
 class StartFacts(Document):
@@ -135,8 +152,8 @@ def configured_start(file: str | Path | None, words: Sequence[str]) -> RunInfo |
 def check_start(start: RunInfo, store: Store, config: DrafterConfig) -> None:
     """Refuse to start from a drafter of another target, other layers or another vocabulary than ``config`` says. Raises
     ConfigError: ``init-differs``, naming what was expected and found."""
-    found = target_differences(start.spec.target, store, training_store(start))
-    differences = [f"target.{line}" for line in found]
+    trained_for, trained_on = start.spec.target, training_store(start)
+    differences = [f"target.{line}" for line in target_differences(trained_for, store, trained_on)]
     for name in ("aux_layers", "vocab_size"):
         actual, expected = getattr(start.spec.drafter, name), getattr(config, name)
         if actual != expected:
@@ -146,6 +163,8 @@ def check_start(start: RunInfo, store: Store, config: DrafterConfig) -> None:
     if differences:
         problem = f"train.init_from={start.checkpoint} is not a start for this drafter"
         raise _differs(problem, differences, _HINT_FOLLOW)
+    if warning := unstated_warning(trained_for, store.capture.target, share_profile(trained_on, store)):
+        output().warn(warning)
 
 
 def load_start(model: "Drafter", start: RunInfo) -> None:
@@ -215,7 +234,7 @@ def refuse_existing(run: Path, hint: str) -> None:
 def open_new(options: TrainOptions) -> tuple[Store, TrainConfig]:
     """The store and the resolved settings of a run that does not exist yet; writes nothing."""
     refuse_existing(options.run, options.resume_command)
-    store = Store.open(options.store, options.snapshot)
+    store = options.open_store(options.snapshot)
     file = None if options.file is None else settings_file(options.file)
     start = configured_start(file, options.words)
     config = load_config(store, options.drafter, file, options.words, start.spec.drafter if start else None)
@@ -245,7 +264,7 @@ def create(
     StorageError: ``store-read-only``, where the run is to follow the store."""
     start = None if config.train.init_from is None else describe(config.train.init_from)
     facts = RunFacts(
-        store=str(Path(store.path).resolve()),
+        store=store.fs.address,
         capture=store.capture,
         vocab_coverage=covered,
         init_from=start and start.start_facts(),
@@ -355,7 +374,7 @@ def _drafter_name(run: Path) -> str:
 def _same_store(options: TrainOptions) -> Store:
     """The store the run was trained on, wherever it lies now, at the run's snapshot."""
     facts = read_facts(options.run)
-    store = Store.open(options.store)
+    store = options.open_store(options.snapshot)
     problem = f"{store.path} is not the store {options.run} was trained on ({facts.store})"
     hint = f"hiddenstore train {facts.store} -o {options.run} --resume"
     differences = [f"target.{line}" for line in identity_differences(facts.capture.target, store.capture.target)]
@@ -366,9 +385,9 @@ def _same_store(options: TrainOptions) -> Store:
     if differences:
         raise ConflictError(f"{problem}:\n" + "\n".join(differences), kind=Kind.RESUME_STORE, hint=hint)
     try:
-        return Store.open(options.store, run_snapshot(options.run))
+        return options.open_store(run_snapshot(options.run))
     except CorruptionError as error:
-        if str(Path(store.path).resolve()) == facts.store:
+        if store.fs.address == facts.store:
             raise
         raise ConflictError(
             f"{problem}, nor a copy of it: {error.message}", kind=Kind.RESUME_STORE, hint=hint

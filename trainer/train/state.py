@@ -161,7 +161,7 @@ def _write_checkpoint(
         config=state.config.drafter.model_dump(mode="json"),
         target=state.store.capture.target,
         head=state.store.manifest.head,
-        store=str(Path(state.store.path).resolve()),
+        store=state.store.fs.address,
         seed=state.config.train.seed,
         step=state.step,
     )
@@ -199,7 +199,7 @@ def _open_on_every_rank(options: TrainOptions, group: ProcessGroup, lock: RunLoc
         if not opened:
             snapshot = unseal(document["snapshot"].encode(), Snapshot, "the list of samples of rank 0")
             model = config_class(json.loads(document["config"])["drafter"]["name"])
-            opened.append((Store.open(options.store, snapshot), model.model_validate_json(document["config"])))
+            opened.append((options.open_store(snapshot), model.model_validate_json(document["config"])))
     return opened[0]
 
 

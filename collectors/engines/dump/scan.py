@@ -7,7 +7,6 @@ units are gone, and a dump that has grown adds another one.
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,14 +23,14 @@ from collectors.tokenize.write import (
     RejectsWriter,
     Tally,
     data_files,
-    refuse_existing_data,
+    new_data,
     write_document,
 )
 from hiddenstore.console.progress import Progress
 from hiddenstore.documents import seal
 from hiddenstore.errors import CaptureError, InterruptError, Kind
-from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.fs.publish import new_folder
+from hiddenstore.fs import open_filesystem
+from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inputs import PREPARED, PreparedInput, input_digest
 from hiddenstore.layout import DATA_JSON
 from hiddenstore.records import Sample
@@ -82,10 +81,14 @@ def scan_key(peer: str, folder: Path, *settings: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def finished_scans(store: Path, key: str) -> list[PreparedInput]:
+def finished_scans(store: Filesystem, key: str) -> list[PreparedInput]:
     """The passes made so far, oldest first."""
-    folders = sorted((store / FOLDER).glob(f"{key}-*"))
-    return [PreparedInput.open(folder) for folder in folders if (folder / DATA_JSON).is_file()]
+    folders = [open_filesystem(f"{store.root}/{FOLDER}/{name}") for name in _names(store, key)]
+    return [PreparedInput.open(folder) for folder in folders if folder.size(DATA_JSON) is not None]
+
+
+def _names(store: Filesystem, key: str) -> list[str]:
+    return [name for name in store.list(FOLDER) if name.startswith(f"{key}-")]
 
 
 def covered_locations(scans: Sequence[PreparedInput]) -> set[str]:
@@ -93,9 +96,8 @@ def covered_locations(scans: Sequence[PreparedInput]) -> set[str]:
     covered: set[str] = set()
     for scan in scans:
         covered |= {sample.source for sample in scan.samples()}
-        path = scan.folder / REJECTS_JSONL
-        if path.is_file():
-            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if scan.fs.size(REJECTS_JSONL) is not None:
+            lines = [json.loads(line) for line in scan.fs.read(REJECTS_JSONL).splitlines()]
             covered |= {line["place"] for line in lines if line["reason"] in SKIPPED}
     return covered
 
@@ -107,7 +109,7 @@ class Scan:
     source: PeerSource
     target: EngineTarget
     matcher: Matcher
-    store: Path
+    store: Filesystem
     key: str
     is_stored: Callable[[str], bool]
     max_rejects: float
@@ -121,11 +123,12 @@ class Scan:
             CaptureError: ``too-many-rejects``; nothing is left behind.
             InterruptError: asked to stop; the pass begins anew next time.
         """
-        out = self.store / FOLDER / f"{self.key}-{len(finished_scans(self.store, self.key)):03d}"
+        # On object storage a kill may leave a part of a pass: its number is not given again.
+        number = 1 + max((int(name.rpartition("-")[2]) for name in _names(self.store, self.key)), default=-1)
+        out = f"{self.store.root}/{FOLDER}/{self.key}-{number:03d}"
         self.tally.rows = len(locations)
         try:
-            with new_folder(out, refuse_existing_data) as folder:
-                fs = LocalFilesystem(folder)
+            with new_data(out) as fs:
                 with data_files(fs) as (parts, rejects):
                     self._read(locations, parts, rejects)
                     rejects.close()
@@ -134,9 +137,7 @@ class Scan:
         except _NoSampleError:
             return None
         finally:
-            for folder in (self.store / FOLDER, self.store):
-                with suppress(OSError):
-                    folder.rmdir()  # only when nothing came of it
+            self.store.remove_empty(FOLDER)
         return PreparedInput.open(out)
 
     def _read(self, locations: Sequence[str], parts: PartWriter, rejects: RejectsWriter) -> None:

@@ -1,0 +1,147 @@
+"""A proxy before an object store that answers what networks and busy servers answer."""
+
+import http.client
+import re
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Literal
+
+Fault = Literal["503", "429", "403", "501", "refused", "cut", "slow", "lost", "late", "unconditional"]
+"""``refused`` closes before the request is passed on, ``lost`` after it was done; ``cut`` ends in the middle of the
+body; ``late`` leaves the last names out of a listing; ``unconditional`` forgets If-None-Match, as some servers do."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request; ``number`` counts from 0 since the plan was set."""
+
+    number: int
+    method: str
+    key: str
+    is_listing: bool
+
+    @property
+    def is_write(self) -> bool:
+        return self.method in ("PUT", "POST", "DELETE")
+
+
+Plan = Callable[[Request], Fault | None]
+
+
+class _QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """A client that was killed in the middle of a request."""
+
+
+class FaultProxy:
+    """Passes requests on to ``upstream``; ``plan`` says which of them go wrong, ``requests`` lists what came."""
+
+    def __init__(self, upstream: str) -> None:
+        self._upstream = urllib.parse.urlsplit(upstream).netloc
+        self._lock = threading.Lock()
+        self._server = _QuietServer(("127.0.0.1", 0), _handler(self))
+        self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.set_plan(None)
+
+    def __enter__(self) -> "FaultProxy":
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def set_plan(self, plan: Plan | None) -> None:
+        """Begin to count anew."""
+        with self._lock:
+            self._plan, self.requests, self.faults = plan, list[Request](), 0
+
+    def fault_of(self, method: str, path: str) -> Fault | None:
+        parts = urllib.parse.urlsplit(path)
+        with self._lock:
+            request = Request(len(self.requests), method, parts.path, "list-type" in parts.query)
+            self.requests.append(request)
+            fault = self._plan(request) if self._plan is not None else None
+            self.faults += fault is not None
+        return fault
+
+    def forward(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        connection = http.client.HTTPConnection(self._upstream, timeout=60)
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read()
+        finally:
+            connection.close()
+
+
+def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def _serve(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            fault = proxy.fault_of(self.command, self.path)
+            if fault in ("503", "429", "403", "501"):
+                self._answer(int(fault), {}, _refusal(int(fault), self.headers.get("Authorization", "")))
+                return
+            if fault == "refused":
+                self.close_connection = True
+                return
+            headers = dict(self.headers.items())
+            if fault == "unconditional":
+                headers = {name: value for name, value in headers.items() if name.lower() != "if-none-match"}
+            status, answer_headers, answer = proxy.forward(self.command, self.path, headers, body)
+            if fault == "lost":
+                self.close_connection = True
+                return
+            if fault == "late":
+                answer = _without_last(answer)
+            self._answer(status, answer_headers, answer, fault)
+
+        def _answer(self, status: int, headers: dict[str, str], body: bytes, fault: Fault | None = None) -> None:
+            is_head = self.command == "HEAD"
+            self.send_response(status)
+            for name, value in headers.items():
+                if name.lower() not in ("connection", "transfer-encoding", "content-length", "date", "server"):
+                    self.send_header(name, value)
+            length = {name.lower(): value for name, value in headers.items()}.get("content-length")
+            self.send_header("Content-Length", length or "0" if is_head else str(len(body)))
+            self.end_headers()
+            if fault == "cut" and not is_head:
+                self.wfile.write(body[: len(body) // 2])
+                self.wfile.flush()
+                self.close_connection = True
+            elif fault == "slow":
+                for start in range(0, len(body), max(1, len(body) // 4)):
+                    time.sleep(0.02)
+                    self.wfile.write(body[start : start + max(1, len(body) // 4)])
+            elif not is_head:
+                self.wfile.write(body)
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    return Handler
+
+
+def _refusal(status: int, authorization: str) -> bytes:
+    """What S3 says: it quotes the key and the text that was to be signed."""
+    code = {503: "SlowDown", 429: "TooManyRequests", 403: "SignatureDoesNotMatch", 501: "NotImplemented"}[status]
+    return f"<Error><Code>{code}</Code><StringToSign>{authorization}</StringToSign></Error>".encode()
+
+
+def _without_last(listing: bytes) -> bytes:
+    entries = list(re.finditer(rb"<(Contents|CommonPrefixes)>.*?</\1>", listing, re.DOTALL))
+    return listing if not entries else listing[: entries[-1].start()] + listing[entries[-1].end() :]

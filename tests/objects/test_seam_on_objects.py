@@ -1,0 +1,233 @@
+"""The seam's promises on a real S3 server."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from tests.invariants import contents, garbage, problems
+
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError, StorageError
+from hiddenstore.fs import open_filesystem
+from hiddenstore.fs.objects import PART_BYTES, ObjectFilesystem
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import make_store
+from hiddenstore.verify.run import verify
+from tests.objects.conftest import SECRETS
+from tests.objects.proxy import FaultProxy
+from tests.tiny_world import LAYERS, TRAIN, chat, run, save_target, tree, write_rows
+
+# webdataset leaves the tars that it read for the collection of garbage to close.
+pytestmark = [pytest.mark.objects, pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")]
+
+
+def write(fs: ObjectFilesystem, path: str, data: bytes) -> None:
+    file = fs.create(path)
+    file.write(data)
+    file.close()
+
+
+def test_a_name_is_published_once_and_whole(place: str) -> None:
+    fs = ObjectFilesystem(place)
+    assert fs.put_if_absent("commits/a.json", b"one")
+    assert not fs.put_if_absent("commits/a.json", b"two")
+    assert fs.put_if_absent("commits/a.json", b"one"), "its own bytes are a reply that was lost"
+    assert fs.read("commits/a.json") == b"one"
+    assert fs.list("") == ["commits"]
+    assert fs.list("commits") == ["a.json"]
+    assert fs.list("nowhere") == []
+
+
+def test_a_new_file_never_replaces_another(place: str) -> None:
+    fs = ObjectFilesystem(place)
+    write(fs, "a", b"one")
+    with pytest.raises(ConflictError) as taken:
+        write(fs, "a", b"two")
+    assert taken.value.kind == "file-exists"
+    aborted = fs.create("b")
+    aborted.write(b"half")
+    aborted.abort()
+    assert (fs.read("a"), fs.size("b")) == (b"one", None)
+
+
+def test_large_files_go_and_come_in_parts(place: str, proxy: FaultProxy) -> None:
+    fs, data = ObjectFilesystem(place), os.urandom(2 * PART_BYTES + 17)
+    write(fs, "large", data)
+    assert any(request.method == "POST" for request in proxy.requests), "one put of everything"
+    fs, proxy.requests = ObjectFilesystem(place), []
+    assert fs.read("large") == data
+    assert len([request for request in proxy.requests if request.method == "GET"]) == 4
+    assert fs.read_range("large", PART_BYTES - 3, PART_BYTES + 5) == data[PART_BYTES - 3 : 2 * PART_BYTES + 2]
+    write(fs, "large", data)
+    with pytest.raises(ConflictError):
+        write(fs, "large", data[:-1] + b"x")
+    with fs.local_copy("large") as copy:
+        assert copy.read_bytes() == data
+
+
+def test_a_large_document_is_one_conditional_put_and_a_larger_one_goes_in_parts(
+    place: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs, data = ObjectFilesystem(place), os.urandom(PART_BYTES + 9)
+    fs.require_atomic_put()
+    for name, largest in (("one", 2 * PART_BYTES), ("parts", PART_BYTES)):
+        monkeypatch.setattr("hiddenstore.fs.objects._LARGEST_PUT", largest)
+        proxy.set_plan(None)
+        assert fs.put_if_absent(name, data)
+        assert sum(request.method == "PUT" for request in proxy.requests) == (1 if name == "one" else 2)
+        assert fs.put_if_absent(name, data)
+        assert not fs.put_if_absent(name, data[::-1])
+        assert fs.read(name) == data
+
+
+def test_reads_beyond_the_end_are_short_and_absent_names_are_missing(place: str) -> None:
+    fs = ObjectFilesystem(place)
+    write(fs, "a", b"12345")
+    for offset in (3, 5, 9):
+        with pytest.raises(CorruptionError) as short:
+            fs.read_range("a", offset, 4)
+        assert short.value.kind == "file-short"
+    with pytest.raises(NotFoundError):
+        fs.read("b")
+    with pytest.raises(ConfigError) as outside:
+        fs.read("../a")
+    assert outside.value.kind == "path-unsafe"
+
+
+def test_a_tree_is_measured_copied_and_removed_whole(place: str, tmp_path: Path) -> None:
+    fs = pickle.loads(pickle.dumps(ObjectFilesystem(place)))
+    for name in ("t/a", "t/b/c", "tt"):
+        write(fs, name, name.encode())
+    size, age_s = fs.usage("t")
+    assert (size, 0 <= age_s < 3600) == (8, True)
+    with fs.local_copy("t") as copy:
+        assert tree(copy) == {"a": b"t/a", "b": None, "b/c": b"t/b/c"}
+    assert not copy.exists()
+    with fs.local_copy("t", without="a") as copy:
+        assert list(tree(copy)) == ["b", "b/c"]
+    fs.remove_tree("t")
+    fs.remove_tree("t")
+    assert fs.list("") == ["tt"]
+    assert fs.usage("t") == (0, 0.0)
+
+
+def test_a_store_on_objects_is_whole_and_software_that_opens_files_is_told(place: str) -> None:
+    store = make_store(ObjectFilesystem(place), container="webdataset")
+    assert problems(store, finished=True) == []
+    assert garbage(store.fs) == []
+    assert verify(place, "bytes", also_stock=True).findings == []
+    with pytest.raises(ConfigError) as remote:
+        store.webdataset()
+    assert remote.value.kind == "store-remote"
+    arrays = make_store(ObjectFilesystem(f"{place}-z"), container="zarr")
+    assert verify(arrays.fs, "bytes", also_stock=True).findings == []
+    assert contents(arrays) == contents(store)
+
+
+def test_every_command_works_on_addresses(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    target = save_target(tmp_path / "target")
+    write_rows(tmp_path / "chats.jsonl", [chat(i) for i in range(40)])
+    data, store = f"{place}/data", f"{place}/store"
+
+    def ok(*words: str) -> dict[str, object]:
+        capsys.readouterr()
+        assert run(*words, "--json") == 0, capsys.readouterr().err
+        answer: dict[str, object] = json.loads(capsys.readouterr().out)
+        return answer
+
+    prepare = ("prepare", "chats.jsonl", "-o", data, "--target", str(target), "--val", "20%")
+    ok(*prepare)
+    assert run(*prepare) == 6
+    collect = ("collect", data, "-o", store, "--target", str(target), "--layers", LAYERS, "--final", "all")
+    assert ok("plan", data, "--target", str(target), "-o", store)["container"] == "webdataset"
+    assert ok("doctor", place)["ok"]
+    ok(*collect)
+    assert Store.open(store).manifest.container == "webdataset"
+    assert ok(*collect)["units"] == 0
+    for command in ("info", "ls", "stats", "advise", "verify", "repair", "gc"):
+        ok(command, store)
+    ok("show", store, Store.open(store).sample_ids[0])
+    ok("verify", store, "--full", "--stock")
+    ok("copy", store, "local", "--container", "zarr")
+    ok("copy", "local", f"{place}/copy")
+    assert Store.open(f"{place}/copy").manifest.container == "webdataset"
+    assert contents(Store.open(f"{place}/copy")) == contents(Store.open(store)) == contents(Store.open("local"))
+    assert run("copy", store, f"{store}/") == 6
+    ok("train", store, "-o", "run", *TRAIN)
+    ok("eval", "run", store)
+    ok("decode", "run", "--target", str(target), "--prompts", store, "-n", "2", "--max-new-tokens", "8")
+    ok("export-data", store, "--to", "speculators", "-o", "dump")
+    imported = ("import", "dump", "--from", "speculators", "-o", f"{place}/imported", "--target", str(target))
+    ok(*imported)
+    assert ok(*imported)["units"] == 0
+    passes = open_filesystem(f"{place}/imported/.import")
+    # What a kill in the middle of an upload leaves: a pass without its document.
+    passes.remove_tree(f"{passes.list('')[0]}/data.json")
+    assert ok(*imported)["units"] == 0
+    assert len(Store.open(f"{place}/imported")) == 40
+
+
+def test_no_credential_is_shown_whatever_the_server_says(
+    place: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_store(ObjectFilesystem(f"{place}/store"), container="webdataset")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    monkeypatch.setattr("hiddenstore.fs.objects.DEADLINE_S", 1.0)
+    for fault in ("403", "503"):
+        proxy.set_plan(lambda _request, fault=fault: fault)
+        assert run("info", f"{place}/store") == 5
+        printed = capsys.readouterr()
+        assert f"the server answered {fault}" in printed.err
+        assert not any(secret in printed.err + printed.out for secret in (*SECRETS.values(), "AWS4-HMAC"))
+    proxy.set_plan(None)
+    written = b"".join(fs_bytes(f"{place}/store")) + b"".join(data or b"" for data in tree(tmp_path).values())
+    assert not any(secret.encode() in written for secret in SECRETS.values())
+
+
+def fs_bytes(place: str) -> list[bytes]:
+    fs = open_filesystem(place)
+    with fs.local_copy("commits") as commits, fs.local_copy("segments") as segments:
+        return [data for folder in (commits, segments) for data in tree(folder).values() if data] + [
+            fs.read("store.json")
+        ]
+
+
+def test_a_server_without_conditional_put_is_read_and_refused_for_writing(place: str, proxy: FaultProxy) -> None:
+    stored = contents(make_store(ObjectFilesystem(place), container="webdataset"))
+    for fault in ("unconditional", "501"):
+        proxy.set_plan(lambda request, fault=fault: fault if request.method == "PUT" else None)
+        assert contents(Store.open(place)) == stored
+        before = ObjectFilesystem(place).list("commits")
+        with pytest.raises(StorageError) as refused:
+            make_store(ObjectFilesystem(f"{place}-new"), container="webdataset")
+        assert refused.value.kind == "no-atomic-put"
+        assert open_filesystem(f"{place}-new").list("") == []
+        assert ObjectFilesystem(place).list("commits") == before
+
+
+def test_a_refusal_that_no_retry_mends_comes_at_once(place: str, proxy: FaultProxy) -> None:
+    proxy.set_plan(lambda _request: "403")
+    with pytest.raises(StorageError) as refused:
+        ObjectFilesystem(place).list("")
+    assert refused.value.kind == "permission-denied"
+    assert len(proxy.requests) == 1
+
+
+@pytest.mark.parametrize("address", ["az://container/store", "s3://stores/none"])
+def test_without_credentials_it_is_said_where_they_come_from(
+    address: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*SECRETS, *(name for name in os.environ if name.startswith("AZURE_"))):
+        monkeypatch.delenv(name, raising=False)
+    # A machine without a role: what hands out credentials answers that there are none.
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", proxy.address)
+    proxy.set_plan(lambda _request: "403")
+    with pytest.raises(StorageError) as refused:
+        ObjectFilesystem(address).list("")
+    assert refused.value.kind == "permission-denied"
+    assert "docs/object-storage.md" in (refused.value.hint or "")

@@ -1,0 +1,85 @@
+"""What a run has to do with object storage: a local cache of the store it reads, a mirror of the checkpoints it writes.
+
+A mirror is a prefix with the files of the run and a folder for each checkpoint, ``state.json`` last: one without it is
+not whole. Nothing is removed there.
+"""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hiddenstore.errors import Kind, NotFoundError, StorageError
+from hiddenstore.fs import open_filesystem
+from hiddenstore.fs.cache import CachedFilesystem
+from hiddenstore.fs.publish import new_folder, upload
+from hiddenstore.fs.seam import Filesystem
+from hiddenstore.layout import SEGMENTS_DIR
+from trainer.train import checkpoint
+
+CACHE_BYTES = 64 << 30
+
+
+def through_cache(store: str | Path, folder: str | Path | None, most_bytes: int) -> str | Path | Filesystem:
+    """Where to open a store: its location, or that read through a cache in ``folder``. Raises ConfigError:
+    ``option-invalid``, the store is local or the cache below 16 MiB."""
+    return store if folder is None else CachedFilesystem(str(store), folder, most_bytes, SEGMENTS_DIR)
+
+
+@dataclass
+class Mirror:
+    """The run folder ``run`` copied to ``location``. ``behind``: the refusal that left checkpoints out, until they are
+    brought by a later one."""
+
+    run: Path
+    location: str
+    files: tuple[str, ...]
+    behind: StorageError | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._fs = open_filesystem(self.location)
+
+    def check(self) -> None:
+        """Raises StorageError: it cannot be written."""
+        self._fs.require_atomic_put()
+
+    def bring(self) -> None:
+        """Copy the checkpoints that are not there yet, and what the run is beside them."""
+        try:
+            for name in self.files:
+                _replace(self._fs, name, (self.run / name).read_bytes())
+            for path in checkpoint.checkpoints(self.run):
+                if path.name not in self._whole():
+                    place = open_filesystem(f"{self.location.rstrip('/')}/{checkpoint.FOLDER}/{path.name}")
+                    upload(path, place, last=checkpoint.STATE_JSON)
+        except StorageError as error:
+            self.behind = error
+        else:
+            self.behind = None
+
+    def restore(self) -> None:
+        """Make the run folder from the mirror, with its newest checkpoint, where this machine has none.
+
+        Raises:
+            NotFoundError: ``checkpoint-missing``: the mirror holds no whole checkpoint.
+        """
+        newest = max(self._whole(), key=lambda name: int(name.rpartition("-")[2]), default=None)
+        if newest is None:
+            raise NotFoundError(f"{self.location} holds no whole checkpoint", kind=Kind.CHECKPOINT_MISSING)
+        with new_folder(self.run) as run:
+            for name in self.files:
+                (run / name).write_bytes(self._fs.read(name))
+            folder = run / checkpoint.FOLDER / newest
+            folder.mkdir(parents=True)
+            for name in self._fs.list(f"{checkpoint.FOLDER}/{newest}"):
+                (folder / name).write_bytes(self._fs.read(f"{checkpoint.FOLDER}/{newest}/{name}"))
+
+    def _whole(self) -> list[str]:
+        names = [name for name in self._fs.list(checkpoint.FOLDER) if re.fullmatch(r"step-\d+", name)]
+        states = {name: f"{checkpoint.FOLDER}/{name}/{checkpoint.STATE_JSON}" for name in names}
+        return [name for name, path in states.items() if self._fs.size(path) is not None]
+
+
+def _replace(fs: Filesystem, name: str, data: bytes) -> None:
+    if fs.size(name) is not None and fs.read(name) != data:
+        fs.remove_tree(name)
+    fs.put_if_absent(name, data)
