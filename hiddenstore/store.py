@@ -7,6 +7,7 @@ import shlex
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,15 @@ from hiddenstore import layout
 from hiddenstore.codecs import CODECS, LAYOUTS
 from hiddenstore.commit import Commit
 from hiddenstore.documents import load, seal, sha256_hex
-from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, Kind, NotFoundError
+from hiddenstore.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptionError,
+    FormatError,
+    Kind,
+    NotFoundError,
+    StorageError,
+)
 from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, is_inside
@@ -261,7 +270,15 @@ class Store(RecordSequence):
     def save_snapshot(self, name: str) -> Snapshot:
         """Write ``snapshots/<name>.json``; ConflictError ``output-exists`` when the name holds another list."""
         snapshot = self.snapshot(name)
-        if not self.fs.put_if_absent(layout.snapshot_path(name), seal(snapshot)):
+        try:
+            is_new = self.fs.put_if_absent(layout.snapshot_path(name), seal(snapshot))
+        except StorageError as error:
+            # It may lie there although the answer was lost, and somebody may read it.
+            with suppress(StorageError, NotFoundError):
+                if error.kind == Kind.REPLY_LOST and load_snapshot(self.fs, name) == snapshot:
+                    return snapshot
+            raise
+        if not is_new:
             stored = load_snapshot(self.fs, name)
             if stored != snapshot:
                 raise ConflictError(

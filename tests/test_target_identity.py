@@ -150,3 +150,14 @@ def test_a18_a_tokenizer_that_lost_one_merge_is_refused(tmp_path: Path, capsys: 
     assert run(*words, less) == 4
     assert "merges and rules of the tokenizer" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
+
+
+def test_a5_of_three_sources_no_two_may_be_of_different_checkpoints(
+    world: World, places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that states no digest, and has no profile, lets neither of the others pass as the other."""
+    old = shutil.copytree(world / "store", tmp_path / "old")
+    forget_digests(old)
+    (old / "calibration" / "profile.json").unlink()
+    assert run("copy", str(old), str(world / "store"), str(places / "cast_store"), str(tmp_path / "merged")) == 6
+    assert OURS in capsys.readouterr().err

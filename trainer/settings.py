@@ -18,12 +18,17 @@ from trainer.attention.rope import inherited_scaling
 from trainer.config import DrafterConfig, TrainConfig
 from trainer.drafters import drafter_kind
 from trainer.drafters.base import TargetFacts
+from trainer.vocab import count_store
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
 
 FULL_VOCAB_LIMIT = 32768
-"""Targets up to this size are drafted with their whole vocabulary; larger ones with the field's usual 32,000 tokens."""
+"""Targets up to this size are drafted with their whole vocabulary."""
+USUAL_VOCAB, FEWEST_VOCAB = 32000, 4096
+STEPS_OF_AN_EPOCH = 400
+"""A small store is cut into so many batches, as far as they stay above ``FEWEST_BATCH_TOKENS``."""
+FEWEST_BATCH_TOKENS = 1024
 
 
 @cache
@@ -98,7 +103,8 @@ def derived(store: "Store", drafter: str = "eagle3", max_tokens: int | None = No
     )
     longest = int(store.catalog.table.tokens.max(initial=1))
     longest = min(longest, max_tokens or longest)
-    batch_tokens = max(min(32768, max(2048, 8 * target.hidden_size)), longest)
+    by_data = max(FEWEST_BATCH_TOKENS, store.totals["tokens"] // STEPS_OF_AN_EPOCH)
+    batch_tokens = max(min(32768, max(2048, 8 * target.hidden_size), by_data), longest)
     common = {
         "data": {"batch_tokens": batch_tokens, "pack_tokens": max(min(batch_tokens, 8192), longest)},
         "drafter": {"name": drafter, **_dimensions(facts, store.manifest.head.norm_eps)},
@@ -107,11 +113,23 @@ def derived(store: "Store", drafter: str = "eagle3", max_tokens: int | None = No
     }
     for section, values in drafter_kind(drafter).derive(facts).items():
         common.setdefault(section, {}).update(values)
+    if "vocab_size" not in common["drafter"]:
+        common["drafter"]["vocab_size"] = _covering_size(store)
     return {section: values for section, values in common.items() if values}
 
 
+def _covering_size(store: "Store") -> int:
+    """Tokens of a draft vocabulary that holds every supervised one of the store, between 4,096 and the field's usual
+    32,000, in whole groups of 64, as kernels like them. What is left over names low ids, which are common tokens."""
+    target_vocab = store.capture.target.vocab_size
+    if target_vocab <= FULL_VOCAB_LIMIT:
+        return target_vocab
+    distinct = int((count_store(store, target_vocab) > 0).sum())
+    return min(USUAL_VOCAB, max(FEWEST_VOCAB, -(-distinct // 64) * 64))
+
+
 def _dimensions(facts: TargetFacts, norm_eps: float) -> dict[str, Any]:
-    hidden, vocab, shape = facts.hidden_size, facts.vocab_size, facts.shape
+    hidden, shape = facts.hidden_size, facts.shape
     heads = int(shape.get("num_attention_heads") or max(1, hidden // 64))
     rope = _rope(shape)
     window = int(shape.get("max_position_embeddings") or 4096)
@@ -125,7 +143,6 @@ def _dimensions(facts: TargetFacts, norm_eps: float) -> dict[str, Any]:
         "rope_theta": float(rope.get("rope_theta") or 10000.0),
         "rope_scaling": inherited_scaling(rope, window),
         "max_position": window,
-        "vocab_size": vocab if vocab <= FULL_VOCAB_LIMIT else 32000,
     }
 
 

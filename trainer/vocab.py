@@ -5,6 +5,7 @@ Shapes: V target vocabulary, U draft vocabulary.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,6 +144,7 @@ def count_tokens(samples: Iterable[tuple[np.ndarray, np.ndarray]], vocab_size: i
     return counts
 
 
+@lru_cache(maxsize=1)
 def count_store(store: "Store", vocab_size: int, split: str = "train", view: SampleView = WHOLE) -> np.ndarray:
     """Counts int64 [V] of the tokens that teach in one split of a store; reads tokens, masks and turns only."""
     samples = (store.sample(sample_id) for sample_id in store.sample_ids)

@@ -85,7 +85,7 @@ def regenerate(ctx: click.Context, more: tuple[str, ...], take: str | None, **op
     with drain_on_signal() as drain:
         request = RegenerateOptions(**options, **settings)
         if own_questions is not None:
-            request = _with_questions(request, own_questions if take is None else 0, lambda: drain.requested)
+            request = _with_questions(request, own_questions, take is not None, lambda: drain.requested)
         if take is not None:
             report = take_answered(request, Path(take))
         else:
@@ -117,20 +117,24 @@ def _own_questions(options: dict[str, Any]) -> int | None:
     return int(counts[0])
 
 
-def _with_questions(request: "RegenerateOptions", count: int, stopping: "Callable[[], bool]") -> "RegenerateOptions":
+def _with_questions(
+    request: "RegenerateOptions", count: int, is_there: bool, stopping: "Callable[[], bool]"
+) -> "RegenerateOptions":
+    """The request with the target's own questions as its input; ``is_there``: nothing is asked any more."""
     from dataclasses import replace
 
     from collectors.regenerate.invent import invent, questions_file
-    from hiddenstore.fs.publish import refuse_existing_file
 
     path = questions_file(request.out)
-    if not count:
-        return replace(request, inputs=(str(path),))
-    refuse_existing_file(Path(request.out))
+    # Of more questions than these, asked for by an earlier call, the first ones count.
+    most = count if request.max_samples is None else min(count, request.max_samples)
+    named = replace(request, inputs=(str(path),), max_samples=most)
+    if is_there:
+        return named
     dropped = invent(request, count, stopping)
     left_out = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items()))
     output().note(f"{count:,} questions of the target's own in {path}" + (f"; left out: {left_out}" if dropped else ""))
-    return replace(request, inputs=(str(path),))
+    return named
 
 
 def _refuse_misfits(ctx: click.Context, options: dict[str, Any]) -> None:

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from collectors.regenerate.generate import Sampling, generate_batch
-from collectors.regenerate.options import RegenerateOptions
+from collectors.regenerate.options import RegenerateOptions, require_possible
+from collectors.regenerate.output import refuse_existing
 from collectors.targets.load import LoadedTarget, load_target
 from collectors.tokenize.template import read_template
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind
+from hiddenstore.documents import canonical
+from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError, Kind
+from hiddenstore.fs import require_local
+from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.records import LOOP_SHARE, repeated_share
-from hiddenstore.targets.folder import open_target
+from hiddenstore.targets.folder import TargetFolder, open_target
 
 LONGEST_QUESTION = 96
 SHORTEST_CHARACTERS = 12
@@ -32,21 +36,27 @@ def questions_file(out: str | Path) -> Path:
 
 
 def invent(options: RegenerateOptions, count: int, stopping: Callable[[], bool] = lambda: False) -> Counter[str]:
-    """Write ``count`` different questions as ``messages`` rows to `questions_file`, batch after batch: after a kill the
-    same call goes on. Those that did not end, loop, are short or were there before are left out and counted.
+    """Write at least ``count`` different questions as ``messages`` rows to `questions_file`, batch after batch: after a
+    kill the same call goes on. Those that did not end, loop, are short or were there before are left out and counted.
 
     Raises:
+        ConflictError: ``output-exists``: OUT; ``answers-differ``: the questions there are another target's, or were
+            asked with another seed, system message, template, batch size or dtype.
         ConfigError: ``template-missing``: the target has no chat template, or none that a user's turn opens.
         CaptureError: ``nothing-answered``: fewer than a fifth of what the target asks is a question.
         InterruptError: ``interrupted``.
     """
-    path, dropped = questions_file(options.out), Counter[str]()
+    require_possible(options)
+    out = require_local(options.out, "a file of answers")
+    refuse_existing(out, options.rows_per_file)
+    path, dropped = questions_file(out), Counter[str]()
+    template = None if options.template is None else read_template(options.template)
+    folder = open_target(str(options.target), options.revision, template)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _claim(path, options, folder)
     rows = _rows(path)
     if len(rows) >= count:
         return dropped
-    folder = open_target(
-        str(options.target), options.revision, None if options.template is None else read_template(options.template)
-    )
     target = load_target(folder, options.dtype, options.device)
     known = {row["messages"][-1]["content"].casefold() for row in rows}
     with Progress("invent questions", count, "questions", start=len(rows)) as progress:
@@ -75,6 +85,29 @@ def invent(options: RegenerateOptions, count: int, stopping: Callable[[], bool] 
                     "stopped as asked; the questions are kept", kind=Kind.INTERRUPTED, hint="the same command goes on"
                 )
     return dropped
+
+
+def _claim(path: Path, options: RegenerateOptions, folder: TargetFolder) -> None:
+    """Keep what the questions depend on beside them, or find that they were asked so."""
+    names = ("seed", "system", "batch_size", "dtype")
+    asked = {
+        "target": folder.label,
+        "revision": folder.revision,
+        "config_sha256": folder.config_sha256,
+        "chat_template_sha256": folder.chat_template_sha256,
+        **{name: getattr(options, name) for name in names},
+    }
+    fs, name = LocalFilesystem(path.parent), path.with_suffix(".settings.json").name
+    if fs.put_if_absent(name, canonical(asked)):
+        return
+    recorded = json.loads(fs.read(name))
+    differing = sorted(key for key in {*asked, *recorded} if asked.get(key) != recorded.get(key))
+    if differing:
+        raise ConflictError(
+            f"{path} holds questions that were asked otherwise: {', '.join(differing)}",
+            kind=Kind.ANSWERS_DIFFER,
+            hint=f"rm {path} {path.with_name(name)} has new ones asked; or name another file with -o",
+        )
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

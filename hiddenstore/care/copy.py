@@ -9,6 +9,7 @@ grown adds to the copy.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +53,19 @@ def check_sources(sources: Sequence[Store], location: str | Path | Filesystem, s
     with suppress(NotFoundError):
         others.append(Store.open(location, strict=False))
     may_differ = ("capture.codecs.", "container:", *([f"capture.target.{CHECKPOINT}:"] if same_target else []))
-    for other in others:
-        differences = capture_differences(first.manifest, other.manifest)
+    for one, other in combinations([first, *others], 2):
+        differences = capture_differences(one.manifest, other.manifest)
         lines = [line for line in differences if not line.startswith(may_differ)]
-        lines = lines or target_differences(first.capture.target, other, first, same_target)
+        lines = lines or target_differences(one.capture.target, other, one, same_target)
         if lines:
             listed = "\n".join(f"  {line}" for line in lines)
             raise ConflictError(
-                f"{first.path} and {other.path} hold different captures (stored: first, asked: second)\n{listed}",
+                f"{one.path} and {other.path} hold different captures (stored: first, asked: second)\n{listed}",
                 kind=Kind.STORE_MISMATCH,
-                hint=cast_hint(lines, f"hiddenstore diff {first.path} {other.path}"),
+                hint=cast_hint(lines, f"hiddenstore diff {one.path} {other.path}"),
             )
-        targets = first.capture.target, other.capture.target
-        warnings.append(unstated_warning(*targets, by_profile=share_profile(first, other)) or "")
+        targets = one.capture.target, other.capture.target
+        warnings.append(unstated_warning(*targets, by_profile=share_profile(one, other)) or "")
     return list(dict.fromkeys(filter(None, warnings)))
 
 

@@ -113,6 +113,7 @@ def repair(location: "str | Path | Filesystem", dry_run: bool = True, accept_los
                 for file in live_indexes(fs):
                     if unit.record in file.header.records:
                         set_aside(fs, file.path)
+                        result.aside.pop(file.path, None)
             else:
                 _rewrite(store, rewrites[unit.unit])
             if unit.record not in readable:

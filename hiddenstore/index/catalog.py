@@ -149,14 +149,14 @@ class Catalog(Sequence[Commit]):
         with self._lock:
             if self._table is None:
                 parts = [self._columns(part) for part in self._indexed]
-                self._indexed = []
-                whole = joined([*parts, self._read])
+                # ``joined`` empties what it gets; an interrupt before the end must leave everything to be read again.
+                whole = joined([*parts, SampleTable(self._read.ids, dict(self._read.columns))])
                 del parts
                 repeats = whole.repeats()
                 has_repeats = bool(repeats.any())
                 self._dropped = whole.take(repeats if has_repeats else np.zeros(0, dtype=np.int64))
                 self._table = whole.take(~repeats) if has_repeats else whole
-                self._read = table_of(())
+                self._indexed, self._read = [], table_of(())
             return self._table
 
     @property

@@ -12,8 +12,8 @@ import numpy as np
 
 from hiddenstore import layout
 from hiddenstore.commit import Commit, read_many
-from hiddenstore.damage import DAMAGE, twice
-from hiddenstore.errors import NotFoundError, StorageError
+from hiddenstore.damage import twice
+from hiddenstore.errors import CorruptionError, FormatError, NotFoundError, StorageError
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.catalog import FACTS, WORTH_AN_INDEX, Catalog, record_facts
 from hiddenstore.index.file import IndexFile, encode_index, index_numbers, live_indexes, renumbered
@@ -25,6 +25,7 @@ EVERY = 256
 MERGED = 16
 """So many index files of about one size become one."""
 AT_ONCE = 4_096
+_NAMED_BY_VERIFY = (CorruptionError, FormatError)
 SMALLEST_BYTES = 1 << 20
 """All index files below this count as of one size."""
 MAX_SAMPLES = 1 << 24
@@ -57,8 +58,9 @@ class IndexWriter:
             return
         if len(self._inherited) > EVERY:
             # Many writers that open a store without an index would each cover all of it.
-            covered = {name for file in live_indexes(self._fs) for name in file.header.records}
-            self._inherited = [name for name in self._inherited if name not in covered]
+            with suppress(StorageError):
+                covered = {name for file in live_indexes(self._fs) for name in file.header.records}
+                self._inherited = [name for name in self._inherited if name not in covered]
         names = [*self._inherited, *self._names]
         for start in range(0, len(names), AT_ONCE):
             self._publish(names[start : start + AT_ONCE])
@@ -139,17 +141,19 @@ def _merge(fs: Filesystem, numbers: Sequence[int]) -> bool:
 
     Until they are, the new file says which it replaces. Records known by two digests are left out: they are read.
     """
+    files: list[IndexFile] = []
     parts: list[tuple[IndexFile, SampleTable]] = []
-    for number in numbers:
-        try:
-            file = twice(fs, partial(IndexFile.open, fs, number), layout.index_path(number))
-            if file.header.rows + sum(part.header.rows for part, _ in parts) > MAX_SAMPLES:
-                return False
-            parts.append((file, twice(fs, file.read, file.path)))
-        except NotFoundError:
+    try:
+        for number in numbers:
+            with suppress(*_NAMED_BY_VERIFY):
+                files.append(twice(fs, partial(IndexFile.open, fs, number), layout.index_path(number)))
+        if sum(file.header.rows for file in files) > MAX_SAMPLES:
             return False
-        except DAMAGE:
-            continue  # ``verify`` names it
+        for file in files:
+            with suppress(*_NAMED_BY_VERIFY):
+                parts.append((file, twice(fs, file.read, file.path)))
+    except NotFoundError:
+        return False
     if len(parts) < 2:
         return False
     header, places = _merged_header(fs, [file for file, _ in parts])

@@ -4,6 +4,7 @@ A record states engine, versions, samples and files, never a clock, a host or a 
 bytes. When it was written is what the storage says of its file; it orders what is shown and decides nothing.
 """
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -152,7 +153,8 @@ def _written_s(fs: Filesystem, path: str) -> float | None:
     try:
         return (Path(fs.root) / path).stat().st_mtime
     except OSError:
-        return None
+        size, age_s = fs.usage(path)
+        return time.time() - age_s if size else None
 
 
 def _iso(time_s: float | None) -> str | None:

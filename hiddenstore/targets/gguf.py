@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore.console.output import output
-from hiddenstore.errors import ConfigError, Kind, NotFoundError
+from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.publish import new_folder
 
 if TYPE_CHECKING:
@@ -91,14 +91,22 @@ def _converted(path: Path) -> Path:
     split = _split_rule(path, reader)
     text = ", ".join(f"{count} {form}" for form, count in forms.most_common())
     output().note(f"converting {path.name} ({text}) once into {folder}")
-    with new_folder(folder) as hidden, TemporaryDirectory() as room:
-        # Beside other files transformers would read some of them instead.
-        alone = Path(room, path.name)
-        alone.symlink_to(path.absolute())
-        _write_model(alone, reader, forms, hidden)
-        _tokenizer(alone, split, _tokenizer_beside(path)).save_pretrained(hidden)
-        record = {"file": path.name, "sha256_of_blocks": digest, "tensors": dict(forms)}
-        (hidden / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    try:
+        with new_folder(folder) as hidden, TemporaryDirectory() as room:
+            # Beside other files transformers would read some of them instead.
+            alone = Path(room, path.name)
+            alone.symlink_to(path.absolute())
+            _write_model(alone, reader, forms, hidden)
+            _tokenizer(alone, split, _tokenizer_beside(path)).save_pretrained(hidden)
+            record = {"file": path.name, "sha256_of_blocks": digest, "tensors": dict(forms)}
+            (hidden / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    except ConflictError:
+        if not (folder / RECORD_FILE).is_file():
+            raise
+        # Another process was first.
+    except StorageError as error:
+        error.hint = error.hint or "HIDDENSTORE_CACHE=DIR names a folder that can be written"
+        raise
     return folder
 
 

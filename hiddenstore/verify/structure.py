@@ -86,9 +86,12 @@ def _files_of(fs: Filesystem, record: CommitRecord) -> Iterator[Finding]:
 
 def require_files(store: Store) -> None:
     """Raise CorruptionError for the first file of ``store`` that is missing or has another size; one stat a file."""
+    records, first = store.commits(), None
     with ThreadPoolExecutor(THREADS) as pool:
-        wrong = pool.map(lambda record: next(_files_of(store.fs, record), None), store.commits())
-        first = next((finding for finding in wrong if finding is not None), None)
+        # A pool takes all it is given at once.
+        for start in range(0, len(records), AT_ONCE):
+            wrong = pool.map(lambda record: next(_files_of(store.fs, record), None), records[start : start + AT_ONCE])
+            first = first or next((finding for finding in wrong if finding is not None), None)
     if first is not None:
         raise CorruptionError(
             f"{store.path}/{first.path} is damaged: {first.detail} (all {plural(len(first.samples), 'sample')} of its "

@@ -13,7 +13,7 @@ from collectors.regenerate import invent as module
 from collectors.regenerate.invent import invent, questions_file
 from collectors.regenerate.options import RegenerateOptions
 from hiddenstore.cli import main
-from hiddenstore.errors import CaptureError, ConfigError, InterruptError
+from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError
 from tests.collectors.tiny import save_target
 
 
@@ -84,3 +84,32 @@ def test_the_command_asks_and_answers(tmp_path: Path) -> None:
     assert {message["role"] for row in rows for message in row["messages"]} == {"user", "assistant"}
     for inputs in (["self:6", "more.jsonl", *target], ["self:6", "--server", "http://localhost:1"]):
         assert CliRunner().invoke(main, ["regenerate", *inputs, *out]).exit_code == 2
+
+
+def test_questions_that_were_asked_otherwise_are_not_taken_for_these(options: RegenerateOptions) -> None:
+    invent(options, 3)
+    for change in ({"seed": 2}, {"system": "be brief"}, {"batch_size": 6}):
+        with pytest.raises(ConflictError, match=f"asked otherwise: {next(iter(change))}") as caught:
+            invent(replace(options, **change), 3)  # type: ignore[arg-type]
+        assert caught.value.kind == "answers-differ"
+
+
+def test_fewer_questions_than_there_are_answer_the_first_ones(tmp_path: Path) -> None:
+    words = ["--max-new-tokens", "8", "--temperature", "0", "--set", "batch_size=8", "-q"]
+    words += ["--target", str(TARGET_DIR), "-o", str(tmp_path / "a.jsonl")]
+    assert CliRunner().invoke(main, ["regenerate", "self:5", *words]).exit_code == 0
+    (tmp_path / "a.jsonl").unlink()
+    assert CliRunner().invoke(main, ["regenerate", "self:2", *words]).exit_code == 0
+    asked = [
+        json.loads(line)["messages"][0] for line in (tmp_path / "a.jsonl.questions.jsonl").read_text().splitlines()
+    ]
+    answered = [json.loads(line)["messages"][0] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert answered
+    assert [message for message in asked[:2] if message in answered] == answered
+
+
+def test_a_wrong_option_is_refused_before_anything_is_asked(options: RegenerateOptions, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        invent(replace(options, batch_size=0), 3)
+    invent(replace(options, out=tmp_path / "new" / "folder" / "a.jsonl"), 1)
+    assert questions_file(tmp_path / "new" / "folder" / "a.jsonl").is_file()

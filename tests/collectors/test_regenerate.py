@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -272,8 +273,9 @@ def test_a_worker_that_is_killed_ends_the_run_and_keeps_the_answers(options: Reg
     def kill_a_worker() -> bool:
         if answers_kept(options):
             for child in children_of(os.getpid()):
-                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    os.kill(child, signal.SIGKILL)
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                        os.kill(child, signal.SIGKILL)
         return False
 
     with pytest.raises(StorageError) as caught:

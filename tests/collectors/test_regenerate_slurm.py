@@ -11,7 +11,8 @@ from pathlib import Path
 
 from chat_double import chat_double
 
-PAGE = (Path(__file__).parents[2] / "docs" / "scale-out.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "scale-out.md").read_text(encoding="utf-8")
 PROGRAMS = {
     "srun": 'for i in 0 1; do SLURM_PROCID=$i SLURM_NTASKS=2 "$@" || exit 1; done',
     "vllm": "trap 'kill $!; echo $$ >> stopped; exit' TERM; echo $$ >> started; sleep 600 & wait",
@@ -26,7 +27,7 @@ def test_every_node_answers_its_share_and_stops_its_server(tmp_path: Path) -> No
         (tmp_path / name).chmod(0o755)
     rows = [{"messages": [{"role": "user", "content": f"question {number}"}]} for number in range(4)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     with chat_double() as double:
         script = job.replace("http://localhost:8000", double.url)
         done = subprocess.run(

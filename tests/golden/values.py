@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import platform
 import re
+import shutil
 import struct
 import sys
 import tempfile
@@ -105,17 +106,21 @@ def collected(folder: Path) -> dict[str, Any]:
 
 
 def trained(folder: Path) -> dict[str, Any]:
-    """Every drafter for a few steps from golden stores, evaluated and exported."""
+    """Every drafter for a few steps from copies of golden stores, since a run leaves its snapshot; evaluated and
+    exported."""
     found: dict[str, Any] = {}
+    stores = folder / "stores"
+    for name in ("tiny-webdataset", "safe-webdataset"):
+        shutil.copytree(STORES / name, stores / name)
     for name, words in RUNS.items():
-        store = STORES / ("tiny-webdataset" if name.endswith("topk") else "safe-webdataset")
+        store = stores / ("tiny-webdataset" if name.endswith("topk") else "safe-webdataset")
         torch.manual_seed(0)  # a checkpoint holds the state of this process' generator
         command("train", store, "-o", folder / name, *settings_after(COMMON, words))
         found[f"run {name}"] = run_of(folder / name)
     for name, words in EVALUATED.items():
         for split in ("train", "validation"):
             document = command(
-                "eval", folder / name, STORES / "safe-webdataset", "--split", split, "--device", "cpu", *words
+                "eval", folder / name, stores / "safe-webdataset", "--split", split, "--device", "cpu", *words
             )
             found[f"eval {name} {split}"] = without(document, "run", "store")
     for name in EXPORTED:

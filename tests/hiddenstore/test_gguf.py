@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from collectors.demo import TARGET_DIR
-from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.errors import ConfigError, NotFoundError, StorageError
+from hiddenstore.targets import gguf as module
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.gguf import RECORD_FILE, target_folder
 
@@ -105,6 +106,28 @@ def test_a_file_is_converted_once_and_another_one_anew(tmp_path: Path, cache: Pa
     assert (target_folder(str(path)), weights.stat().st_mtime_ns) == (first, written)
     assert target_folder(str(write_gguf(path, "F16"))) != first
     assert len(list((cache / "gguf").iterdir())) == 2
+
+
+def test_two_processes_that_convert_one_file_both_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, convert = write_gguf(tmp_path / "small.gguf"), module._write_model
+
+    def while_another_does(*words: Any) -> None:
+        monkeypatch.setattr(module, "_write_model", convert)
+        assert target_folder(str(path))
+        convert(*words)
+
+    monkeypatch.setattr(module, "_write_model", while_another_does)
+    assert (Path(target_folder(str(path))) / RECORD_FILE).is_file()
+
+
+def test_a_cache_that_cannot_be_written_is_said_with_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("HIDDENSTORE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(StorageError) as caught:
+        target_folder(str(write_gguf(tmp_path / "small.gguf")))
+    assert "HIDDENSTORE_CACHE" in str(caught.value.hint)
 
 
 def test_a_folder_with_one_file_is_that_file_and_with_two_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from hiddenstore.index import catalog, publish
 from hiddenstore.index.catalog import read_catalog
 from hiddenstore.index.file import index_numbers, live_indexes
 from hiddenstore.index.publish import IndexWriter, publish_index
+from hiddenstore.index.table import SampleTable
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
 from hiddenstore.testing.invariants import contents
@@ -384,3 +385,21 @@ def test_a_record_that_vanishes_while_a_store_is_open_is_named() -> None:
         opened.commits()[0]
     assert error.value.kind == "commit-missing"
     assert read_commit(store.fs, opened.catalog.names[1])
+
+
+@pytest.mark.parametrize("covered", [True, False])
+def test_an_interrupt_while_the_columns_are_made_costs_no_sample(
+    covered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = indexed_store() if covered else make_store(FaultFilesystem(), samples=SAMPLES, container="webdataset")
+    opened, repeats = Store.open(store.fs), SampleTable.repeats
+
+    def interrupted(_table: SampleTable) -> np.ndarray:
+        monkeypatch.setattr(SampleTable, "repeats", repeats)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SampleTable, "repeats", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        len(opened.catalog.table)
+    assert len(opened.catalog.table) == SAMPLES
+    assert [opened.locate(name)[0] for name in opened.sample_ids]

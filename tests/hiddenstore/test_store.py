@@ -11,7 +11,16 @@ import torch
 import hiddenstore
 from hiddenstore import layout
 from hiddenstore.documents import seal
-from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, NotFoundError
+from hiddenstore.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptionError,
+    FormatError,
+    Kind,
+    NotFoundError,
+    StorageError,
+)
+from hiddenstore.fs.seam import Filesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
 from hiddenstore.testing.invariants import contents, problems
@@ -129,6 +138,21 @@ def test_a_snapshot_freezes_what_is_read(store: Store) -> None:
         grown.save_snapshot("train-1")
     assert error.value.kind == "output-exists"
     assert store.save_snapshot("train-1") == frozen
+
+
+def test_a_snapshot_whose_answer_was_lost_is_the_one_that_lies_there(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = type(store.fs).put_if_absent
+
+    def answer_is_lost(fs: Filesystem, path: str, data: bytes) -> bool:
+        put(fs, path, data)
+        raise StorageError("no answer", kind=Kind.REPLY_LOST)
+
+    monkeypatch.setattr(type(store.fs), "put_if_absent", answer_is_lost)
+    assert store.save_snapshot("lost") == store.snapshot("lost")
+    monkeypatch.setattr(type(store.fs), "put_if_absent", put)
+    assert Store.open(store.fs, "lost").sample_ids == store.sample_ids
 
 
 def test_a_missing_snapshot_names_those_there_are(store: Store) -> None:

@@ -4,7 +4,6 @@ import secrets
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +53,7 @@ def _has_bucket(process: "subprocess.Popen[bytes]", address: str) -> bool:
         try:
             with urllib.request.urlopen(urllib.request.Request(f"{address}/{BUCKET}", method="PUT")):
                 return True
-        except urllib.error.URLError:
+        except OSError:
             time.sleep(0.1)
     return False
 

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.invariants import contents
 
 from hiddenstore.errors import ConfigError, NotFoundError
 from hiddenstore.fs import open_filesystem
@@ -18,6 +17,7 @@ from hiddenstore.fs.objects import ObjectFilesystem
 from hiddenstore.layout import SEGMENTS_DIR
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.invariants import contents
 from hiddenstore.verify.run import verify
 from tests.objects.proxy import FaultProxy
 from tests.tiny_world import TRAIN, World, run, tree

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from tests.invariants import fingerprint, garbage, problems
 
 from hiddenstore.fs.objects import ObjectFilesystem
 from hiddenstore.store import Store
+from hiddenstore.testing.invariants import fingerprint, garbage, problems
 from tests.collectors.prepared import data_for_tiny
 from tests.collectors.tiny import save_target
 from tests.faults import SimulatedCrash

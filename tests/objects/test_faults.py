@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from tests.invariants import contents, fingerprint, garbage, problems
 
 from hiddenstore.care.gc import gc
 from hiddenstore.care.repair import repair
@@ -13,6 +12,7 @@ from hiddenstore.errors import StorageError
 from hiddenstore.fs.objects import ObjectFilesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.invariants import contents, fingerprint, garbage, problems
 from hiddenstore.verify.run import verify
 from tests.objects.proxy import Fault, FaultProxy, Plan, Request
 

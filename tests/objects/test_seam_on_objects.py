@@ -6,13 +6,13 @@ import pickle
 from pathlib import Path
 
 import pytest
-from tests.invariants import contents, garbage, problems
 
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError, StorageError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.objects import PART_BYTES, ObjectFilesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.invariants import contents, garbage, problems
 from hiddenstore.verify.run import verify
 from tests.objects.conftest import SECRETS
 from tests.objects.proxy import FaultProxy

@@ -8,13 +8,13 @@ from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError, FormatError
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import make_store
+from hiddenstore.verify.same_target import target_differences
 from schemas.capture import HeadSpec
 from trainer.drafters import refuse_target
 from trainer.drafters.base import DrafterInUse, Verified
 from trainer.drafters.eagle3 import EAGLE3, Eagle3, Eagle3Config
 from trainer.evaluate.acceptance import AcceptanceTally, DraftShape, drafting_positions, walk
 from trainer.evaluate.simulate import evaluate, floor, ngram_floor
-from trainer.evaluate.target import target_differences
 from trainer.losses.teacher import TargetInterface
 from trainer.vocab import DraftVocab
 

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hiddenstore.testing.builders import capture_spec
@@ -125,6 +126,18 @@ EXPECTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+class _Captured(SimpleNamespace):
+    __hash__ = object.__hash__
+
+    @property
+    def catalog(self) -> SimpleNamespace:
+        return SimpleNamespace(table=SimpleNamespace(tokens=np.array([entry.tokens for _, entry in self.entries])))
+
+    @property
+    def totals(self) -> dict[str, int]:
+        return {"tokens": sum(entry.tokens for _, entry in self.entries)}
+
+
 def store_of(name: str) -> Any:
     """What `derived` reads of a store captured for every drafter from that target."""
     published = PUBLISHED[name]
@@ -137,8 +150,12 @@ def store_of(name: str) -> Any:
     )
     capture = capture_spec(final="all").model_copy(update={"target": target, "aux_layers": tuple(held)})
     files = {"config.json": json.dumps(published).encode()}
-    return SimpleNamespace(
+    # More supervised tokens than any draft vocabulary holds.
+    sample = SimpleNamespace(split="train", input_ids=np.arange(33000), loss_mask=np.ones(33000, dtype=np.uint8))
+    return _Captured(
         path=name,
+        sample_ids=["a"],
+        sample=lambda sample_id: sample,
         capture=capture,
         entries=[(None, SimpleNamespace(tokens=2048, split="train"))],
         manifest=SimpleNamespace(
@@ -174,3 +191,14 @@ def test_llama_3_1_keeps_every_number_of_its_scaling() -> None:
     found = config_class("eagle3").model_validate(derived(store_of("Llama-3.1-8B"))).drafter.rope_scaling
     assert found is not None
     assert found.written() == LLAMA31
+
+
+def test_the_draft_vocabulary_covers_what_is_supervised_and_a_small_store_is_cut_into_small_batches() -> None:
+    store = store_of("Qwen3-8B")
+    few = SimpleNamespace(split="train", input_ids=np.arange(5000) * 3, loss_mask=np.ones(5000, dtype=np.uint8))
+    store.sample = lambda sample_id: few
+    values = derived(store)
+    assert values["drafter"]["vocab_size"] == 5056
+    assert values["data"]["batch_tokens"] == 2048
+    store.entries = [(None, SimpleNamespace(tokens=1500, split="train")) for _ in range(4000)]
+    assert derived(store)["data"]["batch_tokens"] == 4000 * 1500 // 400

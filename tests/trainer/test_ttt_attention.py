@@ -59,5 +59,4 @@ def test_bfloat16_stays_close_to_fp32() -> None:
     exact = ttt_attention(q, k0, v0, list(zip(rest[0::2], rest[1::2], strict=True)), runs)
     q, k0, v0, *rest = [t.detach().bfloat16() for t in tensors]
     rough = ttt_attention(q, k0, v0, list(zip(rest[0::2], rest[1::2], strict=True)), runs)
-    assert rough.dtype == torch.bfloat16
     assert (rough.float() - exact).abs().max() < 0.06

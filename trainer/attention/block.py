@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trainer.attention.ttt import for_kernel
 from trainer.slots import Blocks
 
 GROUP_ROWS = 64
@@ -67,7 +68,8 @@ def block_attention(q: Tensor, context: tuple[Tensor, Tensor], block_kv: tuple[T
     """Attended values [N*S, Q, E]; scores are divided by sqrt(E). q [N*S, Q, E]; ``context`` keys and values [C, G, E];
     ``block_kv`` those of every slot [N*B, G, E]."""
     # Under autocast the head norms leave queries and keys in fp32 beside values in half precision.
-    q, *rest = (x.to(block_kv[1].dtype) for x in (q, *context, *block_kv))
+    dtype = for_kernel(block_kv[1]).dtype
+    q, *rest = (x.to(dtype) for x in (q, *context, *block_kv))
     context, block_kv = (rest[0], rest[1]), (rest[2], rest[3])
     if q.device.type == "cpu":
         out: Tensor = _BlockAttention.apply(q, *context, *block_kv, sight)

@@ -6,8 +6,10 @@ from typing import Any
 
 import click
 
+from hiddenstore.cli.words import Name
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import ConfigError, Kind
+from trainer.serve import ENGINES
 
 _FLAGS = "hiddenstore.serve.flags"
 
@@ -35,7 +37,9 @@ class WithEngineFlags(click.Command):
 )
 @click.argument("drafter", required=False, metavar="[DIR]")
 @click.option("--target", help="Folder, GGUF file or hub id of the target.")
-@click.option("--engine", type=click.Choice(["vllm", "sglang", "trtllm"]), help="What serves it.")
+@click.option(
+    "--engine", type=Name(ENGINES.require, ENGINES), metavar="NAME", help=f"{', '.join(ENGINES)}: what serves it."
+)
 @click.option("--engine-version", "version", metavar="V", help="Write the command for this version of the engine.")
 @click.option("--method", metavar="M", help="How to draft without a drafter: ngram, mtp, none; or what DIR is.")
 @click.option("--draft-len", type=click.IntRange(min=1), help="Tokens drafted per step. Default: the drafter's own.")

@@ -1,6 +1,5 @@
 """``hiddenstore vocab`` and ``hiddenstore train``."""
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +9,12 @@ from hiddenstore.cli.peers import translated
 from hiddenstore.cli.words import STORE, Name, split_snapshot
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import HiddenstoreError, Kind
+from hiddenstore.folders import missing
+from hiddenstore.fs import open_filesystem
+from hiddenstore.layout import DATA_JSON, STORE_JSON
+from trainer.cli.settings import show_settings
 from trainer.drafters import ALIASES, DRAFTERS
-from trainer.presets import preset_names
+from trainer.presets import preset_names, settings_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,6 +46,7 @@ class _Train(click.Command):
         "hiddenstore train STORE -o runs/first loss.steps=3 optim.lr=5e-3 train.max_steps=600",
         "hiddenstore train STORE -o runs/second -c eagle3.1 train.init_from=runs/first",
         "hiddenstore train STORE -o runs/long --follow train.max_steps=20000",
+        "hiddenstore train STORE --settings",
         "hiddenstore train STORE -o runs/first --resume",
         "hiddenstore train STORE -o runs/again --resume-from runs/first/checkpoints/step-3000",
         "torchrun --nproc-per-node 8 --no-python hiddenstore train STORE -o runs/first",
@@ -50,7 +54,8 @@ class _Train(click.Command):
 )
 @click.argument("store", type=STORE)
 @click.argument("words", nargs=-1, metavar="[KEY.PATH=VALUE]...")
-@click.option("-o", "--out", "run", required=True, metavar="RUN", help="Folder of the run.")
+@click.option("-o", "--out", "run", metavar="RUN", help="Folder of the run; required but for --settings.")
+@click.option("--settings", is_flag=True, help="List every setting with its value and where it comes from, and stop.")
 @click.option(
     "--drafter",
     type=_Drafter(DRAFTERS.require, [*DRAFTERS, *ALIASES]),
@@ -79,7 +84,29 @@ class _Train(click.Command):
     help="Room for --cache, over all processes that share it.",
 )
 @common_options
-def train(
+def train(store: str, words: tuple[str, ...], run: str | None, settings: bool, **options: Any) -> None:
+    """Train a drafter from a store; the target is not needed.
+
+    --resume-from leaves the run of CHECKPOINT as it is: RUN becomes a copy that stands where CHECKPOINT stood, weights,
+    optimizer and place in the data, and goes on exactly; train.* words may change.
+    """
+    if settings:
+        others = [name for name in ("resume", "earlier", "mirror", "cache") if options[name]]
+        if run is not None or others:
+            raise click.UsageError(
+                "--settings shows what a new run would take: without -o, --resume, --mirror, --cache"
+            )
+        words = (*words, "train.follow=true") if options["follow"] else words
+        drafter, file, words = _in_our_words(options["drafter"], options["file"], words)
+        _refuse_settings(drafter, file, words)
+        show_settings(store, drafter, None if file is None else settings_file(file), words)
+        return
+    if run is None:
+        raise click.MissingParameter(param_hint="'-o' / '--out'", param_type="option")
+    _train(store, words, run, **options)
+
+
+def _train(
     store: str,
     words: tuple[str, ...],
     run: str,
@@ -90,11 +117,6 @@ def train(
     follow: bool,
     **storage: Any,
 ) -> None:
-    """Train a drafter from a store; the target is not needed.
-
-    --resume-from leaves the run of CHECKPOINT as it is: RUN becomes a copy that stands where CHECKPOINT stood, weights,
-    optimizer and place in the data, and goes on exactly; train.* words may change.
-    """
     from hiddenstore.fs.seam import storage_error
     from hiddenstore.process import from_environment
 
@@ -110,6 +132,7 @@ def train(
         _refuse_settings(drafter, file, words)
     from trainer.parallel.group import use_all_cores
     from trainer.train.loop import train as train_run
+    from trainer.train.run_folder import TrainOptions
 
     use_all_cores()
     if rank.is_first and earlier is not None:
@@ -123,7 +146,7 @@ def train(
     except OSError as error:
         refusal = storage_error(error, error.filename or run)
         if refusal.kind in _REFUSED_BY_DISK and Path(run, "run.json").is_file():
-            refusal.hint = shlex.join(["hiddenstore", "train", store, "-o", run, "--resume"])
+            refusal.hint = TrainOptions(store, Path(run), **storage).resume_command
         raise refusal from (None if refusal is error else error)
     except HiddenstoreError as error:
         if rank.is_first or error.kind not in _REPORTED_BY_RANK_0:
@@ -155,7 +178,6 @@ def _refuse_settings(drafter: str | None, file: str | None, words: tuple[str, ..
     """Wrong settings cost what it takes to see them: those that no drafter has a part in do not wait for torch."""
     from hiddenstore.settings import assignments, check
     from trainer.config import TrainConfig
-    from trainer.presets import settings_file
 
     path = None if file is None else settings_file(file)
     if not any(assignments(section, path, words) for section in ("drafter", "loss")):
@@ -216,6 +238,9 @@ def vocab(store: str, size: int, out: str | None, existing: str | None, curve: b
     never proposes a token outside it: 99 % coverage means that one token in a hundred ends a draft. The curve says how
     much each larger vocabulary, and so each larger LM head of the drafter, would add.
     """
+    fs = open_filesystem(store)
+    if fs.size(STORE_JSON) is None and fs.size(DATA_JSON) is None:
+        raise missing("store", fs.root)
     from trainer.vocab import DraftVocab, coverage, coverage_curve, curve_sizes
 
     counts, is_data = _token_counts(store)

@@ -21,7 +21,7 @@ from hiddenstore.data import PackedBatch
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear, linear
 from trainer.attention.cache import KVCache, attend_cached
-from trainer.attention.ttt import ttt_attention
+from trainer.attention.ttt import for_kernel, ttt_attention
 from trainer.config import DrafterConfig, LossConfig
 from trainer.drafters.base import Drafter, LossInputs, Needs, TargetFacts, Verified, rms_weight, seeded
 from trainer.drafters.blocks import DecoderLayer, RMSNorm, Rotary, recomputed, rotate
@@ -223,7 +223,7 @@ class _Stage:
 
     def project(self, normed: Tensor, tokens: Tensor | None, part: slice = slice(None)) -> Tensor:
         """A part of the joint projection [n, (N+2G)E]; ``tokens``: what the embeddings add to the whole."""
-        out = linear(normed, self.weight[part])
+        out = for_kernel(linear(normed, self.weight[part]))
         return out if tokens is None else out + tokens[:, part]
 
     def queries(self, normed: Tensor, tokens: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ from hiddenstore.process import Drain, drain_on_signal, from_environment
 from trainer.parallel.group import process_group
 from trainer.settings import derived
 from trainer.train import checkpoint
+from trainer.train.forecast import forecast
 from trainer.train.lock import RunLock
 from trainer.train.log import METRICS, RunLog
 from trainer.train.run_folder import TrainOptions
@@ -44,6 +45,8 @@ def print_summary(state: TrainState) -> None:
     for line in _summary_lines(state):
         out.note(line)
     out.err.print(Padding(_settings_grid(state), (0, 0, 0, 2), expand=False))
+    if state.group.is_single:
+        out.note(forecast(state))
 
 
 def _summary_lines(state: TrainState) -> list[str]:
@@ -51,10 +54,12 @@ def _summary_lines(state: TrainState) -> list[str]:
     position = f"continues at step {state.step + 1:,} of {steps:,}" if state.step else plural(steps, "step")
     samples = plural(len(state.batches.sample_ids), "sample")
     init = state.config.train.init_from
+    vocab = state.target.vocab
     return [
         f"{state.config.drafter.name}, {amount(state.trainable)} trainable parameters: {position} over {samples}, "
         f"{amount(state.batches.tokens)} tokens; {_device_text(state)}",
         *(["each epoch reads what the store holds when it begins"] if state.config.train.follow else []),
+        f"draft vocabulary of {vocab.size:,} tokens: {state.vocab_coverage:.2%} of the supervised ones",
         *([f"weights, draft vocabulary and drafter.* from {init}"] if init is not None else []),
         "from the target, * as you set it:",
     ]
@@ -64,7 +69,7 @@ def _device_text(state: TrainState) -> str:
     ranks = state.group.rank.world_size
     each = f"{plural(ranks, 'rank')} of " if ranks > 1 else ""
     if state.device.type == "cpu":
-        return f"{each}{plural(torch.get_num_threads(), 'CPU thread')}"
+        return f"{each}{plural(torch.get_num_threads(), 'CPU thread')}, {state.config.train.precision}"
     return f"{each}one {torch.cuda.get_device_name(state.device)}"
 
 
@@ -157,13 +162,18 @@ def train(
         copied = options.open_mirror() if group.is_first else None
         with group.all_or_none():
             if copied is not None:
-                copied.check()
-                if resume and not options.run.exists():
+                restores = resume and not options.run.exists()
+                copied.check(restores)
+                if restores:
                     copied.restore()
         state = build_state(options, group, lock)
         began = time.monotonic()
         _check_validation(state)
         if state.step >= state.total_steps or state.best.is_out_of_patience:
+            if copied is not None:
+                _bring(copied)
+                if copied.behind is not None:
+                    raise copied.behind
             return _report(state, _last_metrics(state.path), began, was_finished=True)
         if group.is_first:
             print_summary(state)

@@ -20,10 +20,11 @@ ADAMW_RMS = 0.2
 """Root mean square of an AdamW update over its rate (Moonlight, arXiv 2502.16982)."""
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """About U Vᵀ of the singular value decomposition of ``matrix`` [A, B], in its dtype."""
+def orthogonal(matrix: Tensor, *, bf16: bool | None = None) -> Tensor:
+    """About U Vᵀ of the singular value decomposition of ``matrix`` [A, B], in its dtype; iterated in bf16 where told
+    so, by default on a GPU."""
     a, b, c = COEFFICIENTS
-    x = matrix.bfloat16() if matrix.is_cuda else matrix.float()
+    x = matrix.bfloat16() if (matrix.is_cuda if bf16 is None else bf16) else matrix.float()
     x = x.T if x.shape[0] > x.shape[1] else x
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(STEPS):
@@ -37,8 +38,14 @@ class Muon(torch.optim.Optimizer):
     ``momentum_buffer`` of every matrix."""
 
     def __init__(
-        self, matrices: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0, momentum: float = 0.95
+        self,
+        matrices: Iterable[nn.Parameter],
+        lr: float,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        bf16: bool | None = None,
     ) -> None:
+        self._bf16 = bf16
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
@@ -51,7 +58,7 @@ class Muon(torch.optim.Optimizer):
                     continue
                 buffer = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix.grad))
                 buffer.lerp_(matrix.grad, 1 - momentum)
-                update = orthogonal(full_tensor(matrix.grad.lerp(buffer, momentum)))
+                update = orthogonal(full_tensor(matrix.grad.lerp(buffer, momentum)), bf16=self._bf16)
                 matrix.mul_(1 - lr * group["weight_decay"])
                 matrix.add_(shard_like(update, matrix), alpha=-lr * ADAMW_RMS * max(matrix.shape) ** 0.5)
 
@@ -67,10 +74,11 @@ class Optimizer:
     """The trainable parameters of a model under AdamW (torch's fused kernel) or Muon, clipped by the global norm.
     Master weights are the parameters themselves, in fp32."""
 
-    def __init__(self, model: nn.Module, config: OptimConfig, total_steps: int) -> None:
+    def __init__(self, model: nn.Module, config: OptimConfig, total_steps: int, *, bf16: bool | None = None) -> None:
         self.config, self.total_steps = config, total_steps
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         matrices = {name for name, p in self.named.items() if config.kind == "muon" and _is_matrix(name, p)}
+        self.matrices = [p for name, p in self.named.items() if name in matrices]
         adam = torch.optim.AdamW(
             [p for name, p in self.named.items() if name not in matrices],
             lr=config.lr,
@@ -81,7 +89,7 @@ class Optimizer:
         )
         self._optimizers: list[torch.optim.Optimizer] = [adam]
         if matrices:
-            muon = Muon([p for name, p in self.named.items() if name in matrices], config.lr, config.weight_decay)
+            muon = Muon(self.matrices, config.lr, config.weight_decay, bf16=bf16)
             self._optimizers.append(muon)
         self._optimizer_of = {name: self._optimizers[name in matrices] for name in self.named}
 

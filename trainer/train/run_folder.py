@@ -36,6 +36,7 @@ from trainer.train import checkpoint
 from trainer.train.checkpoint import DrafterSpec
 from trainer.train.lock import RunLock
 from trainer.train.log import METRICS
+from trainer.train.precision import resolved
 from trainer.train.storage import CACHE_BYTES, Mirror, through_cache
 from trainer.vocab import DraftVocab
 
@@ -73,12 +74,16 @@ class TrainOptions:
 
     @property
     def resume_command(self) -> str:
-        return f"hiddenstore train {self.store} -o {self.run} --resume"
+        words = ["hiddenstore", "train", str(self.store), "-o", str(self.run), "--resume"]
+        words += [] if self.mirror is None else ["--mirror", self.mirror]
+        words += [] if self.cache is None else ["--cache", str(self.cache)]
+        words += [] if self.cache_bytes == CACHE_BYTES else ["--cache-bytes", str(self.cache_bytes)]
+        return shlex.join(words)
 
     def open_mirror(self) -> Mirror | None:
         """Where the checkpoints are copied to, None for nowhere."""
         names = (CONFIG, SNAPSHOT, checkpoint.VOCAB, RUN_JSON)
-        return None if self.mirror is None else Mirror(self.run, self.mirror, names)
+        return None if self.mirror is None else Mirror(self.run, self.mirror, names, (SNAPSHOT, RUN_JSON))
 
     def open_store(self, snapshot: Snapshot | str | None = None) -> Store:
         """The store, through the cache where there is one; raises as ``Store.open``."""
@@ -246,7 +251,7 @@ def open_new(options: TrainOptions) -> tuple[Store, TrainConfig]:
     needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
     check_store(config.drafter.name, needs, store.capture, store.path)
     require_files(store)
-    return store, config
+    return store, resolved(config)
 
 
 def create(
@@ -358,6 +363,7 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
         )
     store = _same_store(options)
     config = settings.load(config_class(name), path / CONFIG, options.words)
+    config = resolved(config, measure=any(word.startswith("train.precision=") for word in options.words))
     pin(store, run_snapshot(path).name, must=config.train.follow)
     if options.words:
         replace_file(path / CONFIG, settings.dump(config).encode())

@@ -21,7 +21,7 @@ from trainer.drafters.blocks import compile_blocks
 from trainer.losses.teacher import TargetInterface
 from trainer.parallel.context import ContextGroup, context_group
 from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
-from trainer.parallel.group import ProcessGroup, keep_freed_memory, pick_device
+from trainer.parallel.group import ProcessGroup, keep_freed_memory, limit_kernel_caches, pick_device
 from trainer.settings import config_class
 from trainer.train import checkpoint
 from trainer.train.epochs import batches_at, token_batches, view_of
@@ -85,6 +85,7 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: RunLock) -> Tr
     """The state of a new run, whose folder is made, or of an old one at its newest checkpoint; rank 0 takes ``lock``.
     Raises what `trainer.train.loop.train` says."""
     keep_freed_memory()
+    limit_kernel_caches()
     store, config = _open_on_every_rank(options, group, lock)
     _check_context(config)
     context = context_group(config.train.context_parallel, group)
@@ -114,7 +115,7 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: RunLock) -> Tr
             create(options.run, store, config, vocab, covered, lock=lock)
     group.broadcast(model.state_dict().values())
     parallel = parallelize(model, config.train.parallel, group, device)
-    optimizer = Optimizer(model, config.optim, total)
+    optimizer = Optimizer(model, config.optim, total, bf16=True if config.train.precision == "bf16" else None)
     spikes = SpikeGuard(config.train.spike_factor, saved.state.spikes if saved else None)
     best = BestCheckpoints(config.train, saved.state.standing if saved else None)
     state = TrainState(
@@ -263,7 +264,7 @@ def _warn_of_idle_ranks(state: TrainState) -> None:
     idle = sum(max(0, ranks - count) for count in samples) / len(samples)
     if idle < 0.5:
         return
-    longest = int(state.store.catalog.table.tokens.max())
+    longest = view_of(state.config).tokens(int(state.batches.store.catalog.table.tokens.max()))
     output().warn(
         f"{idle:.1f} of {ranks} ranks have nothing to do in the average step: a batch of "
         f"{state.config.data.batch_tokens:,} tokens holds {sum(samples) / len(samples):.1f} samples; "

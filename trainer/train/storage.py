@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hiddenstore.errors import Kind, NotFoundError, StorageError
+from hiddenstore.errors import ConflictError, HiddenstoreError, Kind, NotFoundError, StorageError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.cache import CachedFilesystem
 from hiddenstore.fs.publish import new_folder, upload
@@ -27,31 +27,44 @@ def through_cache(store: str | Path, folder: str | Path | None, most_bytes: int)
 
 @dataclass
 class Mirror:
-    """The run folder ``run`` copied to ``location``. ``behind``: the refusal that left checkpoints out, until they are
-    brought by a later one."""
+    """The run folder ``run`` copied to ``location``. ``files``: those beside the checkpoints; ``own``: those of them
+    that no two runs share. ``behind``: the refusal that left checkpoints out, until they are brought by a later one."""
 
     run: Path
     location: str
     files: tuple[str, ...]
-    behind: StorageError | None = field(default=None, init=False)
+    own: tuple[str, ...]
+    behind: HiddenstoreError | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._fs = open_filesystem(self.location)
 
-    def check(self) -> None:
-        """Raises StorageError: it cannot be written."""
+    def check(self, restores: bool = False) -> None:
+        """Refuse a place that cannot be written (StorageError), or that is another run's (ConflictError
+        ``output-exists``). ``restores``: the run folder is to be made from it."""
         self._fs.require_atomic_put()
+        for name in () if restores else self.own:
+            local = self.run / name
+            if self._fs.size(name) is not None and not (local.is_file() and local.read_bytes() == self._fs.read(name)):
+                raise ConflictError(
+                    f"{self.location} holds the mirror of another run than {self.run}",
+                    kind=Kind.OUTPUT_EXISTS,
+                    hint=f"--mirror {self.location.rstrip('/')}/{self.run.name}",
+                )
 
     def bring(self) -> None:
         """Copy the checkpoints that are not there yet, and what the run is beside them."""
         try:
             for name in self.files:
                 _replace(self._fs, name, (self.run / name).read_bytes())
+            whole = self._whole()
             for path in checkpoint.checkpoints(self.run):
-                if path.name not in self._whole():
+                if path.name not in whole:
+                    # What a killed upload left may be of another machine, whose last bits differ.
+                    self._fs.remove_tree(f"{checkpoint.FOLDER}/{path.name}")
                     place = open_filesystem(f"{self.location.rstrip('/')}/{checkpoint.FOLDER}/{path.name}")
                     upload(path, place, last=checkpoint.STATE_JSON)
-        except StorageError as error:
+        except (StorageError, ConflictError) as error:
             self.behind = error
         else:
             self.behind = None
