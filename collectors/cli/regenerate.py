@@ -109,9 +109,11 @@ def regenerate(ctx: click.Context, more: tuple[str, ...], take: str | None, **op
 
 def _own_questions(options: dict[str, Any]) -> int | None:
     """N where the input is ``self:N``."""
-    counts = [match[1] for text in options["inputs"] if (match := re.fullmatch(r"self:([1-9]\d*)", text))]
+    counts = [text.removeprefix("self:") for text in options["inputs"] if text.startswith("self:")]
     if not counts:
         return None
+    if not re.fullmatch(r"[1-9]\d*", counts[0]):
+        raise click.UsageError(f"self:{counts[0]}: how many questions? A number from 1 on, as in self:2000.")
     if len(options["inputs"]) > 1 or options["target"] is None:
         raise click.UsageError("self:N is the only input, and asks the target in this process: give '--target T'.")
     return int(counts[0])

@@ -70,7 +70,8 @@ def target_folder(name: str) -> str:
     if path.suffix != SUFFIX or path.is_dir():
         return name
     if not path.is_file():
-        raise NotFoundError(f"target {path} does not exist", kind=Kind.TARGET_MISSING)
+        message = f"target {path} does not exist"
+        raise NotFoundError(message, kind=Kind.TARGET_MISSING, hint="--target FOLDER, FILE.gguf or ORG/NAME")
     return str(_converted(path))
 
 
@@ -146,9 +147,11 @@ def _require_whole(path: Path, reader: "GGUFReader", forms: Mapping[str, int]) -
         except NotImplementedError as error:
             message = f"holds {form}, which nothing here dequantises"
             raise _unreadable(path, message, "name a file in Q8_0, Q4_K_M, F16 or BF16") from error
+    # llama.cpp multiplies by such a tensor whatever the fields say.
     stretched = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
-    stretched += [name for name in reader.fields if ".rope.scaling." in name]
-    if stretched and _field(reader, f"{_architecture(reader)}.rope.scaling.type", "") != "none":
+    if _field(reader, f"{_architecture(reader)}.rope.scaling.type", "") != "none":
+        stretched += [name for name in reader.fields if ".rope.scaling." in name]
+    if stretched:
         message = f"stretches its rotary frequencies ({', '.join(stretched)}), which transformers' reader drops"
         raise _unreadable(path, message, "name the checkpoint it was made from")
 
@@ -228,11 +231,19 @@ def _require_same(path: Path, reader: "GGUFReader", config: Any) -> None:
     prefix, lost = f"{name}.", []
     for field in (field for field in reader.fields if field.startswith(prefix)):
         key, value = field.removeprefix(prefix), reader.fields[field].contents()
-        if read.get(key) is None and getattr(config, _SAME_AS.get(key, ""), None) != value and value not in (0, False):
+        if read.get(key) is None and _member(config, _SAME_AS.get(key, "")) != value and value not in (0, False):
             lost.append(f"{field}={value}")
     if lost:
         message = f"says {', '.join(lost)}, which transformers' reader drops"
         raise _unreadable(path, message, "name the checkpoint it was made from")
+
+
+def _member(config: Any, name: str) -> Any:
+    value = getattr(config, name, None)
+    if name == "head_dim" and value is None:
+        # Classes without the member compute it.
+        value = config.hidden_size // config.num_attention_heads
+    return value
 
 
 def _architecture(reader: "GGUFReader") -> str:

@@ -82,7 +82,12 @@ def test_the_command_asks_and_answers(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert 0 < len(rows) <= 6
     assert {message["role"] for row in rows for message in row["messages"]} == {"user", "assistant"}
-    for inputs in (["self:6", "more.jsonl", *target], ["self:6", "--server", "http://localhost:1"]):
+    for inputs in (
+        ["self:0", *target],
+        ["self:many", *target],
+        ["self:6", "more.jsonl", *target],
+        ["self:6", "--server", "http://localhost:1"],
+    ):
         assert CliRunner().invoke(main, ["regenerate", *inputs, *out]).exit_code == 2
 
 

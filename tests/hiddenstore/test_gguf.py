@@ -26,7 +26,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def write_gguf(path: Path, form: str = "BF16", pre: str = "gpt-2", without: str = "", **fields: Any) -> Path:
+def write_gguf(
+    path: Path, form: str = "BF16", pre: str = "gpt-2", without: str = "", scaling: str = "", **fields: Any
+) -> Path:
     """The bundled target as llama.cpp's converter writes a Llama: pairs of rotary channels side by side."""
     config, tokenizer = AutoConfig.from_pretrained(TARGET_DIR), AutoTokenizer.from_pretrained(TARGET_DIR)
     writer = gguf.GGUFWriter(path, "llama")
@@ -53,6 +55,9 @@ def write_gguf(path: Path, form: str = "BF16", pre: str = "gpt-2", without: str 
     writer.add_chat_template(tokenizer.chat_template)
     for name, value in fields.items():
         writer.add_uint32(f"llama.{name.replace('__', '.')}", value)
+    if scaling:
+        writer.add_string("llama.rope.scaling.type", scaling)
+        writer.add_tensor("rope_freqs.weight", np.ones(16, dtype=np.float32))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in load_file(TARGET_DIR / "model.safetensors").items():
@@ -153,6 +158,7 @@ def test_folders_and_hub_ids_stay_what_they_are(tmp_path: Path) -> None:
         ({"pre": "tekken"}, "splits text by the rule 'tekken'"),
         ({"without": "blk.2.ffn_up.weight"}, r"lacks model\.layers\.2\.mlp\.up_proj\.weight"),
         ({"rope__scaling__factor": 8}, r"stretches its rotary frequencies \(llama\.rope\.scaling\.factor\)"),
+        ({"scaling": "none"}, r"stretches its rotary frequencies \(rope_freqs\.weight\)"),
         ({"attention__sliding_window": 512}, r"says llama\.attention\.sliding_window=512"),
         ({"attention__key_length": 64}, r"says llama\.attention\.key_length=64"),
     ],

@@ -42,7 +42,7 @@ def test_settings_lists_every_setting_with_its_value_origin_and_meaning(
     assert set(rows) == {".".join(key.split(".")[:2]) for key in key_paths(config_class("eagle3"))}
     assert all(row["why"] for row in rows.values())
     assert (rows["optim.lr"]["value"], rows["optim.lr"]["origin"]) == (0.5, "command line")
-    assert rows["drafter.hidden_size"]["origin"] == "target, store"
+    assert rows["drafter.hidden_size"]["origin"] == "store"
     assert rows["optim.clip"]["origin"] == "default"
     assert sorted(tmp_path.iterdir()) == before
 

@@ -8,9 +8,10 @@ from pydantic import BaseModel
 
 from hiddenstore.cli.words import open_store
 from hiddenstore.console.output import output
+from hiddenstore.console.text import Column
 from hiddenstore.settings import assignments, key_paths
 
-DEFAULT, DERIVED = "default", "target, store"
+DEFAULT, DERIVED = "default", "store"
 
 
 def show_settings(store: str, drafter: str | None, file: str | Path | None, words: Sequence[str]) -> None:
@@ -27,7 +28,7 @@ def show_settings(store: str, drafter: str | None, file: str | Path | None, word
 
     def human() -> None:
         cells = [[row["key"], _text(row["value"]), row["origin"], row["why"]] for row in rows]
-        output().table(["setting", "value", "origin", "what it is"], cells)
+        output().table(["setting", "value", "origin", Column("what it is", wide=True)], cells)
 
     output().data(document, human=human, quiet="\n".join(f"{row['key']}={_text(row['value'])}" for row in rows))
 
