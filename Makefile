@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo test check test-parity test-engines test-objects test-transformers-457 reliability wheel-smoke bench bench-storage bench-train schemas clean
+.PHONY: install demo test check test-parity test-engines test-objects test-ray test-transformers-457 reliability wheel-smoke bench bench-storage bench-train schemas clean
 
 install: $(VENV)/.installed
 
@@ -77,10 +77,13 @@ $(VENV)-objects/.installed: tests/objects/requirements.txt
 	$(VENV)-objects/bin/python -m pip install --quiet --disable-pip-version-check -r tests/objects/requirements.txt
 	touch $@
 
-# The collectors on the transformers that TensorRT-LLM 1.2 pins; every other package is the first environment's, where
-# Ray's workers do not find them.
+# Collecting with real Ray actors on clusters of one and two nodes, some of which are killed.
+test-ray: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ray tests/collectors
+
+# The collectors on the transformers that TensorRT-LLM 1.2 pins; every other package is the first environment's.
 test-transformers-457: $(VENV)-transformers457/.installed
-	OMP_NUM_THREADS=1 $(VENV)-transformers457/bin/python -m pytest -q -n 2 --dist loadfile tests/collectors --ignore tests/collectors/test_launch_ray.py
+	OMP_NUM_THREADS=1 $(VENV)-transformers457/bin/python -m pytest -q -n 2 --dist loadfile tests/collectors
 
 $(VENV)-transformers457/.installed: $(VENV)/.installed
 	$(PYTHON) -m venv $(VENV)-transformers457

@@ -16,6 +16,7 @@ from hiddenstore.process import Drain
 from tests.collectors import ray_world
 
 pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
