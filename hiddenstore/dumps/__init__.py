@@ -14,6 +14,7 @@ LAYOUTS: "Registry[PeerLayout]" = Registry(
         "specforge-eagle3": "hiddenstore.dumps.torch_files:EAGLE3",
         "specforge-dflash": "hiddenstore.dumps.torch_files:DFLASH",
         "speculators": "hiddenstore.dumps.speculators:LAYOUT",
+        "speculators-store": "hiddenstore.dumps.speculators:STORE_LAYOUT",
         "modelopt-hf": "hiddenstore.dumps.torch_files:MODELOPT",
         "deepspec": "hiddenstore.dumps.deepspec:LAYOUT",
     },

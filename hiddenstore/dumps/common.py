@@ -68,7 +68,8 @@ class SampleWriter(Protocol):
 class PeerLayout:
     """What a peer reads: ``final`` is the norm state it takes the final hidden in, None when it reads none.
 
-    ``layer_count``: how many layers it insists on. ``name`` is also the import's.
+    ``layer_count``: how many layers it insists on. ``name`` is also the import's. Without ``holds_states`` the peer
+    reads the states from the store itself, and the writer gets none.
     """
 
     name: str
@@ -76,6 +77,7 @@ class PeerLayout:
     final: NormState | None
     writer: Callable[[Path, ExportScope], SampleWriter]
     layer_count: int | None = None
+    holds_states: bool = True
 
 
 @dataclass(frozen=True)
@@ -116,19 +118,20 @@ def export_samples(
         ConflictError: ``out`` exists.
         StorageError: no room, or the disk refused.
     """
-    picked = _layers_to_write(store, layout, layers)
-    normed = _require_final(store, layout, picked, missing_final)
+    samples = PeerSamples(store, layout, layers, missing_final)
+    picked = samples.layers
     rows = sorted(((entry.id, entry.split) for _, entry in store.entries), key=lambda row: row[1] == "validation")
     if not rows:
         raise ConfigError(f"{store.path} holds no samples", kind=Kind.STORE_EMPTY)
     refuse_existing_folder(out)
     target, tokens = store.capture.target, sum(entry.tokens for _, entry in store.entries)
     out.parent.mkdir(parents=True, exist_ok=True)
-    _require_room(out.parent, tokens * (len(picked) + (layout.final is not None)) * target.hidden_size * 2)
+    if layout.holds_states:
+        _require_room(out.parent, tokens * (len(picked) + (layout.final is not None)) * target.hidden_size * 2)
     validation = sum(split == "validation" for _, split in rows)
     scope = ExportScope(target_argument(target), target.hidden_size, tuple(picked), len(rows), validation)
     with new_folder(out) as folder:
-        zero_rows = _write(store, folder, layout, scope, rows, normed, on_sample)
+        zero_rows = _write(samples, folder, scope, rows, on_sample)
         report = ExportedData(
             path=out,
             layout=layout.name,
@@ -141,36 +144,63 @@ def export_samples(
             # int(samples * ratio) is then exactly the number of training samples.
             train_data_ratio=(len(rows) - validation + 0.5) / len(rows) if validation else 1.0,
             zero_rows=zero_rows,
-            normed=normed,
+            normed=samples.normed,
         )
         _write_about(store, folder, report)
         return replace(report, bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
 
 
+class PeerSamples:
+    """A store's samples as a peer reads them. ``layers``: those it gets, in our numbers; ``normed``: the target's final
+    norm is applied on the way out. Raises as ``export_samples``."""
+
+    def __init__(
+        self,
+        store: Store,
+        layout: PeerLayout,
+        layers: Sequence[int] | None = None,
+        missing_final: MissingFinal = "refuse",
+    ) -> None:
+        self._store, self.layout = store, layout
+        self.layers = _layers_to_write(store, layout, layers)
+        self.normed = _require_final(store, layout, self.layers, missing_final)
+        self._head = store.head() if self.normed else None
+
+    def tokens_of(self, sample_id: str) -> ExportedSample:
+        """A sample without its states: aux [0, T, D]."""
+        sample = self._store.sample(sample_id)
+        return ExportedSample(sample, torch.zeros((0, sample.tokens, self._store.capture.target.hidden_size)), None)
+
+    def read(self, sample_id: str) -> tuple[ExportedSample, int]:
+        """A sample, and how many rows of its final hidden are zero for want of data."""
+        has_final = self.layout.final is not None
+        record = self._store.read(sample_id, layers=self.layers, final=has_final)
+        if not has_final:
+            return ExportedSample(record.sample, record.aux, None), 0
+        missing = record.sample.tokens - len(record.final_rows)
+        return ExportedSample(record.sample, record.aux, _every_row(record, self._head)), missing
+
+
 def _write(
-    store: Store,
+    samples: PeerSamples,
     folder: Path,
-    layout: PeerLayout,
     scope: ExportScope,
     rows: Sequence[tuple[str, str]],
-    normed: bool,
     on_sample: Callable[[int], None] | None,
 ) -> int:
     """Write every sample; returns how many final rows are zero for want of data."""
-    head = store.head() if normed else None
-    writer = layout.writer(folder, scope)
+    writer = samples.layout.writer(folder, scope)
     listed: list[dict[str, object]] = []
     zero_rows, complete = 0, False
     try:
         for row, (name, split) in enumerate(rows):
-            record = store.read(name, layers=scope.layers, final=layout.final is not None)
-            final = None if layout.final is None else _every_row(record, head)
-            writer.write(row, ExportedSample(record.sample, record.aux, final))
-            turns = [{"role": int(r), "start": int(a), "end": int(b)} for r, a, b in record.sample.spans]
+            exported, zeros = samples.read(name) if samples.layout.holds_states else (samples.tokens_of(name), 0)
+            writer.write(row, exported)
+            turns = [{"role": int(r), "start": int(a), "end": int(b)} for r, a, b in exported.sample.spans]
             listed.append({"sample_id": name, "spans": turns, "split": split})
-            zero_rows += 0 if final is None else record.sample.tokens - len(record.final_rows)
+            zero_rows += zeros
             if on_sample:
-                on_sample(record.sample.tokens)
+                on_sample(exported.sample.tokens)
         complete = True
     finally:
         writer.close(complete)

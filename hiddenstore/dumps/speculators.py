@@ -6,6 +6,7 @@ Layout, read from ``speculators.train.data.ArrowDataset`` and ``hs_connectors.Fi
   ``loss_mask`` int64 [T], ``seq_len``.
 * ``OUT/hidden_states/hs_<row>.safetensors`` holds ``token_ids`` int64 [T] and ``hidden_states`` bf16 [T, L+1, D]: the
   aux layers ascending, then the final hidden before its norm at every token (speculators norms it itself).
+* The layout ``speculators-store`` is the first of these alone: ``speculators_backend`` reads the states from the store.
 * The split is by position, ``int(rows * train_data_ratio)`` rows first, so training samples are written first.
 
 Shapes: T tokens, L aux layers, D target width.
@@ -22,8 +23,8 @@ from hiddenstore.dumps.common import ExportedData, ExportedSample, ExportScope, 
 STATES_FOLDER = "hidden_states"
 
 
-class SpeculatorsWriter:
-    """Rows into one Arrow file, states into a file each."""
+class RowsWriter:
+    """Rows into one Arrow file."""
 
     def __init__(self, folder: Path, _scope: ExportScope) -> None:
         from datasets import Features, Value
@@ -31,7 +32,6 @@ class SpeculatorsWriter:
         from datasets.arrow_writer import ArrowWriter
 
         self._folder = folder
-        (folder / STATES_FOLDER).mkdir()
         # Outside the folder: `datasets` refuses to save a dataset over the file it reads.
         self._rows_file = folder.with_name(f"{folder.name}.rows.arrow")
         features = Features(
@@ -44,12 +44,8 @@ class SpeculatorsWriter:
         )
 
     def write(self, row: int, exported: ExportedSample) -> None:
-        """One row and its states."""
+        """The tokens and mask of one sample."""
         sample = exported.sample
-        assert exported.final is not None
-        states = torch.cat([exported.aux.transpose(0, 1), exported.final[:, None]], dim=1)
-        tensors = {"hidden_states": states, "token_ids": torch.from_numpy(sample.input_ids.astype("int64"))}
-        save_file(tensors, self._folder / STATES_FOLDER / f"hs_{row}.safetensors")
         self._rows.write(
             {
                 "input_ids": sample.input_ids.astype("int64"),
@@ -68,16 +64,44 @@ class SpeculatorsWriter:
                 _save_quietly(Dataset.from_file(str(self._rows_file)).with_format("torch"), self._folder)
 
 
-def train_command(report: ExportedData) -> list[str]:
-    """The peer's command that trains on an export without a server."""
+class SpeculatorsWriter(RowsWriter):
+    """Rows into one Arrow file, states into a file each."""
+
+    def __init__(self, folder: Path, scope: ExportScope) -> None:
+        super().__init__(folder, scope)
+        (folder / STATES_FOLDER).mkdir()
+
+    def write(self, row: int, exported: ExportedSample) -> None:
+        """One row and its states."""
+        super().write(row, exported)
+        save_file(peer_tensors(exported), self._folder / STATES_FOLDER / f"hs_{row}.safetensors")
+
+
+def peer_tensors(exported: ExportedSample) -> dict[str, torch.Tensor]:
+    """A sample as its dataset takes it: ``hidden_states`` bf16 [T, L+1, D], ``token_ids`` int64 [T]."""
+    assert exported.final is not None
+    states = torch.cat([exported.aux.transpose(0, 1), exported.final[:, None]], dim=1)
+    return {"hidden_states": states, "token_ids": torch.from_numpy(exported.sample.input_ids.astype("int64"))}
+
+
+def train_command(report: ExportedData, store: str) -> list[str]:
+    """The peer's command that trains on an export of ``store`` without a server; empty for others' layouts."""
+    if report.layout == LAYOUT.name:
+        program = ["speculators", "train"]
+    elif report.layout == STORE_LAYOUT.name:
+        program = ["python", "-m", "hiddenstore.dumps.speculators_backend"]
+        program += ["--hidden-states-backend", "hiddenstore", "--store", store]
+    else:
+        return []
     return [
-        *("speculators", "train", "--data-path", str(report.path)),
+        *(*program, "--data-path", str(report.path)),
         *("--target-layer-ids", *(str(i) for i in report.layer_ids)),
         *("--train-data-ratio", f"{report.train_data_ratio:.6f}", "--on-missing", "raise"),
     ]
 
 
 LAYOUT = PeerLayout("speculators", "vllm", "pre_norm", SpeculatorsWriter)
+STORE_LAYOUT = PeerLayout("speculators-store", "vllm", "pre_norm", RowsWriter, holds_states=False)
 
 
 def _save_quietly(dataset: object, folder: Path) -> None:

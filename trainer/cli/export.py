@@ -193,8 +193,8 @@ def export_data(store: str, name: str, out: str, layers: str | None, missing_fin
     if exported.zero_rows:
         rows = f"{exported.zero_rows:,} of {exported.tokens:,} rows"
         output().warn(f"{rows} of the final hidden are zeros: the store lacks them")
-    if exported.layout == "speculators":
-        output().hint(*train_command(exported))
+    if command := train_command(exported, store):
+        output().hint(*command)
 
 
 def _document(store: str, exported: "ExportedData") -> dict[str, object]:
