@@ -240,6 +240,7 @@ class Kind(StrEnum):
     )
     ROPE_DYNAMIC = "rope-dynamic", ConfigError, "The rotary frequencies depend on the length of the batch."
     ROPE_SCALING = "rope-scaling", ConfigError, "The engine computes this rotary scaling differently from the target."
+    BLOCKS_UNSUPPORTED = "blocks-unsupported", ConfigError, "The target's blocks cannot bring its states back."
     HEAD_INVALID = "head-invalid", ConfigError, "Embeddings, norm and LM head do not fit each other."
     HEAD_CORRUPT = "head-corrupt", CorruptionError, "The store's embeddings, norm or LM head are damaged."
     CALIBRATION_MISSING = "calibration-missing", ConfigError, "The store has no calibration slice."

@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from hiddenstore.records import Record, Sample
     from hiddenstore.segments.segment import SegmentReader
     from hiddenstore.targets.head import HeadBundle
+    from hiddenstore.targets.rebuild import Rebuilder
 
 OPEN_SEGMENTS = 64
 _PICKLED = ("fs", "path", "manifest", "damaged", "catalog")
@@ -64,6 +66,7 @@ class Store(RecordSequence):
         self.damaged = catalog.damaged
         self.catalog = catalog
         self._readers: OrderedDict[str, SegmentReader] = OrderedDict()
+        self._rebuilders: dict[str, Rebuilder] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -110,7 +113,7 @@ class Store(RecordSequence):
         return {name: value for name, value in vars(self).items() if name in _PICKLED}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, _readers=OrderedDict(), _lock=threading.Lock())
+        vars(self).update(state, _readers=OrderedDict(), _rebuilders={}, _lock=threading.Lock())
 
     def __len__(self) -> int:
         return self.totals["samples"] - self.duplicates
@@ -187,14 +190,57 @@ class Store(RecordSequence):
             CorruptionError: bytes disagree with their checksum; names file and samples.
         """
         reader, index = self.reader_of(sample_id)
-        return reader.read(index, layers, final)
+        return self.read_unit(reader, index, layers, final)
+
+    def read_unit(
+        self, reader: "SegmentReader", index: int, layers: Sequence[int] | None = None, final: bool = True
+    ) -> "Record":
+        """The same of the ``index``-th sample of an open unit."""
+        rebuilder = self.rebuilder()
+        if rebuilder is None:
+            return reader.read(index, layers, final)
+        from hiddenstore.targets.rebuild import layers_to_read
+
+        reader.require_layers(layers or ())
+        record = reader.read(index, layers_to_read(self.capture, layers, final), final)
+        return rebuilder.complete(record, layers, final)
 
     def read_into(
         self, sample_id: str, aux: "Tensor", final: "Tensor | None", layers: Sequence[int] | None = None
     ) -> "Record":
         """One record decoded into memory of the caller: see ``SegmentReader.read_into``; raises as ``read`` does."""
         reader, index = self.reader_of(sample_id)
-        return reader.read_into(index, aux, final, layers)
+        if self.rebuilder() is None:
+            return reader.read_into(index, aux, final, layers)
+        record = self.read_unit(reader, index, layers, final is not None)
+        aux.copy_(record.aux)
+        if final is not None:
+            final.copy_(record.final)
+        return replace(record, aux=aux, final=record.final if final is None else final)
+
+    def rebuilder(self, device: "torch.device | str" = "cpu") -> "Rebuilder | None":
+        """What brings back the states that are not stored, on ``device``; None where all are.
+
+        Raises:
+            CorruptionError: a file of ``target/`` is damaged.
+            ConfigError: ``blocks-unsupported``, this transformers lacks the target's blocks.
+        """
+        if not self.capture.states:
+            return None
+        from hiddenstore.targets.blocks import BLOCKS_FILE, TargetBlocks
+        from hiddenstore.targets.folder import CONFIG_FILE
+        from hiddenstore.targets.rebuild import Rebuilder
+
+        with self._lock:
+            if str(device) not in self._rebuilders:
+                data = self.target_file(BLOCKS_FILE) if self.capture.blocks else None
+                blocks = TargetBlocks.from_bytes(self.target_file(CONFIG_FILE), data, device)
+                head = self.head()
+                # Embeddings stay: rows of them are a pack's, the table is gigabytes.
+                norm = {name: getattr(head, name) for name in ("norm_weight", "norm_bias")}
+                moved = {name: tensor.to(device) for name, tensor in norm.items() if tensor is not None}
+                self._rebuilders[str(device)] = Rebuilder(self.capture, replace(head, **moved), blocks)
+            return self._rebuilders[str(device)]
 
     def sample(self, sample_id: str) -> "Sample":
         """Tokens, mask and spans of one sample, without its states."""

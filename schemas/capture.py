@@ -1,5 +1,6 @@
 """What a store holds and where it came from: target identity, captured layers, norm state, codecs, head."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -11,9 +12,13 @@ FinalMode = Literal["supervised", "all", "none"]
 NormState = Literal["pre_norm", "post_norm"]
 StateDtype = Literal["bfloat16"]
 NormFlavour = Literal["rms", "rms_plus_one", "layer"]
+Kept = Literal["stored", "rebuilt"]
 
 FINAL = "final"
 TOPK = "topk"
+REBUILT = "rebuilt"
+MOST_BLOCKS = 4
+"""A state is rebuilt through no more decoder blocks of the target than these."""
 MOST_TOPK = 64
 STATED = ("checkpoint_sha256", "tokenizer_rules_sha256")
 """Digests of a target that are compared where both sides state them."""
@@ -64,7 +69,10 @@ class HeadSpec(Document):
 
 
 class Codecs(Document):
-    """Codec name per field group. ``final: topk`` holds the target's top tokens at each final row, not the hidden."""
+    """Codec name per field group. ``final: topk`` holds the target's top tokens at each final row, not the hidden.
+
+    ``final: rebuilt`` holds nothing: the final hidden comes back from the decoded top aux layer.
+    """
 
     aux: str
     final: str
@@ -73,11 +81,17 @@ class Codecs(Document):
     def _only_finals_become_top_tokens(self) -> "Codecs":
         if self.aux == TOPK:
             raise ValueError("topk stands for the target's distribution at a final row; aux layers cannot be stored so")
+        if self.aux == REBUILT:
+            raise ValueError("rebuilt holds nothing; aux layers need a codec, from which the final hidden comes back")
         return self
 
 
 class CaptureSpec(Document):
-    """Everything that must agree for two units to live in one store."""
+    """Everything that must agree for two units to live in one store.
+
+    ``states`` says of every field whether it is ``stored`` or ``rebuilt`` through the target's own blocks; it is absent
+    where all are stored. With codecs of the recipe ``rebuilt`` it follows from the layers: ``rebuilt_states``.
+    """
 
     target: TargetIdentity
     aux_layers: tuple[int, ...]
@@ -85,6 +99,12 @@ class CaptureSpec(Document):
     final_norm: NormState
     state_dtype: StateDtype = "bfloat16"
     codecs: Codecs
+    states: dict[str, Kept] = Field(default_factory=dict)
+
+    @model_serializer(mode="wrap")
+    def _without_states_if_all_are_stored(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        members: dict[str, Any] = dump(self)
+        return {name: value for name, value in members.items() if name != "states" or value}
 
     @model_validator(mode="after")
     def _layers_are_ascending_and_in_range(self) -> "CaptureSpec":
@@ -99,14 +119,58 @@ class CaptureSpec(Document):
             raise ValueError(f"topk keeps {self.topk} tokens of a vocabulary of {self.target.vocab_size}")
         return self
 
+    @model_validator(mode="after")
+    def _states_can_be_rebuilt(self) -> "CaptureSpec":
+        if self.codecs.final != REBUILT:
+            if self.states:
+                raise ValueError(f"states {self.states} are rebuilt, but the codec of the final hidden is stored")
+            return self
+        if (reason := not_rebuildable(self.aux_layers, self.target.num_layers)) is not None:
+            raise ValueError(reason)
+        states = self.states or rebuilt_states(self.aux_layers, self.final)
+        lowest = [name for name in self.aux_fields if states.get(name) == "rebuilt"]
+        if sorted(states) != sorted(self.fields) or lowest not in ([], self.aux_fields[:1]) or lowest == self.aux_fields:
+            raise ValueError(f"states {states} are not the fields {self.fields} with at most the lowest layer rebuilt")
+        # A frozen model is complete only behind its validators.
+        object.__setattr__(self, "states", {name: states[name] for name in self.fields})
+        return self
+
+    def with_codecs(self, codecs: Codecs) -> "CaptureSpec":
+        """The same states under other codecs; pydantic's ValidationError where they do not allow it."""
+        return CaptureSpec.model_validate({**dict(self), "codecs": codecs, "states": {}})
+
     @property
     def aux_fields(self) -> list[str]:
         """Array names of the aux layers, ascending: ``["layer_1", "layer_15", "layer_28"]``."""
         return [field_name(layer) for layer in self.aux_layers]
 
     @property
+    def stored_layers(self) -> tuple[int, ...]:
+        """The aux layers that lie on disk, ascending."""
+        return tuple(layer for layer in self.aux_layers if self.states.get(field_name(layer)) != "rebuilt")
+
+    @property
+    def rebuilds_final(self) -> bool:
+        """Whether the final hidden comes back from the top aux layer instead of from disk."""
+        return self.final != "none" and self.codecs.final == REBUILT
+
+    @property
+    def stores_final(self) -> bool:
+        """Whether the final hidden itself lies on disk."""
+        return self.holds_final_hidden and not self.rebuilds_final
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The decoder blocks of the target that rebuilding runs, ascending; none where all states are stored."""
+        if not self.states:
+            return ()
+        lowest = self.aux_layers[0] + 1 if self.aux_layers[0] not in self.stored_layers else 0
+        first = self.aux_layers[-1] + 1 if self.rebuilds_final else self.target.num_layers
+        return (*range(lowest), *range(max(lowest, first), self.target.num_layers))
+
+    @property
     def holds_final_hidden(self) -> bool:
-        """Whether the final hidden itself is held, at the rows ``final`` names."""
+        """Whether the final hidden itself can be read, at the rows ``final`` names."""
         return self.final != "none" and self.codecs.final != TOPK
 
     @property
@@ -126,8 +190,29 @@ class CaptureSpec(Document):
 
     @property
     def fields(self) -> list[str]:
-        """Array names of everything captured, what stands at the final rows last."""
+        """Names of everything captured, what stands at the final rows last."""
         return self.aux_fields + ([FINAL] if self.final != "none" else [])
+
+
+def rebuilt_states(aux_layers: Sequence[int], final: FinalMode) -> dict[str, Kept]:
+    """What the recipe ``rebuilt`` keeps of each field: not the final hidden, nor the lowest aux layer where others are
+    above it and no more than ``MOST_BLOCKS`` blocks lie before it."""
+    states: dict[str, Kept] = {field_name(layer): "stored" for layer in aux_layers}
+    if len(aux_layers) > 1 and aux_layers[0] < MOST_BLOCKS:
+        states[field_name(aux_layers[0])] = "rebuilt"
+    return states | ({} if final == "none" else {FINAL: "rebuilt"})
+
+
+def not_rebuildable(aux_layers: Sequence[int], num_layers: int) -> str | None:
+    """Why the recipe ``rebuilt`` does not go with these layers; None where it does."""
+    after = num_layers - 1 - aux_layers[-1] if aux_layers else num_layers
+    if after <= MOST_BLOCKS:
+        return None
+    top = f"the top aux layer is {aux_layers[-1]}" if aux_layers else "there is no aux layer"
+    return (
+        f"the final hidden comes back from the top aux layer through at most {MOST_BLOCKS} blocks, and {top} of "
+        f"{num_layers}: {after} blocks lie behind it"
+    )
 
 
 def topk_of(hidden_size: int) -> int:

@@ -17,7 +17,7 @@ from hiddenstore.segments import CONTAINERS, default_container
 from hiddenstore.segments.base import Container, unit_tokens
 from hiddenstore.store import Store
 from hiddenstore.targets.folder import TargetFolder
-from schemas.capture import TOPK, CaptureSpec, Codecs, FinalMode
+from schemas.capture import REBUILT, TOPK, CaptureSpec, Codecs, FinalMode, not_rebuildable
 from schemas.prepared import PreparedData
 
 # Token ids, mask and row positions of one token.
@@ -68,7 +68,12 @@ def make_plan(
     container = container or default_container(fs)
     capture = _capture(folder, choice, codecs)
     listed = {name: get_recipe(name) for name in RECIPES} | {recipe_name(codecs): codecs}
-    usable = {name: item for name, item in listed.items() if not (choice.reads_final and item.final == TOPK)}
+    usable = {
+        name: item
+        for name, item in listed.items()
+        if not (choice.reads_final and item.final == TOPK)
+        and not (item.final == REBUILT and not_rebuildable(choice.aux_layers, folder.num_layers))
+    }
     rows = sorted(
         (_estimate(info, capture, *item, CONTAINERS[container]) for item in usable.items()),
         key=lambda row: -row.bytes_stored,
@@ -112,9 +117,9 @@ def _capture(folder: TargetFolder, choice: LayerChoice, codecs: Codecs) -> Captu
 
 
 def _estimate(info: PreparedData, capture: CaptureSpec, recipe: str, codecs: Codecs, container: Container) -> Estimate:
-    capture = capture.model_copy(update={"codecs": codecs})
+    capture = capture.with_codecs(codecs)
     aux, final = get_layout(codecs.aux), get_layout(codecs.final)
-    layers, width = len(capture.aux_layers), capture.target.hidden_size
+    layers, width = len(capture.stored_layers), capture.target.hidden_size
     rows = final_rows(info, capture.final)
     bits = info.tokens * layers * aux.row_bits(width) + rows * final.row_bits(width)
     stored = int(bits / 8) + info.tokens * BYTES_BESIDE_STATES

@@ -283,14 +283,15 @@ def read_back(store: Store, commit: CommitRecord, records: Sequence[Record]) -> 
         return
     capture, reader = store.capture, store.open_unit(commit)
     exact_aux = get_codec(capture.codecs.aux).exact
-    exact_final = capture.holds_final_hidden and get_codec(capture.codecs.final).exact
+    exact_final = capture.stores_final and get_codec(capture.codecs.final).exact
+    slots = [capture.aux_layers.index(layer) for layer in capture.stored_layers]
     written = {record.sample.id: record for record in records}
     counts = Counter(entry.id for entry in commit.samples)
     for index, entry in enumerate(commit.samples):
         stored, expected = reader.read(index), written.get(entry.id)
         if expected is None or counts[entry.id] > 1:
             continue
-        same = not exact_aux or _equal(stored.aux, expected.aux)
+        same = not exact_aux or _equal(stored.aux, expected.aux[slots])
         if not same or (exact_final and not _equal(stored.final, expected.final)):
             raise CorruptionError(
                 f"{store.path}/{commit.segment} does not give back sample {entry.id} as it was written",

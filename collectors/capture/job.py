@@ -20,6 +20,7 @@ from collectors.capture.estimate import final_rows, shortage
 from collectors.capture.options import AUTO, CollectOptions, engine_options, require_data_fits, resolve_recipe
 from collectors.checks.capture import CheckSpec, RejectBudget, check_unit
 from collectors.checks.crosscheck import CrossCheck
+from collectors.checks.rebuilt import require_rebuilt
 from collectors.checks.reference import open_reference, parse_check, profile_target, typical_norms
 from collectors.checks.stored import compare_with_store, engine_states
 from collectors.engines import Captured, CaptureEngine, CaptureRequest, open_engine
@@ -36,13 +37,14 @@ from hiddenstore.fs import open_filesystem
 from hiddenstore.index.publish import IndexWriter
 from hiddenstore.inputs import PreparedInput, RegisteredInput, Unit
 from hiddenstore.inspect.advise import Extent, advise, smaller_line, table_lines, trials, verdict, write_advice
-from hiddenstore.inspect.facts import raw_bytes_per_token
+from hiddenstore.inspect.facts import raw_bytes_per_token, stored_bytes
 from hiddenstore.layout import commit_path, parse_commit
 from hiddenstore.process import Drain, Rank
 from hiddenstore.records import Record, Sample, final_row_positions
 from hiddenstore.segments import default_container
 from hiddenstore.segments.base import unit_tokens
 from hiddenstore.store import Store
+from hiddenstore.targets.blocks import block_files
 from hiddenstore.targets.calibration import Slice, slice_tokens, take_slice, write_slice
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.identity import CHECKPOINT
@@ -124,13 +126,13 @@ def open_store(
         return create(capture)
     codecs = _stored_codecs(options.store)
     if codecs is not None:
-        return create(capture.model_copy(update={"codecs": codecs}))
+        return create(capture.with_codecs(codecs))
     container = options.container or default_container(open_filesystem(options.store))
     first, advice = calibrate(prepared, engine, check, capture, container, stop)
     for line in (*table_lines(advice, raw_bytes_per_token(capture)), verdict(advice), smaller_line(advice)):
         if line is not None:
             note(line)
-    advised = capture.model_copy(update={"codecs": get_recipe(advice.chosen)})
+    advised = capture.with_codecs(get_recipe(advice.chosen))
     try:
         store = create(advised)
     except ConflictError:
@@ -138,7 +140,7 @@ def open_store(
         codecs = _stored_codecs(options.store)
         if codecs in (None, advised.codecs):
             raise
-        store = create(capture.model_copy(update={"codecs": codecs}))
+        store = create(capture.with_codecs(codecs))
     write_advice(store.fs, advice)
     write_slice(store.fs, first, capture)
     return store
@@ -185,6 +187,8 @@ def calibrate(
 def new_store(location: str | Path, container: Container | None, target: EngineTarget, capture: CaptureSpec) -> Store:
     """The store for a capture of a target, made or found; raises as ``create_store``."""
     recipe, files = recipe_name(capture.codecs), target.target_files()
+    if capture.blocks:
+        files |= block_files(target.folder, capture.blocks, capture.target.dtype)
     return create_store(location, capture, target.head.spec, recipe, files, container)
 
 
@@ -250,6 +254,11 @@ class CollectReport:
         progress.update(done, samples=self.samples, rejects=self.rejects.total(), **more)
 
     @property
+    def bytes_in_all(self) -> dict[str, int]:
+        """What the whole store takes now: ``stored_bytes``."""
+        return stored_bytes(Store.open(self.store, strict=False))
+
+    @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
@@ -278,7 +287,7 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
     folder = replace(folder, runs_elsewhere=options.server is not None)
     require_data_fits(prepared.info, folder)
     choice = choose_layers(options.layers, options.final, folder.num_layers)
-    recipe, parity = resolve_recipe(options.recipe, choice), parse_check(options.check)
+    recipe, parity = resolve_recipe(options.recipe, choice, folder.num_layers), parse_check(options.check)
     say_once(choice.explained)
     settings = engine_options(options, choice, prepared.info.longest, rank)
     with closing(open_engine(options.engine, EngineTarget(folder, options.dtype), settings)) as engine:
@@ -421,6 +430,7 @@ class CollectJob:
         records = [record for record in records_of(states, capture.final) if record.sample.id not in refused]
         # The slice comes from the first unit, whoever captures it and however often; once written it stays.
         if unit.index == 0 and (first := take_slice(records, capture)) is not None:
+            require_rebuilt(self.store, first, [record.sample for record in records])
             write_slice(self.store.fs, first, capture)
         records = [with_top_tokens(record, head, capture) for record in records]
         pending = self._pending[unit.name]

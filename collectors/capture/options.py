@@ -14,6 +14,7 @@ from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPES, get_recipe, reci
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.fs import is_address
 from hiddenstore.process import Rank
+from hiddenstore.targets.blocks import require_rebuildable
 from hiddenstore.targets.folder import TargetFolder
 from hiddenstore.targets.identity import tokenizer_differences
 from schemas.capture import TOPK, FinalMode
@@ -62,11 +63,12 @@ class CollectOptions:
         return replace(self, **absolute)
 
 
-def resolve_recipe(recipe: str, choice: LayerChoice) -> str:
+def resolve_recipe(recipe: str, choice: LayerChoice, num_layers: int) -> str:
     """The recipe's own name, of the default for ``auto``.
 
     Raises:
-        ConfigError: ``final-unfit``: a drafter reads the final hidden, the recipe stores top tokens; as ``get_recipe``.
+        ConfigError: ``final-unfit``: a drafter reads the final hidden, the recipe stores top tokens; as ``get_recipe``
+            and ``require_rebuildable``.
     """
     codecs = get_recipe(DEFAULT_RECIPE if recipe == AUTO else recipe)
     if codecs.final == TOPK and choice.reads_final:
@@ -75,6 +77,7 @@ def resolve_recipe(recipe: str, choice: LayerChoice) -> str:
             kind=Kind.FINAL_UNFIT,
             hint=f"--recipe {recipe_name(codecs.model_copy(update={'final': RECIPES[DEFAULT_RECIPE][1]}))}",
         )
+    require_rebuildable(codecs, choice.aux_layers, num_layers)
     return recipe_name(codecs)
 
 

@@ -81,6 +81,7 @@ def job_document(report: "CollectReport") -> dict[str, Any]:
     """What every job that fills a store says for ``--json``."""
     names = ("store", "units", "samples", "tokens", "bytes_stored")
     return {name: getattr(report, name) for name in names} | {
+        **{name: number for name, number in report.bytes_in_all.items() if name != "bytes_stored"},
         "rejects": dict(report.rejects),
         "units_before": report.resumed_units,
         "units_pending": report.pending_units,
@@ -100,6 +101,7 @@ def job_lines(report: "CollectReport", rate: str = "") -> list[tuple[str, str]]:
         ("samples", f"{report.samples:,}"),
         ("tokens", f"{report.tokens:,}{rate}"),
         ("written", f"{size(report.bytes_stored)}{per_token}"),
+        ("on disk", f"{size(report.bytes_in_all['bytes_on_disk'])} in all, with target and calibration"),
         ("rejects", counts(report.rejects)),
     ]
 

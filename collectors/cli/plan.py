@@ -47,7 +47,7 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
     folder = open_target(target, options["revision"], None if template is None else read_template(template))
     require_data_fits(info, folder)
     choice = choose_layers(options["layers"], options["final"], folder.num_layers)
-    recipe = resolve_recipe(options["recipe"], choice)
+    recipe = resolve_recipe(options["recipe"], choice, folder.num_layers)
     needs = make_plan(info, folder, choice, recipe, options["out"], options["rate"], options["container"])
     document = {
         "samples": info.samples,

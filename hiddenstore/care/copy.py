@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from hiddenstore import layout
+from hiddenstore.care.copy_blocks import bundled_blocks
 from hiddenstore.care.copy_unit import CopyUnit, copy_codes, copy_decoded, copy_verbatim, stores_by_sample
 from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.base import CodeLayout
@@ -29,12 +30,13 @@ from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest
 from hiddenstore.inspect.samples import Test
 from hiddenstore.segments import default_container
 from hiddenstore.store import Store
+from hiddenstore.targets.blocks import BLOCKS_FILE, require_rebuildable
 from hiddenstore.targets.calibration import copy_slice
 from hiddenstore.targets.identity import CHECKPOINT, cast_hint, unstated_digests
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
 from hiddenstore.verify.same_target import share_profile, target_differences, unstated_warning
 from hiddenstore.writer import PendingUnit, capture_differences, create_store, pending_units, register_input
-from schemas.capture import STATED, TOPK, Codecs
+from schemas.capture import REBUILT, STATED, TOPK, Codecs
 from schemas.manifest import CommitRecord, Container, SampleEntry
 from schemas.prepared import PreparedData
 
@@ -52,7 +54,12 @@ def check_sources(sources: Sequence[Store], location: str | Path | Filesystem, s
     first, others, warnings = sources[0], [*sources[1:]], list[str]()
     with suppress(NotFoundError):
         others.append(Store.open(location, strict=False))
-    may_differ = ("capture.codecs.", "container:", *([f"capture.target.{CHECKPOINT}:"] if same_target else []))
+    may_differ = (
+        "capture.codecs.",
+        "capture.states.",
+        "container:",
+        *([f"capture.target.{CHECKPOINT}:"] if same_target else []),
+    )
     for one, other in combinations([first, *others], 2):
         differences = capture_differences(one.manifest, other.manifest)
         lines = [line for line in differences if not line.startswith(may_differ)]
@@ -70,22 +77,29 @@ def check_sources(sources: Sequence[Store], location: str | Path | Filesystem, s
 
 
 def open_destination(
-    sources: Sequence[Store], location: str | Path | Filesystem, recipe: str | None, container: Container | None
+    sources: Sequence[Store],
+    location: str | Path | Filesystem,
+    recipe: str | None,
+    container: Container | None,
+    target: str | None = None,
 ) -> Store:
     """Create the store of a copy, or open the one there; None keeps its recipe or container, else the first source's.
-    A new one on object storage gets ``default_container``.
+    A new one on object storage gets ``default_container``. ``target`` names the checkpoint whose blocks rebuild states.
 
     Raises:
         ConflictError: ``store-mismatch``.
-        ConfigError: ``name-unknown``, ``codec-unknown``, ``final-unfit``.
+        ConfigError: ``name-unknown``, ``codec-unknown``, ``final-unfit``, ``blocks-unsupported``.
+        FormatError: ``target-mismatch``: ``target`` is another than the store's.
     """
     first = sources[0]
-    manifest, target, fs = first.manifest, first.capture.target, open_filesystem(location)
+    manifest, identity, fs = first.manifest, first.capture.target, open_filesystem(location)
+    bundles = [*sources]
     kept = default_container(fs) if fs.prefers_few_files else manifest.container
     # What is made says of all its states only what every source says; whether they are of one target was judged before.
     stated: Mapping[str, Any] = dict.fromkeys(unstated_digests(*(source.capture.target for source in sources)))
     with suppress(NotFoundError):
-        manifest = Store.open(fs, strict=False).manifest
+        bundles.append(Store.open(fs, strict=False))
+        manifest = bundles[-1].manifest
         kept = manifest.container
         stated = {field: getattr(manifest.capture.target, field) for field in STATED}
     if recipe is None:
@@ -94,8 +108,10 @@ def open_destination(
         codecs = get_recipe(recipe)
         recipe = recipe_name(codecs)
     _require_finals(sources, codecs)
-    capture = first.capture.model_copy(update={"codecs": codecs, "target": target.model_copy(update=stated)})
-    files = {entry.path: first.target_file(entry.path) for entry in first.manifest.target_files}
+    require_rebuildable(codecs, first.capture.aux_layers, identity.num_layers)
+    capture = first.capture.with_codecs(codecs).model_copy(update={"target": identity.model_copy(update=stated)})
+    files = {e.path: first.target_file(e.path) for e in first.manifest.target_files if e.path != BLOCKS_FILE}
+    files |= bundled_blocks(bundles, capture, target)
     return create_store(fs, capture, first.manifest.head, recipe, files, container or kept)
 
 
@@ -144,6 +160,11 @@ def rounding_notes(sources: Sequence[Store], destination: Store, recoding_equal:
 def _rounding(old: CodeLayout, new: CodeLayout) -> str | None:
     if TOPK in (old.name, new.name):
         return None if old.name == new.name else "keeps the target's top tokens; the hidden cannot be brought back"
+    if old.name == new.name == REBUILT:
+        return None
+    if REBUILT in (old.name, new.name):
+        way = "comes back through the target's last blocks when it is read"
+        return way if new.name == REBUILT else "keeps what the target's last blocks made of the decoded top layer"
     if not old.exact:
         return f"keeps the error of {old.name}; it does not bring bf16 back" if new.exact else "rounds a second time"
     return None if new.exact else "rounds once"
@@ -290,7 +311,10 @@ class Copy:
 
     def keeps_codes(self, unit: CopyUnit) -> bool:
         """Whether nothing of a unit is decoded: it stays one unit, and its codecs are those of the destination."""
-        return unit.origin is not None and unit.origin[0].capture.codecs == self.destination.capture.codecs
+        if unit.origin is None:
+            return False
+        source, destination = unit.origin[0].capture, self.destination.capture
+        return (source.codecs, source.states) == (destination.codecs, destination.states)
 
 
 @dataclass
@@ -311,11 +335,12 @@ def open_copy(
     keep: Test | None = None,
     container: Container | None = None,
     same_target: bool = False,
+    target: str | None = None,
 ) -> Copy:
     """Create (or open) the destination, register what it will hold, and list the units it lacks.
 
     ``recipe`` and ``container`` None keep those of the destination when it exists, else those of the first source;
-    ``same_target`` as in ``check_sources``.
+    ``same_target`` as in ``check_sources``, ``target`` as in ``open_destination``.
 
     Raises:
         ConflictError: ``store-mismatch``, sources or destination hold another capture (codecs and container aside);
@@ -327,7 +352,7 @@ def open_copy(
     warnings = check_sources(sources, location, same_target)
     if keep is not None and not any(keep(record, entry) for source in sources for record, entry in source.entries):
         raise ConfigError("no sample of the sources passes the filter", kind=Kind.SELECTION_EMPTY)
-    destination = open_destination(sources, location, recipe, container)
+    destination = open_destination(sources, location, recipe, container, target)
     bring_calibration(sources, destination)
     if keep is None:
         units, present, unavailable = _units_as_cut(sources, destination)

@@ -91,7 +91,7 @@ def copy_decoded(
         source, commit = unit.origin
         # By index, not by id: another unit of the source may hold the same id, captured in another batch.
         reader = source.open_unit(commit) if commit.samples else None
-        records = [reader.read(number) for number in range(len(commit.samples))] if reader is not None else []
+        records = [source.read_unit(reader, n) for n in range(len(commit.samples))] if reader is not None else []
         rejects = commit.rejects
     else:
         records = [index[sample_id].read(sample_id) for sample_id in unit.samples]

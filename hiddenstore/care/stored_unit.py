@@ -15,6 +15,7 @@ from hiddenstore.segments.base import EncodedUnit, FieldGroup, groups_of, small_
 from hiddenstore.segments.encode import layer_stats, with_raw_rows
 from hiddenstore.store import Store
 from schemas.capture import FINAL, CaptureSpec
+from schemas.layers import field_name
 from schemas.manifest import CommitRecord, LayerStats, SampleEntry
 
 
@@ -116,8 +117,8 @@ def _entries(samples: Sequence[SampleEntry]) -> list[SampleEntry]:
 
 
 def _stats(capture: CaptureSpec, aux: EncodedLayers, final: EncodedLayers) -> dict[str, LayerStats]:
-    groups = [(capture.aux_fields, aux, capture.codecs.aux)]
-    if capture.holds_final_hidden:
+    groups = [([field_name(layer) for layer in capture.stored_layers], aux, capture.codecs.aux)]
+    if capture.stores_final:
         groups.append(([FINAL], final, capture.codecs.final))
     stats: dict[str, LayerStats] = {}
     for fields, encoded, codec in groups:

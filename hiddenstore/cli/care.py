@@ -173,6 +173,7 @@ def _indented(text: str) -> None:
 @click.option("--container", type=click.Choice(tuple(CONTAINERS)), help="Default: as DST, else as the first SRC.")
 @click.option("--where", multiple=True, metavar="TEST", help="Only samples with tokens>4096, supervised>0, …")
 @click.option("--split", type=click.Choice(["train", "validation"]), help="Only samples of this split.")
+@click.option("--target", metavar="T", help="With --recipe rebuilt: the checkpoint whose blocks rebuild states.")
 @same_target_option
 @common_options
 def copy(
@@ -182,6 +183,7 @@ def copy(
     container: "Container | None",
     where: tuple[str, ...],
     split: str | None,
+    target: str | None,
     same_target: bool,
 ) -> None:
     """Merge, subset, re-encode or repack: bring the samples of every SRC store into the store DST.
@@ -193,7 +195,8 @@ def copy(
     keep = parse_where(where, split) if where or split else None
     from hiddenstore.care.copy import open_copy
 
-    opened = open_copy([open_store(source) for source in sources], destination, recipe, keep, container, same_target)
+    stores = [open_store(source) for source in sources]
+    opened = open_copy(stores, destination, recipe, keep, container, same_target, target)
     out = output()
     for note in opened.notes:
         out.warn(note)

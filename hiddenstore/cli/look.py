@@ -13,7 +13,8 @@ from hiddenstore.cli.words import STORE, open_store, split_snapshot
 from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, amount, bar, clean, count, number, percent, plural, size, spark
-from schemas.capture import TOPK
+from schemas.capture import REBUILT, TOPK
+from schemas.layers import field_name
 
 _DIGEST_SHOWN = 12
 _ROLE_STYLES = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
@@ -79,12 +80,16 @@ def _target_line(target: Mapping[str, Any]) -> str:
 
 def _captured_line(document: Mapping[str, Any]) -> str:
     """``layers 1, 15, 28 + final (pre-norm, supervised rows)``, or what stands in for the final hidden."""
-    layers = ", ".join("embeddings" if k == -1 else str(k) for k in document["layers"])
+    rebuilt = [name for name, kept in document["states"].items() if kept == "rebuilt"]
+    words = (("embeddings" if k == -1 else str(k), field_name(k) in rebuilt) for k in document["layers"])
+    layers = ", ".join(f"{word} (rebuilt)" if is_rebuilt else word for word, is_rebuilt in words)
     rows = {"supervised": "rows around supervised spans", "all": "every token"}.get(document["final"], "")
     if document["final"] == "none":
         final = "no final"
     elif document["codecs"]["final"] == TOPK:
         final = f"the target's top tokens in place of the final hidden ({rows})"
+    elif document["codecs"]["final"] == REBUILT:
+        final = f"final rebuilt from layer {document['layers'][-1]} ({rows})"
     else:
         final = f"final ({document['final_norm'].replace('_', '-')}, {rows})"
     return f"{'layers ' + layers if layers else 'no aux layers'} + {final}"
@@ -114,7 +119,10 @@ def _size_line(document: Mapping[str, Any]) -> str:
     if not stored:
         return "0 B"
     per_token = f"{size(stored / document['tokens'])} per token" if document["tokens"] else ""
-    return f"{size(stored)}   from {size(raw)} as bf16 ({raw / stored:.2f}×)   {per_token}"
+    beside = {"target": document["bytes_target"], "calibration": document["bytes_calibration"]}
+    more = ", ".join(f"{name} {size(number)}" for name, number in beside.items() if number)
+    on_disk = f"{size(document['bytes_on_disk'])} on disk" + (f" with {more}" if more else "")
+    return f"{size(stored)}   from {size(raw)} as bf16 ({raw / stored:.2f}×)   {per_token}   {on_disk}"
 
 
 def _advice_lines(advice: Mapping[str, Any]) -> str:

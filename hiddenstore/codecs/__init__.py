@@ -18,9 +18,12 @@ _STATES = {
 }
 _GROUP = "hiddenstore.codecs"
 CODECS: "Registry[Codec]" = Registry("codec", _GROUP, {**_STATES}, "hiddenstore.codecs.base:Codec")
-# What may stand at the final rows: states in any codec, or the target's top tokens.
+# What may stand at the final rows: states in any codec, the target's top tokens, or nothing that is not rebuilt.
 LAYOUTS: "Registry[CodeLayout]" = Registry(
-    "codec", _GROUP, {**_STATES, "topk": "hiddenstore.codecs.topk:TOPK_CODEC"}, "hiddenstore.codecs.base:CodeLayout"
+    "codec",
+    _GROUP,
+    {**_STATES, "topk": "hiddenstore.codecs.topk:TOPK_CODEC", "rebuilt": "hiddenstore.codecs.nothing:NOTHING"},
+    "hiddenstore.codecs.base:CodeLayout",
 )
 
 

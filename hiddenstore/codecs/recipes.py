@@ -16,6 +16,7 @@ RECIPES: dict[str, tuple[str, str]] = {
     "safe": ("q8", "q8"),
     "compact": ("q4", "q8"),
     "tiny": ("q4", "topk"),
+    "rebuilt": ("q4", "rebuilt"),
 }
 DEFAULT_RECIPE = "safe"
 RECIPE_HELP = f"{', '.join(RECIPES)}; per field: aux=q4,final=q8"

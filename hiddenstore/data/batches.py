@@ -13,10 +13,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hiddenstore.data.order import BatchPlan, Order, global_batches
 from hiddenstore.data.packed import PackedBatch
 from hiddenstore.data.read import DecodedFiller, EncodedFiller, Job, Prefetch, SampleSlot
+from hiddenstore.data.rebuilt import complete
 from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import ConfigError, ConflictError, Kind
 from hiddenstore.index.table import SPLITS, Ids
 from hiddenstore.targets.identity import target_argument
+from hiddenstore.targets.rebuild import layers_to_read
 from schemas.manifest import Split
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ class GlobalBatch:
 
     packs: this rank's, possibly none; cursor: the position after this batch; samples and all_sample_ids: those of every
     rank together, in the global order; wait_s: seconds the consumer waited for this batch, the
-    start of its copies to the device included.
+    start of its copies to the device and the blocks of a store of rebuilt states included.
     """
 
     packs: list[PackedBatch]
@@ -186,8 +188,9 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         self._reached = self._start
         device = torch.device(self.device)
         filler = (DecodedFiller if device.type == "cpu" else EncodedFiller)(
-            self.store, self._layers, self._final, self.view
+            self.store, layers_to_read(self.store.capture, self._layers, self._final), self._final, self.view
         )
+        rebuilder = self.store.rebuilder(device)
         prefetch = Prefetch[_JobKey](filler, self.prefetch_bytes, self.threads, pinned=torch.cuda.is_available())
         jobs = prefetch.run(self._jobs())
         try:
@@ -197,6 +200,8 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                 if job is None:
                     return
                 key, packs = job[0], [pack.to(device) for pack in job[1]]
+                if rebuilder is not None:
+                    packs = [complete(pack, rebuilder, self._layers, self._final) for pack in packs]
                 # The memory of what was read is free for others once it has moved.
                 del job
                 wait_s = time.perf_counter() - begun

@@ -139,8 +139,8 @@ class EncodedPack:
     """A pack as it is stored: what crosses to the device is a half or a quarter of the decoded bytes.
 
     tensors: ``input_ids`` … ``final_rows`` as in ``PackedBatch``; aux_codes [L, T, C] and final_codes [1, R, C] of
-    their codecs' types (no first axis where the final is not read); small: per sample the small arrays of its aux and
-    of its final; rows and final_rows: where each sample lies.
+    their codecs' types (no first axis where the final is not read, or not stored); small: per sample the small arrays
+    of its aux and of its final; rows and final_rows: where each sample lies.
     """
 
     tensors: dict[str, Tensor]

@@ -91,20 +91,22 @@ class Filler(Protocol):
 
 
 class DecodedFiller:
-    """Packs decoded on the CPU, straight into their memory. ``final`` says whether final rows are read."""
+    """Packs of the stored ``layers`` decoded on the CPU, straight into their memory; ``final``: with their final rows,
+    whose states are left out where they are rebuilt."""
 
     def __init__(self, store: "Store", layers: Sequence[int], final: bool, view: SampleView = WHOLE) -> None:
         capture = store.capture
         self._store, self._layers, self._final, self._view = store, tuple(layers), final, view
         self._width = capture.target.hidden_size
         self._topk = capture.topk if final and capture.holds_topk else 0
+        self._stores_final = not self._topk and not capture.rebuilds_final
 
     def members(self, slots: Sequence[SampleSlot]) -> Members:
         T, R = sum(slot.tokens for slot in slots), sum(slot.final_rows for slot in slots)
         members = {
             **_token_members(T, R),
             "aux": ((len(self._layers), T, self._width), torch.bfloat16),
-            "final": ((0 if self._topk else R, self._width), torch.bfloat16),
+            "final": ((R if self._stores_final else 0, self._width), torch.bfloat16),
         }
         if self._topk:
             members["ids"] = ((R, self._topk), torch.int64)
@@ -122,16 +124,17 @@ class DecodedFiller:
         assert isinstance(pack, PackedBatch)
         aux, final = pack.aux[:, sample.rows], None
         if self._final:
-            final = pack.final if self._topk else pack.final[sample.final_rows]
+            final = pack.final[sample.final_rows] if self._stores_final else pack.final
+        reader, index = self._store.reader_of(sample.slot.id)
         if sample.slot.tokens == self._view.max_tokens:
-            record = self._view.cut(self._store.read(sample.slot.id, self._layers, self._final))
+            record = self._view.cut(reader.read(index, self._layers, self._final))
             tokens, final_rows = record.sample.tokens, len(record.final_rows)
             _require(sample.slot, (tokens, record.aux.shape[1], final_rows, final_rows))
             aux.copy_(record.aux)
-            if final is not None and not self._topk:
+            if final is not None and self._stores_final:
                 final.copy_(record.final)
         else:
-            record = self._store.read_into(sample.slot.id, aux, final, self._layers)
+            record = reader.read_into(index, aux, final, self._layers)
         rows = len(record.final_rows) if record.topk is None else record.topk.rows
         _require(sample.slot, (record.sample.tokens, record.aux.shape[1], rows, len(record.final_rows)))
         if pack.topk is not None:
@@ -150,12 +153,13 @@ class EncodedFiller:
         capture = store.capture
         self._store, self._layers, self._final, self._view = store, tuple(layers), final, view
         self._width, self._codecs = capture.target.hidden_size, capture.codecs
+        self._stores_rows = not capture.rebuilds_final
 
     def members(self, slots: Sequence[SampleSlot]) -> Members:
         T, R = sum(slot.tokens for slot in slots), sum(slot.final_rows for slot in slots)
         aux, final = get_layout(self._codecs.aux), get_layout(self._codecs.final)
         aux_shape = (len(self._layers), T, aux.code_columns(self._width))
-        final_shape = (int(self._final), R, final.code_columns(self._width))
+        final_shape = (int(self._final and self._stores_rows), R, final.code_columns(self._width))
         return {
             **_token_members(T, R),
             "aux_codes": (aux_shape, getattr(torch, aux.code_dtype)),

@@ -31,7 +31,7 @@ from hiddenstore.store import Store
 from hiddenstore.targets.calibration import Slice, read_slice, take_slice
 from hiddenstore.targets.head import HeadBundle
 from schemas.advice import Advice, AdviceRow, PairedRow
-from schemas.capture import FINAL, TOPK, CaptureSpec, Codecs, NormState
+from schemas.capture import FINAL, REBUILT, TOPK, CaptureSpec, Codecs, NormState
 
 FP8 = "fp8-per-token"
 """A peer's format, measured beside the recipes and never chosen."""
@@ -307,6 +307,7 @@ def _candidates(capture: CaptureSpec) -> dict[str, tuple[str, str]]:
     """Recipes that this capture can be stored in, codecs that other packages add, then the peer's format."""
     has_top_tokens = capture.aux_layers and capture.final != "none" and capture.target.vocab_size >= capture.topk
     recipes = {name: codecs for name, codecs in RECIPES.items() if codecs[1] != TOPK or has_top_tokens}
+    del recipes[REBUILT]
     added = {recipe_name(Codecs(aux=name, final=name)): (name, name) for name in CODECS.packages}
     return {**recipes, **added, FP8: (FP8, FP8)}
 
@@ -404,7 +405,7 @@ class _Bench:
         return final[torch.isfinite(final).all(dim=1)]
 
     def _capture_with(self, aux: str, final: str) -> CaptureSpec:
-        return self.capture.model_copy(update={"codecs": Codecs(aux=aux, final=final)})
+        return self.capture.with_codecs(Codecs(aux=aux, final=final))
 
     def _bytes_beside_states(self, aux: str, final: str) -> float:
         """Bytes per token of ids, mask, positions of final rows, and what the container adds."""

@@ -18,7 +18,8 @@ from hiddenstore.documents import load
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.table import SPLITS, SampleTable
 from schemas.advice import Advice
-from schemas.capture import CaptureSpec
+from schemas.capture import FINAL, CaptureSpec
+from schemas.layers import field_name
 from schemas.manifest import CommitRecord, LayerStats
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 BYTES_PER_VALUE = 2
 HISTOGRAM_BINS = 12
 _QUANTILES = (0.5, 0.95)
+_DOCUMENTS = (layout.INPUTS_DIR, layout.COMMITS_DIR, layout.SNAPSHOTS_DIR, layout.ADVICE_DIR, layout.INDEX_DIR)
 
 
 def info(store: "Store") -> dict[str, Any]:
@@ -56,10 +58,11 @@ def info(store: "Store") -> dict[str, Any]:
         "snapshots": [name.removesuffix(".json") for name in store.fs.list(layout.SNAPSHOTS_DIR)],
         "duplicates": store.duplicates,
         "damaged_commits": [error.message for error in store.damaged],
-        "bytes_stored": store.totals["bytes_stored"],
+        **stored_bytes(store),
         "bytes_raw": tokens * raw_bytes_per_token(capture),
         "recipe": store.manifest.recipe,
         "codecs": capture.codecs.model_dump(),
+        "states": capture.states or dict.fromkeys(capture.fields, "stored"),
         "layers": list(capture.aux_layers),
         "final": capture.final,
         "final_norm": capture.final_norm,
@@ -72,6 +75,19 @@ def info(store: "Store") -> dict[str, Any]:
         "rejects_by_reason": dict(rejects.most_common()),
         "advice": _advice(store),
     }
+
+
+def stored_bytes(store: "Store") -> dict[str, int]:
+    """``bytes_stored`` of committed segments, ``bytes_target`` of the target's files, ``bytes_calibration`` of all in
+    that folder, and ``bytes_on_disk``: these, the documents and the inputs, without what no record names."""
+    names = [layout.STORE_JSON, *(f"{folder}/{name}" for folder in _DOCUMENTS for name in store.fs.list(folder))]
+    calibration = (f"{layout.CALIBRATION_DIR}/{name}" for name in store.fs.list(layout.CALIBRATION_DIR))
+    sizes = {
+        "bytes_stored": store.totals["bytes_stored"],
+        "bytes_target": sum(file.size for file in store.manifest.target_files),
+        "bytes_calibration": sum(store.fs.size(path) or 0 for path in calibration),
+    }
+    return sizes | {"bytes_on_disk": sum(sizes.values()) + sum(store.fs.size(name) or 0 for name in names)}
 
 
 def _advice(store: "Store") -> dict[str, Any] | None:
@@ -131,7 +147,8 @@ def length_summary(lengths: np.ndarray) -> dict[str, Any]:
 def stats(store: "Store") -> dict[str, Any]:
     """Counts and lengths per split, norms per layer over all commits, bytes per field, rejects."""
     table, sizes, rejects = store.catalog.table, _Sizes(store), Counter[str]()
-    layers: dict[str, list[LayerStats]] = {field: [] for field in store.capture.state_fields}
+    stored = [*map(field_name, store.capture.stored_layers), *([FINAL] if store.capture.stores_final else [])]
+    layers: dict[str, list[LayerStats]] = {field: [] for field in stored}
     for record in store.commits():
         sizes.add(record)
         rejects.update(reject.reason for reject in record.rejects)

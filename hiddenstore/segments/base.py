@@ -26,7 +26,7 @@ from hiddenstore.codecs.base import (
     select_small,
 )
 from hiddenstore.fs.seam import Filesystem
-from schemas import FINAL, FORMAT_VERSION, CaptureSpec, CommitRecord, FileEntry, LayerStats, SampleEntry
+from schemas import FINAL, FORMAT_VERSION, CaptureSpec, CommitRecord, FileEntry, LayerStats, SampleEntry, field_name
 
 AUX = "aux"
 INPUT_IDS = "input_ids"
@@ -79,10 +79,11 @@ class FieldGroup:
 
 
 def groups_of(capture: CaptureSpec) -> tuple[FieldGroup, FieldGroup]:
-    """The aux layers, ascending; then the final hidden or the top tokens in its place, or no field."""
+    """The stored aux layers, ascending; then the final hidden or the top tokens in its place, or no field."""
+    finals = (FINAL,) if capture.stores_final or capture.holds_topk else ()
     return (
-        FieldGroup(AUX, tuple(capture.aux_fields), get_layout(capture.codecs.aux)),
-        FieldGroup(FINAL, (FINAL,) if capture.final != "none" else (), get_layout(capture.codecs.final)),
+        FieldGroup(AUX, tuple(map(field_name, capture.stored_layers)), get_layout(capture.codecs.aux)),
+        FieldGroup(FINAL, finals, get_layout(capture.codecs.final)),
     )
 
 
@@ -101,7 +102,7 @@ def small_of_rows(small: Mapping[str, np.ndarray], group: FieldGroup, rows: rang
 def unit_tokens(capture: CaptureSpec) -> int:
     """Token budget of a unit: 32,768, less where their encoded states would exceed 512 MB."""
     width = capture.target.hidden_size
-    bits = len(capture.aux_layers) * get_layout(capture.codecs.aux).nominal_bits
+    bits = len(capture.stored_layers) * get_layout(capture.codecs.aux).nominal_bits
     if capture.final != "none":
         bits += get_layout(capture.codecs.final).nominal_bits
     return max(1, min(inputs.UNIT_TOKENS, int(inputs.UNIT_BYTES * 8 / (bits * width))))
@@ -169,7 +170,7 @@ def unit_attributes(unit: str, capture: CaptureSpec) -> dict[str, object]:
     return {
         "format": FORMAT_VERSION,
         "unit": unit,
-        "layers": list(capture.aux_layers),
+        "layers": list(capture.stored_layers),
         "final": capture.final,
         "final_norm": capture.final_norm,
         "hs_dtype": capture.state_dtype,

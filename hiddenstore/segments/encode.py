@@ -17,7 +17,7 @@ from hiddenstore.codecs.base import RAW_INDEX, EncodedLayers
 from hiddenstore.codecs.topk import pack_rows
 from hiddenstore.records import Record
 from hiddenstore.segments.base import EncodedUnit
-from schemas import FINAL, CaptureSpec, LayerStats, SampleEntry
+from schemas import FINAL, CaptureSpec, LayerStats, SampleEntry, field_name
 
 _Encoder = Callable[[Iterable[Sequence[Tensor]]], EncodedLayers]
 
@@ -43,14 +43,16 @@ def encode_records(
         _check_record(record, capture)
     stats: dict[str, LayerStats] = {}
     width = capture.target.hidden_size
-    layers = ([record.aux[k] for record in records] for k in range(len(capture.aux_layers)))
+    slots = [capture.aux_layers.index(layer) for layer in capture.stored_layers]
+    layers = ([record.aux[k] for record in records] for k in slots)
     shared = ({}, {}) if joins is None else (joins.aux.small, joins.final.small)
-    aux = _encode(_encoder(capture.codecs.aux, shared[0]), capture.aux_fields, layers, width, stats)
+    names = [field_name(layer) for layer in capture.stored_layers]
+    aux = _encode(_encoder(capture.codecs.aux, shared[0]), names, layers, width, stats)
     final = EncodedLayers([])
     if capture.holds_topk:
         packed = pack_rows([record.topk for record in records if record.topk is not None], capture.topk)
         final = EncodedLayers([[codes] for codes in packed.codes])
-    elif capture.final != "none":
+    elif capture.stores_final:
         rows = [record.final for record in records]
         final = _encode(_encoder(capture.codecs.final, shared[1]), [FINAL], [rows], width, stats)
     return EncodedUnit(

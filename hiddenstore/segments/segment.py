@@ -82,25 +82,25 @@ class SegmentReader:
     def final_rows(self, index: int) -> np.ndarray:
         """The token positions of the ``index``-th sample's final rows: int32 [r], ascending."""
         with self._named(self.record.samples[index]):
-            return self._final_rows(index, self._finals(True))
+            return self._final_rows(index, True)
 
     def read(self, index: int, layers: Sequence[int] | None = None, final: bool = True) -> Record:
-        """One sample with its states decoded: aux bf16 [L, t, D] in the order of ``layers`` (default: all held).
+        """One sample with its states decoded: aux bf16 [L, t, D] in the order of ``layers`` (default: all stored).
 
         With ``final`` False, or in a store without it, final is [0, D] and final_rows [0]. A store of top tokens gives
-        them as ``topk``, and final is [0, D].
+        them as ``topk``, and final is [0, D], as it is where it is rebuilt: ``hiddenstore.targets.rebuild``.
         """
         entry = self.record.samples[index]
         width = self.capture.target.hidden_size
-        rows = entry.final_rows if self.capture.holds_final_hidden else 0
-        depth = len(self.capture.aux_layers if layers is None else layers)
+        rows = entry.final_rows if self.capture.stores_final else 0
+        depth = len(self.capture.stored_layers if layers is None else layers)
         aux = fresh((depth, entry.tokens, width), torch.bfloat16)
         return self.read_into(index, aux, fresh((rows, width), torch.bfloat16) if final else None, layers)
 
     def read_into(self, index: int, aux: Tensor, final: Tensor | None, layers: Sequence[int] | None = None) -> Record:
         """The same record decoded into aux bf16 [L, t, D] and final bf16 [r, D], each layer contiguous.
 
-        Without ``final`` the record has no final rows. For a store of top tokens it is [0, D].
+        Without ``final`` the record has no final rows. Where no final hidden is stored it is [0, D].
         """
         positions, finals = self._positions(layers), self._finals(final is not None)
         hidden = aux.new_empty((0, aux.shape[-1])) if final is None else final
@@ -110,9 +110,9 @@ class SegmentReader:
             self._unit.decode(self._aux, index, positions, aux)
             if finals and self.capture.holds_topk:
                 topk = unpack_rows(self._final_codes(index, finals))
-            else:
+            elif finals:
                 self._unit.decode(self._final, index, finals, hidden[None])
-            return Record(sample, aux, hidden, self._final_rows(index, finals), topk)
+            return Record(sample, aux, hidden, self._final_rows(index, final is not None), topk)
 
     def read_encoded(
         self,
@@ -133,22 +133,27 @@ class SegmentReader:
             return (
                 self._unit.encoded(self._aux, index, self._positions(layers), aux_out),
                 self._final_codes(index, finals, final_out),
-                self._final_rows(index, finals),
+                self._final_rows(index, final),
             )
 
     def _positions(self, layers: Sequence[int] | None) -> list[int]:
-        stored = self.capture.aux_layers
-        missing = [layer for layer in layers or () if layer not in stored]
-        if missing:
-            raise ConfigError(f"layers {missing} are not held, only {list(stored)}", kind=Kind.LAYER_MISSING)
+        stored = self.capture.stored_layers
+        self.require_layers(layers or (), stored)
         return list(range(len(stored))) if layers is None else [stored.index(layer) for layer in layers]
 
+    def require_layers(self, layers: Sequence[int], held: Sequence[int] | None = None) -> None:
+        """Refuse layers that are not ``held`` (None: stored or rebuilt): ConfigError ``layer-missing``."""
+        held = self.capture.aux_layers if held is None else held
+        missing = [layer for layer in layers if layer not in held]
+        if missing:
+            raise ConfigError(f"layers {missing} are not held, only {list(held)}", kind=Kind.LAYER_MISSING)
+
     def _finals(self, final: bool) -> list[int]:
-        """Positions in the group of what stands at the final rows: one or none."""
+        """Positions in the group of what is stored at the final rows: one or none."""
         return list(range(len(self._final.fields))) if final else []
 
-    def _final_rows(self, index: int, finals: Sequence[int]) -> np.ndarray:
-        if not finals:
+    def _final_rows(self, index: int, final: bool) -> np.ndarray:
+        if not final or self.capture.final == "none":
             return np.zeros(0, dtype=np.int32)
         entry, final_rows = self.record.samples[index], self._unit.plain(FINAL_ROWS, index)
         self._require(FINAL_ROWS, entry, rows_fault(final_rows, entry.tokens))

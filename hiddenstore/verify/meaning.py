@@ -19,6 +19,7 @@ from hiddenstore.records import Record
 from hiddenstore.store import Store
 from hiddenstore.verify.probes import LOGIT_ROWS, Matching, combined, unigram_nats
 from hiddenstore.verify.profile import PROFILE_PATH, LayerProfile, read_profile
+from hiddenstore.verify.rebuilt import can_rebuild
 from hiddenstore.verify.report import Begin, Finding, Report
 from hiddenstore.verify.survey import Survey
 from hiddenstore.verify.target import RETOKENISED_SHARE, load_head, load_tokenizer, retokenised_share
@@ -64,6 +65,8 @@ def check_meaning(store: Store, report: Report, share: float | None, begin: Begi
     if not len(store):
         return
     share = affordable_share(store) if share is None else share
+    if not can_rebuild(store, report):
+        return
     report.sample_share = share
     head = load_head(store, report)
     tokenizer = load_tokenizer(store, report)

@@ -174,7 +174,9 @@ class Survey:
         self.profiled.add(name)
         distances = match_layer(profile, field.states[rows.tolist()], indices)
         codecs = self.capture.codecs
-        floor = get_codec(codecs.final if name == FINAL else codecs.aux).same_layer
+        # What is rebuilt has the error of the layer it comes from.
+        stored = name == FINAL and not self.capture.rebuilds_final
+        floor = get_codec(codecs.final if stored else codecs.aux).same_layer
         best, distance = min(distances, key=distances.__getitem__), distances[declared]
         if distance <= floor:
             return

@@ -1,0 +1,248 @@
+"""The decoder blocks that bring states back: which they are, read from a checkpoint, and run as transformers has them.
+
+Blocks run one sample at a time, so that neither its neighbours in a pack nor the pack's padding change a bit of it.
+
+Shapes: T tokens of a sample, D target width.
+"""
+
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from hiddenstore.errors import ConfigError, CorruptionError, Kind
+from hiddenstore.targets.checkpoint import damage, damaged, file_of_tensor, unreadable
+from hiddenstore.targets.folder import TargetFolder, first_line
+from schemas.capture import REBUILT, Codecs, not_rebuildable
+
+BLOCKS_FILE = "blocks.safetensors"
+MOST_BYTES = 4_000_000_000
+"""Of all blocks together: those that are refused above it would cost a trainer more memory than its drafter."""
+
+_SHARED = {
+    "num_kv_shared_layers": "its blocks share keys and values",
+    "hidden_size_per_layer_input": "its blocks read embeddings of their own (per-layer embeddings)",
+}
+
+
+def require_plain_blocks(config: Any) -> None:
+    """Refuse a text config whose blocks read more than the states before them: ConfigError ``blocks-unsupported``."""
+    for member, reason in _SHARED.items():
+        if getattr(config, member, None):
+            raise _unsupported(config.model_type, f"{reason}: {member} is {getattr(config, member)}")
+
+
+def require_rebuildable(codecs: Codecs, aux_layers: Sequence[int], num_layers: int) -> None:
+    """Refuse codecs of rebuilt states for layers that do not reach near enough: ConfigError ``blocks-unsupported``."""
+    if codecs.final == REBUILT and (reason := not_rebuildable(aux_layers, num_layers)) is not None:
+        raise ConfigError(
+            f"recipe rebuilt does not go with these layers: {reason}",
+            kind=Kind.BLOCKS_UNSUPPORTED,
+            hint="--recipe compact; or collect with --layers eagle3, whose top layer is near enough",
+        )
+
+
+def block_files(folder: TargetFolder, layers: Sequence[int], dtype: str) -> dict[str, bytes]:
+    """What the bundle of a store keeps so that ``layers`` can run: ``blocks.safetensors``, in the target's ``dtype``.
+
+    Raises:
+        ConfigError: ``blocks-unsupported``; ``target-unreadable``, ``target-incomplete``, ``target-damaged``.
+    """
+    require_plain_blocks(folder.config)
+    if folder.quantised:
+        raise _unsupported(folder.config.model_type, "its checkpoint is quantised")
+    _, blocks, _ = _empty(folder.config)
+    files, wanted = file_of_tensor(folder), getattr(torch, dtype)
+    shapes = {
+        f"{layer}.{name}": tensor.shape for layer in layers for name, tensor in blocks[layer].state_dict().items()
+    }
+    size = sum(shape.numel() for shape in shapes.values()) * wanted.itemsize
+    if size > MOST_BYTES:
+        raise _unsupported(
+            folder.config.model_type,
+            f"blocks {_listed(layers)} take {size / 1e9:.1f} GB, more than the {MOST_BYTES / 1e9:.0f} GB that a store "
+            "keeps and a trainer loads",
+        )
+    names = {name: _stored_name(folder, files, name) for name in shapes}
+    tensors = {name: _read(folder, files, names[name]).to(wanted).contiguous() for name in shapes}
+    for name, shape in shapes.items():
+        if tensors[name].shape != shape:
+            found = list(tensors[name].shape)
+            raise _unsupported(folder.config.model_type, f"{names[name]} is {found}, expected {list(shape)}")
+    return {BLOCKS_FILE: bytes(save_tensors(tensors))} if tensors else {}
+
+
+class TargetBlocks:
+    """Some decoder blocks of a target on one device; safe to use from many threads, one of which runs at a time."""
+
+    def __init__(self, config: Any, weights: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
+        """``config``: the text config; ``weights``: tensors named ``<layer>.<name in the block>``.
+
+        Raises:
+            ConfigError: ``blocks-unsupported``: this transformers cannot build them.
+            CorruptionError: ``head-corrupt``: the weights are not those of the config.
+        """
+        require_plain_blocks(config)
+        self._backbone, blocks, _ = _empty(config)
+        self._blocks, self._lock = blocks, threading.Lock()
+        self.device = torch.device(device)
+        self.layers = tuple(sorted({int(name.partition(".")[0]) for name in weights}))
+        for layer in self.layers:
+            start = f"{layer}."
+            state = {name.removeprefix(start): t for name, t in weights.items() if name.startswith(start)}
+            try:
+                blocks[layer].load_state_dict(state, assign=True)
+            except (RuntimeError, IndexError) as error:
+                message = f"target/{BLOCKS_FILE} does not fit target/config.json: {first_line(error)}"
+                raise CorruptionError(message, kind=Kind.HEAD_CORRUPT, path=f"target/{BLOCKS_FILE}") from error
+            blocks[layer].to(self.device).eval().requires_grad_(False)
+        _build_rotary(self._backbone, config, self.device)
+        self._dtype = next(iter(weights.values())).dtype if weights else torch.bfloat16
+
+    @classmethod
+    def from_bytes(cls, config: bytes, data: bytes | None, device: torch.device | str = "cpu") -> "TargetBlocks":
+        """Of the bytes of a bundle's ``config.json`` and ``blocks.safetensors``; raises as the constructor."""
+        try:
+            weights = {} if data is None else load_tensors(data)
+        except SafetensorError as error:
+            message = f"target/{BLOCKS_FILE} is no safetensors file: {error}"
+            raise CorruptionError(message, kind=Kind.HEAD_CORRUPT, path=f"target/{BLOCKS_FILE}") from error
+        return cls(text_config(config), weights, device)
+
+    @torch.no_grad()
+    def run(self, states: Tensor, first: int, stop: int) -> Tensor:
+        """What blocks ``first`` … ``stop`` - 1 make of the states before them: bf16 [T, D] on the same device."""
+        if first == stop or not len(states):
+            return states
+        with self._lock, _Detour(self._blocks, first, stop, states[None].to(self.device, self._dtype)) as detour:
+            try:
+                with torch.autocast(self.device.type, enabled=False):
+                    self._backbone(inputs_embeds=detour.states, use_cache=False)
+            except _ArrivedError as arrived:
+                return arrived.states[0].to(states.device, torch.bfloat16)
+        raise AssertionError("the last block did not run")
+
+
+def text_config(data: bytes) -> Any:
+    """The text config in the bytes of a ``config.json``; ConfigError ``blocks-unsupported``: transformers lacks it."""
+    from transformers import AutoConfig
+
+    members = json.loads(data)
+    model_type = members.pop("model_type", "unnamed")
+    try:
+        return AutoConfig.for_model(model_type, **members).get_text_config(decoder=True)
+    except Exception as error:  # a config may hold anything, and transformers computes with it
+        raise _unsupported(model_type, first_line(error)) from error
+
+
+class _ArrivedError(Exception):
+    """Ends a forward behind the last block wanted: what follows has no weights here."""
+
+    def __init__(self, states: Tensor) -> None:
+        super().__init__()
+        self.states = states
+
+
+class _Detour:
+    """Sends ``states`` [1, T, D] into block ``first`` whatever the backbone made before it, and out behind the last."""
+
+    def __init__(self, blocks: nn.ModuleList, first: int, stop: int, states: Tensor) -> None:
+        self._blocks, self._first, self._stop = blocks, first, stop
+        self.states = states
+
+    def __enter__(self) -> "_Detour":
+        for block in self._blocks[: self._first]:
+            # The module stays: backbones read attributes of it, such as its kind of attention.
+            block.forward = lambda hidden_states, *args, **kwargs: hidden_states
+        self._handles = [
+            self._blocks[self._first].register_forward_pre_hook(self._inject, with_kwargs=True),
+            self._blocks[self._stop - 1].register_forward_hook(self._arrive),
+        ]
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for block in self._blocks[: self._first]:
+            del block.forward
+
+    def _inject(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self.states, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.states}
+
+    def _arrive(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        raise _ArrivedError(output[0] if isinstance(output, tuple) else output)
+
+
+def _empty(config: Any) -> tuple[nn.Module, nn.ModuleList, str]:
+    """A backbone without weights, its decoder blocks, and where they are in it."""
+    from transformers import AutoModel
+
+    try:
+        with torch.device("meta"):
+            backbone = AutoModel.from_config(config)
+    except Exception as error:  # as in ``text_config``
+        raise _unsupported(config.model_type, first_line(error)) from error
+    lists = [(name, module) for name, module in backbone.named_modules() if isinstance(module, nn.ModuleList)]
+    for name, module in lists:
+        if "." not in name and len(module) == config.num_hidden_layers:
+            return backbone, module, name
+    raise _unsupported(config.model_type, f"it has no list of {config.num_hidden_layers} decoder blocks")
+
+
+def _build_rotary(backbone: nn.Module, config: Any, device: torch.device) -> None:
+    """Modules that hold no weights but computed buffers, which a model of empty tensors lacks, are made again."""
+    for name, module in list(backbone.named_children()):
+        if "rotary" in type(module).__name__.lower():
+            try:
+                setattr(backbone, name, type(module)(config).to(device))
+            except Exception as error:  # as in ``text_config``
+                raise _unsupported(config.model_type, f"{type(module).__name__}: {first_line(error)}") from error
+
+
+def _stored_name(folder: TargetFolder, files: Mapping[str, str], name: str) -> str:
+    """What the checkpoint calls ``<layer>.<name>``: under whatever its text model lies."""
+    ending = re.compile(rf"(^|\.)(layers|h|blocks)\.{re.escape(name)}$")
+    names = [stored for stored in files if ending.search(stored) and not _BESIDE.search(stored)]
+    if len(names) != 1:
+        raise _unsupported(
+            folder.config.model_type,
+            f"its checkpoint has {len(names) or 'no'} tensors layers.{name}"
+            + (f", {', '.join(names[:2])}" if names else "; its blocks are stored in another form than they run"),
+        )
+    return names[0]
+
+
+_BESIDE = re.compile(r"(^|\.)(mtp|\w*(vision|visual|audio|image|speech)\w*)\.")
+
+
+def _read(folder: TargetFolder, files: Mapping[str, str], name: str) -> Tensor:
+    path = folder.file(files[name])
+    if path is None:
+        raise damaged(folder, files[name], "is named by the index and is not there")
+    try:
+        with safe_open(path, framework="pt") as handle:
+            tensor: Tensor = handle.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise damage(folder) or unreadable(folder, f"cannot be read: {path.name}: {error}") from error
+    return tensor
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return ", ".join(str(layer) for layer in layers)
+
+
+def _unsupported(model_type: str, detail: str) -> ConfigError:
+    return ConfigError(
+        f"states of a {model_type} target cannot be rebuilt: {detail}",
+        kind=Kind.BLOCKS_UNSUPPORTED,
+        hint="--recipe compact, which stores every layer",
+    )
