@@ -15,11 +15,29 @@ MAX_TOKENS = 1 << 31
 
 
 class FileEntry(Document):
-    """One file of a segment or of ``target/``: path relative to its folder, size in bytes, sha256 of the bytes."""
+    """One file of a segment or of ``target/``: path relative to its folder, size in bytes, and either the sha256 of the
+    bytes or, of shards and tars, ``tree``: the sha256 over the crc32c of every 2^20 bytes."""
 
     path: str
     size: int = Field(ge=0)
-    sha256: str
+    sha256: str | None = None
+    tree: str | None = None
+
+    @model_validator(mode="after")
+    def _has_one_digest(self) -> "FileEntry":
+        if (self.sha256 is None) == (self.tree is None):
+            raise ValueError(f"{self.path} names not exactly one of sha256 and tree")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_the_other(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        members: dict[str, Any] = dump(self)
+        return {name: value for name, value in members.items() if value is not None}
+
+    @property
+    def digest(self) -> str:
+        """The one that is named."""
+        return self.sha256 or self.tree or ""
 
 
 class Package(Document):

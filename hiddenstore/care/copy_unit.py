@@ -1,12 +1,12 @@
 """Bringing one unit into another store: its files, its codes in another container, or its samples encoded again."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hiddenstore import layout
 from hiddenstore.care.stored_unit import stored_unit
 from hiddenstore.codecs.topk import with_top_tokens
+from hiddenstore.digests import digest_for, mismatch
 from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
@@ -54,7 +54,7 @@ def _copy_file(
     source: Store, path: str, destination: Store, new_path: str, entry: FileEntry, record: CommitRecord
 ) -> None:
     size = source.fs.size(path)
-    digest = hashlib.sha256()
+    digest, fault = digest_for(entry), f"{entry.size:,} bytes expected, {size or 0:,} found"
     if size == entry.size:
         writer = destination.fs.create(new_path)
         try:
@@ -66,10 +66,10 @@ def _copy_file(
         except BaseException:
             writer.abort()
             raise
-    if size != entry.size or digest.hexdigest() != entry.sha256:
-        reason = f"{entry.size:,} bytes expected, {size or 0:,} found" if size != entry.size else "its sha256 differs"
+        fault = mismatch(entry, digest) or ""
+    if fault:
         raise CorruptionError(
-            f"{source.path}/{path} is damaged: {reason}; {len(record.samples)} samples cannot be copied",
+            f"{source.path}/{path} is damaged: {fault}; {len(record.samples)} samples cannot be copied",
             kind=Kind.FILE_CORRUPT,
             path=path,
             samples=tuple(sample.id for sample in record.samples),

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
-import google_crc32c
+from awscrt.checksums import crc32c
 
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.fs.objects import ObjectFilesystem, is_address
@@ -137,7 +137,7 @@ def _length(number: int, size: int) -> int:
 
 
 def _crc(block: bytes) -> bytes:
-    return int(google_crc32c.value(block)).to_bytes(_CRC_BYTES, "little")
+    return crc32c(block).to_bytes(_CRC_BYTES, "little")
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[list[int]]:

@@ -214,7 +214,7 @@ def schema_differences(a: "Store", b: "Store") -> list[dict[str, Any]]:
 
 def _settings(store: "Store") -> dict[str, Any]:
     settings = dict(_flat(store.manifest.model_dump(mode="json", exclude={"target_files", "packages"})))
-    return settings | {f"target/{file.path}": file.sha256 for file in store.manifest.target_files}
+    return settings | {f"target/{file.path}": file.digest for file in store.manifest.target_files}
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -74,19 +74,32 @@ def row_norms(states: Tensor) -> tuple[np.ndarray, float]:
         return np.zeros(0), 0.0
     tokens, width = states.shape
     step = max(1, _STATS_ELEMENTS // max(1, width)) if states.device.type == "cpu" else max(1, tokens)
-    norms, peaks = torch.empty(tokens, device=states.device), torch.empty(tokens, device=states.device)
+    norms, peak = torch.empty(tokens, device=states.device), 0.0
     scratch = torch.empty((min(step, tokens), width), device=states.device)
-    for start in range(0, tokens, step):
-        rows = slice(start, start + step)
-        block = scratch[: len(states[rows])].copy_(states[rows])
-        torch.linalg.vector_norm(block, dim=1, out=norms[rows])
-        torch.maximum(block.amax(dim=1), block.amin(dim=1).neg_(), out=peaks[rows])
-    finite = torch.isfinite(peaks)
-    for row in torch.nonzero(finite & ~torch.isfinite(norms)).flatten().tolist():
+    for rows, block in zip(norms.split(step), states.split(step), strict=True):
+        torch.linalg.vector_norm(scratch[: len(block)].copy_(block), dim=1, out=rows)
+        peak = max(peak, _peak(block))
+    suspects = torch.nonzero(~torch.isfinite(norms)).flatten()
+    is_finite = torch.isfinite(states[suspects]).all(dim=1)
+    for row in suspects[is_finite].tolist():
         # The squares of float32 overflow above 1.8e19; the norm itself does too above 3.4e38.
         norms[row] = min(float(states[row].double().norm()), float(np.finfo(np.float32).max))
-    rms = norms[finite].cpu().numpy().astype(np.float64) / width**0.5
-    return rms, float(peaks[finite].max()) if len(rms) else 0.0
+    finite = torch.isfinite(norms)
+    if not bool(is_finite.all()):
+        peak = _peak(states[finite])
+    return norms[finite].cpu().numpy().astype(np.float64) / width**0.5, peak
+
+
+def _peak(block: Tensor) -> float:
+    """Largest |value| of bfloat16 [n, D], on a CPU by its bits: those of negative numbers are the largest uint16."""
+    if not block.numel():
+        return 0.0
+    if block.device.type != "cpu":
+        return float(torch.maximum(block.amax(), block.amin().neg_()))
+    values = block.view(torch.int16).numpy()
+    unsigned = int(values.view(np.uint16).max())
+    bits = max(int(values.max()), unsigned & 0x7FFF if unsigned >> 15 else 0)
+    return float(np.array(bits << 16, dtype=np.uint32).view(np.float32))
 
 
 def layer_stats(blocks: Sequence[Tensor]) -> LayerStats:

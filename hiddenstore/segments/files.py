@@ -1,11 +1,10 @@
 """The files of one segment: written with their digest, read after a check against the commit record."""
 
-import hashlib
 from collections import deque
 
-import google_crc32c
-import numpy as np
+from awscrt.checksums import combine_crc32c
 
+from hiddenstore.digests import Bytes, TreeDigest, content_mismatch
 from hiddenstore.documents import sha256_hex
 from hiddenstore.errors import CorruptionError, FormatError, Kind
 from hiddenstore.fs.seam import Filesystem
@@ -20,14 +19,8 @@ _BLOCK_BYTES = 1 << 19
 _MOST_PIECES = 1024
 
 
-def crc32c(data: bytes | memoryview | np.ndarray) -> int:
-    """Castagnoli crc of contiguous memory; releases the interpreter lock."""
-    # The C function refuses a memoryview, but takes an array over the same memory.
-    return int(google_crc32c.value(np.frombuffer(data, dtype=np.uint8) if isinstance(data, memoryview) else data))
-
-
 class HashedFile:
-    """A new file whose size and sha256 are known when it closes; removed when the block ends before that.
+    """A new file whose size and tree are known when it closes; removed when the block ends before that.
 
     Pieces are hashed at once and reach the disk many in one call: their memory must not change until ``close``.
     """
@@ -37,7 +30,7 @@ class HashedFile:
         self._path = path
         self._size = self._pending_bytes = 0
         self._pending: deque[memoryview] = deque()
-        self._digest = hashlib.sha256()
+        self._digest = TreeDigest()
         self._is_closed = False
 
     def __enter__(self) -> "HashedFile":
@@ -47,19 +40,23 @@ class HashedFile:
         if not self._is_closed:
             self._file.abort()
 
-    def write(self, *pieces: bytes | memoryview) -> None:
-        """Append pieces of bytes."""
+    def write(self, *pieces: Bytes) -> int:
+        """Append pieces of bytes; the crc32c of all of them."""
+        whole = 0
         for piece in pieces:
-            self._digest.update(piece)
+            size = len(piece)
+            crc = self._digest.update(piece)
+            whole = combine_crc32c(whole, crc, size) if whole else crc
             self._pending.append(memoryview(piece))
-            self._pending_bytes += len(piece)
+            self._pending_bytes += size
         self._flush(self._pending_bytes // _BLOCK_BYTES * _BLOCK_BYTES)
+        return whole
 
     def close(self) -> FileEntry:
         self._flush(self._pending_bytes)
         self._file.close()
         self._is_closed = True
-        return FileEntry(path=self._path, size=self._size, sha256=self._digest.hexdigest())
+        return FileEntry(path=self._path, size=self._size, tree=self._digest.hexdigest())
 
     def _flush(self, size: int) -> None:
         """The first ``size`` pending bytes go to the disk."""
@@ -77,11 +74,16 @@ class HashedFile:
         self._size += size
 
 
-def write_bytes(fs: Filesystem, folder: str, path: str, *pieces: bytes | memoryview) -> FileEntry:
-    """One whole new file, fsynced."""
-    with HashedFile(fs, folder, path) as file:
-        file.write(*pieces)
-        return file.close()
+def write_bytes(fs: Filesystem, folder: str, path: str, data: bytes) -> FileEntry:
+    """One whole new file, fsynced, with its sha256."""
+    file = fs.create(f"{folder}/{path}")
+    try:
+        file.write(data)
+        file.close()
+    except BaseException:
+        file.abort()
+        raise
+    return FileEntry(path=path, size=len(data), sha256=sha256_hex(data))
 
 
 class SegmentFiles:
@@ -100,11 +102,11 @@ class SegmentFiles:
         return entry
 
     def read(self, path: str) -> bytes:
-        """A whole file, after a check of its sha256."""
+        """A whole file, after a check of its digest."""
         entry = self.entry(path)
         data = self.fs.read(f"{self.path}/{path}")
-        if sha256_hex(data) != entry.sha256:
-            raise self.damaged(path, Kind.FILE_CORRUPT, "its sha256 is not the one the commit record names")
+        if fault := content_mismatch(entry, data):
+            raise self.damaged(path, Kind.FILE_CORRUPT, f"{fault}, by its commit record")
         return data
 
     def damaged(self, path: str, kind: Kind, reason: str) -> CorruptionError:

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import google_crc32c
 import numpy as np
 import torch
+from awscrt.checksums import crc32c
 from torch import Tensor
 
 from hiddenstore.codecs import blosc_chunks
@@ -37,7 +37,7 @@ from hiddenstore.segments.base import (
     small_of_rows,
     unit_attributes,
 )
-from hiddenstore.segments.files import CHUNK_CORRUPT, HashedFile, SegmentFiles, crc32c, write_bytes
+from hiddenstore.segments.files import CHUNK_CORRUPT, HashedFile, SegmentFiles, write_bytes
 from hiddenstore.segments.values import small_fault
 from schemas import CaptureSpec, CommitRecord, FileEntry, SampleEntry
 
@@ -156,13 +156,13 @@ class _TarWriter:
             column.append(value)
 
     def _member(self, name: str, pieces: Pieces) -> tuple[int, int, int]:
-        size, crc = sum(len(piece) for piece in pieces), 0
-        for piece in pieces:
-            crc = google_crc32c.extend(crc, piece)
+        size = sum(len(piece) for piece in pieces)
         header, padding = tar_header(name, size), bytes(-size % BLOCK_BYTES)
         offset = self._offset + len(header)
         self._offset = offset + size + len(padding)
-        self._file.write(header, *(piece if isinstance(piece, bytes) else piece.data for piece in pieces), padding)
+        self._file.write(header)
+        crc = self._file.write(*(piece if isinstance(piece, bytes) else piece.data for piece in pieces))
+        self._file.write(padding)
         return offset, size, crc
 
 
@@ -306,7 +306,7 @@ class TarMembers:
             end = member.offset + member.size
         self._read_into(start, buffers)
         for member, head in ordered:
-            crc = crc32c(head) if member.body is None else google_crc32c.extend(crc32c(head), member.body)
+            crc = crc32c(head) if member.body is None else crc32c(member.body, crc32c(head))
             if crc != member.crc:
                 reason = f"member {member.name} has crc32c {crc:08x}, expected {member.crc:08x}"
                 raise self._files.damaged(TAR, member.kind, reason)

@@ -210,8 +210,8 @@ class ZarrUnit:
                     spec = self._spec(name, dtype, shape)
                     if spec.chunk_rows is not None or spec.compressed:
                         raise self._files.misfit(name, "it is not a single plain chunk")
-                    sha256 = self._files.entry(f"{name}/{spec.file_path}").sha256 if spec.size else None
-                    self._arrays[name] = read_small(self._fs, f"{self._path}/{name}", spec, sha256)
+                    entry = self._files.entry(f"{name}/{spec.file_path}") if spec.size else None
+                    self._arrays[name] = read_small(self._fs, f"{self._path}/{name}", spec, entry)
         return self._arrays[name]
 
     def _spec(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> ArraySpec:

@@ -6,33 +6,34 @@ CorruptionError that names the file.
 """
 
 from collections.abc import Iterator
-from itertools import pairwise
 
-import google_crc32c
 import numpy as np
+from awscrt.checksums import crc32c
 
 from hiddenstore.codecs import blosc_chunks
 from hiddenstore.codecs.blosc_chunks import Scratch
-from hiddenstore.documents import sha256_hex
+from hiddenstore.digests import content_mismatch
 from hiddenstore.errors import FormatError, Kind
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.segments.files import CHUNK_CORRUPT, crc32c, damaged, require_size
+from hiddenstore.segments.files import CHUNK_CORRUPT, damaged, require_size
 from hiddenstore.segments.zarr_write import ALIGNMENT, CHUNK_CRCS, CRC_BYTES, ArraySpec
+from schemas.manifest import FileEntry
 
 MAX_CHUNK_BYTES = 1 << 28
 CHECK_CHUNKS = True
 """Off, this process reads chunks without their checksums: for benchmarks that measure what checking costs."""
 
-# What a request brought is still in cache when it is checked and copied; smaller ones cost more calls.
-_REQUEST_BYTES = 1 << 21
+# What a request brought is still in a core's own cache when it is checked and copied; smaller ones cost more calls.
+_REQUEST_BYTES = 1 << 19
+_REMOTE_REQUEST_BYTES = 1 << 21
 # Without a check nothing is looked at again; a call takes at most 1,024 pieces, two a chunk of 64 KiB or more.
-_UNCHECKED_BYTES = 1 << 24
+_UNCHECKED_BYTES = 1 << 21
 # Room for the checksum of a chunk and the gap behind it.
 _TAIL_BYTES = 2 * ALIGNMENT
 
 
-def read_small(fs: Filesystem, folder: str, spec: ArraySpec, sha256: str | None = None) -> np.ndarray:
-    """The whole of a single-chunk array, its checksum and when given the sha256 of its file verified."""
+def read_small(fs: Filesystem, folder: str, spec: ArraySpec, entry: FileEntry | None = None) -> np.ndarray:
+    """The whole of a single-chunk array, its checksum and when given the digest in the entry of its file verified."""
     path = f"{folder}/{spec.file_path}"
     little = np.dtype(spec.dtype).newbyteorder("<")
     if spec.size == 0:
@@ -42,8 +43,8 @@ def read_small(fs: Filesystem, folder: str, spec: ArraySpec, sha256: str | None 
     data = np.empty(expected, dtype=np.uint8)
     fs.read_into(path, 0, data.data)
     _check_crc(fs, path, data, "its only chunk", kind=Kind.ARRAY_CORRUPT)
-    if sha256 is not None and sha256_hex(data.data) != sha256:
-        raise damaged(fs, path, Kind.ARRAY_CORRUPT, "its sha256 is not the one the commit record names")
+    if entry is not None and (fault := content_mismatch(entry, data.data)):
+        raise damaged(fs, path, Kind.ARRAY_CORRUPT, f"{fault}, by its commit record")
     array = data[:-CRC_BYTES].view(little).reshape(spec.shape)
     return array.astype(spec.dtype, copy=False)
 
@@ -64,6 +65,7 @@ class ShardReader:
         self._dtype = np.dtype(spec.dtype).newbyteorder("<")
         self._rows = spec.chunk_rows or 1
         self._row_bytes, self._chunk_bytes, self._direct = spec.row_bytes, spec.chunk_bytes, spec.direct
+        self._request_bytes = _REMOTE_REQUEST_BYTES if fs.prefers_few_files else _REQUEST_BYTES
         self._bounds: list[tuple[int, int]] | None = None
         named = spec.attributes.get(CHUNK_CRCS)
         self._crcs: list[int] = named if isinstance(named, list) else []
@@ -80,14 +82,11 @@ class ShardReader:
             return
         chunk, last = start // rows, -(-stop // rows)
         if self._direct:
-            flat = out.reshape(-1).view(np.uint8)
-            step = max(1, (_REQUEST_BYTES if CHECK_CHUNKS else _UNCHECKED_BYTES) // self._chunk_bytes)
-            for first in range(chunk, last, step):
-                self._read_direct(first, min(last, first + step), start, flat)
+            self._read_direct(chunk, last, start, out.reshape(-1).view(np.uint8))
             return
         while chunk < last:
             end = chunk + 1
-            while end < last and bounds[end][1] - bounds[chunk][0] <= _REQUEST_BYTES:
+            while end < last and bounds[end][1] - bounds[chunk][0] <= self._request_bytes:
                 end += 1
             self._read_copied(chunk, end, start, stop, out)
             chunk = end
@@ -95,7 +94,7 @@ class ShardReader:
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
         """Rows [start, stop) piece by piece: (offset from ``start``, rows [n, width] valid until the next piece)."""
         rows, row_bytes = self._rows, self._row_bytes
-        step = max(1, _REQUEST_BYTES // max(1, self._chunk_bytes)) * rows
+        step = max(1, self._request_bytes // max(1, self._chunk_bytes)) * rows
         with Scratch(min(step + rows, stop - start) * row_bytes) as buffer:
             low = start
             while low < stop:
@@ -106,37 +105,37 @@ class ShardReader:
                 low = high
 
     def _read_direct(self, chunk: int, end: int, start: int, out: np.ndarray) -> None:
-        """Chunks [chunk, end) in one request, what ``out`` uint8 wants of them straight into place; then verify them.
+        """Chunks [chunk, end), what ``out`` uint8 wants of them straight into place; each request is verified at once.
 
         ``out`` holds the rows from ``start`` on. What the first and the last chunk have outside of it goes to memory of
         this thread, and so do the checksums.
         """
-        bounds, size = self._index(), self._chunk_bytes
+        bounds, size, last = self._index(), self._chunk_bytes, end - 1
         begin = chunk * size - start * self._row_bytes
-        stop = begin + (end - chunk) * size
-        before = max(0, -begin)
-        outside = before + max(0, stop - out.size)
-        with Scratch(outside + (end - chunk) * _TAIL_BYTES, bounds[chunk][0]) as spare:
-            room, at, target = spare.data, outside, out.data
-            cuts = [slice(max(0, first), first + size) for first in range(begin, stop, size)]
-            starts = [start for start, _ in bounds[chunk:end]]
-            gaps = [after - before - size for before, after in pairwise(starts)]
-            pieces: list[memoryview] = []
-            for cut, gap in zip(cuts, [*gaps, CRC_BYTES], strict=True):
-                pieces += (target[cut], room[at : at + gap])
-                at += _TAIL_BYTES
-            if before:
-                pieces.insert(0, room[:before])
-            if outside > before:
-                pieces.insert(-1, room[before:outside])
-            self._fs.read_scatter(self._path, bounds[chunk][0], pieces)
-            if CHECK_CHUNKS:
-                crcs = [google_crc32c.value(out[cut]) for cut in cuts]
-                if before:
-                    crcs[0] = google_crc32c.extend(crc32c(spare[:before]), out[cuts[0]])
-                if outside > before:
-                    crcs[-1] = google_crc32c.extend(crcs[-1], spare[before:outside])
-                self._verify(chunk, crcs, spare[outside:].reshape(-1, _TAIL_BYTES)[:, :CRC_BYTES])
+        before, after = -begin, max(0, begin + (end - chunk) * size - out.size)
+        step = max(1, (self._request_bytes if CHECK_CHUNKS else _UNCHECKED_BYTES) // size)
+        with Scratch(before + after + step * _TAIL_BYTES, bounds[chunk][0]) as spare:
+            target, room = out.data, spare.data
+            head, tail, sums = room[:before], room[before : before + after], room[before + after :]
+            for first in range(chunk, end, step):
+                stop, at = min(end, first + step), 0
+                pieces: list[memoryview] = []
+                bodies: list[list[memoryview]] = []
+                for number in range(first, stop):
+                    place = begin + (number - chunk) * size
+                    body = [target[max(0, place) : place + size]]
+                    if place < 0:
+                        body.insert(0, head)
+                    if number == last and after:
+                        body.append(tail)
+                    gap = bounds[number + 1][0] - bounds[number][0] - size if number + 1 < stop else CRC_BYTES
+                    pieces += (*body, sums[at : at + gap])
+                    bodies.append(body)
+                    at += _TAIL_BYTES
+                self._fs.read_scatter(self._path, bounds[first][0], pieces)
+                if CHECK_CHUNKS:
+                    ends = (sums[at : at + CRC_BYTES] for at in range(0, at, _TAIL_BYTES))
+                    self._verify(first, [_crc_of(body) for body in bodies], [int.from_bytes(e, "little") for e in ends])
 
     def _read_copied(self, chunk: int, end: int, start: int, stop: int, out: np.ndarray) -> None:
         """Chunks [chunk, end) through memory of this thread: small ones and compressed ones."""
@@ -147,7 +146,7 @@ class ShardReader:
             stored = [buffer[low - first : high - first] for low, high in bounds[chunk:end]]
             if CHECK_CHUNKS:
                 crcs = [crc32c(one[:-CRC_BYTES]) for one in stored]
-                self._verify(chunk, crcs, np.stack([one[-CRC_BYTES:] for one in stored]))
+                self._verify(chunk, crcs, [int.from_bytes(one[-CRC_BYTES:], "little") for one in stored])
             if not self.spec.compressed:
                 self._copy_rows(chunk, buffer.reshape(end - chunk, -1), start, stop, out)
                 return
@@ -185,9 +184,8 @@ class ShardReader:
         except ValueError as error:
             raise damaged(self._fs, self._path, CHUNK_CORRUPT, f"chunk {index} {error}") from error
 
-    def _verify(self, chunk: int, crcs: list[int], tails: np.ndarray) -> None:
-        """The crc32c of chunks from ``chunk`` on must be those in the metadata and those behind them, uint8 [n, 4]."""
-        stored = np.ascontiguousarray(tails).view("<u4").ravel().tolist()
+    def _verify(self, chunk: int, crcs: list[int], stored: list[int]) -> None:
+        """The crc32c of chunks from ``chunk`` on must be those in the metadata and those stored behind them."""
         named = self._crcs[chunk : chunk + len(crcs)]
         if crcs == stored == named:
             return
@@ -229,6 +227,13 @@ class ShardReader:
         gaps = offsets - np.concatenate([[0], (offsets + lengths)[:-1]])
         fitting = (lengths >= smallest) & (lengths <= largest) & (gaps >= 0) & (gaps < loosest)
         return bool(fitting.all()) and int(offsets[-1] + lengths[-1]) == stop
+
+
+def _crc_of(pieces: list[memoryview]) -> int:
+    crc = 0
+    for piece in pieces:
+        crc = crc32c(piece, crc)
+    return crc
 
 
 def _check_crc(fs: Filesystem, path: str, data: np.ndarray, what: str, kind: Kind) -> None:

@@ -13,14 +13,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import google_crc32c
 import numpy as np
+from awscrt.checksums import crc32c
 
 from hiddenstore.codecs import blosc_chunks
 from hiddenstore.documents import canonical
 from hiddenstore.errors import FormatError, Kind
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.segments.files import HashedFile, crc32c, write_bytes
+from hiddenstore.segments.files import HashedFile, write_bytes
 from schemas import FileEntry
 
 METADATA = "zarr.json"
@@ -172,7 +172,7 @@ def write_array(fs: Filesystem, folder: str, name: str, spec: ArraySpec, values:
     entries = [write_bytes(fs, folder, f"{name}/{METADATA}", canonical(spec.metadata()))]
     if spec.size:
         data = values.astype(np.dtype(spec.dtype).newbyteorder("<"), copy=False).tobytes()
-        entries.append(write_bytes(fs, folder, f"{name}/{spec.file_path}", data, _crc_bytes(crc32c(data))))
+        entries.append(write_bytes(fs, folder, f"{name}/{spec.file_path}", data + _crc_bytes(crc32c(data))))
     return entries
 
 
@@ -243,15 +243,14 @@ class _Shard:
             chunk = self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts)
             bodies = [np.frombuffer(blosc_chunks.compress(chunk), dtype=np.uint8)]
         self._parts, self._filled = [], 0
-        crc, size = 0, CRC_BYTES
-        for body in bodies:
-            crc, size = google_crc32c.extend(crc, body), size + len(body)
-        gap = -self._offset % ALIGNMENT if self._spec.direct else 0
+        assert self._file is not None
+        gap, size = -self._offset % ALIGNMENT if self._spec.direct else 0, sum(map(len, bodies)) + CRC_BYTES
+        self._file.write(bytes(gap))
+        crc = self._file.write(*(body.data for body in bodies))
+        self._file.write(_crc_bytes(crc))
         self.crcs.append(crc)
         self._index.append((self._offset + gap, size))
         self._offset += gap + size
-        if self._file is not None:
-            self._file.write(bytes(gap), *(body.data for body in bodies), _crc_bytes(crc))
 
 
 def _crc_bytes(crc: int) -> bytes:

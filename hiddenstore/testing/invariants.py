@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from hiddenstore import layout
+from hiddenstore.digests import content_mismatch
 from hiddenstore.documents import sha256_hex
 from hiddenstore.errors import HiddenstoreError
 from hiddenstore.fs.seam import Filesystem, is_temporary
@@ -83,7 +84,7 @@ def _file_problems(store: Store, record: CommitRecord) -> Iterator[str]:
         size = store.fs.size(path)
         if size != file.size:
             yield f"{path}: expected {file.size} bytes, found {size}"
-        elif sha256_hex(store.fs.read(path)) != file.sha256:
+        elif content_mismatch(file, store.fs.read(path)):
             yield f"{path}: its bytes are not the ones its record names"
 
 

@@ -1,6 +1,5 @@
-"""Is every byte intact: the sha256 of every file, the crc32c of every chunk, and the samples that a damage costs."""
+"""Is every byte intact: the digest of every file, the crc32c of every chunk, and the samples that a damage costs."""
 
-import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,6 +13,7 @@ from hiddenstore import layout
 from hiddenstore.codecs.base import RAW_INDEX, Encoded
 from hiddenstore.commit import latest_names, read_commit
 from hiddenstore.damage import DAMAGE, drop_caches, require_absent, twice
+from hiddenstore.digests import digest_for, mismatch
 from hiddenstore.errors import FormatError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inspect.facts import advice_numbers, read_advice
@@ -170,7 +170,7 @@ def _digest(fs: Filesystem, folder: str, file: FileEntry, advance: Advance = lam
     path = f"{folder}/{file.path}"
     if fs.size(path) != file.size:
         return []
-    digest = hashlib.sha256()
+    digest = digest_for(file)
     try:
         for offset in range(0, file.size, BLOCK_BYTES):
             block = fs.read_range(path, offset, min(BLOCK_BYTES, file.size - offset))
@@ -178,10 +178,8 @@ def _digest(fs: Filesystem, folder: str, file: FileEntry, advance: Advance = lam
             advance(len(block))
     except DAMAGE as error:
         return [Finding.of(error, path)]
-    if digest.hexdigest() == file.sha256:
-        return []
-    detail = f"expected sha256 {file.sha256[:16]}…, found {digest.hexdigest()[:16]}…"
-    return [Finding("file-corrupt", path, (), detail)]
+    detail = mismatch(file, digest)
+    return [] if detail is None else [Finding("file-corrupt", path, (), detail)]
 
 
 def _steady(fs: Filesystem, folder: str, file: FileEntry, advance: Advance = lambda _: None) -> list[Finding]:

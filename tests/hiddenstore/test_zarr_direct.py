@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
+from google_crc32c import value as crc32c
 
 from hiddenstore.errors import CorruptionError
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.segments import zarr_read
-from hiddenstore.segments.files import crc32c
 from hiddenstore.segments.zarr_read import ShardReader
 from hiddenstore.segments.zarr_write import (
     ALIGNMENT,
