@@ -187,7 +187,7 @@ def _target_shape(store: "Store") -> Mapping[str, Any]:
 
 _DERIVED_FROM = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_theta",
-    "rope_parameters", "max_position_embeddings",
+    "rope_parameters", "max_position_embeddings", "layer_types",
 )  # fmt: skip
 
 

@@ -260,9 +260,45 @@ def draw_anchors(batch: PackedBatch, candidates: Tensor, count: int, rng_key: tu
 
 def _draw(key: str, size: int, count: int) -> np.ndarray:
     """``count`` of 0…size-1, ascending."""
+    return np.sort(_shuffled(key, size)[:count])
+
+
+def _shuffled(key: str, size: int) -> np.ndarray:
+    """0…size-1 in an order that follows from the key alone."""
     seed = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8).digest(), dtype="<u8").astype(np.uint64)
-    order = np.argsort(splitmix64(splitmix64(np.arange(size, dtype=np.uint64)) ^ seed), kind="stable")
-    return np.sort(order[:count])
+    return np.argsort(splitmix64(splitmix64(np.arange(size, dtype=np.uint64)) ^ seed), kind="stable")
+
+
+def chain_lengths(
+    batch: PackedBatch, rows: Tensor, steps: int, keep: tuple[float, float, int | None], rng_key: tuple[int, int]
+) -> Tensor:
+    """How many mask slots follow each token's own slot: int64 [T], 0…steps-1. rows int64 [R]: those that may teach.
+
+    Slot d after token t is taught by row t+1+d. In every sample, depth d keeps max(ratio^d, least) of its rows less d,
+    ``keep`` being ratio, least and the most rows that count, drawn from the tokens kept at depth d-1 whose slot d can
+    be taught (P-EAGLE's conditional drop, docs/design/015). One draw of priorities a sample serves all depths, which
+    gives the same distribution as a new one for each."""
+    document, samples = batch.document, len(batch.sample_ids)
+    at = torch.arange(document.shape[0], device=document.device)
+    taught = torch.zeros_like(document, dtype=torch.bool)
+    taught[rows] = True
+    sizes = torch.bincount(document, minlength=samples).tolist()
+    drawn = [_shuffled(f"{rng_key[0]}:{rng_key[1]}:{name}", n) for name, n in zip(batch.sample_ids, sizes, strict=True)]
+    order = torch.from_numpy(np.concatenate(drawn)).to(at) + document_starts(document)
+    ratio, least, most = keep
+    count = torch.bincount(document[rows], minlength=samples).clamp(min=0, max=most)
+    lengths, alive = torch.zeros_like(document), torch.ones_like(taught)
+    ahead, inside = following_rows(document, at, steps)
+    for depth in range(1, steps):
+        alive &= inside[:, depth] & taught[ahead[:, depth]]
+        ranked = order[alive[order]]
+        first = torch.searchsorted(document[ranked], torch.arange(samples, device=at.device))
+        place = torch.arange(len(ranked), device=at.device) - first[document[ranked]]
+        size = ((count - depth).clamp(min=0).double() * max(ratio**depth, least)).floor()
+        kept = ranked[place < size[document[ranked]]]
+        alive = torch.zeros_like(alive).index_fill_(0, kept, True)
+        lengths[kept] = depth
+    return lengths
 
 
 def label_rows(anchors: Tensor, block_size: int, document: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:

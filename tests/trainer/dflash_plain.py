@@ -20,7 +20,9 @@ def turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([z.real, z.imag], -1)
 
 
-def dense_mask(documents: list[int], anchors: list[int], block: int, window: int | None) -> Tensor:
+def dense_mask(
+    documents: list[int], anchors: list[int], block: int, window: int | None, causal: bool = False
+) -> Tensor:
     """bool [N*B, T + N*B], entry by entry."""
     tokens, slots = len(documents), len(anchors) * block
     mask = torch.zeros(slots, tokens + slots, dtype=torch.bool)
@@ -31,7 +33,7 @@ def dense_mask(documents: list[int], anchors: list[int], block: int, window: int
             mask[row, key] = key < anchor and documents[key] == documents[anchor] and near
         for key in range(slots):
             near = window is None or abs(row % block - key % block) < window
-            mask[row, tokens + key] = row // block == key // block and near
+            mask[row, tokens + key] = row // block == key // block and near and not (causal and key > row)
     return mask
 
 
@@ -41,7 +43,7 @@ def plain_states(
     """States after the final norm of every slot [N, B, D].
 
     w: checkpoint names. table: embeddings [V, D]. pack: ids, positions, document. aux [L, T, D]. how: block, mask_id,
-    heads, kv_heads, eps, theta, layers, window.
+    heads, kv_heads, eps, theta, and of each layer window and whether it is causal (sights).
     """
     block, eps, heads, kv_heads = how["block"], how["eps"], how["heads"], how["kv_heads"]
     context = normalised(torch.cat(list(aux), -1) @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
@@ -49,8 +51,8 @@ def plain_states(
     own = torch.tensor([pack["positions"][a] + k for a in anchors for k in range(block)])
     everywhere = torch.cat([torch.tensor(pack["positions"]), own])
     x = table[torch.tensor(ids)].to(context.dtype)
-    mask = dense_mask(pack["document"], anchors, block, how["window"])
-    for i in range(how["layers"]):
+    for i, (window, causal) in enumerate(how["sights"]):
+        mask = dense_mask(pack["document"], anchors, block, window, causal)
         p = f"layers.{i}."
         h = normalised(x, w[p + "input_layernorm.weight"], eps)
         seen = torch.cat([context, h])

@@ -76,6 +76,13 @@ def eagle3(config: Mapping[str, Any], later_norm: str, has_d2t: bool = True) -> 
     return found
 
 
+def peagle(config: Mapping[str, Any]) -> Shapes:
+    ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert config["mask_token_id"] == config["ptd_token_id"] == config["pard_token"]
+    # It is viewed as one row, whatever shape the file has.
+    return eagle3(config, "input_layernorm") | {"mask_hidden": [1, 1, len(ids) * config["hidden_size"]]}
+
+
 def dflash(config: Mapping[str, Any]) -> Shapes:
     width, e = config["hidden_size"], config["head_dim"]
     found: Shapes = {
@@ -133,6 +140,7 @@ LOADERS: dict[tuple[str, str], Loader] = {
         frozenset({"embed_tokens.weight"}),
         frozenset({"t2d"}),
     ),
+    ("vllm", "peagle"): Loader(peagle, midlayer_is_layer_0, frozenset({"embed_tokens.weight"}), frozenset({"t2d"})),
     ("vllm", "dflash"): Loader(vllm_dflash, shared=frozenset({"lm_head.weight"}), passed_over=frozenset({"t2d"})),
     ("vllm", "medusa"): Loader(vllm_medusa, passed_over=frozenset({"d2t", "t2d"})),
     ("sglang", "eagle1"): Loader(lambda c: eagle1(c, fc_bias=True), shared=frozenset({"embed_tokens.weight"})),

@@ -84,7 +84,8 @@ def plain(case: Case, anchors: list[int]) -> Tensor:
     c = case.model.config
     how = {
         "block": c.block_size, "mask_id": c.mask_token_id, "heads": c.num_heads, "kv_heads": c.num_kv_heads,
-        "eps": c.rms_norm_eps, "theta": c.rope_theta, "layers": c.num_layers, "window": c.sliding_window,
+        "eps": c.rms_norm_eps, "theta": c.rope_theta,
+        "sights": [(window, c.causal or (c.sliding_causal and window is not None)) for window in c.windows],
     }  # fmt: skip
     weights = dict(case.model.named_parameters())
     table = case.target.head.embed_tokens
@@ -130,6 +131,70 @@ def test_states_of_packed_documents_equal_those_under_a_dense_mask(window: int |
     found = case.model.block_states(case.batch, plan).view(len(ANCHORS), BLOCK - 1, WIDTH)
     # Rotary tables are fp32 in ours.
     assert torch.allclose(found, plain(case, ANCHORS)[:, 1:], rtol=1e-5, atol=2e-6)
+
+
+SIGHTS = {
+    "causal": {"causal": True},
+    "causal, windowed": {"causal": True, "sliding_window": 2},
+    "causal windows": {"sliding_window": 3, "sliding_causal": True},
+    "the last layers of a longer list": {
+        "sliding_window": 3,
+        "sliding_causal": True,
+        "layer_types": ("full_attention", "sliding_attention", "full_attention", "sliding_attention"),
+    },
+}
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_causal_slots_and_layers_of_several_kinds_see_what_a_dense_mask_shows(sight: str) -> None:
+    case = make_case(LENGTHS, num_layers=3, **SIGHTS[sight])
+    plan = map_blocks(torch.tensor(ANCHORS), case.batch.document, case.model.window)
+    found = case.model.block_states(case.batch, plan).view(len(ANCHORS), BLOCK - 1, WIDTH)
+    assert torch.allclose(found, plain(case, ANCHORS)[:, 1:], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("sight", ["causal", "causal, windowed"])
+def test_gradients_of_causal_blocks_equal_those_under_a_dense_mask(sight: str) -> None:
+    case = make_case(LENGTHS, num_layers=2, **SIGHTS[sight])
+    plan, seed = map_blocks(torch.tensor(ANCHORS), case.batch.document, case.model.window), torch.randn(WIDTH).double()
+    ours = (case.model.block_states(case.batch, plan) @ seed).sum()
+    theirs = (plain(case, ANCHORS)[:, 1:] @ seed).sum()
+    weights = list(case.model.parameters())
+    for a, b in zip(*(torch.autograd.grad(x, weights) for x in (ours, theirs)), strict=True):
+        assert float((a - b).abs().max()) <= 1e-5 * float(b.abs().max())
+
+
+def test_a_causal_block_says_the_same_of_its_first_slots_however_many_follow() -> None:
+    case = make_case(LENGTHS, causal=True)
+    plan = map_blocks(torch.tensor(ANCHORS), case.batch.document)
+    context = case.model.context(case.batch.aux, case.batch.positions, plan.context)
+    anchors = plan.anchors
+    fill = (case.batch.input_ids[anchors], case.batch.positions[anchors], context, plan.blocks)
+    two, three = (case.model.fill(*fill, (1, last)).view(len(ANCHORS), -1, WIDTH) for last in (3, 4))
+    assert torch.allclose(two, three[:, :2], atol=1e-12)
+
+
+def test_types_of_layers_that_contradict_the_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="names 1 layers of 2"):
+        config(layer_types=("full_attention",))
+    with pytest.raises(ValueError, match="no sliding_window"):
+        config(layer_types=("full_attention", "sliding_attention"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "windows", "causal"),
+    [
+        ({"sliding_window": 64}, (64, 64), True),
+        ({"sliding_window": 64, "use_sliding_window": False}, (None, None), False),
+        ({"sliding_window": 64, "layer_types": ["full_attention"] * 8}, (None, None), False),
+        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"] * 4}, (None, 64), True),
+    ],
+)
+def test_windows_follow_from_the_target(shape: dict, windows: tuple, causal: bool) -> None:
+    facts = TargetFacts(WIDTH, 8, VOCAB, shape, (1, 2, 3, 4, 5))
+    found = config(**{**DFLASH.derive(facts)["drafter"], "aux_layers": (1, 2, 4), "num_layers": 2})
+    assert found.windows == windows
+    assert found.is_causal(windows[1]) is causal
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -10,11 +10,12 @@ from click.testing import CliRunner
 
 from hiddenstore.testing.builders import make_store
 from trainer.cli.export import export
+from trainer.export.support import ENGINES, words
 from trainer.train.loop import train
 
 
-def answer(*words: str) -> str:
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(export, [*words])
+def answer(*given: str) -> str:
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(export, [*given])
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -23,10 +24,13 @@ def test_the_table_fits_a_terminal_and_gives_the_reason_of_every_no() -> None:
     shown = answer("--list")
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[0].split() == ["engine", "eagle1", "eagle3", "eagle3.1", "dflash", "medusa"]
-    rows = {line.split()[0]: line.split()[2:] for line in lines[1:5]}
-    assert rows["vllm"] == ["ran"] * 5
-    assert rows["trtllm"] == ["no", "names", "no", "no", "no"]
+    engines = lines[0].split()[1::2]
+    assert engines[:4] == ["vllm", "sglang", "trtllm", "speculators"]
+    rows = {line.split()[0]: line.split()[1:] for line in lines[1 : 1 + len(words())]}
+    assert list(rows) == list(words())
+    assert {row[0] for row in rows.values()} <= {"ran", "names"}
+    trtllm = [rows[drafter][2] for drafter in ("eagle1", "eagle3", "eagle3.1", "dflash", "medusa")]
+    assert trtllm == ["no", "names", "no", "no", "no"]
     reasons = [line.split(":")[0] for line in lines if ": " in line]
     assert len(reasons) == sum(row.count("no") for row in rows.values())
     assert "SGLang has no Medusa" in shown
@@ -35,7 +39,7 @@ def test_the_table_fits_a_terminal_and_gives_the_reason_of_every_no() -> None:
 def test_the_same_in_json_and_for_another_version() -> None:
     said = json.loads(answer("--list", "--json"))
     assert said["schema"] == "hiddenstore.export-list/1"
-    assert len(said["support"]) == 20
+    assert len(said["support"]) == len(ENGINES) * len(words())
     later = json.loads(answer("--list", "--engine", "vllm", "--engine-version", "0.33", "--json"))["support"]
     medusa = next(row for row in later if row["drafter"] == "medusa")
     assert (medusa["ok"], medusa["reason"]) == (False, "vLLM 0.33 removed Medusa")
@@ -43,15 +47,15 @@ def test_the_same_in_json_and_for_another_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("given", "said"),
     [
         (["."], "--engine and --out missing"),
         (["--engine", "vllm"], "RUN and --out missing"),
         (["--list", "--engine-version", "0.33"], "is of an --engine"),
     ],
 )
-def test_what_is_missing_is_named(words: list[str], said: str) -> None:
-    result = CliRunner().invoke(export, words)
+def test_what_is_missing_is_named(given: list[str], said: str) -> None:
+    result = CliRunner().invoke(export, given)
     assert result.exit_code == 2
     assert said in result.stderr
 

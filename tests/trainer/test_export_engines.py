@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from hiddenstore.errors import ConfigError
 from tests.trainer.engine_loaders import LOADERS
 from tests.trainer.export_cases import KINDS, case, make, make_head
-from trainer.export.support import ENGINES, checkpoint_word, drafter_export, refusal, required, support
+from trainer.export.support import ENGINES, checkpoint_word, drafter_export, refusal, required, support, words
 from trainer.export.write import export
 
 VERSIONS = {"vllm": ["0.32"], "sglang": ["0.5.23"], "trtllm": ["1.2.1", "1.3"]}
@@ -59,7 +59,7 @@ def test_every_pair_of_the_table_that_is_served_was_compared() -> None:
         (engine, drafter)
         for engine, versions in VERSIONS.items()
         for version in versions
-        for drafter in ("eagle1", "eagle3", "eagle3.1", "dflash", "medusa")
+        for drafter in words()
         if support(engine, version, drafter).ok
     }
     assert compared == claimed
@@ -134,7 +134,11 @@ REFUSED: list[tuple[str, str | None, str, dict[str, Any], str, str]] = [
     ("sglang", "0.5.20", "eagle3", {"num_layers": 2}, "another function", "drafter.num_layers=1"),
     ("trtllm", None, "eagle3", {"aux_layers": (3,)}, "single aux layer", "several aux_layers"),
     ("sglang", None, "eagle3", {"aux_layers": (-1, 2, 5)}, "embedding output", "aux_layers from 0"),
-    ("vllm", None, "dflash", {"sliding_window": 64}, "symmetric inside a block", "sliding_window=none"),
+    ("vllm", None, "dflash", {"sliding_window": 64}, "symmetric inside a block", "sliding_causal=true"),
+    ("trtllm", "1.3", "dflash", {"sliding_window": 64, "sliding_causal": True}, "from each slot", "--engine vllm"),
+    ("sglang", None, "dflash", {"causal": True}, "see later ones", "drafter.causal=false"),
+    ("sglang", None, "peagle", {}, "no loader for peagle", "--engine vllm"),
+    ("speculators", None, "peagle", {"fc_norm": True}, "does not read fc_norm", "--engine vllm"),
     ("sglang", None, "dflash", {"train_head": True}, "target's head only", "train_head=false"),
     ("speculators", None, "eagle3", {"hidden_size": 24}, "as wide as the target", "drafter.hidden_size"),
 ]
@@ -162,7 +166,7 @@ def test_a_head_with_a_bias_is_refused_only_where_the_engine_reads_states_with_i
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_refusal_of_the_table_says_why_and_what_works(engine: str) -> None:
-    for drafter in ("eagle1", "eagle3", "eagle3.1", "dflash", "medusa"):
+    for drafter in words():
         said = support(engine, None, drafter)
         assert said.ok or (said.reason and said.nearest), said
 

@@ -240,8 +240,8 @@ def broken(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ("missing", r"norm\.weight: missing"),
         ("rope", "rope_type"),
         ("incomplete", "lack 'rms_norm_eps'"),
-        ("other", "is no checkpoint of eagle1, eagle3, dflash, medusa: architectures is MLPSpeculator"),
-        ("causal", "sliding_attention"),
+        ("other", "is no checkpoint of eagle1, eagle3, dflash, medusa, peagle.*: architectures is MLPSpeculator"),
+        ("causal", "layer_types has sliding_attention, but there is no sliding_window"),
     ],
 )
 def test_what_is_no_drafter_of_ours_is_refused_and_leaves_no_run(

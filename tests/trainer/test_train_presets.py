@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from collectors.targets.layers import choose_layers
@@ -12,7 +13,7 @@ from hiddenstore.store import Store
 from hiddenstore.testing.builders import NUM_LAYERS, make_store
 from schemas.layers import default_aux_layers
 from trainer.cli.train import train as train_command
-from trainer.drafters import DRAFTERS
+from trainer.drafters import DRAFTERS, drafter_kind
 from trainer.presets import preset_names, settings_file
 from trainer.settings import load_config
 from trainer.train.loop import train
@@ -30,11 +31,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 def extra(drafter: str) -> list[str]:
     """The random store holds no tokenizer that a mask token could follow from."""
-    return ["drafter.mask_token_id=0"] if drafter == "dflash" else []
+    return ["drafter.mask_token_id=0"] if drafter in ("dflash", "peagle") else []
 
 
 def drafter_of(preset: str) -> str:
-    return preset.partition(".")[0]
+    return str(yaml.safe_load(settings_file(preset).read_text())["drafter"]["name"])
 
 
 def test_every_drafter_has_a_preset_and_help_lists_them_all() -> None:
@@ -61,7 +62,7 @@ def test_the_preset_of_eagle_3_1_sets_its_two_flags_and_the_published_rate(store
 
 def test_an_unknown_preset_is_answered_with_the_one_that_was_meant() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown preset .*expected one of: dflash, eagle1, eagle3, eagle3\.1, medusa"
+        ConfigError, match=r"unknown preset .*expected one of: dflash, eagle1, .*eagle3, eagle3\.1, .*medusa, peagle"
     ) as caught:
         settings_file("eagle31")
     assert (caught.value.kind, caught.value.hint) == ("name-unknown", "-c eagle3.1")
@@ -110,7 +111,7 @@ def test_every_drafter_trains_on_a_store_for_all_without_further_flags(
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_refusal_prints_the_command_that_captures_what_is_missing(drafter: str, tmp_path: Path) -> None:
     poor = make_store(tmp_path, samples=3, layers=(0,), final="none")
-    layers = default_aux_layers(drafter, NUM_LAYERS)
+    layers = default_aux_layers(drafter_kind(drafter).layers, NUM_LAYERS)
     asked = [f"drafter.aux_layers={','.join(map(str, layers))}"] if layers else []
     with pytest.raises(ConfigError, match=f"{drafter} cannot be trained on {poor.path}") as caught:
         train(poor.path, tmp_path / "run", drafter=drafter, words=[*asked, *extra(drafter)])

@@ -2,7 +2,8 @@
 
 Blocks are worked on in groups of neighbours, each over the slice of context that any of its blocks sees and the slots
 of the group, so the largest mask is that of one group and memory is linear in the context. With a window W a slot sees
-only keys closer than W positions, before and after: symmetric and not causal (ModelOpt ``use_swa``, TensorRT-LLM).
+only keys closer than W positions, before and after (ModelOpt ``use_swa``, TensorRT-LLM); ``causal`` hides from a slot
+those after it.
 
 Shapes: N blocks, B slots of a block, S slots queried (S <= B), C context rows, Q query heads, G key heads, E head
 width, J keys of a group.
@@ -38,6 +39,7 @@ class Sight:
     first: int
     last: int
     window: int | None = None
+    causal: bool = False
 
     @property
     def slots(self) -> int:
@@ -96,7 +98,7 @@ def allowed(group: _Group, sight: Sight) -> Tensor | None:
     """Which keys the blocks of a group see, bool [blocks, S, J], [blocks, 1, J] where all slots see the same; None for
     all."""
     count, blocks = group.last - group.first, sight.blocks
-    if count == 1 and sight.window is None:
+    if count == 1 and sight.window is None and not sight.causal:
         return None
     device = blocks.begin.device
     begin, end = (x[group.first : group.last, None, None] for x in (blocks.begin, blocks.end))
@@ -104,10 +106,14 @@ def allowed(group: _Group, sight: Sight) -> Tensor | None:
     before = (row >= begin) & (row < end)
     block = torch.arange(count, device=device)
     inside = (block[:, None] == block)[:, None, :, None].expand(-1, -1, -1, sight.block_size)
+    slot = torch.arange(sight.first, sight.last, device=device)[:, None]
+    behind = slot - torch.arange(sight.block_size, device=device)
+    if sight.causal:
+        inside = inside & (behind >= 0)[:, None]
     if sight.window is not None:
-        slot = torch.arange(sight.first, sight.last, device=device)[:, None]
         before = before & (end + slot - row < sight.window)
-        inside = inside & ((slot - torch.arange(sight.block_size, device=device)).abs() < sight.window)[:, None]
+        inside = inside & (behind.abs() < sight.window)[:, None]
+    before = before.expand(-1, inside.shape[1], -1)
     return torch.cat([before, inside.flatten(2)], -1)
 
 

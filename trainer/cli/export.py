@@ -133,8 +133,8 @@ def _list(engine: str | None, version: str | None) -> None:
         engines = list(dict.fromkeys((row.engine, row.version) for row in rows))
         proofs = {(row.engine, row.drafter): row.proof for row in rows}
         output().table(
-            ["engine", *drafters],
-            [(f"{name} {at}", *(proofs[name, drafter] or "no" for drafter in drafters)) for name, at in engines],
+            ["drafter", *(f"{name} {at}" for name, at in engines)],
+            [(drafter, *(proofs[name, drafter] or "no" for name, _ in engines)) for drafter in drafters],
         )
         output().pairs(
             [

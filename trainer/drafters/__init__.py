@@ -20,6 +20,7 @@ DRAFTERS: "Registry[DrafterKind[Any, Any, Any]]" = Registry(
         "eagle3": "trainer.drafters.eagle3:EAGLE3",
         "dflash": "trainer.drafters.dflash:DFLASH",
         "medusa": "trainer.drafters.medusa:MEDUSA",
+        "peagle": "trainer.drafters.peagle:PEAGLE",
     },
     "trainer.drafters.base:DrafterKind",
     option="--drafter",

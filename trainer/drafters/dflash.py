@@ -3,7 +3,8 @@
 c = hidden_norm(fc([aux...])) of every token before the anchor gives the keys and values of each layer, by the same
 weights as the block's own; the block [anchor, mask x (B-1)] alone has queries. Layers are Qwen3's: per-head norms of
 queries and keys, then rotary at absolute positions. Bidirectional inside a block. Logits are the target's LM head over
-the final norm. Weight names are those engines load. Sources: docs/design/010; z-lab ``dflash.py``.
+the final norm. Weight names are those engines load. Sources: docs/design/010; z-lab ``dflash.py``. With ``causal`` no
+slot sees a later one, which makes it JetSpec (docs/design/015).
 
 Every slot is taught the token at its own position with weight w_k = exp(-(k-1) / gamma), or D-PACE's: with q the
 probability the drafter gives the label and q~ = (1-a) q + a, w_j = sum_{m>=j} prod_{i<=m} q~_i, without gradient. The
@@ -235,6 +236,7 @@ def _object(data: bytes | None) -> dict[str, Any]:
 
 
 PUBLISHED_LAYERS = 5
+LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class DFlashConfig(DrafterConfig):
@@ -248,8 +250,14 @@ class DFlashConfig(DrafterConfig):
     """Slots of a block: the newest token and those drafted after it."""
     mask_token_id: int = Field(ge=0)
     """Target token whose embedding fills the drafted slots."""
+    causal: bool = False
+    """Slots see no later slot of their block (JetSpec)."""
     sliding_window: int | None = Field(None, gt=0)
-    """Slots see keys closer than this many positions, before and after; none for all."""
+    """Slots see keys closer than this many positions; none for all."""
+    layer_types: tuple[LayerType, ...] = ()
+    """Which layers the window holds in, of a list at least as long as the drafter the last ones; empty for all."""
+    sliding_causal: bool = False
+    """Slots see no later slot in layers with a window, as vLLM, SGLang and published drafters have it."""
     train_head: bool = False
     """Train and save an LM head of the drafter instead of reading the target's rows of the draft vocabulary."""
 
@@ -257,7 +265,21 @@ class DFlashConfig(DrafterConfig):
     def _reads_states(self) -> "DFlashConfig":
         if not self.aux_layers:
             raise ValueError("aux_layers is empty: the drafter would see nothing of the target")
+        if self.layer_types and len(self.layer_types) < self.num_layers:
+            raise ValueError(f"layer_types names {len(self.layer_types)} layers of {self.num_layers}")
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise ValueError("layer_types has sliding_attention, but there is no sliding_window")
         return self
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How far the slots of each layer see."""
+        types = self.layer_types[-self.num_layers :] or ("sliding_attention",) * self.num_layers
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in types)
+
+    def is_causal(self, window: int | None) -> bool:
+        """Whether the slots of a layer of that window see no later ones."""
+        return self.causal or (self.sliding_causal and window is not None)
 
 
 class NormedAttention(Attention):
@@ -344,8 +366,9 @@ class DFlash(Drafter):
 
     @property
     def window(self) -> int | None:
-        """How far a slot sees."""
-        return self.config.sliding_window
+        """How far a slot sees in any layer."""
+        windows = self.config.windows
+        return None if None in windows else self.config.sliding_window
 
     def head_weight(self) -> Tensor:
         """Draft logits are its product with states: [U, D]."""
@@ -375,10 +398,12 @@ class DFlash(Drafter):
         opening = F.embedding(F.pad(tokens, (0, 1), value=self.config.mask_token_id), self.frozen_embeddings)
         x = opening.to(self.fc.weight.dtype)[:, None]
         # What the last layer makes of slots nobody asks for would be thrown away.
-        last_sight, everything = (Sight(blocks, size, *span, self.window) for span in (slots, (0, size)))
-        for index, layer in enumerate(self._decoder()):
-            sight = last_sight if index == self.config.num_layers - 1 else everything
-            x = recomputed(self.recompute, self._through, layer, x, context[index], sight, at)
+        windows = self.config.windows
+        spans = [(0, size)] * (len(windows) - 1) + [slots]
+        kinds = [(*span, window, self.config.is_causal(window)) for span, window in zip(spans, windows, strict=True)]
+        sights = {kind: Sight(blocks, size, *kind) for kind in kinds}
+        for layer, keys, kind in zip(self._decoder(), context, kinds, strict=True):
+            x = recomputed(self.recompute, self._through, layer, x, keys, sights[kind], at)
         out: Tensor = self.norm(x).flatten(0, 1)
         return out
 
@@ -421,12 +446,29 @@ def _check_fits(config: DFlashConfig, head: HeadBundle) -> None:
             kind=Kind.OPTION_INVALID,
             hint=f"drafter.hidden_size={head.hidden_size}",
         )
-    if config.mask_token_id >= head.embed_tokens.shape[0]:
+    require_mask_embedding(config.mask_token_id, head)
+
+
+def require_mask_embedding(mask_token_id: int, head: HeadBundle) -> None:
+    """Raises ConfigError: ``option-invalid``: the target has no embedding of the mask token."""
+    if mask_token_id >= head.embed_tokens.shape[0]:
         raise ConfigError(
-            f"drafter.mask_token_id {config.mask_token_id} has no embedding: the target has "
-            f"{head.embed_tokens.shape[0]} rows",
+            f"drafter.mask_token_id {mask_token_id} has no embedding: the target has {head.embed_tokens.shape[0]} rows",
             kind=Kind.OPTION_INVALID,
         )
+
+
+def _windows(facts: TargetFacts) -> dict[str, Any]:
+    """The target's sliding window, and the types of its layers where they differ. A window is causal, as engines have
+    it, whoever sets it."""
+    window, types = facts.shape.get("sliding_window"), facts.shape.get("layer_types") or []
+    found: dict[str, Any] = {"sliding_causal": True}
+    if not window or not facts.shape.get("use_sliding_window", True) or (types and "sliding_attention" not in types):
+        return found
+    inherited = ["sliding_attention" if kind == "sliding_attention" else "full_attention" for kind in types]
+    if len(set(inherited)) > 1:
+        found["layer_types"] = inherited
+    return {**found, "sliding_window": window}
 
 
 class _DFlashKind(DrafterKind[DFlash, DFlashConfig, BlockLoss]):
@@ -435,8 +477,8 @@ class _DFlashKind(DrafterKind[DFlash, DFlashConfig, BlockLoss]):
     export = DFLASH_EXPORT
 
     def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
-        """Whole vocabulary, a layer for every four of the target, its mask token, and the published aux layers where
-        the store holds them, else all it holds."""
+        """Whole vocabulary, a layer for every four of the target, its mask token and windows, and the published aux
+        layers where the store holds them, else all it holds."""
         drafter: dict[str, Any] = {
             "aux_layers": self.default_aux_layers(facts),
             "num_layers": max(1, min(PUBLISHED_LAYERS, facts.num_layers // 4)),
@@ -445,7 +487,7 @@ class _DFlashKind(DrafterKind[DFlash, DFlashConfig, BlockLoss]):
         mask = mask_token(facts.file, facts.vocab_size)
         if mask is not None:
             drafter["mask_token_id"] = mask
-        return {"drafter": drafter, "optim": {"kind": "muon"}}
+        return {"drafter": {**drafter, **_windows(facts)}, "optim": {"kind": "muon"}}
 
     def needs(self, config: DFlashConfig, loss: BlockLoss | None) -> Needs:
         return Needs(config.aux_layers, "supervised" if loss is not None and loss.reads_teacher else "none")

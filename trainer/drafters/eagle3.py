@@ -56,9 +56,9 @@ class TttLoss(LossConfig):
     """Weight of a step over that of the step before."""
     step_weights: tuple[float, ...] | None = None
     """Weight of every step; wins over ``step_decay``."""
-    reduction: Literal["kept", "slots"] = "kept"
-    """What a step's loss is divided by: its taught slots (``kept``) or every token of the batch (``slots``: SafeAILab,
-    SpecForge)."""
+    reduction: Literal["kept", "slots", "all"] = "kept"
+    """What a step's loss is divided by: its taught slots (``kept``), every token of the batch (``slots``: SafeAILab,
+    SpecForge) or the taught slots of all steps (``all``)."""
     mask_offset: int = Field(1, ge=-1, le=1)
     """Token that must be supervised for a row to teach: 1 the one it predicts, 0 its own, -1 the one before."""
     drop_off_vocab: bool = True
@@ -106,14 +106,7 @@ class TttObjective:
         local = local_slots(batch)
         if local is not None:
             rows = rows[open_steps(rows, batch.document, self.loss.steps, local).any(1)]
-        if self._kind.teacher == "text":
-            rows, teacher = self._text(batch, rows)
-        else:
-            mass = self._kind.overlap and self.loss.overlap_mass == "whole"
-            teacher = self.teacher.read(batch, rows, token=self._kind.teacher == "target", mass=mass)
-        usable = teacher.usable
-        if self._kind.teacher == "target" and teacher.token is not None:
-            usable = self.teacher.draft_token(teacher.token) >= 0
+        rows, teacher, usable = self._teach(batch, rows)
         admitted = open_steps(rows, batch.document, self.loss.steps, local).sum(0)
         if not bool(usable.all()):
             rows, teacher = rows[usable], teacher.pick(usable)
@@ -125,23 +118,40 @@ class TttObjective:
         if self.loss.reduction == "slots":
             slots = sum(inputs.batch.tokens for inputs in packs)
             return torch.full((self.loss.steps,), float(slots), device=self._device)
-        return sum((inputs.counts for inputs in packs), torch.zeros(self.loss.steps, device=self._device))
+        counts = sum((inputs.counts for inputs in packs), torch.zeros(self.loss.steps, device=self._device))
+        return counts.sum().expand_as(counts) if self.loss.reduction == "all" else counts
 
     def losses(self, inputs: TttInputs, denominators: Tensor) -> StepLosses:
         """What this pack adds to the loss of the global batch."""
-        weights = step_weights(self.loss.steps, self.loss.step_decay, self.loss.step_weights).to(self._device)
         states = self.model.unroll(inputs.batch, inputs.slot_map, self.loss.steps)
         active = inputs.slot_map.active.shape[0]
         step_offset = torch.arange(self.loss.steps, device=states.device) * active
         slots = torch.where(inputs.slot_map.slots >= 0, inputs.slot_map.slots + step_offset, -1)
+        return self._compared(states, slots, inputs.teacher, denominators)
+
+    def _compared(self, states: Tensor, slots: Tensor, teacher: TeacherRows, denominators: Tensor) -> StepLosses:
+        """Losses of states [S, H], which ``slots`` int64 [R, K] names."""
+        weights = step_weights(self.loss.steps, self.loss.step_decay, self.loss.step_weights).to(self._device)
         return head_losses(
             states,
             self.model.lm_head.weight,
-            self._supervision(slots, inputs.teacher),
+            self._supervision(slots, teacher),
             step_scales(weights, denominators),
             self._kind,
             by_step=self.loss.kind == "lk_lambda" and self.loss.lk_blend == "step",
         )
+
+    def _teach(self, batch: PackedBatch, rows: Tensor) -> tuple[Tensor, TeacherRows, Tensor]:
+        """Rows that have a teacher int64 [R], what it says there, and which of them can teach: bool [R]."""
+        if self._kind.teacher == "text":
+            rows, teacher = self._text(batch, rows)
+        else:
+            mass = self._kind.overlap and self.loss.overlap_mass == "whole"
+            teacher = self.teacher.read(batch, rows, token=self._kind.teacher == "target", mass=mass)
+        usable = teacher.usable
+        if self._kind.teacher == "target" and teacher.token is not None:
+            usable = self.teacher.draft_token(teacher.token) >= 0
+        return rows, teacher, usable
 
     def _text(self, batch: PackedBatch, rows: Tensor) -> tuple[Tensor, TeacherRows]:
         """The rows that a token follows, taught by that token; no final hidden is read."""
@@ -168,20 +178,10 @@ KeyValue = tuple[Tensor, Tensor]
 
 def unrolled(model: "Eagle3", batch: PackedBatch, slot_map: SlotMap, steps: int) -> Tensor:
     """States after the final norm at every TTT step, step by step: [K*A, H]."""
-    stages = _stages(model)
-    attention, width = model.midlayer.self_attn, model.config.hidden_size
-    token_weight = torch.cat([p.weight[:, :width] for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
+    stages = stages_of(model)
     # The embedding half of the projection depends on the token alone, so one product serves every step.
-    ids = F.pad(batch.input_ids, (0, steps + 1))
-    from_tokens = linear(model.midlayer.input_layernorm(model.embed(ids)), token_weight)
-    hidden, normed = _prefix(model, stages, batch, slot_map, from_tokens[1 : batch.input_ids.shape[0] + 1])
+    from_tokens = project_tokens(model, F.pad(batch.input_ids, (0, steps + 1)))
     positions = batch.positions[slot_map.active]
-
-    def first(hidden: Tensor, normed: Tensor) -> Tensor:
-        stage = stages[-1]
-        tokens = gather_pieces(from_tokens, _pieces(slot_map.ranges, 1)) if len(stages) == 1 else None
-        q = rotate(stage.queries(normed, tokens), *model.rotary.at(positions))
-        return stage.finish(hidden, normed, ttt_attention(q, *stage.prefix, [], stage.ranges))
 
     def later(i: int, hidden: Tensor, before: list[list[KeyValue]]) -> tuple[Tensor, list[KeyValue]]:
         tokens: Tensor | None = gather_pieces(from_tokens, _pieces(slot_map.ranges, 1 + i))
@@ -194,12 +194,11 @@ def unrolled(model: "Eagle3", batch: PackedBatch, slot_map: SlotMap, steps: int)
             hidden, tokens = stage.finish(hidden, normed, attended), None
         return hidden, step_keys
 
+    hidden = first_step(model, stages, batch, slot_map, from_tokens[1 : batch.input_ids.shape[0] + 1])
     outputs = []
     later_keys: list[list[KeyValue]] = [[] for _ in stages]
     for i in range(steps):
-        if i == 0:
-            hidden = recomputed(model.recompute, first, hidden, normed)
-        else:
+        if i > 0:
             hidden, step_keys = recomputed(model.recompute, later, i, hidden, [list(keys) for keys in later_keys])
             for keys, more in zip(later_keys, step_keys, strict=True):
                 keys.append(more)
@@ -209,8 +208,32 @@ def unrolled(model: "Eagle3", batch: PackedBatch, slot_map: SlotMap, steps: int)
     return torch.cat(outputs)
 
 
+def project_tokens(model: "Eagle3", ids: Tensor) -> Tensor:
+    """What the embeddings of ids int64 [n] add to layer 0's joint projection: [n, (N+2G)E]."""
+    attention, width = model.midlayer.self_attn, model.config.hidden_size
+    weight = torch.cat([p.weight[:, :width] for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
+    return linear(model.midlayer.input_layernorm(model.embed(ids)), weight)
+
+
+def first_step(
+    model: "Eagle3", stages: "list[Stage]", batch: PackedBatch, slot_map: SlotMap, tokens_in: Tensor
+) -> Tensor:
+    """Output of the last layer at the active slots, before the final norm [A, H]; gives every stage the keys and values
+    of its rows. tokens_in [T, (N+2G)E]: ``project_tokens`` of the token after each row."""
+    hidden, normed = _prefix(model, stages, batch, slot_map, tokens_in)
+    positions, pieces = batch.positions[slot_map.active], _pieces(slot_map.ranges, 0)
+
+    def last(hidden: Tensor, normed: Tensor) -> Tensor:
+        stage = stages[-1]
+        tokens = gather_pieces(tokens_in, pieces) if len(stages) == 1 else None
+        q = rotate(stage.queries(normed, tokens), *model.rotary.at(positions))
+        return stage.finish(hidden, normed, ttt_attention(q, *stage.prefix, [], stage.ranges))
+
+    return recomputed(model.recompute, last, hidden, normed)
+
+
 @dataclass(eq=False)
-class _Stage:
+class Stage:
     """A layer during an unroll. weight [(N+2G)E, H]: its joint projection of the normed hidden, made once. prefix: keys
     and values of step 0 [T, G, E]; ranges: where the active slots lie among them."""
 
@@ -243,18 +266,18 @@ class _Stage:
         return self.layer.finish(normed if self.residual_normed else hidden, attended)
 
 
-def _stages(model: "Eagle3") -> list[_Stage]:
+def stages_of(model: "Eagle3") -> list[Stage]:
     width, stages = model.config.hidden_size, []
     for layer in model.decoder_layers():
         attention = layer.self_attn
         joint = [p.weight[:, -width:] for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
-        stages.append(_Stage(layer, layer.input_layernorm, torch.cat(joint), False))
+        stages.append(Stage(layer, layer.input_layernorm, torch.cat(joint), False))
     stages[0].norm, stages[0].residual_normed = model.midlayer.hidden_norm, model.config.norm_before_residual
     return stages
 
 
 def _prefix(
-    model: "Eagle3", stages: list[_Stage], batch: PackedBatch, slot_map: SlotMap, tokens_in: Tensor
+    model: "Eagle3", stages: list[Stage], batch: PackedBatch, slot_map: SlotMap, tokens_in: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Give every stage the keys and values of step 0; returns the last one's input at the active slots [A, H], plain
     and normed."""

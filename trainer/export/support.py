@@ -48,6 +48,7 @@ _EXPORTS: Registry[DrafterExport] = Registry(
         "eagle3": "trainer.formats.eagle3:EAGLE3",
         "dflash": "trainer.formats.dflash:DFLASH",
         "medusa": "trainer.formats.medusa:MEDUSA",
+        "peagle": "trainer.formats.peagle:PEAGLE",
     },
     "trainer.formats.base:DrafterExport",
 )
@@ -135,7 +136,9 @@ def recognised(config: Mapping[str, Any], tensors: Tensors) -> DrafterExport | N
     exports = [drafter_export(drafter) for drafter in reversed(list(DRAFTERS))]
     names = [str(name) for name in config.get("architectures") or ()]
     by_class = (one for one in exports for name in names if re.fullmatch(one.architectures, name, re.IGNORECASE))
-    return next(by_class, None) or next((one for one in exports if one.signs(config, tensors)), None)
+    drafter = next(by_class, None) or next((one for one in exports if one.signs(config, tensors)), None)
+    variants = (one for one in exports if drafter and one.variant_of == drafter.drafter)
+    return next((one for one in variants if one.signs(config, tensors)), drafter)
 
 
 def config_differences(expected: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:

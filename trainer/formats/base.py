@@ -7,7 +7,7 @@ Shapes: V target vocabulary, U draft vocabulary, D target width, T tokens.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from packaging.version import InvalidVersion, Version
@@ -100,7 +100,7 @@ class Reads:
     config.json. ``method``: what the engine calls drafting with it. ``source``: what the names were read from. ``ran``:
     the version in which a real engine ran the exported file; in any other, names and shapes are compared with a
     restatement of its published loader. ``warn``: what is known to go wrong in silence with a published
-    ``config.json``."""
+    ``config.json``. ``told``: what its speculation has to be told besides method, model and length."""
 
     architecture: str
     method: str
@@ -111,6 +111,7 @@ class Reads:
     lacks: tuple[Lack, ...] = ()
     quirks: Quirks = Quirks()
     warn: Callable[[Mapping[str, Any]], str | None] = lambda config: None
+    told: Mapping[str, Any] = field(default_factory=dict)
 
     def same_file(self, other: "Row | None") -> bool:
         """Whether a file that was written for this row is one for the other."""
@@ -148,8 +149,8 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterExport:
-    """Everything that export, import and serve know of one kind of drafter. Nothing has a default: a missing fact is an
-    error.
+    """Everything that export, import and serve know of one kind of drafter. Nothing but ``variant_of`` has a default: a
+    missing fact is an error.
 
     titles: the words it goes by and what a person calls each; several where settings make it another format. word:
     which of them, by its settings or a ``config.json``.
@@ -164,6 +165,8 @@ class DrafterExport:
     files: what is written for an engine's row, in a dtype. our_name: a published tensor's name here. read: settings and
     fp32 weights by published ``config.json`` and fp32 tensors under our names; KeyError where something is missing,
     ValueError where something cannot be had here. probe: logits [rows, U] of a model over fixed random states.
+
+    variant_of: the drafter under whose class it is published too; its own signs then tell the two apart.
     """
 
     drafter: str
@@ -179,6 +182,7 @@ class DrafterExport:
     our_name: Callable[[str], str]
     read: Callable[[Mapping[str, Any], Tensors, Target], tuple[dict[str, Any], Tensors]]
     probe: Callable[[Any, Checkpoint], "Tensor"]
+    variant_of: str | None = None
 
 
 @dataclass(frozen=True)

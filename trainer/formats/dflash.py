@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from schemas.layers import default_aux_layers, from_convention, to_convention
 from trainer.formats import base
-from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Target, Tensors
+from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Refused, Target, Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SLIDING_WINDOW = Lack(
-    lambda c: c.config.sliding_window is not None,
+_SYMMETRIC_WINDOW = Lack(
+    lambda c: c.config.sliding_window is not None and not c.config.is_causal(c.config.sliding_window),
     "it has no sliding window that is symmetric inside a block",
-    "train with drafter.sliding_window=none",
+    "train with drafter.sliding_causal=true or drafter.sliding_window=none",
+)
+_WINDOW = Lack(
+    lambda c: c.config.sliding_window is not None,
+    "its windows are not measured from each slot backwards",
+    "--engine vllm, or train with drafter.sliding_window=none",
 )
 _OWN_HEAD = Lack(
     lambda c: c.config.train_head,
@@ -33,7 +38,7 @@ _SMALL_VOCABULARY = Lack(
     "it has no draft vocabulary for this drafter",
     "train with drafter.vocab_size= the target's",
 )
-_TARGET_HEAD_ONLY = (_SLIDING_WINDOW, _OWN_HEAD, _SMALL_VOCABULARY, base.EMBEDDINGS_AS_A_LAYER)
+_TARGET_HEAD_ONLY = (_OWN_HEAD, _SMALL_VOCABULARY, base.EMBEDDINGS_AS_A_LAYER)
 
 
 def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
@@ -49,19 +54,27 @@ def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> 
         "target_layer_ids": to_convention(sorted(drafter.aux_layers), "output"),
         "block_size": drafter.block_size,
     }
-    if drafter.sliding_window is not None:
-        dflash |= {"use_swa": True, "swa_window_size": drafter.sliding_window, "causal": False}
+    if drafter.causal:
+        dflash["causal"] = True
     config = {
         "architectures": [reads.architecture],
         "model_type": "qwen3",
         **base.llama_dimensions(checkpoint, dtype),
         "block_size": drafter.block_size,
         "num_target_layers": checkpoint.identity.num_layers,
-        "layer_types": ["full_attention"] * drafter.num_layers,
-        "use_sliding_window": False,
+        **window_words(drafter),
         "dflash_config": dflash,
     }
     return Files(config, tensors)
+
+
+def window_words(drafter: Any) -> dict[str, Any]:
+    """Windows as engines read them: causal inside a block unless something says otherwise."""
+    types = ["full_attention" if window is None else "sliding_attention" for window in drafter.windows]
+    window = drafter.sliding_window if "sliding_attention" in types else None
+    return {"layer_types": types, "use_sliding_window": window is not None} | (
+        {"sliding_window": window} if window else {}
+    )
 
 
 def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> dict[str, Any]:
@@ -71,7 +84,7 @@ def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> 
         "mask_token_id": dflash["mask_token_id"],
         "aux_hidden_state_layer_ids": [layer + 1 for layer in dflash["target_layer_ids"]],
         "sample_from_anchor": False,
-        "sliding_window_non_causal": True,
+        "sliding_window_non_causal": not checkpoint.config.causal,
     }
     return base.speculators_config(config, checkpoint, draft_len, "dflash", flags)
 
@@ -83,8 +96,6 @@ def _longest(config: Mapping[str, Any]) -> int | None:
 
 def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[dict[str, Any], Tensors]:
     dflash = config.get("dflash_config") or {}
-    if "sliding_attention" in (config.get("layer_types") or ()):
-        raise ValueError("layer_types has sliding_attention, which engines make causal; windows here are symmetric")
     if dflash.get("sample_from_anchor") or config.get("sample_from_anchor"):
         raise ValueError("sample_from_anchor is set: its first slot predicts too, ours repeats the anchor")
     base.require_shared_embeddings(tensors, target.head, "DFlash")
@@ -96,10 +107,24 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
         "num_layers": int(config["num_hidden_layers"]),
         "block_size": int(config.get("block_size") or dflash["block_size"]),
         "mask_token_id": -1 if mask is None else int(mask),
-        "sliding_window": dflash.get("swa_window_size") if dflash.get("use_swa") else None,
+        **_windows(config, dflash),
         "train_head": "lm_head.weight" in tensors,
     }
     return base.dimensions(config) | facts, tensors
+
+
+def _windows(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> dict[str, Any]:
+    """Windows and what is causal, as vLLM resolves them: one word for all layers, else layers of a sliding type are."""
+    types = list(config.get("layer_types") or ())
+    override = config.get("is_causal") if config.get("is_causal") is not None else dflash.get("causal")
+    by_type = "sliding_attention" in types
+    window = dflash.get("swa_window_size") or config.get("sliding_window") if by_type or dflash.get("use_swa") else None
+    return {
+        "causal": bool(override),
+        "sliding_window": window,
+        "layer_types": types if by_type and len(set(types)) > 1 else (),
+        "sliding_causal": by_type and override is None and not config.get("sliding_window_non_causal"),
+    }
 
 
 def _published_layers(config: Mapping[str, Any], target: Target, count: int) -> tuple[int, ...]:
@@ -132,15 +157,17 @@ def _mixed_attention(config: Mapping[str, Any]) -> str | None:
     return "sliding and full attention layers together need VLLM_USE_V2_MODEL_RUNNER=1 in vLLM's environment"
 
 
-_SGLANG = Reads("DFlashDraftModel", "DFLASH", "dflash.py", since="0.5.23", lacks=_TARGET_HEAD_ONLY)
-_TRTLLM = Reads("DFlashDraftModel", "DFlash", "modeling_dflash.py", since="1.3", lacks=_TARGET_HEAD_ONLY)
+_SGLANG = Reads(
+    "DFlashDraftModel", "DFLASH", "dflash.py", since="0.5.23", lacks=(_SYMMETRIC_WINDOW, *_TARGET_HEAD_ONLY)
+)
+_TRTLLM = Reads("DFlashDraftModel", "DFlash", "modeling_dflash.py", since="1.3", lacks=(_WINDOW, *_TARGET_HEAD_ONLY))
 _VLLM = Reads(
     "DFlashDraftModel",
     "dflash",
     "qwen3_dflash.py",
     ran="0.32",
     since="0.32",
-    lacks=(_SLIDING_WINDOW,),
+    lacks=(_SYMMETRIC_WINDOW,),
     warn=_mixed_attention,
 )
 _SPECULATORS = Reads(
@@ -148,14 +175,23 @@ _SPECULATORS = Reads(
     "dflash",
     "models/dflash",
     ran="0.9",
-    lacks=(_SLIDING_WINDOW, _OWN_HEAD_OF_ALL_TOKENS),
+    lacks=(_WINDOW, _OWN_HEAD_OF_ALL_TOKENS),
     quirks=Quirks(wrap=_wrapped),
 )
 
+_NO_CAUSAL = Refused("the slots of its blocks see later ones", "--engine vllm, or train with drafter.causal=false")
+
+
+def _word(flags: Mapping[str, Any]) -> str:
+    """By our settings or a ``config.json``."""
+    causal = flags.get("causal") or flags.get("is_causal") or (flags.get("dflash_config") or {}).get("causal")
+    return "jetspec" if causal else "dflash"
+
+
 DFLASH = DrafterExport(
     drafter="dflash",
-    titles={"dflash": "a DFlash drafter"},
-    word=lambda flags: "dflash",
+    titles={"dflash": "a DFlash drafter", "jetspec": "a JetSpec drafter, a causal DFlash"},
+    word=_word,
     rows={
         ("vllm", "dflash"): _VLLM.preceded_by(
             "the first vLLM known to read this format is 0.32", "--engine-version 0.32, or an EAGLE-3 drafter"
@@ -167,6 +203,12 @@ DFLASH = DrafterExport(
             "DFlash came with 1.3", "--engine-version 1.3, --engine vllm or --engine sglang"
         ),
         ("speculators", "dflash"): (_SPECULATORS,),
+        ("vllm", "jetspec"): _VLLM.preceded_by(
+            "the first vLLM known to read dflash_config.causal is 0.32", "--engine-version 0.32"
+        ),
+        ("sglang", "jetspec"): (_NO_CAUSAL,),
+        ("trtllm", "jetspec"): (_NO_CAUSAL,),
+        ("speculators", "jetspec"): (_NO_CAUSAL,),
     },
     architectures=".*dflash.*",
     signs=lambda config, tensors: bool(config.get("dflash_config")),

@@ -106,6 +106,11 @@ class ServingEngine:
         assert isinstance(found, Reads)
         return found.method
 
+    def told(self, method: str, version: str) -> Mapping[str, Any]:
+        """What its speculation has to be told besides, of a method it has."""
+        reads = row(ENGINES[self.name], version, method) if method in words() else None
+        return reads.told if isinstance(reads, Reads) else {}
+
     def check(self, method: str, version: str) -> None:
         """Raise ConfigError ``serve-unsupported`` unless ``version`` of the engine drafts with ``method``."""
         if method == "none" or method in self.untrained:

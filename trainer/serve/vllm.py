@@ -62,6 +62,7 @@ def speculative_config(
     if model is not None:
         config["model"] = model
     config["num_speculative_tokens"] = draft_len
+    config |= VLLM.told(method, version)
     config |= NGRAM_DEFAULTS if method == "ngram" else {}
     return config | dict(settings or {})
 

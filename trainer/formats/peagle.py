@@ -1,0 +1,106 @@
+"""P-EAGLE outside: EAGLE-3's files, what stands for the aux states of a mask slot, and its token.
+
+Shapes: L aux layers, D target width.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from trainer.formats import base
+from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Target, Tensors
+from trainer.formats.eagle3 import EAGLE3
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
+"""speculators and vLLM since 0.32; published P-EAGLE checkpoints; earlier vLLM."""
+
+_FC_NORM = Lack(
+    lambda c: c.config.fc_norm,
+    "vLLM does not read fc_norm of a P-EAGLE in this format",
+    "--engine vllm, or train with drafter.fc_norm=false",
+)
+
+
+def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
+    made = EAGLE3.files(checkpoint, engine, reads, dtype)
+    return replace(made, config={**made.config, **dict.fromkeys(_MASK_KEYS, checkpoint.config.mask_token_id)})
+
+
+def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> dict[str, Any]:
+    flags = {flag: bool(config.get(flag, False)) for flag in ("norm_before_residual", "fc_norm", "norm_output")}
+    flags |= {"norm_before_fc": False, base.LAYER_IDS: config["eagle_config"][base.LAYER_IDS]}
+    flags |= {"embed_requires_grad": checkpoint.config.train_embeddings, "mask_token_id": config["mask_token_id"]}
+    return base.speculators_config(config, checkpoint, draft_len, "peagle", flags)
+
+
+def _signs(config: Mapping[str, Any], tensors: Tensors) -> bool:
+    return "mask_hidden" in tensors or (not tensors and any(config.get(key) is not None for key in _MASK_KEYS[1:]))
+
+
+def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[dict[str, Any], Tensors]:
+    mask = next((config[key] for key in _MASK_KEYS if config.get(key) is not None), None)
+    if mask is None:
+        raise KeyError(_MASK_KEYS[0])
+    facts, tensors = EAGLE3.read(config, tensors, target)
+    # It is said of what is fed back, and nothing is.
+    facts["norm_output"] = False
+    tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
+    return facts | {"mask_token_id": int(mask)}, tensors
+
+
+def _probe(model: Any, checkpoint: Checkpoint) -> "Tensor":
+    """The logits of a text's slots and of the mask slots behind it."""
+    import torch
+
+    from trainer.attention.cache import KVCache
+
+    aux, ids = base.probe_states(checkpoint, len(model.config.aux_layers)), base.probe_ids(checkpoint)
+    ids = torch.cat([ids[: base.PROBE_TOKENS], model.mask_ids(base.PROBE_STEPS)])
+    g = torch.cat([model.start(aux), model.mask_start().expand(base.PROBE_STEPS, -1)])
+    logits: Tensor = model.step(g, ids, torch.arange(len(ids)), KVCache())[1]
+    return logits
+
+
+_ONLY_V1 = (
+    "vLLM's V2 model runner has no parallel drafting for EAGLE: set VLLM_USE_V2_MODEL_RUNNER=0 in its environment"
+)
+_VLLM = Reads(
+    "LlamaForCausalLMEagle3",
+    "eagle3",
+    "llama_eagle3.py",
+    ran="0.32",
+    since="0.16",
+    quirks=Quirks(top_level_ids=True),
+    told={"parallel_drafting": True},
+)
+_SPECULATORS = Reads(
+    "PEagleSpeculator",
+    "peagle",
+    "models/peagle",
+    ran="0.9",
+    lacks=(*EAGLE3.rows["speculators", "eagle3"][0].lacks, _FC_NORM),  # type: ignore[union-attr]
+    quirks=Quirks(first_layer="layers.0", embeddings=True, wrap=_wrapped),
+)
+
+PEAGLE = DrafterExport(
+    drafter="peagle",
+    titles={"peagle": "a P-EAGLE drafter"},
+    word=lambda flags: "peagle",
+    rows={
+        ("vllm", "peagle"): _VLLM.preceded_by("parallel drafting of EAGLE came with 0.16", "--engine-version 0.32"),
+        ("speculators", "peagle"): (_SPECULATORS,),
+    },
+    architectures=".*p-?eagle.*",
+    signs=_signs,
+    longest=lambda config: None,
+    ids_follow_engine=True,
+    has_positions=True,
+    files=_files,
+    our_name=EAGLE3.our_name,
+    read=_read,
+    probe=_probe,
+    variant_of="eagle3",
+)
