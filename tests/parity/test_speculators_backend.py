@@ -127,7 +127,7 @@ def test_the_launcher_offers_the_flags_and_refuses_what_is_missing_in_one_line(
     words = ["--hidden-states-backend", "hiddenstore", "--store", str(tmp_path / "none"), "--data-path", str(rows.path)]
     words += ["--target-layer-ids", "2", "4", "6", "--verifier-name-or-path", str(target)]
     done = subprocess.run(
-        [sys.executable, "-m", "hiddenstore.dumps.speculators_backend", *words, *ON_A_CPU],
+        [sys.executable, "-m", "hiddenstore.dumps.speculators_backend", *words, *ON_A_CPU, "--save-path", str(tmp_path / "out")],
         capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 1

@@ -114,7 +114,7 @@ def positions_text(shares: Sequence[float]) -> str:
     return "  ".join(f"{share:.3f}" for share in shares[:shown]) + never
 
 
-ENGINES = ("vllm", "sglang", "trtllm", "http")
+ENGINES = ("vllm", "sglang", "trtllm", "llamacpp", "http")
 
 
 class _ServerOptions(TypedDict):
@@ -303,7 +303,7 @@ def _measure_servers(engine: str, options: _ServerOptions) -> None:
     for server in servers:
         if baseline:
             require_one_model(server, baseline)
-        if engine == "vllm" and server.counts() is None:
+        if engine in ("vllm", "llamacpp") and server.counts() is None:
             raise server.no_counts()
     document = {
         "engine": engine,
@@ -346,7 +346,9 @@ def _measured(
         plain = {result.task: result for result in results_of(baseline)} if baseline else {}
         for server in servers:
             results = results_of(server)
-            if results[-1].counts is None and engine in ("sglang", "trtllm"):
+            total = results[-1].counts
+            # llama.cpp has its counters, at zero, where nothing drafts.
+            if engine in ("sglang", "trtllm", "llamacpp") and (total is None or not total.drafts):
                 raise server.no_counts()
             rows += [row_of(server.client.url, result, plain.get(result.task)) for result in results]
     for row in rows:
@@ -354,9 +356,9 @@ def _measured(
             output().warn(f"{row['server']} drafted for others while {row['task']} ran: its accepted length is mixed")
     if all(row["accepted_length"] is None for row in rows):
         output().warn("the server counts no drafts where we can read it: speed only")
-    total = next(row for row in rows if row["task"] == ALL)
+    overall = next(row for row in rows if row["task"] == ALL)
     names = ("draft_len", "accepted_length", "per_position", "drafts", "tokens_per_s", "speedup")
-    return {**{name: total[name] for name in names}, "answers": turns, "rows": rows}
+    return {**{name: overall[name] for name in names}, "answers": turns, "rows": rows}
 
 
 def _open(engine: str, options: _ServerOptions, url: str, render: "Render | None") -> "Server":

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
         "hiddenstore export run --engine vllm -o drafter",
         "hiddenstore export run --engine sglang --engine-version 0.5.23 -o drafter --dtype float32",
         "hiddenstore export run --engine speculators --target ORG/MODEL -o drafter    # then: vllm serve drafter",
+        "hiddenstore export run --engine llamacpp --target target.gguf -o drafter.gguf",
         "hiddenstore export --list",
     ),
 )
 @click.argument("run", type=RUN, required=False)
-@click.option("--engine", help="Which engine will load it: vllm, sglang, trtllm, or the speculators format.")
+@click.option("--engine", help="Which engine will load it: vllm, sglang, trtllm, llamacpp, or the speculators format.")
 @click.option("--engine-version", "version", metavar="VERSION", help="Of the engine; default: the one --list shows.")
-@click.option("-o", "--out", help="Folder to write.")
+@click.option("-o", "--out", help="Folder to write; for llama.cpp also a file, such as drafter.gguf.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Default: the target's own.")
 @click.option(
     "--yarn",
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
     metavar="FACTOR WINDOW",
     help="Stretch rope FACTOR times beyond the WINDOW it was trained on: 32 2048 as ModelOpt does.",
 )
-@click.option("--target", help="Hub id or path of the target, for the speculators format, which names it.")
+@click.option(
+    "--target",
+    help="The target, for what names it: hub id or path for the speculators format, its GGUF file for llamacpp.",
+)
 @click.option("--list", "is_list", is_flag=True, help="Which engine takes which drafter.")
 @common_options
 def export(
@@ -72,7 +76,7 @@ def export(
     if yarn is not None:
         checkpoint = stretched(checkpoint, *yarn)
     done = write(checkpoint, engine, folder, dtype, version)
-    serve = _to_serve(loaded, engine, out)
+    serve = _to_serve(loaded, engine, out, target)
     document = {
         "run": run,
         "step": loaded.step,
@@ -108,12 +112,13 @@ def _show(done: "ExportedDrafter", step: int) -> None:
     )
 
 
-def _to_serve(loaded: "LoadedDrafter", engine: str, out: str) -> list[str]:
+def _to_serve(loaded: "LoadedDrafter", engine: str, out: str, target: str | None) -> list[str]:
     from hiddenstore.targets.identity import target_argument
 
     if engine == "speculators":
         return ["vllm", "serve", out]
-    return ["hiddenstore", "serve", out, "--engine", engine, "--target", target_argument(loaded.identity)]
+    served = target if target and engine == "llamacpp" else target_argument(loaded.identity)
+    return ["hiddenstore", "serve", out, "--engine", engine, "--target", served]
 
 
 def _list(engine: str | None, version: str | None) -> None:

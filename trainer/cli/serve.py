@@ -32,6 +32,7 @@ class WithEngineFlags(click.Command):
         "hiddenstore serve drafter --target Qwen/Qwen3-8B --engine vllm",
         "hiddenstore serve --method ngram --target Qwen/Qwen3-8B --engine sglang --print-only",
         "hiddenstore serve drafter --target Qwen/Qwen3-8B --engine trtllm -o serve.yaml --print-only -- --tp_size 2",
+        "hiddenstore serve drafter.gguf --target target.gguf --engine llamacpp -- --port 8080",
         "hiddenstore serve --check serve.yaml",
     ),
 )
@@ -60,8 +61,8 @@ class WithEngineFlags(click.Command):
 def serve(drafter: str | None, engine: str | None, print_only: bool, checked: str | None, **options: Any) -> None:
     """Serve a target with a drafter: print the engine's exact command and configuration, or run it.
 
-    DIR is what ``hiddenstore export`` wrote, a published drafter, or a run or checkpoint of ``hiddenstore train``,
-    which is exported first, into RUN/exports. Everything after -- goes to the engine.
+    DIR is what ``hiddenstore export`` wrote (a folder, or a GGUF file), a published drafter, or a run or checkpoint of
+    ``hiddenstore train``, which is exported first, into RUN/exports. Everything after -- goes to the engine.
     """
     if checked:
         _check(checked, options["version"])
@@ -80,7 +81,7 @@ def serve(drafter: str | None, engine: str | None, print_only: bool, checked: st
     serving = ENGINES[engine]
     flags = click.get_current_context().meta[_FLAGS]
     if drafter is not None and (run := _run_at(drafter)):
-        drafter = _exported(run, engine, options["version"])
+        drafter = _exported(run, engine, options["version"], options["target"])
     resolved = resolve(serving, ServeOptions(drafter=drafter, flags=flags, **options))
     request, plan = resolved.request, plan_of(serving, resolved.request)
     runs = not print_only and output().mode != "json"
@@ -107,7 +108,7 @@ def _run_at(drafter: str) -> str | None:
     return drafter if is_checkpoint or kind_of(path) == "run" else None
 
 
-def _exported(run: str, engine: str, version: str | None) -> str:
+def _exported(run: str, engine: str, version: str | None, target: str) -> str:
     """The folder of a checkpoint's export for an engine, made where it is not there yet."""
     from trainer.export.support import ENGINES
     from trainer.export.write import checkpoint_of
@@ -121,8 +122,10 @@ def _exported(run: str, engine: str, version: str | None) -> str:
     out = checkpoint.parent.parent / EXPORTS / f"{engine}-{at}-{checkpoint.name}"
     if not out.is_dir():
         words = ["hiddenstore", "export", str(checkpoint), "--engine", engine, "--engine-version", at, "-o", str(out)]
+        named = target if ENGINES[engine].reads_gguf else None
+        words += [] if named is None else ["--target", named]
         output().note(f"$ {shlex.join(words)}")
-        write(checkpoint_of(load_drafter(checkpoint), str(checkpoint)), engine, out, None, at)
+        write(checkpoint_of(load_drafter(checkpoint), str(checkpoint), named), engine, out, None, at)
     return str(out)
 
 

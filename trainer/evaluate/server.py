@@ -13,7 +13,9 @@ from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.http import HttpClient, RefusedError
 from trainer.evaluate.prompts import Message, Question
 
-VLLM_PREFIX = "vllm:spec_decode_num_"
+VLLM_PREFIX, LLAMACPP_PREFIX = "vllm:spec_decode_num_", "llamacpp:spec_decode_num_"
+LLAMACPP_EXACT = 1_000_000
+"""llama.cpp prints its counters with six digits."""
 
 _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
@@ -71,16 +73,16 @@ class DraftCounts:
         return round(self.drafted / self.drafts) if self.drafts and self.drafted else None
 
 
-def vllm_counts(text: str) -> DraftCounts | None:
+def vllm_counts(text: str, prefix: str = VLLM_PREFIX) -> DraftCounts | None:
     """The counters of vLLM's ``/metrics``, all engines and models of the server added; None where it does not draft.
     Read under their own names and with the ``_total`` that Prometheus clients append; no name is read twice."""
     sums: dict[str, float] = {}
     positions: dict[int, float] = {}
     for line in text.splitlines():
         sample = None if line.startswith("#") else _SAMPLE.match(line)
-        if sample is None or not sample["name"].startswith(VLLM_PREFIX):
+        if sample is None or not sample["name"].startswith(prefix):
             continue
-        name = sample["name"].removeprefix(VLLM_PREFIX).removesuffix("_total")
+        name = sample["name"].removeprefix(prefix).removesuffix("_total")
         if name == "accepted_tokens_per_pos":
             if label := _POSITION.search(sample["labels"] or ""):
                 position = int(label[1])
@@ -267,7 +269,44 @@ class TrtllmServer(Server):
         return f"hiddenstore serve DRAFTER --engine trtllm --target {self.model} {counting}"
 
 
-SERVERS: dict[str, type[Server]] = {"vllm": Server, "sglang": SglangServer, "trtllm": TrtllmServer, "http": Server}
+class LlamacppServer(Server):
+    """llama.cpp's ``llama-server``, whose ``/metrics`` counts under vLLM's names with a prefix of its own. Source:
+    ``tools/server/server-task.cpp`` of b11434; run.
+
+    Raises:
+        CaptureError: ``server-answer``: its counters are so high that it rounds them.
+    """
+
+    def counts(self) -> DraftCounts | None:
+        try:
+            counts = self.client.text("/metrics", lambda text: vllm_counts(text, LLAMACPP_PREFIX))
+        except RefusedError as error:
+            if error.status == 501:
+                return None
+            raise
+        if counts is not None and counts.drafted >= LLAMACPP_EXACT:
+            raise CaptureError(
+                f"{self.client.url}/metrics counts {counts.drafted:,} drafted tokens, and is rounded from a million on",
+                kind=Kind.SERVER_ANSWER,
+                hint="start llama-server anew",
+            )
+        return counts
+
+    def no_counts(self) -> ConfigError:
+        return ConfigError(
+            f"the server at {self.client.url} counts no drafts: it was started without --metrics or without a drafter",
+            kind=Kind.NO_SPECULATION,
+            hint=f"hiddenstore serve DRAFTER --engine llamacpp --target {self.model}",
+        )
+
+
+SERVERS: dict[str, type[Server]] = {
+    "vllm": Server,
+    "sglang": SglangServer,
+    "trtllm": TrtllmServer,
+    "llamacpp": LlamacppServer,
+    "http": Server,
+}
 """``--engine`` → how it is measured; ``http``: any OpenAI-like server, whose drafts are known if it counts as vLLM."""
 
 

@@ -1,6 +1,6 @@
 """Published checkpoints of every drafter, read into ours, and made a run: one checkpoint at step 0.
 
-safetensors, or tensors of a torch file; nothing of a checkpoint is executed.
+safetensors, llama.cpp's GGUF, or tensors of a torch file; nothing of a checkpoint is executed.
 
 Shapes: V target vocabulary, U draft vocabulary.
 """
@@ -30,6 +30,7 @@ from schemas.layers import LayerConvention
 from trainer.config import DrafterConfig
 from trainer.drafters import DRAFTERS, check_store, drafter_kind
 from trainer.export.support import recognised
+from trainer.formats import gguf
 from trainer.formats.base import Target, Tensors
 from trainer.losses.teacher import TargetInterface
 from trainer.settings import config_class, derived
@@ -57,7 +58,11 @@ def read_published(
     """The drafter that config.json and the weights of ``folder`` describe, for a target of ``num_layers``.
     ``convention`` says what the layer ids mean where the checkpoint leaves it open. Raises NotFoundError: a file is
     missing; ConfigError: ``import-*``: not a drafter that can be read, or not one of this target."""
-    config, tensors = _config(folder), _tensors(folder)
+    if (file := gguf.drafter_file(folder)) is not None:
+        convention = "vllm"
+        config, tensors = gguf.read(file)
+    else:
+        config, tensors = _config(folder), _tensors(folder)
     drafter = recognised(config, tensors)
     if drafter is None:
         names = ", ".join(map(str, config.get("architectures") or ())) or "not set"
@@ -175,7 +180,7 @@ def _unpickled(file: Path) -> Tensors:
 
 def _folder(source: str | Path) -> Path:
     """The folder that ``source`` names, or its hub id's, downloaded into the cache of the hub where it is not there."""
-    if Path(source).is_dir():
+    if Path(source).is_dir() or Path(source).suffix == gguf.SUFFIX:
         return Path(source)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         raise NotFoundError(f"{source} is no folder and no hub id", kind=Kind.PATH_MISSING)

@@ -4,7 +4,7 @@ Sources: vLLM 0.32 and 0.33 (``llama_eagle.py``, ``llama_eagle3.py``, ``qwen3_df
 ``v1/spec_decode``), speculators 0.9, whose library reads its files back in a test; SGLang 0.5.23 (``llama_eagle.py``,
 ``llama_eagle3.py`` and a copy from before it, ``dflash.py``) and TensorRT-LLM 1.2 to its main branch of 2026
 (``modeling_speculative.py``, ``modeling_dflash.py``, pull requests 11010 and 14988), of which nothing was run. All are
-Apache-2.0.
+Apache-2.0. llama.cpp b11434 (``src/models/eagle3.cpp``, ``dflash.cpp``), MIT.
 """
 
 import re
@@ -34,6 +34,7 @@ ENGINES: Registry[Engine] = Registry(
         "vllm": Engine("vllm", "vLLM", "0.32", "vllm"),
         "sglang": Engine("sglang", "SGLang", "0.5.23", "output"),
         "trtllm": Engine("trtllm", "TensorRT-LLM", "1.2.1", "output"),
+        "llamacpp": Engine("llamacpp", "llama.cpp", "11434", "vllm", reads_gguf=True),
         "speculators": Engine("speculators", "speculators", "0.9", "vllm"),
     },
     "trainer.formats.base:Engine",

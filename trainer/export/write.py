@@ -1,11 +1,16 @@
-"""A trained drafter as the folder an engine loads: ``config.json``, ``model.safetensors``, ``hiddenstore.json``.
+"""A trained drafter as the folder an engine loads: ``config.json``, ``model.safetensors``, ``hiddenstore.json``; for
+llama.cpp one GGUF file that holds all three.
 
 Whatever is written is read back and must give the same logits, bit for bit, before the folder appears under its name.
 """
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -22,7 +27,7 @@ from hiddenstore.errors import (
     NotFoundError,
     StorageError,
 )
-from hiddenstore.fs.publish import new_folder, refuse_existing_folder
+from hiddenstore.fs.publish import new_file, new_folder, refuse_existing_file, refuse_existing_folder
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.store import Store
 from hiddenstore.targets.identity import target_argument
@@ -32,7 +37,8 @@ from trainer.drafters import drafter_kind
 from trainer.drafters.base import Drafter
 from trainer.export.published import read_published
 from trainer.export.support import ENGINES, checkpoint_word, config_differences, drafter_export, required
-from trainer.formats.base import LAYER_IDS, Checkpoint, Engine, Files, shares_embeddings, weights
+from trainer.formats import gguf
+from trainer.formats.base import LAYER_IDS, Checkpoint, Engine, Files, Reads, shares_embeddings, weights
 from trainer.losses.teacher import TargetInterface
 from trainer.settings import target_config
 from trainer.train.run_folder import CONFIG, LoadedDrafter, RunInfo, describe, load_weights
@@ -108,13 +114,14 @@ def export(
     name = dtype or checkpoint.identity.dtype
     if name not in DTYPES:
         raise ConfigError(f"cannot export as {name!r}; choose one of {', '.join(DTYPES)}", kind=Kind.OPTION_INVALID)
-    refuse_existing_folder(out)
-    made = engine_files(checkpoint, table, at, name)
-    about = about_export(checkpoint, table, at)
-    with new_folder(out) as folder:
-        save_file(made.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        for file, document in ((CONFIG_FILE, made.config), (ABOUT_FILE, about)):
-            (folder / file).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    made, about = engine_files(checkpoint, table, at, name), about_export(checkpoint, table, at)
+    with _appearing(out, is_file=table.reads_gguf and out.suffix == gguf.SUFFIX) as folder:
+        if table.reads_gguf:
+            made = _write_gguf(folder / gguf.FILE_NAME, checkpoint, required(checkpoint, table, at), made, about)
+        else:
+            save_file(made.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+            for file, document in ((CONFIG_FILE, made.config), (ABOUT_FILE, about)):
+                (folder / file).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         prove_equal(checkpoint, folder, DTYPES[name])
     return ExportedDrafter(
         path=out,
@@ -122,11 +129,47 @@ def export(
         version=at,
         drafter=about["drafter"],
         dtype=name,
-        bytes=sum(file.stat().st_size for file in out.iterdir()),
+        bytes=sum(file.stat().st_size for file in (out.iterdir() if out.is_dir() else [out])),
         draft_len=about["draft_len"],
         layer_ids=layer_ids(made.config),
         tensors={key: (str(t.dtype).removeprefix("torch."), list(t.shape)) for key, t in sorted(made.tensors.items())},
     )
+
+
+@contextmanager
+def _appearing(out: Path, is_file: bool) -> Iterator[Path]:
+    """The folder that becomes ``out`` whole; where ``out`` is a file, one whose GGUF file becomes it. Raises
+    ConflictError ``output-exists``; StorageError."""
+    if not is_file:
+        refuse_existing_folder(out)
+        with new_folder(out) as folder:
+            yield folder
+        return
+    refuse_existing_file(out)
+    with TemporaryDirectory() as room:
+        yield Path(room)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(out) as file, Path(room, gguf.FILE_NAME).open("rb") as whole:
+            shutil.copyfileobj(whole, cast(Any, file), 1 << 24)
+
+
+def _write_gguf(file: Path, checkpoint: Checkpoint, reads: Reads, made: Files, about: dict[str, Any]) -> Files:
+    """Write the files as one, and give back what it says and holds. Raises ConfigError ``option-invalid``: no GGUF file
+    of the target is named; FormatError ``target-mismatch``: it is of another target."""
+    target = gguf.drafter_file(Path(checkpoint.target_name or ""))
+    if target is None:
+        raise ConfigError(
+            "a drafter for llama.cpp holds the vocabulary of its target's GGUF file, and --target names none",
+            kind=Kind.OPTION_INVALID,
+            hint="--target TARGET.gguf; llama.cpp makes it: python convert_hf_to_gguf.py TARGET --outfile TARGET.gguf",
+        )
+    differences = gguf.target_differences(target, about["target"])
+    if differences:
+        problem = f"--target {target} is not the target the drafter was trained for ({checkpoint.identity.name})"
+        raise FormatError(f"{problem}:\n" + "\n".join(differences), kind=Kind.TARGET_MISMATCH)
+    tensors = gguf.write(file, reads.architecture, made.config, made.tensors, tokenizer=target, about=about)
+    fields = gguf.fields_of(reads.architecture, made.config)
+    return Files({"target_layer_ids": fields[f"{reads.architecture}.target_layers"]}, tensors)
 
 
 def engine_files(checkpoint: Checkpoint, engine: Engine, version: str, dtype: str) -> Files:

@@ -139,12 +139,14 @@ Row = Reads | Refused
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine: its version where none is named, and the convention of its layer ids."""
+    """One engine: its version where none is named, the convention of its layer ids, and whether a drafter is one GGUF
+    file to it instead of a folder."""
 
     name: str
     title: str
     version: str
     convention: LayerConvention
+    reads_gguf: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +226,26 @@ EMBEDDINGS_AS_A_LAYER = Lack(
     "its layer ids name layer outputs, and the embedding output is none",
     "train with drafter.aux_layers from 0 on",
 )
+
+# llama.cpp hands out what enters a layer; only some targets also what leaves the last.
+_PAST_THE_LAST_INPUT = Lack(
+    lambda c: max(c.config.aux_layers) >= c.identity.num_layers - 1,
+    "it reads what enters a layer of the target, and nothing enters one after the last",
+    "train with drafter.aux_layers below the last layer",
+)
+_ROPE_OF_ITS_OWN = Lack(
+    lambda c: _has_other_rope(c.config.rope_scaling),
+    "it stretches rope by linear, Llama 3's or YaRN's rule, the latter with its own attention factor",
+    "train with drafter.rope_scaling=none",
+)
+OF_LLAMACPP = (_PAST_THE_LAST_INPUT, _ROPE_OF_ITS_OWN)
+"""What any drafter may have that llama.cpp does not read."""
+
+
+def _has_other_rope(scaling: Any) -> bool:
+    written = scaling.written() if scaling else {"rope_type": "linear"}
+    unread = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
+    return written["rope_type"] not in ("linear", "llama3", "yarn") or bool(unread & written.keys())
 
 
 def weights(checkpoint: Checkpoint, dtype: "str | torch.dtype") -> Tensors:

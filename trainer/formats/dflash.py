@@ -170,6 +170,9 @@ _VLLM = Reads(
     lacks=(_SYMMETRIC_WINDOW,),
     warn=_mixed_attention,
 )
+_LLAMACPP = Reads(
+    "dflash", "draft-dflash", "src/models/dflash.cpp", ran="11434", lacks=(_SLIDING_WINDOW, *base.OF_LLAMACPP)
+)
 _SPECULATORS = Reads(
     "DFlashSpeculator",
     "dflash",
@@ -202,6 +205,7 @@ DFLASH = DrafterExport(
         ("trtllm", "dflash"): _TRTLLM.preceded_by(
             "DFlash came with 1.3", "--engine-version 1.3, --engine vllm or --engine sglang"
         ),
+        ("llamacpp", "dflash"): (_LLAMACPP,),
         ("speculators", "dflash"): (_SPECULATORS,),
         ("vllm", "jetspec"): _VLLM.preceded_by(
             "the first vLLM known to read dflash_config.causal is 0.32", "--engine-version 0.32"

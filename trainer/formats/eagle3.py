@@ -25,6 +25,9 @@ _SEVERAL_LAYERS = Lack(
     "it drops the residual between layers, so several are another function",
     "train with drafter.num_layers=1",
 )
+_MORE_THAN_ITS_ONE_LAYER = Lack(
+    lambda c: c.config.num_layers > 1, "its EAGLE-3 has one layer", "train with drafter.num_layers=1"
+)
 _OWN_EMBEDDINGS = Lack(
     lambda c: not base.shares_embeddings(c) and c.config.hidden_size == c.identity.hidden_size,
     "it replaces embeddings of the target's width by the target's",
@@ -181,6 +184,14 @@ _TRTLLM = Reads(
     lacks=(_NORM_BEFORE_RESIDUAL, _OWN_EMBEDDINGS, _ONE_LAYER, _AS_WIDE_AS_ITS_STATES, base.EMBEDDINGS_AS_A_LAYER),
     quirks=Quirks(later_norm="hidden_norm", stacked=True, t2d=False),
 )
+_LLAMACPP = Reads(
+    "eagle3",
+    "draft-eagle3",
+    "src/models/eagle3.cpp",
+    ran="11434",
+    lacks=(_NOT_THREE_LAYERS, _MORE_THAN_ITS_ONE_LAYER, *base.OF_LLAMACPP),
+    quirks=Quirks(top_level_ids=True),
+)
 _SPECULATORS = Reads(
     "Eagle3Speculator",
     "eagle3",
@@ -211,6 +222,14 @@ EAGLE3 = DrafterExport(
         ),
         ("trtllm", "eagle3"): (replace(_TRTLLM, method="Eagle", since=None, before="1.3"), _TRTLLM),
         ("trtllm", "eagle3.1"): _later(_TRTLLM, "1.3", "fc_norm and norm_output are read since 1.3"),
+        ("llamacpp", "eagle3"): (_LLAMACPP,),
+        ("llamacpp", "eagle3.1"): (
+            Refused(
+                "its one norm before fc divides all layers by their common size where EAGLE-3.1 divides each by its "
+                "own, which no weights make up for, and it feeds back the state before the last norm",
+                "train without drafter.fc_norm and drafter.norm_output, or --engine vllm",
+            ),
+        ),
         ("speculators", "eagle3"): (_SPECULATORS,),
         ("speculators", "eagle3.1"): (_SPECULATORS,),
     },

@@ -18,6 +18,7 @@ ENGINES: "Registry[ServingEngine]" = Registry(
         "vllm": "trainer.serve.vllm:VLLM",
         "sglang": "trainer.serve.sglang:SGLANG",
         "trtllm": "trainer.serve.trtllm:TRTLLM",
+        "llamacpp": "trainer.serve.llamacpp:LLAMACPP",
     },
     "trainer.serve.plan:ServingEngine",
     option="--engine",

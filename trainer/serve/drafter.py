@@ -13,6 +13,7 @@ from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.targets import LAYER_RULES
 from schemas.layers import LayerConvention, to_convention
 from trainer.export.support import ENGINES, config_differences, recognised, row, words
+from trainer.formats import gguf
 from trainer.formats.base import LAYER_IDS, Reads
 from trainer.serve.plan import ServingEngine
 
@@ -38,9 +39,12 @@ class ServedDrafter:
 def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
     """The drafter in ``folder``; ``method`` where its files do not tell what it is. Raises NotFoundError: no
     config.json there; ConfigError: ``serve-setting``: a file is no JSON, or nothing tells what this drafter is."""
-    config = _json(folder / CONFIG_FILE)
+    if (file := gguf.drafter_file(folder)) is not None:
+        config, about = gguf.about_file(file)
+    else:
+        config = _json(folder / CONFIG_FILE)
+        about = _json(folder / ABOUT_FILE) if (folder / ABOUT_FILE).exists() else {}
     drafter = recognised(config, {})
-    about = _json(folder / ABOUT_FILE) if (folder / ABOUT_FILE).exists() else {}
     word = about.get("drafter") or (drafter.word(config) if drafter else None)
     if word is None and method is None:
         raise ConfigError(
@@ -95,6 +99,10 @@ def check_target(drafter: ServedDrafter, target: str) -> list[str]:
     name and the same states."""
     expected = drafter.target or {}
     folder = Path(target)
+    if (file := gguf.drafter_file(folder)) is not None:
+        differences = gguf.target_differences(file, expected)
+        _refuse_other_target(drafter, target, differences)
+        return []
     if not folder.is_dir():
         name = expected.get("name", "")
         if "/" in name and name != target:
@@ -102,15 +110,19 @@ def check_target(drafter: ServedDrafter, target: str) -> list[str]:
         return []
     found = _json(folder / CONFIG_FILE)
     differences = config_differences(expected, found) if expected else _published_differences(drafter, found)
+    _refuse_other_target(drafter, target, differences)
+    return []
+
+
+def _refuse_other_target(drafter: ServedDrafter, target: str, differences: list[str]) -> None:
     if differences:
         engine = drafter.engine or "ENGINE"
         raise FormatError(
             f"{target} is not the target of {drafter.path}\n" + "\n".join(f"  {line}" for line in differences),
             kind=Kind.TARGET_MISMATCH,
-            hint=f"--target {expected.get('name') or 'ITS_TARGET'}, or hiddenstore export RUN_OF_THIS_TARGET "
-            f"--engine {engine} -o DIR",
+            hint=f"--target {(drafter.target or {}).get('name') or 'ITS_TARGET'}, or hiddenstore export "
+            f"RUN_OF_THIS_TARGET --engine {engine} -o DIR",
         )
-    return []
 
 
 def _published_differences(drafter: ServedDrafter, config: Mapping[str, Any]) -> list[str]:
@@ -168,7 +180,7 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_bytes())
     except FileNotFoundError as error:
-        hint = "hiddenstore export RUN --engine vllm|sglang|trtllm -o DIR"
+        hint = "hiddenstore export RUN --engine vllm|sglang|trtllm|llamacpp -o DIR"
         raise NotFoundError(f"{file} does not exist", kind=Kind.PATH_MISSING, hint=hint) from error
     except (ValueError, NotADirectoryError) as error:
         raise ConfigError(f"{file} is no JSON: {error}", kind=Kind.SERVE_SETTING) from error

@@ -20,6 +20,7 @@ from hiddenstore.console.text import clean
 from hiddenstore.errors import ConfigError, ConflictError, Kind
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.targets.gguf import target_folder
+from trainer.export.support import ENGINES
 from trainer.formats.base import parse_version
 from trainer.serve.drafter import ServedDrafter, check_engine, check_target, read_drafter, warnings_of
 from trainer.serve.plan import ServeOptions, ServePlan, ServeRequest, ServingEngine, flag_value, methods, needs_model
@@ -56,7 +57,8 @@ def resolve(engine: ServingEngine, options: ServeOptions) -> Resolved:
     """The request that ``options`` means. Raises ConfigError: nothing says what drafts, the engine lacks the method, or
     the drafter cannot draft so far; FormatError: the drafter was exported for another engine or target; NotFoundError:
     the drafter's folder is missing."""
-    options = replace(options, target=target_folder(options.target))
+    if not ENGINES[engine.name].reads_gguf:
+        options = replace(options, target=target_folder(options.target))
     drafter = _drafter(options)
     method = drafter.method if drafter else (options.method or "")
     if options.form not in engine.forms:
