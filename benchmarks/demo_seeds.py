@@ -11,21 +11,22 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.commands import Command
-from collectors.cli.demo import ANSWER_TOKENS, CHAIN, PROMPTS, TRAIN_SETTINGS
-from collectors.demo import TARGET_DIR
+from collectors.cli.demo import DRAFTER, PIPELINE
+from hiddenstore.cli.run import Pipeline, setting_words
+from hiddenstore.settings import load
 
 TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 NAMES = ("accepted_length", "simulated_accepted_length", "untrained_accepted_length", "ngram_accepted_length")
 NAMES += ("prompts", "identical_to_greedy")
 
 
-def train(folder: Path, seed: int) -> tuple[str, float | None]:
+def train(folder: Path, settings: list[str], seed: int) -> tuple[str, float | None]:
     """The run of a seed and the seconds it took; a run that exists is taken as it is."""
-    run = folder / ("run" if seed == 0 else f"run-seed-{seed}")
+    run = folder / DRAFTER / ("run" if seed == 0 else f"run-seed-{seed}")
     if run.exists():
         return str(run), None
     started = time.monotonic()
-    words = [str(folder / "store"), *TRAIN_SETTINGS, f"train.seed={seed}", "-o", str(run)]
+    words = [str(folder / "store"), *settings, f"train.seed={seed}", "-o", str(run)]
     Command().run([*TWO_RANKS, "-m", "hiddenstore.cli", "train", "-q", *words])
     return str(run), round(time.monotonic() - started, 1)
 
@@ -36,16 +37,27 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments = parser.parse_args()
-    words = ["--target", str(TARGET_DIR), "--prompts", str(arguments.folder / "held-out-questions.jsonl")]
-    words += ["-n", str(PROMPTS), "--draft-len", str(CHAIN), "--max-new-tokens", str(ANSWER_TOKENS), "--untrained"]
+    pipeline = load(Pipeline, arguments.folder / PIPELINE)
+    decode = pipeline.decode or {}
+    settings = [word for word in setting_words(pipeline.drafters[DRAFTER].settings) if "train.seed=" not in word]
+    words = [
+        "--target",
+        pipeline.target,
+        "--prompts",
+        str(decode["prompts"]),
+        "-n",
+        str(decode["count"]),
+        "--untrained",
+    ]
+    words += ["--draft-len", str(decode["draft-len"]), "--max-new-tokens", str(decode["max-new-tokens"])]
     rows = []
     for seed in arguments.seeds:
-        run, seconds = train(arguments.folder, seed)
+        run, seconds = train(arguments.folder, settings, seed)
         answer = Command().answer("decode", run, *words)
         rows.append({"seed": seed, "train_s": seconds, **{name: answer[name] for name in NAMES}})
         report.progress(", ".join(f"{name} {value}" for name, value in rows[-1].items()))
     median = statistics.median(row["accepted_length"] for row in rows)
-    result = {"settings": list(TRAIN_SETTINGS), "median_accepted_length": median, "rows": rows}
+    result = {"settings": settings, "median_accepted_length": median, "rows": rows}
     report.publish("demo_seeds", result, arguments.results)
 
 

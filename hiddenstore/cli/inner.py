@@ -11,7 +11,7 @@ import click
 
 from hiddenstore.cli.translate import INTERRUPTED_EXIT
 from hiddenstore.cli.words import WORDS_ONLY
-from hiddenstore.console.output import output, swapped_output
+from hiddenstore.console.output import INNER, output, swapped_output
 from hiddenstore.errors import CaptureError, InterruptError, Kind
 
 
@@ -37,7 +37,7 @@ def do(name: str, *words: str, quiet: bool = False) -> Mapping[str, Any]:
     """Print a command line and run it in this process; what it answers as a document."""
     out = output()
     if not quiet:
-        out.note(f"$ hiddenstore {shlex.join([name, *words])}")
+        out.command("hiddenstore", name, *words)
     mode = "human" if out.is_human and not quiet else "silent"
     with swapped_output(mode) as inner, _context(name, words) as child:
         child.command.invoke(child)
@@ -75,10 +75,10 @@ def do_on_ranks(ranks: int, name: str, words: Sequence[str]) -> None:
         CaptureError: it failed; it has said why.
     """
     out = output()
-    out.note(f"$ torchrun --nproc-per-node {ranks} --no-python hiddenstore {shlex.join([name, *words])}")
+    out.command("torchrun", "--nproc-per-node", str(ranks), "--no-python", "hiddenstore", name, *words)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
     shown = None if out.is_human else subprocess.DEVNULL
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", INNER: "1"}
     done = subprocess.run(
         [*launcher, "-m", "hiddenstore.cli", name, *words], env=environment, stdout=shown, stderr=shown, check=False
     )

@@ -22,6 +22,7 @@ from hiddenstore.documents import load, seal
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.fs.publish import replace_file
 from hiddenstore.settings import all_problems
 from hiddenstore.settings import load as load_settings
 from schemas.base import FORMAT_VERSION, Document
@@ -48,7 +49,8 @@ class DrafterSection(BaseModel):
 
 class Pipeline(BaseModel):
     """``out`` is the folder of everything the run makes. One capture serves every entry of ``drafters``; ``eval``,
-    ``decode`` and ``export`` are done for each. ``regenerate`` and ``decode`` happen where their section is there."""
+    ``decode``, ``export`` and ``serve`` (``eval --serve`` of the export) are done for each. ``regenerate``, ``decode``
+    and ``serve`` happen where their section is there. ``minutes``: about how long a command takes, to be shown."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -63,6 +65,8 @@ class Pipeline(BaseModel):
     eval: Section = Field(default_factory=dict)
     decode: Section | None = None
     export: Section = Field(default_factory=lambda: {"engine": "vllm"})
+    serve: Section | None = None
+    minutes: dict[str, float] = Field(default_factory=dict)
 
     @field_validator("drafters", mode="before")
     @classmethod
@@ -126,16 +130,21 @@ class _Builder:
         run, drafter = self._out / name / "run", self._out / name / "drafter"
         named = (("--drafter", section.drafter), ("-c", section.config))
         options = [word for option, value in named if value is not None for word in (option, value)]
-        words = (store, "-o", str(run), *options, *_settings(section.settings))
+        words = (store, "-o", str(run), *options, *setting_words(section.settings))
         yield Stage(f"{name}/train", "train", words, run, (store, "-o", str(run), "--resume"), section.ranks)
-        yield Stage(f"{name}/eval", "eval", (str(run), store, *self._options("eval")))
+        costs = ("--target", self._pipeline.target) if self._pipeline.eval.get("costs") else ()
+        yield Stage(f"{name}/eval", "eval", (str(run), store, *costs, *self._options("eval")))
         if self._pipeline.decode is not None:
             words = (str(run), "--target", self._pipeline.target, *self._options("decode"))
             yield Stage(f"{name}/decode", "decode", words)
         yield Stage(f"{name}/export", "export", (str(run), "-o", str(drafter), *self._options("export")), drafter)
+        if self._pipeline.serve is not None:
+            words = ("--serve", str(drafter), "--target", self._pipeline.target, *self._options("serve", "eval"))
+            yield Stage(f"{name}/serve", "eval", words)
 
-    def _options(self, command: str) -> list[str]:
-        """The section of a command as its words."""
+    def _options(self, section: str, command: str | None = None) -> list[str]:
+        """A section as words of ``command``, by default the one it is named after."""
+        command = command or section
         options = {
             option.removeprefix("--"): parameter
             for parameter in find(command).params
@@ -144,14 +153,14 @@ class _Builder:
             if option.startswith("--") and option not in _RESERVED
         }
         words = []
-        for key, value in getattr(self._pipeline, command).items():
+        for key, value in getattr(self._pipeline, section).items():
             name = str(key).replace("_", "-")
             if name in options:
                 words += _option_words(f"--{name}", options[name], value)
                 continue
             close = get_close_matches(name, options, n=1)
             advice = f"did you mean {close[0]}?" if close else f"it takes {', '.join(sorted(options))}"
-            problem = f"{command}: hiddenstore {command} takes no {name!r} here; {advice}"
+            problem = f"{section}: hiddenstore {command} takes no {name!r} here; {advice}"
             self.problems[problem] = f"hiddenstore {command} --help"
         return words
 
@@ -170,11 +179,11 @@ def _option_words(option: str, parameter: click.Option, value: Any) -> list[str]
     return [option, ",".join(values)]
 
 
-def _settings(tree: Mapping[str, Any], path: Sequence[str] = ()) -> Iterator[str]:
+def setting_words(tree: Mapping[str, Any], path: Sequence[str] = ()) -> Iterator[str]:
     """A tree of settings as ``key.path=value`` words."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _settings(value, (*path, str(key)))
+            yield from setting_words(value, (*path, str(key)))
         else:
             text = ",".join(map(str, value)) if isinstance(value, list) else "none" if value is None else str(value)
             yield f"{'.'.join((*path, str(key)))}={text}"
@@ -243,19 +252,47 @@ def run_pipeline(pipeline: Pipeline) -> list[StageResult]:
     fs, inputs = LocalFilesystem(out), _digest_of_files(pipeline.inputs)
     finished: dict[str, DoneStage] = {}
     results = []
+    clock = _Clock(pipeline.minutes, stages)
     for number, stage in enumerate(stages, 1):
         # A stage is built on the capture, and on the earlier stages of its own drafter.
         drafter, _, _ = stage.name.rpartition("/")
         before = [done for name, done in finished.items() if "/" not in name or name.startswith(f"{drafter}/")]
         built_on = hashlib.sha256(b"".join(map(seal, before))).hexdigest() + inputs
         earlier = _finished_before(fs, stage, built_on)
-        output().note(f"\n{number}/{len(stages)}  {stage.name}{'  (done before)' if earlier else ''}")
-        done = earlier or _do(stage, built_on)
+        about = "  (done before)" if earlier else clock.estimate(number - 1)
+        output().note(f"\n{number}/{len(stages)}  {stage.name}{about}")
+        done = earlier or _do(fs, stage, built_on)
         if earlier is None:
             fs.put_if_absent(stage.record, seal(done))
+            Path(fs.root, f"{stage.record}.begun").unlink(missing_ok=True)
+            clock.took(stage, done.seconds)
         finished[stage.name] = done
         results.append(StageResult(stage, json.loads(done.answer), done.seconds, earlier is not None))
     return results
+
+
+class _Clock:
+    """How long stages will take: the pipeline's own ``minutes``, corrected by what this machine has needed so far."""
+
+    def __init__(self, minutes: Mapping[str, float], stages: Sequence[Stage]) -> None:
+        self._expected = [60 * minutes.get(stage.name.rpartition("/")[2], 0.0) for stage in stages]
+        self._of = dict(zip((stage.name for stage in stages), self._expected, strict=True))
+        self._needed_s = self._expected_s = 0.0
+
+    def took(self, stage: Stage, spent_s: float) -> None:
+        """A stage of this run is done."""
+        if self._of[stage.name]:
+            self._needed_s += spent_s
+            self._expected_s += self._of[stage.name]
+
+    def estimate(self, index: int) -> str:
+        """``  about 3 m 20 s, 21 m 10 s to the end``; nothing where the pipeline does not say."""
+        if not self._expected[index]:
+            return ""
+        # One short stage says little of a machine: five minutes as expected weigh against it.
+        pace = (self._needed_s + 300) / (self._expected_s + 300)
+        left = pace * sum(self._expected[index:])
+        return f"  about {seconds(round(pace * self._expected[index]))}, {seconds(round(left))} to the end"
 
 
 def _finished_before(fs: LocalFilesystem, stage: Stage, built_on: str) -> DoneStage | None:
@@ -296,8 +333,15 @@ def _digest_of_files(paths: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def _do(stage: Stage, built_on: str) -> DoneStage:
+def _do(fs: LocalFilesystem, stage: Stage, built_on: str) -> DoneStage:
     start, words = time.monotonic(), stage.words
+    begun = DoneStage(stage=stage.name, words=words, answer="{}", seconds=0.0, built_on=built_on)
+    # Between the end of a command and its record a kill leaves a product that the command would refuse to overwrite.
+    mark = Path(fs.root, f"{stage.record}.begun")
+    if stage.product is not None and not stage.resume and stage.command != "collect":
+        if stage.product.exists() and mark.is_file() and load(fs, f"{stage.record}.begun", DoneStage) == begun:
+            return begun
+        replace_file(mark, seal(begun))
     if stage.resume and stage.product is not None:
         if (stage.product / "run.json").exists():
             words = stage.resume
@@ -309,12 +353,8 @@ def _do(stage: Stage, built_on: str) -> DoneStage:
         do_on_ranks(stage.ranks, stage.command, words)
     else:
         answer = do(stage.command, *words)
-    return DoneStage(
-        stage=stage.name,
-        words=stage.words,
-        answer=json.dumps(answer, default=str),
-        seconds=round(time.monotonic() - start, 3),
-        built_on=built_on,
+    return begun.model_copy(
+        update={"answer": json.dumps(answer, default=str), "seconds": round(time.monotonic() - start, 3)}
     )
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from hiddenstore.console.text import clean
+from hiddenstore.console.text import clean, folded
 from hiddenstore.errors import HiddenstoreError
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _META_KEY = "hiddenstore.output"
+INNER = "HIDDENSTORE_INNER"
+"""Set for a process that is one command of a larger one."""
 _WIDTH_OF_A_FILE = 120
 _WIDER_THAN_ANY_ROW = 10_000
 _UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
@@ -53,6 +55,7 @@ class Output:
     def __init__(self) -> None:
         self.mode = "human"
         self.verbose = 0
+        self.is_inner = INNER in environ
         self.document: Mapping[str, Any] = {}
 
     @property
@@ -122,12 +125,19 @@ class Output:
         """A warning on stderr, in every mode: something was skipped, guessed or is about to surprise."""
         self._say(f"warning: {text}", "yellow")
 
-    def hint(self, *command: str | PathLike[str]) -> None:
-        """``next: …`` on stderr after a success; several words are quoted as a shell would need them."""
-        if not self.is_human:
+    def hint(self, *command: str | PathLike[str], label: str = "next") -> None:
+        """``next: …`` on stderr after a success; several words are quoted as a shell would need them. Inside a larger
+        command, which says itself what comes next, nothing."""
+        if not self.is_human or self.is_inner:
             return
         line = fspath(command[0]) if len(command) == 1 else shlex.join(fspath(word) for word in command)
-        self._say(f"next: {line}", "cyan")
+        self._say(f"{label}: {line}", "cyan")
+
+    def command(self, *words: str) -> None:
+        """``$ words`` on stderr before they run; on a terminal folded as a shell reads it."""
+        if self.is_human:
+            width = self.err.width if self.err.is_terminal else _WIDER_THAN_ANY_ROW
+            self._say(folded(words, width), "dim")
 
     def error(self, error: HiddenstoreError) -> None:
         """``error: what [kind]`` and ``fix: …`` on stderr; one line of JSON under ``--json``."""
@@ -183,7 +193,7 @@ def swapped_output(mode: str) -> Iterator[Output]:
     context = click.get_current_context()
     before = output()
     inner = context.meta[_META_KEY] = Output()
-    inner.mode, inner.verbose = mode, before.verbose
+    inner.mode, inner.verbose, inner.is_inner = mode, before.verbose, True
     try:
         yield inner
     finally:

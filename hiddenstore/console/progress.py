@@ -23,7 +23,8 @@ _REDRAWS_PER_S = 4
 class Progress:
     """Counts ``unit`` up to ``total`` (None: unknown); the unit ``bytes`` is shown as sizes.
 
-    ``start`` says how much was done before this process.
+    ``start`` says how much was done before this process; ``underway`` may be set to what unfinished units amount to,
+    which counts for the rate and the time left.
 
     >>> with Progress("collect", total=3, unit="samples") as progress:
     ...     progress.advance(3, rejects=0)
@@ -32,6 +33,7 @@ class Progress:
     def __init__(self, label: str, total: int | None = None, unit: str = "", *, start: int = 0) -> None:
         self.label, self.total, self.unit = label, total, unit
         self.done = start
+        self.underway = 0.0
         self._start = start
         self._fields: dict[str, Any] = {}
         self._began_s = self._last_line_s = time.monotonic()
@@ -88,14 +90,14 @@ class Progress:
     def rate(self) -> float:
         """Units per second since this process started."""
         elapsed = time.monotonic() - self._began_s
-        return (self.done - self._start) / elapsed if elapsed > 0 else 0.0
+        return (self.done + self.underway - self._start) / elapsed if elapsed > 0 else 0.0
 
     @property
     def eta_s(self) -> float | None:
         """Seconds left at this rate; None when the total is unknown or nothing has been done."""
         if self.total is None or self.rate <= 0:
             return None
-        return max(0.0, self.total - self.done) / self.rate
+        return max(0.0, self.total - self.done - self.underway) / self.rate
 
     def _line(self) -> None:
         self._last_line_s = time.monotonic()

@@ -4,6 +4,7 @@ Sizes are decimal (GB = 10^9 bytes) everywhere.
 """
 
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite, isnan
@@ -174,6 +175,16 @@ def bar(share: float, width: int = 20) -> str:
         eighths = max(1, eighths)
     text = "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
     return text.ljust(width)
+
+
+def folded(words: Sequence[str], width: int) -> str:
+    """``$ command`` as a shell reads it, in lines of at most ``width`` characters where its words allow."""
+    lines = ["$"]
+    for word in map(shlex.quote, words):
+        if len(lines[-1]) + len(word) + 3 > width:
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return " \\\n".join(lines)
 
 
 def plural(number_of: int, noun: str) -> str:

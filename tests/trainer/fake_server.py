@@ -2,8 +2,9 @@
 
 import contextlib
 import json
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ RECORDED = (Path(__file__).parent / "vllm_metrics.txt").read_text(encoding="utf-
 
 class FakeServer(ThreadingHTTPServer):
     """Every answer is the last question in capitals, of ``tokens`` tokens: one of the prefill, the rest by drafts that
-    accept ``accepts`` tokens in turn. With a ``key`` it answers nobody without."""
+    accept ``accepts`` tokens in turn. With a ``key`` it answers nobody without. ``says`` are other answers by question;
+    ``lead`` is by how much each word of an answer leads the second choice, None for a server that does not say."""
 
     daemon_threads = True
 
@@ -24,9 +26,12 @@ class FakeServer(ThreadingHTTPServer):
         models: tuple[str, ...] = ("target",),
         accepts: tuple[int, ...] = (),
         key: str | None = None,
+        says: Mapping[str, str] | None = None,
+        lead: float | None = None,
     ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.engine, self.models, self.accepts, self.key = engine, models, accepts, key
+        self.says, self.lead = says or {}, lead
         self.tokens = 1 + sum(1 + accepted for accepted in accepts) if accepts else 7
         self.answered = self.iteration = 0
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -120,8 +125,16 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/generate":
             self._answer(json.dumps({"text": "MADE", "meta_info": meta}))
             return
-        said = body["messages"][-1]["content"].upper() if "messages" in body else "MADE"
+        question = body["messages"][-1]["content"] if "messages" in body else "made"
+        said = self.server.says.get(question, question.upper())
         choice: dict[str, Any] = {"message": {"role": "assistant", "content": said}, "text": said}
+        if body.get("logprobs") and self.server.lead is not None:
+            words = re.findall(r"\S+\s*", said)
+            tops = [{"logprob": -0.5}, {"logprob": -0.5 - self.server.lead}]
+            choice["logprobs"] = {"content": [{"token": word, "top_logprobs": tops} for word in words]}
+            if "prompt" in body:
+                tops = [{word: -0.5, "other": -0.5 - self.server.lead} for word in words]
+                choice["logprobs"] = {"tokens": words, "top_logprobs": tops}
         if self.server.engine == "sglang" and body.get("return_meta_info"):
             choice["meta_info"] = meta
         self._answer(json.dumps({"choices": [choice], "usage": {"completion_tokens": self.server.tokens}}))

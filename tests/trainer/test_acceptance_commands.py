@@ -21,6 +21,7 @@ from hiddenstore.verify.profile import PROFILE_PATH, make_profile, write_profile
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.capture import CaptureSpec, Codecs, HeadSpec, TargetIdentity
 from trainer.cli.evaluate import positions_text
+from trainer.evaluate.cost import keep
 from trainer.evaluate.speculate import plain
 from trainer.evaluate.target import LiveTarget, bundle_of, identity_of
 
@@ -325,6 +326,42 @@ def test_export_writes_a_folder_and_prints_how_to_serve_it(made, tmp_path):
         .splitlines()[-1]
     )
     assert "vllm" in error["message"]
+
+
+def test_eval_says_which_draft_length_pays_on_this_machine_and_export_takes_it(made, tmp_path):
+    def drafts_of(name, *more):
+        return document(["export", str(made / "run"), "--engine", "vllm", "-o", str(tmp_path / name), *more])[
+            "draft_len"
+        ]
+
+    assert (drafts_of("usual"), drafts_of("told", "--draft-len", "2")) == (3, 2)
+    words = ["eval", str(made / "run"), str(made / "store"), "--draft-len", "1,2,4,2x2", "--costs"]
+    assert "--target" in run(words, 2).stderr
+    words += ["--target", str(made / "target")]
+    found, chosen = document(words), made / "run" / "draft-length.json"
+    try:
+        chains = [row for row in found["sweep"] if row["tree_width"] == 1]
+        assert [row["draft_len"] for row in chains] == [1, 2, 4]
+        for row in chains:
+            assert row["speedup"] == pytest.approx(row["accepted_length"] * found["token_s"] / row["draft_s"])
+        assert "speedup" not in next(row for row in found["sweep"] if row["tree_width"] == 2)
+        best = max(chains, key=lambda row: row["speedup"])
+        assert (found["best_draft_len"], found["speedup"]) == (best["draft_len"], best["speedup"])
+        assert drafts_of("measured") == best["draft_len"]
+        assert drafts_of("told anyway", "--draft-len", "5") == 5
+        assert "ms a draft" in run(words).stdout
+        again = run([*words, "--json"])
+        assert ("no draft length pays" in again.stderr) == (json.loads(again.stdout)["speedup"] <= 1)
+        best = {"draft_len": 2, "speedup": 1.5}
+        # Of another checkpoint's drafter nothing is known.
+        stale = chosen.read_bytes()
+        keep(made / "run", 24, {**best, "draft_len": 7}, "float32")
+        assert drafts_of("stale") == 3
+        chosen.write_bytes(stale.replace(b"draft_len", b"draft_lem"))
+        words = ["export", str(made / "run"), "--engine", "vllm", "-o", str(tmp_path / "damaged")]
+        assert str(chosen) in run(words, 3).stderr
+    finally:
+        chosen.unlink()
 
 
 def test_export_data_refuses_or_fills_as_asked(made, tmp_path):

@@ -119,7 +119,7 @@ def test_a_local_target_is_compared_with_the_one_drafted_for(exports: dict[str, 
 def test_longer_drafts_than_trained_are_served_with_a_warning(exports: dict[str, str]) -> None:
     resolved, _ = asked("vllm", drafter=exports["eagle3 for vllm"], draft_len=9)
     assert resolved.request.draft_len == 9
-    assert resolved.warnings == ["the drafter was trained to draft 5; further tokens are accepted less"]
+    assert resolved.warnings == ["the drafter was exported to draft 5; further tokens are accepted less"]
 
 
 @pytest.mark.parametrize(

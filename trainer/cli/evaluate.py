@@ -1,7 +1,8 @@
 """``hiddenstore eval``: simulated acceptance over recorded text, or what a running server gets accepted."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
     from schemas.manifest import Split
     from trainer.evaluate.acceptance import DraftShape
     from trainer.evaluate.prompts import Question
-    from trainer.evaluate.server import Render, Server, TaskResult
+    from trainer.evaluate.server import Render, Server
     from trainer.evaluate.simulate import Evaluation, NgramFloor
-    from trainer.train.run_folder import RunInfo
+    from trainer.evaluate.target import LiveTarget
+    from trainer.train.run_folder import LoadedDrafter, RunInfo
 
 
 LONGEST, WIDEST = 256, 64
@@ -131,6 +133,10 @@ class _ServerOptions(TypedDict):
     temperature: float
     concurrency: int
     markdown: str | None
+    rounds: int
+    drafter: str | None
+    engine_python: str | None
+    engine_args: tuple[str, ...]
 
 
 @click.command(
@@ -138,7 +144,9 @@ class _ServerOptions(TypedDict):
     epilog=examples(
         "hiddenstore eval run store",
         "hiddenstore eval run store --draft-len 1,3,7,5x4 --untrained --json",
+        "hiddenstore eval run store --draft-len 1,2,3,5 --costs --target ./target    # which length pays here",
         "hiddenstore eval --engine vllm --server http://127.0.0.1:8000 --prompts mt_bench.jsonl --markdown table.md",
+        "hiddenstore eval --serve drafter --target ./target --prompts mt_bench.jsonl --rounds 5",
     ),
 )
 @click.argument("run", type=RUN, required=False)
@@ -154,13 +162,20 @@ class _ServerOptions(TypedDict):
 @click.option("--best", is_flag=True, help="The checkpoint of RUN that validated best, not its newest.")
 @click.option("--untrained", is_flag=True, help="Also walk with the drafter as it was before training.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
+@click.option("--costs", is_flag=True, help="Also measure on --target which draft length pays; export takes it.")
 @click.option("--engine", type=click.Choice(ENGINES), help="Measure a running server instead of walking text.")
 @click.option("--server", "servers", multiple=True, metavar="URL", help="Of the server; several make a table.")
 @click.option("--baseline-server", metavar="URL", help="The same target without speculation, for the speed-up.")
+@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="With and without, in turn.")
+@click.option("--serve", "drafter", metavar="DIR", help="Start both servers here, of --target with and without DIR.")
+@click.option("--engine-python", metavar="PY", help="With --serve: the Python that has the engine. Default: this one.")
+@click.option(
+    "--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="With --serve: a flag of the engine's."
+)
 @click.option("--prompts", "prompts", multiple=True, metavar="FILE", help="JSONL of questions; repeatable.")
 @click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the servers' key.")
 @click.option("--model", help="The served model, where a server has several.")
-@click.option("--target", help="Render prompts with this tokenizer here, and send token ids.")
+@click.option("--target", help="Render prompts by its tokenizer here, and send token ids; what --serve serves.")
 @click.option("-n", "--count", type=click.IntRange(min=1), help="Questions of each task. Default: all.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per answer.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
@@ -176,6 +191,7 @@ def evaluate(
     best: bool,
     untrained: bool,
     device: str,
+    costs: bool,
     engine: str | None,
     same_target: bool,
     **options: Unpack[_ServerOptions],
@@ -186,16 +202,20 @@ def evaluate(
     the last one ended. Beside it stand the average over all slots and the n-gram floor.
 
     With --engine, a server that is already up answers --prompts: MT-Bench, GSM8K or HumanEval files as published, or
-    JSONL with `prompt` or `messages` and a `task`. Accepted length comes from the server's own counters.
+    JSONL with `prompt` or `messages` and a `task`. Accepted length comes from the server's own counters. --rounds asks
+    the server and its --baseline-server in turn; answers that differ are listed with the gap of the logits there.
     """
-    if engine is not None:
+    if engine is not None or options["drafter"] is not None:
         if run is not None:
-            raise click.UsageError("--engine measures a server: leave RUN and STORE out")
-        _measure_servers(engine, options)
+            raise click.UsageError("--engine and --serve measure servers: leave RUN and STORE out")
+        _measure_servers(engine or "vllm", options)
     elif run is None or store is None or options["servers"]:
         raise click.UsageError("expected RUN and STORE, or --engine with --server and --prompts")
+    elif costs and options["target"] is None:
+        raise click.UsageError("--costs are measured on the target: give --target T")
     else:
-        _simulate(run, store, split, shapes, best, untrained, device, same_target)
+        target = options["target"] if costs else None
+        _simulate(run, store, split, shapes, best, untrained, device, same_target, target)
 
 
 def _simulate(
@@ -207,6 +227,7 @@ def _simulate(
     untrained: bool,
     device: str,
     same_target: bool,
+    target: str | None,
 ) -> None:
     from hiddenstore.console.progress import Progress
     from hiddenstore.store import Store
@@ -214,6 +235,7 @@ def _simulate(
     from hiddenstore.verify.same_target import share_profile, target_differences, unstated_warning
     from trainer.drafters import refuse_target
     from trainer.evaluate import simulate
+    from trainer.evaluate.target import load_live_target
     from trainer.parallel.group import pick_device
     from trainer.train.checkpoint import best as best_checkpoint
     from trainer.train.run_folder import describe, load_drafter, training_store
@@ -249,9 +271,37 @@ def _simulate(
         "ngram_per_order": list(floor.per_order),
         "untrained_accepted_length": results[1].tally.accepted_length if untrained else None,
     }
+    if target is not None:
+        live = load_live_target(target, info.spec.drafter.aux_layers, trained_for, device, None, same_target)
+        document |= _with_costs(document["sweep"], info, drafters[0], live, results[0].texts[0][0].tolist())
     output().data(document, human=lambda: _show_simulated(document))
+    _judge_costs(document)
     judge_floor(document, info)
     output().hint("hiddenstore", "decode", run, "--target", target_argument(text.capture.target), "--prompts", store)
+
+
+def _with_costs(
+    sweep: list[dict[str, Any]], info: "RunInfo", drafter: "LoadedDrafter", live: "LiveTarget", text: list[int]
+) -> dict[str, Any]:
+    """What drafts of each length cost on this machine, put into the rows of the sweep; the length that pays is kept
+    beside the run, where `export` finds it."""
+    from trainer.evaluate.cost import keep, measure_costs, paying
+
+    chains = [row for row in sweep if row["tree_width"] == 1]
+    costs = measure_costs(live, drafter, text, [row["draft_len"] for row in chains])
+    for row in chains:
+        row |= {"draft_s": costs.draft_s[row["draft_len"]], "speedup": costs.speedup(row)}
+    best = paying(chains)
+    keep(info.run, drafter.step, best, live.identity.dtype)
+    return {"token_s": costs.token_s, "best_draft_len": best["draft_len"], "speedup": best["speedup"]}
+
+
+def _judge_costs(document: dict[str, Any]) -> None:
+    if document.get("speedup") is not None and document["speedup"] <= 1:
+        output().warn(
+            f"no draft length pays on this machine: the best, {document['best_draft_len']}, gives "
+            f"{document['speedup']:.2f}x of plain decoding, as a check of more tokens costs more than it saves"
+        )
 
 
 def _simulated(result: "Evaluation") -> dict[str, Any]:
@@ -266,17 +316,23 @@ def _show_simulated(document: dict[str, Any]) -> None:
     rows.insert(1, ("slot average", _number(document["slot_accepted_length"])))
     if document["untrained_accepted_length"] is not None:
         rows.append(("untrained", f"{document['untrained_accepted_length']:.3f}"))
+    if "best_draft_len" in document:
+        pays = f"drafts of {document['best_draft_len']}: {document['speedup']:.2f}x of plain decoding on this machine"
+        rows.append(("pays", f"{pays}; export takes it"))
     samples = plural(document["samples"], document["split"] + " sample")
     rows.append(("walked", f"{samples}: {document['drafts']:,} drafts, {document['tokens']:,} tokens"))
     output().pairs(rows)
     if len(document["sweep"]) > 1:
-        output().table(
-            ["draft of", "accepted length", "slot average", "drafts"],
-            [
-                (shape_text(row), f"{row['accepted_length']:.3f}", _number(row["slot_accepted_length"]), row["drafts"])
-                for row in document["sweep"]
-            ],
-        )
+        head = ["draft of", ">accepted length", ">slot average", ">drafts"]
+        cells = [
+            [shape_text(row), f"{row['accepted_length']:.3f}", _number(row["slot_accepted_length"]), row["drafts"]]
+            for row in document["sweep"]
+        ]
+        if "best_draft_len" in document:
+            head += [">ms a draft", ">speed"]
+            for line, row in zip(cells, document["sweep"], strict=True):
+                line += [f"{1000 * row['draft_s']:.0f}", f"{row['speedup']:.2f}x"] if "draft_s" in row else ["–", "–"]
+        output().table(head, cells)
 
 
 def _number(value: float | None) -> str:
@@ -286,13 +342,46 @@ def _number(value: float | None) -> str:
 def _measure_servers(engine: str, options: _ServerOptions) -> None:
     """Ask every question of every server and print what was measured. Raises ConfigError: no server or prompts named; a
     server that does not draft, or serves another model; StorageError, CaptureError: what HttpClient raises."""
-    from hiddenstore.errors import ConfigError
+    if not options["prompts"]:
+        raise ConfigError(f"eval --engine {engine} needs --prompts FILE", kind=Kind.USAGE, hint="--prompts FILE")
+    if options["drafter"] is not None:
+        if options["servers"] or options["baseline_server"] or options["target"] is None:
+            raise click.UsageError("--serve starts both servers itself: give --target T, and no server")
+        with _started(engine, options) as (plain, drafted):
+            _measure_running(engine, {**options, "baseline_server": plain, "servers": (drafted,), "target": None})
+        return
+    if not options["servers"]:
+        raise ConfigError(f"eval --engine {engine} needs --server URL", kind=Kind.USAGE, hint="--server URL")
+    if options["rounds"] > 1 and options["baseline_server"] is None:
+        raise click.UsageError("--rounds ask two servers in turn: give --baseline-server URL")
+    _measure_running(engine, options)
+
+
+@contextmanager
+def _started(engine: str, options: _ServerOptions) -> Iterator[tuple[str, str]]:
+    """URLs of a server without the drafter and one with it, both started here."""
+    from hiddenstore.targets.gguf import target_folder
+    from trainer.serve import ENGINES as SERVING
+    from trainer.serve.plan import ServeOptions
+    from trainer.serve.running import EnginePython, running
+
+    python, drafter = EnginePython(SERVING[engine], options["engine_python"]), str(options["drafter"])
+    python.require()
+    pairs = [word.partition("=") for word in options["engine_args"]]
+    flags = tuple(word for name, _, value in pairs for word in (f"--{name}", value)[: 1 if value == "true" else 2])
+    target = target_folder(str(options["target"]))
+    plain = ServeOptions(target=target, method="none", flags=flags)
+    drafted = ServeOptions(target=target, drafter=drafter, flags=flags)
+    logs = [Path(f"{drafter.rstrip('/')}.{name}.log") for name in ("plain", "drafted")]
+    output().note(f"starting {SERVING[engine].title} without and with {drafter}; they write {logs[0]} and {logs[1]}")
+    with running(python, plain, logs[0]) as first, running(python, drafted, logs[1]) as second:
+        yield first, second
+
+
+def _measure_running(engine: str, options: _ServerOptions) -> None:
     from trainer.evaluate.prompts import left_out, read_questions
     from trainer.evaluate.server import require_one_model
 
-    for name, values in (("--server URL", options["servers"]), ("--prompts FILE", options["prompts"])):
-        if not values:
-            raise ConfigError(f"eval --engine {engine} needs {name}", kind=Kind.USAGE, hint=name)
     unusable: list[str] = []
     questions = read_questions(options["prompts"], unusable, options["count"])
     if unusable:
@@ -305,23 +394,30 @@ def _measure_servers(engine: str, options: _ServerOptions) -> None:
             require_one_model(server, baseline)
         if engine in ("vllm", "llamacpp") and server.counts() is None:
             raise server.no_counts()
+    names = ("baseline_server", "temperature", "max_new_tokens", "concurrency", "rounds")
     document = {
         "engine": engine,
         "model": servers[0].model,
         "server": options["servers"][0],
-        "baseline_server": options["baseline_server"],
         "prompts_from": list(options["prompts"]),
         "prompts_unusable": len(unusable),
-        "temperature": options["temperature"],
-        "max_new_tokens": options["max_new_tokens"],
-        "concurrency": options["concurrency"],
+        **{name: options[name] for name in names},  # type: ignore[literal-required]
         **_measured(engine, servers, baseline, questions, options),
     }
     if options["markdown"]:
         _write_markdown(Path(options["markdown"]), document)
     output().data(document, human=lambda: _show_measured(document))
+    for row in document["differences"]:
+        output().warn(
+            f"an answer differs that is no tie: “{row['question']}”, turn {row['turn'] + 1}, {row['plain']!r} without "
+            f"and {row['drafted']!r} with the drafter, at a logit gap of {_text_of(row['logit_gap'])}"
+        )
     if not options["markdown"] or baseline is None:
         output().hint("--baseline-server URL gives the speed-up, --markdown FILE the table for a report")
+
+
+def _text_of(gap: float | None) -> str:
+    return "unknown size: the server did not say, or did not repeat itself" if gap is None else f"{gap:.3g}"
 
 
 def _measured(
@@ -333,32 +429,37 @@ def _measured(
 ) -> dict[str, Any]:
     """The rows of all servers, and the total of the first as members of its own, as ``eval`` of a store has them."""
     from hiddenstore.console.progress import Progress
-    from trainer.evaluate.server import ALL, SamplingOptions, measure, row_of
+    from trainer.evaluate.rounds import departures, measure_rounds, rows_of
+    from trainer.evaluate.server import ALL, SamplingOptions
 
     sampling = SamplingOptions(options["max_new_tokens"], options["temperature"])
-    turns = sum(1 + len(question.more) for question in questions)
-    rows: list[dict[str, Any]] = []
-    with Progress("eval", total=len(questions) * (len(servers) + bool(baseline)), unit="questions") as progress:
-
-        def results_of(server: "Server") -> "list[TaskResult]":
-            return measure(server, questions, sampling, options["concurrency"], lambda: progress.advance(1))
-
-        plain = {result.task: result for result in results_of(baseline)} if baseline else {}
-        for server in servers:
-            results = results_of(server)
-            total = results[-1].counts
-            # llama.cpp has its counters, at zero, where nothing drafts.
-            if engine in ("sglang", "trtllm", "llamacpp") and (total is None or not total.drafts):
-                raise server.no_counts()
-            rows += [row_of(server.client.url, result, plain.get(result.task)) for result in results]
+    everyone, rounds = [*([baseline] if baseline else []), *servers], options["rounds"]
+    with Progress("eval", total=len(questions) * len(everyone) * rounds, unit="questions") as progress:
+        measured = measure_rounds(everyone, questions, sampling, options["concurrency"], rounds, progress.advance)
+    plain, drafted = (measured[0], measured[1:]) if baseline else (None, measured)
+    for server, results in zip(servers, drafted, strict=True):
+        total = results[0][-1].counts
+        # llama.cpp has its counters, at zero, where nothing drafts.
+        if engine in ("sglang", "trtllm", "llamacpp") and (total is None or not total.drafts):
+            raise server.no_counts()
+    rows = [row for one, all_of in zip(servers, drafted, strict=True) for row in rows_of(one.client.url, all_of, plain)]
+    parted = []
+    if baseline is not None and plain is not None and not sampling.temperature:
+        parted = [one for all_of in drafted for one in departures(baseline, questions, plain, all_of, sampling)]
     for row in rows:
         if row["others_were_served"] and row["task"] != ALL:
             output().warn(f"{row['server']} drafted for others while {row['task']} ran: its accepted length is mixed")
     if all(row["accepted_length"] is None for row in rows):
         output().warn("the server counts no drafts where we can read it: speed only")
     overall = next(row for row in rows if row["task"] == ALL)
-    names = ("draft_len", "accepted_length", "per_position", "drafts", "tokens_per_s", "speedup")
-    return {**{name: overall[name] for name in names}, "answers": turns, "rows": rows}
+    names = ("draft_len", "accepted_length", "per_position", "drafts", "tokens_per_s", "baseline_tokens_per_s")
+    return {
+        **{name: overall[name] for name in (*names, "speedup", "speedup_rounds")},
+        "answers": rounds * sum(1 + len(question.more) for question in questions),
+        "ties": [one.document() for one in parted if one.is_tie],
+        "differences": [one.document() for one in parted if not one.is_tie],
+        "rows": rows,
+    }
 
 
 def _open(engine: str, options: _ServerOptions, url: str, render: "Render | None") -> "Server":
@@ -412,4 +513,9 @@ def _show_measured(document: dict[str, Any]) -> None:
         output().table([head[0], *(f">{name}" for name in head[1:])], cells)
     answers = f"{document['answers']:,} answers of at most {document['max_new_tokens']:,} tokens"
     how = f"{document['concurrency']} at a time, temperature {document['temperature']:g}"
-    output().pairs([("model", document["model"]), ("asked", f"{answers}, {how}")])
+    pairs = [("model", document["model"]), ("asked", f"{answers}, {how}")]
+    if document["speedup"] is not None and not document["temperature"]:
+        gaps = ", ".join(f"{tie['logit_gap']:.3g}" for tie in document["ties"])
+        parted = f"{len(document['ties'])} questions first differ at a tie" + (f" (logit gaps {gaps})" if gaps else "")
+        pairs.append(("answers", f"{parted}, {len(document['differences'])} otherwise"))
+    output().pairs(pairs)

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 @click.option("--engine", help="Which engine will load it: vllm, sglang, trtllm, llamacpp, or the speculators format.")
 @click.option("--engine-version", "version", metavar="VERSION", help="Of the engine; default: the one --list shows.")
 @click.option("-o", "--out", help="Folder to write; for llama.cpp also a file, such as drafter.gguf.")
+@click.option(
+    "--draft-len",
+    "length",
+    type=click.IntRange(1, 256),
+    help="Tokens a draft has. Default: what pays, where `eval --costs` measured it; else 3, as far as it was trained.",
+)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Default: the target's own.")
 @click.option(
     "--yarn",
@@ -47,6 +53,7 @@ def export(
     engine: str | None,
     version: str | None,
     out: str | None,
+    length: int | None,
     dtype: str | None,
     yarn: tuple[float, int] | None,
     target: str | None,
@@ -72,7 +79,9 @@ def export(
     from trainer.train.run_folder import load_drafter
 
     loaded = load_drafter(run)
-    checkpoint = checkpoint_of(loaded, run, target)
+    if length is not None:
+        loaded.require_length(length)
+    checkpoint = checkpoint_of(loaded, run, target, length)
     if yarn is not None:
         checkpoint = stretched(checkpoint, *yarn)
     done = write(checkpoint, engine, folder, dtype, version)

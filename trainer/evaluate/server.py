@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from math import inf
 from typing import Any
 
 from hiddenstore.errors import CaptureError, ConfigError, Kind
@@ -182,6 +183,16 @@ class Server:
             return self.client.post("/v1/completions", {**body, "prompt": self._render(messages)}, _read_completion)
         return self.client.post("/v1/chat/completions", {**body, "messages": list(messages)}, _read_chat)
 
+    def choices(self, messages: Sequence[Message], sampling: SamplingOptions) -> list[tuple[str, float]]:
+        """The answer once more: each token's text, and its lead over the second choice in logits; empty where the
+        server does not say."""
+        body = self._body(sampling)
+        if self._render:
+            body |= {"prompt": self._render(messages), "logprobs": 2}
+            return self.client.post("/v1/completions", body, _read_completion_choices)
+        body |= {"messages": list(messages), "logprobs": True, "top_logprobs": 2}
+        return self.client.post("/v1/chat/completions", body, _read_chat_choices)
+
     def counts(self) -> DraftCounts | None:
         """Everything the server ever drafted; None where it does not say."""
         try:
@@ -254,7 +265,7 @@ class TrtllmServer(Server):
                     hint=self._command(),
                 )
             self._last = number
-        self._total = _sum((self._total, trtllm_counts(iterations)))
+        self._total = add_counts((self._total, trtllm_counts(iterations)))
         return self._total
 
     def no_counts(self) -> ConfigError:
@@ -337,6 +348,22 @@ def _read_completion(document: Any) -> Completion:
     return _completion(document, document["choices"][0].get("text"))
 
 
+def _read_chat_choices(document: Any) -> list[tuple[str, float]]:
+    steps = (document["choices"][0].get("logprobs") or {}).get("content") or []
+    return [(step["token"], _lead(each["logprob"] for each in step["top_logprobs"])) for step in steps]
+
+
+def _read_completion_choices(document: Any) -> list[tuple[str, float]]:
+    said = document["choices"][0].get("logprobs") or {}
+    tops = said.get("top_logprobs") or []
+    return [(token, _lead((top or {}).values())) for token, top in zip(said.get("tokens") or [], tops, strict=True)]
+
+
+def _lead(logprobs: Iterable[float]) -> float:
+    first, second = (*sorted(logprobs, reverse=True), -inf, -inf)[:2]
+    return first - second
+
+
 def _completion(document: Any, text: Any) -> Completion:
     return Completion(str(text or ""), int((document.get("usage") or {}).get("completion_tokens") or 0))
 
@@ -408,8 +435,7 @@ def measure(
         return answers
 
     results = []
-    ordered = sorted(questions, key=lambda question: question.task)
-    for task, group in groupby(ordered, key=lambda question: question.task):
+    for task, group in by_task(questions):
         before, started = server.counts(), time.perf_counter()
         with ThreadPoolExecutor(max_workers=concurrency) as pool:
             conversations = list(pool.map(ask, group))
@@ -419,11 +445,16 @@ def measure(
             raise CaptureError(f"{server.client.url} answered {task} without a single token", kind=Kind.SERVER_ANSWER)
         after = server.counts()
         if server.counts_each_answer:
-            counts = _sum(answer.counts for answer in answers)
+            counts = add_counts(answer.counts for answer in answers)
         else:
             counts = after - before if after is not None and before is not None else None
         results.append(TaskResult(task, len(conversations), seconds, answers, counts))
     return [*results, _total(results)]
+
+
+def by_task(questions: Iterable[Question]) -> Iterable[tuple[str, Iterable[Question]]]:
+    """Questions of each task, tasks in alphabetical order."""
+    return groupby(sorted(questions, key=lambda question: question.task), key=lambda question: question.task)
 
 
 def _conversation(server: Server, question: Question, sampling: SamplingOptions) -> list[Completion]:
@@ -442,11 +473,11 @@ def _total(results: Sequence[TaskResult]) -> TaskResult:
         questions=sum(result.questions for result in results),
         seconds=sum(result.seconds for result in results),
         answers=[answer for result in results for answer in result.answers],
-        counts=_sum(result.counts for result in results),
+        counts=add_counts(result.counts for result in results),
     )
 
 
-def _sum(counts: Iterable[DraftCounts | None]) -> DraftCounts | None:
+def add_counts(counts: Iterable[DraftCounts | None]) -> DraftCounts | None:
     """The counts there are, added; None where there are none."""
     present = [each for each in counts if each is not None]
     return sum(present, DraftCounts()) if present else None
@@ -481,6 +512,7 @@ def row_of(url: str, result: TaskResult, baseline: TaskResult | None) -> Row:
         "tokens_per_s": result.tokens_per_s,
         "baseline_tokens_per_s": baseline.tokens_per_s if baseline else None,
         "speedup": result.tokens_per_s / baseline.tokens_per_s if baseline else None,
+        "speedup_rounds": [],
         "same_as_baseline": same,
         "others_were_served": result.others_were_served,
     }
@@ -506,7 +538,7 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         for line, row in zip(cells, listed, strict=True):
             line += [
                 _text(row["baseline_tokens_per_s"], "{:,.1f}"),
-                _text(row["speedup"], "{:.2f}x"),
+                _text(row["speedup"], "{:.2f}x") + _spread(row["speedup_rounds"]),
                 _text(row["same_as_baseline"], "{}") + f" of {row['answers']}",
             ]
     return head, cells
@@ -526,6 +558,10 @@ def markdown(document: Mapping[str, Any]) -> str:
         *(f"| {' | '.join(line)} |" for line in cells),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
 
 
 def _text(value: Any, form: str) -> str:

@@ -35,6 +35,7 @@ from schemas.capture import TargetIdentity
 from trainer.attention.rope import RopeScaling
 from trainer.drafters import drafter_kind
 from trainer.drafters.base import Drafter
+from trainer.evaluate.cost import kept
 from trainer.export.published import read_published
 from trainer.export.support import ENGINES, checkpoint_word, config_differences, drafter_export, required
 from trainer.formats import gguf
@@ -49,8 +50,8 @@ WEIGHTS_FILE = "model.safetensors"
 ABOUT_FILE = "hiddenstore.json"
 ABOUT_SCHEMA = "hiddenstore.export/1"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-CHAIN = 3
-"""Tokens a chain drafts where nobody says how far it was trained."""
+CHAIN, LONGEST_CHAIN = 3, 256
+"""Tokens a chain drafts where nobody measured what pays: as `eval` and `decode` judge it; and far beyond any use."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,12 @@ class ExportedDrafter:
     tensors: dict[str, tuple[str, list[int]]]
 
 
-def checkpoint_of(loaded: LoadedDrafter, run: str | Path, target: str | None = None) -> Checkpoint:
-    """The drafter that was loaded of ``run``, with how far it was trained to draft and its target's architecture.
-    ``target`` names the target where a format does; the default is its hub id, where it has one."""
+def checkpoint_of(
+    loaded: LoadedDrafter, run: str | Path, target: str | None = None, draft_len: int | None = None
+) -> Checkpoint:
+    """The drafter that was loaded of ``run``, with how far it is to draft and its target's architecture. ``draft_len``
+    None: the length that pays where `eval --costs` measured it, else ``CHAIN``, as far as it was trained. ``target``
+    names the target where a format does; the default is its hub id, where it has one."""
     info = describe(run)
     word = target_argument(loaded.identity)
     if target is not None:
@@ -80,7 +84,7 @@ def checkpoint_of(loaded: LoadedDrafter, run: str | Path, target: str | None = N
         loaded.vocab,
         loaded.head,
         loaded.identity,
-        draft_len=_trained_steps(info),
+        draft_len=draft_len or kept(info.run, loaded.step) or _usual_length(info),
         target_name=target or (None if word == "TARGET" else word),
         target_architectures=tuple(map(str, _target_config(info).get("architectures") or ())),
     )
@@ -197,10 +201,10 @@ def about_export(checkpoint: Checkpoint, engine: Engine, version: str) -> dict[s
 
 
 def draft_len(checkpoint: Checkpoint) -> int:
-    """How many tokens a draft has: what its shape allows, else how far it was trained, else ``CHAIN``."""
+    """How many tokens a draft has: what was chosen, as far as its shape allows, else all it allows, else ``CHAIN``."""
     config = checkpoint.config
     longest = drafter_kind(config.name).longest_draft(config)
-    return longest or checkpoint.draft_len or CHAIN
+    return min(checkpoint.draft_len or longest or CHAIN, longest or LONGEST_CHAIN)
 
 
 def layer_ids(config: dict[str, Any]) -> list[int]:
@@ -283,8 +287,9 @@ def _rounded(checkpoint: Checkpoint, dtype: torch.dtype) -> Drafter:
     return model.eval()
 
 
-def _trained_steps(info: RunInfo) -> int | None:
-    """TTT steps of the run; None where its objective has none, or a checkpoint lies outside its run."""
+def _usual_length(info: RunInfo) -> int | None:
+    """``CHAIN``, or the TTT steps of the run where they are fewer; None where its objective has none, or a checkpoint
+    lies outside its run."""
     file = info.run / CONFIG
     try:
         config = yaml.safe_load(file.read_bytes())
@@ -295,7 +300,7 @@ def _trained_steps(info: RunInfo) -> int | None:
     except yaml.YAMLError as error:
         raise CorruptionError(f"{file} is no YAML: {error}", kind=Kind.RUN_CORRUPT, path=str(file)) from error
     steps = (config.get("loss") or {}).get("steps") if isinstance(config, dict) else None
-    return steps if isinstance(steps, int) else None
+    return min(steps, CHAIN) if isinstance(steps, int) else None
 
 
 def _target_config(info: RunInfo) -> dict[str, Any]:

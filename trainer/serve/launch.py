@@ -188,7 +188,7 @@ def _draft_len(options: ServeOptions, drafter: ServedDrafter | None) -> tuple[in
             hint=f"--draft-len {longest}",
         )
     if drafter and drafter.engine and trained and options.draft_len > trained:
-        return options.draft_len, [f"the drafter was trained to draft {trained}; further tokens are accepted less"]
+        return options.draft_len, [f"the drafter was exported to draft {trained}; further tokens are accepted less"]
     return options.draft_len, []
 
 

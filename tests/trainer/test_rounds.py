@@ -1,0 +1,85 @@
+"""`eval --rounds`: two servers asked in turn, and where their answers part."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from fake_server import fake_server
+from tiny_target import save_target
+
+from hiddenstore.cli import main
+from trainer.evaluate.rounds import TIE_GAP
+
+ACCEPTS = (3, 0, 1, 2)
+QUESTION = "which word is next of these"
+
+
+def evaluate(*words, code=0):
+    result = CliRunner().invoke(main, ["eval", "--engine", "vllm", *words], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def document(*words):
+    return json.loads(evaluate(*words, "--json").stdout)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "own.jsonl"
+    rows = [{"prompt": QUESTION, "task": "words"}, {"prompt": "two", "task": "tales"}]
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return str(file)
+
+
+def asked_of(server):
+    """What it was asked, warm-ups left out."""
+    return [body["messages"][-1]["content"] for _, body in server.asked if body["max_tokens"] > 8]
+
+
+def test_every_round_asks_both_servers_and_what_went_first_goes_last_in_the_next(prompts, monkeypatch):
+    from trainer.evaluate import rounds
+
+    order, real = [], rounds.measure
+    monkeypatch.setattr(
+        rounds, "measure", lambda server, *rest: (order.append(server.client.url), real(server, *rest))[1]
+    )
+    with fake_server(accepts=ACCEPTS) as server, fake_server() as plain:
+        found = document("--server", server.url, "--baseline-server", plain.url, "--prompts", prompts, "--rounds", "3")
+        assert order == [plain.url, server.url, server.url, plain.url, plain.url, server.url]
+        assert asked_of(server) == asked_of(plain) == 3 * ["two", QUESTION]
+    assert found["rounds"] == 3
+    assert len(found["speedup_rounds"]) == 3
+    assert found["speedup"] == sorted(found["speedup_rounds"])[1]
+    assert found["drafts"] == 3 * 2 * len(ACCEPTS)
+    assert found["accepted_length"] == pytest.approx(1 + sum(ACCEPTS) / len(ACCEPTS))
+    assert found["answers"] == found["rows"][-1]["same_as_baseline"] == 6
+    assert found["ties"] == found["differences"] == []
+
+
+@pytest.mark.parametrize(("lead", "kind"), [(TIE_GAP, "ties"), (2 * TIE_GAP, "differences"), (None, "differences")])
+@pytest.mark.parametrize("render", [False, True])
+def test_an_answer_that_differs_is_listed_with_the_gap_of_the_logits_where_it_parts(
+    prompts, lead, kind, render, tmp_path
+):
+    other = QUESTION.upper().replace("NEXT", "LAST")
+    key = "made" if render else QUESTION
+    says = {key: QUESTION.upper()}
+    more = ["--target", save_target(tmp_path / "target")] if render else []
+    with fake_server(accepts=ACCEPTS, says={key: other}) as server, fake_server(lead=lead, says=says) as plain:
+        words = ["--server", server.url, "--baseline-server", plain.url, "--prompts", prompts, "--rounds", "2", *more]
+        found = document(*words)
+        result = evaluate(*words)
+    listed = found[kind]
+    assert [row["question"] for row in listed] == (["two", QUESTION] if render else [QUESTION])
+    row = listed[-1]
+    assert (row["turn"], row["at"], row["plain"][:4], row["drafted"][:4]) == (0, 14, "NEXT", "LAST")
+    assert row["logit_gap"] == (None if lead is None else pytest.approx(lead))
+    assert found["differences" if kind == "ties" else "ties"] == []
+    assert ("differs that is no tie" in result.stderr) == (kind == "differences")
+
+
+def test_rounds_without_a_baseline_are_refused(prompts):
+    with fake_server(accepts=ACCEPTS) as server:
+        result = evaluate("--server", server.url, "--prompts", prompts, "--rounds", "2", code=2)
+    assert "--baseline-server" in result.stderr

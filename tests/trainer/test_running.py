@@ -1,0 +1,115 @@
+"""`eval --serve`: servers that are started, measured, gone; the engine is a Python whose server has known numbers."""
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from serve_cases import write_exports
+
+from hiddenstore.cli import main
+from hiddenstore.errors import HiddenstoreError
+from trainer.serve import ENGINES
+from trainer.serve.plan import ServeOptions
+from trainer.serve.running import EnginePython, running
+
+PROGRAM = """#!{python}
+import json, os, sys, threading, time
+if sys.argv[1] == "-c":
+    sys.exit({missing})
+sys.path[:0] = [{tests!r}]
+words = sys.argv[1:]
+open({log!r}, "a").write(json.dumps([os.getpid(), words]) + "\\n")
+if {broken}:
+    print("ValueError: no such dtype")
+    sys.exit(1)
+from fake_server import FakeServer, _Handler
+class Handler(_Handler):
+    def do_GET(self):
+        self._answer("") if self.path == "/health" else super().do_GET()
+class Server(FakeServer):
+    def server_bind(self):
+        self.RequestHandlerClass = Handler
+        self.server_address = ("127.0.0.1", int(words[words.index("--port") + 1]))
+        super().server_bind()
+target = words[words.index("--model") + 1]
+Server(models=(target,), accepts=(3, 0, 1, 2) if "--speculative-config" in words else ()).serve_forever()
+"""
+
+
+def engine(folder: Path, missing: int = 0, broken: bool = False) -> str:
+    """A Python that 'has' an engine: the module it is told to run is a small server."""
+    program = folder / "engine-python"
+    text = PROGRAM.format(
+        python=sys.executable,
+        missing=missing,
+        broken=broken,
+        tests=str(Path(__file__).parent),
+        log=str(folder / "started.jsonl"),
+    )
+    program.write_text(text)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return str(program)
+
+
+def started(folder: Path) -> list[tuple[int, list[str]]]:
+    return [tuple(json.loads(line)) for line in (folder / "started.jsonl").read_text().splitlines()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_eval_serves_a_drafter_measures_it_beside_the_target_alone_and_ends_both(
+    tmp_path: Path,
+) -> None:
+    exports = write_exports(tmp_path, "eagle3")
+    target_folder, exported_drafter = exports["target"], exports["eagle3 for vllm"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    words = ["eval", "--serve", exported_drafter, "--target", target_folder, "--engine-python", engine(tmp_path)]
+    words += ["--prompts", str(prompts), "--rounds", "2", "--engine-arg", "dtype=float32"]
+    result = CliRunner().invoke(main, [*words, "--engine-arg", "enforce-eager=true", "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert (found["model"], found["accepted_length"]) == (target_folder, pytest.approx(2.5))
+    assert len(found["speedup_rounds"]) == 2
+    (plain, _), (drafted, with_drafter) = started(tmp_path)
+    assert not is_running(plain)
+    assert not is_running(drafted)
+    assert with_drafter[:4] == ["-m", "vllm.entrypoints.openai.api_server", "--model", target_folder]
+    assert json.loads(with_drafter[with_drafter.index("--speculative-config") + 1])["model"] == exported_drafter
+    assert with_drafter[with_drafter.index("--dtype") :][:3] == ["--dtype", "float32", "--enforce-eager"]
+
+
+def test_a_server_that_ends_is_said_with_its_last_error_and_its_log(tmp_path: Path) -> None:
+    python = EnginePython(ENGINES["vllm"], engine(tmp_path, broken=True))
+    log = tmp_path / "said.log"
+    says = "ended with exit code 1: ValueError: no such dtype"
+    server = running(python, ServeOptions(target=str(tmp_path), method="none"), log)
+    with pytest.raises(HiddenstoreError, match=says) as caught, server:
+        pytest.fail("it is not up")
+    assert (caught.value.kind, caught.value.hint) == ("server-unreachable", f"less {log}")
+
+
+@pytest.mark.parametrize("name", ["engine-python", "nowhere"])
+def test_a_python_without_the_engine_is_refused_before_anything_starts(tmp_path: Path, name: str) -> None:
+    engine(tmp_path, missing=1)
+    with pytest.raises(HiddenstoreError, match="has no vLLM") as caught:
+        EnginePython(ENGINES["vllm"], str(tmp_path / name)).require()
+    assert caught.value.kind == "not-installed"
+    assert not (tmp_path / "started.jsonl").exists()
+
+
+def test_an_engine_that_no_python_starts_is_named_with_the_way_to_measure_it() -> None:
+    with pytest.raises(HiddenstoreError, match="is not started here") as caught:
+        EnginePython(ENGINES["trtllm"]).require()
+    assert "--baseline-server" in str(caught.value.hint)

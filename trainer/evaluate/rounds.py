@@ -1,0 +1,151 @@
+"""Servers measured in turn, round after round, and where their answers part.
+
+A machine that others use is faster in one minute than in the next: only rounds that lie beside each other can be
+compared, and their spread says how far to trust the ratio.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from hiddenstore.http import RefusedError
+from trainer.evaluate.prompts import Message, Question
+from trainer.evaluate.server import (
+    Completion,
+    Row,
+    SamplingOptions,
+    Server,
+    TaskResult,
+    add_counts,
+    by_task,
+    measure,
+    row_of,
+)
+
+TIE_GAP = 0.25
+"""Logit gap up to which two tokens are one to bf16 arithmetic: its step between 32 and 64, where top logits lie."""
+
+Rounds = list[list[TaskResult]]
+"""Of one server: its tasks in each round."""
+
+
+def measure_rounds(
+    servers: Sequence[Server],
+    questions: Sequence[Question],
+    sampling: SamplingOptions,
+    concurrency: int,
+    rounds: int,
+    on_question: Callable[[], None],
+) -> list[Rounds]:
+    """Every question asked of each server in each round; what went first goes last in the next. Raises as `measure`."""
+    measured: list[Rounds] = [[] for _ in servers]
+    for number in range(rounds):
+        order = range(len(servers)) if number % 2 == 0 else reversed(range(len(servers)))
+        for index in order:
+            measured[index].append(measure(servers[index], questions, sampling, concurrency, on_question))
+    return measured
+
+
+def rows_of(url: str, drafted: Rounds, plain: Rounds | None) -> list[Row]:
+    """A row for each task: the speed-up is the median of the rounds', which stand beside it."""
+    rows = []
+    for index, result in enumerate(_merged(drafted)):
+        row = row_of(url, result, None if plain is None else _merged(plain)[index])
+        if plain is not None:
+            pairs = zip(drafted, plain, strict=True)
+            ratios = [one[index].tokens_per_s / other[index].tokens_per_s for one, other in pairs]
+            row |= {"speedup": median(ratios), "speedup_rounds": ratios}
+        rows.append(row)
+    return rows
+
+
+def _merged(rounds: Rounds) -> list[TaskResult]:
+    """All rounds of each task as one result."""
+    return [
+        TaskResult(
+            task=task[0].task,
+            questions=task[0].questions,
+            seconds=sum(result.seconds for result in task),
+            answers=[answer for result in task for answer in result.answers],
+            counts=add_counts(result.counts for result in task),
+        )
+        for task in zip(*rounds, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first turn of a question whose answer differs from the plain server's: the words where they part, and by how
+    much the plain one's token led there in logits; None where the server does not say, or does not repeat itself."""
+
+    task: str
+    question: str
+    turn: int
+    at: int
+    plain: str
+    drafted: str
+    logit_gap: float | None
+
+    @property
+    def is_tie(self) -> bool:
+        return self.logit_gap is not None and self.logit_gap <= TIE_GAP
+
+    def document(self) -> dict[str, Any]:
+        """As ``eval --json`` has it."""
+        return asdict(self)
+
+
+def departures(
+    plain: Server, questions: Sequence[Question], of_plain: Rounds, of_drafted: Rounds, sampling: SamplingOptions
+) -> Iterator[Departure]:
+    """Each question once whose answers differ in any round, asked of the plain server again with its logits."""
+    known: set[int] = set()
+    ordered = [question for _, group in by_task(questions) for question in group]
+    for one, other in zip(of_plain, of_drafted, strict=True):
+        # The last result is that of all tasks, in their order.
+        answers, others = iter(one[-1].answers), iter(other[-1].answers)
+        for number, question in enumerate(ordered):
+            turns = [(next(answers), next(others)) for _ in range(1 + len(question.more))]
+            turn = next((i for i, (a, b) in enumerate(turns) if a.text != b.text), None)
+            if turn is not None and number not in known:
+                known.add(number)
+                yield _departure(plain, question, turn, turns, sampling)
+
+
+def _departure(
+    plain: Server,
+    question: Question,
+    turn: int,
+    turns: Sequence[tuple[Completion, Completion]],
+    sampling: SamplingOptions,
+) -> Departure:
+    greedy, drafted = (answer.text for answer in turns[turn])
+    shorter = min(len(greedy), len(drafted))
+    at = next((i for i in range(shorter) if greedy[i] != drafted[i]), shorter)
+    before: list[Message] = list(question.history)
+    for (answer, _), more in zip(turns[:turn], question.more, strict=False):
+        before += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": more}]
+    try:
+        choices = plain.choices(before, sampling)
+    except RefusedError:
+        choices = []
+    # The second choice there is the other server's word, as far as rounding alone parts them.
+    repeats = "".join(token for token, _ in choices).startswith(greedy[:at])
+    gap = next((lead for (_, lead), end in zip(choices, _ends(choices), strict=True) if end > at), None)
+    return Departure(
+        task=question.task,
+        question=question.history[-1]["content"][:80],
+        turn=turn,
+        at=at,
+        plain=greedy[at : at + 20],
+        drafted=drafted[at : at + 20],
+        logit_gap=gap if repeats else None,
+    )
+
+
+def _ends(choices: Sequence[tuple[str, float]]) -> Iterator[int]:
+    end = 0
+    for token, _ in choices:
+        end += len(token)
+        yield end
