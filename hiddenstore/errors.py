@@ -231,7 +231,12 @@ class Kind(StrEnum):
     TARGET_FILE_MISSING = "target-file-missing", NotFoundError, "The store holds no such file of the target."
     TARGET_FILE_CORRUPT = "target-file-corrupt", CorruptionError, "The store's copy of a file of the target is damaged."
     TARGET_FILES_DIFFER = "target-files-differ", ConflictError, "The store holds other files of the target."
-    CODE_UNPINNED = "code-unpinned", ConfigError, "Code of a model is run only at a named revision of it."
+    CODE_UNPINNED = (
+        "code-unpinned",
+        ConfigError,
+        "Code of a model is run only at a commit or from a folder.",
+    )
+    ADAPTER_UNFIT = "adapter-unfit", ConfigError, "The adapter is no plain LoRA, or not one of this target."
     FAMILY_UNSUPPORTED = "family-unsupported", ConfigError, "The layers of this architecture are not known."
     QUANTISATION_UNSUPPORTED = (
         "quantisation-unsupported",

@@ -56,6 +56,7 @@ class ImportOptions:
     store: str | Path
     target: str
     revision: str | None = None
+    trust_remote_code: bool = False
     template: str | None = None
     layers: str | None = None
     peer_layers: str | None = None
@@ -106,7 +107,7 @@ def import_dump(
     began = time.monotonic()
     make_source, check = find_format(options.peer), parse_check(options.check)
     template = None if options.template is None else read_template(options.template)
-    folder = open_target(options.target, options.revision, template)
+    folder = open_target(options.target, options.revision, template, options.trust_remote_code)
     target = EngineTarget(replace(folder, runs_elsewhere=True), None)
     source = make_source(options.peer, Path(options.source), target.head.hidden_size)
     claims = Claims(options.layers, options.peer_layers, options.norm)

@@ -283,7 +283,8 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
     say_once = note if rank.is_first else lambda _text: None
     prepared = PreparedInput.open(options.data)
     template = None if options.template is None else read_template(options.template)
-    folder = open_target(options.target, options.revision, template, options.trust_remote_code)
+    adapter = None if options.adapter is None else str(options.adapter)
+    folder = open_target(options.target, options.revision, template, options.trust_remote_code, adapter)
     folder = replace(folder, runs_elsewhere=options.server is not None)
     require_data_fits(prepared.info, folder)
     choice = choose_layers(options.layers, options.final, folder.num_layers)

@@ -38,6 +38,7 @@ class CollectOptions:
     revision: str | None = None
     template: str | None = None
     trust_remote_code: bool = False
+    adapter: str | Path | None = None
     engine: str = "hf"
     layers: str = "eagle3"
     final: FinalMode | None = None
@@ -55,7 +56,7 @@ class CollectOptions:
 
     def absolute(self) -> "CollectOptions":
         """The same for a process in another folder."""
-        names = ["data", "store", "template", "scratch", *(["target"] if Path(self.target).exists() else [])]
+        names = ["data", "store", "template", "scratch", "adapter", *(["target"] if Path(self.target).exists() else [])]
         paths = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         absolute: dict[str, Any] = {
             name: str(Path(path).absolute()) for name, path in paths.items() if not is_address(path)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from collectors.checks.capture import CheckSpec, require_matching
 from collectors.engines import Captured, CaptureRequest
-from collectors.targets.families import Probe, probe_states
 from collectors.targets.load import LoadedTarget
+from collectors.targets.probe import Probe, probe_states
 from hiddenstore.errors import CaptureError, Kind
 from hiddenstore.records import Sample
 from schemas.capture import FINAL

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from collectors.checks.capture import MIN_PROFILED_TOKENS
-from collectors.targets.families import verify_parts
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
+from collectors.targets.probe import verify_parts
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Rank

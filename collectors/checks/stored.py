@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from collectors.engines import CaptureEngine, CaptureRequest
-from collectors.targets.families import probe_states
 from collectors.targets.load import LoadedTarget
+from collectors.targets.probe import probe_states
 from hiddenstore.store import Store
 from hiddenstore.verify.profile import NORMED, LayerProfile, write_profile
 from hiddenstore.verify.same_target import StatesOf, require_states, unstated_warning

@@ -12,12 +12,10 @@ from collectors.cli.options import (
     job_lines,
     layers_type,
     recipe_type,
-    remote_code_option,
-    revision_option,
     server_option,
     tensor_parallel_option,
 )
-from hiddenstore.cli.words import DATA, same_target_option
+from hiddenstore.cli.words import DATA, same_target_option, target_options
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPE_HELP
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.targets import LAYER_RULES
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 @click.argument("data", type=DATA)
 @click.option("-o", "--out", "store", required=True, type=click.Path(), help="The store; the same command resumes.")
 @click.option("--target", required=True, help="A local folder, a GGUF file or a hub id.")
-@revision_option
+@target_options
 @click.option("--template", type=click.Path(), help="The chat template file that prepare was given.")
 @engine_option
 @click.option(
@@ -79,7 +77,6 @@ if TYPE_CHECKING:
     show_default=True,
     help="What starts the workers: local (this process, or torchrun's and SLURM's), ray, or ray:N for N workers.",
 )
-@remote_code_option
 @same_target_option
 @common_options
 def collect(

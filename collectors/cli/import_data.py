@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from collectors.cli.options import container_option, counts, job_document, job_lines, revision_option
+from collectors.cli.options import container_option, counts, job_document, job_lines
 from collectors.cli.prepare import Share
 from collectors.engines.dump import FORMATS
+from hiddenstore.cli.words import remote_code_option, revision_option
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPE_HELP
 from hiddenstore.console.output import common_options, examples, output
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 @click.option("-o", "--out", "store", required=True, type=click.Path(), help="The store; the same command goes on.")
 @click.option("--target", required=True, help="What the dump was made with: a local folder, a GGUF file or a hub id.")
 @revision_option
+@remote_code_option
 @click.option("--template", type=click.Path(), help="The chat template file that the conversations were rendered with.")
 @click.option("--layers", help="Layers of the dump's columns: eagle3, dflash or 1,15,28 (by their output, from 0).")
 @click.option("--peer-layers", help="The same, as the ids that the dump was made with.")

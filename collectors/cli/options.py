@@ -25,12 +25,6 @@ container_option = click.option(
     "webdataset; of a store that is there, its own.",
 )
 
-revision_option = click.option("--revision", help="Commit, tag or branch of a hub id.")
-
-remote_code_option = click.option(
-    "--trust-remote-code", is_flag=True, help="Run the repository's own Python; needs --revision COMMIT."
-)
-
 
 def _our_engines() -> Iterator[tuple[str, EngineRow]]:
     """Engines of other packages are set by ``--engine-arg``: importing them would slow every ``--help``."""

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from collectors.cli.options import layers_type, recipe_type, revision_option
-from hiddenstore.cli.words import DATA
+from collectors.cli.options import layers_type, recipe_type
+from hiddenstore.cli.words import DATA, remote_code_option, revision_option
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.segments import CONTAINERS
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.argument("data", type=DATA)
 @click.option("--target", required=True, help="A local folder, a GGUF file or a hub id; its weights are not read.")
 @revision_option
+@remote_code_option
 @click.option("--template", type=click.Path(), help="The chat template file that prepare was given.")
 @click.option("--layers", type=layers_type, default="eagle3", show_default=True, help="As for collect.")
 @click.option("--final", type=click.Choice(["supervised", "all", "none"]), help="As for collect.")
@@ -44,7 +45,8 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
 
     out = output()
     info = PreparedInput.open(data).info
-    folder = open_target(target, options["revision"], None if template is None else read_template(template))
+    text = None if template is None else read_template(template)
+    folder = open_target(target, options["revision"], text, options["trust_remote_code"])
     require_data_fits(info, folder)
     choice = choose_layers(options["layers"], options["final"], folder.num_layers)
     recipe = resolve_recipe(options["recipe"], choice, folder.num_layers)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from collectors.cli.options import remote_code_option, revision_option
+from hiddenstore.cli.words import remote_code_option, revision_option
 from hiddenstore.console.output import common_options, examples, output
 
 if TYPE_CHECKING:

@@ -59,8 +59,8 @@ class Shard(click.ParamType):
     "more",
     multiple=True,
     metavar="KEY=VALUE",
-    help="turns=last, raw, rows_per_file; top_p, batch_size, dtype, device, revision; retries, timeout_s, "
-    "max_failures, max_failure_share, extra.NAME.",
+    help="turns=last, raw, rows_per_file; top_p, batch_size, dtype, device, revision, adapter, trust_remote_code; "
+    "retries, timeout_s, max_failures, max_failure_share, extra.NAME.",
 )
 @common_options
 @click.pass_context

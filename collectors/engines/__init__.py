@@ -157,6 +157,12 @@ def open_engine(name: str, target: "EngineTarget", options: EngineOptions) -> Ca
     row = ENGINES[name]
     if options.server is not None and not row.server:
         raise ConfigError(f"engine {name} runs in this process and takes no --server", kind=Kind.ENGINE_ARG)
+    if target.folder.adapter is not None and name != ENGINES.default:
+        raise ConfigError(
+            f"engine {name} does not merge --adapter into what it loads",
+            kind=Kind.ENGINE_ARG,
+            hint="--engine hf; or merge_and_unload(), save_pretrained(MERGED) and --target MERGED",
+        )
     engine: CaptureEngine = load_attribute(row.opener)(target, options)
     ENGINES.check(name, engine, "collectors.engines:CaptureEngine")
     return engine

@@ -16,11 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from collectors.engines import ENGINES, Captured, CaptureRequest, EngineOptions, raise_if_stopped, read_settings
 from collectors.engines.resources import optional_package
-from collectors.targets.families import Parts, first_tensor
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
+from collectors.targets.probe import first_tensor
 from hiddenstore.codecs.base import fresh
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.targets.families import Parts
 from schemas.capture import NormState
 from schemas.manifest import Engine
 

@@ -14,7 +14,7 @@ from itertools import count, islice
 from collectors.regenerate.generate import Answer, Sampling, Task, generate_batch, prompt_batches
 from collectors.regenerate.options import RegenerateOptions
 from collectors.regenerate.rewrite import AnswerAll, Beat, Recorded, Reply, Rewrite, Take
-from collectors.regenerate.workers import WorkerPool
+from collectors.regenerate.workers import Opening, WorkerPool
 from collectors.targets.load import load_target
 from collectors.tokenize.template import read_template
 from hiddenstore.errors import ConfigError, Kind
@@ -31,12 +31,18 @@ Submit = Callable[[Sequence[Task], Beat], Iterator[tuple[str, int, Answer]]]
 
 def open_in_process(options: RegenerateOptions) -> tuple[str, AnswerAll]:
     """The target's label, and what answers with it; raises as ``open_target``, and ``template-missing``."""
-    template = None if options.template is None else read_template(options.template)
-    folder = open_target(str(options.target), options.revision, template)
+    folder = open_target(*_opening(options))
     if not folder.tokenizer.chat_template:
         raise ConfigError(f"target {folder.label} has no chat template", kind=Kind.TEMPLATE_MISSING)
     sampling = Sampling(options.temperature, options.max_new_tokens, options.seed or 0, options.top_p)
-    return folder.label, _InProcess(folder, sampling, options).answer_all
+    # Another adapter in a folder of the same name would give other answers.
+    label = folder.label if folder.adapter is None else f"{folder.label}@{folder.adapter.sha256[:8]}"
+    return label, _InProcess(folder, sampling, options).answer_all
+
+
+def _opening(options: RegenerateOptions) -> Opening:
+    template = None if options.template is None else read_template(options.template)
+    return str(options.target), options.revision, template, options.trust_remote_code, options.adapter
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,8 @@ class _InProcess:
             yield answer
             return
         threads = max(1, len(os.sched_getaffinity(0)) // options.workers)
-        load = (folder.name, options.dtype, options.device, folder.revision)
+        opening = (folder.name, folder.revision, *_opening(options)[2:])
+        load = (opening, options.dtype, options.device)
         with WorkerPool(options.workers, load, threads) as pool:
             yield partial(pool.answer, sampling)
 

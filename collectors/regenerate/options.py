@@ -49,6 +49,8 @@ class RegenerateOptions:
     seed: int | None = None
     dtype: str | None = None
     device: str = "auto"
+    trust_remote_code: bool = False
+    adapter: str | None = None
     retries: int = 6
     timeout_s: float = 600.0
     max_failures: int = 10
@@ -117,6 +119,8 @@ class MoreSettings(BaseModel):
     batch_size: int = 128
     dtype: str | None = None
     device: str = "auto"
+    trust_remote_code: bool = False
+    adapter: str | None = None
     retries: int = 6
     timeout_s: float = 600.0
     max_failures: int = 10

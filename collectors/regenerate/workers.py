@@ -17,11 +17,14 @@ from collectors.regenerate.generate import Answer, Sampling, Task, generate_batc
 from collectors.regenerate.rewrite import Beat
 from collectors.targets.load import LoadedTarget, load_target
 from hiddenstore.errors import Kind, StorageError
+from hiddenstore.targets.folder import open_target
 
 _POLL_S = 0.5
 
-Load = tuple[str, str | None, str, str | None]
-"""Arguments of ``load_target``."""
+Opening = tuple[str, str | None, str | None, bool, str | None]
+"""Arguments of ``open_target``."""
+Load = tuple[Opening, str | None, str]
+"""``Opening``, dtype and device."""
 
 
 class WorkerPool:
@@ -88,8 +91,8 @@ def _start_worker(load: Load, threads: int, messages: "Queue[Any]", stop: Event)
     _messages, _stop = messages, stop
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    name, dtype, device, revision = load
-    _target = load_target(name, dtype, device, revision)
+    opening, dtype, device = load
+    _target = load_target(open_target(*opening), dtype, device)
 
 
 def _end_with_parent() -> None:

@@ -11,11 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from collectors.targets.families import find_parts, head_names
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets.checkpoint import damage, damaged, file_of_tensor, unreadable
+from hiddenstore.targets.families import find_parts, head_names
 from hiddenstore.targets.folder import TargetFolder, first_line
 from hiddenstore.targets.head import HeadBundle
+from hiddenstore.targets.load import model_class
 
 _STORED = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -38,11 +39,9 @@ def read_head(folder: TargetFolder, dtype: torch.dtype | None = None) -> HeadBun
 
 
 def _empty_model(folder: TargetFolder) -> Any:
-    from transformers import AutoModelForCausalLM
-
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(folder.config, trust_remote_code=folder.trust_remote_code)
+            return model_class(folder).from_config(folder.whole, trust_remote_code=folder.trust_remote_code)
     except Exception as error:  # a config may hold anything, and transformers computes with it
         raise ConfigError(
             f"cannot tell the parts of target {folder.label}: {first_line(error)}", kind=Kind.TARGET_UNREADABLE
@@ -52,8 +51,9 @@ def _empty_model(folder: TargetFolder) -> Any:
 def _read(
     folder: TargetFolder, files: dict[str, str], name: str, expected: Tensor, dtype: torch.dtype | None
 ) -> Tensor:
-    # A multimodal checkpoint keeps its text model one level deeper.
-    names = [other for other in (name, f"language_model.{name}", f"model.language_{name}") if other in files]
+    # A multimodal checkpoint keeps its text model one level deeper, Nemotron-H calls it otherwise than transformers.
+    inside = (f"language_model.{name}", f"model.language_{name}", name.replace("model.", "backbone.", 1))
+    names = [other for other in (name, *inside) if other in files]
     if not names:
         raise unreadable(folder, f"has no tensor {name}")
     stored_name, file = names[0], files[names[0]]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from collectors.targets.families import Parts, find_parts
 from collectors.targets.head import read_head
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.targets.families import Parts, find_parts
 from hiddenstore.targets.folder import TargetFolder, open_target
 from hiddenstore.targets.head import HEAD_FILE, HeadBundle
 from hiddenstore.targets.identity import weights_sha256

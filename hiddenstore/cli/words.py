@@ -85,6 +85,23 @@ same_target_option = click.option(
     "--same-target", is_flag=True, help="Take a cast copy of the target, if the stored layer profile is also its own."
 )
 
+revision_option = click.option("--revision", help="Commit, tag or branch of a hub id.")
+
+remote_code_option = click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run the target's own Python: of a folder, or of a hub id with --revision COMMIT.",
+)
+
+adapter_option = click.option(
+    "--adapter", type=click.Path(), metavar="DIR", help="A LoRA as peft writes it, merged into the target."
+)
+
+
+def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """How ``--target`` is opened beyond its name: ``revision``, ``trust_remote_code``, ``adapter``."""
+    return revision_option(remote_code_option(adapter_option(command)))
+
 
 def split_snapshot(text: str) -> tuple[str, str | None]:
     """Path and snapshot of ``path@name``; no snapshot where a folder has that very name."""

@@ -99,14 +99,18 @@ def unreadable(folder: TargetFolder, detail: str) -> ConfigError:
 
 
 def require_applied(folder: TargetFolder, hint: str) -> None:
-    """Refuse a checkpoint whose quantisation transformers would leave out: ConfigError ``quantisation-unsupported``."""
+    """Refuse, before any weights are read, a checkpoint whose quantisation transformers would leave out or cannot apply
+    here: ConfigError ``quantisation-unsupported``."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     stated, path = folder.quantisation or {}, folder.file(QUANTISATION_FILE)
     stated = stated if isinstance(stated, Mapping) else {"quant_method": stated}
+    is_known = False
     with suppress(ValueError):
-        if stated and AutoHfQuantizer.supports_quant_method(stated):
-            return
+        is_known = bool(stated) and AutoHfQuantizer.supports_quant_method(stated)
+    if is_known:
+        _require_packages(folder, stated, hint)
+        return
     if path is not None and not stated:
         document = read_object(path) or {}
         stated = {"quant_method": "modelopt"} | document.get("quantization", {})
@@ -119,6 +123,19 @@ def require_applied(folder: TargetFolder, hint: str) -> None:
             kind=Kind.QUANTISATION_UNSUPPORTED,
             hint=f"{hint}; or name the checkpoint it was made from",
         )
+
+
+def _require_packages(folder: TargetFolder, stated: Mapping[str, Any], hint: str) -> None:
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        AutoHfQuantizer.from_config(dict(stated), pre_quantized=True).validate_environment(device_map=None)
+    except Exception as error:  # every method checks its own packages and devices, and a config may hold anything
+        raise ConfigError(
+            f"target {folder.label} is quantised ({stated['quant_method']}), which cannot be applied here: {error}",
+            kind=Kind.QUANTISATION_UNSUPPORTED,
+            hint=f"install what it names; {hint}; or name the checkpoint it was made from",
+        ) from error
 
 
 def require_complete(folder: TargetFolder, report: Mapping[str, Any]) -> None:

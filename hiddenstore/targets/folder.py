@@ -1,15 +1,18 @@
 """What can be known of a target without its weights: config, tokenizer, chat template and their digests."""
 
-import re
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
+from hiddenstore.targets.adapter import Adapter, open_adapter
 from hiddenstore.targets.gguf import target_folder
 from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_rules_sha256, tokenizer_sha256
+from hiddenstore.targets.remote_code import code_sha256, require_pinned
 from schemas.capture import TargetIdentity
 
 CONFIG_FILE = "config.json"
@@ -19,16 +22,16 @@ TOKENIZER_FILES = (
     *("merges.txt", "tokenizer.model", TEMPLATE_FILE, "generation_config.json"),
 )
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-
 
 @dataclass(frozen=True, eq=False)
 class TargetFolder:
     """A target before its weights are read.
 
-    config is the text config; the digests are those ``prepare`` wrote into its data. ``trust_remote_code``: the
-    repository's own Python may run; ``open_target`` allows it at a pinned commit only. ``quantisation`` is the config's
-    own word for the form of its weights. ``runs_elsewhere``: nothing here loads them, so none are fetched to name them.
+    config is the text config, ``whole_config`` that of a model of which the text model is a part; the digests are those
+    ``prepare`` wrote into its data; ``config_sha256`` covers the target's own code and the adapter too.
+    ``trust_remote_code``: that code may run. ``quantisation`` is the config's own word for the form of its weights.
+    ``runs_elsewhere``: nothing here loads them, so none are fetched to name them. ``adapter`` is merged into them where
+    they are loaded.
     """
 
     name: str
@@ -41,6 +44,13 @@ class TargetFolder:
     trust_remote_code: bool = False
     quantisation: Mapping[str, Any] | None = None
     runs_elsewhere: bool = False
+    whole_config: Any = None
+    adapter: Adapter | None = None
+
+    @property
+    def whole(self) -> Any:
+        """The config as transformers read it."""
+        return self.config if self.whole_config is None else self.whole_config
 
     @property
     def quantised(self) -> bool:
@@ -55,7 +65,8 @@ class TargetFolder:
     def label(self) -> str:
         """The name for people: the last part of a folder, the id of a hub model; never a path of this machine."""
         path = Path(self.name)
-        return path.resolve().name if path.exists() else self.name
+        own = path.resolve().name if path.exists() else self.name
+        return own if self.adapter is None else f"{own}+{self.adapter.label}"
 
     def identity(self, width: int, vocab_size: int, **weights: str | None) -> TargetIdentity:
         """Who it is; ``weights``: ``dtype``, ``weights_sha256``, ``checkpoint_sha256``; none where none are read."""
@@ -75,18 +86,7 @@ class TargetFolder:
 
     def file(self, name: str, fetch: bool = True) -> Path | None:
         """A file of the target on this machine, if need be ``fetch``ed from the hub; None where it has none."""
-        from transformers.utils import cached_file
-
-        path = cached_file(
-            self.name,
-            name,
-            revision=self.revision,
-            local_files_only=not fetch,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        return None if path is None else Path(path)
+        return _file(self.name, self.revision, name, fetch)
 
     @cached_property
     def tokenizer_rules_sha256(self) -> str | None:
@@ -107,15 +107,19 @@ class TargetFolder:
 
 
 def open_target(
-    name: str, revision: str | None = None, template: str | None = None, trust_remote_code: bool = False
+    name: str,
+    revision: str | None = None,
+    template: str | None = None,
+    trust_remote_code: bool = False,
+    adapter: str | None = None,
 ) -> TargetFolder:
     """Read config and tokenizer of a local folder, a GGUF file or a hub id; no weights.
 
-    ``template`` is the text of a chat template that stands in for the target's own.
+    ``template`` is the text of a chat template that stands in for the target's own; ``adapter`` a folder of peft's.
 
     Raises:
         NotFoundError: ``target-missing``: a path that does not exist.
-        ConfigError: ``target-incomplete``, ``target-unreadable``, ``target-incomplete``, ``code-unpinned``.
+        ConfigError: ``target-incomplete``, ``target-unreadable``, ``code-unpinned``, ``adapter-unfit``.
     """
     from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
@@ -129,11 +133,10 @@ def open_target(
     if not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise NotFoundError(f"target {name} does not exist", kind=Kind.TARGET_MISSING)
     if trust_remote_code:
-        _require_pinned(name, revision)
+        require_pinned(name, revision)
     try:
         raw, _ = PretrainedConfig.get_config_dict(name, revision=revision)
-        if trust_remote_code:
-            _refuse_foreign_code(name, raw)
+        code = _code_sha256(name, revision, raw) if trust_remote_code else None
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except ConfigError:
         raise
@@ -155,16 +158,20 @@ def open_target(
         ) from error
     if template is not None:
         tokenizer.chat_template = template
+    merged = None if adapter is None else open_adapter(adapter, raw.get("quantization_config") is not None)
+    beside = {"code_sha256": code, "adapter_sha256": merged and merged.sha256}
     return TargetFolder(
         name=name,
         revision=getattr(config, "_commit_hash", None) or revision,
         config=config.get_text_config(decoder=True),
         tokenizer=tokenizer,
-        config_sha256=config_sha256(raw),
+        config_sha256=config_sha256(raw | {member: digest for member, digest in beside.items() if digest}),
         tokenizer_sha256=tokenizer_sha256(tokenizer),
         chat_template_sha256=chat_template_sha256(tokenizer.chat_template),
         trust_remote_code=trust_remote_code,
         quantisation=raw.get("quantization_config"),
+        whole_config=config,
+        adapter=merged,
     )
 
 
@@ -191,27 +198,25 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _require_pinned(name: str, revision: str | None) -> None:
-    if Path(name).exists():
-        what = f"{name} is a folder, and nothing says which code is in it"
-    elif revision is None or not _COMMIT.fullmatch(revision):
-        what = f"revision {revision or 'none'} of {name} may be other code tomorrow"
-    else:
-        return
-    raise ConfigError(
-        f"--trust-remote-code runs the repository's own Python: {what}",
-        kind=Kind.CODE_UNPINNED,
-        hint="--target ORG/NAME --revision COMMIT, the 40 hex digits of a commit whose code was read",
+def _file(target: str, revision: str | None, name: str, fetch: bool = True) -> Path | None:
+    from transformers.utils import cached_file
+
+    path = cached_file(
+        target,
+        name,
+        revision=revision,
+        local_files_only=not fetch,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_connection_errors=False,
     )
+    return None if path is None else Path(path)
 
 
-def _refuse_foreign_code(name: str, raw: dict[str, Any]) -> None:
-    """A config may point at the code of another repository, which the pinned commit says nothing about."""
-    for value in raw.get("auto_map", {}).values():
-        for entry in value if isinstance(value, list) else [value]:
-            if isinstance(entry, str) and "--" in entry:
-                raise ConfigError(
-                    f"the config of {name} runs code of another repository ({entry}), which --revision does not pin",
-                    kind=Kind.CODE_UNPINNED,
-                    hint="use a copy of the target that holds its own code",
-                )
+def _code_sha256(name: str, revision: str | None, config: Mapping[str, Any]) -> str | None:
+    documents, path = [config], _file(name, revision, "tokenizer_config.json")
+    if path is not None:
+        # What is no JSON is refused where the tokenizer is read.
+        with suppress(ValueError):
+            documents.append(json.loads(path.read_bytes()))
+    return code_sha256(name, documents, lambda file: _file(name, revision, file))

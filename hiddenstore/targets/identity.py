@@ -118,7 +118,8 @@ def weights_sha256(embed_tokens: "torch.Tensor", norm: "torch.Tensor", lm_head: 
 
 def target_argument(identity: TargetIdentity) -> str:
     """What a command line may say after ``--target``: a hub id, or the word TARGET, for no store knows a path."""
-    return identity.name if "/" in identity.name or identity.revision else "TARGET"
+    name, plus, _ = identity.name.partition("+")
+    return (name if "/" in name or identity.revision else "TARGET") + " --adapter DIR" * bool(plus)
 
 
 def identity_differences(expected: TargetIdentity, actual: TargetIdentity, same_target: bool = False) -> list[str]:

@@ -20,7 +20,6 @@ def load_model(folder: TargetFolder, device: "str | torch.device", other_way: st
     Raises:
         ConfigError: ``not-installed``, ``target-unreadable``; as ``damage``, ``require_applied``, ``require_complete``.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     if folder.quantised:
@@ -37,7 +36,7 @@ def load_model(folder: TargetFolder, device: "str | torch.device", other_way: st
     settings |= {"revision": folder.revision, "trust_remote_code": folder.trust_remote_code}
     try:
         # Tensors of another shape are reported with the rest, by name, and refused.
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = model_class(folder).from_pretrained(
             folder.name, output_loading_info=True, ignore_mismatched_sizes=True, **settings
         )
     except Exception as error:  # a damaged file may raise anything
@@ -45,4 +44,16 @@ def load_model(folder: TargetFolder, device: "str | torch.device", other_way: st
             f"cannot load the weights of target {folder.name}: {first_line(error)}", kind=Kind.TARGET_UNREADABLE
         ) from error
     require_complete(folder, report)
+    if folder.adapter is not None:
+        folder.adapter.merge_into(model)
     return model if "device_map" in settings else model.to(device)
+
+
+def model_class(folder: TargetFolder) -> Any:
+    """The auto class that makes a target's model: with its vision tower where transformers has no text model alone."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = type(folder.whole)
+    is_text = config in AutoModelForCausalLM._model_mapping
+    is_whole = config in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if is_whole and not is_text else AutoModelForCausalLM

@@ -1,6 +1,7 @@
 """Captured states and bundle logits equal transformers' own, for every family."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,13 +11,16 @@ from transformers import LlamaConfig, Phi3Config
 
 from collectors.engines import Captured, CaptureRequest, EngineOptions
 from collectors.engines.hf import HfEngine
-from collectors.targets import families
-from collectors.targets.families import FAMILIES, find_parts, verify_parts
-from collectors.targets.load import LoadedTarget
+from collectors.targets.load import EngineTarget, LoadedTarget, load_target
+from collectors.targets.probe import verify_parts
 from hiddenstore.errors import CaptureError, ConfigError
+from hiddenstore.targets import families
+from hiddenstore.targets.families import FAMILIES, find_parts
 from schemas.layers import to_convention
-from tests.collectors.tiny import CONFIGS, LAYERS, VOCAB, tiny_target
+from tests.collectors.tiny import CONFIGS, LAYERS, VOCAB, save_target, tiny_target
+from tests.collectors.tiny_families import MORE, TEXT, WITH_VISION, more_config
 
+needs_transformers_5 = pytest.mark.skipif(transformers.__version__.startswith("4."), reason="its config is spelled so")
 ALL_LAYERS = tuple(range(-1, LAYERS))
 LENGTHS = (3, 21, 7, 30, 20, 12)
 
@@ -48,7 +52,32 @@ def close(found: torch.Tensor, expected: torch.Tensor, rtol: float = 2**-7) -> b
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_captured_states_and_bundle_logits_equal_transformers_own(family: str) -> None:
-    target = tiny_target(family)
+    require_equal_to_transformers(tiny_target(family))
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_a_saved_target_of_a_larger_family_is_captured_equal_to_transformers(family: str, tmp_path: Path) -> None:
+    target = load_target(str(save_target(tmp_path, family)), device="cpu")
+    require_equal_to_transformers(target)
+    ids = torch.from_numpy(requests((40,))[0].input_ids.astype(np.int64))[None]
+    verify_parts(target.model, target.parts, ids, family)
+    read = EngineTarget(target.folder, None)
+    assert read.identity == target.identity
+    assert read.target_files() == target.target_files(), "engines that load the weights themselves get the same head"
+
+
+@needs_transformers_5
+def test_a_target_whose_blocks_wait_for_an_image_is_refused(tmp_path: Path) -> None:
+    target = load_target(str(save_target(tmp_path, "mllama")), device="cpu")
+    ids = torch.from_numpy(requests((10,))[0].input_ids.astype(np.int64))[None]
+    with pytest.raises(
+        ConfigError, match="'mllama_text_model': a decoder block or the final norm did not run"
+    ) as caught:
+        verify_parts(target.model, target.parts, ids, target.identity.model_type)
+    assert caught.value.kind == "family-unsupported"
+
+
+def require_equal_to_transformers(target: LoadedTarget) -> None:
     asked = requests()
     captured = capture(target, asked)
     start = final_start = 0
@@ -237,5 +266,7 @@ def test_only_the_asked_blocks_carry_a_hook() -> None:
 
 
 def test_every_family_of_the_table_has_a_tiny_model_here() -> None:
-    tested = {factory().model_type for factory in CONFIGS.values()}
-    assert set(FAMILIES) - tested <= {"gemma", "qwen2_moe"}
+    configs = [*(factory() for factory in CONFIGS.values()), *map(more_config, MORE)]
+    tested = {config.get_text_config(decoder=True).model_type for config in configs}
+    if len(MORE) == len(TEXT) + len(WITH_VISION):
+        assert set(FAMILIES) <= tested

@@ -161,6 +161,42 @@ def test_fp8_blocks_are_loaded_as_the_checkpoint_says(tmp_path: Path) -> None:
     assert engine_target(folder).identity.weights_sha256 == engine_target(expected).identity.weights_sha256
 
 
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Experts [E, in, out] as gpt-oss stores them: nibbles [E, out, in/32, 16], exponents [E, out, in/32]; and what
+    they stand for, bf16 [E, in, out]."""
+    groups = weight.float().transpose(1, 2).unflatten(-1, (-1, 32))
+    exponents = torch.floor(torch.log2(groups.abs().amax(-1))) - 2
+    scale = torch.exp2(exponents)
+    codes = ((groups / scale[..., None])[..., None] - FP4).abs().argmin(-1)
+    restored = (FP4[codes] * scale[..., None]).flatten(-2).transpose(1, 2)
+    nibbles = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return nibbles, (exponents + 127).to(torch.uint8), restored.to(torch.bfloat16)
+
+
+@needs_transformers_5
+def test_the_experts_of_gpt_oss_in_mxfp4_are_loaded_as_the_checkpoint_says(tmp_path: Path) -> None:
+    folder, plain = (save_target(tmp_path / name, "gpt-oss", dtype=torch.bfloat16) for name in ("fp4", "plain"))
+    weights, packed = load_file(plain / "model.safetensors"), {}
+    for name, tensor in list(weights.items()):
+        if name.endswith(("experts.down_proj", "experts.gate_up_proj")):
+            packed[f"{name}_blocks"], packed[f"{name}_scales"], restored = mxfp4(tensor)
+            weights[name] = restored.contiguous()
+        else:
+            packed[name] = tensor
+    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    kept = [f"model.{name}" for name in ("layers.*.self_attn", "layers.*.mlp.router", "embed_tokens")]
+    quantisation = {"quant_method": "mxfp4", "modules_to_not_convert": [*kept, "lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
+    on_cpu = LoadOptions(device="cpu")
+    assert torch.equal(states(folder, on_cpu), states(plain, on_cpu))
+    assert engine_target(folder).identity.checkpoint_sha256 != engine_target(plain).identity.checkpoint_sha256
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A hub cache with one model, org/own, whose code is its own; the folder of its only commit."""
@@ -207,9 +243,25 @@ def test_conversations_are_prepared_with_a_target_of_own_code_as_capture_reads_i
 
 
 @needs_transformers_5
-def test_code_that_nothing_pins_is_refused(hub: Path, llama: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing says which code is in it"):
-        open_target(str(llama), COMMIT, trust_remote_code=True)
+def test_the_code_of_a_folder_is_a_part_of_the_target(hub: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the config"):
+        open_target(str(hub))
+    folder = open_target(str(hub), trust_remote_code=True)
+    assert folder.config_sha256 == open_target("org/own", COMMIT, None, True).config_sha256, "as the hub's own commit"
+    loaded = load_weights(folder, LoadOptions(device="cpu"))
+    assert type(loaded.model).__name__ == "OwnForCausalLM"
+    assert EngineTarget(folder, None).identity == loaded.identity
+    code = hub / "configuration_own.py"
+    code.write_text(code.read_text() + "# another line\n")
+    assert open_target(str(hub), trust_remote_code=True).config_sha256 != folder.config_sha256
+    code.unlink()
+    with pytest.raises(ConfigError, match=r"its own code in configuration_own\.py, which it lacks") as caught:
+        open_target(str(hub), trust_remote_code=True)
+    assert caught.value.kind == "target-incomplete"
+
+
+@needs_transformers_5
+def test_code_of_another_repository_is_refused(hub: Path) -> None:
     config = json.loads((hub / "config.json").read_text())
     config["auto_map"]["AutoConfig"] = "elsewhere/code--configuration_own.OwnConfig"
     (hub / "config.json").write_text(json.dumps(config))

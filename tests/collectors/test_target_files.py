@@ -101,6 +101,28 @@ def test_a7_a_quantisation_that_transformers_does_not_apply_is_refused_by_name(
     assert "--engine trtllm" in str(error.hint)
 
 
+@pytest.mark.parametrize(
+    ("method", "package", "members"),
+    [
+        ("awq", "gptqmodel", {"bits": 4, "group_size": 128}),
+        ("gptq", "optimum", {"bits": 4, "group_size": 128}),
+        ("bitsandbytes", "bitsandbytes", {"load_in_4bit": True}),
+        ("compressed-tensors", "compressed-tensors", {"format": "pack-quantized", "config_groups": {}}),
+    ],
+)
+def test_a_quantisation_whose_package_is_not_here_is_refused_before_weights_are_read(
+    method: str, package: str, members: dict[str, object], tmp_path: Path
+) -> None:
+    folder = save_target(tmp_path)
+    configure(folder, quantization_config={"quant_method": method, **members})
+    (folder / WEIGHTS).unlink()
+    error = refused(folder)
+    assert error.kind == "quantisation-unsupported"
+    assert f"({method})" in error.message
+    assert package in error.message
+    assert "--engine vllm" in str(error.hint)
+
+
 def test_a7_a_quantisation_without_a_method_is_refused(tmp_path: Path) -> None:
     folder = save_target(tmp_path)
     configure(folder, quantization_config={"bits": 4})

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from collectors.targets.load import LoadedTarget, wrap_model
 from hiddenstore.targets.folder import TargetFolder
 from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_sha256
+from tests.collectors.tiny_families import more_config
 
 VOCAB = 96
 WIDTH = 64
@@ -95,7 +96,9 @@ def tiny_tokenizer() -> Any:
 def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A random model whose norm weights all differ."""
     torch.manual_seed(seed)
-    model = hf.AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=dtype)
+    config = CONFIGS[family]() if family in CONFIGS else more_config(family)
+    whole = type(config) in hf.AutoModelForImageTextToText._model_mapping
+    model = (hf.AutoModelForImageTextToText if whole else hf.AutoModelForCausalLM).from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
@@ -115,6 +118,7 @@ def tiny_target(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) 
         config_sha256=config_sha256(model.config.to_dict()),
         tokenizer_sha256=tokenizer_sha256(tokenizer),
         chat_template_sha256=chat_template_sha256(TEMPLATE),
+        whole_config=model.config,
     )
     return wrap_model(folder, model)
 

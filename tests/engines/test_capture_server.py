@@ -18,8 +18,8 @@ from collectors.checks.crosscheck import row_errors
 from collectors.demo import TARGET_DIR
 from collectors.engines import CaptureRequest, EngineOptions
 from collectors.engines.vllm import LayerIds, VllmServer, kv_transfer_config, speculative_config
-from collectors.targets.families import probe_states
 from collectors.targets.load import EngineTarget, load_target
+from collectors.targets.probe import probe_states
 from hiddenstore.errors import ConfigError
 from hiddenstore.targets.folder import open_target
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import RUN, same_target_option
+from hiddenstore.cli.words import RUN, same_target_option, target_options
 from hiddenstore.console.output import common_options, examples, output
 from trainer.cli.evaluate import acceptance_rows, draft_len_option, floor_members, judge_floor, shape_text
 
@@ -36,6 +36,7 @@ TIE_GAP_HALF = 0.5
 )
 @click.argument("run", type=RUN)
 @click.option("--target", required=True, help="Folder, GGUF file or hub id of the target the drafter was trained for.")
+@target_options
 @click.option("--prompts", required=True, help="JSONL of messages, prepared DATA, or a store (its validation split).")
 @draft_len_option
 @click.option("-n", "--count", type=click.IntRange(min=1), default=40, show_default=True, help="Prompts to decode.")
@@ -52,6 +53,9 @@ TIE_GAP_HALF = 0.5
 def decode(
     run: str,
     target: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    adapter: str | None,
     prompts: str,
     shapes: "tuple[DraftShape, ...]",
     count: int,
@@ -69,6 +73,7 @@ def decode(
     decoded one token at a time, for comparison.
     """
     from hiddenstore.console.progress import Progress
+    from hiddenstore.targets.folder import open_target
     from trainer.evaluate import speculate
     from trainer.evaluate.prompts import read_prompts
     from trainer.evaluate.target import bundle_of, load_live_target
@@ -76,7 +81,8 @@ def decode(
     from trainer.train.run_folder import describe, load_drafter
 
     info, device = describe(run), pick_device(device)
-    live = load_live_target(target, info.spec.drafter.aux_layers, info.spec.target, device, dtype, same_target)
+    folder = open_target(target, revision, None, trust_remote_code, adapter)
+    live = load_live_target(folder, info.spec.drafter.aux_layers, info.spec.target, device, dtype, same_target)
     store = _training_store(info, live)
     head, unusable = bundle_of(live.model, info.spec.head), list[str]()
     drafter = load_drafter(run, device, head=head)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
-from hiddenstore.cli.words import RUN, STORE, same_target_option
+from hiddenstore.cli.words import RUN, STORE, remote_code_option, revision_option, same_target_option
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import ConfigError, Kind
 
@@ -128,6 +128,8 @@ class _ServerOptions(TypedDict):
     api_key_env: str | None
     model: str | None
     target: str | None
+    revision: str | None
+    trust_remote_code: bool
     count: int | None
     max_new_tokens: int
     temperature: float
@@ -176,6 +178,8 @@ class _ServerOptions(TypedDict):
 @click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the servers' key.")
 @click.option("--model", help="The served model, where a server has several.")
 @click.option("--target", help="Render prompts by its tokenizer here, and send token ids; what --serve serves.")
+@revision_option
+@remote_code_option
 @click.option("-n", "--count", type=click.IntRange(min=1), help="Questions of each task. Default: all.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per answer.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
@@ -386,7 +390,7 @@ def _measure_running(engine: str, options: _ServerOptions) -> None:
     questions = read_questions(options["prompts"], unusable, options["count"])
     if unusable:
         output().warn(left_out(unusable))
-    render = _renderer(options["target"]) if options["target"] else None
+    render = _renderer(options["target"], options) if options["target"] else None
     servers = [_open(engine, options, url, render) for url in options["servers"]]
     baseline = _open(engine, options, options["baseline_server"], render) if options["baseline_server"] else None
     for server in servers:
@@ -472,17 +476,11 @@ def _open(engine: str, options: _ServerOptions, url: str, render: "Render | None
     return SERVERS[engine](client, options["model"], render)
 
 
-def _renderer(target: str) -> "Render":
-    from transformers import AutoTokenizer
-
-    from hiddenstore.targets.gguf import target_folder
+def _renderer(target: str, options: _ServerOptions) -> "Render":
+    from hiddenstore.targets.folder import open_target
     from trainer.evaluate.prompts import prompt_ids
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(target_folder(target))
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"no tokenizer at {target}: {reason}", kind=Kind.TARGET_UNREADABLE) from error
+    tokenizer = open_target(target, options["revision"], None, options["trust_remote_code"]).tokenizer
     if tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer of {target} has no chat template", kind=Kind.TEMPLATE_MISSING)
 

@@ -6,7 +6,7 @@ Shapes: T new tokens of one forward, L aux layers, D target width, V target voca
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.store import Store
+from hiddenstore.targets.families import Parts, find_parts
 from hiddenstore.targets.folder import TargetFolder, open_target
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import cast_hint, identity_differences, target_argument, weights_sha256
@@ -55,7 +56,9 @@ class LiveTarget:
         self.aux_layers = tuple(aux_layers)
         self._aux: dict[int, Tensor] = {}
         self._final = torch.empty(0)
-        blocks = _backbone(model).layers
+        self._require_undoable()
+        parts = _parts(model)
+        blocks = parts.blocks
         outside = [layer for layer in self.aux_layers if not -1 <= layer < len(blocks)]
         if outside:
             raise FormatError(
@@ -66,7 +69,7 @@ class LiveTarget:
                 blocks[0].register_forward_pre_hook(self._take_input, with_kwargs=True)
             else:
                 blocks[layer].register_forward_hook(self._take_output(layer))
-        _backbone(model).norm.register_forward_pre_hook(self._take_final)
+        parts.final_norm.register_forward_pre_hook(self._take_final)
         model.register_forward_pre_hook(self._count)
 
     @property
@@ -84,6 +87,18 @@ class LiveTarget:
         """Longest sequence the target was made for, where its config says so."""
         value = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return int(value) if value else None
+
+    def _require_undoable(self) -> None:
+        """Refuse layers that keep a running state: rejected tokens cannot be taken out of it."""
+        kinds = getattr(self.model.config.get_text_config(decoder=True), "layer_types", None) or ()
+        running = sorted({kind for kind in kinds if "attention" not in kind or "linear" in kind})
+        if running or getattr(self.model, "_is_stateful", False):
+            raise ConfigError(
+                f"decode cannot take rejected tokens back from the running state of {type(self.model).__name__}"
+                f"{' (' + ', '.join(running) + ')' if running else ''}",
+                kind=Kind.FAMILY_UNSUPPORTED,
+                hint="hiddenstore export RUN, hiddenstore serve, then hiddenstore eval --engine with --server",
+            )
 
     def new_cache(self) -> DynamicCache:
         # Without a config every layer keeps all keys, so sliding-window layers can be cropped too (masks still slide).
@@ -165,22 +180,22 @@ class LiveTarget:
 
 
 def load_live_target(
-    name: str,
+    target: str | TargetFolder,
     aux_layers: Sequence[int],
     expected: TargetIdentity,
     device: str,
     dtype: str | None = None,
     same_target: bool = False,
 ) -> LiveTarget:
-    """Load a target from a folder or hub id and refuse another than the drafter was trained for. ``dtype`` defaults to
-    float32 on a CPU and to the checkpoint's own elsewhere. ``same_target`` takes another checkpoint of it, for
-    `require_stored_states` to judge. Raises as `open_target` and `load_model`; FormatError: ``target-mismatch``, naming
-    every difference."""
-    folder = open_target(name)
+    """Load a target and refuse another than the drafter was trained for. ``dtype`` defaults to float32 on a CPU and to
+    the checkpoint's own elsewhere. ``same_target`` takes another checkpoint of it, for `require_stored_states` to
+    judge. Raises as `open_target` and `load_model`; ConfigError: ``family-unsupported``; FormatError:
+    ``target-mismatch``, naming every difference."""
+    folder = target if isinstance(target, TargetFolder) else open_target(target)
     torch_dtype = getattr(torch, dtype) if dtype else (torch.float32 if device == "cpu" else "auto")
     model = load_model(folder, device, "hiddenstore serve, then eval --engine with --server", dtype=torch_dtype).eval()
     identity = identity_of(folder, model)
-    problem = f"target {name} is not the target the drafter was trained for ({expected.name})"
+    problem = f"target {folder.label} is not the target the drafter was trained for ({expected.name})"
     differences = identity_differences(expected, identity, same_target)
     right_one = f"--target {target_argument(expected)}: the one called {expected.name}"
     refuse_target(differences, problem, cast_hint(differences, right_one))
@@ -189,14 +204,12 @@ def load_live_target(
 
 def identity_of(folder: TargetFolder, model: Any) -> TargetIdentity:
     """The fingerprint of a loaded target, as capture computes it."""
-    embed = model.get_input_embeddings().weight
-    head = model.get_output_embeddings().weight
-    tied = head.data_ptr() == embed.data_ptr()
+    head = _parts(model).head
     return folder.identity(
-        int(embed.shape[1]),
-        int(head.shape[0]),
+        head.hidden_size,
+        head.vocab_size,
         dtype=str(model.dtype).removeprefix("torch."),
-        weights_sha256=weights_sha256(embed, _backbone(model).norm.weight, None if tied else head),
+        weights_sha256=weights_sha256(head.embed_tokens, head.norm_weight, head.lm_head),
         checkpoint_sha256=checkpoint_sha256(folder),
     )
 
@@ -216,26 +229,9 @@ def require_stored_states(target: LiveTarget, store: Store) -> bool:
 
 def bundle_of(model: Any, spec: HeadSpec) -> HeadBundle:
     """The head bundle of a loaded target whose spec is known from the store."""
-    embed, head, norm = model.get_input_embeddings(), model.get_output_embeddings(), _backbone(model).norm
-    return HeadBundle(
-        spec,
-        embed.weight.detach(),
-        None if spec.tied else head.weight.detach(),
-        norm.weight.detach(),
-        _bias(norm),
-        _bias(head),
-    )
+    head = _parts(model).head
+    return replace(head, spec=spec, lm_head=None if spec.tied else head.output_weight)
 
 
-def _bias(module: nn.Module) -> Tensor | None:
-    bias = getattr(module, "bias", None)
-    return bias.detach() if isinstance(bias, Tensor) else None
-
-
-def _backbone(model: Any) -> Any:
-    backbone = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "model", None)
-    if backbone is None or not hasattr(backbone, "layers") or not hasattr(backbone, "norm"):
-        raise ConfigError(
-            f"{type(model).__name__}: no decoder blocks `layers` and `norm` found", kind=Kind.FAMILY_UNSUPPORTED
-        )
-    return backbone
+def _parts(model: Any) -> Parts:
+    return find_parts(model, model.config.get_text_config(decoder=True))
