@@ -7,7 +7,8 @@
 (torch.Size([3, 812, 4096]), torch.Size([402, 4096]))
 
 A store is a sequence of records: ``for record in store``, ``store[-1]``, ``store[2:5]``, ``store["4f2a"]`` by the start
-of an id. Nothing heavy is imported until a store is opened.
+of an id. ``loader`` and ``TokenBatches`` feed any training loop (docs/python.md). Nothing heavy is imported until a
+store is opened.
 """
 
 from pathlib import Path
@@ -25,10 +26,18 @@ from hiddenstore.errors import (
 )
 
 if TYPE_CHECKING:
+    from hiddenstore.data import SampleDataset, TokenBatches, loader
     from hiddenstore.records import Record, Sample
     from hiddenstore.store import Store
 
-_LAZY = {"Store": "hiddenstore.store", "Record": "hiddenstore.records", "Sample": "hiddenstore.records"}
+_LAZY = {
+    "Store": "hiddenstore.store",
+    "Record": "hiddenstore.records",
+    "Sample": "hiddenstore.records",
+    "SampleDataset": "hiddenstore.data",
+    "TokenBatches": "hiddenstore.data",
+    "loader": "hiddenstore.data",
+}
 
 __all__ = [
     "CaptureError",
@@ -40,8 +49,11 @@ __all__ = [
     "NotFoundError",
     "Record",
     "Sample",
+    "SampleDataset",
     "StorageError",
     "Store",
+    "TokenBatches",
+    "loader",
     "open",
 ]
 

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hiddenstore.notebook import facts_table
 from schemas.capture import FinalMode
+from schemas.prepared import ROLES
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+SHOWN_TURNS = 8
 
 
 def sample_id(input_ids: np.ndarray, loss_mask: np.ndarray) -> str:
@@ -41,6 +46,15 @@ class Sample:
 
     def __repr__(self) -> str:
         return f"Sample({self.id}, {self.split}, {self.tokens:,} tokens, {self.supervised:,} supervised)"
+
+    def _repr_html_(self) -> str:
+        return facts_table(f"Sample {self.id}", self.facts())
+
+    def facts(self) -> dict[str, object]:
+        """What a person wants to know of it first."""
+        turns = ", ".join(f"{ROLES[role]} {start}–{end}" for role, start, end in self.spans[:SHOWN_TURNS].tolist())
+        more = f" and {len(self.spans) - SHOWN_TURNS} more" if len(self.spans) > SHOWN_TURNS else ""
+        return {"split": self.split, "tokens": self.tokens, "supervised": self.supervised, "turns": turns + more}
 
     @property
     def tokens(self) -> int:
@@ -102,6 +116,11 @@ class Record:
     def __repr__(self) -> str:
         final = f"final {list(self.final.shape)}" if self.topk is None else repr(self.topk)
         return f"Record({self.sample!r}, aux {list(self.aux.shape)}, {final})"
+
+    def _repr_html_(self) -> str:
+        shapes = {"aux": list(self.aux.shape), "final": list(self.final.shape), "final rows": len(self.final_rows)}
+        top = {} if self.topk is None else {"top tokens": repr(self.topk)}
+        return facts_table(f"Record {self.sample.id}", {**self.sample.facts(), **shapes, **top})
 
 
 def final_row_positions(loss_mask: np.ndarray, mode: FinalMode) -> np.ndarray:

@@ -2,10 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import TYPE_CHECKING, overload
 
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
+from hiddenstore.notebook import facts_table
 from hiddenstore.records import Record
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ class RecordSequence(ABC):
         )
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in self._facts().items())
-        return f"<table><caption>Store {escape(self.path)}</caption>{rows}</table>"
+        return facts_table(f"Store {self.path}", self._facts())
 
     def _facts(self) -> dict[str, str]:
         capture, target, totals = self.capture, self.capture.target, self.totals

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from hiddenstore import layout
 from hiddenstore.codecs import CODECS, LAYOUTS
@@ -37,10 +37,13 @@ from schemas.capture import CaptureSpec
 from schemas.manifest import CommitRecord, PackageRole, SampleEntry, Snapshot, StoreManifest
 
 if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
     import torch
     import webdataset
     import zarr
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
     from hiddenstore.inputs import RegisteredInput
     from hiddenstore.records import Record, Sample
@@ -102,6 +105,17 @@ class Store(RecordSequence):
         if strict and catalog.damaged:
             raise catalog.damaged[0]
         return cls(fs, manifest, catalog)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the units that were opened; what is read after that opens its unit again."""
+        with self._lock:
+            self._readers.clear()
 
     @property
     def is_frozen(self) -> bool:
@@ -302,6 +316,40 @@ class Store(RecordSequence):
 
         head = HeadBundle.from_bytes(self.target_file(HEAD_FILE), self.manifest.head, where=f"target/{HEAD_FILE}")
         return head if device is None else head.to(device)
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer of the target, as transformers loads it from ``target/``; no code of the target runs.
+
+        Raises:
+            NotFoundError: ``target-file-missing``, the target came without one.
+            ConfigError: ``target-unreadable``.
+        """
+        names = [file.path for file in self.manifest.target_files]
+        if not any(name.startswith("tokenizer") or name == "vocab.json" for name in names):
+            message = f"{self.path}/{layout.TARGET_DIR} holds no tokenizer"
+            raise NotFoundError(message, kind=Kind.TARGET_FILE_MISSING)
+        from transformers import AutoTokenizer
+
+        try:
+            with self.fs.local_copy(layout.TARGET_DIR, without=layout.HEAD_NAME) as folder:
+                return AutoTokenizer.from_pretrained(str(folder))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"the tokenizer in {self.path}/{layout.TARGET_DIR} cannot be loaded: {error}",
+                kind=Kind.TARGET_UNREADABLE,
+                hint=shlex.join(["hiddenstore", "verify", self.path, "--full"]),
+            ) from error
+
+    def to_arrow(self) -> "pa.Table":
+        """The table of samples: id, split, tokens, supervised, final_rows, unit; in commit order."""
+        from hiddenstore.index.arrow import sample_table
+
+        return sample_table(self.catalog)
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """The same as a data frame; ImportError where pandas is not installed."""
+        return self.to_arrow().to_pandas()
 
     def inputs(self) -> "dict[str, RegisteredInput]":
         """The inputs this store was asked to hold, by digest."""

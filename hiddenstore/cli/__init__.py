@@ -49,6 +49,8 @@ _SUMMARIES: Mapping[str, Mapping[str, str]] = {
         "diff": "How two stores or snapshots differ: capture, samples, numbers.",
         "log": "Who wrote what into a store, and when.",
         "advise": "Which recipe the states can take, measured on them.",
+        "report": "A store or a run as one HTML file: pictures and verdicts.",
+        "compare": "Training runs beside each other, as one HTML file.",
     },
     "Care": {
         "verify": "Every byte there, intact, and meaning what it says.",
@@ -114,7 +116,6 @@ OTHER_WORDS: Mapping[str, str] = {
     "generate": "regenerate",
     "clean": "gc",
     "fix": "repair",
-    "compare": "diff",
     "history": "log",
     "freeze": "snapshot",
     "tag": "snapshot",

@@ -3,6 +3,7 @@
 from hiddenstore.data.batches import PREFETCH_BYTES, Cursor, GlobalBatch, TokenBatches
 from hiddenstore.data.order import BatchPlan, Order, first_fit, global_batches, permutation
 from hiddenstore.data.packed import EncodedPack, PackedBatch
+from hiddenstore.data.samples import SampleDataset, loader, pack
 from hiddenstore.data.view import WHOLE, SampleView
 
 __all__ = [
@@ -14,9 +15,12 @@ __all__ = [
     "GlobalBatch",
     "Order",
     "PackedBatch",
+    "SampleDataset",
     "SampleView",
     "TokenBatches",
     "first_fit",
     "global_batches",
+    "loader",
+    "pack",
     "permutation",
 ]

@@ -126,8 +126,9 @@ def test_the_launcher_offers_the_flags_and_refuses_what_is_missing_in_one_line(
 ) -> None:
     words = ["--hidden-states-backend", "hiddenstore", "--store", str(tmp_path / "none"), "--data-path", str(rows.path)]
     words += ["--target-layer-ids", "2", "4", "6", "--verifier-name-or-path", str(target)]
+    words += [*ON_A_CPU, "--save-path", str(tmp_path / "out")]
     done = subprocess.run(
-        [sys.executable, "-m", "hiddenstore.dumps.speculators_backend", *words, *ON_A_CPU, "--save-path", str(tmp_path / "out")],
+        [sys.executable, "-m", "hiddenstore.dumps.speculators_backend", *words],
         capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 1

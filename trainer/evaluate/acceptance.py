@@ -115,12 +115,19 @@ def walk(hits: np.ndarray, loss_mask: np.ndarray, tally: AcceptanceTally) -> Non
         left = end - 1 - np.arange(n, end - 1)
         tally.slots += len(left)
         tally.slot_tokens += int(np.minimum(hits[n : end - 1] + 1, left).sum())
-        while n < end - 1:
-            remaining = end - 1 - n
-            accepted = min(int(hits[n]), remaining)
-            emitted = min(accepted + 1, remaining)
+        for _, accepted, emitted in drafts(hits, n, end):
             tally.add_draft(accepted, emitted)
-            n += emitted
+
+
+def drafts(hits: np.ndarray, n: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """The drafts of an answer that ends before ``end``, from its token ``n`` on: newest known token, proposals
+    accepted, tokens emitted. hits int [T], as of ``walk``."""
+    while n < end - 1:
+        remaining = end - 1 - n
+        accepted = min(int(hits[n]), remaining)
+        emitted = min(accepted + 1, remaining)
+        yield n, accepted, emitted
+        n += emitted
 
 
 def hits_of_next_token(correct: np.ndarray, draft_len: int) -> np.ndarray:

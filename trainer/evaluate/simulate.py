@@ -9,7 +9,7 @@ Shapes: T tokens of one sample, C distinct contexts of one order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -36,12 +36,14 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True)
 class NgramFloor:
-    """Accepted length of the best order, and of each order 1 … 4 in turn; ``training_tokens`` the tables saw."""
+    """Accepted length of the best order, and of each order 1 … 4 in turn; ``training_tokens`` the tables saw.
+    ``per_position``: of the best order, as `AcceptanceTally.per_position`."""
 
     accepted_length: float | None
     order: int | None
     per_order: tuple[float | None, ...]
     training_tokens: int
+    per_position: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +114,7 @@ def ngram_floor(
         order=-best[1] if best else None,
         per_order=lengths,
         training_tokens=tables.training_tokens,
+        per_position=tuple(tallies[-best[1] - 1].per_position) if best else (),
     )
 
 
@@ -161,10 +164,11 @@ Text = tuple[np.ndarray, np.ndarray]
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     """One drafter on one split, a tally per shape of draft; ``texts``: the samples walked, for floors over the same
-    text."""
+    text; ``hits`` int [T]: of each of them those of the longest chain, where chains were walked."""
 
     tallies: list[AcceptanceTally]
     texts: list[Text]
+    hits: list[np.ndarray] = field(default_factory=list)
 
     @property
     def tally(self) -> AcceptanceTally:
@@ -185,7 +189,7 @@ def evaluate(
     the split is empty or has nothing to draft, or the store lacks a layer."""
     if min((shape.length for shape in shapes), default=0) < 1:
         raise ConfigError("a draft needs at least one token", kind=Kind.OPTION_INVALID)
-    packs = _packs(store, split, drafters[0].needs)
+    packs = split_packs(store, split, drafters[0].needs)
     results = evaluate_packs(drafters, packs, shapes, device=device, on_pack=on_pack)
     if not results[0].tally.drafts:
         raise CaptureError(
@@ -221,6 +225,8 @@ def evaluate_packs(
                     elif hits is not None:
                         walk(np.minimum(hits[rows], tally.draft_len), mask, tally)
                 result.texts.append((pack.input_ids[rows].cpu().numpy(), mask))
+                if hits is not None:
+                    result.hits.append(hits[rows])
         if on_pack:
             on_pack(pack.tokens)
     return results
@@ -232,7 +238,8 @@ def floor(store: Store, texts: Sequence[Text], draft_len: int) -> NgramFloor:
     return ngram_floor(((sample.input_ids, sample.loss_mask) for sample in samples), texts, draft_len)
 
 
-def _packs(store: Store, split: Split, needs: "Needs") -> Iterator[PackedBatch]:
+def split_packs(store: Store, split: Split, needs: "Needs") -> Iterator[PackedBatch]:
+    """Every sample of a split once, in packs. Raises ConfigError: ``split-empty``; the store lacks a layer."""
     lengths = [entry.tokens for _, entry in store.entries if entry.split == split]
     if not lengths:
         others = sorted({entry.split for _, entry in store.entries})

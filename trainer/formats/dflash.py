@@ -23,6 +23,11 @@ _WINDOW = Lack(
     "its windows are not measured from each slot backwards",
     "--engine vllm, or train with drafter.sliding_window=none",
 )
+_CAUSAL_BLOCK = Lack(
+    lambda c: c.config.causal,
+    "its slots see their whole block",
+    "--engine vllm, or train with drafter.causal=false",
+)
 _OWN_HEAD = Lack(
     lambda c: c.config.train_head,
     "it reads the drafter's states with the target's head only",
@@ -171,7 +176,7 @@ _VLLM = Reads(
     warn=_mixed_attention,
 )
 _LLAMACPP = Reads(
-    "dflash", "draft-dflash", "src/models/dflash.cpp", ran="11434", lacks=(_SLIDING_WINDOW, *base.OF_LLAMACPP)
+    "dflash", "draft-dflash", "src/models/dflash.cpp", ran="11434", lacks=(_WINDOW, _CAUSAL_BLOCK, *base.OF_LLAMACPP)
 )
 _SPECULATORS = Reads(
     "DFlashSpeculator",

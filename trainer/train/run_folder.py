@@ -18,6 +18,7 @@ from hiddenstore.console.output import output
 from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.publish import replace_file
+from hiddenstore.notebook import facts_table
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import identity_differences
@@ -109,6 +110,12 @@ class RunInfo:
     def run(self) -> Path:
         """The run folder; checkpoints lie in RUN/checkpoints/step-N."""
         return self.checkpoint.parent.parent
+
+    def _repr_html_(self) -> str:
+        spec = self.spec
+        drafter = spec.drafter
+        facts = {"drafter": drafter.name, "step": spec.step, "target": spec.target.name, "store": spec.store}
+        return facts_table(f"Run {self.run}", {**facts, "aux layers": ", ".join(map(str, drafter.aux_layers))})
 
     def vocab(self, target_size: int) -> DraftVocab:
         """Its draft vocabulary, out of the ``target_size`` tokens of its target."""

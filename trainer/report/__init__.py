@@ -1,0 +1,1 @@
+"""A training run, or several beside each other, as one HTML page that needs nothing beside it."""

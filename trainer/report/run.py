@@ -1,0 +1,317 @@
+"""What a run learned, as a page: its log, its acceptance measured anew beside the floor, and text as it was drafted."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from hiddenstore import settings
+from hiddenstore.console.text import count, percent, plural, seconds
+from hiddenstore.data import PackedBatch
+from hiddenstore.inspect.samples import load_tokenizer, token_text
+from hiddenstore.report import charts, page
+from hiddenstore.report.charts import Bar, Series
+from hiddenstore.report.page import Html, Page, Section, Verdict, join, table, tag
+from hiddenstore.report.store import browser_tools
+from hiddenstore.store import Store
+from schemas.manifest import Split
+from trainer.evaluate.acceptance import DraftShape, answers, drafts
+from trainer.evaluate.simulate import Evaluation, NgramFloor, evaluate_packs, floor, split_packs
+from trainer.parallel.group import pick_device
+from trainer.settings import config_class, load_config
+from trainer.train.curves import Curves, read_curves, step_seconds
+from trainer.train.run_folder import CONFIG, RunFacts, RunInfo, load_drafter, read_facts
+
+_WAITING = 0.1
+_SPIKES = 0.01
+_KNOWN = 0.95
+_SHOWN_TOKENS = 1_200
+_MOST_SHOWN = 12
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Acceptance over some samples of a split: the drafter, itself before training, and the n-gram floor."""
+
+    split: Split
+    trained: Evaluation
+    untrained: Evaluation
+    floor: NgramFloor
+    step: int
+    parameters: int
+
+
+def measure(
+    info: RunInfo, store: Store, samples: int, draft_len: int, advance: Callable[[int], None] | None = None
+) -> Measured | None:
+    """Walk ``samples`` of the validation split, of the training split where there is none, with drafts of
+    ``draft_len``; None where nothing can be drafted. Raises ConfigError, CorruptionError: as `evaluate`."""
+    device = pick_device("auto")
+    head, norm = store.head(), store.capture.final_norm
+    drafters = [
+        load_drafter(info.checkpoint, device, head=head, final_norm=norm, untrained=fresh) for fresh in (False, True)
+    ]
+    longest = drafters[0].kind.longest_draft(drafters[0].config) or draft_len
+    shape = DraftShape(min(draft_len, longest))
+    splits = {entry.split for _, entry in store.entries}
+    split: Split = "validation" if "validation" in splits else "train"
+    packs = _first(split_packs(store, split, drafters[0].needs), samples)
+    trained, untrained = evaluate_packs(drafters, packs, [shape], device=device, on_pack=advance)
+    if not trained.tally.drafts:
+        return None
+    parameters = sum(weight.numel() for weight in drafters[0].model.parameters())
+    least = floor(store, trained.texts, shape.length)
+    return Measured(split, trained, untrained, least, drafters[0].step, parameters)
+
+
+def _first(packs: Iterator[PackedBatch], samples: int) -> Iterator[PackedBatch]:
+    read = 0
+    for pack in packs:
+        yield pack
+        read += len(pack.sample_ids)
+        if read >= samples:
+            return
+
+
+def run_page(info: RunInfo, store: Store | None, measured: Measured | None, samples: int = 12) -> Page:
+    """The page of a run. ``store``: what it was trained on, None where that is gone; ``samples``: texts shown as they
+    were drafted, 0 shows none.
+
+    Raises:
+        CorruptionError: ``run-corrupt``; a file of the run is damaged.
+    """
+    curves, run_facts, config = read_curves(info.run), read_facts(info.run), read_config(info.run)
+    step = measured.step if measured is not None else info.spec.step
+    tiles = [
+        ("accepted length", _length(measured.trained.tally.accepted_length if measured else None)),
+        ("n-gram floor", _length(measured.floor.accepted_length if measured else None)),
+        ("untrained", _length(measured.untrained.tally.accepted_length if measured else None)),
+        ("steps", count(step)),
+        ("training took", seconds(curves.seconds) if curves.steps else "–"),
+    ]
+    sections = [_curves(curves, step), _acceptance(measured, info), _data(info, run_facts, store, measured, config)]
+    sections += [_time(curves), _settings(store, config)]
+    is_text = bool(samples) and measured is not None and store is not None
+    if is_text:
+        assert measured is not None
+        assert store is not None
+        sections.append(_drafted(measured, store, min(samples, _MOST_SHOWN)))
+    about = f"{config['drafter']['name']} for {info.spec.target.name} · {info.run}"
+    return Page(info.run.name or str(info.run), about, tiles, sections, page.TEXT_WARNING if is_text else "")
+
+
+def _length(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def read_config(run: Path) -> dict[str, dict[str, Any]]:
+    """``config.yaml`` by section, resolved as `settings` loads it."""
+    name = yaml.safe_load((run / CONFIG).read_bytes())["drafter"]["name"]
+    return dict(settings.load(config_class(name), run / CONFIG).model_dump(mode="json"))
+
+
+def by_depth(rows: Sequence[Mapping[str, Any]], key: str, name: str, dots: bool = False) -> list[Series]:
+    """A line for each depth of a member that has one value a depth."""
+    depths = max((len(row[key]) for row in rows), default=0)
+    able = [[row for row in rows if len(row[key]) > depth] for depth in range(depths)]
+    return [
+        Series(f"{name} {depth + 1}", [row["step"] for row in some], [row[key][depth] for row in some], dots)
+        for depth, some in enumerate(able)
+    ]
+
+
+def _curves(curves: Curves, step: int) -> Section:
+    steps, validations = curves.steps, curves.validations
+    at, checked = [row["step"] for row in steps], [one["step"] for one in validations]
+    loss = [Series("training", at, [sum(row["losses"]) / len(row["losses"]) for row in steps])]
+    if validations:
+        loss.append(Series("validation", checked, [_number(one["loss"]) for one in validations], dots=True))
+    norms, rates = (Series(name, at, [row[name] for row in steps]) for name in ("grad_norm", "lr"))
+    accuracy = by_depth(validations, "acc", "depth", dots=True)
+    body = page.beside(
+        charts.lines("Loss, mean over depths", loss, "step", "loss"),
+        charts.lines("Accuracy in training, by depth", by_depth(steps, "acc", "depth"), "step", "share", zero=True),
+        charts.lines("Loss in training, by depth", by_depth(steps, "losses", "depth"), "step", "loss"),
+        charts.lines("Accuracy in validation, by depth", accuracy, "step", "share", zero=True),
+        charts.lines("Gradient norm before it is clipped", [norms], "step", "norm", log=True),
+        charts.lines("Learning rate", [rates], "step", "rate", zero=True),
+    )
+    overfit = curves.overfit(step)
+    verdicts = [Verdict("look", overfit)] if overfit else []
+    if not curves.steps:
+        verdicts.append(Verdict("unknown", "the run has no log of its steps"))
+    elif len(validations) < 2:
+        text = f"{plural(len(validations), 'validation')}: too few to tell whether it overfits; train.validate_every"
+        verdicts.append(Verdict("unknown", text))
+    elif not overfit:
+        verdicts.append(Verdict("good", f"no sign of overfitting in {plural(len(validations), 'validation')}"))
+    if curves.skipped > _SPIKES * len(steps):
+        verdicts.append(Verdict("look", f"{plural(curves.skipped, 'step')} skipped as spikes: try a lower optim.lr"))
+    healthy = (
+        "both losses fall and flatten near each other, accuracy falls with depth; a gradient norm of hundreds at "
+        "the start is usual."
+    )
+    return Section("Loss and accuracy", body, healthy, tuple(verdicts), wide=True)
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _acceptance(measured: Measured | None, info: RunInfo) -> Section:
+    if measured is None:
+        text = "its store is gone or has nothing to draft: acceptance was not measured"
+        return Section("Acceptance", tag("p", text, class_="none"), verdicts=(Verdict("unknown", text),))
+    trained, floor_length = measured.trained.tally, measured.floor.accepted_length
+    positions = {
+        "drafter": trained.per_position,
+        "n-gram floor": list(measured.floor.per_position),
+        "untrained": measured.untrained.tally.per_position,
+    }
+    lengths = {
+        "drafter": trained.accepted_length,
+        f"n-gram table of order {measured.floor.order}": floor_length,
+        "untrained": measured.untrained.tally.accepted_length,
+    }
+    bars = [Bar(name, _number(value), _length(value), series) for series, (name, value) in enumerate(lengths.items())]
+    lines = [Series(name, range(1, len(shares) + 1), shares, dots=True) for name, shares in positions.items() if shares]
+    title = f"Tokens per target forward, drafts of {trained.draft_len}"
+    body = page.beside(
+        charts.bars(title, bars),
+        charts.lines("Share of drafts accepted up to a position", lines, "position", "share", zero=True),
+    )
+    walked = f"{plural(len(measured.trained.texts), measured.split + ' sample')}, {count(trained.drafts)} drafts"
+    verdicts = []
+    length = trained.accepted_length
+    if length is not None and floor_length is not None:
+        above = f"{length:.2f} tokens per target forward, {floor_length:.2f} by an n-gram table"
+        if length <= floor_length:
+            verdicts.append(Verdict("bad", f"{above}: it has learned nothing from the hidden states yet; train longer"))
+        else:
+            verdicts.append(Verdict("good", above))
+    if measured.split == "train":
+        verdicts.append(Verdict("look", "the store has no validation split: this is text it was trained on"))
+    note = tag("p", f"Greedy drafts over recorded text ({walked}); the bonus token is counted.", class_="soft")
+    healthy = "well above both others; the line falls slowly. A drafter near the floor reads states it cannot use."
+    command = ("eval", str(info.run), info.spec.store, "--untrained")
+    return Section("Acceptance", join([body, note]), healthy, tuple(verdicts), command, wide=True)
+
+
+def _data(
+    info: RunInfo, run_facts: RunFacts, store: Store | None, measured: Measured | None, config: Mapping[str, Any]
+) -> Section:
+    capture, target = run_facts.capture, info.spec.target
+    rows = [
+        ("store", run_facts.store),
+        ("target", f"{target.name}, {target.num_layers} layers, width {count(target.hidden_size)}"),
+        ("layers read", ", ".join(map(str, config["drafter"]["aux_layers"])) or "none"),
+        ("stored as", f"aux {capture.codecs.aux}, final {capture.codecs.final}"),
+        ("draft vocabulary", f"{count(config['drafter']['vocab_size'])} of {count(target.vocab_size)} tokens"),
+    ]
+    if measured is not None:
+        rows.append(("parameters", count(measured.parameters)))
+    if store is not None:
+        rows.append(("samples", f"{count(len(store))}, {count(store.totals['tokens'])} tokens"))
+        rows.append(("trained tokens", percent(store.totals["supervised"] / max(1, store.totals["tokens"]))))
+    if run_facts.init_from is not None:
+        rows.append(("started from", f"{run_facts.init_from.path}, step {run_facts.init_from.step:,}"))
+    if run_facts.imported_from is not None:
+        rows.append(("imported from", run_facts.imported_from))
+    covered = run_facts.vocab_coverage
+    level: page.Level = "good" if covered >= _KNOWN else "look"
+    verdicts = [Verdict(level, f"the draft vocabulary holds {percent(covered)} of the trained tokens")]
+    if store is None:
+        verdicts.append(Verdict("look", "the store it was trained on is not there any more"))
+    healthy = "the vocabulary covers over 95 % of what is trained; what it lacks can never be drafted."
+    return Section("Data", page.facts(rows), healthy, tuple(verdicts), ("info", run_facts.store))
+
+
+def _time(curves: Curves) -> Section:
+    wait, total = curves.wait_share, curves.seconds
+    bars = [
+        Bar("computing", 1 - wait, f"{percent(1 - wait)}, {seconds(total * (1 - wait))}", 0),
+        Bar("waiting for data", wait, f"{percent(wait)}, {seconds(total * wait)}", 1),
+    ]
+    xs = [row["step"] for row in curves.steps]
+    speed = Series("tokens/s", xs, [row["tokens_per_s"] for row in curves.steps])
+    body = [charts.bars("Where the time of the steps went", bars if total else [])]
+    body.append(charts.lines("Tokens per second", [speed], "step", "tokens/s", zero=True))
+    verdicts = []
+    if total:
+        level: page.Level = "look" if wait > _WAITING else "good"
+        verdicts.append(Verdict(level, f"{percent(wait)} of the time of the steps was spent waiting for data"))
+    slowest = max((step_seconds(row) for row in curves.steps), default=0.0)
+    note = tag("p", f"{plural(len(curves.steps), 'step')}, the slowest {seconds(slowest)}.", class_="soft")
+    healthy = "under 10 % waiting; more means a slow disk: a smaller recipe, --cache, or more data.prefetch_mb."
+    return Section("Time", join([*body, note]), healthy, tuple(verdicts))
+
+
+def flat(config: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """``section.key`` to the value as text."""
+    return {f"{section}.{key}": str(value) for section, values in config.items() for key, value in values.items()}
+
+
+def _settings(store: Store | None, config: Mapping[str, Mapping[str, Any]]) -> Section:
+    usual = {} if store is None else flat(load_config(store, config["drafter"]["name"]).model_dump(mode="json"))
+    values = flat(config)
+    changed = {key: value for key, value in values.items() if key in usual and usual[key] != value}
+    body = []
+    if usual:
+        rows = [(key, value, usual[key]) for key, value in changed.items()]
+        body.append(table(("setting", "value", "default for this store"), rows))
+    body.append(page.details(f"All {len(values)} settings", table(("setting", "value"), list(values.items()))))
+    healthy = "few settings differ from what the store suggests, and each for a reason you can name."
+    return Section("Settings", join(body), healthy, command=("train", "STORE", "--settings"), wide=True)
+
+
+def _drafted(measured: Measured, store: Store, samples: int) -> Section:
+    tokenizer, evaluation = load_tokenizer(store), measured.trained
+    shown, used = [], 0
+    for number, ((ids, mask), hits) in enumerate(islice(zip(evaluation.texts, evaluation.hits, strict=True), samples)):
+        article = _article(number, ids, mask, hits, tokenizer)
+        used += len(article.encode())
+        if used > page.TEXT_BYTES:
+            break
+        shown.append(article)
+    about = tag(
+        "p",
+        tag("mark", "Marked", class_="taken"),
+        " tokens were drafted and accepted, ",
+        tag("mark", "these", class_="own"),
+        " are the target's own: one closes each draft, and one begins each answer.",
+    )
+    body = tag("div", about, browser_tools(), *shown, data_browser="")
+    healthy = "long accepted runs in set phrases, code and repeated names; single tokens where the text turns."
+    return Section("Drafted text", body, healthy, wide=True)
+
+
+def _article(number: int, ids: np.ndarray, mask: np.ndarray, hits: np.ndarray, tokenizer: Any) -> Html:
+    """One sample: what was given, then each answer draft by draft."""
+    parts: list[str] = []
+    accepted_total = total = at = 0
+    cut = min(len(ids), _SHOWN_TOKENS)
+
+    def write(start: int, end: int, class_: str | None) -> None:
+        if (end := min(end, cut)) > start:
+            text = token_text(ids, start, end, tokenizer)
+            parts.append(text if class_ is None else tag("mark", text, class_=class_))
+
+    for start, end in answers(mask):
+        first = max(start, 1)
+        write(at, start, None)
+        write(start, first + 1, "own")
+        for n, accepted, emitted in drafts(hits, first, end):
+            write(n + 1, n + 1 + accepted, "taken")
+            write(n + 1 + accepted, n + 1 + emitted, "own")
+            accepted_total, total = accepted_total + accepted, total + emitted
+        at = end
+    write(at, len(ids), None)
+    facts = f"{count(len(ids))} tokens; {count(accepted_total)} of {count(total)} generated ones were accepted drafts"
+    if cut < len(ids):
+        facts += f"; the first {count(cut)} are shown"
+    heading = tag("h3", f"sample {number + 1}")
+    return tag("article", heading, tag("p", facts, class_="soft"), tag("div", *parts, class_="turn"), class_="sample")
