@@ -129,7 +129,11 @@ class CaptureSpec(Document):
             raise ValueError(reason)
         states = self.states or rebuilt_states(self.aux_layers, self.final)
         lowest = [name for name in self.aux_fields if states.get(name) == "rebuilt"]
-        if sorted(states) != sorted(self.fields) or lowest not in ([], self.aux_fields[:1]) or lowest == self.aux_fields:
+        if (
+            sorted(states) != sorted(self.fields)
+            or lowest not in ([], self.aux_fields[:1])
+            or lowest == self.aux_fields
+        ):
             raise ValueError(f"states {states} are not the fields {self.fields} with at most the lowest layer rebuilt")
         # A frozen model is complete only behind its validators.
         object.__setattr__(self, "states", {name: states[name] for name in self.fields})
