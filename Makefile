@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo demo-llm demo-llm-quick test check test-parity test-engines test-objects test-ray test-transformers-457 reliability wheel-smoke bench bench-storage bench-train schemas clean
+.PHONY: install demo demo-llm demo-llm-quick test check test-parity test-engines test-llamacpp test-objects test-pages test-ray test-transformers-457 reliability wheel-smoke bench bench-storage bench-train schemas clean
 
 install: $(VENV)/.installed
 
@@ -42,11 +42,17 @@ check: install
 
 # Every kill, crash point, refused read, damaged byte and mutated document, at length; each part adds its rows to
 # benchmarks/results/reliability-<date>.md. All of it takes hours; PART=tests/reliability/test_model.py is one part.
-RELIABILITY := tests/reliability tests/attacks/test_fuzz.py tests/hiddenstore/test_backend_suite.py
+RELIABILITY := tests/reliability tests/attacks/test_fuzz.py tests/hiddenstore/test_backend_suite.py tests/test_family_pipeline.py tests/test_guides.py
 reliability: install $(VENV)-objects/.installed
 	$(if $(PART),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m objects tests/objects)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or not slow" --results benchmarks/results $(or $(PART),$(RELIABILITY))
 	$(if $(PART),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/benchmarks)
+
+# Reports in Debian's chromium, which is installed where no browser is.
+BROWSER = $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name) 2>/dev/null)))
+test-pages: install
+	$(if $(BROWSER),,apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium)
+	CI=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "pages or not pages" tests/pages
 
 # Numbers against installed peers, in an environment of their own (their pins differ from ours).
 test-parity: $(VENV)-parity/.installed
@@ -75,6 +81,15 @@ $(VENV)-engines/.installed: pyproject.toml tests/engines/requirements.txt tests/
 	$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	$(VENV)-engines/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
 	touch $@
+
+# A real llama.cpp runs what export wrote. Built once for each version and instruction set, outside the checkout.
+LLAMACPP_VERSION := 11434.0.0
+LLAMACPP := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hiddenstore/llamacpp-$(LLAMACPP_VERSION)-$(shell cc -march=native -dM -E - </dev/null 2>/dev/null | cksum | cut -d' ' -f1)
+test-llamacpp: install $(LLAMACPP)/.built
+	LLAMACPP=$(LLAMACPP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m llamacpp tests/llamacpp
+
+$(LLAMACPP)/.built:
+	sh tests/llamacpp/build.sh $(PYTHON) $(LLAMACPP_VERSION) $(LLAMACPP)
 
 # Object storage on moto's S3 server behind a proxy that fails. Beside our pins pip finds no versions for moto, so it
 # lives, and runs, in an environment of its own.

@@ -62,8 +62,8 @@ def unseal(data: bytes, model: type[M], where: str) -> M:
         CorruptionError: ``document-corrupt``, any byte is not as it was written.
         FormatError: ``format-future`` for a later format, ``document-invalid`` for whole bytes of another shape.
     """
-    content = _parse(_checked_body(data, where), where)
-    version = content.get("format")
+    body = _checked_body(data, where)
+    version = _parse(body, where).get("format")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise FormatError(
             f"{where} has format {version}; this version of hiddenstore reads formats up to {FORMAT_VERSION}",
@@ -71,7 +71,8 @@ def unseal(data: bytes, model: type[M], where: str) -> M:
             hint="pip install --upgrade hiddenstore",
         )
     try:
-        return model.model_validate(content)
+        # Strict: a number in quotes is another document, and a format in quotes would pass the look above.
+        return model.model_validate_json(body, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         member = ".".join(map(str, first["loc"])) or "document"

@@ -56,7 +56,7 @@ class ServerAccess:
 
 
 class RefusedError(ConfigError):
-    """``server-refused``: HTTP ``status`` 3xx or 4xx, which another try would get again."""
+    """``server-refused``: HTTP ``status`` 3xx, 4xx or 501, which another try would get again."""
 
     def __init__(self, message: str, status: int, hint: str | None) -> None:
         super().__init__(message, kind=Kind.SERVER_REFUSED, hint=hint)
@@ -178,7 +178,8 @@ class HttpClient:
 
     def _read(self, response: "Response", body: bytes, read: Callable[[bytes], T]) -> T:
         status = response.status_code
-        if status in _TRANSIENT or status >= 500:
+        # 501: not implemented, now or later.
+        if status in _TRANSIENT or (status >= 500 and status != 501):
             raise StorageError(self._quoted(response, body), kind=Kind.SERVER_FAILING, hint=self.access.hint)
         if not 200 <= status < 300:
             hint = f"{self.access.key_option} reads a key from the environment" if status in (401, 403) else None

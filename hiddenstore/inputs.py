@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -22,12 +22,14 @@ import pyarrow.parquet as pq
 
 from hiddenstore import layout
 from hiddenstore.documents import load
-from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
+from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind, NotFoundError
 from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, is_inside
 from hiddenstore.records import Sample
-from schemas.manifest import FileEntry
+from hiddenstore.records import sample_id as id_of
+from hiddenstore.sample_faults import mask_fault, spans_fault, tokens_fault
+from schemas.manifest import FileEntry, Split
 from schemas.prepared import PreparedData
 
 UNIT_TOKENS = 32_768
@@ -243,9 +245,36 @@ class PreparedInput:
         return cls(fs, info)
 
     def samples(self) -> Iterator[Sample]:
-        """Every sample in file order; the sha256 of a part is checked before its first row is given out."""
-        for batch in self._batches(["sample_id", "input_ids", "loss_mask", "spans", "split", "source"]):
-            yield from _samples(batch)
+        """Every sample in file order; the sha256 of a part is checked before its first row is given out.
+
+        Raises:
+            FormatError: ``array-invalid``, a part is whole and a row of it none that ``prepare`` writes.
+        """
+        for batch in self._batches(PREPARED.names):
+            for sample in _samples(batch):
+                fault = self._fault(sample)
+                if fault is not None:
+                    raise self._misfit(f"sample {sample.id[:32]!r}: {fault}")
+                yield sample
+
+    def _fault(self, sample: Sample) -> str | None:
+        """A digest proves who wrote a row, not that it makes sense."""
+        if sample.split not in get_args(Split):
+            return f"its split is {sample.split!r}"
+        if not sample.tokens or len(sample.loss_mask) != sample.tokens:
+            return f"it has {sample.tokens:,} tokens and a mask of {len(sample.loss_mask):,}"
+        if id_of(sample.input_ids, sample.loss_mask) != sample.id:
+            return "its id is not the digest of its tokens and mask"
+        return (
+            tokens_fault(sample.input_ids, self.info.vocab_size)
+            or mask_fault(sample.loss_mask, sample.supervised)
+            or spans_fault(sample.spans, sample.tokens)
+        )
+
+    def _misfit(self, reason: str) -> FormatError:
+        message = f"{self.folder} holds what prepare does not write: {reason}"
+        hint = "hiddenstore prepare INPUT -o DATA --target T"
+        return FormatError(message, kind=Kind.ARRAY_INVALID, hint=hint)
 
     def units(self, max_tokens: int = UNIT_TOKENS) -> Iterator[Unit]:
         """The units in order. ``max_tokens`` is ``unit_tokens(capture)`` of the store; a longer sample is alone."""
@@ -264,6 +293,8 @@ class PreparedInput:
             batches.append(pa.record_batch(columns, schema=REGISTERED))
         table = pa.Table.from_batches(batches, schema=REGISTERED)
         named = table_digest(table)
+        if pc.count_distinct(table["sample_id"]).as_py() != table.num_rows:
+            raise self._misfit("a sample is there twice")
         if named != self.info.digest:
             raise _corrupt(f"{self.folder}/{layout.DATA_JSON}", f"it names the input {self.info.digest}, found {named}")
         return encode_registered(table)
@@ -274,9 +305,19 @@ class PreparedInput:
             with self.fs.local_copy(file.path) as path, self._verified_part(path, file) as parquet:
                 for batch in parquet.iter_batches(ROWS_PER_BATCH, columns=columns):
                     rows += batch.num_rows
-                    yield batch
+                    yield self._typed(batch, columns)
         if rows != self.info.samples:
             raise _corrupt(self.folder, f"expected {self.info.samples:,} samples, found {rows:,}")
+
+    def _typed(self, batch: pa.RecordBatch, columns: list[str]) -> pa.RecordBatch:
+        try:
+            typed = batch.select(columns).cast(pa.schema([PREPARED.field(name) for name in columns]))
+        except (pa.ArrowException, KeyError) as error:
+            raise self._misfit(f"{error}") from error
+        for name in columns:
+            if name != "source" and (typed[name].null_count or _values(typed[name]).null_count):
+                raise self._misfit(f"a value of {name} is missing")
+        return typed
 
     def _verified_part(self, path: Path, entry: FileEntry) -> pq.ParquetFile:
         if entry.path not in self._verified:
@@ -326,6 +367,10 @@ def _samples(batch: pa.RecordBatch) -> Iterator[Sample]:
 def _rows(column: Any, dtype: type) -> list[np.ndarray]:
     values, borders = _numpy(column.flatten(), dtype), _borders(column)
     return [values[start:end] for start, end in pairwise(borders)]
+
+
+def _values(column: pa.Array) -> pa.Array:
+    return column.flatten() if pa.types.is_list(column.type) else column
 
 
 def _borders(column: Any) -> np.ndarray:

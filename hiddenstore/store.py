@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from hiddenstore import layout
 from hiddenstore.codecs import CODECS, LAYOUTS
 from hiddenstore.commit import Commit
@@ -89,15 +91,7 @@ class Store(RecordSequence):
             ConfigError: ``scheme-unsupported``, ``address-invalid``.
         """
         fs = open_filesystem(location)
-        if fs.size(layout.STORE_JSON) is None:
-            raise missing("store", fs.root)
-        manifest = load(fs, layout.STORE_JSON, StoreManifest)
-        outside = [file.path for file in manifest.target_files if not is_inside(file.path)]
-        if outside:
-            reason = f"it names {outside[0]!r}, which is not inside {layout.TARGET_DIR}"
-            message = f"{fs.root}/{layout.STORE_JSON} is damaged: {reason}"
-            raise CorruptionError(message, kind=Kind.STORE_INVALID, path=layout.STORE_JSON)
-        _require_tables(fs, manifest)
+        manifest = load_manifest(fs)
         if snapshot is None:
             catalog = read_catalog(fs, use_index=strict)
         else:
@@ -222,15 +216,10 @@ class Store(RecordSequence):
     def read_into(
         self, sample_id: str, aux: "Tensor", final: "Tensor | None", layers: Sequence[int] | None = None
     ) -> "Record":
-        """One record decoded into memory of the caller: see ``SegmentReader.read_into``; raises as ``read`` does."""
+        """What is stored of one record decoded into memory of the caller: see ``SegmentReader.read_into``; raises as
+        ``read`` does. Nothing is rebuilt."""
         reader, index = self.reader_of(sample_id)
-        if self.rebuilder() is None:
-            return reader.read_into(index, aux, final, layers)
-        record = self.read_unit(reader, index, layers, final is not None)
-        aux.copy_(record.aux)
-        if final is not None:
-            final.copy_(record.final)
-        return replace(record, aux=aux, final=record.final if final is None else final)
+        return reader.read_into(index, aux, final, layers)
 
     def rebuilder(self, device: "torch.device | str" = "cpu") -> "Rebuilder | None":
         """What brings back the states that are not stored, on ``device``; None where all are.
@@ -264,6 +253,9 @@ class Store(RecordSequence):
     def reader_of(self, sample_id: str) -> "tuple[SegmentReader, int]":
         """The open unit that holds a sample and the sample's index in it; NotFoundError ``sample-missing``."""
         record, index = self.locate(sample_id)
+        return self._reader(record), index
+
+    def _reader(self, record: CommitRecord) -> "SegmentReader":
         with self._lock:
             reader = self._readers.get(record.segment)
             if reader is None:
@@ -272,7 +264,20 @@ class Store(RecordSequence):
                     self._readers.popitem(last=False)
             else:
                 self._readers.move_to_end(record.segment)
-        return reader, index
+        return reader
+
+    def __iter__(self) -> Iterator["Record"]:
+        table, order = self.catalog.table, self.catalog.commit_order()
+        numbers = table.record[order]
+        for rows in np.split(order, np.flatnonzero(np.diff(numbers)) + 1) if len(order) else ():
+            positions, number = table.position[rows], int(table.record[rows[0]])
+            for position, sample_id in zip(positions.tolist(), table.ids.take(rows)[:], strict=True):
+                record = self.catalog.record_of(number, position, sample_id)
+            reader = self._reader(record)
+            if self.capture.states:
+                yield from (self.read_unit(reader, position) for position in positions.tolist())
+            else:
+                yield from reader.records(positions.astype(np.int64))
 
     def open_unit(self, record: CommitRecord) -> "SegmentReader":
         """A new reader of one unit, with nothing cached from before."""
@@ -465,6 +470,20 @@ def _require_tables(fs: Filesystem, manifest: StoreManifest) -> None:
             kind=Kind.PLUGIN_MISSING,
             hint=f"pip install {wanted}",
         )
+
+
+def load_manifest(fs: Filesystem) -> StoreManifest:
+    """What a store holds, without a look at its records; raises as ``Store.open``."""
+    if fs.size(layout.STORE_JSON) is None:
+        raise missing("store", fs.root)
+    manifest = load(fs, layout.STORE_JSON, StoreManifest)
+    outside = [file.path for file in manifest.target_files if not is_inside(file.path)]
+    if outside:
+        reason = f"it names {outside[0]!r}, which is not inside {layout.TARGET_DIR}"
+        message = f"{fs.root}/{layout.STORE_JSON} is damaged: {reason}"
+        raise CorruptionError(message, kind=Kind.STORE_INVALID, path=layout.STORE_JSON)
+    _require_tables(fs, manifest)
+    return manifest
 
 
 def load_snapshot(fs: Filesystem, name: str) -> Snapshot:

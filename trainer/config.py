@@ -27,7 +27,9 @@ ROPE_OPTIONAL: dict[str, tuple[str, ...]] = {
 class Section(BaseModel):
     """A group of settings; unknown keys are errors. The docstring under a field is its description."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class RopeScaling(Section):
@@ -88,7 +90,7 @@ class DataConfig(Section):
     loss_on: LossChoice = "stored"
     """Tokens that teach: those ``prepare`` chose (``stored``), every answer (``assistant``), the last one
     (``last-turn``) or every token of a turn (``all``); more than was stored needs ``collect --final all``."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=1 << 63)
     """Seed of the order of samples."""
     prefetch_mb: int = Field(512, gt=0)
     """Memory that packs read ahead may take on a rank, in MB."""
@@ -183,7 +185,7 @@ class LoopConfig(Section):
     """Optimizer steps; wins over ``epochs``."""
     follow: bool = False
     """Each epoch reads what the store holds when it begins; needs ``max_steps``."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=1 << 63)
     """Seed of the first weights and of what a step draws."""
     validate_every: int = Field(500, ge=0)
     """Steps between validations."""

@@ -195,11 +195,12 @@ def _class_defaults(shape: Mapping[str, Any]) -> dict[str, Any]:
     """What a published config leaves out because it equals the default of its class, as Gemma 3's heads do."""
     if "hidden_size" not in shape or "model_type" not in shape:
         return {}
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.for_model(**shape)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, StrictDataclassError):
         # A type that this transformers does not know, or knows otherwise: what the file says must do.
         return {}
     return {key: value for key in _DERIVED_FROM if (value := getattr(config, key, None)) is not None}

@@ -276,7 +276,7 @@ def chain_lengths(
 
     Slot d after token t is taught by row t+1+d. In every sample, depth d keeps max(ratio^d, least) of its rows less d,
     ``keep`` being ratio, least and the most rows that count, drawn from the tokens kept at depth d-1 whose slot d can
-    be taught (P-EAGLE's conditional drop, docs/design/015). One draw of priorities a sample serves all depths, which
+    be taught (P-EAGLE's conditional drop, docs/design/016). One draw of priorities a sample serves all depths, which
     gives the same distribution as a new one for each."""
     document, samples = batch.document, len(batch.sample_ids)
     at = torch.arange(document.shape[0], device=document.device)

@@ -6,16 +6,20 @@ Shapes: L aux layers, D target width.
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from collectors.targets.layers import LayerChoice
 from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
 from hiddenstore.console.text import size
+from hiddenstore.errors import ConfigError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments import CONTAINERS, default_container
 from hiddenstore.segments.base import Container, unit_tokens
 from hiddenstore.store import Store
+from hiddenstore.targets.blocks import block_parameters, require_blocks
+from hiddenstore.targets.calibration import slice_tokens
 from hiddenstore.targets.folder import TargetFolder
 from schemas.capture import REBUILT, TOPK, CaptureSpec, Codecs, FinalMode, not_rebuildable
 from schemas.prepared import PreparedData
@@ -26,13 +30,24 @@ BYTES_BESIDE_STATES = 5
 
 @dataclass(frozen=True)
 class Estimate:
-    """One recipe: bytes in all, segments, and files in them."""
+    """One recipe: bytes of segments, segments, and files in them; the bytes beside them, and of all together.
+
+    ``bytes_target`` is embeddings, LM head and the blocks that rebuild states, which a trainer holds in memory; these
+    take ``rebuild_flops`` a token, 0 where every state is stored.
+    """
 
     recipe: str
     bytes_stored: int
     bytes_per_token: float
     segments: int
     files: int
+    bytes_target: int
+    bytes_calibration: int
+    rebuild_flops: int
+
+    @property
+    def bytes_on_disk(self) -> int:
+        return self.bytes_stored + self.bytes_target + self.bytes_calibration
 
 
 @dataclass(frozen=True)
@@ -51,7 +66,7 @@ class Plan:
     @property
     def fitting(self) -> list[str]:
         """Recipes for which there is room."""
-        return [row.recipe for row in self.estimates if self.bytes_free is None or row.bytes_stored < self.bytes_free]
+        return [row.recipe for row in self.estimates if self.bytes_free is None or row.bytes_on_disk < self.bytes_free]
 
 
 def make_plan(
@@ -67,19 +82,34 @@ def make_plan(
     codecs, fs = get_recipe(recipe), open_filesystem(location)
     container = container or default_container(fs)
     capture = _capture(folder, choice, codecs)
+    _require_blocks(folder, capture)
     listed = {name: get_recipe(name) for name in RECIPES} | {recipe_name(codecs): codecs}
     usable = {
         name: item
         for name, item in listed.items()
         if not (choice.reads_final and item.final == TOPK)
-        and not (item.final == REBUILT and not_rebuildable(choice.aux_layers, folder.num_layers))
+        and (item.final != REBUILT or item == codecs or _can_rebuild(folder, capture))
     }
     rows = sorted(
-        (_estimate(info, capture, *item, CONTAINERS[container]) for item in usable.items()),
+        (_estimate(info, capture, *item, CONTAINERS[container], folder.config) for item in usable.items()),
         key=lambda row: -row.bytes_stored,
     )
     hours = None if rate is None else info.tokens / rate / 3600
     return Plan(info, choice, recipe, tuple(rows), raw_bytes(info, capture), free_bytes(fs), hours, container)
+
+
+def _can_rebuild(folder: TargetFolder, capture: CaptureSpec) -> bool:
+    if not_rebuildable(capture.aux_layers, folder.num_layers) is not None:
+        return False
+    try:
+        _require_blocks(folder, capture.with_codecs(get_recipe(REBUILT)))
+    except ConfigError:
+        return False
+    return True
+
+
+def _require_blocks(folder: TargetFolder, capture: CaptureSpec) -> None:
+    require_blocks(folder, capture.blocks, _value_bytes(folder.config))
 
 
 def shortage(store: Store, info: PreparedData, tokens: int) -> str | None:
@@ -116,7 +146,10 @@ def _capture(folder: TargetFolder, choice: LayerChoice, codecs: Codecs) -> Captu
     )
 
 
-def _estimate(info: PreparedData, capture: CaptureSpec, recipe: str, codecs: Codecs, container: Container) -> Estimate:
+def _estimate(
+    info: PreparedData, capture: CaptureSpec, recipe: str, codecs: Codecs, container: Container, config: Any = None
+) -> Estimate:
+    """``config``: the target's text config, None where only its segments are of interest."""
     capture = capture.with_codecs(codecs)
     aux, final = get_layout(codecs.aux), get_layout(codecs.final)
     layers, width = len(capture.stored_layers), capture.target.hidden_size
@@ -126,7 +159,24 @@ def _estimate(info: PreparedData, capture: CaptureSpec, recipe: str, codecs: Cod
     segments = max(1, math.ceil(info.tokens / unit_tokens(capture)))
     extra = container.overhead(capture, info.samples, segments)
     stored += extra.size_bytes
-    return Estimate(recipe, stored, stored / max(1, info.tokens), segments, extra.files)
+    blocks = 0 if config is None else block_parameters(config, capture.blocks)
+    head = capture.target.vocab_size * width * (1 if getattr(config, "tie_word_embeddings", False) else 2)
+    slice_bytes = 2 * width * slice_tokens(capture) * (len(capture.aux_layers) + (capture.final != "none"))
+    return Estimate(
+        recipe,
+        stored,
+        stored / max(1, info.tokens),
+        segments,
+        extra.files,
+        bytes_target=_value_bytes(config) * (head + blocks),
+        bytes_calibration=min(slice_bytes, raw_bytes(info, capture)),
+        rebuild_flops=2 * blocks,
+    )
+
+
+def _value_bytes(config: Any) -> int:
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    return int(getattr(dtype, "itemsize", 2))
 
 
 def final_rows(info: PreparedData, final: FinalMode) -> int:

@@ -43,7 +43,7 @@ from hiddenstore.process import Drain, Rank
 from hiddenstore.records import Record, Sample, final_row_positions
 from hiddenstore.segments import default_container
 from hiddenstore.segments.base import unit_tokens
-from hiddenstore.store import Store
+from hiddenstore.store import Store, load_manifest
 from hiddenstore.targets.blocks import block_files
 from hiddenstore.targets.calibration import Slice, slice_tokens, take_slice, write_slice
 from hiddenstore.targets.folder import open_target
@@ -207,7 +207,7 @@ def _stored_codecs(location: str | Path) -> Codecs | None:
 def _stored_capture(location: str | Path) -> CaptureSpec | None:
     """What the store that is there holds, None where there is none."""
     try:
-        return Store.open(location, strict=False).capture
+        return load_manifest(open_filesystem(location)).capture
     except NotFoundError:
         return None
 

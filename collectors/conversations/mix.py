@@ -50,6 +50,12 @@ def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> 
             files = _files_below(path)
             folders.update(dict.fromkeys(files, path))
             opened.append([*files])
+        elif text == "-" or (path.exists() and not path.is_file() and not path.is_dir()):
+            raise ConfigError(
+                f"{text} is a pipe or a device; rows are read more than once, so they must be in a file",
+                kind=Kind.INPUT_UNREADABLE,
+                hint="cat > chats.jsonl, then prepare that",
+            )
         else:
             opened.append([path if path.is_file() else open_dataset(text)])
     labels = _labels([item for items in opened for item in items if isinstance(item, Path)], folders)
@@ -95,13 +101,18 @@ def _labels(paths: list[Path], folders: dict[Path, Path]) -> dict[Path, str]:
     absolute = {path: Path(os.path.abspath(path)) for path in paths}
     depth = {path: 1 + len(path.relative_to(folders[path]).parts) if path in folders else 1 for path in paths}
     while True:
-        labels = {path: "/".join(full.parts[-depth[path] :]).lstrip("/") for path, full in absolute.items()}
+        labels = {path: _text("/".join(full.parts[-depth[path] :]).lstrip("/")) for path, full in absolute.items()}
         shared = Counter(label for label, _ in {(label, absolute[path]) for path, label in labels.items()})
         clashes = [path for path, label in labels.items() if shared[label] > 1]
         if not clashes:
             return labels
         for path in clashes:
             depth[path] += 1
+
+
+def _text(name: str) -> str:
+    """A name as Unicode: bytes of it that are none, which parquet cannot hold, are escaped."""
+    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 class _Settings(BaseModel):

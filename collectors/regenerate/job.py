@@ -136,7 +136,7 @@ class _Shard:
         with self.lock:
             self.report.resumed += not is_new
             self.report.new_tokens += reply.tokens * is_new
-            self.ended += reply.tokens * is_new
+            self.ended += reply.tokens
             if is_done:
                 self.report.count(rewrite)
             self._show(1)
@@ -144,6 +144,8 @@ class _Shard:
     def count_drawn(self, tokens: int) -> None:
         """Show tokens of answers that have not ended."""
         with self.lock:
+            if tokens and not self.drawn:
+                self.progress.restart_clock()
             self.drawn += tokens
             self._show(0)
 

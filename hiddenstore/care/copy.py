@@ -29,7 +29,7 @@ from hiddenstore.index.publish import IndexWriter, indexed_revisions
 from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest
 from hiddenstore.inspect.samples import Test
 from hiddenstore.segments import default_container
-from hiddenstore.store import Store
+from hiddenstore.store import Store, load_manifest
 from hiddenstore.targets.blocks import BLOCKS_FILE, require_rebuildable
 from hiddenstore.targets.calibration import copy_slice
 from hiddenstore.targets.identity import CHECKPOINT, cast_hint, unstated_digests
@@ -93,13 +93,14 @@ def open_destination(
     """
     first = sources[0]
     manifest, identity, fs = first.manifest, first.capture.target, open_filesystem(location)
-    bundles = [*sources]
+    is_there = False
     kept = default_container(fs) if fs.prefers_few_files else manifest.container
     # What is made says of all its states only what every source says; whether they are of one target was judged before.
     stated: Mapping[str, Any] = dict.fromkeys(unstated_digests(*(source.capture.target for source in sources)))
     with suppress(NotFoundError):
-        bundles.append(Store.open(fs, strict=False))
-        manifest = bundles[-1].manifest
+        # Opening would read every record that no index covers, once more than making the store does.
+        manifest = load_manifest(fs)
+        is_there = True
         kept = manifest.container
         stated = {field: getattr(manifest.capture.target, field) for field in STATED}
     if recipe is None:
@@ -111,6 +112,7 @@ def open_destination(
     require_rebuildable(codecs, first.capture.aux_layers, identity.num_layers)
     capture = first.capture.with_codecs(codecs).model_copy(update={"target": identity.model_copy(update=stated)})
     files = {e.path: first.target_file(e.path) for e in first.manifest.target_files if e.path != BLOCKS_FILE}
+    bundles = [*sources, Store.open(fs, strict=False)] if is_there and capture.blocks else sources
     files |= bundled_blocks(bundles, capture, target)
     return create_store(fs, capture, first.manifest.head, recipe, files, container or kept)
 

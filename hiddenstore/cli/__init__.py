@@ -8,12 +8,12 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 import click
 
@@ -271,10 +271,34 @@ def _interruptible() -> Iterator[None]:
 
 
 def _make_streams_forgiving() -> None:
-    """A terminal that cannot show a character shows its escape instead of ending the program."""
+    """A terminal that cannot show a character shows its escape instead of ending the program; a stream that was closed
+    shows nothing; and a log on a full disk does not decide how a command ends."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
+        sys.stderr = cast(TextIO, _Log(sys.stderr))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+
+class _Log:
+    """stderr, of which a line that the disk refuses is given up."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 def _silence_stdout() -> None:

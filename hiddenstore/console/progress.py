@@ -61,6 +61,10 @@ class Progress:
         elif not self._silent and kind is None and self._last_line_s > self._began_s and not self._line_is_last:
             self._line()
 
+    def restart_clock(self) -> None:
+        """What was needed so far, to load a model say, is no part of the rate."""
+        self._began_s = time.monotonic()
+
     def advance(self, count: int = 1, **fields: Any) -> None:
         """``count`` more are done; ``fields`` (kept until replaced) are shown beside them."""
         self.update(self.done + count, **fields)

@@ -21,12 +21,16 @@ from hiddenstore.data.packed import Buffers, EncodedPack, Members, PackedBatch, 
 from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.records import Sample, TopK
+from hiddenstore.segments.many import ends_of, row_numbers
 
 if TYPE_CHECKING:
+    from hiddenstore.segments.segment import SegmentReader
     from hiddenstore.store import Store
 
 # Tiny samples would otherwise fill the byte budget with thousands of jobs before the first is handed out.
 JOBS_AHEAD = 32
+SMALL_BYTES = 1 << 19
+"""Samples that take less room in a pack are read together, those of a unit at once."""
 # The first batch does not wait until all that may be ahead of it is queued.
 STARTED_AT_ONCE = 2
 
@@ -78,7 +82,7 @@ class Pack(Protocol):
 
 
 class Filler(Protocol):
-    """One way to make packs. ``fill`` is called from many threads, once per sample."""
+    """One way to make packs. ``fill`` and ``fill_many`` are called from many threads, one of them once per sample."""
 
     def members(self, slots: Sequence[SampleSlot]) -> Members:
         """Shapes and types of the tensors of a pack of ``slots``."""
@@ -88,6 +92,9 @@ class Filler(Protocol):
 
     def fill(self, pack: Pack, sample: PackedSample) -> None:
         """Read a sample into the pack; CorruptionError ``sample-shape`` when it is not as long as its slot."""
+
+    def fill_many(self, pack: Pack, samples: Sequence[PackedSample]) -> None:
+        """The same of small samples, those of a unit together where that is cheaper."""
 
 
 class DecodedFiller:
@@ -125,8 +132,8 @@ class DecodedFiller:
         aux, final = pack.aux[:, sample.rows], None
         if self._final:
             final = pack.final[sample.final_rows] if self._stores_final else pack.final
-        reader, index = self._store.reader_of(sample.slot.id)
         if sample.slot.tokens == self._view.max_tokens:
+            reader, index = self._store.reader_of(sample.slot.id)
             record = self._view.cut(reader.read(index, self._layers, self._final))
             tokens, final_rows = record.sample.tokens, len(record.final_rows)
             _require(sample.slot, (tokens, record.aux.shape[1], final_rows, final_rows))
@@ -134,7 +141,7 @@ class DecodedFiller:
             if final is not None and self._stores_final:
                 final.copy_(record.final)
         else:
-            record = reader.read_into(index, aux, final, self._layers)
+            record = self._store.read_into(sample.slot.id, aux, final, self._layers)
         rows = len(record.final_rows) if record.topk is None else record.topk.rows
         _require(sample.slot, (record.sample.tokens, record.aux.shape[1], rows, len(record.final_rows)))
         if pack.topk is not None:
@@ -144,6 +151,46 @@ class DecodedFiller:
             pack.topk.lse[sample.final_rows] = record.topk.lse
         mask = _mask(self._view, record.sample, self._final and self._store.capture.final == "supervised")
         _put(vars(pack), sample, record.sample.input_ids, mask, record.final_rows)
+
+    def fill_many(self, pack: Pack, samples: Sequence[PackedSample]) -> None:
+        assert isinstance(pack, PackedBatch)
+        units: dict[SegmentReader, list[tuple[int, PackedSample]]] = {}
+        for sample in samples:
+            reader, index = self._store.reader_of(sample.slot.id)
+            units.setdefault(reader, []).append((index, sample))
+        for reader, places in units.items():
+            places.sort(key=lambda place: place[0])
+            indices, of_unit = zip(*places, strict=True)
+            if len(of_unit) == 1 or not self._fill_unit(pack, reader, indices, of_unit):
+                for sample in of_unit:
+                    self.fill(pack, sample)
+
+    def _fill_unit(
+        self, pack: PackedBatch, reader: "SegmentReader", indices: Sequence[int], samples: Sequence[PackedSample]
+    ) -> bool:
+        """Samples of one unit, in its order, at once; False where each has to be read by itself."""
+        slots = [(sample.slot.tokens, sample.slot.final_rows, sample.start, sample.final_start) for sample in samples]
+        lengths, counts, starts, final_starts = np.array(slots, dtype=np.int64).T
+        if self._view.loss_on != "stored" or self._view.max_tokens in lengths:
+            return False
+        aux = torch.empty((len(self._layers), int(lengths.sum()), self._width), dtype=torch.bfloat16)
+        final = torch.empty((int(counts.sum()), self._width), dtype=torch.bfloat16) if self._final else None
+        expected = ends_of(lengths), ends_of(counts)
+        if not all(map(np.array_equal, reader.ends_of(indices, self._final), expected)):
+            return False
+        many = reader.read_many_into(np.array(indices), aux, final, self._layers)
+        if many is None:
+            return False
+        rows, final_rows = row_numbers(starts, lengths), row_numbers(final_starts, counts)
+        pack.aux.index_copy_(1, torch.from_numpy(rows), aux)
+        if final is not None:
+            pack.final.index_copy_(0, torch.from_numpy(final_rows), final)
+        pack.input_ids.numpy()[rows] = many.input_ids
+        pack.loss_mask.numpy()[rows] = many.loss_mask != 0
+        pack.positions.numpy()[rows] = rows - np.repeat(starts, lengths)
+        pack.document.numpy()[rows] = np.repeat([sample.document for sample in samples], lengths)
+        pack.final_rows.numpy()[final_rows] = many.final_rows + np.repeat(starts, counts)
+        return True
 
 
 class EncodedFiller:
@@ -202,6 +249,10 @@ class EncodedFiller:
         pack.aux_small[sample.document] = aux.small
         pack.final_small[sample.document] = final.small
         _put(pack.tensors, sample, input_ids, loss_mask, final_rows)
+
+    def fill_many(self, pack: Pack, samples: Sequence[PackedSample]) -> None:
+        for sample in samples:
+            self.fill(pack, sample)
 
     def _cut(
         self,
@@ -337,7 +388,12 @@ class Prefetch(Generic[K]):
     def _start(self, pool: ThreadPoolExecutor, job: Job[K]) -> _Running[K]:
         packs, reads = [], []
         for slots in job.packs:
-            pack = self._filler.empty(slots, self._buffers)
-            reads += [pool.submit(self._filler.fill, pack, sample) for sample in packed_samples(slots)]
+            pack, samples = self._filler.empty(slots, self._buffers), packed_samples(slots)
+            token_bytes = room_bytes(self._filler.members(slots)) // max(1, sum(slot.tokens for slot in slots))
+            small = [sample for sample in samples if sample.slot.tokens * token_bytes < SMALL_BYTES]
+            if len(small) > 1:
+                reads.append(pool.submit(self._filler.fill_many, pack, small))
+                samples = [sample for sample in samples if sample.slot.tokens * token_bytes >= SMALL_BYTES]
+            reads += [pool.submit(self._filler.fill, pack, sample) for sample in samples]
             packs.append(pack)
         return _Running(job.key, packs, reads, self._size(job))

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from hiddenstore.dumps.common import ExportedData, ExportedSample, ExportScope, PeerLayout
 
@@ -74,7 +74,8 @@ class SpeculatorsWriter(RowsWriter):
     def write(self, row: int, exported: ExportedSample) -> None:
         """One row and its states."""
         super().write(row, exported)
-        save_file(peer_tensors(exported), self._folder / STATES_FOLDER / f"hs_{row}.safetensors")
+        file = self._folder / STATES_FOLDER / f"hs_{row}.safetensors"
+        file.write_bytes(save(peer_tensors(exported)))
 
 
 def peer_tensors(exported: ExportedSample) -> dict[str, torch.Tensor]:

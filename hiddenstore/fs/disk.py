@@ -10,9 +10,9 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 
-OPEN_FILES = 128
+OPEN_FILES = 512
 """Most read descriptors that a process keeps open between reads, over all its stores."""
 
 
@@ -205,8 +205,8 @@ class _ReadHandles:
     def _close_unused(self, most: int) -> None:
         if len(self._open) <= most:
             return
-        unused = [name for name, entry in self._open.items() if entry.users == 0]
-        for name in unused[: len(self._open) - most]:
+        unused = (name for name, entry in self._open.items() if entry.users == 0)
+        for name in list(islice(unused, len(self._open) - most)):
             os.close(self._open.pop(name).handle)
 
     def _unlock(self) -> None:

@@ -79,6 +79,9 @@ def publish_index(fs: Filesystem, names: Iterable[str]) -> int | None:
     if commits:
         table = joined([table_of((row, commit.record) for row, commit in enumerate(commits))])
         number = _put(fs, _header(commits), table)
+    for path in replaced_indexes(fs):
+        # Of a merge that was stopped: merged again, they would be covered twice.
+        fs.remove_tree(path)
     while True:
         files = _same_size(fs)
         if not files or not _merge(fs, files):

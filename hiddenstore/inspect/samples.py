@@ -5,6 +5,7 @@ Conditions joined by commas, or in several options, must all be true: ``tokens>4
 Shapes: T tokens of the sample, L aux layers, D target width, R rows of the final hidden.
 """
 
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable
@@ -81,6 +82,8 @@ def _parse(text: str) -> Test:
             read, limit = _NUMBERS[name], float(value.replace("_", ""))
         except ValueError:
             raise _invalid(f"{text!r}: {value!r} is no number") from None
+        if not math.isfinite(limit):
+            raise _invalid(f"{text!r}: {value!r} compares with nothing")
         return lambda record, entry: compare(read(record, entry), limit)
     if name in _WORDS:
         if sign not in ("=", "==", "!="):

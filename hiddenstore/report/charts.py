@@ -13,6 +13,8 @@ from hiddenstore.report.page import Html, details, table, tag
 
 WIDTH, HEIGHT = 420.0, 220.0
 MOST_POINTS = 300
+STYLES = 8
+"""Colours and dashes that ``page.css`` has."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, 12.0, 26.0, 40.0
 _ROW = 34.0
 _TABLE_ROWS = 60
@@ -122,8 +124,8 @@ def _line(one: Series, across: Scale, up: Scale, number: int, log: bool) -> list
         pen = "L"
         if one.dots:
             tip = tag("title", f"{one.name}: {short(a)}, {b:.4g}")
-            parts.append(tag("circle", tip, cx=across(a), cy=up(b), r=3.5, class_=f"dot s{number % 6}"))
-    return [tag("path", d="".join(words), class_=f"line s{number % 6}"), *parts]
+            parts.append(tag("circle", tip, cx=across(a), cy=up(b), r=3.5, class_=f"dot s{number % STYLES}"))
+    return [tag("path", d="".join(words), class_=f"line s{number % STYLES}"), *parts]
 
 
 def _frame(across: Scale, up: Scale, x: str, y: str) -> list[Html]:
@@ -177,7 +179,8 @@ def bars(title: str, rows: Sequence[Bar], series: Sequence[str] = (), *, log: bo
     if not finite:
         return tag("p", f"{title}: nothing was measured.", class_="none")
     low = min(finite) / 1.5 if log else 0.0
-    across = Scale(low, max(finite) * (1.5 if log else 1.0) or 1.0, 2.0, WIDTH - 4, log)
+    high = max(finite) * 1.5 if log else max(*finite, 0.0) or 1.0
+    across = Scale(low, high, 2.0, WIDTH - 4, log)
     parts = []
     for number, bar in enumerate(rows):
         y = number * _ROW + 14
@@ -195,12 +198,12 @@ def _bar(bar: Bar, across: Scale, y: float, log: bool) -> list[Html]:
     track = tag("rect", x=2.0, y=y, width=WIDTH - 6, height=8.0, rx=4, class_="track")
     if not math.isfinite(bar.value) or (log and bar.value <= 0):
         return [track]
-    end = across(bar.value)
+    end, style = across(bar.value), f"fill s{bar.series % STYLES}"
     if not log:
-        return [track, tag("rect", x=2.0, y=y, width=max(1.0, end - 2), height=8.0, rx=4, class_=f"fill s{bar.series}")]
+        return [track, tag("rect", x=2.0, y=y, width=max(1.0, end - 2), height=8.0, rx=4, class_=style)]
     low, high = (value if value is not None and value > 0 else bar.value for value in (bar.low, bar.high))
     span = tag("rect", x=across(low), y=y + 2, width=max(1.0, across(high) - across(low)), height=4.0, class_="span")
-    return [track, span, tag("circle", cx=end, cy=y + 4, r=5.0, class_=f"fill s{bar.series}")]
+    return [track, span, tag("circle", cx=end, cy=y + 4, r=5.0, class_=style)]
 
 
 def _cut(text: str, most: int) -> str:
@@ -212,7 +215,7 @@ def _legend(series: Sequence[Series], squares: bool = False) -> Html:
         return Html()
     items = []
     for number, one in enumerate(series):
-        style = f"s{number % 6}"
+        style = f"s{number % STYLES}"
         if squares:
             key = tag("rect", x=0.0, y=1.0, width=12.0, height=10.0, rx=2, class_=f"fill {style}")
         else:

@@ -81,9 +81,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str | 
     )
 
 
-def details(summary: str, *children: str, open_: bool = False) -> Html:
+def details(summary: str, *children: str) -> Html:
     """What is shown when it is opened."""
-    return tag("details", tag("summary", summary), *children, open="" if open_ else None)
+    return tag("details", tag("summary", summary), *children)
 
 
 def beside(*figures: str) -> Html:
@@ -196,6 +196,11 @@ def _file(name: str) -> str:
     return files("hiddenstore.report").joinpath(name).read_text(encoding="utf-8")
 
 
+def _is_report(path: Path) -> bool:
+    with path.open("rb") as file:
+        return BRAND.encode() in file.read(400)
+
+
 def write_page(path: Path, shown: Page) -> int:
     """Publish a page by one rename; its bytes.
 
@@ -204,7 +209,7 @@ def write_page(path: Path, shown: Page) -> int:
     """
     data = shown.html().encode()
     try:
-        if path.exists() and BRAND.encode() not in path.read_bytes()[:400]:
+        if path.exists() and not _is_report(path):
             raise ConflictError(
                 f"{path} exists and is no report: it stays as it is", kind=Kind.OUTPUT_EXISTS, hint="-o report.html"
             )

@@ -13,8 +13,8 @@ import numpy as np
 from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.console.text import amount, count, number, percent, plural, size
+from hiddenstore.damage import DAMAGE
 from hiddenstore.inspect import facts
-from hiddenstore.inspect.advise import Extent
 from hiddenstore.inspect.history import history
 from hiddenstore.inspect.samples import load_tokenizer, pieces
 from hiddenstore.records import Record, Sample
@@ -34,6 +34,7 @@ _MANY_REJECTS = 0.01
 _CUT_SHARE = 0.02
 _TOP1_OF_A_TARGET = 0.3
 _LINEAGE_ROWS = 40
+_INPUTS_SHOWN = 12
 _SMALLER = 0.9
 _SAME_TOKEN = "_same_token"
 _NATS = (
@@ -46,13 +47,15 @@ _NATS = (
 
 @dataclass
 class Spread:
-    """Counts over a few samples: tokens and trained ones by role, turns, rms of each aux layer by position."""
+    """Counts over a few samples: tokens and trained ones by role, turns, rms of each aux layer by position; by
+    id what is wrong with those that cannot be read."""
 
     samples: int = 0
     tokens: Counter[str] = field(default_factory=Counter)
     trained: Counter[str] = field(default_factory=Counter)
     turns: Counter[str] = field(default_factory=Counter)
     rms: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    damage: dict[str, str] = field(default_factory=dict)
 
     def add(self, record: Record, fields: Sequence[str]) -> None:
         """Count one record; ``fields`` name its aux layers."""
@@ -82,18 +85,22 @@ def spread_ids(store: Store, most: int) -> list[str]:
 
 def store_page(store: Store, samples: int = 40, measured: int = 64, begin: Begin = unseen) -> Page:
     """The page of a store. ``samples`` are shown with their text, 0 shows none; the states of ``measured`` are read.
+    Samples and records that are damaged are shown as that.
 
     Raises:
-        CorruptionError: bytes of a sample disagree with their checksum.
+        CorruptionError: store.json, or what is needed of the target's files, is damaged.
         StorageError: the storage refused to read.
     """
     info, stats = facts.info(store), facts.stats(store)
     spread, ids = Spread(), spread_ids(store, measured)
     advance = begin("read samples", len(ids), "samples")
     for sample_id in ids:
-        spread.add(store.read(sample_id), store.capture.aux_fields)
+        try:
+            spread.add(store.read(sample_id), store.capture.aux_fields)
+        except DAMAGE as error:
+            spread.damage[sample_id] = error.message
         advance(1)
-    sections = [_holding(info), _text(store, info, spread), _lengths(store, stats), _norms(stats, spread)]
+    sections = [_holding(info, spread), _text(store, info, spread), _lengths(store, stats), _norms(stats, spread)]
     if info["samples"]:
         sections.append(_agreement(store, min(1.0, measured / info["samples"]), begin))
     sections.append(_sizes(store, info, stats))
@@ -115,14 +122,14 @@ def store_page(store: Store, samples: int = 40, measured: int = 64, begin: Begin
     return Page(name, about, tiles, sections, note)
 
 
-def _holding(info: Mapping[str, Any]) -> Section:
+def _holding(info: Mapping[str, Any], spread: Spread) -> Section:
     target, layers = info["target"], ", ".join("embeddings" if k == -1 else str(k) for k in info["layers"])
     final = "none" if info["final"] == "none" else f"{info['final']} rows, {info['final_norm'].replace('_', '-')}"
     engines = ", ".join(f"{engine['name']} {engine['version']}" for engine in info["engines"]) or "nothing captured yet"
     splits = " · ".join(f"{name} {count(samples)}" for name, samples in info["splits"].items())
     rows = [
         ("target", f"{target['name']}{' @ ' + target['revision'] if target['revision'] else ''}"),
-        ("", f"{target['model_type']}, {target['num_layers']} layers, width {count(target['hidden_size'])}"),
+        ("its shape", f"{target['model_type']}, {target['num_layers']} layers, width {count(target['hidden_size'])}"),
         ("layers", layers or "none"),
         ("final hidden", final),
         ("stored as", f"{info['recipe']}: aux {info['codecs']['aux']}, final {info['codecs']['final']}"),
@@ -132,6 +139,9 @@ def _holding(info: Mapping[str, Any]) -> Section:
         ("units", f"{count(info['units'])} from {plural(info['inputs'], 'input')}"),
     ]
     verdicts = [Verdict("bad", f"a record cannot be read: {message}") for message in info["damaged_commits"]]
+    if spread.damage:
+        text = f"{count(len(spread.damage))} of {count(spread.samples + len(spread.damage))} samples read are damaged"
+        verdicts.append(Verdict("bad", f"{text}: {next(iter(spread.damage.values()))}"))
     if info["duplicates"]:
         verdicts.append(Verdict("look", f"{plural(info['duplicates'], 'sample')} stored twice, read once"))
     rejects, samples = info["rejects"], info["samples"]
@@ -190,12 +200,10 @@ def _text(store: Store, info: Mapping[str, Any], spread: Spread) -> Section:
     ]
     shown = f"of {plural(spread.samples, 'sample')} spread over the store"
     body = [table(("role", ">turns", ">tokens", ">trained"), rows, f"Spans {shown}")]
-    inputs = [
-        (digest[:12], count(given.samples), count(given.tokens), count(len(given.units)))
-        for digest, given in store.inputs().items()
-    ]
-    caption = "Prepared inputs, by digest; the names of files stay with DATA"
-    body.append(table(("input", ">samples", ">tokens", ">units"), inputs, caption))
+    inputs = Counter(record.input for record in store.commits())
+    units = [(digest[:12], count(number_of)) for digest, number_of in inputs.most_common(_INPUTS_SHOWN)]
+    caption = f"The {plural(len(inputs), 'input')} it was captured from, by digest; names of files stay with DATA"
+    body.append(table(("input", ">units"), units, caption))
     level: page.Level = "bad" if not share else "look" if share < _LITTLE_TRAINED else "good"
     verdict = Verdict(level, f"{percent(share)} of all tokens are trained")
     foreign = [role for role in roles if role not in ("assistant", "template") and spread.trained[role]]
@@ -237,7 +245,10 @@ def _by_position(name: str, rms: np.ndarray) -> Series:
 def _agreement(store: Store, share: float, begin: Begin) -> Section:
     report = verify(store.fs, "meaning", share, begin=begin)
     measures = report.measures
-    kinds = [Verdict("bad", f"{plural(n, 'finding')} of kind {kind}") for kind, n in report.kinds.items()]
+    kinds = [
+        Verdict("look" if kind == "incomplete" else "bad", f"{plural(n, 'finding')} of kind {kind}")
+        for kind, n in report.kinds.items()
+    ]
     nats = [
         Bar(text, measures[name], f"{measures[name]:.2f}", series) for name, text, series in _NATS if name in measures
     ]
@@ -295,8 +306,9 @@ def _sizes(store: Store, info: Mapping[str, Any], stats: Mapping[str, Any]) -> S
 
 def nominal_bytes(store: Store) -> dict[str, float]:
     """Bytes of a token's states in each recipe that can hold this capture, by the arithmetic of its codecs."""
-    capture, extent = store.capture, Extent.of(store)
-    width, share = capture.target.hidden_size, extent.final_rows / max(1, extent.tokens)
+    capture, samples = store.capture, store.catalog.table
+    width = capture.target.hidden_size
+    share = int(samples.final_rows.sum(dtype=np.int64)) / max(1, int(samples.tokens.sum(dtype=np.int64)))
     layers = len(capture.aux_layers)
     return {
         name: (layers * get_layout(aux).row_bits(width) + share * get_layout(final).row_bits(width)) / 8
@@ -306,9 +318,14 @@ def nominal_bytes(store: Store) -> dict[str, float]:
 
 
 def _browser(store: Store, ids: Iterable[str]) -> Section:
-    tokenizer, shown, used, left_out = load_tokenizer(store), [], 0, 0
+    tokenizer, shown, used, left_out, damaged = load_tokenizer(store), [], 0, 0, 0
     for sample_id in ids:
-        sample = _shown(store.sample(sample_id), tokenizer, store.index_of(sample_id), store.locate(sample_id)[0])
+        try:
+            tokens = store.sample(sample_id)
+        except DAMAGE:
+            damaged += 1
+            continue
+        sample = _shown(tokens, tokenizer, store.index_of(sample_id), store.locate(sample_id)[0])
         used += len(sample.encode())
         if used > page.TEXT_BYTES:
             left_out += 1
@@ -317,6 +334,8 @@ def _browser(store: Store, ids: Iterable[str]) -> Section:
     about = f"{plural(len(shown), 'sample')}, evenly spread over {count(len(store))}. Trained text is marked."
     if left_out:
         about += f" {plural(left_out, 'more')} would make the page too large."
+    if damaged:
+        about += f" {plural(damaged, 'sample')} could not be read."
     body = tag("div", tag("p", about), browser_tools(), *shown, data_browser="")
     healthy = "what is marked is what the drafter should learn to say: whole answers, without the question."
     return Section("Samples", body, healthy, command=("show", store.path, "0"), wide=True)

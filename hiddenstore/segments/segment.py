@@ -6,6 +6,7 @@ Shapes: L layers asked for, t tokens of one sample, r final rows of one sample, 
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,13 +17,17 @@ from hiddenstore.codecs.topk import unpack_rows
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind, NotFoundError
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.records import Record, Sample
+from hiddenstore.sample_faults import mask_fault, spans_fault, tokens_fault
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, EncodedUnit, groups_of
 from hiddenstore.segments.files import CHUNK_CORRUPT
-from hiddenstore.segments.values import mask_fault, rows_fault, spans_fault, tokens_fault, top_tokens_fault
+from hiddenstore.segments.many import ManyReader, Samples, ends_of, plain_of_many, sample_places
+from hiddenstore.segments.values import rows_fault, top_tokens_fault
 from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry, SampleEntry
 
 DEFAULT_CONTAINER = "zarr"
+MANY_BYTES = 1 << 22
+"""Decoded states of the samples that are read at once."""
 
 
 def write_encoded(
@@ -57,6 +62,7 @@ class SegmentReader:
         self.fs, self.path, self.record, self.capture = fs, path, record, capture
         self._aux, self._final = groups_of(capture)
         self._unit = CONTAINERS[container].open(fs, path, record, capture)
+        self._many = self._unit if isinstance(self._unit, ManyReader) else None
 
     def __len__(self) -> int:
         return len(self.record.samples)
@@ -76,7 +82,7 @@ class SegmentReader:
         with self._named(entry):
             input_ids, loss_mask = self._unit.plain(INPUT_IDS, index), self._unit.plain(LOSS_MASK, index)
         self._require(INPUT_IDS, entry, tokens_fault(input_ids, self.capture.target.vocab_size), Kind.TOKEN_RANGE)
-        self._require(LOSS_MASK, entry, mask_fault(loss_mask))
+        self._require(LOSS_MASK, entry, mask_fault(loss_mask, entry.supervised))
         return input_ids, loss_mask
 
     def final_rows(self, index: int) -> np.ndarray:
@@ -113,6 +119,66 @@ class SegmentReader:
             elif finals:
                 self._unit.decode(self._final, index, finals, hidden[None])
             return Record(sample, aux, hidden, self._final_rows(index, final is not None), topk)
+
+    def read_many_into(
+        self, indices: np.ndarray, aux: Tensor, final: Tensor | None, layers: Sequence[int] | None = None
+    ) -> Samples | None:
+        """The samples at ``indices`` int64 [S], ascending, end to end into aux bf16 [L, T, D] and final bf16 [R, D].
+
+        None where they have to be read one by one: the container reads no more, they hold top tokens or lack states
+        that are rebuilt, or something is wrong with them, which the reading of that sample then names.
+        """
+        if self._many is None or self.capture.states or (final is not None and self.capture.holds_topk):
+            return None
+        positions, finals = self._positions(layers), self._finals(final is not None)
+        try:
+            samples = plain_of_many(self._many, indices, self._places, self.capture.target.vocab_size, bool(finals))
+            if samples is not None:
+                self._many.decode_many(self._aux, indices, positions, aux)
+                if final is not None and finals:
+                    self._many.decode_many(self._final, indices, finals, final[None])
+        except (CorruptionError, FormatError, NotFoundError):
+            return None
+        return samples
+
+    def ends_of(self, indices: Sequence[int], final: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Where the tokens and the final rows of samples start when they lie end to end, and the end: int64 [S + 1]."""
+        places = self._places[list(indices)]
+        return ends_of(places[:, 1]), ends_of(places[:, 3] * final)
+
+    def records(self, indices: np.ndarray) -> Iterator[Record]:
+        """What ``read`` gives of the samples at ``indices`` int64 [S], ascending, read as many at once as are small."""
+        width, layers = self.capture.target.hidden_size, len(self.capture.aux_layers)
+        sizes = self._places[indices, 1] * (2 * width * (layers + 1))
+        for part in np.split(indices, np.flatnonzero(np.diff(np.cumsum(sizes) // MANY_BYTES)) + 1):
+            aux = torch.empty((layers, int(self._places[part, 1].sum()), width), dtype=torch.bfloat16)
+            rows = int(self._places[part, 3].sum()) if self.capture.holds_final_hidden else 0
+            final = torch.empty((rows, width), dtype=torch.bfloat16)
+            many = self.read_many_into(part, aux, final) if len(part) > 1 else None
+            if many is None:
+                yield from map(self.read, part.tolist())
+                continue
+            yield from self._cut(part, many, aux, final)
+
+    def _cut(self, indices: np.ndarray, many: Samples, aux: Tensor, final: Tensor) -> Iterator[Record]:
+        """Records of samples that lie end to end, each with memory of its own."""
+        starts, rows = many.tokens.tolist(), many.rows.tolist()
+        spans = np.searchsorted(many.spans[:, 0], np.arange(len(indices) + 1)).tolist()
+        for number, index in enumerate(indices.tolist()):
+            entry, tokens = self.record.samples[index], slice(starts[number], starts[number + 1])
+            finals = slice(rows[number], rows[number + 1])
+            sample = Sample(
+                id=entry.id,
+                input_ids=many.input_ids[tokens].copy(),
+                loss_mask=many.loss_mask[tokens].copy(),
+                spans=many.spans[spans[number] : spans[number + 1], 1:].copy(),
+                split=entry.split,
+            )
+            yield Record(sample, aux[:, tokens].clone(), final[finals].clone(), many.final_rows[finals].copy())
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        return sample_places(self.record)
 
     def read_encoded(
         self,

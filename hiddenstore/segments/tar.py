@@ -10,8 +10,10 @@ Shapes: t rows of one sample, D target width, C columns of the codes, N raw rows
 import json
 import math
 import tarfile
+import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from hiddenstore.documents import canonical
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.base import (
+    AUX,
     FINAL_ROWS,
     INPUT_IDS,
     LOSS_MASK,
@@ -38,6 +41,7 @@ from hiddenstore.segments.base import (
     unit_attributes,
 )
 from hiddenstore.segments.files import CHUNK_CORRUPT, HashedFile, SegmentFiles, write_bytes
+from hiddenstore.segments.many import ends_of, sample_places
 from hiddenstore.segments.values import small_fault
 from schemas import CaptureSpec, CommitRecord, FileEntry, SampleEntry
 
@@ -55,6 +59,11 @@ _INDEX_BYTES = 30
 _MEMBER_BYTES = BLOCK_BYTES + HEADER_BYTES + BLOCK_BYTES // 2 + _INDEX_BYTES
 # A gap is read and dropped rather than jumped: a call costs more than this many bytes.
 _GAP_BYTES = 1 << 14
+
+_SPAN_BYTES = 12
+_RAW_INDEX_BYTES = 8
+# Small arrays of several samples that become those of one.
+_JOINED_AXES = {("L", "T"), ("L", "D"), ("N", "2"), ("N", "D")}
 
 Shape = tuple[int, ...]
 Pieces = list[bytes | np.ndarray]
@@ -98,6 +107,7 @@ class WebDatasetContainer:
         return Overhead(samples * members * _MEMBER_BYTES, 2 * segments)
 
 
+@lru_cache(maxsize=1 << 12)
 def npy_header(dtype: str, shape: Shape) -> bytes:
     """The 128 bytes before the values of a version 1.0 ``.npy`` file, little-endian, row-major."""
     descr = np.dtype(dtype).newbyteorder("<").str
@@ -257,6 +267,17 @@ class _Index(NamedTuple):
     fields: dict[str, np.ndarray]
 
 
+class _LastSamples(threading.local):
+    """What a thread read last of many samples: its fields are asked for one after the other."""
+
+    members: "TarMembers | None" = None
+    indices: np.ndarray | None = None
+    samples: Sequence[tuple[int, memoryview]] = ()
+
+
+_LAST = _LastSamples()
+
+
 class TarMembers:
     """The members of one tar. Opening reads nothing; the index (24 bytes a member in memory) is read once."""
 
@@ -279,6 +300,41 @@ class TarMembers:
                 raise self._files.misfit(TAR, f"{name} has {size} bytes, expected {HEADER_BYTES + body.size}")
             members.append(_Member(f"{sample}.{name}", offset, size, crc, CHUNK_CORRUPT, body))
         return self._read(members)
+
+    def of_samples(self, indices: np.ndarray, fields: Sequence[str]) -> list[list[memoryview]]:
+        """Members of some samples, at ascending int64 [S], by field; the samples stay in memory of this thread until it
+        reads others."""
+        stored = self._read_index().fields
+        if absent := [name for name in fields if name not in stored]:
+            raise self._files.misfit(INDEX, f"it names no member {absent[0]}")
+        if _LAST.members is not self or _LAST.indices is not indices:
+            _LAST.samples = self._read_samples(indices)
+            _LAST.members, _LAST.indices = self, indices
+        members = []
+        for name in fields:
+            offsets, sizes, crcs = stored[name][:, indices].tolist()
+            parts = [
+                data[offset - first : offset - first + size]
+                for (first, data), offset, size in zip(_LAST.samples, offsets, sizes, strict=True)
+            ]
+            if [crc32c(part) for part in parts] != crcs:
+                raise self._files.damaged(TAR, CHUNK_CORRUPT, f"a member {name} has another crc32c")
+            members.append(parts)
+        return members
+
+    def _read_samples(self, indices: np.ndarray) -> list[tuple[int, memoryview]]:
+        """First byte of each sample's run in the tar, and the bytes of that run: near neighbours are one."""
+        columns = np.stack([field[:, indices] for field in self._read_index().fields.values()])
+        starts, stops = columns[:, 0].min(axis=0), (columns[:, 0] + columns[:, 1]).max(axis=0)
+        if (starts[1:] < stops[:-1]).any():
+            raise self._files.misfit(INDEX, "samples do not lie one after the other")
+        samples = []
+        for run in np.split(np.arange(len(indices)), np.flatnonzero(starts[1:] - stops[:-1] > _GAP_BYTES) + 1):
+            first = int(starts[run[0]])
+            data = np.empty(int(stops[run[-1]]) - first, dtype=np.uint8).data
+            self._read_into(first, [data])
+            samples += [(first, data)] * len(run)
+        return samples
 
     def of_unit(self, field: str) -> np.ndarray:
         """A member that all samples share, uint8 [size]."""
@@ -320,7 +376,7 @@ class TarMembers:
             data, size = self._files.read(INDEX), self._files.entry(TAR).size
             try:
                 self._index = _parse(json.loads(data), len(self._record.samples), size)
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 raise self._files.misfit(INDEX, f"it is no index of {TAR} ({error})") from error
         return self._index
 
@@ -355,6 +411,7 @@ class TarUnit:
 
     def __init__(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> None:
         self._record, self._width = record, capture.target.hidden_size
+        self._sample_places = sample_places(record)
         self._files = SegmentFiles(fs, path, record)
         self._members = TarMembers(self._files, record)
         self._shared: dict[str, np.ndarray] = {}
@@ -394,10 +451,85 @@ class TarUnit:
         else:
             self.encoded(group, index, layers, list(out.view(torch.uint16)))
 
+    def plain_many(self, name: str, indices: np.ndarray) -> np.ndarray:
+        (members,), dtype = (
+            self._members.of_samples(indices, [f"{name}.npy"]),
+            "uint8" if name == LOSS_MASK else "int32",
+        )
+        if name != SPANS:
+            lengths = self._sample_places[indices, 3 if name == FINAL_ROWS else 1].tolist()
+            return self._joined(name, members, dtype, [(length,) for length in lengths])
+        counts = [(len(member) - HEADER_BYTES) // _SPAN_BYTES for member in members]
+        spans = self._joined(name, members, dtype, [(count, 3) for count in counts]).reshape(-1, 3)
+        return np.insert(spans, 0, np.repeat(np.arange(len(counts)), counts), 1)
+
+    def decode_many(self, group: FieldGroup, indices: np.ndarray, layers: Sequence[int], out: Tensor) -> None:
+        codec, lengths = group.codec, self._sample_places[indices, 1 if group.name == AUX else 3]
+        if not layers:
+            return
+        if codec.compressed or {spec.axes for spec in codec.small.values()} - _JOINED_AXES:
+            ends = ends_of(lengths).tolist()
+            for number, index in enumerate(indices.tolist()):
+                self.decode(group, index, layers, out[:, ends[number] : ends[number + 1]])
+            return
+        names, columns = [_code_name(group, layer) for layer in layers], codec.code_columns(self._width)
+        shapes = [(length, columns) for length in lengths.tolist()]
+        codes = [
+            torch.from_numpy(self._joined(name, members, codec.code_dtype, shapes).reshape(-1, columns))
+            for name, members in zip(names, self._members.of_samples(indices, names), strict=True)
+        ]
+        if not codec.small:
+            for target, rows in zip(out.view(torch.uint16), codes, strict=True):
+                target.copy_(rows)
+            return
+        small = self._of_layers(group, layers, out.shape[1], self._small_of_many(group, indices, lengths))
+        group.states.decode(Encoded(codes, small), out)
+
+    def _small_of_many(self, group: FieldGroup, indices: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
+        """The small arrays of a group as if the samples were one."""
+        arrays = {name: self._shared_array(group, name) for name in _of_unit(group)}
+        names, ends, depth = _of_samples(group), ends_of(lengths), len(group.fields)
+        fields = dict(
+            zip(names, self._members.of_samples(indices, [_small_name(group, n) for n in names]), strict=True)
+        )
+        counts: list[int] = []
+        if RAW_INDEX in fields:
+            counts = [(len(member) - HEADER_BYTES) // _RAW_INDEX_BYTES for member in fields[RAW_INDEX]]
+        for name, members in fields.items():
+            spec = group.codec.small[name]
+            sizes = [{"L": depth, "D": self._width, "T": length} for length in lengths.tolist()]
+            if "N" in spec.axes:
+                sizes = [{"N": count, "D": self._width} for count in counts]
+            values = self._joined(name, members, spec.dtype, [spec.shape(size) for size in sizes])
+            if "N" in spec.axes:
+                arrays[name] = values.reshape(spec.shape({"N": sum(counts), "D": self._width}))
+                continue
+            # Each sample's [L, t] lies behind the one before it.
+            layer = np.arange(depth)[:, None] * np.repeat(lengths, lengths)
+            arrays[name] = values[layer + np.arange(ends[-1]) + np.repeat((depth - 1) * ends[:-1], lengths)]
+        if RAW_INDEX in fields:
+            index, owner = arrays[RAW_INDEX].copy(), np.repeat(np.arange(len(counts)), counts)
+            if ((index[:, 1] < 0) | (index[:, 1] >= lengths[owner])).any():
+                raise self._files.misfit(TAR, f"raw rows of {group.name} do not lie in their sample")
+            index[:, 1] += ends[owner]
+            order = np.lexsort((index[:, 1], index[:, 0]))
+            arrays[RAW_INDEX], arrays[RAW_ROWS] = index[order], arrays[RAW_ROWS][order]
+        return arrays
+
+    def _joined(self, name: str, members: Sequence[memoryview], dtype: str, shapes: Sequence[Shape]) -> np.ndarray:
+        """The values of ``.npy`` members of these shapes, end to end."""
+        little = np.dtype(dtype).newbyteorder("<")
+        for member, shape in zip(members, shapes, strict=True):
+            is_whole = len(member) == HEADER_BYTES + math.prod(shape) * little.itemsize
+            if not is_whole or member[:HEADER_BYTES] != npy_header(dtype, shape):
+                raise self._files.misfit(TAR, f"{name} is not {dtype} {list(shape)}")
+        data = bytearray().join([member[HEADER_BYTES:] for member in members])
+        return np.frombuffer(data, little).astype(dtype, copy=False)
+
     def _small(
         self, group: FieldGroup, layers: Sequence[int], rows: int, members: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """The small arrays of some layers; raw rows are picked and renumbered."""
+        """The small arrays of some layers of one sample."""
         fields = group.codec.small
         sizes = {"L": len(group.fields), "T": rows, "D": self._width, "N": -1}
         arrays = {}
@@ -405,10 +537,23 @@ class TarUnit:
             field, shape = _small_name(group, name), spec.shape(sizes)
             if field in members:
                 arrays[name] = self._values(field, members[field], spec.dtype, shape)
-                continue
-            if field not in self._shared:
-                self._shared[field] = self._values(field, self._members.of_unit(field), spec.dtype, shape)
-            arrays[name] = self._shared[field]
+            else:
+                arrays[name] = self._shared_array(group, name)
+        return self._of_layers(group, layers, rows, arrays)
+
+    def _shared_array(self, group: FieldGroup, name: str) -> np.ndarray:
+        """A small array that all samples share; read once."""
+        field, spec = _small_name(group, name), group.codec.small[name]
+        if field not in self._shared:
+            shape = spec.shape({"L": len(group.fields), "D": self._width})
+            self._shared[field] = self._values(field, self._members.of_unit(field), spec.dtype, shape)
+        return self._shared[field]
+
+    def _of_layers(
+        self, group: FieldGroup, layers: Sequence[int], rows: int, arrays: dict[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Some layers of small arrays after a check of their values; raw rows are picked and renumbered."""
+        fields = group.codec.small
         if RAW_INDEX not in fields:
             self._require_valid(group, arrays)
             return select_small(fields, arrays, layers, range(rows))

@@ -10,30 +10,9 @@ import numpy as np
 
 from hiddenstore.codecs.base import RAW_INDEX, SmallField
 from hiddenstore.records import TopK
-from schemas.prepared import ROLES
 
 _GROUP_SCALE = "group_scale"
 _E4M3_NAN = 0x7F
-
-
-def tokens_fault(input_ids: np.ndarray, vocab: int) -> str | None:
-    """Token ids int32 [t] lie in the vocabulary."""
-    if len(input_ids) and not 0 <= input_ids.min() <= input_ids.max() < vocab:
-        outside = input_ids[(input_ids < 0) | (input_ids >= vocab)][0]
-        return f"token {outside} is outside the target's {vocab:,}"
-    return None
-
-
-def mask_fault(loss_mask: np.ndarray) -> str | None:
-    """A mask uint8 [t] is 0 or 1."""
-    return "it is not of zeros and ones" if len(loss_mask) and loss_mask.max() > 1 else None
-
-
-def spans_fault(spans: np.ndarray, tokens: int) -> str | None:
-    """Turns int32 [n, 3] have a role that exists and lie in their sample."""
-    roles, starts, ends = spans.T
-    bad = (roles < 0) | (roles >= len(ROLES)) | (starts < 0) | (starts > ends) | (ends > tokens)
-    return f"turn {spans[bad][0].tolist()} (role, start, end) is none of {tokens:,} tokens" if bad.any() else None
 
 
 def rows_fault(final_rows: np.ndarray, tokens: int) -> str | None:

@@ -30,6 +30,7 @@ from hiddenstore.segments.base import (
     unit_attributes,
 )
 from hiddenstore.segments.files import SegmentFiles
+from hiddenstore.segments.many import row_numbers, sample_places
 from hiddenstore.segments.values import small_fault
 from hiddenstore.segments.zarr_read import ShardReader, read_small
 from hiddenstore.segments.zarr_write import METADATA, ArraySpec, parse_metadata, write_array, write_group, write_sharded
@@ -37,6 +38,8 @@ from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry
 
 _PLAIN_ARRAYS = 4
 _RAW_CHUNK_BYTES = 1 << 14
+# Codes between two samples are read and dropped rather than jumped: a call costs more than this many bytes.
+_GAP_BYTES = 1 << 16
 _AXES = {"L": "layer", "T": "token", "D": "channel", "N": "raw_row", "2": "layer_and_row"}
 
 
@@ -92,6 +95,7 @@ class ZarrUnit:
         self._fs, self._path, self._record = fs, path, record
         self._width = capture.target.hidden_size
         self._rows = {AUX: record.tokens, FINAL: record.final_rows}
+        self._sample_places = sample_places(record)
         self._files = SegmentFiles(fs, path, record)
         self._arrays: dict[str, np.ndarray] = {}
         self._shards: dict[str, ShardReader] = {}
@@ -102,15 +106,36 @@ class ZarrUnit:
     def plain(self, name: str, index: int) -> np.ndarray:
         entry = self._record.samples[index]
         if name == SPANS:
-            spans = self._array(SPANS, "int32", (None, 4))
-            if len(spans) and not 0 <= spans[:, 0].min() <= spans[:, 0].max() < len(self._record.samples):
-                raise self._files.misfit(SPANS, f"a turn is of no sample of {len(self._record.samples)}")
+            spans = self._spans()
             return spans[spans[:, 0] == index, 1:].copy()
         if name == FINAL_ROWS:
-            final_rows = self._array(FINAL_ROWS, "int32", (self._rows[FINAL],))
-            return final_rows[entry.final_start : entry.final_start + entry.final_rows].copy()
-        values = self._array(name, "uint8" if name == LOSS_MASK else "int32", (self._rows[AUX],))
-        return values[entry.start : entry.start + entry.tokens].copy()
+            return self._plain(name)[entry.final_start : entry.final_start + entry.final_rows].copy()
+        return self._plain(name)[entry.start : entry.start + entry.tokens].copy()
+
+    def plain_many(self, name: str, indices: np.ndarray) -> np.ndarray:
+        if name == SPANS:
+            spans = self._spans()
+            number = np.full(len(self._record.samples), -1, dtype=np.int32)
+            number[indices] = np.arange(len(indices))
+            chosen = spans[number[spans[:, 0]] >= 0]
+            chosen[:, 0] = number[chosen[:, 0]]
+            return chosen
+        return self._plain(name)[row_numbers(*self._places(name == FINAL_ROWS, indices))]
+
+    def _plain(self, name: str) -> np.ndarray:
+        rows = self._rows[FINAL if name == FINAL_ROWS else AUX]
+        return self._array(name, "uint8" if name == LOSS_MASK else "int32", (rows,))
+
+    def _spans(self) -> np.ndarray:
+        spans = self._array(SPANS, "int32", (None, 4))
+        if len(spans) and not 0 <= spans[:, 0].min() <= spans[:, 0].max() < len(self._record.samples):
+            raise self._files.misfit(SPANS, f"a turn is of no sample of {len(self._record.samples)}")
+        return spans
+
+    def _places(self, final: bool, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First row and rows, int64 [S] each, of some samples in the arrays of a group."""
+        start, tokens, final_start, final_rows, _ = self._sample_places[indices].T
+        return (final_start, final_rows) if final else (start, tokens)
 
     def encoded(
         self, group: FieldGroup, index: int, layers: Sequence[int], out: Sequence[Tensor] | None = None
@@ -123,7 +148,25 @@ class ZarrUnit:
         return Encoded(codes, self._small_of(group, layers, rows) if group.codec.small and layers else {})
 
     def decode(self, group: FieldGroup, index: int, layers: Sequence[int], out: Tensor) -> None:
-        rows = group.rows_of(self._record.samples[index])
+        self._decode_rows(group, group.rows_of(self._record.samples[index]), layers, out)
+
+    def decode_many(self, group: FieldGroup, indices: np.ndarray, layers: Sequence[int], out: Tensor) -> None:
+        starts, lengths = self._places(group.name == FINAL, indices)
+        gap_rows = _GAP_BYTES // group.codec.code_columns(self._width)
+        cuts = np.flatnonzero(starts[1:] - (starts + lengths)[:-1] > gap_rows) + 1
+        done = 0
+        for run, run_lengths in zip(np.split(starts, cuts), np.split(lengths, cuts), strict=True):
+            rows = range(int(run[0]), int(run[-1] + run_lengths[-1]))
+            target = out[:, done : done + int(run_lengths.sum())]
+            done += target.shape[1]
+            if len(rows) == target.shape[1]:
+                self._decode_rows(group, rows, layers, target)
+                continue
+            whole = torch.empty((len(layers), len(rows), self._width), dtype=torch.bfloat16)
+            self._decode_rows(group, rows, layers, whole)
+            torch.index_select(whole, 1, torch.from_numpy(row_numbers(run - rows.start, run_lengths)), out=target)
+
+    def _decode_rows(self, group: FieldGroup, rows: range, layers: Sequence[int], out: Tensor) -> None:
         if not rows or not layers:
             return
         if not group.codec.small:

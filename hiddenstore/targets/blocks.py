@@ -55,21 +55,12 @@ def block_files(folder: TargetFolder, layers: Sequence[int], dtype: str) -> dict
     Raises:
         ConfigError: ``blocks-unsupported``; ``target-unreadable``, ``target-incomplete``, ``target-damaged``.
     """
-    require_plain_blocks(folder.config)
-    if folder.quantised:
-        raise _unsupported(folder.config.model_type, "its checkpoint is quantised")
-    _, blocks, _ = _empty(folder.config)
-    files, wanted = file_of_tensor(folder), getattr(torch, dtype)
+    wanted = getattr(torch, dtype)
+    require_blocks(folder, layers, wanted.itemsize)
+    blocks, files = _empty(folder.config)[1], file_of_tensor(folder)
     shapes = {
         f"{layer}.{name}": tensor.shape for layer in layers for name, tensor in blocks[layer].state_dict().items()
     }
-    size = sum(shape.numel() for shape in shapes.values()) * wanted.itemsize
-    if size > MOST_BYTES:
-        raise _unsupported(
-            folder.config.model_type,
-            f"blocks {_listed(layers)} take {size / 1e9:.1f} GB, more than the {MOST_BYTES / 1e9:.0f} GB that a store "
-            "keeps and a trainer loads",
-        )
     names = {name: _stored_name(folder, files, name) for name in shapes}
     tensors = {name: _read(folder, files, names[name]).to(wanted).contiguous() for name in shapes}
     for name, shape in shapes.items():
@@ -77,6 +68,29 @@ def block_files(folder: TargetFolder, layers: Sequence[int], dtype: str) -> dict
             found = list(tensors[name].shape)
             raise _unsupported(folder.config.model_type, f"{names[name]} is {found}, expected {list(shape)}")
     return {BLOCKS_FILE: bytes(save_tensors(tensors))} if tensors else {}
+
+
+def block_parameters(config: Any, layers: Sequence[int]) -> int:
+    """Parameters of decoder blocks, from the text config alone; raises as ``require_plain_blocks``."""
+    require_plain_blocks(config)
+    if not layers:
+        return 0
+    blocks = _empty(config)[1]
+    return sum(tensor.numel() for layer in layers for tensor in blocks[layer].state_dict().values())
+
+
+def require_blocks(folder: TargetFolder, layers: Sequence[int], value_bytes: int) -> None:
+    """Refuse a target whose ``layers`` cannot be kept and run at so many bytes a value: ConfigError
+    ``blocks-unsupported``. Nothing of the weights is read."""
+    size = block_parameters(folder.config, layers) * value_bytes
+    if folder.quantised:
+        raise _unsupported(folder.config.model_type, "its checkpoint is quantised")
+    if size > MOST_BYTES:
+        raise _unsupported(
+            folder.config.model_type,
+            f"blocks {_listed(layers)} take {size / 1e9:.1f} GB, more than the {MOST_BYTES / 1e9:.0f} GB that a store "
+            "keeps and a trainer loads",
+        )
 
 
 class TargetBlocks:
@@ -90,7 +104,7 @@ class TargetBlocks:
             CorruptionError: ``head-corrupt``: the weights are not those of the config.
         """
         require_plain_blocks(config)
-        self._backbone, blocks, _ = _empty(config)
+        self._backbone, blocks = _empty(config)
         self._blocks, self._lock = blocks, threading.Lock()
         self.device = torch.device(device)
         self.layers = tuple(sorted({int(name.partition(".")[0]) for name in weights}))
@@ -182,8 +196,8 @@ class _Detour:
         raise _ArrivedError(output[0] if isinstance(output, tuple) else output)
 
 
-def _empty(config: Any) -> tuple[nn.Module, nn.ModuleList, str]:
-    """A backbone without weights, its decoder blocks, and where they are in it."""
+def _empty(config: Any) -> tuple[nn.Module, nn.ModuleList]:
+    """A backbone without weights, and its decoder blocks."""
     from transformers import AutoModel
 
     try:
@@ -194,7 +208,7 @@ def _empty(config: Any) -> tuple[nn.Module, nn.ModuleList, str]:
     lists = [(name, module) for name, module in backbone.named_modules() if isinstance(module, nn.ModuleList)]
     for name, module in lists:
         if "." not in name and len(module) == config.num_hidden_layers:
-            return backbone, module, name
+            return backbone, module
     raise _unsupported(config.model_type, f"it has no list of {config.num_hidden_layers} decoder blocks")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from hiddenstore.errors import ConfigError, Kind
@@ -91,14 +92,21 @@ def find_parts(model: nn.Module, config: Any) -> Parts:
     # Tensors on the meta device all begin at address 0.
     tied = one is other or (one.device.type != "meta" and one.data_ptr() == other.data_ptr())
     cap = getattr(config, family.softcap, None)
-    spec = HeadSpec(
-        norm_flavour=family.norm,
-        norm_eps=_norm_eps(norm, model_type),
-        tied=tied,
-        embed_scale=family.embed_scale(config),
-        logit_scale=family.logit_scale(config),
-        final_logit_softcap=None if cap is None else float(cap),
-    )
+    try:
+        spec = HeadSpec(
+            norm_flavour=family.norm,
+            norm_eps=_norm_eps(norm, model_type),
+            tied=tied,
+            embed_scale=family.embed_scale(config),
+            logit_scale=family.logit_scale(config),
+            final_logit_softcap=None if cap is None else float(cap),
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(
+            f"the target's config.json gives no head: {first['loc'][0]} {first['msg']}, found {first['input']!r}",
+            kind=Kind.TARGET_UNREADABLE,
+        ) from error
     head = HeadBundle(
         spec,
         embeddings.weight.detach(),

@@ -1,12 +1,15 @@
 """What can be known of a target without its weights: config, tokenizer, chat template and their digests."""
 
 import json
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.targets.adapter import Adapter, open_adapter
@@ -106,6 +109,35 @@ class TargetFolder:
         return files
 
 
+def _is_offline(name: str, revision: str | None) -> bool:
+    """Whether the hub is out of reach; transformers would find that out in six tries and half a minute.
+
+    Raises:
+        ConfigError: ``target-unreadable``, and its cache on this machine does not hold the target either.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    host = urlsplit(constants.ENDPOINT).hostname
+    try:
+        is_cached = isinstance(try_to_load_from_cache(name, CONFIG_FILE, revision=revision), str)
+        if not constants.HF_HUB_OFFLINE:
+            if not getproxies():
+                socket.getaddrinfo(host, 443)
+            return False
+    except ValueError:  # no name that the hub can have: transformers says what is wrong with it
+        return False
+    except socket.gaierror:
+        pass
+    if not is_cached:
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the hub ({host}) cannot be reached"
+        raise ConfigError(
+            f"target {name} is no folder here nor in the hub's cache, and {reason}",
+            kind=Kind.TARGET_UNREADABLE,
+            hint=f"hf download {name} --local-dir FOLDER   where there is a network, then --target FOLDER",
+        )
+    return True
+
+
 def open_target(
     name: str,
     revision: str | None = None,
@@ -121,8 +153,6 @@ def open_target(
         NotFoundError: ``target-missing``: a path that does not exist.
         ConfigError: ``target-incomplete``, ``target-unreadable``, ``code-unpinned``, ``adapter-unfit``.
     """
-    from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
-
     path = Path(name := target_folder(name))
     if path.is_dir() and not (path / CONFIG_FILE).is_file():
         raise ConfigError(
@@ -134,28 +164,21 @@ def open_target(
         raise NotFoundError(f"target {name} does not exist", kind=Kind.TARGET_MISSING)
     if trust_remote_code:
         require_pinned(name, revision)
+    where: dict[str, Any] = {"revision": revision}
+    where["local_files_only"] = not path.exists() and _is_offline(name, revision)
+    from transformers import AutoConfig, PretrainedConfig
+
     try:
-        raw, _ = PretrainedConfig.get_config_dict(name, revision=revision)
+        raw, _ = PretrainedConfig.get_config_dict(name, **where)
         code = _code_sha256(name, revision, raw) if trust_remote_code else None
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
     except ConfigError:
         raise
     except Exception as error:  # a config may hold anything, and transformers computes with it
-        where = name if path.exists() else f"{name}, which is no folder here"
-        raise ConfigError(
-            f"cannot read the config of target {where}: {_foreign(path, CONFIG_FILE) or first_line(error)}",
-            kind=Kind.TARGET_UNREADABLE,
-        ) from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # as above
-        # transformers 4 stumbles over what transformers 5 saved, and over a folder without any tokenizer.
-        newer = "TokenizersBackend" in str(error)
-        raise ConfigError(
-            f"cannot read the tokenizer of target {name}: {_foreign(path, *TOKENIZER_FILES) or first_line(error)}",
-            kind=Kind.TARGET_INCOMPLETE,
-            hint=f'"tokenizer_class": "PreTrainedTokenizerFast" in {name}/tokenizer_config.json' if newer else None,
-        ) from error
+        what = name if path.exists() else f"{name}, which is no folder here"
+        reason = _foreign(path, CONFIG_FILE) or first_line(error)
+        raise ConfigError(f"cannot read the config of target {what}: {reason}", kind=Kind.TARGET_UNREADABLE) from error
+    tokenizer = _tokenizer(name, trust_remote_code, where)
     if template is not None:
         tokenizer.chat_template = template
     merged = None if adapter is None else open_adapter(adapter, raw.get("quantization_config") is not None)
@@ -173,6 +196,22 @@ def open_target(
         whole_config=config,
         adapter=merged,
     )
+
+
+def _tokenizer(name: str, trust_remote_code: bool, where: Mapping[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
+    except Exception as error:  # its files may hold anything
+        # transformers 4 stumbles over what transformers 5 saved, and over a folder without any tokenizer.
+        newer = "TokenizersBackend" in str(error)
+        reason = _foreign(Path(name), *TOKENIZER_FILES) or first_line(error)
+        raise ConfigError(
+            f"cannot read the tokenizer of target {name}: {reason}",
+            kind=Kind.TARGET_INCOMPLETE,
+            hint=f'"tokenizer_class": "PreTrainedTokenizerFast" in {name}/tokenizer_config.json' if newer else None,
+        ) from error
 
 
 def beginning_of_another(start: bytes) -> str | None:

@@ -4,6 +4,7 @@ Shapes: T tokens, L aux layers, D width, R final rows, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,9 @@ from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inputs import PREPARED, PreparedInput, Unit, input_digest
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.store import Store
+from hiddenstore.targets.blocks import BLOCKS_FILE, TargetBlocks
 from hiddenstore.targets.head import HeadBundle
+from hiddenstore.targets.rebuild import Rebuilder
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.capture import CaptureSpec, Codecs, FinalMode, HeadSpec, TargetIdentity
 from schemas.manifest import Container, Engine, FileEntry
@@ -72,6 +75,31 @@ def target_files(width: int = 32, seed: int = 0) -> dict[str, bytes]:
     return {layout.HEAD_NAME: save_tensors(tensors), "config.json": b'{"model_type":"llama"}\n'}
 
 
+def rebuilding_files(capture: CaptureSpec, seed: int = 0) -> dict[str, bytes]:
+    """``target/`` of a store of rebuilt states: besides the head the config of a random Llama, and its blocks."""
+    from transformers import AutoModel, LlamaConfig
+
+    width = capture.target.hidden_size
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        blocks = AutoModel.from_config(config).layers
+    tensors = {
+        f"{layer}.{name}": tensor.bfloat16()
+        for layer in capture.blocks
+        for name, tensor in blocks[layer].state_dict().items()
+    }
+    files = {"config.json": config.to_json_string(use_diff=False).encode(), BLOCKS_FILE: save_tensors(tensors)}
+    return target_files(width, seed) | files
+
+
 def make_samples(count: int, seed: int = 0) -> list[Sample]:
     """Conversations of one user and one supervised assistant turn, 8 to 40 tokens; every fifth is for validation."""
     rng = np.random.default_rng(seed)
@@ -88,9 +116,15 @@ def make_samples(count: int, seed: int = 0) -> list[Sample]:
 
 
 def random_records(samples: Sequence[Sample], capture: CaptureSpec, seed: int = 0) -> list[Record]:
-    """Random states from the seed and the sample's tokens only, with unequal channels and a loud first row."""
+    """Random states from the seed and the sample's tokens only, with unequal channels and a loud first row; those that
+    ``capture`` rebuilds are what the blocks make of the others."""
     width, layers = capture.target.hidden_size, len(capture.aux_layers)
     head = HeadBundle.from_bytes(target_files(width, seed)[layout.HEAD_NAME], HEAD) if capture.holds_topk else None
+    rebuilder = None
+    if capture.blocks:
+        files = rebuilding_files(capture, seed)
+        blocks = TargetBlocks.from_bytes(files["config.json"], files[BLOCKS_FILE])
+        rebuilder = Rebuilder(capture, HeadBundle.from_bytes(files[layout.HEAD_NAME], HEAD), blocks)
     records = []
     for sample in samples:
         generator = torch.Generator().manual_seed(int(sample.id[:12], 16) + seed)
@@ -100,6 +134,9 @@ def random_records(samples: Sequence[Sample], capture: CaptureSpec, seed: int = 
         rows = final_row_positions(sample.loss_mask, capture.final)
         final = torch.randn(len(rows), width, generator=generator) * channels
         record = Record(sample, aux.bfloat16(), final.bfloat16(), rows)
+        if rebuilder is not None:
+            stored = [capture.aux_layers.index(layer) for layer in capture.stored_layers]
+            record = rebuilder.complete(replace(record, aux=record.aux[stored]))
         records.append(with_top_tokens(record, head, capture))
     return records
 
@@ -137,7 +174,8 @@ def make_store(
     """
     capture = capture_spec(layers, width, codec, final)
     root = location / "store" if isinstance(location, Path) else location
-    store = create_store(root, capture, HEAD, recipe_name(capture.codecs), target_files(width, seed), container)
+    files = rebuilding_files(capture, seed) if capture.blocks else target_files(width, seed)
+    store = create_store(root, capture, HEAD, recipe_name(capture.codecs), files, container)
     if isinstance(location, Path):
         prepared: PreparedInput = _SmallUnits.open(make_data(location / "data", samples=samples, seed=seed))
     else:

@@ -12,7 +12,15 @@ from hiddenstore import layout
 from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError, NotFoundError
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.store import Store
-from hiddenstore.testing.builders import ENGINE, HEAD, make_store, memory_input, random_records, target_files
+from hiddenstore.testing.builders import (
+    ENGINE,
+    HEAD,
+    make_store,
+    memory_input,
+    random_records,
+    rebuilding_files,
+    target_files,
+)
 from hiddenstore.testing.invariants import contents, sample_digest
 from hiddenstore.testing.workload import Backend
 from hiddenstore.verify import verify
@@ -143,7 +151,8 @@ class Sweep:
 def _with_other_states(fs: Filesystem, store: Store) -> Filesystem:
     """A whole store of the same samples and another target."""
     prepared, capture = memory_input(2), store.capture
-    other = create_store(fs, capture, HEAD, store.manifest.recipe, target_files(seed=1), store.manifest.container)
+    files = rebuilding_files(capture, 1) if capture.blocks else target_files(seed=1)
+    other = create_store(fs, capture, HEAD, store.manifest.recipe, files, store.manifest.container)
     register_input(other, prepared)
     for unit in prepared.units():
         write_unit(other, unit.name, prepared.info.digest, random_records(unit.samples, capture, 1), (), ENGINE)

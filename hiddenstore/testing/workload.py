@@ -10,10 +10,18 @@ from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.base import EncodedUnit
 from hiddenstore.segments.encode import encode_records
 from hiddenstore.store import Store
-from hiddenstore.testing.builders import ENGINE, HEAD, capture_spec, memory_input, random_records, target_files
+from hiddenstore.testing.builders import (
+    ENGINE,
+    HEAD,
+    capture_spec,
+    memory_input,
+    random_records,
+    rebuilding_files,
+    target_files,
+)
 from hiddenstore.testing.invariants import contents, fingerprint, problems
 from hiddenstore.writer import create_store, register_input, write_encoded_unit
-from schemas.capture import CaptureSpec
+from schemas.capture import REBUILT, CaptureSpec
 from schemas.manifest import Container
 
 Backend = Callable[[str], Filesystem]
@@ -34,7 +42,8 @@ class Plan:
 
     @cached_property
     def capture(self) -> CaptureSpec:
-        return capture_spec(layers=(1,), width=WIDTH, codec=self.codec)
+        layers = (1, 3) if self.codec == REBUILT else (1,)
+        return capture_spec(layers=layers, width=WIDTH, codec=self.codec)
 
     @cached_property
     def units(self) -> dict[str, EncodedUnit]:
@@ -63,7 +72,7 @@ class Workload:
 
     def run(self) -> Store:
         plan = self.plan
-        files = target_files(WIDTH)
+        files = rebuilding_files(plan.capture) if plan.capture.blocks else target_files(WIDTH)
         store = create_store(self.fs, plan.capture, HEAD, recipe_name(plan.capture.codecs), files, plan.container)
         if plan.register_first:
             self.register(store)

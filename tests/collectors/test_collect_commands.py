@@ -112,7 +112,7 @@ def test_plan_says_what_fits_where_the_chosen_recipe_does_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, data: str, target: str
 ) -> None:
     needed = {
-        row["recipe"]: row["bytes_stored"] for row in call_json(capsys, "plan", data, "--target", target)["recipes"]
+        row["recipe"]: row["bytes_on_disk"] for row in call_json(capsys, "plan", data, "--target", target)["recipes"]
     }
     for free, said in ((needed["safe"], "what fits: compact, tiny"), (10, "no recipe fits")):
         monkeypatch.setattr("collectors.capture.estimate.free_bytes", lambda _place, free=free: free)

@@ -145,6 +145,16 @@ def test_other_options_or_a_folder_of_something_else_are_refused_with_the_way_ou
     assert run("demo", "--model", "x.gguf") == USAGE
 
 
+def test_a_python_without_the_engine_is_said_before_anything_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    words = ("--target", "smollm2", "--model", str(tmp_path / "model.gguf"), "--engine-python", "/nowhere/python")
+    assert run("demo", str(tmp_path / "out"), *words) == USAGE
+    assert "not-installed" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture
 def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small wheel that is the pinned one, and a cache of its own."""

@@ -18,7 +18,7 @@ from hiddenstore.targets import families
 from hiddenstore.targets.families import FAMILIES, find_parts
 from schemas.layers import to_convention
 from tests.collectors.tiny import CONFIGS, LAYERS, VOCAB, save_target, tiny_target
-from tests.collectors.tiny_families import MORE, TEXT, WITH_VISION, more_config
+from tests.collectors.tiny_families import MORE, REFUSED, TEXT, WITH_VISION, more_config
 
 needs_transformers_5 = pytest.mark.skipif(transformers.__version__.startswith("4."), reason="its config is spelled so")
 ALL_LAYERS = tuple(range(-1, LAYERS))
@@ -74,6 +74,15 @@ def test_a_target_whose_blocks_wait_for_an_image_is_refused(tmp_path: Path) -> N
         ConfigError, match="'mllama_text_model': a decoder block or the final norm did not run"
     ) as caught:
         verify_parts(target.model, target.parts, ids, target.identity.model_type)
+    assert caught.value.kind == "family-unsupported"
+
+
+@pytest.mark.parametrize("family", [family for family, (name, _) in REFUSED.items() if hasattr(transformers, name)])
+def test_a_family_that_computes_otherwise_is_refused_by_the_probe(family: str) -> None:
+    target = tiny_target(family)
+    ids = torch.from_numpy(requests((10,))[0].input_ids.astype(np.int64))[None]
+    with pytest.raises(ConfigError, match=r"differ|embeddings") as caught:
+        verify_parts(target.model, target.parts, ids, family)
     assert caught.value.kind == "family-unsupported"
 
 

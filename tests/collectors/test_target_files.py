@@ -227,3 +227,25 @@ def test_a18_a_config_that_no_model_can_be_made_of_is_a_named_error(
     configure(folder, **members)
     with pytest.raises(ConfigError, match=r"target|checkpoint"):
         READERS[read](open_target(str(folder)))
+
+
+@pytest.mark.parametrize("is_said", [True, False], ids=["HF_HUB_OFFLINE", "no network"])
+def test_a_hub_id_without_a_network_is_refused_in_one_go_before_transformers_is_asked(
+    is_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    from huggingface_hub import constants
+
+    def unknown_host(*_arguments: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_said)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("hiddenstore.targets.folder.getproxies", dict)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown_host)
+    with pytest.raises(ConfigError, match="is no folder here nor in the hub's cache") as caught:
+        open_target("org/model")
+    assert caught.value.kind == "target-unreadable"
+    assert ("HF_HUB_OFFLINE is set" if is_said else "cannot be reached") in caught.value.message
+    assert "hf download org/model" in (caught.value.hint or "")

@@ -147,10 +147,19 @@ MLLAMA = (
 )
 
 
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron": ("NemotronConfig", {}),
+    "starcoder2": ("Starcoder2Config", {}),
+    "stablelm": ("StableLmConfig", {}),
+    "gemma4": ("Gemma4TextConfig", _HEAD),
+}
+
+
 def more_config(family: str) -> Any:
-    """The config of a family of ``TEXT`` or ``WITH_VISION``, or of ``mllama``."""
-    name, settings = {**TEXT, **WITH_VISION, "mllama": MLLAMA}[family]
-    return getattr(hf, name)(**(_TEXT | settings if family in TEXT else settings))
+    """The config of a family of ``TEXT``, ``WITH_VISION`` or ``REFUSED``, or of ``mllama``."""
+    name, settings = {**TEXT, **REFUSED, **WITH_VISION, "mllama": MLLAMA}[family]
+    is_whole = family in WITH_VISION or family == "mllama"
+    return getattr(hf, name)(**(settings if is_whole else _TEXT | settings))
 
 
 # transformers 4 spells the rotary embedding of the first two otherwise; the kernels of the third are asked for by name.
@@ -160,3 +169,5 @@ MORE = [
     for family, (name, _) in {**TEXT, **WITH_VISION}.items()
     if hasattr(hf, name) and not (hf.__version__.startswith("4.") and family in _OTHERWISE_IN_4)
 ]
+RUNNING_STATE = ("minimax", "qwen3-next", "qwen3.5", "granitemoe-hybrid", "bamba", "jamba", "nemotron-h", "lfm2")
+"""Families with layers that fold the text into a state, from which no token can be taken back."""

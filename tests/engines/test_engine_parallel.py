@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from agreement import agreement, assert_agrees, assert_caught, spoiled
+from agreement import OF_COUNTS, agreement, assert_agrees, assert_caught, spoiled, within
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(1500)]
 
@@ -35,4 +35,6 @@ def test_a_causal_block_is_a_chain_that_vllm_drafts_causally(engine_world, recor
 
     (row,) = agreement(engine_world, run, "jetspec", (5,), spoiled(engine_world.exported(run), "not-causal", forget))
     record_property("caught", row)
-    assert_caught(row)
+    # Later slots say little of earlier ones, so that it costs a few per cent, of which OF_COUNTS is one.
+    assert row["identical"] == row["answers"]
+    assert not within(row["engine"], row["decode_as_counted"], 2 * OF_COUNTS), row

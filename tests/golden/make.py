@@ -16,11 +16,26 @@ import transformers
 
 from hiddenstore.codecs.recipes import recipe_name
 from hiddenstore.store import Store
+from hiddenstore.targets.calibration import take_slice, write_slice
 from hiddenstore.testing import builders
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.manifest import Engine, Reject
 from tests.collectors.tiny import tiny_tokenizer
-from tests.golden.reading import CHATS, DATA, EXPECTED, GOLDEN, STORES, TARGET, command, files_of, lines_of, store_facts
+from tests.golden.reading import (
+    CHATS,
+    DATA,
+    EXPECTED,
+    EXPECTED_REBUILT,
+    GOLDEN,
+    REBUILT,
+    STORES,
+    TARGET,
+    command,
+    files_of,
+    lines_of,
+    rebuilt_facts,
+    store_facts,
+)
 
 REPAIRED_AT = Path("/tmp/golden-store")
 ALL_DRAFTERS = (1, 2, 3, 4, 5)
@@ -60,6 +75,12 @@ PLANS = {
 }
 
 
+REBUILT_PLANS = {
+    "rebuilt-zarr": Plan("rebuilt", "zarr", width=16),
+    "rebuilt-webdataset": Plan("rebuilt", "webdataset", final="all", layers=(-1, 2, 5), width=16),
+}
+
+
 def main() -> None:
     if not TARGET.exists():
         make_target(TARGET)
@@ -71,6 +92,12 @@ def main() -> None:
             make_store(STORES / name, plan)
     if not (STORES / "collected-zarr").exists():
         collect(STORES / "collected-zarr")
+    for name, plan in REBUILT_PLANS.items():
+        if not (REBUILT / name).exists():
+            make_store(REBUILT / name, plan)
+    recorded = json.loads(EXPECTED_REBUILT.read_text()) if EXPECTED_REBUILT.exists() else {}
+    facts = {name: recorded.get(name) or rebuilt_facts(REBUILT / name) for name in REBUILT_PLANS}
+    EXPECTED_REBUILT.write_text(lines_of(facts))
     expected = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
     expected.setdefault("data", {"files": files_of(DATA)})
     for store in sorted(STORES.iterdir()):
@@ -81,7 +108,7 @@ def main() -> None:
 
 def make_store(folder: Path, plan: Plan) -> None:
     capture = builders.capture_spec(plan.layers, plan.width, plan.recipe, plan.final)
-    files = builders.target_files(plan.width)
+    files = builders.rebuilding_files(capture) if capture.blocks else builders.target_files(plan.width)
     store = create_store(folder, capture, builders.HEAD, recipe_name(capture.codecs), files, plan.container)
     for place, seed in enumerate(plan.inputs):
         if place and plan.snapshot:
@@ -103,6 +130,8 @@ def add_input(store: Store, plan: Plan, seed: int, engine: Engine) -> None:
             rejects = (Reject(id=refused.id, tokens=refused.tokens, reason="not-finite", detail="layer_3 holds NaN"),)
         if plan.odd and unit.index == 0:
             records[0] = with_odd_values(records[0])
+        if store.capture.states and (first := take_slice(records, store.capture)) is not None:
+            write_slice(store.fs, first, store.capture)
         write_unit(store, unit.name, prepared.info.digest, records, rejects, engine)
 
 

@@ -22,6 +22,8 @@ DATA = GOLDEN / "data"
 CHATS = GOLDEN / "chats.jsonl"
 EXPECTED = GOLDEN / "expected.json"
 RECORDED = GOLDEN / "recorded.json"
+REBUILT = GOLDEN / "rebuilt"
+EXPECTED_REBUILT = GOLDEN / "rebuilt.json"
 
 
 def command(*words: str | Path) -> Any:
@@ -128,6 +130,28 @@ def store_facts(location: Path) -> dict[str, Any]:
         "ls": command("ls", location, "-n", "0")["rows"],
         "show": show_of(location),
         "batches": list(batches_of(location)),
+    }
+
+
+def rebuilt_facts(location: Path) -> dict[str, Any]:
+    """A store of rebuilt states: digests of what it holds, and numbers of what machines bring back to a tolerance."""
+    store = hiddenstore.open(location)
+    samples = {}
+    for name in store.sample_ids:
+        reader, index = store.reader_of(name)
+        stored, whole = record_digests(reader.read(index)), store[name]
+        fields = dict(zip(store.capture.fields, [*whole.aux, whole.final], strict=True))
+        rebuilt = {
+            field: fields[field].float().flatten()[:: max(1, fields[field].numel() // 24)].tolist()
+            for field, kept in store.capture.states.items()
+            if kept == "rebuilt"
+        }
+        samples[name] = {"stored": stored, "rebuilt": rebuilt}
+    return {
+        "files": files_of(location),
+        "samples": samples,
+        "info": info_of(location),
+        "verify": verify_of(location),
     }
 
 

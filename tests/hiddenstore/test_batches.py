@@ -37,6 +37,8 @@ class MemoryStore:
         self.samples: list[SampleEntry] = []
         self.capture = SimpleNamespace(
             aux_layers=LAYERS,
+            stored_layers=LAYERS,
+            rebuilds_final=False,
             final="supervised",
             holds_topk=False,
             target=SimpleNamespace(hidden_size=WIDTH, name="tiny", revision=None),
@@ -65,6 +67,9 @@ class MemoryStore:
                     final_rows=len(rows),
                 )
             )
+
+    def rebuilder(self, device: torch.device) -> None:
+        """Everything is held."""
 
     @property
     def catalog(self) -> SimpleNamespace:

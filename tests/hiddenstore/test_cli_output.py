@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 
 import click
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hiddenstore.console import text as terminal
-from hiddenstore.console.output import common_options, json_text, output
+from hiddenstore.console.output import INNER, common_options, json_text, output, swapped_output
 from hiddenstore.console.text import Column
 
 
@@ -170,3 +171,25 @@ def test_output_into_a_file_has_no_colours_and_no_blanks_at_the_ends() -> None:
 
 def test_markup_in_data_is_text() -> None:
     assert run(lambda: output().print("[red]x[/red] :smile:")).stdout == "[red]x[/red] :smile:\n"
+
+
+def test_a_command_line_folds_at_its_words_as_a_shell_reads_it() -> None:
+    words = ["hiddenstore", "train", "a store", "-o", "runs/first", *(f"optim.key{i}=1" for i in range(9))]
+    text = terminal.folded(words, 50)
+    assert max(map(len, text.splitlines())) <= 50
+    assert text.count("\n") > 2
+    assert shlex.split(text.removeprefix("$ ").replace("\\\n", " ")) == words
+    assert terminal.folded(words, 10_000) == f"$ {shlex.join(words)}"
+
+
+def test_inside_a_larger_command_nothing_is_said_of_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command()
+    @common_options
+    def outer() -> None:
+        with swapped_output("human"):
+            output().hint("hiddenstore", "inner")
+        output().hint("hiddenstore", "outer")
+
+    assert CliRunner().invoke(outer).stderr == "next: hiddenstore outer\n"
+    monkeypatch.setenv(INNER, "1")
+    assert CliRunner().invoke(outer).stderr == ""

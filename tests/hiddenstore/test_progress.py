@@ -91,3 +91,17 @@ def test_an_unknown_total_has_no_time_left(clock: list[float]) -> None:
         clock[0] += 1
         progress.advance(5)
         assert progress.eta_s is None
+
+
+def test_parts_of_units_and_a_clock_that_starts_with_the_first_of_them_give_a_time_left(clock: list[float]) -> None:
+    def body() -> None:
+        with Progress("regenerate", total=10, unit="answers") as progress:
+            clock[0] += 300
+            progress.restart_clock()
+            clock[0] += 50
+            # Five answers are half done: 2.5 in 50 s, 7.5 to go.
+            progress.underway = 2.5
+            progress.advance(0)
+
+    (line,) = run(body).stderr.splitlines()
+    assert "answers=0/10 rate=0.05/s eta=2m30s" in line

@@ -176,6 +176,23 @@ def test_states_of_another_sample_are_a_problem_on_the_page(tmp_path: Path) -> N
     assert ("Agreement", "bad") in [(section.title, verdict.level) for section, verdict in shown.verdicts]
 
 
+def test_a_damaged_sample_is_a_problem_on_the_page_which_is_made_all_the_same(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=6)
+    (layer,) = {file.path for record in store.commits() for file in record.files if file.path.startswith("layer_1/c")}
+    path = Path(store.path, store.commits()[0].segment, layer)
+    data = bytearray(path.read_bytes())
+    data[0] ^= 0xFF
+    path.write_bytes(data)
+    out = tmp_path / "page.html"
+    result = run("report", store.path, "-o", str(out), "--json")
+    assert result.exit_code == 0, result.stderr
+    worst = json.loads(result.stdout)["verdicts"][0]
+    assert (worst["section"], worst["level"]) == ("What it holds", "bad")
+    assert "of 6 samples read are damaged: " in worst["text"]
+    assert layer in worst["text"]
+    Reader(out.read_text(encoding="utf-8"))
+
+
 def test_the_most_urgent_verdict_comes_first() -> None:
     order = [Verdict("good", "a"), Verdict("bad", "b"), Verdict("unknown", "c"), Verdict("look", "d")]
     page = Page("t", "", [], [Section("s", Html(), verdicts=tuple(order))])

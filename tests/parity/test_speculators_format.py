@@ -10,12 +10,14 @@ import pytest
 speculators = pytest.importorskip("speculators")
 
 import torch  # noqa: E402
+from speculators.losses import resolve_loss_config  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from hiddenstore.targets.head import HeadBundle  # noqa: E402
 from schemas.capture import HeadSpec  # noqa: E402
 from tests.trainer.export_cases import LAYERS, D, E, F, G, N, V, make  # noqa: E402
 from trainer.attention.cache import KVCache  # noqa: E402
+from trainer.export.published import read_published  # noqa: E402
 from trainer.export.write import export  # noqa: E402
 from trainer.slots import Blocks  # noqa: E402
 
@@ -124,3 +126,86 @@ def test_speculators_loads_our_dflash_and_gives_its_logits(
     blocks = Blocks.of([(0, ANCHOR)], torch.device("cpu"))
     filled = model.fill(ids[ANCHOR : ANCHOR + 1], anchors, context, blocks, (0, model.block_size))
     torch.testing.assert_close(said[0], filled @ model.head_weight().T, rtol=0, atol=2e-5)
+
+
+def assert_comes_back(theirs: Any, ours: Any, folder: Path) -> None:
+    """What speculators saves again is read as the drafter it was."""
+    theirs.save_pretrained(folder)
+    back = read_published(folder, ours.head, LAYERS)
+    written = ours.config.model_dump(exclude={"name", "sliding_causal"})
+    assert {name: getattr(back.config, name) for name in written} == written
+    for name, tensor in ours.model.state_dict().items():
+        assert torch.equal(back.weights[name], tensor), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("known", "flags"), [(None, {}), (20, {}), (20, {"confidence_head": False})])
+def test_speculators_loads_our_dspark_gives_its_logits_and_confidence_and_saves_it_again(
+    known: int | None, flags: dict[str, Any], target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from speculators.models.dflash import core
+
+    ours = replace(make("dspark", known, head=target.head, **flags), target_name=target.path)
+    export(ours, "speculators", tmp_path / "out", "float32")
+    theirs = loaded(tmp_path / "out")
+    aux, ids = states()
+    anchors, block = torch.tensor([ANCHOR]), ours.model.block_size
+    monkeypatch.setattr(core, "select_anchors", lambda *_: (anchors, torch.ones(1, dtype=torch.bool)))
+    hidden, said, *_ = theirs._backbone_forward(
+        hidden_states=aux.transpose(0, 1).reshape(1, TOKENS, -1),
+        input_ids=ids[None, :TOKENS],
+        loss_mask=torch.ones(1, TOKENS),
+        verifier_last_hidden_states=torch.zeros(1, TOKENS, D),
+        document_ids=torch.zeros(1, TOKENS, dtype=torch.long),
+        max_anchors=1,
+    )
+    previous, model = ids[ANCHOR : ANCHOR + block], ours.model
+    bias = theirs.markov_head.block_bias(prev_token_ids=previous[None], hidden_states=hidden)
+    filled = model.fill(
+        ids[ANCHOR : ANCHOR + 1],
+        anchors,
+        model.context(aux[:, :ANCHOR], torch.arange(ANCHOR)),
+        Blocks.of([(0, ANCHOR)], torch.device("cpu")),
+        (0, block),
+    )
+    torch.testing.assert_close((said + bias)[0], model.logits(filled, previous), rtol=0, atol=2e-5)
+    if ours.config.confidence_head:
+        joined = torch.cat([hidden, theirs.markov_head.prev_embeddings(previous[None])], -1)
+        expected = theirs.confidence_head(joined).sigmoid()[0]
+        torch.testing.assert_close(expected, model.confidence(model.joined(filled, previous)), rtol=0, atol=2e-5)
+    assert_comes_back(theirs, ours, tmp_path / "again")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("known", "flags"), [(20, {}), (None, {"num_layers": 2})])
+def test_speculators_loads_our_p_eagle_gives_its_logits_and_saves_it_again(
+    known: int | None, flags: dict[str, Any], target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from speculators.models.peagle import core
+
+    ours = replace(make("peagle", known, head=target.head, **flags), target_name=target.path)
+    export(ours, "speculators", tmp_path / "out", "float32")
+    theirs = loaded(tmp_path / "out")
+    chain = (torch.arange(TOKENS), torch.full((3,), TOKENS - 1))
+    depth = torch.cat([torch.zeros(TOKENS, dtype=torch.long), torch.arange(1, 4)])
+    # Their target rows are named by anchor + depth, so that the text goes on past what is looked at.
+    monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (torch.cat(chain), depth))
+    said: list[Tensor] = []
+    theirs.lm_head.register_forward_hook(lambda _module, _inputs, output: said.append(output[0]))
+    aux, ids = states()
+    longer, pad = torch.cat([aux, aux[:, :3]], 1), torch.zeros(3, dtype=torch.long)
+    theirs(
+        hidden_states=longer.transpose(0, 1).reshape(1, TOKENS + 3, -1),
+        input_ids=torch.cat([ids[1:], pad])[None],
+        document_ids=torch.zeros(1, TOKENS + 3, dtype=torch.long),
+        loss_mask=torch.ones(1, TOKENS + 3),
+        verifier_last_hidden_states=torch.zeros(1, TOKENS + 3, D),
+        num_depths=4,
+        loss_config=resolve_loss_config("kl_div", "eager"),
+    )
+    model: Any = ours.model
+    g = torch.cat([model.start(aux), model.mask_start().expand(3, -1)])
+    tokens = torch.cat([ids[1:], model.mask_ids(3)])
+    _, logits = model.step(g, tokens, torch.arange(TOKENS + 3), KVCache())
+    torch.testing.assert_close(said[0], logits, rtol=0, atol=2e-5)
+    assert_comes_back(theirs, ours, tmp_path / "again")

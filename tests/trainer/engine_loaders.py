@@ -78,7 +78,7 @@ def eagle3(config: Mapping[str, Any], later_norm: str, has_d2t: bool = True) -> 
 
 def peagle(config: Mapping[str, Any]) -> Shapes:
     ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    assert config["mask_token_id"] == config["ptd_token_id"] == config["pard_token"]
+    assert config["mask_token_id"] == config["ptd_token_id"]
     # It is viewed as one row, whatever shape the file has.
     return eagle3(config, "input_layernorm") | {"mask_hidden": [1, 1, len(ids) * config["hidden_size"]]}
 
@@ -103,6 +103,30 @@ def vllm_dflash(config: Mapping[str, Any]) -> Shapes:
     if config["draft_vocab_size"] != config["vocab_size"]:
         found["d2t"] = [config["draft_vocab_size"]]
     return found
+
+
+def dspark(config: Mapping[str, Any]) -> Shapes:
+    """The heads of vLLM's and SGLang's DSpark; a vocabulary table of W1 is the target's."""
+    rank, vocab = config["markov_rank"], config["draft_vocab_size"]
+    assert config["sample_from_anchor"] is True
+    assert config["markov_head_type"] == "vanilla"
+    found: Shapes = {
+        "markov_head.markov_w1.weight": [config["vocab_size"], rank],
+        "markov_head.markov_w2.weight": [vocab, rank],
+    }
+    if config["enable_confidence_head"]:
+        assert config["confidence_head_with_markov"]
+        found |= {
+            "confidence_head.proj.weight": [1, config["hidden_size"] + rank],
+            "confidence_head.proj.bias": [1],
+        }
+    return found
+
+
+def vllm_dspark(config: Mapping[str, Any]) -> Shapes:
+    assert config["target_layer_ids"] == config["dflash_config"]["target_layer_ids"]
+    assert config["mask_token_id"] == config["dflash_config"]["mask_token_id"]
+    return vllm_dflash(config) | dspark(config)
 
 
 def vllm_medusa(config: Mapping[str, Any]) -> Shapes:
@@ -151,6 +175,8 @@ LOADERS: dict[tuple[str, str], Loader] = {
         frozenset({"t2d"}),
     ),
     ("sglang", "dflash"): Loader(dflash),
+    ("vllm", "dspark"): Loader(vllm_dspark, shared=frozenset({"lm_head.weight"}), passed_over=frozenset({"t2d"})),
+    ("sglang", "dspark"): Loader(lambda c: dflash(c) | dspark(c)),
     ("trtllm", "eagle3"): Loader(
         lambda c: eagle3(c, "hidden_norm"), trtllm_midlayer, frozenset({"embed_tokens.weight"})
     ),

@@ -48,12 +48,14 @@ def make(
     ids = torch.randperm(V, generator=generator)[:known]
     vocab = DraftVocab.full(V) if known is None else DraftVocab.of_ids(ids, V)
     settings: dict[str, Any] = {
-        "name": drafter, "aux_layers": (1, 3, 4) if drafter in ("eagle3", "dflash", "peagle") else (), "hidden_size": D,
+        "name": drafter, "aux_layers": () if drafter in ("eagle1", "medusa") else (1, 3, 4), "hidden_size": D,
         "intermediate_size": F, "num_heads": N, "num_kv_heads": G, "head_dim": E, "rope_theta": 5000.0,
         "rms_norm_eps": 1e-6, "max_position": 777, "vocab_size": vocab.size,
     }  # fmt: skip
-    if drafter == "dflash":
+    if drafter in ("dflash", "dspark"):
         settings |= {"mask_token_id": 7, "block_size": 4, "num_layers": 2}
+    if drafter == "dspark":
+        settings |= {"markov_rank": 8}
     if drafter == "peagle":
         settings |= {"mask_token_id": 7, "num_layers": 1}
     if drafter == "medusa":
@@ -88,6 +90,8 @@ KINDS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
         {"sliding_window": 5, "sliding_causal": True, "layer_types": ("sliding_attention", "full_attention")},
     ),
     "medusa": ("medusa", None, {}),
+    "dspark": ("dspark", None, {}),
+    "dspark, small vocabulary, no confidence head": ("dspark", U, {"confidence_head": False}),
     "peagle": ("peagle", U, {}),
     "peagle of two layers, whole vocabulary": ("peagle", None, {"num_layers": 2, "fc_norm": True}),
     "medusa of two blocks": ("medusa", None, {"medusa_layers": 2}),

@@ -1,4 +1,4 @@
-"""A tiny OpenAI-like server on this machine whose counters are known: it answers as vLLM, SGLang or TensorRT-LLM do."""
+"""A tiny OpenAI-like server on this machine whose counters are known: it answers as any of the engines does."""
 
 import contextlib
 import json
@@ -38,6 +38,7 @@ class FakeServer(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.iterations: list[dict[str, Any]] = []
         self.kept_iterations = 1000
+        self.has_metrics, self.counted_before = True, 0
 
     @property
     def url(self) -> str:
@@ -55,6 +56,17 @@ class FakeServer(ThreadingHTTPServer):
                 lines.append(line)
             elif self.accepts and "_created" not in line:
                 lines.append(f"{line.rpartition(' ')[0]} {float(self.answered * self._count(line))}")
+        return "\n".join(lines) + "\n"
+
+    def llamacpp_metrics(self) -> str:
+        """The page of llama.cpp: floats of six digits, and whole numbers by position."""
+        drafts, before = self.answered * len(self.accepts), self.counted_before
+        drafted, accepted = 3 * drafts + before, self.answered * sum(self.accepts) + before
+        sums = {"draft_tokens_total": drafted, "accepted_tokens_total": accepted, "drafts_total": drafts + before}
+        lines = ["llamacpp:n_decode_total 12", "# TYPE llamacpp:spec_decode_num_drafts_total counter"]
+        lines += [f"llamacpp:spec_decode_num_{name} {value:g}" for name, value in sums.items()]
+        name = "llamacpp:spec_decode_num_accepted_tokens_per_pos_total"
+        lines += [f'{name}{{position="{i}"}} {count * self.answered}' for i, count in enumerate(self.accepted_at())]
         return "\n".join(lines) + "\n"
 
     def _count(self, line: str) -> int:
@@ -105,6 +117,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(json.dumps({"data": [{"id": name} for name in self.server.models]}))
         elif self.path == "/metrics" and self.server.engine == "vllm":
             self._answer(self.server.metrics())
+        elif self.path == "/metrics" and self.server.engine == "llamacpp":
+            has_metrics = self.server.has_metrics
+            self._answer(self.server.llamacpp_metrics() if has_metrics else "{}", 200 if has_metrics else 501)
         elif self.path == "/metrics" and self.server.engine == "trtllm":
             self._answer(json.dumps(self.server.drained()))
         else:

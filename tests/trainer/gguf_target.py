@@ -1,26 +1,53 @@
-"""The target of the export cases as a GGUF file: its dimensions and a vocabulary, and no tensors."""
+"""The target of the export cases as a GGUF file (its dimensions and a vocabulary, no tensors), and files changed."""
 
 from pathlib import Path
 
-from gguf import GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType, quantize
 
 from tests.trainer.export_cases import LAYERS, D, V
 
 
-def write_target(path: Path, layers: int = LAYERS) -> str:
+def write_target(path: Path, layers: int = LAYERS, width: int = D, vocabulary: int = V) -> str:
     """The path of the file."""
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(layers)
-    writer.add_embedding_length(D)
+    writer.add_embedding_length(width)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([f"<{i}>" for i in range(V)])
-    writer.add_token_types([TokenType.CONTROL if i < 2 else TokenType.NORMAL for i in range(V)])
+    writer.add_token_list([f"<{i}>" for i in range(vocabulary)])
+    writer.add_token_types([TokenType.CONTROL if i < 2 else TokenType.NORMAL for i in range(vocabulary)])
     writer.add_token_merges(["a b", "ä ö"])
     writer.add_eos_token_id(1)
     writer.add_add_bos_token(False)
     writer.add_chat_template("{{ messages }}")
+    finish(writer)
+    return str(path)
+
+
+def rewritten(source: Path, out: Path, fields: dict[str, bool], quantised: str = " ", without: str = " ") -> Path:
+    """A copy of a drafter's file with some fields set and one left out, and the tensors whose names end with
+    ``quantised`` in Q8_0."""
+    reader = GGUFReader(source)
+    kinds = {name: field.types for name, field in reader.fields.items()}
+    writer = GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")) and name not in (*fields, without):
+            sub_type = kinds[name][-1] if len(kinds[name]) > 1 else None
+            writer.add_key_value(name, field.contents(), kinds[name][0], sub_type)
+    for name, value in fields.items():
+        writer.add_bool(name, value)
+    for tensor in reader.tensors:
+        if tensor.name.endswith(quantised):
+            kind = GGMLQuantizationType.Q8_0
+            writer.add_tensor(tensor.name, quantize(tensor.data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    finish(writer)
+    return out
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Write the file out."""
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write()
     writer.close()
-    return str(path)

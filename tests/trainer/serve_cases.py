@@ -22,6 +22,7 @@ EXPORTS = (
     ("eagle3.1", "vllm", None),
     ("dflash", "vllm", None),
     ("medusa", "vllm", None),
+    ("peagle", "vllm", None),
     ("eagle3", "sglang", None),
     ("dflash", "sglang", None),
     ("eagle1", "sglang", None),

@@ -352,10 +352,10 @@ def test_eval_says_which_draft_length_pays_on_this_machine_and_export_takes_it(m
         assert "ms a draft" in run(words).stdout
         again = run([*words, "--json"])
         assert ("no draft length pays" in again.stderr) == (json.loads(again.stdout)["speedup"] <= 1)
-        best = {"draft_len": 2, "speedup": 1.5}
+        best = {"best_draft_len": 2, "speedup": 1.5}
         # Of another checkpoint's drafter nothing is known.
         stale = chosen.read_bytes()
-        keep(made / "run", 24, {**best, "draft_len": 7}, "float32")
+        keep(made / "run", 24, {**best, "best_draft_len": 7}, "float32")
         assert drafts_of("stale") == 3
         chosen.write_bytes(stale.replace(b"draft_len", b"draft_lem"))
         words = ["export", str(made / "run"), "--engine", "vllm", "-o", str(tmp_path / "damaged")]

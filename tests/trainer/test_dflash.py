@@ -220,10 +220,11 @@ def _slots(group: attention._Group) -> tuple[int, int]:
     return group.first * BLOCK, group.last * BLOCK
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_device_path_equals_the_cpu_kernel_in_values_and_gradients(window: int | None) -> None:
+def test_the_device_path_equals_the_cpu_kernel_in_values_and_gradients(window: int | None, causal: bool) -> None:
     blocks = map_blocks(torch.tensor(ANCHORS), make_batch(LENGTHS).document, window).blocks
-    sight = attention.Sight(blocks, BLOCK, 1, BLOCK, window)
+    sight = attention.Sight(blocks, BLOCK, 1, BLOCK, window, causal)
     rows, slots = max(end for _, end in blocks.bounds), len(ANCHORS) * BLOCK
     q = torch.randn(len(ANCHORS) * (BLOCK - 1), 4, 8, dtype=torch.float64, requires_grad=True)
     kv = [torch.randn(n, 2, 8, dtype=torch.float64, requires_grad=True) for n in (rows, rows, slots, slots)]

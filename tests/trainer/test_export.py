@@ -52,6 +52,8 @@ def test_the_files_hold_exactly_the_tensors_engines_load(tmp_path):
     assert files == ["config.json", "hiddenstore.json", "model.safetensors"]
     assert {name: shape for name, (_, shape) in report.tensors.items()} == NAMES
     assert report.bytes == sum(p.stat().st_size for p in (tmp_path / "out").iterdir())
+    # Whoever may read one of them, a server under another user, may read them all.
+    assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1
 
 
 def test_the_config_says_everything_an_engine_would_otherwise_guess(tmp_path):

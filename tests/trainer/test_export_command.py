@@ -24,11 +24,13 @@ def test_the_table_fits_a_terminal_and_gives_the_reason_of_every_no() -> None:
     shown = answer("--list")
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
-    engines = lines[0].split()[1::2]
-    assert engines[:4] == ["vllm", "sglang", "trtllm", "speculators"]
-    rows = {line.split()[0]: line.split()[1:] for line in lines[1 : 1 + len(words())]}
+    engines = lines[0].split()[1:]
+    assert engines[:4] == ["vllm", "sglang", "trtllm", "llamacpp"]
+    rows = {line.split()[0]: line.split()[1:] for line in lines[2 : 2 + len(words())]}
     assert list(rows) == list(words())
     assert {row[0] for row in rows.values()} <= {"ran", "names"}
+    llamacpp = [rows[drafter][3] for drafter in ("eagle1", "eagle3", "eagle3.1", "dflash", "medusa")]
+    assert llamacpp == ["no", "ran", "no", "ran", "no"]
     trtllm = [rows[drafter][2] for drafter in ("eagle1", "eagle3", "eagle3.1", "dflash", "medusa")]
     assert trtllm == ["no", "names", "no", "no", "no"]
     reasons = [line.split(":")[0] for line in lines if ": " in line]

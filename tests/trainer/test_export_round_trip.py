@@ -1,6 +1,7 @@
 """What was exported for an engine, and what others publish, comes back as the same drafter: settings and weights."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hiddenstore.errors import ConfigError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.trainer.export_cases import KINDS, LAYERS, D, F, V, case, make, make_head
+from tests.trainer.gguf_target import write_target
 from trainer.config import DrafterConfig
 from trainer.evaluate.acceptance import DraftShape
 from trainer.evaluate.simulate import evaluate
@@ -21,7 +23,7 @@ from trainer.export.write import export
 from trainer.formats.base import Checkpoint
 from trainer.train.run_folder import load_drafter
 
-NEWEST = {"vllm": "0.32", "sglang": "0.5.23", "trtllm": "1.3", "speculators": "0.9"}
+NEWEST = {"vllm": "0.32", "sglang": "0.5.23", "trtllm": "1.3", "llamacpp": "11434", "speculators": "0.9"}
 
 
 def served() -> list[tuple[str, str]]:
@@ -55,7 +57,8 @@ def attention_aside(config: DrafterConfig) -> dict[str, object]:
 @pytest.mark.parametrize(("engine", "name"), served())
 def test_an_export_reads_back_as_the_very_settings_and_weights(engine: str, name: str, tmp_path: Path) -> None:
     before = case(name)
-    export(before, engine, tmp_path / "out", "float32", NEWEST[engine])
+    target = write_target(tmp_path / "target.gguf")
+    export(replace(before, target_name=target), engine, tmp_path / "out", "float32", NEWEST[engine])
     after = read_published(tmp_path / "out", before.head, LAYERS)
     assert_same(after.weights, before.model.state_dict())
     assert attention_aside(after.config) == attention_aside(before.config)

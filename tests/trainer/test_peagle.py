@@ -12,6 +12,7 @@ from tests.trainer.conftest import VOCAB, Setting, drafter_config, make_batch, m
 from tests.trainer.eagle3_plain import PlainEagle3
 from tests.trainer.peagle_plain import as_chains, log_probabilities, mean, plain_loss
 from trainer.drafters.base import Verified
+from trainer.drafters.eagle3 import TttLoss, TttObjective
 from trainer.drafters.live import recurrent_hits
 from trainer.drafters.peagle import PEAGLE, ChainObjective, LiveChain, PEagle, PEagleConfig, PEagleLoss
 from trainer.losses.teacher import TargetInterface, Teacher
@@ -82,6 +83,31 @@ def test_losses_and_gradients_agree_with_the_plain_restatement(options: dict[str
     for name, a, b in zip(parameters, found, wanted, strict=True):
         assert torch.allclose(a, b, atol=2e-6), name
     assert float(found[list(parameters).index("mask_hidden")].abs().max()) > 0
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_layers_made_again_in_the_backward_change_no_gradient(layers: int) -> None:
+    setting = peagle_setting([13, 9], num_layers=layers)
+    objective, weights = objective_of(setting, PEagleLoss(steps=4)), list(setting.model.parameters())
+    inputs = objective.prepare(setting.batch)
+    found = []
+    for recompute in (False, True):
+        setting.model.recompute = recompute
+        result = objective.losses(inputs, objective.denominators(inputs))
+        found.append(torch.autograd.grad(result.total, weights))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_pack_without_mask_slots_teaches_what_eagle_3_s_first_step_is_taught() -> None:
+    setting = peagle_setting([15])
+    objective = objective_of(setting, PEagleLoss(steps=4))
+    none = torch.zeros(15, dtype=torch.int64)
+    inputs = objective.prepare_at(setting.batch, none)
+    found = objective.losses(inputs, objective.denominators(inputs))
+    first = TttObjective(setting.model, objective.teacher, TttLoss(steps=1))
+    work = first.prepare(setting.batch)
+    assert float(found.value) == pytest.approx(float(first.losses(work, first.denominators(work)).value), rel=1e-6)
+    assert found.counts.tolist()[1:] == [0, 0, 0]
 
 
 def test_chains_shrink_as_asked_start_before_taught_rows_and_follow_from_the_key_alone() -> None:

@@ -3,7 +3,9 @@
 import json
 import os
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,7 @@ def test_eval_serves_a_drafter_measures_it_beside_the_target_alone_and_ends_both
     found: dict[str, Any] = json.loads(result.stdout)
     assert (found["model"], found["accepted_length"]) == (target_folder, pytest.approx(2.5))
     assert len(found["speedup_rounds"]) == 2
-    (plain, _), (drafted, with_drafter) = started(tmp_path)
+    (plain, _), (drafted, with_drafter) = sorted(started(tmp_path), key=lambda one: "--speculative-config" in one[1])
     assert not is_running(plain)
     assert not is_running(drafted)
     assert with_drafter[:4] == ["-m", "vllm.entrypoints.openai.api_server", "--model", target_folder]
@@ -94,10 +96,34 @@ def test_a_server_that_ends_is_said_with_its_last_error_and_its_log(tmp_path: Pa
     python = EnginePython(ENGINES["vllm"], engine(tmp_path, broken=True))
     log = tmp_path / "said.log"
     says = "ended with exit code 1: ValueError: no such dtype"
-    server = running(python, ServeOptions(target=str(tmp_path), method="none"), log)
+    server = running(python, [(ServeOptions(target=str(tmp_path), method="none"), log)])
     with pytest.raises(HiddenstoreError, match=says) as caught, server:
         pytest.fail("it is not up")
     assert (caught.value.kind, caught.value.hint) == ("server-unreachable", f"less {log}")
+
+
+def test_a_server_ends_with_the_process_that_started_it_even_by_a_kill(tmp_path: Path) -> None:
+    program = f"""if True:
+        import time
+        from pathlib import Path
+        from trainer.serve import ENGINES
+        from trainer.serve.plan import ServeOptions
+        from trainer.serve.running import EnginePython, running
+        python, log = EnginePython(ENGINES["vllm"], {engine(tmp_path)!r}), Path({str(tmp_path / "said.log")!r})
+        with running(python, [(ServeOptions(target={str(tmp_path)!r}, method="none"), log)]) as (url,):
+            print(url, flush=True)
+            time.sleep(600)
+    """
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process:
+        assert process.stdout.readline().startswith("http://127.0.0.1:")
+        process.kill()
+    ((server, _),) = started(tmp_path)
+    end = time.monotonic() + 60
+    while is_running(server) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not is_running(server)
 
 
 @pytest.mark.parametrize("name", ["engine-python", "nowhere"])

@@ -39,6 +39,16 @@ def test_vllm_serves_each_export_with_its_own_method_and_length(
     assert json.loads(command[4]) == {"method": method, "model": folder, "num_speculative_tokens": draft_len}
 
 
+def test_a_p_eagle_is_served_as_an_eagle_3_that_drafts_in_parallel(exports: dict[str, str]) -> None:
+    folder = exports["peagle for vllm"]
+    assert json.loads(planned("vllm", drafter=folder).command[4]) == {
+        "method": "eagle3",
+        "model": folder,
+        "num_speculative_tokens": 5,
+        "parallel_drafting": True,
+    }
+
+
 def test_vllm_methods_without_training_have_their_published_settings() -> None:
     assert speculative_config("ngram", draft_len=4) == {
         "method": "ngram",

@@ -82,7 +82,7 @@ def test_sglang_s_answers_say_the_same_whatever_release_spelled_them():
     assert sglang_counts({"completion_tokens": 11, "spec_verify_ct": 0}) is None
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "llamacpp"])
 def test_accepted_length_is_counted_by_task_and_for_all(engine, prompts):
     with fake_server(engine=engine, accepts=ACCEPTS) as server:
         found = document(words(engine, server, prompts, "--concurrency", "2"))
@@ -258,3 +258,24 @@ def test_drafts_for_others_meanwhile_are_noticed(prompts, monkeypatch):
     with fake_server(accepts=ACCEPTS) as server:
         monkeypatch.setattr(server, "tokens", 3)
         assert "drafted for others" in run(words("vllm", server, prompts)).stderr
+
+
+def test_a_llama_server_without_metrics_without_a_drafter_or_past_six_digits_says_so(prompts):
+    with fake_server(engine="llamacpp", accepts=ACCEPTS) as server:
+        server.has_metrics = False
+        said = error(words("llamacpp", server, prompts), 2)
+        assert (said["kind"], "--metrics" in said["message"]) == ("no-speculation", True)
+        assert server.asked == []
+        server.has_metrics, server.counted_before = True, 2_345_678
+        said = error(words("llamacpp", server, prompts), 5)
+        assert (said["kind"], said["hint"]) == ("server-answer", "start llama-server anew")
+    with fake_server(engine="llamacpp") as server:
+        assert error(words("llamacpp", server, prompts), 2)["kind"] == "no-speculation"
+
+
+def test_a_llama_server_without_metrics_is_a_baseline(prompts):
+    with fake_server(engine="llamacpp", accepts=ACCEPTS) as server, fake_server(engine="llamacpp") as plain:
+        plain.has_metrics = False
+        found = document(words("llamacpp", server, prompts, "--baseline-server", plain.url))
+    assert found["accepted_length"] == 2.5
+    assert all(row["same_as_baseline"] == row["answers"] for row in found["rows"])

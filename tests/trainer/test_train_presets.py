@@ -31,7 +31,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 def extra(drafter: str) -> list[str]:
     """The random store holds no tokenizer that a mask token could follow from."""
-    return ["drafter.mask_token_id=0"] if drafter in ("dflash", "peagle") else []
+    return ["drafter.mask_token_id=0"] if drafter in ("dflash", "dspark", "peagle") else []
 
 
 def drafter_of(preset: str) -> str:
@@ -62,7 +62,7 @@ def test_the_preset_of_eagle_3_1_sets_its_two_flags_and_the_published_rate(store
 
 def test_an_unknown_preset_is_answered_with_the_one_that_was_meant() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown preset .*expected one of: dflash, eagle1, .*eagle3, eagle3\.1, .*medusa, peagle"
+        ConfigError, match=r"unknown preset .*expected one of: dflash, .*eagle1, .*eagle3, eagle3\.1, .*medusa, peagle"
     ) as caught:
         settings_file("eagle31")
     assert (caught.value.kind, caught.value.hint) == ("name-unknown", "-c eagle3.1")

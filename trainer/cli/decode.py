@@ -11,7 +11,7 @@ import click
 
 from hiddenstore.cli.words import RUN, same_target_option, target_options
 from hiddenstore.console.output import common_options, examples, output
-from trainer.cli.evaluate import acceptance_rows, draft_len_option, floor_members, judge_floor, shape_text
+from trainer.cli.evaluate import acceptance_rows, draft_len_option, floor_members, judge, shape_text
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -53,9 +53,6 @@ TIE_GAP_HALF = 0.5
 def decode(
     run: str,
     target: str,
-    revision: str | None,
-    trust_remote_code: bool,
-    adapter: str | None,
     prompts: str,
     shapes: "tuple[DraftShape, ...]",
     count: int,
@@ -66,6 +63,7 @@ def decode(
     dtype: str | None,
     device: str,
     same_target: bool,
+    **opening: Any,
 ) -> None:
     """Speculative decoding with the live target: lossless, one prompt at a time.
 
@@ -81,7 +79,7 @@ def decode(
     from trainer.train.run_folder import describe, load_drafter
 
     info, device = describe(run), pick_device(device)
-    folder = open_target(target, revision, None, trust_remote_code, adapter)
+    folder = open_target(target, **opening)
     live = load_live_target(folder, info.spec.drafter.aux_layers, info.spec.target, device, dtype, same_target)
     store = _training_store(info, live)
     head, unusable = bundle_of(live.model, info.spec.head), list[str]()
@@ -100,10 +98,7 @@ def decode(
     rivals = [load_drafter(run, device, head=head, untrained=True)] if untrained else []
     simulated, floor = _simulate_same_text(result, live, [drafter, *rivals], store)
     document = {
-        "run": run,
-        "step": drafter.step,
-        "target": live.identity.name,
-        "prompts_from": prompts,
+        **{"run": run, "step": drafter.step, "target": live.identity.name, "prompts_from": prompts},
         "prompts_unusable": len(unusable),
         "temperature": temperature,
         **_document(result, simulated, temperature, live.identity.dtype),
@@ -111,7 +106,7 @@ def decode(
     }
     _write_answers(answers, result, islice(copy, result.tried), live)
     output().data(document, human=lambda: _show(document))
-    judge_floor(document, info)
+    judge(document, info)
     _warn_of_prompts(prompts, unusable, len(result.prompts), count)
     _judge(document, live.identity.dtype)
     output().hint("hiddenstore", "export", run, "--engine", "vllm", "-o", "drafter")

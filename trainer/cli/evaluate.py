@@ -10,7 +10,8 @@ import click
 
 from hiddenstore.cli.words import RUN, STORE, remote_code_option, revision_option, same_target_option
 from hiddenstore.console.output import common_options, examples, output
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.errors import ConfigError, CorruptionError, Kind
+from trainer.cli.cache import cache_options
 
 if TYPE_CHECKING:
     from schemas.manifest import Split
@@ -70,8 +71,16 @@ def floor_members(floor: "NgramFloor | None") -> dict[str, Any]:
     }
 
 
-def judge_floor(document: dict[str, Any], info: "RunInfo") -> None:
-    """Warn where a table of what usually comes next is accepted as much as the drafter."""
+def judge(document: dict[str, Any], info: "RunInfo") -> None:
+    """Warn where a table of what usually comes next is accepted as much as the drafter, and where the run overfits."""
+    from trainer.train.curves import read_curves
+
+    try:
+        overfit = read_curves(info.run).overfit(document["step"])
+    except CorruptionError as error:
+        overfit = error.message
+    if overfit is not None:
+        output().warn(overfit)
     length, floor = document["accepted_length"], document["ngram_accepted_length"]
     # Drafts that were drawn are accepted by another rule than the floor's.
     if floor is not None and length <= floor and not document.get("temperature"):
@@ -185,6 +194,7 @@ class _ServerOptions(TypedDict):
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=1, show_default=True, help="At a time.")
 @same_target_option
+@cache_options
 @click.option("--markdown", type=click.Path(dir_okay=False), metavar="FILE", help="Also write the table there.")
 @common_options
 def evaluate(
@@ -198,6 +208,8 @@ def evaluate(
     costs: bool,
     engine: str | None,
     same_target: bool,
+    cache: str | None,
+    cache_bytes: int,
     **options: Unpack[_ServerOptions],
 ) -> None:
     """How many tokens a target forward yields, simulated over recorded text or measured on a running server.
@@ -210,8 +222,8 @@ def evaluate(
     the server and its --baseline-server in turn; answers that differ are listed with the gap of the logits there.
     """
     if engine is not None or options["drafter"] is not None:
-        if run is not None:
-            raise click.UsageError("--engine and --serve measure servers: leave RUN and STORE out")
+        if run is not None or cache is not None:
+            raise click.UsageError("--engine and --serve measure servers: leave RUN, STORE and --cache out")
         _measure_servers(engine or "vllm", options)
     elif run is None or store is None or options["servers"]:
         raise click.UsageError("expected RUN and STORE, or --engine with --server and --prompts")
@@ -219,12 +231,13 @@ def evaluate(
         raise click.UsageError("--costs are measured on the target: give --target T")
     else:
         target = options["target"] if costs else None
-        _simulate(run, store, split, shapes, best, untrained, device, same_target, target)
+        _simulate(run, store, (cache, cache_bytes), split, shapes, best, untrained, device, same_target, target)
 
 
 def _simulate(
     run: str,
     store: str,
+    cache: tuple[str | None, int],
     split: "Split",
     shapes: "tuple[DraftShape, ...]",
     best: bool,
@@ -239,14 +252,16 @@ def _simulate(
     from hiddenstore.verify.same_target import share_profile, target_differences, unstated_warning
     from trainer.drafters import refuse_target
     from trainer.evaluate import simulate
+    from trainer.evaluate.cost import keep
     from trainer.evaluate.target import load_live_target
     from trainer.parallel.group import pick_device
     from trainer.train.checkpoint import best as best_checkpoint
     from trainer.train.run_folder import describe, load_drafter, training_store
+    from trainer.train.storage import through_cache
 
     if best:
         run = str(best_checkpoint(Path(run)))
-    info, text = describe(run), Store.open(store)
+    info, text = describe(run), Store.open(through_cache(store, *cache))
     trained_for, trained_on = info.spec.target, training_store(info)
     problem = f"{text.path} was captured from {text.capture.target.name}, the drafter was trained on {trained_for.name}"
     differences = target_differences(trained_for, text, trained_on, same_target)
@@ -277,31 +292,31 @@ def _simulate(
     }
     if target is not None:
         live = load_live_target(target, info.spec.drafter.aux_layers, trained_for, device, None, same_target)
-        document |= _with_costs(document["sweep"], info, drafters[0], live, results[0].texts[0][0].tolist())
+        document |= _with_costs(document["sweep"], drafters[0], live, results[0].texts[0][0].tolist())
     output().data(document, human=lambda: _show_simulated(document))
-    _judge_costs(document)
-    judge_floor(document, info)
+    if target is not None:
+        _judge_costs(document)
+        keep(info.run, drafters[0].step, document, live.identity.dtype)
+    judge(document, info)
     output().hint("hiddenstore", "decode", run, "--target", target_argument(text.capture.target), "--prompts", store)
 
 
 def _with_costs(
-    sweep: list[dict[str, Any]], info: "RunInfo", drafter: "LoadedDrafter", live: "LiveTarget", text: list[int]
+    sweep: list[dict[str, Any]], drafter: "LoadedDrafter", live: "LiveTarget", text: list[int]
 ) -> dict[str, Any]:
-    """What drafts of each length cost on this machine, put into the rows of the sweep; the length that pays is kept
-    beside the run, where `export` finds it."""
-    from trainer.evaluate.cost import keep, measure_costs, paying
+    """What drafts of each length cost on this machine, put into the rows of the sweep, and the length that pays."""
+    from trainer.evaluate.cost import measure_costs, paying
 
     chains = [row for row in sweep if row["tree_width"] == 1]
     costs = measure_costs(live, drafter, text, [row["draft_len"] for row in chains])
     for row in chains:
         row |= {"draft_s": costs.draft_s[row["draft_len"]], "speedup": costs.speedup(row)}
     best = paying(chains)
-    keep(info.run, drafter.step, best, live.identity.dtype)
     return {"token_s": costs.token_s, "best_draft_len": best["draft_len"], "speedup": best["speedup"]}
 
 
 def _judge_costs(document: dict[str, Any]) -> None:
-    if document.get("speedup") is not None and document["speedup"] <= 1:
+    if document["speedup"] <= 1:
         output().warn(
             f"no draft length pays on this machine: the best, {document['best_draft_len']}, gives "
             f"{document['speedup']:.2f}x of plain decoding, as a check of more tokens costs more than it saves"
@@ -378,7 +393,7 @@ def _started(engine: str, options: _ServerOptions) -> Iterator[tuple[str, str]]:
     drafted = ServeOptions(target=target, drafter=drafter, flags=flags)
     logs = [Path(f"{drafter.rstrip('/')}.{name}.log") for name in ("plain", "drafted")]
     output().note(f"starting {SERVING[engine].title} without and with {drafter}; they write {logs[0]} and {logs[1]}")
-    with running(python, plain, logs[0]) as first, running(python, drafted, logs[1]) as second:
+    with running(python, [(plain, logs[0]), (drafted, logs[1])]) as (first, second):
         yield first, second
 
 

@@ -147,8 +147,11 @@ def _list(engine: str | None, version: str | None) -> None:
         engines = list(dict.fromkeys((row.engine, row.version) for row in rows))
         proofs = {(row.engine, row.drafter): row.proof for row in rows}
         output().table(
-            ["drafter", *(f"{name} {at}" for name, at in engines)],
-            [(drafter, *(proofs[name, drafter] or "no" for name, _ in engines)) for drafter in drafters],
+            ["drafter", *(name for name, _ in engines)],
+            [
+                ("version", *(at for _, at in engines)),
+                *((drafter, *(proofs[name, drafter] or "no" for name, _ in engines)) for drafter in drafters),
+            ],
         )
         output().pairs(
             [
@@ -270,7 +273,7 @@ def _numbers(text: str | None) -> list[int] | None:
 def import_drafter(folder: str, run: str, store: str, layer_convention: str | None) -> None:
     """A published drafter as a run to evaluate, decode with, export or start training from.
 
-    EAGLE-1, EAGLE-3, DFlash and Medusa, under the names of their authors, of engines and of other trainers.
+    Every kind of drafter that `train` knows, under the names of its authors, of engines and of other trainers.
 
     DIR, or a hub id, holds config.json and safetensors files, or torch files of tensors. Nothing in it is executed.
     """

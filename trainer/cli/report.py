@@ -89,7 +89,7 @@ def _store_page(path: str, samples: int, measure: int) -> "Page":
             shown.close()
             return shown.enter_context(Progress(label, total, unit)).advance
 
-        return store_page(open_store(path), samples, measure, begin)
+        return store_page(open_store(path, strict=False), samples, measure, begin)
 
 
 def _run_page(path: str, samples: int, measure: int, draft_len: int) -> "Page":

@@ -12,6 +12,7 @@ from hiddenstore.errors import HiddenstoreError, Kind
 from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.layout import DATA_JSON, STORE_JSON
+from trainer.cli.cache import cache_options
 from trainer.cli.settings import show_settings
 from trainer.drafters import ALIASES, DRAFTERS
 from trainer.presets import preset_names, settings_file
@@ -75,14 +76,7 @@ class _Train(click.Command):
 )
 @click.option("--resume-from", "earlier", metavar="CHECKPOINT", help="Go on in a new RUN from RUN/checkpoints/step-N.")
 @click.option("--mirror", metavar="URL", help="Copy each checkpoint there; --resume begins from it where RUN is gone.")
-@click.option("--cache", metavar="DIR", type=click.Path(), help="Keep what is read from object storage there.")
-@click.option(
-    "--cache-bytes",
-    type=click.IntRange(min=16 << 20),
-    default=64 << 30,
-    show_default=True,
-    help="Room for --cache, over all processes that share it.",
-)
+@cache_options
 @common_options
 def train(store: str, words: tuple[str, ...], run: str | None, settings: bool, **options: Any) -> None:
     """Train a drafter from a store; the target is not needed.

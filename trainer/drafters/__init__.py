@@ -21,6 +21,7 @@ DRAFTERS: "Registry[DrafterKind[Any, Any, Any]]" = Registry(
         "dflash": "trainer.drafters.dflash:DFLASH",
         "medusa": "trainer.drafters.medusa:MEDUSA",
         "peagle": "trainer.drafters.peagle:PEAGLE",
+        "dspark": "trainer.drafters.dspark:DSPARK",
     },
     "trainer.drafters.base:DrafterKind",
     option="--drafter",

@@ -4,7 +4,7 @@ c = hidden_norm(fc([aux...])) of every token before the anchor gives the keys an
 weights as the block's own; the block [anchor, mask x (B-1)] alone has queries. Layers are Qwen3's: per-head norms of
 queries and keys, then rotary at absolute positions. Bidirectional inside a block. Logits are the target's LM head over
 the final norm. Weight names are those engines load. Sources: docs/design/010; z-lab ``dflash.py``. With ``causal`` no
-slot sees a later one, which makes it JetSpec (docs/design/015).
+slot sees a later one, which makes it JetSpec (docs/design/016).
 
 Every slot is taught the token at its own position with weight w_k = exp(-(k-1) / gamma), or D-PACE's: with q the
 probability the drafter gives the label and q~ = (1-a) q + a, w_j = sum_{m>=j} prod_{i<=m} q~_i, without gradient. The
@@ -36,7 +36,7 @@ from trainer.attention.block import Sight, block_attention
 from trainer.config import DrafterConfig, LossConfig
 from trainer.drafters.base import Drafter, DrafterKind, LossInputs, Needs, TargetFacts, rms_weight, seeded
 from trainer.drafters.blocks import Attention, DecoderLayer, RMSNorm, Rotary, recomputed, rotate
-from trainer.drafters.live import KeyValues, LiveBlocks, block_hits
+from trainer.drafters.live import KeyValues, LiveBlocks, block_hits, draft_logits
 from trainer.formats.dflash import DFLASH as DFLASH_EXPORT
 from trainer.losses.fused_head import StepLosses, Supervision, head_losses
 from trainer.losses.kinds import LOSSES
@@ -89,7 +89,7 @@ class BlockLoss(LossConfig):
         return self.distil > 0 or self.labels == "target"
 
     def slot_weights(self, block_size: int) -> Tensor:
-        """Weight of slots 1…B-1: fp32 [K]."""
+        """Weight of slots 1…B-1: fp32 [B-1]."""
         if self.weighting == "dpace" or self.gamma == 0:
             return torch.ones(block_size - 1)
         gamma = self.gamma or (7.0 if block_size >= 16 else 5.0 if block_size >= 10 else 4.0)
@@ -118,24 +118,19 @@ class BlockObjective:
     """What the loop optimises."""
 
     def __init__(self, model: "DFlash", teacher: Teacher, loss: BlockLoss) -> None:
-        self.model, self.teacher, self.loss = model, teacher, loss
-        self._weights = loss.slot_weights(model.block_size)
-
-    @property
-    def depths(self) -> int:
-        """K."""
-        return self.model.block_size - 1
+        self.model, self.teacher, self.loss, self.depths = model, teacher, loss, model.config.longest
+        self._weights = loss.slot_weights(self.depths + 1)
 
     @torch.no_grad()
     def prepare(self, batch: PackedBatch) -> BlockInputs:
         """Draw the anchors, find the labels and read the teacher; nothing here depends on the drafter."""
-        candidates = candidate_anchors(batch, self.model.block_size, self.loss.anchor_rule)
+        candidates = candidate_anchors(batch, self.depths + 1, self.loss.anchor_rule)
         return self.prepare_at(batch, draw_anchors(batch, candidates, self.loss.num_anchors, self.model.rng_key))
 
     @torch.no_grad()
     def prepare_at(self, batch: PackedBatch, anchors: Tensor) -> BlockInputs:
         """The same with blocks at the given rows int64 [N], ascending."""
-        rows, admitted = label_rows(anchors, self.model.block_size, batch.document, batch.loss_mask)
+        rows, admitted = label_rows(anchors, self.depths + 1, batch.document, batch.loss_mask)
         tokens, teacher, at = batch.input_ids[rows], None, None
         if self.loss.reads_teacher:
             taught_by = rows - 1
@@ -272,6 +267,11 @@ class DFlashConfig(DrafterConfig):
         return self
 
     @property
+    def longest(self) -> int:
+        """K: tokens of one draft."""
+        return self.block_size - 1
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """How far the slots of each layer see."""
         types = self.layer_types[-self.num_layers :] or ("sliding_attention",) * self.num_layers
@@ -314,11 +314,12 @@ class DFlash(Drafter):
     """The drafter. Embeddings and, unless ``train_head``, the LM head are the target's and never saved."""
 
     config: DFlashConfig
+    chained: bool = False
     frozen_embeddings: Tensor
     frozen_head: Tensor | None
     _draft_ids: Tensor | None
 
-    def __init__(self, config: DFlashConfig, draft_size: int) -> None:
+    def __init__(self, config: DFlashConfig, vocab: DraftVocab) -> None:
         super().__init__()
         self.config = config
         width = config.hidden_size
@@ -327,7 +328,7 @@ class DFlash(Drafter):
         self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(width, config.rms_norm_eps)
         if config.train_head:
-            self.lm_head = Linear(width, draft_size)
+            self.lm_head = Linear(width, vocab.size)
         self.register_buffer("frozen_embeddings", torch.empty(0), persistent=False)
         self.register_buffer("frozen_head", None, persistent=False)
         self._rotary = Rotary.of(config)
@@ -338,7 +339,7 @@ class DFlash(Drafter):
         Raises ConfigError: the drafter is not as wide as the target, or the mask token has no embedding."""
         _check_fits(config, head)
         with seeded(seed):
-            model = cls(config, vocab.size)
+            model = cls(config, vocab)
         model._draft_ids = None if vocab.is_full else vocab.target_ids
         with torch.no_grad():
             model.norm.weight.copy_(rms_weight(head))
@@ -370,9 +371,18 @@ class DFlash(Drafter):
         windows = self.config.windows
         return None if None in windows else self.config.sliding_window
 
+    @property
+    def first_slot(self) -> int:
+        """The first slot that proposes."""
+        return self.block_size - self.config.longest
+
     def head_weight(self) -> Tensor:
         """Draft logits are its product with states: [U, D]."""
         return self.lm_head.weight if self.frozen_head is None else self.frozen_head
+
+    def logits(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Draft logits fp32 [n, U] of states [n, D] that follow the tokens int64 [n]."""
+        return draft_logits(states, self.head_weight())
 
     def context(self, aux: Tensor, positions: Tensor, pieces: tuple[Piece, ...] | None = None) -> list[KeyValues]:
         """Keys and values of every layer for captured states [L, T, D] at positions int64 [T], or for ``pieces``."""
@@ -426,10 +436,10 @@ class DFlash(Drafter):
         return [cast(DFlashLayer, layer) for layer in self.layers]
 
     def block_states(self, batch: PackedBatch, block_map: BlockMap) -> Tensor:
-        """States after the final norm of slots 1…B-1 of every block: [N*(B-1), D]."""
+        """States after the final norm of the slots of every block that propose: [N*K, D]."""
         context = self.context(batch.aux, batch.positions, block_map.context)
         tokens, positions = batch.input_ids[block_map.anchors], batch.positions[block_map.anchors]
-        return self.fill(tokens, positions, context, block_map.blocks, (1, self.block_size))
+        return self.fill(tokens, positions, context, block_map.blocks, (self.first_slot, self.block_size))
 
 
 def _spread(x: Tensor, block_size: int) -> Tensor:
@@ -502,7 +512,7 @@ class _DFlashKind(DrafterKind[DFlash, DFlashConfig, BlockLoss]):
         return block_hits(model, target.vocab, pack, draft_len)
 
     def longest_draft(self, config: DFlashConfig) -> int:
-        return config.block_size - 1
+        return config.longest
 
     def live(self, model: DFlash, target: TargetInterface) -> LiveBlocks:
         return LiveBlocks(model, target.vocab)

@@ -4,8 +4,8 @@ A drafter that feeds on its own output reads slot t = n-1 (hidden of token n-1, 
 n+1, and then its own output and proposal. In a tree (Li et al. 2024) the ``width`` most probable nodes of every depth,
 by the product of draft probabilities from the root, get ``width`` children each, and the ``TREE_TOKENS`` most probable
 of all are drafted: a node is never more probable than its parent, so they form a tree. A block opens with the newest
-known token n at position n and sees the states of tokens before it; slots 1…K propose tokens n+1…n+K. Only keys and
-values of verified states are kept, never a block's own.
+known token n at position n and sees the states of tokens before it; K slots, the first or the second of the block on,
+propose tokens n+1…n+K. Only keys and values of verified states are kept, never a block's own.
 
 Shapes: T tokens of a pack, L aux layers, D target width, H drafter width, U draft vocabulary, N drafting positions,
 A active slots, K drafted tokens per draft, w tree width, B slots of a block, G key heads, E head width, n rows.
@@ -203,16 +203,23 @@ KeyValues = tuple[Tensor, Tensor]
 class BlockModel(Protocol):
     """A drafter that fills blocks."""
 
+    chained: bool
+    """Whether a proposal depends on the one before."""
+
     @property
     def block_size(self) -> int:
         """B."""
 
     @property
+    def first_slot(self) -> int:
+        """The first slot that proposes."""
+
+    @property
     def window(self) -> int | None:
         """How far a slot sees."""
 
-    def head_weight(self) -> Tensor:
-        """Draft logits are its product with states: [U, D]."""
+    def logits(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Draft logits fp32 [n, U] of states [n, D] that follow the tokens int64 [n]."""
 
     def context(self, aux: Tensor, positions: Tensor, pieces: tuple[Piece, ...] | None = None) -> list[KeyValues]:
         """Keys and values of every layer for states [L, T, D] at positions int64 [T], or for ``pieces`` of them."""
@@ -237,9 +244,15 @@ def block_hits(model: BlockModel, vocab: DraftVocab, pack: PackedBatch, draft_le
     step = max(1, SLOT_BUDGET // model.block_size)
     for at in range(0, len(start), step):
         rows, blocks = start[at : at + step], block_map.blocks.between(at, at + step)
-        states = model.fill(pack.input_ids[rows], pack.positions[rows], context, blocks, (1, draft_len + 1))
-        proposed = vocab.target_ids.to(states.device)[draft_tokens(states, model.head_weight())].view(-1, draft_len)
+        slots = (model.first_slot, model.first_slot + draft_len)
+        states = model.fill(pack.input_ids[rows], pack.positions[rows], context, blocks, slots)
         ahead, inside = following_rows(pack.document, rows, draft_len)
+        # Up to its first miss a draft is the text itself.
+        previous = pack.input_ids[torch.cat([rows[:, None], ahead[:, :-1]], 1)].flatten()
+        few = max(1, LOGIT_BUDGET // vocab.size)
+        parts = zip(states.split(few), previous.split(few), strict=True)
+        best = torch.cat([model.logits(*part).argmax(-1) for part in parts])
+        proposed = vocab.target_ids.to(states.device)[best].view(-1, draft_len)
         hits[rows] = (inside & (proposed == pack.input_ids[ahead])).cumprod(1).sum(1)
     return hits
 
@@ -257,15 +270,18 @@ class LiveBlocks:
 
     @torch.inference_mode()
     def propose(self, verified: Verified, draft_len: int, pick: Pick = most_probable) -> list[int]:
-        """K target ids, all of one forward."""
+        """K target ids, all of one forward over the layers."""
         device = self._target_ids.device
         context = self._extended(verified.aux.to(device))
         position = context[0][0].shape[0]
         newest = torch.tensor([verified.next_ids[-1], position], device=device)
         blocks = Blocks.of([(0, position)], device)
-        states = self._model.fill(newest[:1], newest[1:], context, blocks, (1, draft_len + 1))
-        ids = self._target_ids[pick(draft_logits(states, self._model.head_weight()))]
-        return [int(token) for token in ids.tolist()]
+        slots = (self._model.first_slot, self._model.first_slot + draft_len)
+        states, previous, ids = self._model.fill(newest[:1], newest[1:], context, blocks, slots), newest[:1], []
+        for rows in states.split(1 if self._model.chained else draft_len):
+            previous = self._target_ids[pick(self._model.logits(rows, previous))]
+            ids += [int(token) for token in previous.tolist()]
+        return ids
 
     def _extended(self, aux: Tensor) -> list[KeyValues]:
         """Keys and values of everything verified, these states [L, T, D] included."""

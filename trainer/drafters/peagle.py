@@ -3,7 +3,7 @@
 Slot 0 after token t is EAGLE-3's first step. Slot d > 0 stands d positions on; it reads the embedding of a mask token
 and, for the aux states, one trained vector; it sees slot 0 of every token up to t and slots 1…d of its own chain, and
 proposes token t+2+d. Nothing is fed back. In training every token has its slot 0, and depth d keeps a falling share of
-the chains (conditional drop). Weight names are those engines load. Sources: docs/design/015; speculators 0.9
+the chains (conditional drop). Weight names are those engines load. Sources: docs/design/016; speculators 0.9
 ``models/peagle``; vLLM ``llama_eagle3.py`` and ``llm_base_proposer.py``.
 
 Shapes: T tokens, L aux layers, D target width, H drafter width, U draft vocabulary, R teacher rows, K depths, A active

@@ -87,6 +87,9 @@ def _question(line: bytes, stem: str) -> Question | str:
     """The question of a row, or why there is none."""
     try:
         row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "a lone surrogate, which is half of a character"
     except json.JSONDecodeError as error:
         return f"{error.msg} at column {error.colno}"
     except UnicodeDecodeError as error:

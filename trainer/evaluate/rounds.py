@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from hiddenstore.http import RefusedError
+from hiddenstore.errors import HiddenstoreError
 from trainer.evaluate.prompts import Message, Question
 from trainer.evaluate.server import (
     Completion,
@@ -128,7 +128,8 @@ def _departure(
         before += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": more}]
     try:
         choices = plain.choices(before, sampling)
-    except RefusedError:
+    except HiddenstoreError:
+        # What was measured is not lost over a server that says no more.
         choices = []
     # The second choice there is the other server's word, as far as rounding alone parts them.
     repeats = "".join(token for token, _ in choices).startswith(greedy[:at])

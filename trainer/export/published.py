@@ -90,8 +90,14 @@ def read_published(
         ) from error
     except ConfigError:
         raise
-    except ValueError as error:
-        raise ConfigError(f"{folder}: {error}", kind=Kind.DRAFTER_UNFIT) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder}: config.json is of no drafter: {error}", kind=Kind.DRAFTER_UNFIT) from error
+    # Built before its weights are compared: a number out of somebody's file must not decide how much.
+    if getattr(settings, "num_layers", 1) > len(tensors):
+        raise ConfigError(
+            f"{folder}: config.json names {settings.num_layers:,} layers, the weights are {len(tensors)} tensors",
+            kind=Kind.DRAFTER_UNFIT,
+        )
     return Published(settings, tensors, vocab)
 
 
@@ -123,6 +129,8 @@ def _config(folder: Path) -> dict[str, Any]:
         raise NotFoundError(f"{folder} holds no config.json", kind=Kind.PATH_MISSING) from error
     except ValueError as error:
         raise ConfigError(f"{folder / 'config.json'} is no JSON: {error}", kind=Kind.DRAFTER_UNFIT) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{folder / 'config.json'} holds no JSON object", kind=Kind.DRAFTER_UNFIT)
     inner = found.get("transformer_layer_config")
     return {**inner, **found} if isinstance(inner, dict) else dict(found)
 

@@ -50,6 +50,7 @@ _EXPORTS: Registry[DrafterExport] = Registry(
         "dflash": "trainer.formats.dflash:DFLASH",
         "medusa": "trainer.formats.medusa:MEDUSA",
         "peagle": "trainer.formats.peagle:PEAGLE",
+        "dspark": "trainer.formats.dspark:DSPARK",
     },
     "trainer.formats.base:DrafterExport",
 )

@@ -5,6 +5,7 @@ Whatever is written is read back and must give the same logits, bit for bit, bef
 """
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any, cast
 
 import torch
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from hiddenstore.errors import (
@@ -30,14 +31,16 @@ from hiddenstore.errors import (
 from hiddenstore.fs.publish import new_file, new_folder, refuse_existing_file, refuse_existing_folder
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.store import Store
+from hiddenstore.targets.checkpoint import read_object
 from hiddenstore.targets.identity import target_argument
 from schemas.capture import TargetIdentity
 from trainer.attention.rope import RopeScaling
 from trainer.drafters import drafter_kind
 from trainer.drafters.base import Drafter
 from trainer.evaluate.cost import kept
+from trainer.export.named_target import target_differences
 from trainer.export.published import read_published
-from trainer.export.support import ENGINES, checkpoint_word, config_differences, drafter_export, required
+from trainer.export.support import ENGINES, checkpoint_word, drafter_export, required
 from trainer.formats import gguf
 from trainer.formats.base import LAYER_IDS, Checkpoint, Engine, Files, Reads, shares_embeddings, weights
 from trainer.losses.teacher import TargetInterface
@@ -95,11 +98,10 @@ def _require_named_target(folder: Path, identity: TargetIdentity) -> None:
     file = folder / CONFIG_FILE
     if not file.is_file():
         return
-    try:
-        config = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{file} is no JSON: {error}", kind=Kind.TARGET_UNREADABLE) from error
-    differences = config_differences(identity.model_dump(mode="json"), config)
+    config = read_object(file)
+    if config is None:
+        raise ConfigError(f"{file} holds no JSON object", kind=Kind.TARGET_UNREADABLE)
+    differences = target_differences(identity.model_dump(mode="json"), folder, config)
     if differences:
         problem = f"--target {folder} is not the target the drafter was trained for ({identity.name})"
         raise FormatError(f"{problem}:\n" + "\n".join(differences), kind=Kind.TARGET_MISMATCH)
@@ -123,7 +125,8 @@ def export(
         if table.reads_gguf:
             made = _write_gguf(folder / gguf.FILE_NAME, checkpoint, required(checkpoint, table, at), made, about)
         else:
-            save_file(made.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+            # safetensors' own writer hides what the disk said.
+            (folder / WEIGHTS_FILE).write_bytes(save(made.tensors, metadata={"format": "pt"}))
             for file, document in ((CONFIG_FILE, made.config), (ABOUT_FILE, about)):
                 (folder / file).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         prove_equal(checkpoint, folder, DTYPES[name])
@@ -229,6 +232,8 @@ def stretched(checkpoint: Checkpoint, factor: float, original: int) -> Checkpoin
             kind=Kind.ROPE_SCALING,
             hint="train with drafter.rope_scaling=none",
         )
+    if not math.isfinite(factor) or factor < 1 or original < 1:
+        raise ConfigError(f"YaRN cannot stretch a window of {original} {factor} times", kind=Kind.OPTION_INVALID)
     scaling = RopeScaling(rope_type="yarn", factor=factor, original_max_position_embeddings=original)
     window = max(config.max_position, int(factor * original))
     config = config.model_copy(update={"rope_scaling": scaling, "max_position": window})

@@ -31,7 +31,7 @@ Tensors = dict[str, "Tensor"]
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """What is exported: a drafter, its draft vocabulary, and the target it drafts for. ``model`` is a
-    `trainer.drafters.base.Drafter`. ``draft_len``: how many tokens it was trained to draft, None for what its shape
+    `trainer.drafters.base.Drafter`. ``draft_len``: how many tokens it is to draft, None for what its shape
     says. ``target_name``: hub id or path of the target for the formats that name it, ``target_architectures`` those of
     its ``config.json``."""
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
-"""speculators and vLLM since 0.32; published P-EAGLE checkpoints; earlier vLLM."""
+"""Those of speculators, of published P-EAGLE checkpoints and of vLLM's PARD, each of which vLLM 0.32 reads."""
 
 _FC_NORM = Lack(
     lambda c: c.config.fc_norm,
@@ -26,7 +26,7 @@ _FC_NORM = Lack(
 
 def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
     made = EAGLE3.files(checkpoint, engine, reads, dtype)
-    return replace(made, config={**made.config, **dict.fromkeys(_MASK_KEYS, checkpoint.config.mask_token_id)})
+    return replace(made, config={**made.config, **dict.fromkeys(_MASK_KEYS[:2], checkpoint.config.mask_token_id)})
 
 
 def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> dict[str, Any]:
@@ -64,15 +64,12 @@ def _probe(model: Any, checkpoint: Checkpoint) -> "Tensor":
     return logits
 
 
-_ONLY_V1 = (
-    "vLLM's V2 model runner has no parallel drafting for EAGLE: set VLLM_USE_V2_MODEL_RUNNER=0 in its environment"
-)
 _VLLM = Reads(
     "LlamaForCausalLMEagle3",
     "eagle3",
     "llama_eagle3.py",
     ran="0.32",
-    since="0.16",
+    since="0.32",
     quirks=Quirks(top_level_ids=True),
     told={"parallel_drafting": True},
 )
@@ -90,7 +87,9 @@ PEAGLE = DrafterExport(
     titles={"peagle": "a P-EAGLE drafter"},
     word=lambda flags: "peagle",
     rows={
-        ("vllm", "peagle"): _VLLM.preceded_by("parallel drafting of EAGLE came with 0.16", "--engine-version 0.32"),
+        ("vllm", "peagle"): _VLLM.preceded_by(
+            "the first vLLM known to read this format is 0.32", "--engine-version 0.32, or an EAGLE-3 drafter"
+        ),
         ("speculators", "peagle"): (_SPECULATORS,),
     },
     architectures=".*p-?eagle.*",

@@ -35,13 +35,16 @@ Weigh = Callable[[Tensor, Tensor], Tensor]
 @dataclass(frozen=True, eq=False)
 class StepLosses:
     """total: scalar with gradient; value: the same in fp64. sums fp64 [D]: unscaled loss summed over taught slots. hits
-    int64 [D]: slots where the drafter's most probable token is the target's. counts int64 [D]: taught slots."""
+    int64 [D]: slots where the drafter's most probable token is the target's. counts int64 [D]: taught slots. overlap
+    [S]: sum min(p, q) of every taught state, without gradient; zero elsewhere and where the loss does not read
+    it."""
 
     total: Tensor
     value: Tensor
     sums: Tensor
     hits: Tensor
     counts: Tensor
+    overlap: Tensor | None = None
 
 
 def step_weights(steps: int, decay: float, listed: Sequence[float] | None = None) -> Tensor:
@@ -113,22 +116,25 @@ def head_losses(
     *,
     by_step: bool = False,
     weigh: Weigh | None = None,
+    fixed: Tensor | None = None,
 ) -> StepLosses:
-    """Losses of states [S, H] under the drafter's head weight [U, H]; scales fp32 [D]. ``by_step``: measure the mean
-    overlap of each step first, for a loss that blends by it. ``weigh`` multiplies the scales of complete rows of
+    """Losses of states [S, H] under the drafter's head weight [U, H]; scales fp32 [D]. ``fixed`` [U, F]: what stands
+    before the weight for the first columns of the states, then [S, F+H], and is not trained. ``by_step``: measure the
+    mean overlap of each step first, for a loss that blends by it. ``weigh`` multiplies the scales of complete rows of
     labels. Matrix products are those of autocast where it is on; softmax and sums are fp32."""
     device = states.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
     counts, step_overlap = supervision.counts(scales.shape[0]), None
     if by_step:
         with torch.no_grad():
-            step_overlap = 1 - head_losses(states, weight, supervision, scales, LOSSES["tv"]).sums / counts.clamp(min=1)
+            tv = head_losses(states, weight, supervision, scales, LOSSES["tv"], fixed=fixed)
+            step_overlap = 1 - tv.sums / counts.clamp(min=1)
     enabled = torch.is_grad_enabled()
     options = _Options(
-        kind, dtype, enabled and states.requires_grad, enabled and weight.requires_grad, step_overlap, weigh
+        kind, dtype, enabled and states.requires_grad, enabled and weight.requires_grad, step_overlap, weigh, fixed
     )
-    total, value, sums, hits = _FusedHead.apply(states, weight, supervision, scales, options)
-    return StepLosses(total, value, sums, hits, counts)
+    total, value, sums, hits, overlap = _FusedHead.apply(states, weight, supervision, scales, options)
+    return StepLosses(total, value, sums, hits, counts, overlap)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,20 +145,22 @@ class _Options:
     grad_weight: bool
     step_overlap: Tensor | None
     weigh: Weigh | None
+    fixed: Tensor | None = None
 
 
 class _FusedHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, states: Tensor, weight: Tensor, supervision: Supervision, scales: Tensor, options: _Options
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         walk = _Walk(states.detach(), weight, supervision, scales, options)
         with torch.autocast(states.device.type, enabled=False):
             walk.run()
         grad_weight = None if walk.grad_weight is None else walk.grad_weight.to(weight.dtype)
         ctx.save_for_backward(None if walk.grad_states is None else walk.grad_states[:-1], grad_weight)
-        ctx.mark_non_differentiable(walk.value, walk.sums, walk.hits)
-        return walk.value.to(_wide(states.dtype), copy=True), walk.value, walk.sums, walk.hits
+        overlap = walk.overlap[:-1]
+        ctx.mark_non_differentiable(walk.value, walk.sums, walk.hits, overlap)
+        return walk.value.to(_wide(states.dtype), copy=True), walk.value, walk.sums, walk.hits, overlap
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -213,13 +221,17 @@ class _Walk:
     ) -> None:
         self.states, self.supervision, self.scales, self.options = states, supervision, scales, options
         self.weight = weight.detach().to(options.dtype)
+        if options.fixed is not None:
+            self.weight = torch.cat([options.fixed.to(options.dtype), self.weight], 1)
         device, depths = states.device, scales.shape[0]
         self.value = torch.zeros((), dtype=torch.float64, device=device)
         self.sums = torch.zeros(depths, dtype=torch.float64, device=device)
         self.hits = torch.zeros(depths, dtype=torch.int64, device=device)
         # A last row takes the gradients of slots that do not exist.
         self.grad_states = states.new_zeros(states.shape[0] + 1, states.shape[1]) if options.grad_states else None
-        self.grad_weight = torch.zeros_like(self.weight, dtype=_wide(options.dtype)) if options.grad_weight else None
+        self.grad_weight = torch.zeros_like(weight, dtype=_wide(options.dtype)) if options.grad_weight else None
+        self.trained = slice(self.weight.shape[1] - weight.shape[1], None)
+        self.overlap = states.new_zeros(states.shape[0] + 1, dtype=_wide(options.dtype))
         self.rows, self.span = self._block_size()
         size = self.rows * supervision.slots.shape[1] * self.span
         self._softmax = self.weight.new_empty(size, dtype=_wide(options.dtype))
@@ -264,6 +276,9 @@ class _Walk:
         label, top = _over([span.label for span in spans], torch.amax), _over([span.top for span in spans], torch.amax)
         cross = lse - self._agreement(label, _over([span.agreement for span in spans], torch.sum))
         slopes = self.options.kind.measure(Compared(cross, entropy, overlap, self.options.step_overlap))
+        states = torch.where(block.slots >= 0, block.slots, len(self.overlap) - 1).flatten()
+        if self.options.kind.overlap:
+            self.overlap.index_copy_(0, states, overlap.flatten())
         scale = self._count(begin, end, slopes.value, label >= top).view(-1, 1).to(block.x.dtype)
         if self.grad_states is None and self.grad_weight is None:
             return
@@ -275,9 +290,8 @@ class _Walk:
             if self.grad_states is not None:
                 grad = linear(error, rows.T) if len(spans) == 1 else grad.addmm_(error, rows)
             if self.grad_weight is not None:
-                _add_product(self.grad_weight[span.begin : span.end], error, scaled)
+                _add_product(self.grad_weight[span.begin : span.end], error, scaled[:, self.trained])
         if self.grad_states is not None:
-            states = torch.where(block.slots >= 0, block.slots, self.grad_states.shape[0] - 1).flatten()
             self.grad_states.index_copy_(0, states, grad.mul_(scale).to(self.grad_states.dtype))
 
     def _block(self, begin: int, end: int, q: Tensor | None) -> _Block:

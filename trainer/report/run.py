@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from hiddenstore import settings
 from hiddenstore.console.text import count, percent, plural, seconds
@@ -24,7 +23,14 @@ from trainer.evaluate.simulate import Evaluation, NgramFloor, evaluate_packs, fl
 from trainer.parallel.group import pick_device
 from trainer.settings import config_class, load_config
 from trainer.train.curves import Curves, read_curves, step_seconds
-from trainer.train.run_folder import CONFIG, RunFacts, RunInfo, load_drafter, read_facts
+from trainer.train.run_folder import (
+    CONFIG,
+    RunFacts,
+    RunInfo,
+    drafter_name,
+    load_drafter,
+    read_facts,
+)
 
 _WAITING = 0.1
 _SPIKES = 0.01
@@ -110,8 +116,7 @@ def _length(value: float | None) -> str:
 
 def read_config(run: Path) -> dict[str, dict[str, Any]]:
     """``config.yaml`` by section, resolved as `settings` loads it."""
-    name = yaml.safe_load((run / CONFIG).read_bytes())["drafter"]["name"]
-    return dict(settings.load(config_class(name), run / CONFIG).model_dump(mode="json"))
+    return dict(settings.load(config_class(drafter_name(run)), run / CONFIG).model_dump(mode="json"))
 
 
 def by_depth(rows: Sequence[Mapping[str, Any]], key: str, name: str, dots: bool = False) -> list[Series]:
@@ -190,7 +195,7 @@ def _acceptance(measured: Measured | None, info: RunInfo) -> Section:
     if length is not None and floor_length is not None:
         above = f"{length:.2f} tokens per target forward, {floor_length:.2f} by an n-gram table"
         if length <= floor_length:
-            verdicts.append(Verdict("bad", f"{above}: it has learned nothing from the hidden states yet; train longer"))
+            verdicts.append(Verdict("bad", f"{above}: nothing is gained from the hidden states so far; train longer"))
         else:
             verdicts.append(Verdict("good", above))
     if measured.split == "train":
@@ -303,7 +308,7 @@ def _article(number: int, ids: np.ndarray, mask: np.ndarray, hits: np.ndarray, t
     for start, end in answers(mask):
         first = max(start, 1)
         write(at, start, None)
-        write(start, first + 1, "own")
+        write(start, min(first + 1, end), "own")
         for n, accepted, emitted in drafts(hits, first, end):
             write(n + 1, n + 1 + accepted, "taken")
             write(n + 1 + accepted, n + 1 + emitted, "own")

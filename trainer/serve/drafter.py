@@ -7,23 +7,27 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.targets import LAYER_RULES
+from hiddenstore.targets.checkpoint import WEIGHTS_FILE
 from schemas.layers import LayerConvention, to_convention
-from trainer.export.support import ENGINES, config_differences, recognised, row, words
+from trainer.export.named_target import target_differences
+from trainer.export.support import ENGINES, recognised, row, words
 from trainer.formats import gguf
 from trainer.formats.base import LAYER_IDS, Reads
 from trainer.serve.plan import ServingEngine
 
 ABOUT_FILE = "hiddenstore.json"
 CONFIG_FILE = "config.json"
+EXPORT_AGAIN = "hiddenstore export RUN --engine vllm|sglang|trtllm|llamacpp -o DIR"
 
 
 @dataclass(frozen=True)
 class ServedDrafter:
-    """``draft_len`` is how far it was trained to draft, ``longest`` how far it can at all (None: any length).
+    """``draft_len`` is how far it is to draft, ``longest`` how far it can at all (None: any length).
     ``engine``, ``version`` and ``target`` are those it was exported for; None where its folder does not say."""
 
     path: str
@@ -39,11 +43,14 @@ class ServedDrafter:
 def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
     """The drafter in ``folder``; ``method`` where its files do not tell what it is. Raises NotFoundError: no
     config.json there; ConfigError: ``serve-setting``: a file is no JSON, or nothing tells what this drafter is."""
-    if (file := gguf.drafter_file(folder)) is not None:
+    file = gguf.drafter_file(folder)
+    if file is not None and method == "draft-target":
+        return ServedDrafter(path=str(folder), method=method)
+    if file is not None:
         config, about = gguf.about_file(file)
     else:
         config = _json(folder / CONFIG_FILE)
-        about = _json(folder / ABOUT_FILE) if (folder / ABOUT_FILE).exists() else {}
+        about = _about(folder)
     drafter = recognised(config, {})
     word = about.get("drafter") or (drafter.word(config) if drafter else None)
     if word is None and method is None:
@@ -69,6 +76,23 @@ def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
         target=about.get("target"),
         config=config,
     )
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """What an export of ours says of itself; nothing of a published drafter."""
+    if not (folder / ABOUT_FILE).exists():
+        return {}
+    about = _json(folder / ABOUT_FILE)
+    length, target = about.get("draft_len"), about.get("target")
+    if type(length) not in (int, NoneType) or (length or 1) < 1 or not isinstance(target, dict | NoneType):
+        raise ConfigError(
+            f"{folder / ABOUT_FILE} has draft_len {length!r} and a target of {type(target).__name__}; expected a whole "
+            "number above 0 and an object",
+            kind=Kind.SERVE_SETTING,
+        )
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise NotFoundError(f"{folder / WEIGHTS_FILE} does not exist", kind=Kind.PATH_MISSING, hint=EXPORT_AGAIN)
+    return about
 
 
 def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) -> None:
@@ -100,8 +124,10 @@ def check_target(drafter: ServedDrafter, target: str) -> list[str]:
     expected = drafter.target or {}
     folder = Path(target)
     if (file := gguf.drafter_file(folder)) is not None:
-        differences = gguf.target_differences(file, expected)
-        _refuse_other_target(drafter, target, differences)
+        said = drafter.config
+        published = {"hidden_size": said.get("target_hidden_size"), "vocab_size": said.get("vocab_size")}
+        known = expected or {name: value for name, value in published.items() if value is not None}
+        _refuse_other_target(drafter, target, gguf.target_differences(file, known))
         return []
     if not folder.is_dir():
         name = expected.get("name", "")
@@ -109,7 +135,7 @@ def check_target(drafter: ServedDrafter, target: str) -> list[str]:
             return [f"the drafter was trained for {name}; {target} must have the same weights, vocabulary and layers"]
         return []
     found = _json(folder / CONFIG_FILE)
-    differences = config_differences(expected, found) if expected else _published_differences(drafter, found)
+    differences = target_differences(expected, folder, found) if expected else _published_differences(drafter, found)
     _refuse_other_target(drafter, target, differences)
     return []
 
@@ -180,8 +206,7 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_bytes())
     except FileNotFoundError as error:
-        hint = "hiddenstore export RUN --engine vllm|sglang|trtllm|llamacpp -o DIR"
-        raise NotFoundError(f"{file} does not exist", kind=Kind.PATH_MISSING, hint=hint) from error
+        raise NotFoundError(f"{file} does not exist", kind=Kind.PATH_MISSING, hint=EXPORT_AGAIN) from error
     except (ValueError, NotADirectoryError) as error:
         raise ConfigError(f"{file} is no JSON: {error}", kind=Kind.SERVE_SETTING) from error
     if not isinstance(found, dict):

@@ -346,5 +346,6 @@ def _has_module(python: str, name: str) -> bool:
 
 
 def _hint(how: str, engine: ServingEngine, form: str) -> str:
-    container = "" if form == "container" or "container" in how else ", or --form container"
+    can_contain = form != "container" and "container" in engine.forms and "container" not in how
+    container = ", or --form container" if can_contain else ""
     return f"{how}{container}, or --print-only to run the command where {engine.title} is"

@@ -1,7 +1,6 @@
 """An engine's server as a process of this machine: started, waited for, and gone with the block that needed it."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -9,11 +8,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hiddenstore.errors import ConfigError, Kind, StorageError
+from hiddenstore.fs.seam import storage_error
 from trainer.serve.launch import plan_of, resolve
 from trainer.serve.plan import ServeOptions, ServePlan, ServingEngine
 
@@ -22,6 +22,7 @@ _POLL_S = 0.5
 _MODULES = {"vllm": ("vllm", "vllm.entrypoints.openai.api_server")}
 """Engines that a Python starts by a module: the package it needs, the module."""
 _OPENMP = "libiomp5.so"
+_WATCHED = Path(__file__).with_name("watched.py")
 
 
 @dataclass(frozen=True)
@@ -61,53 +62,57 @@ class EnginePython:
         """The command of ``plan`` under this Python: builds without the engine's own program have its module."""
         return [self.program, "-m", _MODULES[self.engine.name][1], "--model", *plan.command[2:]]
 
-    def environment(self, cores: Sequence[int]) -> dict[str, str]:
-        """What a server needs to share ``cores`` of this machine with its neighbour, where it computes on them."""
+    def environment(self) -> dict[str, str]:
+        """What a server needs to share the cores of this machine with its neighbour, where it computes on them; what is
+        set already stays."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(len(cores))}
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(cores)}
         # The CPU build is ten times slower under another OpenMP than its own, which has to be loaded first.
         own = Path(self.program).parent.parent / "lib" / _OPENMP
         return variables | ({"LD_PRELOAD": str(own)} if own.is_file() else {})
 
 
 @contextmanager
-def running(python: EnginePython, options: ServeOptions, log: Path) -> Iterator[str]:
-    """URL of a server that ``options`` describe, on a free port of this machine, up until the block ends; what it says
-    goes to ``log``.
+def running(python: EnginePython, servers: Sequence[tuple[ServeOptions, Path]]) -> Iterator[list[str]]:
+    """URLs of servers that the options describe, on free ports of this machine, all up until the block ends or this
+    process does; what each says goes to the file beside its options.
 
     Raises:
         ConfigError: what cannot be served, as ``hiddenstore serve`` says it.
-        StorageError: ``server-unreachable``: it ended, or is not up after ten minutes.
+        StorageError: ``server-unreachable``: one ended, or is not up after ten minutes.
     """
-    port = _free_port()
+    ports = _free_ports(len(servers))
+    with ExitStack() as stack:
+        started = [
+            (f"http://127.0.0.1:{port}", stack.enter_context(_process(python, options, port, log)), log)
+            for port, (options, log) in zip(ports, servers, strict=True)
+        ]
+        for url, process, log in started:
+            _wait_until_up(url, process, log)
+        yield [url for url, _, _ in started]
+
+
+@contextmanager
+def _process(python: EnginePython, options: ServeOptions, port: int, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     options = replace(options, flags=(*options.flags, "--host", "127.0.0.1", "--port", str(port)))
     plan = plan_of(python.engine, resolve(python.engine, options).request)
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
-    with log.open("w", encoding="utf-8") as said:
-        # A group of its own: the server starts an engine process that has to go with it.
-        process = subprocess.Popen(
-            python.command(plan),
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, **python.environment(cores), **plan.variables},
-        )
-    url = f"http://127.0.0.1:{port}"
+    environment = {**python.environment(), **os.environ, **plan.variables}
     try:
-        _wait_until_up(url, process, log)
-        yield url
-    finally:
-        _end(process)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(20)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        with log.open("w", encoding="utf-8") as said:
+            # A session of its own: Ctrl-C is for this process, whose end the other one notices.
+            process = subprocess.Popen(
+                [sys.executable, str(_WATCHED), *python.command(plan)],
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+            )
+    except OSError as error:
+        raise storage_error(error, str(log)) from error
+    with process:
+        yield process
 
 
 def _wait_until_up(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
@@ -126,7 +131,9 @@ def _wait_until_up(url: str, process: "subprocess.Popen[bytes]", log: Path) -> N
     )
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from torch import Tensor
+from torch import Tensor, nn
 
 from hiddenstore.documents import seal, sha256_hex, unseal
 from hiddenstore.errors import CorruptionError, Kind, NotFoundError
@@ -165,6 +165,10 @@ def read_spec(path: Path) -> DrafterSpec:
 def load(path: Path) -> Checkpoint:
     """Read one checkpoint and check every digest. Raises CorruptionError: a file is missing or was changed."""
     state = read_state(path)
+    if re.fullmatch(r"step-\d+", path.name) and path.name != f"step-{state.step}":
+        raise CorruptionError(
+            f"{path} holds the checkpoint of step {state.step}", kind=Kind.CHECKPOINT_CORRUPT, path=str(path)
+        )
     contents = {}
     for name, digest in state.files.items():
         data = _read(path / name)
@@ -176,6 +180,28 @@ def load(path: Path) -> Checkpoint:
             )
         contents[name] = data
     return Checkpoint(path, state, load_tensors(contents[DRAFTER]), load_tensors(contents[OPTIMIZER]))
+
+
+def fill(model: nn.Module, saved: Checkpoint) -> None:
+    """Load the saved weights into a fresh drafter. Raises CorruptionError: they are not those of its settings, or no
+    numbers."""
+    fresh, wrong = model.state_dict(), []
+    for name in sorted(fresh.keys() | saved.drafter.keys()):
+        here, there = fresh.get(name), saved.drafter.get(name)
+        if here is None or there is None:
+            wrong.append(f"{name}: {'not of this drafter' if here is None else 'missing'}")
+        elif (here.shape, here.is_floating_point()) != (there.shape, there.is_floating_point()):
+            wrong.append(f"{name}: {list(here.shape)} expected, {there.dtype} {list(there.shape)} found")
+        elif not bool(there.isfinite().all()):
+            wrong.append(f"{name}: NaN or infinity")
+    if wrong:
+        raise CorruptionError(
+            f"{saved.path} does not hold the drafter of its run's settings:\n"
+            + "\n".join(f"  {line}" for line in wrong),
+            kind=Kind.CHECKPOINT_CORRUPT,
+            path=str(saved.path),
+        )
+    model.load_state_dict(saved.drafter)
 
 
 def rng_tensors() -> dict[str, Tensor]:

@@ -145,7 +145,7 @@ class RunLog:
     def _step_of(self, line: bytes) -> int:
         try:
             return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise CorruptionError(
                 f"{self.path} holds a line that is no step: {line[:80]!r}", kind=Kind.RUN_CORRUPT, path=str(self.path)
             ) from error

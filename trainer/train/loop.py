@@ -16,7 +16,7 @@ import torch
 from hiddenstore.console.output import output
 from hiddenstore.console.text import amount, plural
 from hiddenstore.data import GlobalBatch
-from hiddenstore.errors import ConfigError, InterruptError, Kind
+from hiddenstore.errors import ConfigError, CorruptionError, InterruptError, Kind
 from hiddenstore.fs import require_local
 from hiddenstore.index.table import SPLITS
 from hiddenstore.process import Drain, drain_on_signal, from_environment
@@ -283,6 +283,15 @@ def _report(state: TrainState, last: dict[str, Any], began: float, was_finished:
 
 def _last_metrics(run: Path) -> dict[str, Any]:
     path = run / METRICS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    records: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    return next((record for record in reversed(records) if "loss" in record), {})
+    data = path.read_bytes() if path.is_file() else b""
+    # A kill may leave half a line.
+    for line in reversed(data[: data.rfind(b"\n") + 1].splitlines()):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise CorruptionError(f"{path} holds a line that is no step: {line[:80]!r}", kind=Kind.RUN_CORRUPT)
+        if "loss" in record:
+            return record
+    return {}

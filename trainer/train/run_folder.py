@@ -152,7 +152,11 @@ def training_store(info: RunInfo) -> Store | None:
 
 def run_snapshot(run: Path) -> Snapshot:
     """What a run began with: the commits of its first epoch, and the name they have as a snapshot of the store."""
-    return unseal((run / SNAPSHOT).read_bytes(), Snapshot, str(run / SNAPSHOT))
+    try:
+        data = (run / SNAPSHOT).read_bytes()
+    except FileNotFoundError as error:
+        raise CorruptionError(f"{run} lacks {SNAPSHOT}", kind=Kind.RUN_CORRUPT, path=str(run)) from error
+    return unseal(data, Snapshot, str(run / SNAPSHOT))
 
 
 def configured_start(file: str | Path | None, words: Sequence[str]) -> RunInfo | None:
@@ -361,7 +365,7 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
             kind=Kind.RESUME_SETTINGS,
             hint=f"other settings are another run: hiddenstore train {options.store} -o {path}-2 …",
         )
-    name = _drafter_name(path)
+    name = drafter_name(path)
     if options.drafter not in (None, name):
         raise ConfigError(
             f"{path} trains {name}, not {options.drafter}",
@@ -377,7 +381,8 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
     return store, config
 
 
-def _drafter_name(run: Path) -> str:
+def drafter_name(run: Path) -> str:
+    """The kind of drafter a run trains. Raises CorruptionError: ``run-corrupt``."""
     try:
         return str(yaml.safe_load((run / CONFIG).read_bytes())["drafter"]["name"])
     except (yaml.YAMLError, KeyError, TypeError, OSError) as error:
@@ -442,7 +447,7 @@ def load_drafter(
     kind = drafter_kind(spec.drafter.name)
     model = kind.build(spec.drafter, target, spec.seed)
     if not untrained:
-        model.load_state_dict(saved.drafter)
+        checkpoint.fill(model, saved)
     elif (start := started_from(info.run)) is not None:
         load_start(model, start)
     target = TargetInterface(head.to(device), target.vocab.to(device), final_norm)

@@ -108,7 +108,7 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: RunLock) -> Tr
         newest = checkpoint.latest(options.run) if options.resume else None
         saved = checkpoint.load(newest) if newest is not None else None
         if saved is not None:
-            model.load_state_dict(saved.drafter)
+            checkpoint.fill(model, saved)
         elif config.train.init_from is not None:
             load_start(model, describe(config.train.init_from))
         if group.is_first and not options.resume:

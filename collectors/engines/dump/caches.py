@@ -67,6 +67,9 @@ class DeepSpecCache(PeerSource):
         facts = facts_of(manifest, "chat_template", "max_length", "git_sha")
         self.stated = Stated(layers=layers, width=hidden, version=str(VERSION), facts=facts)
         self._records = _read_index(folder / INDEX)
+        for key, expected in (("token_dtype", "int32"), ("mask_dtype", "uint8"), ("num_samples", len(self._records))):
+            if manifest.get(key, expected) != expected:
+                raise unreadable(f"{path} has {key} {manifest[key]!r}, expected {expected!r} as {INDEX} holds it")
 
     def locations(self) -> Sequence[str]:
         return [f"{self._shard(record[1])}#{index}" for index, record in enumerate(self._records)]

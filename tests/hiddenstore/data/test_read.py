@@ -29,6 +29,10 @@ class Counting:
     def fill(self, pack: SimpleNamespace, place: PackedSample) -> None:
         pack.values.fill_(int(place.slot.id) % 251)
 
+    def fill_many(self, pack: SimpleNamespace, places: Sequence[PackedSample]) -> None:
+        for place in places:
+            self.fill(pack, place)
+
 
 def jobs(count: int) -> Iterator[Job[int]]:
     return (Job(number, ((SampleSlot(str(number), 1, 1),),)) for number in range(count))

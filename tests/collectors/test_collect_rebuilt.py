@@ -1,0 +1,153 @@
+"""The recipe ``rebuilt`` through the command line: captured, copied, trained on, and refused where it cannot be."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from collectors.checks.rebuilt import require_rebuilt
+from hiddenstore.care.copy import open_copy, run_copy
+from hiddenstore.data import TokenBatches
+from hiddenstore.errors import CaptureError
+from hiddenstore.store import Store
+from hiddenstore.targets.blocks import BLOCKS_FILE
+from hiddenstore.targets.calibration import read_slice
+from tests.collectors.tiny import save_target
+from tests.tiny_world import TRAIN, World, chat, error_of, run, write_rows
+
+LAYERS = "0,1,2"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A target, its DATA, and a store of each: ``raw``, ``rebuilt`` and a copy of the first as the second."""
+    world = World(tmp_path_factory.mktemp("rebuilt"))
+    save_target(world.root / "target")
+    save_target(world.root / "other", seed=1)
+    write_rows(world.root / "chats.jsonl", [chat(i) for i in range(24)])
+    target = ("--target", world / "target")
+    for words in (
+        ("prepare", world / "chats.jsonl", "-o", world / "data", *target, "--val", "20%"),
+        ("collect", world / "data", "-o", world / "raw", *target, "--layers", LAYERS, "--recipe", "raw"),
+        ("collect", world / "data", "-o", world / "rebuilt", *target, "--layers", LAYERS, "--recipe", "rebuilt"),
+        ("copy", world / "raw", world / "copied", "--recipe", "rebuilt", *target),
+    ):
+        assert run(*words, "-q") == 0, words
+    return world
+
+
+def test_a_capture_and_a_copy_of_a_raw_one_give_the_same_states_near_the_captured(place: World) -> None:
+    raw, rebuilt, copied = (Store.open(place / name) for name in ("raw", "rebuilt", "copied"))
+    assert rebuilt.manifest == copied.manifest
+    assert rebuilt.capture.states == {
+        "layer_0": "rebuilt",
+        "layer_1": "stored",
+        "layer_2": "stored",
+        "final": "rebuilt",
+    }
+    assert rebuilt.totals["bytes_stored"] < 0.5 * raw.totals["bytes_stored"]
+    for sample_id in raw.sample_ids:
+        original, one, other = raw[sample_id], rebuilt[sample_id], copied[sample_id]
+        assert torch.equal(one.aux, other.aux)
+        assert torch.equal(one.final, other.final)
+        assert torch.allclose(one.aux[0].float(), original.aux[0].float(), rtol=2**-7, atol=1e-2)
+        assert (one.final - original.final).float().norm() < 0.2 * original.final.float().norm()
+
+
+def test_verify_and_info_tell_what_is_rebuilt_and_what_lies_beside_it(
+    place: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A random target's text does not look like its own.
+    assert run("verify", place / "rebuilt", "--full", "--meaning", "--json") in (0, 3)
+    report = json.loads(capsys.readouterr().out)
+    assert "rebuilt-differs" not in [finding["kind"] for finding in report["findings"]]
+    assert 0 <= report["measures"]["rebuilt_error_layer_0"] < 0.02
+    assert 0 <= report["measures"]["rebuilt_error_final"] < 0.02
+    assert run("info", place / "rebuilt", "--json") == 0
+    info = json.loads(capsys.readouterr().out)
+    files = [path for path in Path(place / "rebuilt").rglob("*") if path.is_file()]
+    assert info["bytes_on_disk"] == sum(path.stat().st_size for path in files)
+    assert info["bytes_target"] == sum(path.stat().st_size for path in files if path.parent.name == "target")
+    calibration = sum(path.stat().st_size for path in files if path.parent.name == "calibration")
+    assert info["bytes_calibration"] == calibration > 0
+    assert run("info", place / "rebuilt") == 0
+    shown = capsys.readouterr().out
+    assert "0 (rebuilt), 1, 2 + final rebuilt from layer 2" in shown
+    assert "on disk with target" in " ".join(shown.split())
+
+
+def test_a_drafter_trains_and_is_judged_on_rebuilt_states(place: World) -> None:
+    assert run("train", place / "rebuilt", "-o", place / "run", *TRAIN, "-q") == 0
+    assert run("eval", place / "run", place / "rebuilt", "-q") == 0
+    for name in ("rebuilt", "copied"):
+        words = ("--to", "specforge-eagle3", "--missing-final", "zeros", "-o", place / f"dump-{name}", "-q")
+        assert run("export-data", place / name, *words) == 0
+    dumps = [[*sorted(Path(place / f"dump-{name}").rglob("*.ckpt"))] for name in ("rebuilt", "copied")]
+    assert len(dumps[0]) == len(Store.open(place / "rebuilt"))
+    for one, other in zip(*dumps, strict=True):
+        parts = [torch.load(path, weights_only=True) for path in (one, other)]
+        assert all(torch.equal(parts[0][name], parts[1][name]) for name in parts[0])
+        assert parts[0]["hidden_state"].any()
+
+
+def test_plan_says_what_rebuilding_saves_and_takes(place: World, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", place / "data", "--target", place / "target", "--layers", LAYERS, "--recipe", "rebuilt")
+    assert run(*words) == 0
+    assert "training holds" in capsys.readouterr().err
+    assert run(*words, "--json") == 0
+    rows = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)["recipes"]}
+    store = Store.open(place / "rebuilt")
+    blocks = next(file.size for file in store.manifest.target_files if file.path == BLOCKS_FILE)
+    added = rows["rebuilt"]["bytes_target"] - rows["compact"]["bytes_target"]
+    assert added == pytest.approx(blocks, rel=0.05)
+    assert rows["rebuilt"]["rebuild_flops"] == pytest.approx(2 * added / 4)
+    assert rows["compact"]["rebuild_flops"] == 0
+
+
+def test_layers_that_end_too_early_are_refused_before_anything_is_written(
+    place: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("schemas.capture.MOST_BLOCKS", 1)
+    words = ("collect", place / "data", "-o", place / "early", "--target", place / "target", "--layers", "0,1")
+    assert run(*words, "--recipe", "rebuilt") == 2
+    message, fix = error_of(capsys.readouterr().err)
+    assert "the top aux layer is 1 of" in message
+    assert "--recipe compact" in fix
+    assert not Path(place / "early").exists()
+
+
+def test_a_copy_refuses_the_blocks_of_another_target(place: World, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("copy", place / "raw", place / "wrong", "--recipe", "rebuilt", "--target", place / "other")
+    assert run(*words) == 4
+    message, fix = error_of(capsys.readouterr().err)
+    assert "checkpoint_sha256" in message
+    assert "--target" in fix
+    assert not Path(place / "wrong").exists()
+
+
+def test_an_engine_whose_states_the_blocks_do_not_bring_back_is_refused(place: World) -> None:
+    store = Store.open(place / "rebuilt")
+    states = read_slice(store.fs, store.capture)
+    assert states is not None
+    samples = [store.sample(entry.id) for entry in states.samples]
+    require_rebuilt(store, states, samples)
+    aux = states.aux.clone()
+    aux[0] = aux[1]
+    for wrong, field in ((replace(states, aux=aux), "layer_0"), (replace(states, final=-states.final), "final")):
+        with pytest.raises(CaptureError, match=f"{field} as the target's blocks rebuild it") as error:
+            require_rebuilt(store, wrong, samples)
+        assert error.value.kind == "cross-check"
+
+
+def test_what_a_filter_leaves_is_rebuilt_too(place: World, tmp_path: Path) -> None:
+    store = Store.open(place / "rebuilt")
+    run_copy(open_copy([store], tmp_path / "part", keep=lambda _record, entry: entry.split == "validation"))
+    part = Store.open(tmp_path / "part")
+    assert 0 < len(part) < len(store)
+    packs = [
+        pack for batch in TokenBatches(part, batch_tokens=512, split="validation", epochs=1) for pack in batch.packs
+    ]
+    assert sum(len(pack.sample_ids) for pack in packs) == len(part)
+    assert all(pack.aux.shape[0] == 3 and len(pack.final) == len(pack.final_rows) for pack in packs)

@@ -1,0 +1,144 @@
+"""DSpark against its plain restatement: logits, losses, gradients, and its use over text and live."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hiddenstore.targets.head import HeadBundle
+from tests.trainer.conftest import VOCAB, make_batch, make_head
+from tests.trainer.test_dflash import Case, as_lists, config, plain
+from trainer.drafters.base import DrafterInUse, Verified
+from trainer.drafters.dspark import DSPARK, DSpark, DSparkConfig, DSparkLoss
+from trainer.losses.fused_head import StepLosses
+from trainer.losses.teacher import TargetInterface
+from trainer.slots import candidate_anchors
+from trainer.vocab import DraftVocab
+
+RANK, BLOCK = 6, 4
+LENGTHS = [17, 3, 12]
+ANCHORS = [0, 2, 4, 9, 14, 16, 18, 21, 25, 31]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def dspark_case(lengths: list[int], known: int = VOCAB, dtype: torch.dtype = torch.float64, **changes: Any) -> Case:
+    """Every weight of the drafter random, norms unequal; ``known`` tokens in the draft vocabulary."""
+    head: HeadBundle = make_head(dtype=dtype)
+    vocab = DraftVocab.full(VOCAB) if known == VOCAB else DraftVocab.of_ids(torch.randperm(VOCAB)[:known], VOCAB)
+    target = TargetInterface(head, vocab)
+    settings = {**config().model_dump(), "name": "dspark", "markov_rank": RANK, "block_size": BLOCK, **changes}
+    model = DSPARK.build(DSparkConfig.model_validate(settings), target, 0).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            spread = 0.3 if parameter.ndim == 1 else 0.25
+            parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if "norm" in name else 0.0))
+    model.tie_weights(head)
+    if model.frozen_head is not None:
+        model.frozen_head = model.frozen_head.to(dtype)
+    return Case(target, model, make_batch(lengths, dtype=dtype))
+
+
+def our_loss(case: Case, loss: DSparkLoss, anchors: list[int]) -> StepLosses:
+    objective = DSPARK.objective(case.model, case.target, loss)
+    work = objective.prepare_at(case.batch, torch.tensor(anchors))
+    return objective.losses(work, objective.denominators(work))
+
+
+def plain_loss(case: Case, loss: DSparkLoss, anchors: list[int]) -> tuple[Tensor, list[float]]:
+    """Slot by slot: the loss, and the sum of the tokens' own loss at each depth."""
+    w, vocab, pack = dict(case.model.named_parameters()), case.target.vocab, as_lists(case.batch)
+    known = vocab.target_ids.tolist()
+    head = w.get("lm_head.weight", case.target.head.output_weight[vocab.target_ids])
+    target_logits = case.target.head.logits(case.batch.final).double()
+    states, total, count, sums = plain(case, anchors), torch.zeros(()).double(), 0, [0.0] * BLOCK
+    for n, anchor in enumerate(anchors):
+        for k in range(BLOCK):
+            row = anchor + 1 + k
+            if row >= len(pack["ids"]) or pack["document"][row] != pack["document"][anchor] or not pack["mask"][row]:
+                continue
+            choice = int(target_logits[row - 1].argmax()) if loss.labels == "target" else pack["ids"][row]
+            if choice not in known:
+                continue
+            before = w["markov_head.markov_w1.weight"][pack["ids"][anchor + k]]
+            logits = head @ states[n, k] + w["markov_head.markov_w2.weight"] @ before
+            p, q = logits.softmax(0), target_logits[row - 1][known].softmax(0)
+            overlap = torch.minimum(p, q).sum()
+            own = -loss.cross_entropy * p[known.index(choice)].log() + loss.overlap * (1 - overlap)
+            more = torch.zeros(()).double()
+            if "confidence_head.proj.weight" in w:
+                joined = torch.cat([states[n, k], before])
+                said = (w["confidence_head.proj.weight"] @ joined + w["confidence_head.proj.bias"])[0]
+                more = loss.confidence * F.binary_cross_entropy_with_logits(said, overlap.detach())
+            total = total + torch.exp(torch.tensor(-k / 4.0)) * (own + more)
+            sums[k] += float(own.detach())
+            count += 1
+    return total / count, sums
+
+
+@pytest.mark.parametrize("labels", ["target", "text"])
+@pytest.mark.parametrize(
+    ("known", "changes"),
+    [(VOCAB, {}), (25, {}), (25, {"train_head": True}), (VOCAB, {"confidence_head": False})],
+)
+def test_losses_and_gradients_agree_with_the_plain_restatement(labels: str, known: int, changes: Any) -> None:
+    case = dspark_case(LENGTHS, known=known, **changes)
+    loss = DSparkLoss.model_validate({"labels": labels, "gamma": 4.0})
+    result = our_loss(case, loss, ANCHORS)
+    expected, sums = plain_loss(case, loss, ANCHORS)
+    assert float(result.value) == pytest.approx(float(expected.detach()), abs=1e-5)
+    assert result.sums.tolist() == pytest.approx(sums, abs=1e-4)
+    weights = dict(case.model.named_parameters())
+    found, wanted = (torch.autograd.grad(x, list(weights.values())) for x in (result.total, expected))
+    for name, a, b in zip(weights, found, wanted, strict=True):
+        assert float((a - b).abs().max()) <= 1e-5 * max(1e-2, float(b.abs().max())), name
+
+
+def test_a_live_draft_is_chosen_token_by_token_and_is_what_recorded_text_says() -> None:
+    case = dspark_case([24])
+    model = case.model
+    assert isinstance(model, DSpark)
+    with torch.no_grad():
+        model.markov_head.markov_w2.weight.mul_(8)
+    case.batch.loss_mask[:] = True
+    case.batch.aux[:] = case.batch.aux.float().double()
+    use = DrafterInUse(DSPARK, model, case.target)
+    live, seen, after_newest = use.live(), 0, set()
+    for newest in (6, 9, 10, 15):
+        ids = case.batch.input_ids[seen + 1 : newest + 1].tolist()
+        proposed = live.propose(Verified(case.batch.aux[:, seen:newest], case.batch.final[seen:newest], ids), BLOCK)
+        text = make_batch([24], torch.ones(24, dtype=torch.bool), dtype=torch.float64)
+        text.input_ids[:], text.aux[:] = case.batch.input_ids, case.batch.aux
+        text.input_ids[newest + 1 : newest + 1 + BLOCK] = torch.tensor(proposed)
+        assert int(use.hits(text, BLOCK)[newest]) == BLOCK
+        text.input_ids[newest + 2] = (proposed[1] + 1) % VOCAB
+        assert int(use.hits(text, BLOCK)[newest]) == 1
+        after_newest.add(tuple(proposed))
+        seen = newest
+    assert len(after_newest) == 4
+
+
+def test_the_confidence_head_says_a_probability_and_anchors_leave_room_for_every_proposal() -> None:
+    case = dspark_case([30])
+    assert isinstance(case.model, DSpark)
+    said = case.model.confidence(torch.randn(5, 16 + RANK).double())
+    assert said.shape == (5,)
+    assert bool(((said > 0) & (said < 1)).all())
+    case.batch.loss_mask[:] = True
+    objective = DSPARK.objective(case.model, case.target, DSparkLoss(anchor_rule="whole"))
+    assert objective.depths == BLOCK
+    anchors = objective.prepare(case.batch).block_map.anchors
+    assert torch.equal(anchors, candidate_anchors(case.batch, BLOCK + 1, "whole"))
+    assert int(anchors.max()) == 30 - 1 - BLOCK
+
+
+def test_what_dspark_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="causal is JetSpec's"):
+        dspark_case([9], causal=True)
+    with pytest.raises(ValueError, match="dpace weighs by cross-entropies"):
+        DSparkLoss(weighting="dpace")

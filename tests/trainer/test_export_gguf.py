@@ -1,0 +1,182 @@
+"""Drafters as llama.cpp's GGUF files: written whole, read back alike, and refused where they differ."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFReader
+
+from hiddenstore.errors import ConfigError, ConflictError, FormatError, HiddenstoreError, Kind
+from tests.trainer.export_cases import IDENTITY, KINDS, LAYERS, U, case, make
+from tests.trainer.gguf_target import rewritten, write_target
+from trainer.export.published import read_published
+from trainer.export.write import export
+from trainer.formats import gguf
+from trainer.formats.base import Checkpoint
+
+TAKEN = [
+    name
+    for name, (drafter, _, flags) in KINDS.items()
+    if drafter in ("eagle3", "dflash") and not flags.keys() & {"fc_norm", "num_layers"}
+]
+SCALINGS = [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 30.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 128},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_target(tmp_path_factory.mktemp("target") / "target.gguf")
+
+
+def written(checkpoint: Checkpoint, out: Path, target: str | None, dtype: str = "float32") -> Path:
+    export(replace(checkpoint, target_name=target), "llamacpp", out, dtype)
+    return out
+
+
+def fields(path: Path | str) -> dict[str, object]:
+    return {name: field.contents() for name, field in GGUFReader(path).fields.items()}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_the_file_holds_the_drafter_bit_for_bit_in_its_dtype(name: str, target: str, tmp_path: Path) -> None:
+    done = export(replace(case(name), target_name=target), "llamacpp", tmp_path / "drafter.gguf")
+    assert (done.dtype, done.layer_ids, done.bytes) == ("bfloat16", [2, 4, 5], done.path.stat().st_size)
+    kinds = {tensor.name: tensor.tensor_type for tensor in GGUFReader(done.path).tensors}
+    assert kinds["fc.weight"] == GGMLQuantizationType.BF16
+    assert kinds["output_norm.weight"] == kinds["blk.0.attn_norm.weight"] == GGMLQuantizationType.F32
+    assert kinds.get("d2t", GGMLQuantizationType.I64) == GGMLQuantizationType.I64
+
+
+@pytest.mark.parametrize("rope", SCALINGS, ids=lambda rope: rope["rope_type"])
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
+def test_stretched_rope_comes_back_as_it_was(
+    drafter: str, rope: dict[str, object], target: str, tmp_path: Path
+) -> None:
+    out = written(make(drafter, rope_scaling=rope), tmp_path / "a.gguf", target)
+    config, _ = gguf.read(out)
+    assert config["rope_scaling"] == rope
+    factors = [tensor.data for tensor in GGUFReader(out).tensors if tensor.name == "rope_freqs.weight"]
+    assert len(factors) == (rope["rope_type"] == "llama3")
+    if factors:
+        assert factors[0][0] == 1
+        assert factors[0][-1] == pytest.approx(8)
+
+
+def test_neighbouring_channels_of_a_head_are_its_halves_interleaved(target: str, tmp_path: Path) -> None:
+    checkpoint = case("eagle3")
+    out = written(checkpoint, tmp_path / "a.gguf", target)
+    rows = next(tensor.data for tensor in GGUFReader(out).tensors if tensor.name == "blk.0.attn_q.weight")
+    plain = checkpoint.model.state_dict()["midlayer.self_attn.q_proj.weight"]
+    assert torch.equal(torch.from_numpy(rows[:4].copy()), plain[[0, 8, 1, 9]])
+
+
+def test_the_vocabulary_is_the_target_s_field_by_field_and_d2t_names_its_tokens(target: str, tmp_path: Path) -> None:
+    out = written(case("eagle3"), tmp_path / "a.gguf", target)
+    own, other = fields(out), fields(target)
+    names = [name for name in other if name.startswith("tokenizer.")]
+    assert len(names) > 6
+    assert {name: own[name] for name in names} == {name: other[name] for name in names}
+    ids = next(tensor.data for tensor in GGUFReader(out).tensors if tensor.name == "d2t")
+    assert ids.tolist() == case("eagle3").vocab.target_ids.tolist()
+
+
+def test_a_folder_holds_the_file_and_either_is_read(target: str, tmp_path: Path) -> None:
+    folder = written(case("dflash"), tmp_path / "folder", target)
+    assert [file.name for file in folder.iterdir()] == ["drafter.gguf"]
+    for place in (folder, folder / "drafter.gguf"):
+        found = read_published(place, case("dflash").head, LAYERS)
+        assert (found.config.name, found.config.mask_token_id, found.config.block_size) == ("dflash", 7, 4)
+        assert tuple(found.config.aux_layers) == (1, 3, 4)
+
+
+def test_a_quantised_file_is_read_as_what_it_multiplies_by(target: str, tmp_path: Path) -> None:
+    """As llama-quantize leaves a drafter: its matrices in Q8_0, everything else as it was."""
+    out = written(case("eagle3"), tmp_path / "a.gguf", target)
+    small = rewritten(out, tmp_path / "small.gguf", {}, quantised="ffn_up.weight")
+    exact, rounded = (gguf.read(file)[1]["midlayer.mlp.up_proj.weight"] for file in (out, small))
+    assert 0 < (exact - rounded).abs().max() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"num_layers": 2}, "has one layer"),
+        ({"fc_norm": True}, "which no weights make up for"),
+        ({"aux_layers": (1, 3, 7)}, "nothing enters one after the last"),
+        ({"aux_layers": (1, 3)}, "three aux layers"),
+        ({"rope_scaling": {**SCALINGS[1], "attention_factor": 1.5}}, "its own attention factor"),
+    ],
+)
+def test_what_llama_cpp_has_no_place_for_is_refused_with_the_reason(
+    flags: dict[str, object], reason: str, target: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as said:
+        written(make("eagle3", U, **flags), tmp_path / "a.gguf", target)
+    assert said.value.kind is Kind.EXPORT_UNSUPPORTED
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_target_that_is_missing_no_gguf_or_another_is_refused(target: str, tmp_path: Path) -> None:
+    other = write_target(tmp_path / "other.gguf", layers=9)
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(Path(target).read_bytes()[:200])
+    for named, kind, text in (
+        (None, Kind.OPTION_INVALID, "--target names none"),
+        ("maker/target", Kind.OPTION_INVALID, "--target names none"),
+        (str(tmp_path / "no.gguf"), Kind.PATH_MISSING, "does not exist"),
+        (str(broken), Kind.DRAFTER_UNFIT, "no whole GGUF file"),
+        (other, Kind.TARGET_MISMATCH, "num_layers: 8 expected, 9 found"),
+    ):
+        with pytest.raises(HiddenstoreError, match=text) as said:
+            written(case("eagle3"), tmp_path / "out.gguf", named)
+        assert said.value.kind is kind
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["broken.gguf", "other.gguf"]
+
+
+def test_a_name_that_is_taken_stays_what_it_was(target: str, tmp_path: Path) -> None:
+    out = tmp_path / "drafter.gguf"
+    out.write_text("mine")
+    with pytest.raises(ConflictError):
+        written(case("eagle3"), out, target)
+    assert out.read_text() == "mine"
+    assert [file.name for file in tmp_path.iterdir()] == ["drafter.gguf"]
+
+
+def _refused(path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as said:
+        read_published(path, case("eagle3").head, LAYERS)
+    assert said.value.kind is Kind.DRAFTER_UNFIT
+
+
+def test_a_file_of_another_kind_or_with_more_than_a_drafter_here_has_is_refused(target: str, tmp_path: Path) -> None:
+    _refused(Path(target), "is llama; drafters are eagle3, dflash")
+    for name, field, text in (
+        ("eagle3", "norm_before_fc", "norms all layers as one"),
+        ("dflash", "attention.causal", "which DFlash here has not"),
+    ):
+        out = written(case(name), tmp_path / f"{name}.gguf", target)
+        changed = rewritten(out, tmp_path / f"{name}-changed.gguf", {f"{name}.{field}": True})
+        _refused(changed, text)
+
+
+def test_frequencies_stretched_by_a_rule_the_file_does_not_name_are_refused(target: str, tmp_path: Path) -> None:
+    out = written(make("eagle3", rope_scaling=SCALINGS[2]), tmp_path / "a.gguf", target)
+    reader = GGUFReader(out, "r+")
+    next(tensor for tensor in reader.tensors if tensor.name == "rope_freqs.weight").data[:] *= 2
+    reader.data.flush()
+    _refused(out, "does not name the rule")
+
+
+def test_the_file_says_for_whom_it_was_written(target: str, tmp_path: Path) -> None:
+    out = written(replace(case("eagle3"), draft_len=5), tmp_path / "a.gguf", target)
+    _, about = gguf.about_file(out)
+    assert (about["drafter"], about["engine"], about["draft_len"]) == ("eagle3", "llamacpp", 5)
+    assert about["target"] == json.loads(IDENTITY.model_dump_json())
+    with pytest.raises(FormatError, match="num_layers"):
+        written(case("eagle3"), tmp_path / "b.gguf", write_target(tmp_path / "other.gguf", layers=7))

@@ -1,0 +1,198 @@
+"""The page of a run and of several: its figures are those of eval and of the log, its colours those of the walk."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from hiddenstore.cli import main
+from hiddenstore.errors import CorruptionError
+from tests.tiny_world import TRAIN, World, run
+from trainer.evaluate.acceptance import AcceptanceTally, walk
+from trainer.report.compare import compare_page, short_names
+from trainer.report.run import _article, measure, run_page
+from trainer.train.curves import Curves, read_curves
+from trainer.train.run_folder import describe, training_store
+
+
+def typed(*words: str) -> Result:
+    return CliRunner().invoke(main, words, prog_name="hiddenstore")
+
+
+def validated(*losses: float) -> Curves:
+    return Curves(validations=[{"step": 10 * n, "loss": loss} for n, loss in enumerate(losses, 1)])
+
+
+@pytest.fixture(scope="module")
+def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two runs over one store that differ in their rate and validate twice."""
+    place = tmp_path_factory.mktemp("runs")
+    for name, rate in (("slow", "1e-4"), ("fast", "1e-2")):
+        words = (f"optim.lr={rate}", "train.validate_every=2", "train.max_steps=4")
+        assert run("train", world / "store", "-o", str(place / name), *TRAIN, *words, "-q") == 0
+    return str(place / "slow"), str(place / "fast")
+
+
+def test_the_page_of_a_run_says_what_eval_says(runs: tuple[str, str], world: World, tmp_path: Path) -> None:
+    out = tmp_path / "run.html"
+    made = typed("report", runs[1], "-o", str(out), "--measure", "1000", "--json")
+    assert made.exit_code == 0, made.stderr
+    document = json.loads(made.stdout)
+    judged = json.loads(typed("eval", runs[1], world / "store", "--untrained", "--json").stdout)
+    shown = document["figures"]
+    assert shown["accepted length"] == f"{judged['accepted_length']:.2f}"
+    assert shown["n-gram floor"] == f"{judged['ngram_accepted_length']:.2f}"
+    assert shown["untrained"] == f"{judged['untrained_accepted_length']:.2f}"
+    html = out.read_text(encoding="utf-8")
+    for title in ("Loss and accuracy", "Acceptance", "Data", "Time", "Settings", "Drafted text"):
+        assert f">{title}</h2>" in html
+    assert "https:" not in html
+    is_below = judged["accepted_length"] <= judged["ngram_accepted_length"]
+    levels = {one["level"] for one in document["verdicts"] if one["section"] == "Acceptance"}
+    assert levels == ({"bad"} if is_below else {"good"})
+
+
+def test_what_is_marked_as_accepted_is_what_the_walk_accepts() -> None:
+    mask = np.array([0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1])
+    hits = np.array([0, 0, 2, 1, 0, 3, 1, 0, 0, 0, 1, 0, 3, 0])
+    ids = np.arange(100, 114)
+    tally = AcceptanceTally(3)
+    walk(hits, mask, tally)
+    html = _article(0, ids, mask, hits, None)
+    taken = " ".join(re.findall(r'class="taken">([^<]*)<', html)).split()
+    own = " ".join(re.findall(r'class="own">([^<]*)<', html)).split()
+    assert len(taken) == sum(tally.accepted_at)
+    assert len(taken) + len(own) == tally.tokens + 2  # the first token of each answer is of the prefill
+    assert [int(token) for token in re.findall(r"\b1\d\d\b", re.sub("<[^>]*>", " ", html.split("turn")[1]))] == list(
+        ids
+    )
+    assert f"{len(taken)} of {tally.tokens} generated ones" in html
+
+
+def test_settings_that_differ_from_the_stores_own_are_listed(runs: tuple[str, str]) -> None:
+    info = describe(runs[0])
+    page = run_page(info, training_store(info), None)
+    (section,) = [section for section in page.sections if section.title == "Settings"]
+    changed = section.body.split("<details>")[0]
+    assert "optim.lr" in changed
+    assert "train.max_steps" in changed
+    assert "optim.kind" not in changed
+    assert "optim.kind" in section.body
+
+
+def test_a_run_whose_store_is_gone_has_a_page_without_acceptance_and_says_so(world: World, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(world / "store", tmp_path / "store")
+    assert run("train", str(tmp_path / "store"), "-o", str(tmp_path / "run"), *TRAIN, "-q") == 0
+    shutil.rmtree(tmp_path / "store")
+    out = tmp_path / "run.html"
+    made = typed("report", str(tmp_path / "run"), "-o", str(out))
+    assert made.exit_code == 0, made.stderr
+    assert "is gone" in made.stderr
+    html = out.read_text(encoding="utf-8")
+    assert "acceptance was not measured" in html
+    assert "Drafted text" not in html
+    assert "Token ids are that text" not in html
+
+
+def test_text_that_was_trained_on_and_runs_over_other_samples_are_named(world: World, tmp_path: Path) -> None:
+    assert run("train", world / "train_store", "-o", str(tmp_path / "run"), *TRAIN, "-q") == 0
+    info = describe(tmp_path / "run")
+    store = training_store(info)
+    assert store is not None
+    measured = measure(info, store, 8, 3)
+    assert measured is not None
+    assert measured.split == "train"
+    texts = [verdict.text for _, verdict in run_page(info, store, measured).verdicts]
+    assert any("text it was trained on" in text for text in texts)
+    others = [verdict.text for _, verdict in compare_page([info, describe(world / "run")]).verdicts]
+    assert any("different samples" in text and "do not compare" in text for text in others)
+
+
+def test_runs_are_compared_by_what_they_validated(runs: tuple[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "both.html"
+    made = typed("compare", *runs, "-o", str(out), "--json")
+    assert made.exit_code == 0, made.stderr
+    document = json.loads(made.stdout)
+    best = {Path(path).name: _best(Path(path)) for path in runs}
+    assert document["figures"]["longest accepted"] == f"{max(best.values()):.2f}"
+    html = out.read_text(encoding="utf-8")
+    assert "optim.lr" in html
+    assert "train.max_steps" not in html
+    assert "different samples" not in html
+
+
+def _best(path: Path) -> float:
+    return max(one["accepted_length"] for one in read_curves(path).validations)
+
+
+def test_one_run_is_not_compared(runs: tuple[str, str]) -> None:
+    result = typed("compare", runs[0])
+    assert result.exit_code == 2
+    assert "hiddenstore report" in result.stderr
+
+
+def test_names_of_runs_are_as_long_as_tells_them_apart() -> None:
+    assert short_names([Path("/a/x/run"), Path("/a/y/run")]) == ["x/run", "y/run"]
+    assert short_names([Path("/a/one"), Path("/b/two")]) == ["one", "two"]
+    assert len(set(short_names([Path("/a/one"), Path("/a/one")]))) == 2
+
+
+def test_a_log_is_read_back_as_it_was_written(runs: tuple[str, str]) -> None:
+    curves = read_curves(Path(runs[0]))
+    assert [row["step"] for row in curves.steps] == [1, 2, 3, 4]
+    assert [one["step"] for one in curves.validations] == [2, 4]
+    assert 0 <= curves.wait_share <= 1
+    assert curves.seconds > 0
+
+
+def test_half_a_line_at_the_end_of_a_log_is_left_out_and_one_inside_is_damage(tmp_path: Path) -> None:
+    line = json.dumps({"step": 1, "loss": 1.0, "losses": [1.0], "acc": [0.5], "tokens": 10, "tokens_per_s": 5.0})
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n{line[:20]}")
+    assert len(read_curves(tmp_path).steps) == 1
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n{line[:20]}\n{line}\n")
+    with pytest.raises(CorruptionError, match=r"metrics.jsonl:2 is no step") as error:
+        read_curves(tmp_path)
+    assert error.value.kind == "run-corrupt"
+    assert read_curves(tmp_path / "nothing").steps == []
+
+
+def test_a_run_overfits_when_its_validation_loss_has_risen_since_its_least() -> None:
+    rising = validated(3.0, 2.0, 2.1)
+    text = rising.overfit(30) or ""
+    assert "2.000 at step 20" in text
+    assert "2.100 at step 30" in text
+    assert rising.overfit(20) is None
+    assert validated(3.0, 2.0, 2.01).overfit(30) is None
+    assert validated(3.0).overfit(10) is None
+    assert validated().overfit(10) is None
+    assert "at step 10" in (validated(3.0, float("nan")).overfit(20) or "")
+
+
+def test_more_lines_than_styles_are_drawn_all_the_same() -> None:
+    from hiddenstore.report.charts import STYLES, Series, lines
+
+    drawn = lines("t", [Series(f"line {n}", [0, 1], [n, n]) for n in range(STYLES + 2)], "x", "y")
+    assert drawn.count('<path d="M5') == STYLES + 2
+    style = (Path(__file__).parents[2] / "hiddenstore/report/page.css").read_text()
+    assert all(f".{shape}.s{number}" in style for number in range(STYLES) for shape in ("line", "fill", "dot"))
+
+
+def test_eval_warns_of_a_run_that_overfits(runs: tuple[str, str], world: World, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "run"
+    shutil.copytree(runs[0], copy)
+    rows = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if "validation" in row and row["step"] == 4:
+            row["validation"]["loss"] *= 1.5
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    warned = typed("eval", str(copy), world / "store")
+    assert warned.exit_code == 0
+    assert "it overfits" in warned.stderr
+    assert "it overfits" not in typed("eval", str(copy / "checkpoints" / "step-2"), world / "store").stderr

@@ -1,0 +1,208 @@
+"""DSpark: DFlash with a head that knows the token before, and another that says how sure a slot is.
+
+Every slot of the block proposes: slot k stands at the newest token's position + k and proposes the token after it. To
+its logits a Markov head adds W2 W1[x], x the token at the slot's own position: the newest one, and then the one just
+proposed. So proposals are chosen one after another, from the states of one forward. A confidence head reads [state;
+W1[x]] and is taught how much of the target's distribution the drafter's overlaps. Sources: docs/design/016; DeepSeek's
+released DSpark; speculators 0.9 ``models/dspark``; llama.cpp ``dflash.cpp``.
+
+Shapes: D target width (and the drafter's), V target vocabulary, U draft vocabulary, M Markov rank, N blocks, B slots of
+a block, n rows.
+"""
+
+from functools import partial
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hiddenstore.data import PackedBatch
+from hiddenstore.targets.matmul import Linear
+from trainer.config import LossConfig
+from trainer.drafters.base import Needs, TargetFacts
+from trainer.drafters.dflash import DFLASH, BlockInputs, BlockLoss, BlockObjective, DFlash, DFlashConfig
+from trainer.drafters.live import draft_logits
+from trainer.formats.dspark import DSPARK as DSPARK_EXPORT
+from trainer.losses.fused_head import StepLosses, Supervision, head_losses
+from trainer.losses.kinds import Compared, LossKind, Slopes
+from trainer.losses.teacher import TargetInterface, Teacher
+from trainer.slots import BlockMap
+from trainer.vocab import DraftVocab
+
+PUBLISHED_BLOCK, PUBLISHED_RANK = 7, 256
+
+
+class DSparkLoss(BlockLoss):
+    """What the slots of a block are taught."""
+
+    labels: Literal["text", "target"] = "target"
+    """What the cross-entropy teaches: the text's token or the target's most probable one."""
+    reduction: Literal["weights", "kept"] | None = "kept"
+    """What the loss is divided by: the sum of the weights or the taught slots (``kept``: speculators)."""
+    cross_entropy: float = Field(0.1, ge=0)
+    """Weight of the cross-entropy."""
+    overlap: float = Field(0.9, ge=0)
+    """Weight of one less the overlap of both distributions, which is the chance of a rejection."""
+    confidence: float = Field(1.0, ge=0)
+    """Weight of the confidence head's cross-entropy with the overlap."""
+
+    @model_validator(mode="after")
+    def _weighs_by_place(self) -> Self:
+        if self.weighting == "dpace":
+            raise ValueError("dpace weighs by cross-entropies alone; DSpark's slots are weighed by decay")
+        return self
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether the final hidden is read."""
+        return True
+
+
+class DSparkConfig(DFlashConfig):
+    """Settings of DSpark."""
+
+    name: str = "dspark"
+    """The kind of drafter."""
+    block_size: int = Field(PUBLISHED_BLOCK, ge=2)
+    """Slots of a block, each of which proposes."""
+    markov_rank: int = Field(PUBLISHED_RANK, gt=0)
+    """Width of what the Markov head knows of the token before."""
+    confidence_head: bool = True
+    """Train and save a head that says how probable it is that a slot's proposal is accepted."""
+
+    @model_validator(mode="after")
+    def _is_not_causal(self) -> Self:
+        if self.causal:
+            raise ValueError("causal is JetSpec's: engines fill DSpark's blocks in no order")
+        return self
+
+    @property
+    def longest(self) -> int:
+        """K: tokens of one draft."""
+        return self.block_size
+
+
+class MarkovHead(nn.Module):
+    """W1 [V, M] and W2 [U, M]."""
+
+    def __init__(self, vocab: DraftVocab, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab.target_size, rank)
+        nn.init.normal_(self.markov_w1.weight, std=0.01)
+        self.markov_w2 = Linear(rank, vocab.size)
+
+
+class ConfidenceHead(nn.Module):
+    """The logit [n] of a slot's acceptance, from [state; W1[x]]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, joined: Tensor) -> Tensor:
+        return F.linear(joined.float(), self.proj.weight.float(), self.proj.bias.float())[:, 0]
+
+
+class DSpark(DFlash):
+    """The drafter: DFlash's weights and two heads."""
+
+    config: DSparkConfig
+    chained = True
+
+    def __init__(self, config: DSparkConfig, vocab: DraftVocab) -> None:
+        super().__init__(config, vocab)
+        self.markov_head = MarkovHead(vocab, config.markov_rank)
+        if config.confidence_head:
+            self.confidence_head = ConfidenceHead(config.hidden_size + config.markov_rank)
+
+    def logits(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Draft logits fp32 [n, U] of states [n, D] that follow the tokens int64 [n]."""
+        before = F.embedding(previous, self.markov_head.markov_w1.weight)
+        bias = draft_logits(before, self.markov_head.markov_w2.weight)
+        return super().logits(states, previous) + bias
+
+    def joined(self, states: Tensor, previous: Tensor) -> Tensor:
+        """[state; W1[x]] of states [n, D] that follow the tokens int64 [n]: [n, D+M]."""
+        return torch.cat([states, F.embedding(previous, self.markov_head.markov_w1.weight).to(states.dtype)], -1)
+
+    def confidence(self, joined: Tensor) -> Tensor:
+        """The probability fp32 [n] that a slot's proposal is accepted."""
+        return torch.sigmoid(self.confidence_head(joined))
+
+    def block_states(self, batch: PackedBatch, block_map: BlockMap) -> Tensor:
+        """[state; W1[x]] of every slot, after the text's own tokens: [N*B, D+M]."""
+        slots = torch.arange(self.block_size, device=batch.input_ids.device)
+        rows = (block_map.anchors[:, None] + slots).clamp(max=len(batch.input_ids) - 1)
+        return self.joined(super().block_states(batch, block_map), batch.input_ids[rows].flatten())
+
+
+def _blend(cross_entropy: float, overlap: float, compared: Compared) -> Slopes:
+    value = cross_entropy * compared.cross + overlap * (1 - compared.overlap)
+    return Slopes(value, by_cross=cross_entropy, by_overlap=-overlap)
+
+
+class DSparkObjective(BlockObjective):
+    """What the loop optimises: DFlash's slots under both heads."""
+
+    model: DSpark
+    loss: DSparkLoss
+
+    def losses(self, inputs: BlockInputs, denominators: Tensor) -> StepLosses:
+        """What this pack adds to the loss of the global batch. Sums are those of the tokens alone."""
+        model, loss = self.model, self.loss
+        joined = model.block_states(inputs.batch, inputs.block_map)
+        scales = self._weights.to(joined.device) / denominators.clamp(min=torch.finfo(torch.float32).tiny)
+        markov, fixed = model.markov_head.markov_w2.weight, model.frozen_head
+        trained = markov if fixed is not None else torch.cat([model.lm_head.weight, markov], 1)
+        blend = LossKind(partial(_blend, loss.cross_entropy, loss.overlap), overlap=True)
+        found = head_losses(joined, trained, self._supervision(inputs, complete=False), scales, blend, fixed=fixed)
+        if not model.config.confidence_head or loss.confidence == 0:
+            return found
+        assert found.overlap is not None
+        taught, overlap = inputs.labels >= 0, found.overlap.view_as(inputs.labels)
+        said = model.confidence_head(joined).view_as(overlap)
+        surprise = F.binary_cross_entropy_with_logits(said, overlap.to(said.dtype).clamp(0, 1), reduction="none")
+        more = loss.confidence * (surprise * scales.to(said.dtype))[taught].sum()
+        return StepLosses(
+            found.total + more, found.value + more.detach().double(), found.sums, found.hits, found.counts
+        )
+
+    def _supervision(self, inputs: BlockInputs, *, complete: bool) -> Supervision:
+        teacher, rows = inputs.teacher, inputs.teacher_at
+        assert teacher is not None
+        assert rows is not None
+
+        def distribution(states: Tensor) -> Tensor:
+            return self.teacher.distribution(teacher.pick(rows[states]))
+
+        return Supervision.of_labels(inputs.labels, distribution, self.loss.distil, complete=complete)
+
+
+class _DSparkKind(type(DFLASH)):  # type: ignore[misc]
+    name = "dspark"
+    config, loss = DSparkConfig, DSparkLoss
+    export = DSPARK_EXPORT
+
+    def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
+        """DFlash's without the target's windows, which engines do not read here, and a Markov head no wider than the
+        target."""
+        defaults: dict[str, dict[str, Any]] = super().derive(facts)
+        drafter = defaults["drafter"]
+        drafter["markov_rank"] = min(PUBLISHED_RANK, facts.hidden_size)
+        for name in ("sliding_window", "layer_types", "sliding_causal"):
+            drafter.pop(name, None)
+        return defaults
+
+    def needs(self, config: DSparkConfig, loss: LossConfig | None) -> Needs:
+        return Needs(config.aux_layers, "none" if loss is None else "supervised")
+
+    def build(self, config: DSparkConfig, target: TargetInterface, seed: int) -> DSpark:
+        return DSpark.build(config, target.head, target.vocab, seed)
+
+    def objective(self, model: DSpark, target: TargetInterface, loss: DSparkLoss) -> DSparkObjective:
+        return DSparkObjective(model, Teacher(target.head, target.vocab, target.final_norm), loss)
+
+
+DSPARK = _DSparkKind()

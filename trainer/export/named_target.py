@@ -1,0 +1,41 @@
+"""Whether a folder that a command names is the target a drafter was trained for: its config, tokenizer, weights."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.targets.folder import TOKENIZER_FILES, TargetFolder
+from hiddenstore.targets.identity import config_sha256, tokenizer_rules_sha256
+from hiddenstore.targets.tensors import checkpoint_sha256
+from trainer.export.support import config_differences
+
+
+def target_differences(expected: Mapping[str, Any], folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """What tells ``folder``, whose config.json holds ``config``, from the identity ``expected``.
+
+    Weights are compared where config and dtype are those of the capture: a quantised or cast copy of the same config is
+    the same target. What the folder or the identity lacks is not compared.
+
+    Raises:
+        ConfigError: ``target-unreadable``, the tokenizer is none; ``target-damaged``, a file of the weights is not
+            whole.
+    """
+    lines = config_differences(expected, config)
+    rules, tokenizer = expected.get("tokenizer_rules_sha256"), folder / TOKENIZER_FILES[0]
+    if rules and tokenizer.is_file():
+        try:
+            lines += _difference("tokenizer_rules_sha256", rules, tokenizer_rules_sha256(tokenizer.read_bytes()))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{tokenizer} is no tokenizer: {error}", kind=Kind.TARGET_UNREADABLE) from error
+    text = config.get("text_config") or config
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype"))
+    digest = expected.get("checkpoint_sha256")
+    if digest and expected.get("dtype") == dtype and expected.get("config_sha256") == config_sha256(config):
+        files = TargetFolder(str(folder), None, None, None, "", "", "")
+        lines += _difference("checkpoint_sha256", digest, checkpoint_sha256(files))
+    return lines
+
+
+def _difference(name: str, expected: str, actual: str | None) -> list[str]:
+    return [] if actual in (None, expected) else [f"{name}: {expected[:8]}… expected, {str(actual)[:8]}… found"]

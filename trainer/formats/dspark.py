@@ -1,0 +1,138 @@
+"""DSpark outside: DFlash's files and two heads, under the names of DeepSeek's release, speculators and llama.cpp.
+
+Shapes: D target width, V target vocabulary, U draft vocabulary, M Markov rank.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from trainer.formats import base
+from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Refused, Target, Tensors
+from trainer.formats.dflash import DFLASH
+
+_WINDOW = Lack(
+    lambda c: c.config.sliding_window is not None,
+    "it fills DSpark's blocks without a window",
+    "train with drafter.sliding_window=none",
+)
+_OWN_HEAD_OF_ALL_TOKENS = Lack(
+    lambda c: c.config.train_head and c.vocab.is_full,
+    "it replaces a head over the whole vocabulary by the target's when it loads one",
+    "train with drafter.train_head=false or a smaller drafter.vocab_size",
+)
+
+_NO_CONFIDENCE = Lack(
+    lambda c: not c.config.confidence_head,
+    "it makes a confidence head whether a file has one or not",
+    "train with drafter.confidence_head=true",
+)
+
+
+def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
+    """``markov_head.markov_w1`` [V, M], ``markov_w2`` [U, M], ``confidence_head.proj`` [1, D+M] with a bias. Mask token
+    and layers stand at the top and in ``dflash_config``: vLLM reads the former, SGLang and llama.cpp the latter."""
+    made, drafter = DFLASH.files(checkpoint, engine, reads, dtype), checkpoint.config
+    flags = {
+        "mask_token_id": drafter.mask_token_id,
+        "target_layer_ids": made.config["dflash_config"]["target_layer_ids"],
+        "sample_from_anchor": True,
+        "dspark_bonus_anchor": False,
+        **_heads(drafter),
+    }
+    nested = made.config["dflash_config"] | {"projector_type": "dspark", "sample_from_anchor": True}
+    return replace(made, config={**made.config, **flags, "dflash_config": nested})
+
+
+def _heads(drafter: Any) -> dict[str, Any]:
+    return {
+        "markov_rank": drafter.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": drafter.confidence_head,
+        "confidence_head_with_markov": drafter.confidence_head,
+    }
+
+
+def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> dict[str, Any]:
+    flags = {
+        "block_size": config["block_size"],
+        "mask_token_id": config["mask_token_id"],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config["target_layer_ids"]],
+        "sample_from_anchor": True,
+        "sliding_window_non_causal": True,
+        **_heads(checkpoint.config),
+    }
+    inner = {key: value for key, value in config.items() if key not in ("target_layer_ids", "dspark_bonus_anchor")}
+    return base.speculators_config(inner, checkpoint, draft_len, "dspark", flags)
+
+
+def _longest(config: Mapping[str, Any]) -> int | None:
+    block: int | None = config.get("block_size") or (config.get("dflash_config") or {}).get("block_size")
+    return block
+
+
+def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[dict[str, Any], Tensors]:
+    nested = config.get("dflash_config") or {}
+    kind = config.get("markov_head_type", nested.get("markov_head_type", "vanilla"))
+    if kind != "vanilla":
+        raise ValueError(f"markov_head_type is {kind!r}; only 'vanilla' is known here")
+    # speculators names aux_hidden_state_layer_ids and takes slot 0 for the newest token where nothing is said.
+    usual = "aux_hidden_state_layer_ids" not in config or config.get("speculators_model_type") == "dspark"
+    if not config.get("sample_from_anchor", nested.get("sample_from_anchor", usual)):
+        raise ValueError("sample_from_anchor is false: its first slot repeats the newest token, ours proposes")
+    has_confidence = "confidence_head.proj.weight" in tensors
+    rank = tensors["markov_head.markov_w1.weight"].shape[1]
+    if has_confidence and tensors["confidence_head.proj.weight"].shape[1] != target.head.hidden_size + rank:
+        raise ValueError("its confidence head does not read the Markov embedding, ours does")
+    if has_confidence and "confidence_head.proj.bias" not in tensors:
+        tensors["confidence_head.proj.bias"] = tensors["confidence_head.proj.weight"].new_zeros(1)
+    plain = {**config, "dflash_config": {**nested, "sample_from_anchor": False}, "sample_from_anchor": False}
+    facts, tensors = DFLASH.read(plain, tensors, target)
+    if facts["causal"]:
+        raise ValueError("its blocks are causal, which ours are not")
+    return facts | {"markov_rank": rank, "confidence_head": has_confidence}, tensors
+
+
+_V2 = "DSpark runs in vLLM's V2 model runner only, which needs Triton: no CPU build has it"
+_VLLM = Reads("Qwen3DSparkModel", "dspark", "qwen3_dspark.py", since="0.32", lacks=(_WINDOW,), warn=lambda config: _V2)
+_SGLANG = Reads(
+    "DSparkDraftModel",
+    "DSPARK",
+    "dspark.py",
+    since="0.5.23",
+    lacks=(_WINDOW, _NO_CONFIDENCE, *DFLASH.rows["sglang", "dflash"][-1].lacks),  # type: ignore[union-attr]
+)
+_SPECULATORS = Reads(
+    "DSparkSpeculator",
+    "dspark",
+    "models/dspark",
+    ran="0.9",
+    lacks=(_WINDOW, _OWN_HEAD_OF_ALL_TOKENS),
+    quirks=Quirks(wrap=_wrapped),
+)
+
+DSPARK = DrafterExport(
+    drafter="dspark",
+    titles={"dspark": "a DSpark drafter"},
+    word=lambda flags: "dspark",
+    rows={
+        ("vllm", "dspark"): _VLLM.preceded_by(
+            "the first vLLM known to read this format is 0.32", "--engine-version 0.32, or a DFlash drafter"
+        ),
+        ("sglang", "dspark"): _SGLANG.preceded_by(
+            "the first SGLang known to read this format is 0.5.23", "--engine-version 0.5.23"
+        ),
+        ("trtllm", "dspark"): (Refused("it has no DSpark", "--engine vllm, or a DFlash drafter"),),
+        ("speculators", "dspark"): (_SPECULATORS,),
+    },
+    architectures=".*dspark.*",
+    signs=lambda config, tensors: "markov_head.markov_w1.weight" in tensors or bool(config.get("markov_rank")),
+    longest=_longest,
+    ids_follow_engine=False,
+    has_positions=True,
+    files=_files,
+    our_name=lambda name: name.removeprefix("logit_head."),
+    read=_read,
+    probe=DFLASH.probe,
+    variant_of="dflash",
+)
