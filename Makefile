@@ -42,7 +42,7 @@ check: install
 
 # Every kill, crash point, refused read, damaged byte and mutated document, at length; each part adds its rows to
 # benchmarks/results/reliability-<date>.md. All of it takes hours; PART=tests/reliability/test_model.py is one part.
-RELIABILITY := tests/reliability tests/attacks/test_fuzz.py tests/hiddenstore/test_backend_suite.py tests/test_family_pipeline.py tests/test_guides.py
+RELIABILITY := tests/reliability tests/attacks/test_fuzz.py tests/attacks/test_second_attack.py tests/hiddenstore/test_backend_suite.py tests/test_family_pipeline.py tests/test_guides.py
 reliability: install $(VENV)-objects/.installed
 	$(if $(PART),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m objects tests/objects)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or not slow" --results benchmarks/results $(or $(PART),$(RELIABILITY))

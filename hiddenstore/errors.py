@@ -247,7 +247,7 @@ class Kind(StrEnum):
     ROPE_SCALING = "rope-scaling", ConfigError, "The engine computes this rotary scaling differently from the target."
     BLOCKS_UNSUPPORTED = "blocks-unsupported", ConfigError, "The target's blocks cannot bring its states back."
     HEAD_INVALID = "head-invalid", ConfigError, "Embeddings, norm and LM head do not fit each other."
-    HEAD_CORRUPT = "head-corrupt", CorruptionError, "The store's embeddings, norm or LM head are damaged."
+    HEAD_CORRUPT = "head-corrupt", CorruptionError, "The store's embeddings, norm, LM head or blocks are damaged."
     CALIBRATION_MISSING = "calibration-missing", ConfigError, "The store has no calibration slice."
     CALIBRATION_CORRUPT = "calibration-corrupt", CorruptionError, "The calibration slice is damaged."
     CALIBRATION_REJECTED = "calibration-rejected", CaptureError, "The first samples were all rejected."

@@ -20,13 +20,18 @@ def test_a_drafter_is_trained_for_the_family_and_decoded_where_tokens_can_be_tak
     family: str, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, store, trained = str(save_target(tmp_path / family, family)), str(tmp_path / "store"), str(tmp_path / "run")
-    assert run("collect", world / "data", "-o", store, "--target", target, "--layers", LAYERS, "--check", "hf") == 0
+    data = world / "data"
+    if family == "qwen2":
+        # transformers gives this model type a tokenizer class of its own.
+        data = str(tmp_path / "data")
+        assert run("prepare", world / "chats.jsonl", "-o", data, "--target", target, "--val", "20%") == 0
+    assert run("collect", data, "-o", store, "--target", target, "--layers", LAYERS, "--check", "hf") == 0
     assert run("verify", store, "--full") == 0
     assert run("train", store, "-o", trained, *TRAIN) == 0
     losses = [json.loads(line)["loss"] for line in (Path(trained) / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 2
     capsys.readouterr()
-    words = ("decode", trained, "--target", target, "--prompts", store, "-n", "2", "--max-new-tokens", "8")
+    words = ("decode", trained, "--target", target, "--prompts", store, "-n", "2", "--max-new-tokens", "4")
     if family in RUNNING_STATE:
         assert run(*words) == 2
         message, fix = error_of(capsys.readouterr().err)

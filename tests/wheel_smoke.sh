@@ -38,4 +38,8 @@ ROWS
 "$hiddenstore" eval run store --split train
 "$hiddenstore" export run --engine vllm -o drafter
 test -s drafter/model.safetensors
+"$hiddenstore" report store
+"$hiddenstore" report run
+test -s store-report.html
+test -s run-report.html
 echo "wheel: ok"

@@ -176,8 +176,8 @@ class Codec:
         self.encoded = [Encoded(*pair) for pair in zip(codes, small, strict=True)]
 
     def encode(self) -> None:
-        for states in self.states:
-            self.codec.encode(states)
+        """As a unit is: its samples layer by layer, with statistics of all of them."""
+        self.codec.encode_layers(list(layer) for layer in zip(*self.states, strict=True))
         self._finish()
 
     def decode(self) -> None:

@@ -34,6 +34,7 @@ from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Drain, Rank
 from hiddenstore.records import Record
 from hiddenstore.store import Store
+from hiddenstore.targets.blocks import require_rebuildable
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.identity import CHECKPOINT
 from hiddenstore.verify.profile import write_profile
@@ -183,12 +184,14 @@ class ImportJob:
         final: FinalMode = "none" if engine.final_norm is None else "all"
         # Nothing says which checkpoint made a dump.
         identity = engine.target.identity.model_copy(update={CHECKPOINT: None})
+        codecs = get_recipe(self.options.recipe)
+        require_rebuildable(codecs, meaning.columns.aux_layers, identity.num_layers)
         capture = CaptureSpec(
             target=identity,
             aux_layers=meaning.columns.aux_layers,
             final=final,
             final_norm=meaning.norm,
-            codecs=get_recipe(self.options.recipe),
+            codecs=codecs,
         )
         store = new_store(self.options.store, self.options.container, engine.target, capture)
         reference = self.reference.target

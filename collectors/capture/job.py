@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,6 @@ from collectors.capture.estimate import final_rows, shortage
 from collectors.capture.options import AUTO, CollectOptions, engine_options, require_data_fits, resolve_recipe
 from collectors.checks.capture import CheckSpec, RejectBudget, check_unit
 from collectors.checks.crosscheck import CrossCheck
-from collectors.checks.rebuilt import require_rebuilt
 from collectors.checks.reference import open_reference, parse_check, profile_target, typical_norms
 from collectors.checks.stored import compare_with_store, engine_states
 from collectors.engines import Captured, CaptureEngine, CaptureRequest, open_engine
@@ -44,7 +43,7 @@ from hiddenstore.records import Record, Sample, final_row_positions
 from hiddenstore.segments import default_container
 from hiddenstore.segments.base import unit_tokens
 from hiddenstore.store import Store, load_manifest
-from hiddenstore.targets.blocks import block_files
+from hiddenstore.targets.blocks import block_files, recoded
 from hiddenstore.targets.calibration import Slice, slice_tokens, take_slice, write_slice
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.identity import CHECKPOINT
@@ -126,13 +125,13 @@ def open_store(
         return create(capture)
     codecs = _stored_codecs(options.store)
     if codecs is not None:
-        return create(capture.with_codecs(codecs))
+        return create(recoded(capture, codecs))
     container = options.container or default_container(open_filesystem(options.store))
     first, advice = calibrate(prepared, engine, check, capture, container, stop)
     for line in (*table_lines(advice, raw_bytes_per_token(capture)), verdict(advice), smaller_line(advice)):
         if line is not None:
             note(line)
-    advised = capture.with_codecs(get_recipe(advice.chosen))
+    advised = recoded(capture, get_recipe(advice.chosen))
     try:
         store = create(advised)
     except ConflictError:
@@ -140,7 +139,7 @@ def open_store(
         codecs = _stored_codecs(options.store)
         if codecs in (None, advised.codecs):
             raise
-        store = create(capture.with_codecs(codecs))
+        store = create(recoded(capture, codecs))
     write_advice(store.fs, advice)
     write_slice(store.fs, first, capture)
     return store
@@ -253,10 +252,10 @@ class CollectReport:
         done = self.tokens + self.rejected_tokens
         progress.update(done, samples=self.samples, rejects=self.rejects.total(), **more)
 
-    @property
+    @cached_property
     def bytes_in_all(self) -> dict[str, int]:
         """What the whole store takes now: ``stored_bytes``."""
-        return stored_bytes(Store.open(self.store, strict=False))
+        return stored_bytes(Store.open(self.store))
 
     @property
     def tokens_per_s(self) -> float:
@@ -431,7 +430,8 @@ class CollectJob:
         records = [record for record in records_of(states, capture.final) if record.sample.id not in refused]
         # The slice comes from the first unit, whoever captures it and however often; once written it stays.
         if unit.index == 0 and (first := take_slice(records, capture)) is not None:
-            require_rebuilt(self.store, first, [record.sample for record in records])
+            if (rebuilder := self.store.rebuilder()) is not None:
+                rebuilder.require_close(first, [record.sample for record in records])
             write_slice(self.store.fs, first, capture)
         records = [with_top_tokens(record, head, capture) for record in records]
         pending = self._pending[unit.name]

@@ -150,6 +150,12 @@ def require_possible(options: RegenerateOptions) -> None:
             kind=Kind.OPTION_INVALID,
             hint="--target T, or --server URL --model M",
         )
+    if options.adapter is not None and options.server is not None:
+        raise ConfigError(
+            "a server answers with the adapter it was started with",
+            kind=Kind.OPTION_INVALID,
+            hint="--model NAME, as the server calls it, without --set adapter",
+        )
     if options.raw and options.server is None:
         raise ConfigError("raw text is continued by a server", kind=Kind.OPTION_INVALID, hint="--server URL")
     at_least_0, at_least_1 = (

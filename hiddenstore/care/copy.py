@@ -30,7 +30,7 @@ from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest
 from hiddenstore.inspect.samples import Test
 from hiddenstore.segments import default_container
 from hiddenstore.store import Store, load_manifest
-from hiddenstore.targets.blocks import BLOCKS_FILE, require_rebuildable
+from hiddenstore.targets.blocks import BLOCKS_FILE, recoded
 from hiddenstore.targets.calibration import copy_slice
 from hiddenstore.targets.identity import CHECKPOINT, cast_hint, unstated_digests
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
@@ -109,8 +109,7 @@ def open_destination(
         codecs = get_recipe(recipe)
         recipe = recipe_name(codecs)
     _require_finals(sources, codecs)
-    require_rebuildable(codecs, first.capture.aux_layers, identity.num_layers)
-    capture = first.capture.with_codecs(codecs).model_copy(update={"target": identity.model_copy(update=stated)})
+    capture = recoded(first.capture, codecs).model_copy(update={"target": identity.model_copy(update=stated)})
     files = {e.path: first.target_file(e.path) for e in first.manifest.target_files if e.path != BLOCKS_FILE}
     bundles = [*sources, Store.open(fs, strict=False)] if is_there and capture.blocks else sources
     files |= bundled_blocks(bundles, capture, target)

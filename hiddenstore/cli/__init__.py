@@ -285,7 +285,7 @@ def _make_streams_forgiving() -> None:
 class _Log:
     """stderr, of which a line that the disk refuses is given up."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hiddenstore.cli.words import STORE, open_store
-from hiddenstore.codecs.recipes import DEFAULT_RECIPE
+from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import Kind, NotFoundError
 
@@ -49,9 +49,11 @@ _COMPARED = tuple(dict.fromkeys((DEFAULT_RECIPE, "compact")))
 @click.option(
     "--seeds", default=3, show_default=True, type=click.IntRange(min=2), help="With --paired: pairs to train."
 )
+@click.option("--target", metavar="T", help="The checkpoint the states are of: measures the recipe rebuilt too.")
 @common_options
 def advise(
     store: str,
+    target: str | None,
     settings: tuple[str, ...],
     max_kl: float,
     max_channel_error: float,
@@ -64,22 +66,26 @@ def advise(
     Measured on the raw slice that collect keeps, or on the states themselves where they are exact. Chosen is the
     smallest recipe within both limits; the table is kept in the store. SETTINGS are those of train, for --paired.
     """
+    from hiddenstore.care.copy_blocks import rebuilder_for
     from hiddenstore.console.progress import Progress
     from hiddenstore.inspect.advise import RecipeLimits, advise_store, trials, write_advice
     from hiddenstore.inspect.facts import raw_bytes_per_token
+    from schemas.capture import REBUILT
 
     if not paired and (settings or recipes):
         raise click.UsageError(f"{(*settings, *recipes)[0]} is for --paired, which was not asked for")
     opened = open_store(store)
-    with Progress("advise", total=trials(opened.capture), unit="recipes") as progress:
-        advice = advise_store(opened, RecipeLimits(max_kl, max_channel_error), progress.advance)
+    rebuilder = rebuilder_for(opened, target)
+    with Progress("advise", total=trials(opened.capture, rebuilder is not None), unit="recipes") as progress:
+        advice = advise_store(opened, RecipeLimits(max_kl, max_channel_error), progress.advance, rebuilder)
     if paired:
-        advice = advice.model_copy(update={"paired": tuple(_paired(opened, recipes, seeds, settings))})
+        advice = advice.model_copy(update={"paired": tuple(_paired(opened, recipes, seeds, settings, target))})
     path = write_advice(opened.fs, advice)
     document = {"path": opened.path, "advice": path, **advice.model_dump(mode="json", exclude={"format"})}
     output().data(document, human=lambda: _show(advice, raw_bytes_per_token(opened.capture)), quiet=advice.chosen)
+    words = ("--target", target) if target and get_recipe(advice.chosen).final == REBUILT else ()
     if opened.manifest.recipe != advice.chosen:
-        output().hint("hiddenstore", "copy", store, f"{store}-{advice.chosen}", "--recipe", advice.chosen)
+        output().hint("hiddenstore", "copy", store, f"{store}-{advice.chosen}", "--recipe", advice.chosen, *words)
     else:
         output().hint("hiddenstore", "info", store)
 
@@ -99,7 +105,9 @@ def _show(advice: "Advice", bytes_raw: float) -> None:
         out.note(smaller)
 
 
-def _paired(store: "Store", recipes: Sequence[str], seeds: int, settings: Sequence[str]) -> "list[PairedRow]":
+def _paired(
+    store: "Store", recipes: Sequence[str], seeds: int, settings: Sequence[str], target: str | None
+) -> "list[PairedRow]":
     from hiddenstore.console.progress import Progress
 
     measure = _hook()
@@ -109,7 +117,7 @@ def _paired(store: "Store", recipes: Sequence[str], seeds: int, settings: Sequen
             progress.total = total
             progress.advance(1, **fields)
 
-        return measure(store, recipes or _COMPARED, range(seeds), settings, advance)
+        return measure(store, recipes or _COMPARED, range(seeds), settings, advance, target)
 
 
 def _hook() -> "Callable[..., list[PairedRow]]":

@@ -21,7 +21,7 @@ from hiddenstore.data.packed import Buffers, EncodedPack, Members, PackedBatch, 
 from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.records import Sample, TopK
-from hiddenstore.segments.many import ends_of, row_numbers
+from hiddenstore.segments.many import MANY_BYTES, ends_of, row_numbers
 
 if TYPE_CHECKING:
     from hiddenstore.segments.segment import SegmentReader
@@ -158,12 +158,16 @@ class DecodedFiller:
         for sample in samples:
             reader, index = self._store.reader_of(sample.slot.id)
             units.setdefault(reader, []).append((index, sample))
+        # What is read together passes through memory that no budget counts.
+        most = max(1, MANY_BYTES // (2 * self._width * (len(self._layers) + 1)))
         for reader, places in units.items():
             places.sort(key=lambda place: place[0])
-            indices, of_unit = zip(*places, strict=True)
-            if len(of_unit) == 1 or not self._fill_unit(pack, reader, indices, of_unit):
-                for sample in of_unit:
-                    self.fill(pack, sample)
+            ends = np.cumsum([sample.slot.tokens for _, sample in places])
+            for part in np.split(np.arange(len(places)), np.flatnonzero(np.diff(ends // most)) + 1):
+                indices, part_of_unit = zip(*(places[number] for number in part.tolist()), strict=True)
+                if len(part_of_unit) == 1 or not self._fill_unit(pack, reader, indices, part_of_unit):
+                    for sample in part_of_unit:
+                        self.fill(pack, sample)
 
     def _fill_unit(
         self, pack: PackedBatch, reader: "SegmentReader", indices: Sequence[int], samples: Sequence[PackedSample]
@@ -173,11 +177,10 @@ class DecodedFiller:
         lengths, counts, starts, final_starts = np.array(slots, dtype=np.int64).T
         if self._view.loss_on != "stored" or self._view.max_tokens in lengths:
             return False
+        if not all(map(np.array_equal, reader.ends_of(indices, self._final), (ends_of(lengths), ends_of(counts)))):
+            return False
         aux = torch.empty((len(self._layers), int(lengths.sum()), self._width), dtype=torch.bfloat16)
         final = torch.empty((int(counts.sum()), self._width), dtype=torch.bfloat16) if self._final else None
-        expected = ends_of(lengths), ends_of(counts)
-        if not all(map(np.array_equal, reader.ends_of(indices, self._final), expected)):
-            return False
         many = reader.read_many_into(np.array(indices), aux, final, self._layers)
         if many is None:
             return False

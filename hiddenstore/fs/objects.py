@@ -217,7 +217,7 @@ class ObjectFilesystem:
                 name = entry["path"].removeprefix(f"{path}/")
                 if not is_inside(name):
                     raise ConfigError(f"{self.root}/{path} holds {name!r}", kind=Kind.PATH_UNSAFE)
-                if name != without:
+                if not without or not name.endswith(without):
                     self._download(entry["path"], entry["size"], copy / name)
             yield copy
 

@@ -97,7 +97,7 @@ class Filesystem(Protocol):
     def local_copy(self, path: str, without: str = "") -> AbstractContextManager[Path]:
         """A file or folder for software that reads local paths; a copy of what is elsewhere ends with the block.
 
-        Nobody needs the file ``without`` in a folder: it is not copied.
+        Nobody needs the files of a folder whose names end with ``without``: they are not copied.
         """
 
     def require_atomic_put(self) -> None:

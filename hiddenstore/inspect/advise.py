@@ -24,14 +24,16 @@ from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inspect.facts import advice_numbers
-from hiddenstore.records import TopK
+from hiddenstore.records import Sample, TopK
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.segments.base import unit_tokens
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import Slice, read_slice, take_slice
 from hiddenstore.targets.head import HeadBundle
+from hiddenstore.targets.rebuild import Rebuilder, whole_samples
 from schemas.advice import Advice, AdviceRow, PairedRow
 from schemas.capture import FINAL, REBUILT, TOPK, CaptureSpec, Codecs, NormState
+from schemas.layers import field_name
 
 FP8 = "fp8-per-token"
 """A peer's format, measured beside the recipes and never chosen."""
@@ -221,8 +223,14 @@ class Extent:
         return cls(len(entries), sum(entry.tokens for entry in entries), rows)
 
 
-def advise_store(store: Store, limits: RecipeLimits, advance: Callable[[], None] = lambda: None) -> Advice:
-    """Advice for a store, from its calibration slice, or from its own states where these are exact.
+def advise_store(
+    store: Store,
+    limits: RecipeLimits,
+    advance: Callable[[], None] = lambda: None,
+    rebuilder: Rebuilder | None = None,
+) -> Advice:
+    """Advice for a store, from its calibration slice, or from its own states where these are exact; with a
+    ``rebuilder`` also of the recipe ``rebuilt``.
 
     Raises:
         ConfigError: ``calibration-missing``, ``store-empty``.
@@ -236,7 +244,10 @@ def advise_store(store: Store, limits: RecipeLimits, advance: Callable[[], None]
             hint=f"hiddenstore collect DATA -o {store.path} --target T",
         )
     head = store.head(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return advise(raw_slice(store), store.capture, head, extent, limits, store.manifest.container, advance)
+    states, rebuilding = raw_slice(store), None
+    if rebuilder is not None:
+        rebuilding = Rebuilding(rebuilder, [store.sample(entry.id) for entry in states.samples])
+    return advise(states, store.capture, head, extent, limits, store.manifest.container, advance, rebuilding)
 
 
 def raw_slice(store: Store) -> Slice:
@@ -263,9 +274,17 @@ def inexact_fields(capture: CaptureSpec) -> list[str]:
     return [name for name, codec in groups.items() if not get_layout(codec).exact]
 
 
-def trials(capture: CaptureSpec) -> int:
+@dataclass(frozen=True)
+class Rebuilding:
+    """What brings back states of a slice, on the CPU, and the samples of that slice in its order."""
+
+    rebuilder: Rebuilder
+    samples: Sequence[Sample]
+
+
+def trials(capture: CaptureSpec, rebuilds: bool = False) -> int:
     """How often ``advise`` calls ``advance``."""
-    return len(_candidates(capture))
+    return len(_candidates(capture, rebuilds))
 
 
 def advise(
@@ -276,15 +295,17 @@ def advise(
     limits: RecipeLimits = RecipeLimits(),
     container: str = "zarr",
     advance: Callable[[], None] = lambda: None,
+    rebuilding: Rebuilding | None = None,
 ) -> Advice:
     """Measure every recipe and choose the smallest that keeps both limits.
 
     ``capture`` says what is held; its codecs do not matter. Works on the device of ``head``. ``tiny`` is measured but
-    never chosen: top tokens cannot become the final hidden again, so that choice is a person's.
+    never chosen: top tokens cannot become the final hidden again, so that choice is a person's. ``rebuilt`` is measured
+    where something is there to rebuild with.
     """
-    bench = _Bench(states, capture, head, extent, container)
+    bench = _Bench(states, capture, head, extent, container, rebuilding)
     rows: list[AdviceRow] = []
-    for name, codecs in _candidates(capture).items():
+    for name, codecs in _candidates(capture, rebuilding is not None).items():
         row = bench.row(name, *codecs)
         # A final hidden that could not be measured keeps no limit.
         unmeasured = row.kl is None and capture.final != "none"
@@ -303,11 +324,12 @@ def advise(
     )
 
 
-def _candidates(capture: CaptureSpec) -> dict[str, tuple[str, str]]:
+def _candidates(capture: CaptureSpec, rebuilds: bool) -> dict[str, tuple[str, str]]:
     """Recipes that this capture can be stored in, codecs that other packages add, then the peer's format."""
     has_top_tokens = capture.aux_layers and capture.final != "none" and capture.target.vocab_size >= capture.topk
     recipes = {name: codecs for name, codecs in RECIPES.items() if codecs[1] != TOPK or has_top_tokens}
-    del recipes[REBUILT]
+    if not rebuilds:
+        del recipes[REBUILT]
     added = {recipe_name(Codecs(aux=name, final=name)): (name, name) for name in CODECS.packages}
     return {**recipes, **added, FP8: (FP8, FP8)}
 
@@ -328,15 +350,27 @@ class _GroupCost:
 class _Bench:
     """One slice on one device; every form is tried once per group of fields."""
 
-    def __init__(self, states: Slice, capture: CaptureSpec, head: HeadBundle, extent: Extent, container: str) -> None:
+    def __init__(
+        self,
+        states: Slice,
+        capture: CaptureSpec,
+        head: HeadBundle,
+        extent: Extent,
+        container: str,
+        rebuilding: Rebuilding | None,
+    ) -> None:
         self.device = head.embed_tokens.device
         self.states, self.capture, self.head, self.extent = states, capture, head, extent
-        self.container = CONTAINERS[container]
+        self.container, self.rebuilding = CONTAINERS[container], rebuilding
         self._aux, self._final = cache(self._measure_aux), cache(self._measure_final)
 
     def row(self, name: str, aux: str, final: str) -> AdviceRow:
         """What a recipe costs and does; not judged yet."""
-        first, second = self._aux(aux), self._final(final)
+        if final == REBUILT:
+            stored = self._capture_with(aux, final).stored_layers
+            first, second = self._aux(aux, stored), self._measure_rebuilt(aux)
+        else:
+            first, second = self._aux(aux, self.capture.aux_layers), self._final(final)
         errors = (first.errors if self.capture.aux_layers else second.errors) or {}
         change = second.change
         states, values = first.rows + second.rows, first.values + second.values
@@ -354,9 +388,23 @@ class _Bench:
             chosen=False,
         )
 
-    def _measure_aux(self, form: str) -> _GroupCost:
-        layers = {name: self.states.aux[i].to(self.device) for i, name in enumerate(self.capture.aux_fields)}
+    def _measure_aux(self, form: str, stored: tuple[int, ...]) -> _GroupCost:
+        numbered = enumerate(self.capture.aux_layers)
+        layers = {field_name(k): self.states.aux[i].to(self.device) for i, k in numbered if k in stored}
         return self._cost(form, layers, self.extent.tokens)[0]
+
+    def _measure_rebuilt(self, form: str) -> _GroupCost:
+        """The final hidden as it comes back from the top aux layer in a form; it takes no byte."""
+        assert self.rebuilding is not None
+        top, pairs = through_codec(form)(self.states.aux[-1]).decoded, []
+        for rows, finals, sample in whole_samples(self.states, self.rebuilding.samples):
+            pairs.append((self.states.final[finals], self.rebuilding.rebuilder.final_of(sample, top[rows])))
+        if self.capture.final == "none" or not pairs:
+            return _GroupCost(0.0)
+        original, again = (torch.cat(part).to(self.device) for part in zip(*pairs, strict=True))
+        finite = torch.isfinite(original).all(dim=1) & torch.isfinite(again).all(dim=1)
+        change = distribution_change(self.head, original[finite], again[finite], self.capture.final_norm)
+        return _GroupCost(0.0, change=change)
 
     def _measure_final(self, form: str) -> _GroupCost:
         if self.capture.final == "none":

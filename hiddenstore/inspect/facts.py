@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 BYTES_PER_VALUE = 2
 HISTOGRAM_BINS = 12
 _QUANTILES = (0.5, 0.95)
-_DOCUMENTS = (layout.INPUTS_DIR, layout.COMMITS_DIR, layout.SNAPSHOTS_DIR, layout.ADVICE_DIR, layout.INDEX_DIR)
 
 
 def info(store: "Store") -> dict[str, Any]:
@@ -79,15 +78,16 @@ def info(store: "Store") -> dict[str, Any]:
 
 def stored_bytes(store: "Store") -> dict[str, int]:
     """``bytes_stored`` of committed segments, ``bytes_target`` of the target's files, ``bytes_calibration`` of all in
-    that folder, and ``bytes_on_disk``: these, the documents and the inputs, without what no record names."""
-    names = [layout.STORE_JSON, *(f"{folder}/{name}" for folder in _DOCUMENTS for name in store.fs.list(folder))]
+    that folder, and ``bytes_on_disk``: these and the inputs; records and indexes, a few bytes a sample, are not asked
+    for their size."""
+    inputs = (f"{layout.INPUTS_DIR}/{name}" for name in store.fs.list(layout.INPUTS_DIR))
     calibration = (f"{layout.CALIBRATION_DIR}/{name}" for name in store.fs.list(layout.CALIBRATION_DIR))
     sizes = {
         "bytes_stored": store.totals["bytes_stored"],
         "bytes_target": sum(file.size for file in store.manifest.target_files),
         "bytes_calibration": sum(store.fs.size(path) or 0 for path in calibration),
     }
-    return sizes | {"bytes_on_disk": sum(sizes.values()) + sum(store.fs.size(name) or 0 for name in names)}
+    return sizes | {"bytes_on_disk": sum(sizes.values()) + sum(store.fs.size(path) or 0 for path in inputs)}
 
 
 def _advice(store: "Store") -> dict[str, Any] | None:

@@ -161,20 +161,19 @@ def histogram(title: str, edges: Sequence[float], counts: Sequence[int], x: str,
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar: value, and how it is written. ``mark`` draws it in the colour of a series, and ``low`` … ``high`` a
-    thin line through its end."""
+    """A bar: value, and how it is written, in the colour of a series; on a logarithmic axis a thin line from the value
+    to ``high``."""
 
     name: str
     value: float
     text: str
     series: int = 0
-    low: float | None = None
     high: float | None = None
 
 
 def bars(title: str, rows: Sequence[Bar], series: Sequence[str] = (), *, log: bool = False) -> Html:
     """Horizontal bars, each under its name; ``series`` names the colours; ``log``: dots on a logarithmic axis."""
-    finite = [v for bar in rows for v in (bar.low, bar.value, bar.high) if v is not None and math.isfinite(v)]
+    finite = [v for bar in rows for v in (bar.value, bar.high) if v is not None and math.isfinite(v)]
     finite = [value for value in finite if value > 0 or not log]
     if not finite:
         return tag("p", f"{title}: nothing was measured.", class_="none")
@@ -201,8 +200,8 @@ def _bar(bar: Bar, across: Scale, y: float, log: bool) -> list[Html]:
     end, style = across(bar.value), f"fill s{bar.series % STYLES}"
     if not log:
         return [track, tag("rect", x=2.0, y=y, width=max(1.0, end - 2), height=8.0, rx=4, class_=style)]
-    low, high = (value if value is not None and value > 0 else bar.value for value in (bar.low, bar.high))
-    span = tag("rect", x=across(low), y=y + 2, width=max(1.0, across(high) - across(low)), height=4.0, class_="span")
+    reach = across(bar.high or bar.value) - end
+    span = tag("rect", x=end, y=y + 2, width=max(1.0, reach), height=4.0, class_="span")
     return [track, span, tag("circle", cx=end, cy=y + 4, r=5.0, class_=style)]
 
 

@@ -196,9 +196,18 @@ def _file(name: str) -> str:
     return files("hiddenstore.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _is_report(path: Path) -> bool:
-    with path.open("rb") as file:
-        return BRAND.encode() in file.read(400)
+def refuse_other_file(path: Path) -> None:
+    """ConflictError ``output-exists`` where something lies that is no report of ours; StorageError."""
+    try:
+        with path.open("rb") as file:
+            is_report = BRAND.encode() in file.read(400)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise storage_error(error, str(path)) from error
+    if not is_report:
+        message = f"{path} exists and is no report: it stays as it is"
+        raise ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint="-o report.html")
 
 
 def write_page(path: Path, shown: Page) -> int:
@@ -208,13 +217,10 @@ def write_page(path: Path, shown: Page) -> int:
         ConflictError: ``output-exists``, something lies there that is no report of ours; StorageError.
     """
     data = shown.html().encode()
+    refuse_other_file(path)
     try:
-        if path.exists() and not _is_report(path):
-            raise ConflictError(
-                f"{path} exists and is no report: it stays as it is", kind=Kind.OUTPUT_EXISTS, hint="-o report.html"
-            )
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, data)
     except OSError as error:
         raise storage_error(error, str(path)) from error
+    replace_file(path, data)
     return len(data)

@@ -28,6 +28,8 @@ from schemas.manifest import CommitRecord
 from schemas.prepared import ROLES
 
 FIRST_POSITIONS = 32
+TEMPLATE = "template"
+"""What stands between turns."""
 SHOWN_TOKENS = 1_500
 _LITTLE_TRAINED = 0.05
 _MANY_REJECTS = 0.01
@@ -59,17 +61,14 @@ class Spread:
 
     def add(self, record: Record, fields: Sequence[str]) -> None:
         """Count one record; ``fields`` name its aux layers."""
-        sample, rest = record.sample, record.sample.tokens
-        self.samples += 1
+        sample, self.samples = record.sample, self.samples + 1
+        roles = np.full(sample.tokens, len(ROLES))
         for role, start, end in sample.spans.tolist():
             self.turns[ROLES[role]] += 1
-            self.tokens[ROLES[role]] += end - start
-            self.trained[ROLES[role]] += int(sample.loss_mask[start:end].sum())
-            rest -= end - start
-        self.tokens["template"] += rest
-        self.trained["template"] += sample.supervised - sum(
-            int(sample.loss_mask[start:end].sum()) for _, start, end in sample.spans.tolist()
-        )
+            roles[start:end] = role
+        for role, name in enumerate((*ROLES, TEMPLATE)):
+            self.tokens[name] += int((roles == role).sum())
+            self.trained[name] += int(sample.loss_mask[roles == role].sum())
         for name, states in zip(fields, record.aux[:, :FIRST_POSITIONS], strict=True):
             rms = states.float().square().mean(-1).sqrt().numpy()
             padded = np.full(FIRST_POSITIONS, np.nan, dtype=np.float32)
@@ -135,7 +134,7 @@ def _holding(info: Mapping[str, Any], spread: Spread) -> Section:
         ("stored as", f"{info['recipe']}: aux {info['codecs']['aux']}, final {info['codecs']['final']}"),
         ("container", f"{info['container']}, format {info['format']}"),
         ("engine", engines),
-        ("samples", f"{count(info['samples'])}   {splits}"),
+        ("samples", f"{count(info['samples'])}: {splits}"),
         ("units", f"{count(info['units'])} from {plural(info['inputs'], 'input')}"),
     ]
     verdicts = [Verdict("bad", f"a record cannot be read: {message}") for message in info["damaged_commits"]]
@@ -188,11 +187,11 @@ def _wall(lengths: np.ndarray) -> tuple[int, int]:
 
 def _text(store: Store, info: Mapping[str, Any], spread: Spread) -> Section:
     share = info["supervised_tokens"] / max(1, info["tokens"])
-    roles = [role for role in (*ROLES, "template") if spread.tokens[role]]
+    roles = [role for role in (*ROLES, TEMPLATE) if spread.tokens[role]]
     rows = [
         (
             role,
-            count(spread.turns[role]) if role != "template" else "–",
+            count(spread.turns[role]) if role != TEMPLATE else "–",
             count(spread.tokens[role]),
             percent(spread.trained[role] / spread.tokens[role]),
         )
@@ -206,7 +205,7 @@ def _text(store: Store, info: Mapping[str, Any], spread: Spread) -> Section:
     body.append(table(("input", ">units"), units, caption))
     level: page.Level = "bad" if not share else "look" if share < _LITTLE_TRAINED else "good"
     verdict = Verdict(level, f"{percent(share)} of all tokens are trained")
-    foreign = [role for role in roles if role not in ("assistant", "template") and spread.trained[role]]
+    foreign = [role for role in roles if role not in ("assistant", TEMPLATE) and spread.trained[role]]
     verdicts = [verdict] if info["tokens"] else []
     if foreign:
         verdicts.append(Verdict("look", f"tokens of {' and '.join(foreign)} turns are trained, not answers alone"))
@@ -246,8 +245,9 @@ def _agreement(store: Store, share: float, begin: Begin) -> Section:
     report = verify(store.fs, "meaning", share, begin=begin)
     measures = report.measures
     kinds = [
-        Verdict("look" if kind == "incomplete" else "bad", f"{plural(n, 'finding')} of kind {kind}")
+        Verdict("look" if kind == "incomplete" else "bad", f"{plural(n, 'finding')} of kind {kind}: {first.detail}")
         for kind, n in report.kinds.items()
+        for first in [next(finding for finding in report.findings if finding.kind == kind)]
     ]
     nats = [
         Bar(text, measures[name], f"{measures[name]:.2f}", series) for name, text, series in _NATS if name in measures
@@ -257,7 +257,8 @@ def _agreement(store: Store, share: float, begin: Begin) -> Section:
         for name, value in measures.items()
         if name.endswith(_SAME_TOKEN)
     ]
-    top1 = measures.get("next_token_top1")
+    is_undecided = any(note.kind == "prediction-undecided" for note in report.notes)
+    top1 = None if is_undecided else measures.get("next_token_top1")
     verdicts = kinds or [Verdict("good", f"{plural(report.samples_checked, 'sample')} looked at, nothing is wrong")]
     if top1 is not None and top1 < _TOP1_OF_A_TARGET:
         text = f"the target would say the next token in {percent(top1)} of the rows only: the text is foreign to it"
@@ -369,7 +370,7 @@ def _shown(sample: Sample, tokenizer: Any, place: int, commit: CommitRecord) -> 
 def _turns(sample: Sample, tokenizer: Any) -> Iterator[Html]:
     for role, turn in groupby(pieces(sample, tokenizer), key=lambda piece: piece.role):
         texts = [tag("mark", piece.text) if piece.supervised else piece.text for piece in turn]
-        yield tag("div", tag("b", role or "template"), *texts, class_="turn")
+        yield tag("div", tag("b", role or TEMPLATE), *texts, class_="turn")
 
 
 def _lineage(store: Store) -> Section:

@@ -16,6 +16,9 @@ from hiddenstore.sample_faults import mask_fault, spans_fault, tokens_fault
 from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, ContainerReader, FieldGroup
 from schemas import CommitRecord
 
+MANY_BYTES = 1 << 22
+"""About how many bytes of decoded states are read at once."""
+
 
 @runtime_checkable
 class ManyReader(ContainerReader, Protocol):
@@ -61,7 +64,8 @@ def ends_of(lengths: np.ndarray) -> np.ndarray:
 
 
 def plain_of_many(unit: ManyReader, indices: np.ndarray, places: np.ndarray, vocab: int, final: bool) -> Samples | None:
-    """What samples have beside their states; None where the format does not allow some of it."""
+    """What samples have beside their states; None where the format does not allow some of it, or
+    turns do not lie in the order of their samples."""
     chosen = places[indices]
     lengths, counts = chosen[:, 1], chosen[:, 3] if final else np.zeros(len(indices), dtype=np.int64)
     rows = unit.plain_many(FINAL_ROWS, indices) if final else np.zeros(0, dtype=np.int32)
@@ -73,6 +77,8 @@ def plain_of_many(unit: ManyReader, indices: np.ndarray, places: np.ndarray, voc
         return None
     supervised = np.diff(ends_of(mask)[samples.tokens])
     if mask_fault(mask, int(supervised.sum())) or (supervised != chosen[:, 4]).any():
+        return None
+    if (np.diff(spans[:, 0]) < 0).any():
         return None
     # A turn ends in its own sample, so each is compared with its own length.
     if spans_fault(spans[:, 1:], int(lengths.max())) or (spans[:, 3] > lengths[spans[:, 0]]).any():

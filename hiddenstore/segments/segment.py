@@ -21,13 +21,11 @@ from hiddenstore.sample_faults import mask_fault, spans_fault, tokens_fault
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, EncodedUnit, groups_of
 from hiddenstore.segments.files import CHUNK_CORRUPT
-from hiddenstore.segments.many import ManyReader, Samples, ends_of, plain_of_many, sample_places
+from hiddenstore.segments.many import MANY_BYTES, ManyReader, Samples, ends_of, plain_of_many, sample_places
 from hiddenstore.segments.values import rows_fault, top_tokens_fault
 from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry, SampleEntry
 
 DEFAULT_CONTAINER = "zarr"
-MANY_BYTES = 1 << 22
-"""Decoded states of the samples that are read at once."""
 
 
 def write_encoded(
@@ -149,12 +147,16 @@ class SegmentReader:
     def records(self, indices: np.ndarray) -> Iterator[Record]:
         """What ``read`` gives of the samples at ``indices`` int64 [S], ascending, read as many at once as are small."""
         width, layers = self.capture.target.hidden_size, len(self.capture.aux_layers)
-        sizes = self._places[indices, 1] * (2 * width * (layers + 1))
-        for part in np.split(indices, np.flatnonzero(np.diff(np.cumsum(sizes) // MANY_BYTES)) + 1):
+        ends = ends_of(self._places[indices, 1] * (2 * width * (layers + 1))) // MANY_BYTES
+        # A sample that crosses a border is read alone, and so is every large one.
+        for part in np.split(indices, np.flatnonzero(np.diff(ends[:-1]) | np.diff(ends[1:])) + 1):
+            if len(part) == 1:
+                yield self.read(int(part[0]))
+                continue
             aux = torch.empty((layers, int(self._places[part, 1].sum()), width), dtype=torch.bfloat16)
             rows = int(self._places[part, 3].sum()) if self.capture.holds_final_hidden else 0
             final = torch.empty((rows, width), dtype=torch.bfloat16)
-            many = self.read_many_into(part, aux, final) if len(part) > 1 else None
+            many = self.read_many_into(part, aux, final)
             if many is None:
                 yield from map(self.read, part.tolist())
                 continue

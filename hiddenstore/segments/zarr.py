@@ -30,7 +30,7 @@ from hiddenstore.segments.base import (
     unit_attributes,
 )
 from hiddenstore.segments.files import SegmentFiles
-from hiddenstore.segments.many import row_numbers, sample_places
+from hiddenstore.segments.many import MANY_BYTES, row_numbers, sample_places
 from hiddenstore.segments.values import small_fault
 from hiddenstore.segments.zarr_read import ShardReader, read_small
 from hiddenstore.segments.zarr_write import METADATA, ArraySpec, parse_metadata, write_array, write_group, write_sharded
@@ -153,7 +153,8 @@ class ZarrUnit:
     def decode_many(self, group: FieldGroup, indices: np.ndarray, layers: Sequence[int], out: Tensor) -> None:
         starts, lengths = self._places(group.name == FINAL, indices)
         gap_rows = _GAP_BYTES // group.codec.code_columns(self._width)
-        cuts = np.flatnonzero(starts[1:] - (starts + lengths)[:-1] > gap_rows) + 1
+        most = max(1, MANY_BYTES // (2 * self._width * max(1, len(layers))))
+        cuts = np.flatnonzero((starts[1:] - (starts + lengths)[:-1] > gap_rows) | (np.diff(starts // most) > 0)) + 1
         done = 0
         for run, run_lengths in zip(np.split(starts, cuts), np.split(lengths, cuts), strict=True):
             rows = range(int(run[0]), int(run[-1] + run_lengths[-1]))

@@ -89,10 +89,14 @@ def open_adapter(folder: str, packed: bool = False) -> Adapter:
         sides.setdefault(match["module"], {})[match["side"]] = tensor
     pairs = {}
     for module, side in sorted(sides.items()):
-        if len(side) < 2 or (rank := side["A"].shape[0]) != side["B"].shape[1]:
+        if len(side) < 2 or not 0 < (rank := side["A"].shape[0]) == side["B"].shape[1]:
             raise _unfit(label, f"has no fitting A and B for {module}")
-        own = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), alpha)
-        pairs[module] = side["B"], side["A"], float(own) / (rank**0.5 if settings.get("use_rslora") else rank)
+        try:
+            own = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), alpha)
+            scale = float(own) / (rank**0.5 if settings.get("use_rslora") else rank)
+        except (re.error, ValueError, TypeError, AttributeError) as error:
+            raise _unfit(label, f"has an alpha_pattern that cannot be used: {error}") from error
+        pairs[module] = side["B"], side["A"], scale
     if not pairs:
         raise _unfit(label, "holds no tensors")
     return Adapter(label, _digest(pairs), pairs)

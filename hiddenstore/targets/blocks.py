@@ -17,12 +17,13 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
+from hiddenstore import layout
 from hiddenstore.errors import ConfigError, CorruptionError, Kind
 from hiddenstore.targets.checkpoint import damage, damaged, file_of_tensor, unreadable
 from hiddenstore.targets.folder import TargetFolder, first_line
-from schemas.capture import REBUILT, Codecs, not_rebuildable
+from schemas.capture import REBUILT, CaptureSpec, Codecs, not_rebuildable
 
-BLOCKS_FILE = "blocks.safetensors"
+BLOCKS_FILE = layout.BLOCKS_NAME
 MOST_BYTES = 4_000_000_000
 """Of all blocks together: those that are refused above it would cost a trainer more memory than its drafter."""
 
@@ -37,6 +38,15 @@ def require_plain_blocks(config: Any) -> None:
     for member, reason in _SHARED.items():
         if getattr(config, member, None):
             raise _unsupported(config.model_type, f"{reason}: {member} is {getattr(config, member)}")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) == "dynamic":
+        raise _unsupported(config.model_type, "its dynamic rotary embedding depends on what was run before")
+
+
+def recoded(capture: CaptureSpec, codecs: Codecs) -> CaptureSpec:
+    """The same states under other codecs; raises as ``require_rebuildable``."""
+    require_rebuildable(codecs, capture.aux_layers, capture.target.num_layers)
+    return capture.with_codecs(codecs)
 
 
 def require_rebuildable(codecs: Codecs, aux_layers: Sequence[int], num_layers: int) -> None:
@@ -72,9 +82,9 @@ def block_files(folder: TargetFolder, layers: Sequence[int], dtype: str) -> dict
 
 def block_parameters(config: Any, layers: Sequence[int]) -> int:
     """Parameters of decoder blocks, from the text config alone; raises as ``require_plain_blocks``."""
-    require_plain_blocks(config)
     if not layers:
         return 0
+    require_plain_blocks(config)
     blocks = _empty(config)[1]
     return sum(tensor.numel() for layer in layers for tensor in blocks[layer].state_dict().values())
 
@@ -83,7 +93,7 @@ def require_blocks(folder: TargetFolder, layers: Sequence[int], value_bytes: int
     """Refuse a target whose ``layers`` cannot be kept and run at so many bytes a value: ConfigError
     ``blocks-unsupported``. Nothing of the weights is read."""
     size = block_parameters(folder.config, layers) * value_bytes
-    if folder.quantised:
+    if layers and folder.quantised:
         raise _unsupported(folder.config.model_type, "its checkpoint is quantised")
     if size > MOST_BYTES:
         raise _unsupported(
@@ -202,7 +212,7 @@ def _empty(config: Any) -> tuple[nn.Module, nn.ModuleList]:
 
     try:
         with torch.device("meta"):
-            backbone = AutoModel.from_config(config)
+            backbone = AutoModel.from_config(config, trust_remote_code=False)
     except Exception as error:  # as in ``text_config``
         raise _unsupported(config.model_type, first_line(error)) from error
     lists = [(name, module) for name, module in backbone.named_modules() if isinstance(module, nn.ModuleList)]

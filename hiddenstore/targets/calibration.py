@@ -52,14 +52,15 @@ def slice_tokens(capture: CaptureSpec) -> int:
 def take_slice(records: Iterable[Record], capture: CaptureSpec) -> Slice | None:
     """The first records as far as the budget goes, with their final hiddens; None without a record.
 
-    The record that does not fit gives what room is left, up to its last final row, and ends the slice.
+    The record that does not fit gives what room is left, up to its last final row, and ends the slice; of a capture
+    that rebuilds states, what room is left from its first token on, which alone can be rebuilt.
     """
     left = slice_tokens(capture)
     samples: list[SliceSample] = []
     aux: list[Tensor] = []
     final: list[Tensor] = []
     for record in records:
-        window, rows = _window(record, left)
+        window, rows = _window(record, left, bool(capture.states))
         samples.append(SliceSample(id=record.sample.id, start=window.start, tokens=len(window), final_rows=len(rows)))
         aux.append(record.aux[:, window.start : window.stop])
         final.append(record.final[rows.start : rows.stop])
@@ -155,11 +156,11 @@ def _publish(fs: Filesystem, document: CalibrationSlice, data: bytes) -> bool:
     return fs.put_if_absent(SLICE_PATH, seal(document))
 
 
-def _window(record: Record, left: int) -> tuple[range, range]:
+def _window(record: Record, left: int, is_rebuilt: bool) -> tuple[range, range]:
     """Tokens of a record that go into a slice with room for ``left``, and indices of the final rows among them."""
     tokens, rows = record.sample.tokens, record.final_rows
     last = int(rows[-1]) + 1 if len(rows) else tokens
-    end = tokens if tokens <= left else max(last, left)
+    end = min(tokens, left) if tokens <= left or is_rebuilt else max(last, left)
     start = max(0, end - left)
     first, stop = np.searchsorted(rows, [start, end])
     return range(start, end), range(int(first), int(stop))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.targets.folder import TargetFolder, beginning_of_another
+from hiddenstore.targets.folder import TargetFolder, beginning_of_another, first_line
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -132,7 +132,8 @@ def _require_packages(folder: TargetFolder, stated: Mapping[str, Any], hint: str
         AutoHfQuantizer.from_config(dict(stated), pre_quantized=True).validate_environment(device_map=None)
     except Exception as error:  # every method checks its own packages and devices, and a config may hold anything
         raise ConfigError(
-            f"target {folder.label} is quantised ({stated['quant_method']}), which cannot be applied here: {error}",
+            f"target {folder.label} is quantised ({stated['quant_method']}), which cannot be applied here: "
+            f"{first_line(error)}",
             kind=Kind.QUANTISATION_UNSUPPORTED,
             hint=f"install what it names; {hint}; or name the checkpoint it was made from",
         ) from error

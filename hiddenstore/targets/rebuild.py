@@ -7,7 +7,7 @@ What comes back is the target's to a tolerance, not to the bit: kernels of engin
 Shapes: T tokens of a sample or pack, S stored layers that were read, L layers wanted, R final rows, D target width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hiddenstore.errors import CaptureError, Kind
 from hiddenstore.records import Record, Sample, final_row_positions
 from hiddenstore.targets.blocks import TargetBlocks
 from hiddenstore.targets.calibration import Slice
@@ -89,28 +90,52 @@ class Rebuilder:
 
         And how many samples that is of: one whose beginning the slice lacks tells nothing.
 
-        ``samples`` are those of the slice, in its order.
+        ``samples`` begin with those of the slice, in its order.
         """
-        capture, parts, count, start, final_start = self.capture, dict[str, list[Tensor]](), 0, 0, 0
-        for entry, sample in zip(states.samples, samples, strict=True):
-            rows = slice(start, start + entry.tokens)
-            finals = slice(final_start, final_start + entry.final_rows)
-            start, final_start = rows.stop, finals.stop
-            if entry.start:
-                continue
+        capture, parts, count = self.capture, dict[str, list[Tensor]](), 0
+        lowest = capture.aux_layers[0]
+        for rows, finals, sample in whole_samples(states, samples):
             count += 1
-            ids = torch.from_numpy(sample.input_ids[: entry.tokens]).long()
-            lowest = capture.aux_layers[0]
             if lowest not in capture.stored_layers:
-                (again,) = self.aux(ids, states.aux[:0, rows], [entry.tokens], (), [lowest])
+                ids = torch.from_numpy(sample.input_ids[: rows.stop - rows.start]).long()
+                (again,) = self.aux(ids, states.aux[:0, rows], [len(ids)], (), [lowest])
                 parts.setdefault(field_name(lowest), []).append(_row_errors(again, states.aux[0, rows]))
             if capture.rebuilds_final:
-                again = self.final(states.aux[-1, rows], [entry.tokens])
-                positions = final_row_positions(sample.loss_mask, capture.final)[: entry.final_rows]
-                again = again[torch.from_numpy(positions.astype(np.int64))]
+                again = self.final_of(sample, states.aux[-1, rows])
                 parts.setdefault(FINAL, []).append(_row_errors(again, states.final[finals]))
         errors = {name: torch.cat(rows) for name, rows in parts.items()}
         return {name: float(rows.median()) for name, rows in errors.items() if len(rows)}, count
+
+    def final_of(self, sample: Sample, top: Tensor) -> Tensor:
+        """The final rows bf16 [R, D] of the first T tokens of a sample, from its top aux layer bf16 [T, D]."""
+        positions = final_row_positions(sample.loss_mask, self.capture.final)
+        positions = positions[positions < len(top)].astype(np.int64)
+        return self.final(top, [len(top)])[torch.from_numpy(positions).to(top.device)]
+
+    def require_close(self, states: Slice, samples: Sequence[Sample]) -> int:
+        """Refuse captured states that the blocks do not bring back: CaptureError ``cross-check``; how many samples were
+        compared, as in ``errors``."""
+        errors, count = self.errors(states, samples)
+        for name, error in errors.items():
+            if not error <= TOLERANCE:
+                raise CaptureError(
+                    f"{name} as the target's blocks rebuild it is {error:.1%} off what the engine computed, at most "
+                    f"{TOLERANCE:.0%} is allowed: a store of rebuilt states would hold others than were captured",
+                    kind=Kind.CROSS_CHECK,
+                    hint="--recipe compact, which stores every layer",
+                )
+        return count
+
+
+def whole_samples(states: Slice, samples: Sequence[Sample]) -> Iterator[tuple[slice, slice, Sample]]:
+    """Aux rows, final rows and sample of those parts of a slice that begin where their sample does."""
+    start = final_start = 0
+    for entry, sample in zip(states.samples, samples[: len(states.samples)], strict=True):
+        rows = slice(start, start + entry.tokens)
+        finals = slice(final_start, final_start + entry.final_rows)
+        start, final_start = rows.stop, finals.stop
+        if not entry.start:
+            yield rows, finals, sample
 
 
 def _row_errors(again: Tensor, captured: Tensor) -> Tensor:

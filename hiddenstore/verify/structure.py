@@ -72,6 +72,9 @@ def _manifest(fs: Filesystem, report: Report) -> StoreManifest | None:
     if layout.HEAD_NAME not in [file.path for file in manifest.target_files]:
         detail = f"{layout.STORE_JSON} names no {layout.HEAD_PATH}: there is no way to logits"
         report.findings.append(Finding("head-missing", layout.STORE_JSON, (), detail))
+    if manifest.capture.blocks and layout.BLOCKS_NAME not in [file.path for file in manifest.target_files]:
+        detail = f"{layout.STORE_JSON} names no {layout.TARGET_DIR}/{layout.BLOCKS_NAME}: no state can be rebuilt"
+        report.findings.append(Finding("blocks-missing", layout.STORE_JSON, (), detail))
     for file in manifest.target_files:
         report.findings += _size(fs, f"{layout.TARGET_DIR}/{file.path}", file.size)
     return manifest

@@ -43,7 +43,7 @@ def load_tokenizer(store: Store, report: Report) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        with store.fs.local_copy(layout.TARGET_DIR, without=layout.HEAD_NAME) as folder:
+        with store.fs.local_copy(layout.TARGET_DIR, without=".safetensors") as folder:
             tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise_refusal(error, f"{store.path}/{layout.TARGET_DIR}")

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from collectors.engines import EngineOptions, open_engine
 from collectors.regenerate.in_process import open_in_process
-from collectors.regenerate.options import RegenerateOptions
+from collectors.regenerate.options import RegenerateOptions, require_possible
 from collectors.targets.load import EngineTarget, LoadOptions, load_target, load_weights
 from hiddenstore.errors import ConfigError
 from hiddenstore.targets.adapter import open_adapter
@@ -25,7 +25,7 @@ WIDE = {"model.layers.0.self_attn.q_proj": (WIDTH, WIDTH), MODULE: (WIDTH, 96)}
 
 
 def save_adapter(folder: Path, seed: int = 0, tensors: dict[str, torch.Tensor] | None = None, **settings: Any) -> Path:
-    """A random adapter of two modules as peft 0.19 saves one."""
+    """A random adapter of two modules as peft 0.21 saves one."""
     generator = torch.Generator().manual_seed(seed)
     weights = {} if tensors is None else dict(tensors)
     for module, (wide, inner) in WIDE.items() if tensors is None else ():
@@ -113,6 +113,12 @@ def test_answers_of_an_adapter_are_told_from_those_of_another(world: World, adap
     assert labels[1] != labels[2]
 
 
+def test_an_adapter_beside_a_server_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the adapter it was started with") as caught:
+        require_possible(RegenerateOptions((), "out", server="http://127.0.0.1:1", model="m", adapter="lora"))
+    assert caught.value.kind == "option-invalid"
+
+
 PAIR = {f"base_model.model.{MODULE}.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}
 REFUSED: dict[str, Callable[[Path], Path]] = {
     "of type IA3": lambda folder: save_adapter(folder, peft_type="IA3"),
@@ -124,6 +130,10 @@ REFUSED: dict[str, Callable[[Path], Path]] = {
         folder, tensors={**PAIR, "base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2, 2)}
     ),
     "no fitting A and B": lambda folder: save_adapter(folder, tensors=dict([*PAIR.items()][:1])),
+    "no fitting A and B for model": lambda folder: save_adapter(
+        folder, tensors={name: torch.ones(*(0, 2) if "A" in name else (2, 0)) for name in PAIR}
+    ),
+    "alpha_pattern": lambda folder: save_adapter(folder, alpha_pattern={"(": 2}),
     "no tensors": lambda folder: save_adapter(folder, tensors={}),
     r"Linear \[64, 96\]": lambda folder: save_adapter(folder, tensors=PAIR),
     "the target has nothing": lambda folder: save_adapter(

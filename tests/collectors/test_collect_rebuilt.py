@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectors.checks.rebuilt import require_rebuilt
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.data import TokenBatches
-from hiddenstore.errors import CaptureError
+from hiddenstore.errors import CaptureError, ConfigError
 from hiddenstore.store import Store
 from hiddenstore.targets.blocks import BLOCKS_FILE
 from hiddenstore.targets.calibration import read_slice
+from hiddenstore.writer import create_store
 from tests.collectors.tiny import save_target
 from tests.tiny_world import TRAIN, World, chat, error_of, run, write_rows
 
 LAYERS = "0,1,2"
+BESIDE = ("advice", "commits", "index", "store.json")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,8 @@ def test_verify_and_info_tell_what_is_rebuilt_and_what_lies_beside_it(
     assert run("info", place / "rebuilt", "--json") == 0
     info = json.loads(capsys.readouterr().out)
     files = [path for path in Path(place / "rebuilt").rglob("*") if path.is_file()]
-    assert info["bytes_on_disk"] == sum(path.stat().st_size for path in files)
+    counted = [path for path in files if path.parts[len(Path(place / "rebuilt").parts)] not in BESIDE]
+    assert info["bytes_on_disk"] == sum(path.stat().st_size for path in counted)
     assert info["bytes_target"] == sum(path.stat().st_size for path in files if path.parent.name == "target")
     calibration = sum(path.stat().st_size for path in files if path.parent.name == "calibration")
     assert info["bytes_calibration"] == calibration > 0
@@ -106,6 +108,22 @@ def test_plan_says_what_rebuilding_saves_and_takes(place: World, capsys: pytest.
     assert rows["compact"]["rebuild_flops"] == 0
 
 
+def test_advise_measures_rebuilt_where_it_has_the_blocks(place: World, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {}
+    for name, words in (("raw", ()), ("raw", ("--target", place / "target")), ("rebuilt", ())):
+        assert run("advise", place / name, *words, "--json") == 0
+        rows[name, bool(words)] = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert "rebuilt" not in rows["raw", False]
+    measured, compact = rows["raw", True]["rebuilt"], rows["raw", True]["compact"]
+    assert 0 < measured["kl"] < 1
+    assert measured["kl"] == pytest.approx(rows["rebuilt", False]["rebuilt"]["kl"])
+    assert measured["channel_errors"].keys() == {"layer_1", "layer_2"}
+    store = Store.open(place / "rebuilt")
+    stored = store.totals["bytes_stored"] / store.totals["tokens"]
+    assert measured["bytes_per_token"] < 0.7 * compact["bytes_per_token"]
+    assert measured["bytes_per_token"] < stored
+
+
 def test_layers_that_end_too_early_are_refused_before_anything_is_written(
     place: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,17 +145,39 @@ def test_a_copy_refuses_the_blocks_of_another_target(place: World, capsys: pytes
     assert not Path(place / "wrong").exists()
 
 
+def test_a_copy_refuses_blocks_that_nothing_proves_or_that_the_slice_disproves(place: World, tmp_path: Path) -> None:
+    source = Store.open(place / "raw")
+    unstated = source.capture.target.model_copy(update={"checkpoint_sha256": None})
+    files = {entry.path: source.target_file(entry.path) for entry in source.manifest.target_files}
+    capture = source.capture.model_copy(update={"target": unstated})
+    old = create_store(tmp_path / "old", capture, source.manifest.head, "raw", files)
+    run_copy(open_copy([source], tmp_path / "old"))
+    wide = {"recipe": "rebuilt", "target": place / "other"}
+    with pytest.raises(CaptureError, match="as the target's blocks rebuild it") as disproved:
+        open_copy([Store.open(old.fs)], tmp_path / "one", **wide)
+    assert disproved.value.kind == "cross-check"
+    for path in (tmp_path / "old" / "calibration").glob("slice*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match="nothing shows that other is the target of") as unproved:
+        open_copy([Store.open(old.fs)], tmp_path / "two", **wide)
+    assert unproved.value.kind == "calibration-missing"
+    assert not (tmp_path / "one").exists()
+    assert not (tmp_path / "two").exists()
+
+
 def test_an_engine_whose_states_the_blocks_do_not_bring_back_is_refused(place: World) -> None:
     store = Store.open(place / "rebuilt")
     states = read_slice(store.fs, store.capture)
     assert states is not None
     samples = [store.sample(entry.id) for entry in states.samples]
-    require_rebuilt(store, states, samples)
+    rebuilder = store.rebuilder()
+    assert rebuilder is not None
+    rebuilder.require_close(states, samples)
     aux = states.aux.clone()
     aux[0] = aux[1]
     for wrong, field in ((replace(states, aux=aux), "layer_0"), (replace(states, final=-states.final), "final")):
         with pytest.raises(CaptureError, match=f"{field} as the target's blocks rebuild it") as error:
-            require_rebuilt(store, wrong, samples)
+            rebuilder.require_close(wrong, samples)
         assert error.value.kind == "cross-check"
 
 
@@ -151,3 +191,32 @@ def test_what_a_filter_leaves_is_rebuilt_too(place: World, tmp_path: Path) -> No
     ]
     assert sum(len(pack.sample_ids) for pack in packs) == len(part)
     assert all(pack.aux.shape[0] == 3 and len(pack.final) == len(pack.final_rows) for pack in packs)
+
+
+def test_what_a_repair_drops_is_captured_again_and_comes_back_rebuilt(place: World, tmp_path: Path) -> None:
+    run_copy(open_copy([Store.open(place / "rebuilt")], tmp_path / "store"))
+    whole = {record.sample.id: record for record in Store.open(tmp_path / "store")}
+    shard = next((tmp_path / "store" / "segments").glob("*/layer_1/c/0/0"))
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    assert run("repair", str(tmp_path / "store"), "--yes", "--accept-loss", "24", "-q") == 0
+    lost = len(whole) - len(Store.open(tmp_path / "store"))
+    assert lost > 0
+    words = ("collect", place / "data", "-o", str(tmp_path / "store"), "--target", place / "target")
+    assert run(*words, "--layers", LAYERS, "--recipe", "rebuilt", "-q") == 0
+    again = Store.open(tmp_path / "store")
+    assert set(again.sample_ids) == set(whole)
+    for record in again:
+        assert torch.allclose(record.aux[0].float(), whole[record.sample.id].aux[0].float(), rtol=2**-6, atol=1e-2)
+        assert record.final.shape == whole[record.sample.id].final.shape
+
+
+def test_a_record_that_is_gone_is_made_again_from_the_segment(place: World, tmp_path: Path) -> None:
+    run_copy(open_copy([Store.open(place / "rebuilt")], tmp_path / "store"))
+    for path in (tmp_path / "store" / "commits").glob("*.json"):
+        path.write_bytes(path.read_bytes()[:100])
+    run("repair", str(tmp_path / "store"), "--yes", "--accept-loss", "24", "-q")
+    again, whole = Store.open(tmp_path / "store"), Store.open(place / "rebuilt")
+    assert set(again.sample_ids) == set(whole.sample_ids)
+    assert all(torch.equal(again[name].final, whole[name].final) for name in whole.sample_ids)

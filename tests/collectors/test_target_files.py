@@ -104,7 +104,7 @@ def test_a7_a_quantisation_that_transformers_does_not_apply_is_refused_by_name(
 @pytest.mark.parametrize(
     ("method", "package", "members"),
     [
-        ("awq", "gptqmodel", {"bits": 4, "group_size": 128}),
+        ("awq", "AWQ quantized model requires", {"bits": 4, "group_size": 128}),
         ("gptq", "optimum", {"bits": 4, "group_size": 128}),
         ("bitsandbytes", "bitsandbytes", {"load_in_4bit": True}),
         ("compressed-tensors", "compressed-tensors", {"format": "pack-quantized", "config_groups": {}}),

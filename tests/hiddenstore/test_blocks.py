@@ -68,6 +68,13 @@ def test_blocks_that_read_more_than_states_are_refused_by_name(member: str) -> N
     assert (error.value.kind, error.value.hint) == ("blocks-unsupported", "--recipe compact, which stores every layer")
 
 
+def test_rotary_frequencies_that_remember_other_samples_are_refused() -> None:
+    config = hf.LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+    with pytest.raises(ConfigError, match="dynamic rotary embedding") as error:
+        require_plain_blocks(config)
+    assert error.value.kind == "blocks-unsupported"
+
+
 def test_blocks_above_the_stated_size_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = open_target(str(save_target(tmp_path)))
     monkeypatch.setattr(module, "MOST_BYTES", 1000)

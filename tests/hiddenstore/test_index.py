@@ -280,6 +280,17 @@ def test_what_a_merge_left_behind_is_garbage_that_nobody_reads() -> None:
     assert index_numbers(store.fs) == [3]
 
 
+def test_the_next_writer_removes_what_a_merge_left_behind_and_covers_nothing_twice() -> None:
+    store = indexed_store()
+    old = {number: store.fs.read(layout.index_path(number)) for number in index_numbers(store.fs)}
+    assert publish._merge(store.fs, list(old))
+    for number, data in old.items():
+        store.fs.put_if_absent(layout.index_path(number), data)
+    publish.publish_index(store.fs, [])
+    assert index_numbers(store.fs) == [3]
+    assert_index_is_believed_rightly(store.fs)
+
+
 def care_of(store: Store) -> None:
     """Repair, what it dropped captured again, covered by the index, merged, swept."""
     fs = store.fs

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from transformers import LlamaConfig
 
 from hiddenstore import layout
 from hiddenstore.care.copy import open_copy, run_copy
@@ -20,13 +21,14 @@ from hiddenstore.records import Record, final_row_positions
 from hiddenstore.segments.encode import encode_records
 from hiddenstore.segments.segment import write_encoded
 from hiddenstore.store import Store
-from hiddenstore.targets.blocks import BLOCKS_FILE
+from hiddenstore.targets.blocks import BLOCKS_FILE, block_parameters
 from hiddenstore.targets.calibration import take_slice, write_slice
-from hiddenstore.testing.builders import capture_spec, make_samples, make_store, random_records
+from hiddenstore.testing.builders import HEAD, capture_spec, make_samples, make_store, random_records, target_files
 from hiddenstore.testing.damage import Sweep
 from hiddenstore.testing.suite import crash_points
 from hiddenstore.testing.workload import Plan
 from hiddenstore.verify import verify
+from hiddenstore.writer import create_store
 from schemas.capture import Codecs
 from schemas.manifest import StoreManifest
 
@@ -205,6 +207,12 @@ def test_verify_says_when_nothing_can_be_compared(store: Store) -> None:
     assert "rebuilt-undecided" in [note.kind for note in verify(store.path, "meaning").notes]
 
 
+def test_a_store_that_names_no_blocks_is_found(tmp_path: Path) -> None:
+    capture = capture_spec(codec="rebuilt")
+    create_store(tmp_path / "store", capture, HEAD, "rebuilt", target_files())
+    assert verify(tmp_path / "store").kinds == {"blocks-missing": 1}
+
+
 def test_blocks_that_are_gone_are_named(store: Store, tmp_path: Path) -> None:
     run_copy(open_copy([store], tmp_path / "copy"))
     (tmp_path / "copy" / "target" / BLOCKS_FILE).unlink()
@@ -242,3 +250,22 @@ def test_at_a_width_of_4096_a_token_takes_less_than_a_seventh_of_bf16(tmp_path: 
     files = write_encoded(LocalFilesystem(tmp_path), "segment", unit, capture)
     arrays = sum(file.size for file in files if not file.path.endswith("zarr.json"))
     assert 640 * 4 * 2 * 4096 / arrays > 7.3
+
+
+def test_a_slice_begins_where_a_sample_does_so_that_it_can_be_rebuilt(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hiddenstore.targets.calibration.MOST_TOKENS", 5)
+    states = take_slice(captured(store).values(), store.capture)
+    assert states is not None
+    assert [(entry.start, entry.tokens) for entry in states.samples] == [(0, 5)]
+    rebuilder = store.rebuilder()
+    assert rebuilder is not None
+    assert rebuilder.require_close(states, [store.sample(entry.id) for entry in states.samples]) == 1
+
+
+def test_a_target_that_cannot_be_rebuilt_is_planned_for_in_every_other_recipe(tmp_path: Path) -> None:
+    config = LlamaConfig(num_hidden_layers=8, hidden_size=32, num_attention_heads=2, hidden_size_per_layer_input=4)
+    assert block_parameters(config, ()) == 0
+    with pytest.raises(ConfigError, match="per-layer embeddings"):
+        block_parameters(config, (0,))

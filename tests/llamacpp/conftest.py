@@ -16,6 +16,13 @@ def engine_world(tmp_path_factory: pytest.TempPathFactory) -> EngineWorld:
     return make_engine_world(tmp_path_factory.getbasetemp() / "engine_world")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A line for every accepted length that was compared."""
+    reports = [report for word in ("passed", "failed") for report in terminalreporter.stats.get(word, [])]
+    for row in (row for report in reports for name, row in report.user_properties if name == "agreement"):
+        terminalreporter.write_line("  ".join(f"{name} {value}" for name, value in row.items()))
+
+
 @pytest.fixture(scope="session")
 def target(engine_world: EngineWorld) -> str:
     """The bundled target in fp32; its tokenizer splits as GPT-2's."""

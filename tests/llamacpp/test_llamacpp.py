@@ -149,7 +149,9 @@ def test_ngram_lookup_changes_no_token_and_its_counters_add_up(engine_world, tar
 def test_the_target_as_its_own_draft_is_accepted_whole(engine_world, target, plain, tmp_path):
     found = served(target, engine_world.prompts[:6], tmp_path, target, method="draft-target", length=3)
     assert found.answers == plain.answers[:6]
-    assert found.counts.accepted >= 0.995 * found.counts.drafted > 0
+    # What a draft holds behind the end of an answer is not accepted: less than a draft an answer.
+    assert 0 <= found.counts.drafted - found.counts.accepted <= 3 * len(found.answers)
+    assert found.counts.drafts > len(found.answers)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])

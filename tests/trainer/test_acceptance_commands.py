@@ -20,7 +20,7 @@ from hiddenstore.testing.builders import ENGINE, memory_input
 from hiddenstore.verify.profile import PROFILE_PATH, make_profile, write_profile
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.capture import CaptureSpec, Codecs, HeadSpec, TargetIdentity
-from trainer.cli.evaluate import positions_text
+from trainer.cli.evaluate import _show_simulated, positions_text
 from trainer.evaluate.cost import keep
 from trainer.evaluate.speculate import plain
 from trainer.evaluate.target import LiveTarget, bundle_of, identity_of
@@ -328,7 +328,7 @@ def test_export_writes_a_folder_and_prints_how_to_serve_it(made, tmp_path):
     assert "vllm" in error["message"]
 
 
-def test_eval_says_which_draft_length_pays_on_this_machine_and_export_takes_it(made, tmp_path):
+def test_eval_says_which_draft_length_pays_on_this_machine_and_export_takes_it(made, tmp_path, capsys):
     def drafts_of(name, *more):
         return document(["export", str(made / "run"), "--engine", "vllm", "-o", str(tmp_path / name), *more])[
             "draft_len"
@@ -338,20 +338,22 @@ def test_eval_says_which_draft_length_pays_on_this_machine_and_export_takes_it(m
     words = ["eval", str(made / "run"), str(made / "store"), "--draft-len", "1,2,4,2x2", "--costs"]
     assert "--target" in run(words, 2).stderr
     words += ["--target", str(made / "target")]
-    found, chosen = document(words), made / "run" / "draft-length.json"
+    said, chosen = run([*words, "--json"]), made / "run" / "draft-length.json"
+    found = json.loads(said.stdout)
     try:
         chains = [row for row in found["sweep"] if row["tree_width"] == 1]
         assert [row["draft_len"] for row in chains] == [1, 2, 4]
         for row in chains:
             assert row["speedup"] == pytest.approx(row["accepted_length"] * found["token_s"] / row["draft_s"])
+        _show_simulated(found)
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"drafts of {found['best_draft_len']}: {found['speedup']:.2f}x of plain decoding" in shown
+        assert "ms a draft" in shown
+        assert ("no draft length pays" in said.stderr) == (found["speedup"] <= 1)
         assert "speedup" not in next(row for row in found["sweep"] if row["tree_width"] == 2)
         best = max(chains, key=lambda row: row["speedup"])
         assert (found["best_draft_len"], found["speedup"]) == (best["draft_len"], best["speedup"])
         assert drafts_of("measured") == best["draft_len"]
-        assert drafts_of("told anyway", "--draft-len", "5") == 5
-        assert "ms a draft" in run(words).stdout
-        again = run([*words, "--json"])
-        assert ("no draft length pays" in again.stderr) == (json.loads(again.stdout)["speedup"] <= 1)
         best = {"best_draft_len": 2, "speedup": 1.5}
         # Of another checkpoint's drafter nothing is known.
         stale = chosen.read_bytes()

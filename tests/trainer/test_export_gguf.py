@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
 
-from hiddenstore.errors import ConfigError, ConflictError, FormatError, HiddenstoreError, Kind
+from hiddenstore.errors import ConfigError, ConflictError, FormatError, HiddenstoreError, Kind, StorageError
 from tests.trainer.export_cases import IDENTITY, KINDS, LAYERS, U, case, make
 from tests.trainer.gguf_target import rewritten, write_target
 from trainer.export.published import read_published
@@ -122,7 +122,11 @@ def test_what_llama_cpp_has_no_place_for_is_refused_with_the_reason(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_target_that_is_missing_no_gguf_or_another_is_refused(target: str, tmp_path: Path) -> None:
+def test_a_target_that_is_missing_no_gguf_or_another_is_refused(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A file that happens to lie in the current folder is nobody's word.
+    monkeypatch.chdir(Path(target).parent)
     other = write_target(tmp_path / "other.gguf", layers=9)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(Path(target).read_bytes()[:200])
@@ -148,6 +152,13 @@ def test_a_name_that_is_taken_stays_what_it_was(target: str, tmp_path: Path) -> 
     assert [file.name for file in tmp_path.iterdir()] == ["drafter.gguf"]
 
 
+def test_a_folder_that_cannot_be_made_is_a_storage_error_and_leaves_nothing(target: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match=r"file/drafter\.gguf"):
+        written(case("eagle3"), tmp_path / "file" / "drafter.gguf", target)
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
 def _refused(path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=text) as said:
         read_published(path, case("eagle3").head, LAYERS)
@@ -163,6 +174,12 @@ def test_a_file_of_another_kind_or_with_more_than_a_drafter_here_has_is_refused(
         out = written(case(name), tmp_path / f"{name}.gguf", target)
         changed = rewritten(out, tmp_path / f"{name}-changed.gguf", {f"{name}.{field}": True})
         _refused(changed, text)
+
+
+@pytest.mark.parametrize("field", [gguf.MASK, "dflash.block_count"])
+def test_a_field_that_is_missing_is_named_in_full(field: str, target: str, tmp_path: Path) -> None:
+    out = written(case("dflash"), tmp_path / "a.gguf", target)
+    _refused(rewritten(out, tmp_path / "b.gguf", {}, without=field), f"lacks the field {field}")
 
 
 def test_frequencies_stretched_by_a_rule_the_file_does_not_name_are_refused(target: str, tmp_path: Path) -> None:

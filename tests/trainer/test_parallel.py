@@ -32,6 +32,7 @@ WAYS = {
 }
 MUON = [*SETTINGS, "optim.kind=muon", "train.max_steps=4", "train.validate_every=0"]
 DEEP = [*SETTINGS, "drafter.num_layers=2", "train.max_steps=4", "train.validate_every=0"]
+FOLLOWED = [*SETTINGS, "train.follow=true", "train.max_steps=6", "train.validate_every=0"]
 RESUMED = ["one-to-fsdp", "fsdp-to-one"]
 
 
@@ -62,12 +63,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     train(made.store.path, folder / "one-to-fsdp", words=[*SETTINGS, start])
     train(made.store.path, folder / "deep-one", words=DEEP)
     train(made.store.path, folder / "muon-one", words=MUON)
+    train(made.store.path, folder / "follow-one", words=FOLLOWED)
     on_two_ranks(
         [
             *(made.job(name, [*SETTINGS, *words]) for name, words in WAYS.items()),
             made.job("one-to-fsdp", [end, "train.parallel=fsdp"], resume=True),
             made.job("fsdp-to-one", [*SETTINGS, start, "train.parallel=fsdp"]),
             made.job("muon", [*MUON, "train.parallel=fsdp"]),
+            made.job("follow", FOLLOWED),
             made.job("deep", [*DEEP, "train.context_parallel=2", "train.checkpoint_activations=true"]),
         ]
     )
@@ -92,6 +95,12 @@ def test_every_layer_of_a_deep_drafter_sees_the_whole_sequence(runs: Runs) -> No
 
 def test_muon_over_shards_takes_the_steps_of_one_process(runs: Runs) -> None:
     assert runs.records("muon", "loss") == pytest.approx(runs.records("muon-one", "loss"), rel=1e-4)
+
+
+def test_two_ranks_that_follow_a_store_read_the_epochs_that_one_process_reads(runs: Runs) -> None:
+    assert runs.records("follow", "loss") == pytest.approx(runs.records("follow-one", "loss"), rel=1e-5)
+    own = json.loads((runs.folder / "follow/snapshot.json").read_text())["name"]
+    assert [name for name in runs.store.fs.list("snapshots") if name.startswith(f"{own}.epoch-")]
 
 
 @pytest.mark.parametrize("way", [*WAYS, *RESUMED])

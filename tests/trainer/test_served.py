@@ -267,8 +267,8 @@ def test_a_llama_server_without_metrics_without_a_drafter_or_past_six_digits_say
         assert (said["kind"], "--metrics" in said["message"]) == ("no-speculation", True)
         assert server.asked == []
         server.has_metrics, server.counted_before = True, 2_345_678
-        said = error(words("llamacpp", server, prompts), 5)
-        assert (said["kind"], said["hint"]) == ("server-answer", "start llama-server anew")
+        said = error(words("llamacpp", server, prompts), 4)
+        assert (said["kind"], said["fix"]) == ("server-answer", "start llama-server anew")
     with fake_server(engine="llamacpp") as server:
         assert error(words("llamacpp", server, prompts), 2)["kind"] == "no-speculation"
 

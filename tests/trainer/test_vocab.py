@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hiddenstore.cli import main
+from hiddenstore.data import WHOLE
 from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
 from hiddenstore.testing.builders import make_store
 from trainer.vocab import DraftVocab, count_store, count_tokens, coverage, coverage_curve, curve_sizes
@@ -33,6 +34,7 @@ def test_store_counts_use_the_training_split_only(tmp_path: Path) -> None:
     chosen = [store.sample(i) for i in store.sample_ids]
     expected = sum(s.supervised for s in chosen if s.split == "train")
     assert count_store(store, 64).sum() == expected
+    assert count_store(store, 64, view=WHOLE) is count_store(store, 64), "counted twice"
 
 
 @pytest.mark.parametrize("form", ["safetensors", "pt", "pt-mapping", "npy"])

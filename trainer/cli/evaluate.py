@@ -14,6 +14,7 @@ from hiddenstore.errors import ConfigError, CorruptionError, Kind
 from trainer.cli.cache import cache_options
 
 if TYPE_CHECKING:
+    from hiddenstore.store import Store
     from schemas.manifest import Split
     from trainer.evaluate.acceptance import DraftShape
     from trainer.evaluate.prompts import Question
@@ -248,9 +249,7 @@ def _simulate(
 ) -> None:
     from hiddenstore.console.progress import Progress
     from hiddenstore.store import Store
-    from hiddenstore.targets.identity import cast_hint, target_argument
-    from hiddenstore.verify.same_target import share_profile, target_differences, unstated_warning
-    from trainer.drafters import refuse_target
+    from hiddenstore.targets.identity import target_argument
     from trainer.evaluate import simulate
     from trainer.evaluate.cost import keep
     from trainer.evaluate.target import load_live_target
@@ -262,12 +261,8 @@ def _simulate(
     if best:
         run = str(best_checkpoint(Path(run)))
     info, text = describe(run), Store.open(through_cache(store, *cache))
-    trained_for, trained_on = info.spec.target, training_store(info)
-    problem = f"{text.path} was captured from {text.capture.target.name}, the drafter was trained on {trained_for.name}"
-    differences = target_differences(trained_for, text, trained_on, same_target)
-    refuse_target(differences, problem, cast_hint(differences, f"hiddenstore eval {run} {info.spec.store}"))
-    if warning := unstated_warning(trained_for, text.capture.target, share_profile(trained_on, text)):
-        output().warn(warning)
+    trained_on = training_store(info)
+    _require_its_target(run, info, text, trained_on, same_target)
     device = pick_device(device)
     head, final_norm = text.head(), text.capture.final_norm
     drafters = [
@@ -291,7 +286,7 @@ def _simulate(
         "untrained_accepted_length": results[1].tally.accepted_length if untrained else None,
     }
     if target is not None:
-        live = load_live_target(target, info.spec.drafter.aux_layers, trained_for, device, None, same_target)
+        live = load_live_target(target, info.spec.drafter.aux_layers, info.spec.target, device, None, same_target)
         document |= _with_costs(document["sweep"], drafters[0], live, results[0].texts[0][0].tolist())
     output().data(document, human=lambda: _show_simulated(document))
     if target is not None:
@@ -299,6 +294,22 @@ def _simulate(
         keep(info.run, drafters[0].step, document, live.identity.dtype)
     judge(document, info)
     output().hint("hiddenstore", "decode", run, "--target", target_argument(text.capture.target), "--prompts", store)
+
+
+def _require_its_target(
+    run: str, info: "RunInfo", text: "Store", trained_on: "Store | None", same_target: bool
+) -> None:
+    """Refuse a store of another target than the drafter's."""
+    from hiddenstore.targets.identity import cast_hint
+    from hiddenstore.verify.same_target import share_profile, target_differences, unstated_warning
+    from trainer.drafters import refuse_target
+
+    trained_for = info.spec.target
+    problem = f"{text.path} was captured from {text.capture.target.name}, the drafter was trained on {trained_for.name}"
+    differences = target_differences(trained_for, text, trained_on, same_target)
+    refuse_target(differences, problem, cast_hint(differences, f"hiddenstore eval {run} {info.spec.store}"))
+    if warning := unstated_warning(trained_for, text.capture.target, share_profile(trained_on, text)):
+        output().warn(warning)
 
 
 def _with_costs(

@@ -58,9 +58,9 @@ def report(path: str, out: str | None, samples: int, measure: int, draft_len: in
 
     The file shows text of the data set unless --samples 0 is given.
     """
-    name = Path(path.rstrip("/")).name.partition("@")[0]
+    file = _file(out or f"{Path(path.rstrip('/')).name.partition('@')[0] or 'store'}-report.html")
     made = _run_page(path, samples, measure, draft_len) if _is_run(path) else _store_page(path, samples, measure)
-    _write(made, Path(out or f"{name or 'store'}-report.html"), {"path": path})
+    _write(made, file, {"path": path})
 
 
 @click.command(epilog=examples("hiddenstore compare run-a run-b", "hiddenstore compare runs/* -o runs.html --json"))
@@ -74,7 +74,16 @@ def compare(runs: tuple[str, ...], out: str | None) -> None:
     from trainer.report.compare import compare_page
     from trainer.train.run_folder import describe
 
-    _write(compare_page([describe(run) for run in runs]), Path(out or "runs-report.html"), {"runs": list(runs)})
+    file = _file(out or "runs-report.html")
+    _write(compare_page([describe(run) for run in runs]), file, {"runs": list(runs)})
+
+
+def _file(out: str) -> Path:
+    """Where to write, refused before the minutes that measuring may take."""
+    from hiddenstore.report.page import refuse_other_file
+
+    refuse_other_file(Path(out))
+    return Path(out)
 
 
 def _store_page(path: str, samples: int, measure: int) -> "Page":

@@ -119,7 +119,7 @@ class TttObjective:
             slots = sum(inputs.batch.tokens for inputs in packs)
             return torch.full((self.loss.steps,), float(slots), device=self._device)
         counts = sum((inputs.counts for inputs in packs), torch.zeros(self.loss.steps, device=self._device))
-        return counts.sum().expand_as(counts) if self.loss.reduction == "all" else counts
+        return counts.sum().expand_as(counts).clone() if self.loss.reduction == "all" else counts
 
     def losses(self, inputs: TttInputs, denominators: Tensor) -> StepLosses:
         """What this pack adds to the loss of the global batch."""

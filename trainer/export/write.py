@@ -153,17 +153,23 @@ def _appearing(out: Path, is_file: bool) -> Iterator[Path]:
             yield folder
         return
     refuse_existing_file(out)
-    with TemporaryDirectory() as room:
-        yield Path(room)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(out) as file, Path(room, gguf.FILE_NAME).open("rb") as whole:
-            shutil.copyfileobj(whole, cast(Any, file), 1 << 24)
+    try:
+        with TemporaryDirectory() as room:
+            yield Path(room)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with new_file(out) as file, Path(room, gguf.FILE_NAME).open("rb") as whole:
+                shutil.copyfileobj(whole, cast(Any, file), 1 << 24)
+    except HiddenstoreError:
+        raise
+    except OSError as error:
+        raise storage_error(error, str(out)) from error
 
 
 def _write_gguf(file: Path, checkpoint: Checkpoint, reads: Reads, made: Files, about: dict[str, Any]) -> Files:
     """Write the files as one, and give back what it says and holds. Raises ConfigError ``option-invalid``: no GGUF file
     of the target is named; FormatError ``target-mismatch``: it is of another target."""
-    target = gguf.drafter_file(Path(checkpoint.target_name or ""))
+    named = checkpoint.target_name
+    target = gguf.drafter_file(Path(named)) if named else None
     if target is None:
         raise ConfigError(
             "a drafter for llama.cpp holds the vocabulary of its target's GGUF file, and --target names none",

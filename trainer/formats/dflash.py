@@ -89,7 +89,7 @@ def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> 
         "mask_token_id": dflash["mask_token_id"],
         "aux_hidden_state_layer_ids": [layer + 1 for layer in dflash["target_layer_ids"]],
         "sample_from_anchor": False,
-        "sliding_window_non_causal": not checkpoint.config.causal,
+        "sliding_window_non_causal": True,
     }
     return base.speculators_config(config, checkpoint, draft_len, "dflash", flags)
 

@@ -358,7 +358,8 @@ def _read_config(path: Path, reader: "GGUFReader") -> tuple[dict[str, Any], dict
         config = {ours: _shortest(own[theirs]) for ours, theirs in _DIMENSIONS.items()}
         config |= {"architectures": [form.published], "vocab_size": len(tokens), **form.config(own)}
     except KeyError as error:
-        raise _unfit(path, f"lacks the field {prefix}{error.args[0]}") from error
+        lacking = error.args[0]
+        raise _unfit(path, f"lacks the field {lacking if lacking == MASK else prefix + lacking}") from error
     except ValueError as error:
         raise _unfit(path, f"cannot be had here: {error}") from error
     return config | {"rope_scaling": _read_rope(own) or about.pop("rope_scaling", None)}, about

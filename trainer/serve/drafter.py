@@ -84,7 +84,8 @@ def _about(folder: Path) -> dict[str, Any]:
         return {}
     about = _json(folder / ABOUT_FILE)
     length, target = about.get("draft_len"), about.get("target")
-    if type(length) not in (int, NoneType) or (length or 1) < 1 or not isinstance(target, dict | NoneType):
+    is_length = length is None or (type(length) is int and length > 0)
+    if not is_length or not isinstance(target, dict | NoneType):
         raise ConfigError(
             f"{folder / ABOUT_FILE} has draft_len {length!r} and a target of {type(target).__name__}; expected a whole "
             "number above 0 and an object",

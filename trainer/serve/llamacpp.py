@@ -1,7 +1,7 @@
 """llama.cpp: ``llama-server -m TARGET.gguf -md DRAFTER.gguf --spec-type …``.
 
-Sources: llama.cpp b11434, ``docs/speculative.md`` and ``common/arg.cpp``. Run on CPU: draft-eagle3, draft-dflash and
-ngram-simple.
+Sources: llama.cpp b11434, its page on speculative decoding and ``common/arg.cpp``. Run on CPU: draft-eagle3,
+draft-dflash, draft-simple and ngram-simple.
 """
 
 import re
@@ -85,7 +85,7 @@ LLAMACPP = ServingEngine(
     version=VERSION,
     untrained={"draft-target": "draft-simple", "ngram": "ngram-simple", "mtp": "draft-mtp"},
     plan=plan,
-    install="build llama.cpp as its docs/build.md says, and put llama-server on the PATH",
+    install="put llama.cpp's llama-server on the PATH (docs/llamacpp.md)",
     image=lambda version: f"ghcr.io/ggml-org/llama.cpp:server-b{version}",
     port=8080,
     forms=("command",),

@@ -40,11 +40,19 @@ Advance = Callable[..., None]
 
 
 def measure_paired(
-    store: Store, recipes: Sequence[str], seeds: Sequence[int], words: Sequence[str], advance: Advance
+    store: Store,
+    recipes: Sequence[str],
+    seeds: Sequence[int],
+    words: Sequence[str],
+    advance: Advance,
+    target: str | None = None,
 ) -> list[PairedRow]:
-    """Train a drafter per seed on the original states and one per recipe; a row per recipe. ``words`` are settings of
-    ``train``. As many samples as the steps need are copied into a temporary folder, once per recipe. Raises
-    ConfigError: ``states-rounded``, the store's own codecs are not exact; ``validation-missing``; a wrong setting."""
+    """Train a drafter per seed on the original states and one per recipe; a row per recipe.
+
+    ``words`` are settings of ``train``; ``target`` the checkpoint of the states, for recipes that rebuild some. As many
+    samples as the steps need are copied into a temporary folder, once per recipe. Raises ConfigError:
+    ``states-rounded``, the store's own codecs are not exact; ``validation-missing``; a wrong setting.
+    """
     rounded = inexact_fields(store.capture)
     if rounded:
         raise ConfigError(
@@ -58,8 +66,8 @@ def measure_paired(
     ids = _sample_ids(store, count * config.data.batch_tokens)
     total = count * len(seeds) * (1 + len(recipes))
     with TemporaryDirectory(prefix="hiddenstore-paired-") as folder:
-        original = _copy(store, Path(folder) / "original", None, ids)
-        decoded = {name: _copy(store, Path(folder) / name, name, ids) for name in recipes}
+        original = _copy(store, Path(folder) / "original", None, ids, None)
+        decoded = {name: _copy(store, Path(folder) / name, name, ids, target) for name in recipes}
 
         def acceptances(name: str, trained_on: Store) -> list[float]:
             results = []
@@ -143,9 +151,9 @@ def _sample_ids(store: Store, train_tokens: int) -> frozenset[str]:
     return frozenset(ids)
 
 
-def _copy(store: Store, location: Path, recipe: str | None, ids: frozenset[str]) -> Store:
+def _copy(store: Store, location: Path, recipe: str | None, ids: frozenset[str], target: str | None) -> Store:
     def is_copied(_record: CommitRecord, entry: SampleEntry) -> bool:
         return entry.id in ids
 
-    run_copy(open_copy([store], location, recipe, is_copied, "zarr"))
+    run_copy(open_copy([store], location, recipe, is_copied, "zarr", target=target))
     return Store.open(location)

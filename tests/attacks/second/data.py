@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hiddenstore.documents import sha256_hex
+from hiddenstore.inputs import input_digest
 from hiddenstore.records import sample_id
 from tests.attacks.second.lab import Attempt, Change, Lab, Outcome, reseal, rewrite
 from tests.tiny_world import chat
@@ -86,6 +87,16 @@ def with_right_id(change: Callable[[Rows], object]) -> Callable[[Rows], None]:
 
 def sealed(**values: Any) -> Callable[[Path], None]:
     return lambda data: reseal(data / INFO, lambda document: document.update(values))
+
+
+def twice(data: Path) -> None:
+    """A row doubled, and everything that names the rows made to fit."""
+    table = pq.read_table(data / PART)
+    pairs = list(zip(table["sample_id"].to_pylist(), table["split"].to_pylist(), strict=True))
+    pairs.append(pairs[0])
+    fit = {"digest": input_digest(pairs), "samples": len(pairs)}
+    rows(lambda listed: listed.append(listed[0]))(data)
+    reseal(data / INFO, lambda document: document.update(fit))
 
 
 def as_type(name: str, kind: pa.DataType) -> Callable[[pa.Table], pa.Table]:
@@ -171,8 +182,9 @@ ATTEMPTS = (
         for what, spoil, word in (
             ("compressed by another program", part(lambda t: t), "held"),
             ("a row twice", rows(lambda r: r.append(r[0])), "file-corrupt|document-invalid|input-unreadable"),
-            ("a row less", rows(lambda r: r.pop()), "array-invalid"),
-            ("rows turned round", rows(lambda r: r.reverse()), "array-invalid"),
+            ("a row twice, digest and all", twice, "array-invalid"),
+            ("a row less", rows(lambda r: r.pop()), "file-corrupt"),
+            ("rows turned round", rows(lambda r: r.reverse()), "file-corrupt"),
             ("an empty id", rows(first(sample_id="")), "array-invalid"),
             ("an id of a megabyte", rows(first(sample_id="a" * (1 << 20))), "array-invalid"),
             ("an id that leaves", rows(first(sample_id="../../../etc/x")), "array-invalid"),
@@ -198,7 +210,7 @@ ATTEMPTS = (
             ("turns backwards", rows(first(spans=lambda v: [v[0] | {"start": 5, "end": 1}])), "array-invalid"),
             ("a role nobody has", rows(first(spans=lambda v: [v[0] | {"role": 99}])), "array-invalid"),
             ("the split 'test'", rows(first(split="test")), "array-invalid"),
-            ("train for validation", rows(lambda r: [x.update(split="train") for x in r]), "array-invalid"),
+            ("train for validation", rows(lambda r: [x.update(split="train") for x in r]), "file-corrupt"),
             ("no mask column", part(lambda t: t.drop_columns(["loss_mask"])), "array-invalid"),
             ("tokens as int64", part(as_type("input_ids", pa.list_(pa.int64()))), "file-corrupt|held"),
             (
@@ -208,12 +220,12 @@ ATTEMPTS = (
             ),
             ("one more column", part(lambda t: t.append_column("x", pa.nulls(t.num_rows))), "file-corrupt|held"),
             ("columns in another order", part(lambda t: t.select(t.column_names[::-1])), "file-corrupt|held"),
-            ("no rows", part(lambda t: t.slice(0, 0)), "array-invalid"),
+            ("no rows", part(lambda t: t.slice(0, 0)), "file-corrupt"),
             ("more samples than there are", sealed(samples=41), "file-corrupt|document-invalid"),
             ("another digest", sealed(digest="0" * 64), "file-corrupt|document-invalid"),
             ("samples in quotes", sealed(samples="40"), "document-invalid"),
             ("no files", sealed(files=[]), "file-corrupt|document-invalid|input-empty"),
-            ("another vocabulary", sealed(vocab_size=10), "tokenizer-mismatch|token-range|file-corrupt"),
+            ("another vocabulary", sealed(vocab_size=10), "array-invalid"),
             ("another tokenizer", sealed(tokenizer_sha256="0" * 64), "tokenizer-mismatch"),
             ("another template", sealed(chat_template_sha256="0" * 64), "tokenizer-mismatch|target-mismatch|held"),
         )

@@ -61,7 +61,6 @@ class Attempt:
     what: str
     do: Callable[["Lab"], Outcome]
     expected: str
-    slow: bool = False
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,12 @@ def lie(key: str, value: object) -> Callable[[dict[str, Any]], None]:
     return lambda index: first_field(index)[key].__setitem__(0, value)
 
 
+def layers_swapped(index: dict[str, Any]) -> None:
+    """What only a look at the states can tell: every digest and checksum fits."""
+    fields = index["fields"]
+    fields["layer_1.npy"], fields["layer_2.npy"] = fields["layer_2.npy"], fields["layer_1.npy"]
+
+
 def repacked(*words: str) -> Spoil:
     """GNU tar unpacks and packs again what it found."""
 
@@ -489,12 +495,6 @@ ATTEMPTS = (
             ("a list too short", lambda i: first_field(i)["offset"].pop()),
             ("a list too long", lambda i: [v.append(v[-1]) for v in first_field(i).values()]),
             ("no states of a layer", lambda i: i["fields"].pop("layer_1.npy")),
-            (
-                "XX a layer under another's name",
-                lambda i: i["fields"].update(
-                    {"layer_1.npy": i["fields"]["layer_2.npy"], "layer_2.npy": i["fields"]["layer_1.npy"]}
-                ),
-            ),
             ("a field that is a list", lambda i: i["fields"].update({"layer_1.npy": [1, 2]})),
             ("no fields", lambda i: i.pop("fields")),
             ("fields null", lambda i: i.update(fields=None)),
@@ -502,6 +502,7 @@ ATTEMPTS = (
             ("a unit's member of two numbers", lambda i: i["unit"].update({k: v[:2] for k, v in i["unit"].items()})),
         )
     ),
+    Attempt("a tar's index lies: a layer under another's name, judged by meaning", after(tar_index(layers_swapped), "verify", "--meaning", "--share", "1", of="tars"), "findings"),
     Attempt("an input written again by pyarrow", after(table(lambda t: t), "verify", "--full"), "held|findings"),
     Attempt(
         "an input without its metadata", after(table(lambda t: t.replace_schema_metadata({})), "verify"), "findings"

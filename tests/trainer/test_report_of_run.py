@@ -130,6 +130,13 @@ def _best(path: Path) -> float:
     return max(one["accepted_length"] for one in read_curves(path).validations)
 
 
+def test_a_notebook_shows_a_run_as_a_table(runs: tuple[str, str], world: World) -> None:
+    html = describe(runs[0])._repr_html_()
+    assert f"<caption>Run {runs[0]}</caption>" in html
+    assert f"<th>store</th><td>{world / 'store'}</td>" in html
+    assert "<th>step</th><td>4</td>" in html
+
+
 def test_one_run_is_not_compared(runs: tuple[str, str]) -> None:
     result = typed("compare", runs[0])
     assert result.exit_code == 2

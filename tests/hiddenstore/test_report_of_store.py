@@ -86,6 +86,11 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return Store.open(opened.path)
 
 
+@pytest.fixture(scope="module")
+def hostile_page(hostile: Store) -> str:
+    return store_page(hostile, samples=4, measured=1).html()
+
+
 def test_every_part_that_was_promised_is_there_and_says_what_is_healthy(made: Page) -> None:
     titles = ["What it holds", "Sources and spans", "Lengths", "Norms per layer", "Agreement", "Sizes", "Samples"]
     assert [section.title for section in made.sections] == [*titles, "Lineage"]
@@ -125,8 +130,8 @@ def test_every_link_of_a_page_has_a_place_and_every_drawing_a_name_and_its_numbe
     assert len(reader.named("details")) >= len(drawings)
 
 
-def test_markup_in_tokens_and_names_stays_text(hostile: Store) -> None:
-    reader = Reader(store_page(hostile, samples=4, measured=4).html())
+def test_markup_in_tokens_and_names_stays_text(hostile_page: str) -> None:
+    reader = Reader(hostile_page)
     assert len(reader.named("script")) == 1
     assert not reader.named("img")
     assert not [a for _, a in reader.elements if any(name.startswith("on") for name in a)]
@@ -136,26 +141,25 @@ def test_markup_in_tokens_and_names_stays_text(hostile: Store) -> None:
     assert "<b onclick='x'>" in reader.text["dl"]
 
 
-def test_trained_text_is_marked_and_nothing_else(hostile: Store) -> None:
-    reader = Reader(store_page(hostile, samples=4, measured=4).html())
+def test_trained_text_is_marked_and_nothing_else(hostile: Store, hostile_page: str) -> None:
+    reader = Reader(hostile_page)
     marked = sum(int(hostile.sample(sample_id).loss_mask.sum()) for sample_id in hostile.sample_ids)
     assert reader.text["mark"].count("alert(") == 2 * marked
 
 
 def test_without_samples_a_page_holds_no_text_and_does_not_warn_of_it(hostile: Store) -> None:
-    shown = store_page(hostile, samples=0, measured=4)
+    shown = store_page(hostile, samples=0, measured=1)
     assert "alert(" not in shown.html()
     assert not shown.note
-    assert "Token ids are that text" in store_page(hostile, samples=1, measured=4).note
+    assert "Token ids are that text" in store_page(hostile, samples=1, measured=1).note
 
 
 def test_text_is_left_out_and_counted_where_it_would_make_a_page_too_large(
-    hostile: Store, monkeypatch: pytest.MonkeyPatch
+    hostile: Store, hostile_page: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = store_page(hostile, samples=4, measured=1).html()
     monkeypatch.setattr("hiddenstore.report.page.TEXT_BYTES", 8_000)
     less = store_page(hostile, samples=4, measured=1).html()
-    assert len(less) < len(whole)
+    assert len(less) < len(hostile_page)
     assert "would make the page too large" in less
 
 
@@ -173,7 +177,11 @@ def test_states_of_another_sample_are_a_problem_on_the_page(tmp_path: Path) -> N
     write_unit(opened, "u-000000", "0" * 64, records, (), ENGINE)
     shown = store_page(Store.open(opened.path), measured=8)
     assert ("Norms per layer", "bad") in [(section.title, verdict.level) for section, verdict in shown.verdicts]
-    assert ("Agreement", "bad") in [(section.title, verdict.level) for section, verdict in shown.verdicts]
+    agreement = [verdict for section, verdict in shown.verdicts if section.title == "Agreement"]
+    assert agreement[0].level == "bad"
+    assert any("of kind zeros: " in verdict.text for verdict in agreement)
+    # Of a few rows nothing is said that chance may say.
+    assert not any("would say the next token" in verdict.text for verdict in agreement)
 
 
 def test_a_damaged_sample_is_a_problem_on_the_page_which_is_made_all_the_same(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""Small samples read together are those read one by one, bit for bit, and say as much where they are damaged."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hiddenstore.codecs.recipes import RECIPES
+from hiddenstore.data import SampleView, TokenBatches
+from hiddenstore.errors import CorruptionError
+from hiddenstore.records import Record
+from hiddenstore.segments.segment import SegmentReader
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import make_store
+
+CONTAINERS = ("zarr", "webdataset")
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many samples each call read together."""
+    counts: list[int] = []
+    inner = SegmentReader.read_many_into
+
+    def counted(self: SegmentReader, indices: np.ndarray, *arguments: object) -> object:
+        many = inner(self, indices, *arguments)  # type: ignore[arg-type]
+        counts.append(0 if many is None else len(indices))
+        return many
+
+    monkeypatch.setattr(SegmentReader, "read_many_into", counted)
+    return counts
+
+
+def bits(record: Record) -> Iterator[tuple[str, object]]:
+    for name in ("input_ids", "loss_mask", "spans"):
+        array = getattr(record.sample, name)
+        yield name, (array.dtype, array.tolist())
+    for name in ("aux", "final"):
+        states = getattr(record, name)
+        assert states.is_contiguous()
+        yield name, (states.shape, states.view(torch.int16).tolist())
+    yield "final_rows", (record.final_rows.dtype, record.final_rows.tolist())
+    yield "topk", record.topk and [getattr(record.topk, name).tolist() for name in ("ids", "log_probs", "lse")]
+    yield "sample", (record.sample.id, record.sample.split)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_an_iteration_gives_the_records_that_reading_by_id_gives(
+    tmp_path: Path, recipe: str, container: str, together: list[int]
+) -> None:
+    store = make_store(tmp_path, samples=12, codec=recipe, container=container)
+    for record, name in zip(store, store.sample_ids, strict=True):
+        assert dict(bits(record)) == dict(bits(store.read(name)))
+        assert record.aux.untyped_storage().nbytes() == record.aux.nbytes
+    assert (max(together) > 1) == (recipe != "tiny")
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("gap", [0, 1 << 20])
+def test_packs_of_scattered_samples_hold_the_bits_of_single_records(
+    tmp_path: Path, container: str, gap: int, together: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"hiddenstore.segments.{'zarr' if container == 'zarr' else 'tar'}._GAP_BYTES", gap)
+    store = make_store(tmp_path, samples=40, codec="compact", container=container)
+    for view in (SampleView(), SampleView(max_tokens=20), SampleView(loss_on="last-turn")):
+        together.clear()
+        seen = 0
+        for batch in TokenBatches(store, batch_tokens=600, pack_tokens=300, layers=[3], epochs=1, view=view):
+            for pack in batch.packs:
+                records = [view.cut(store.read(name, layers=[3])) for name in pack.sample_ids]
+                starts = np.cumsum([0, *(len(record.sample.input_ids) for record in records)])
+                assert torch.equal(
+                    pack.aux.view(torch.int16), torch.cat([r.aux for r in records], dim=1).view(torch.int16)
+                )
+                assert torch.equal(
+                    pack.final.view(torch.int16), torch.cat([r.final for r in records]).view(torch.int16)
+                )
+                assert pack.input_ids.tolist() == [t for r in records for t in r.sample.input_ids.tolist()]
+                rows = [r.final_rows + start for r, start in zip(records, starts, strict=False)]
+                assert pack.final_rows.tolist() == np.concatenate(rows).tolist()
+                assert pack.positions.tolist() == [p for r in records for p in range(len(r.sample.input_ids))]
+                seen += len(records)
+        assert seen == 32
+        assert (max(together, default=0) > 1) == (view.loss_on == "stored")
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_damaged_sample_is_named_and_those_before_it_are_given_out(tmp_path: Path, container: str) -> None:
+    store = make_store(tmp_path, samples=12, container=container, codec="raw")
+    record = max(store.commits(), key=lambda record: len(record.samples))
+    place = len(record.samples) - 1
+    name = {"zarr": "layer_1/c/0/0", "webdataset": "samples.tar"}[container]
+    path = Path(store.path, record.segment, name)
+    data, states = bytearray(path.read_bytes()), store.read(record.samples[place].id).aux[0]
+    at = bytes(data).index(states[3].view(torch.int16).numpy().tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    fresh = Store.open(store.path)
+    with pytest.raises(CorruptionError) as alone:
+        fresh.read(record.samples[place].id)
+    given = []
+    with pytest.raises(CorruptionError) as error:
+        given.extend(sample.sample.id for sample in Store.open(store.path))
+    assert error.value.kind == alone.value.kind == "chunk-corrupt"
+    assert name in error.value.message
+    assert error.value.samples
+    before = list(store.sample_ids)[: len(given)]
+    assert given == before
+    with pytest.raises(CorruptionError, match=name):
+        list(TokenBatches(fresh, batch_tokens=600, epochs=1))
