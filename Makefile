@@ -49,10 +49,10 @@ reliability: install $(VENV)-objects/.installed
 	$(if $(PART),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/benchmarks)
 
 # Reports in Debian's chromium, which is installed where no browser is.
-BROWSER = $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name) 2>/dev/null)))
+BROWSER = $(firstword $(foreach name,chromium chromium-browser google-chrome google-chrome-stable,$(shell command -v $(name) 2>/dev/null)))
 test-pages: install
 	$(if $(BROWSER),,apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium)
-	CI=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "pages or not pages" tests/pages
+	BROWSER_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "pages or not pages" tests/pages
 
 # Numbers against installed peers, in an environment of their own (their pins differ from ours).
 test-parity: $(VENV)-parity/.installed
@@ -146,4 +146,4 @@ $(VENV)-parity/.bench-train: benchmarks/requirements-train.txt $(VENV)-parity/.i
 	touch $@
 
 clean:
-	rm -rf dist build hiddenstore-demo hiddenstore-demo-llm* .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist build hiddenstore-demo* .pytest_cache .mypy_cache .ruff_cache

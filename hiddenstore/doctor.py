@@ -131,15 +131,17 @@ def _libraries() -> Iterator[DoctorCheck]:
 
 
 def _zarr(version: str) -> DoctorCheck:
-    implementation = "absent"
+    ours = version_of("awscrt")
+    words, implementation = f"{version} · crc32c of awscrt {ours}" if ours else version, "absent"
     with suppress(ImportError):
         import google_crc32c
 
         implementation = str(google_crc32c.implementation)
     if implementation == "c":
-        return DoctorCheck("zarr", "ok", f"{version} · crc32c native")
+        return DoctorCheck("zarr", "ok", f"{words}, of stock zarr native")
     fix = "pip install --force-reinstall google-crc32c"
-    return DoctorCheck("zarr", "warning", f"{version} · crc32c {implementation}: checksums will be slow", fix)
+    detail = f"{words}; of stock zarr {implementation}: verify --stock and other readers by zarr-python will be slow"
+    return DoctorCheck("zarr", "warning", detail, fix)
 
 
 def disk_checks(folder: Path) -> Iterator[DoctorCheck]:

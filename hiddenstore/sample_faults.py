@@ -16,12 +16,12 @@ def tokens_fault(input_ids: np.ndarray, vocab: int) -> str | None:
     return None
 
 
-def mask_fault(loss_mask: np.ndarray, supervised: int) -> str | None:
-    """A mask uint8 [t] is 0 or 1, and has as many ones as its record says."""
+def mask_fault(loss_mask: np.ndarray, supervised: int | None) -> str | None:
+    """A mask uint8 [t] is 0 or 1, and has as many ones as its record says, where one does."""
     if len(loss_mask) and loss_mask.max() > 1:
         return "it is not of zeros and ones"
     ones = int(np.count_nonzero(loss_mask))
-    return None if ones == supervised else f"it supervises {ones:,} tokens, its record says {supervised:,}"
+    return None if supervised in (None, ones) else f"it supervises {ones:,} tokens, its record says {supervised:,}"
 
 
 def spans_fault(spans: np.ndarray, tokens: int) -> str | None:

@@ -107,9 +107,10 @@ class Store(RecordSequence):
         self.close()
 
     def close(self) -> None:
-        """Let go of the units that were opened; what is read after that opens its unit again."""
+        """Let go of the units and decoder blocks that were opened; what is read after that opens its own again."""
         with self._lock:
             self._readers.clear()
+            self._rebuilders.clear()
 
     @property
     def is_frozen(self) -> bool:
@@ -337,8 +338,8 @@ class Store(RecordSequence):
         from transformers import AutoTokenizer
 
         try:
-            with self.fs.local_copy(layout.TARGET_DIR, without=layout.HEAD_NAME) as folder:
-                return AutoTokenizer.from_pretrained(str(folder))
+            with self.fs.local_copy(layout.TARGET_DIR, without=".safetensors") as folder:
+                return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"the tokenizer in {self.path}/{layout.TARGET_DIR} cannot be loaded: {error}",

@@ -254,8 +254,11 @@ class CollectReport:
 
     @cached_property
     def bytes_in_all(self) -> dict[str, int]:
-        """What the whole store takes now: ``stored_bytes``."""
-        return stored_bytes(Store.open(self.store))
+        """What the whole store takes now: ``stored_bytes``; nothing where nothing could be used and none was made."""
+        try:
+            return stored_bytes(Store.open(self.store))
+        except NotFoundError:
+            return dict.fromkeys(("bytes_stored", "bytes_target", "bytes_calibration", "bytes_on_disk"), 0)
 
     @property
     def tokens_per_s(self) -> float:
@@ -351,7 +354,7 @@ class CollectJob:
         self._index = IndexWriter(self.store.fs, self.store.catalog)
         self._pending = pending_units(self.store, self.digest)
         self._behind: Future[CommitRecord | None] | None = None
-        self._last = ""
+        self._last, self._is_proven = "", False
 
     def __enter__(self) -> "CollectJob":
         return self
@@ -428,11 +431,7 @@ class CollectJob:
         self._budget.spend(rejects)
         refused = {reject.id for reject in rejects}
         records = [record for record in records_of(states, capture.final) if record.sample.id not in refused]
-        # The slice comes from the first unit, whoever captures it and however often; once written it stays.
-        if unit.index == 0 and (first := take_slice(records, capture)) is not None:
-            if (rebuilder := self.store.rebuilder()) is not None:
-                rebuilder.require_close(first, [record.sample for record in records])
-            write_slice(self.store.fs, first, capture)
+        self._keep_slice(unit, records)
         records = [with_top_tokens(record, head, capture) for record in records]
         pending = self._pending[unit.name]
         if pending.replaces is None:
@@ -444,6 +443,20 @@ class CollectJob:
         if record is not None and self.settings.on_commit is not None:
             self.settings.on_commit(record, records)
         return record
+
+    def _keep_slice(self, unit: Unit, records: Sequence[Record]) -> None:
+        """Before a process commits anything: CaptureError ``cross-check`` where blocks do not bring its states back."""
+        capture, rebuilder = self.store.capture, None if self._is_proven else self.store.rebuilder()
+        # The slice comes from the first unit, whoever captures it and however often; once written it stays.
+        if unit.index != 0 and rebuilder is None:
+            return
+        if (first := take_slice(records, capture)) is None:
+            return
+        if rebuilder is not None:
+            rebuilder.require_close(first, [record.sample for record in records])
+            self._is_proven = True
+        if unit.index == 0:
+            write_slice(self.store.fs, first, capture)
 
     def _units(self, names: frozenset[str]) -> Iterator[Unit]:
         if not names:

@@ -83,7 +83,7 @@ def import_data(norm: str | None, **options: Any) -> None:
         out.note(f"{report.remaining_files:,} source files stay: not everything in them is in the store")
     if report.units or report.resumed_units:
         out.hint("hiddenstore", "verify", report.store, "--meaning")
-    elif report.skipped:
+    elif report.skipped and "already-stored" not in report.skipped:
         why = ", ".join(f"{count:,} {reason}" for reason, count in report.skipped.items())
         raise ConfigError(f"nothing of {options['source']} can be used: {why}", kind=Kind.NOTHING_USABLE)
 

@@ -136,7 +136,7 @@ class _Shard:
         with self.lock:
             self.report.resumed += not is_new
             self.report.new_tokens += reply.tokens * is_new
-            self.ended += reply.tokens
+            self.ended += reply.tokens * is_new
             if is_done:
                 self.report.count(rewrite)
             self._show(1)

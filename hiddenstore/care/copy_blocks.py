@@ -11,7 +11,7 @@ from hiddenstore.targets.folder import CONFIG_FILE, open_target
 from hiddenstore.targets.identity import target_argument
 from hiddenstore.targets.rebuild import Rebuilder
 from hiddenstore.targets.tensors import checkpoint_sha256
-from schemas.capture import REBUILT, CaptureSpec
+from schemas.capture import REBUILT, CaptureSpec, TargetIdentity
 
 _COMPARED = ("model_type", "num_layers", "config_sha256", "checkpoint_sha256")
 
@@ -35,7 +35,7 @@ def bundled_blocks(stores: Sequence[Store], capture: CaptureSpec, target: str | 
         raise ConfigError(
             f"{stores[0].path} does not keep the blocks of its target that rebuild states",
             kind=Kind.BLOCKS_UNSUPPORTED,
-            hint=f"--target {target_argument(identity)}, the checkpoint it was captured from",
+            hint=_way_out(identity),
         )
     folder = open_target(target)
     found = folder.identity(identity.hidden_size, identity.vocab_size, checkpoint_sha256=checkpoint_sha256(folder))
@@ -45,7 +45,7 @@ def bundled_blocks(stores: Sequence[Store], capture: CaptureSpec, target: str | 
             raise FormatError(
                 f"target {folder.label} is not the one of {stores[0].path}: {field} is {actual}, expected {expected}",
                 kind=Kind.TARGET_MISMATCH,
-                hint=f"--target {target_argument(identity)}, the checkpoint it was captured from",
+                hint=_way_out(identity),
             )
     files = block_files(folder, capture.blocks, identity.dtype)
     rebuilder = _rebuilder(stores[0], capture, files)
@@ -75,6 +75,11 @@ def rebuilder_for(store: Store, target: str | None) -> Rebuilder | None:
         return None
     rebuilt = recoded(capture, get_recipe(REBUILT))
     return _rebuilder(store, rebuilt, bundled_blocks([store], rebuilt, target))
+
+
+def _way_out(identity: TargetIdentity) -> str:
+    checkpoint = f"--target {target_argument(identity)}, the checkpoint it was captured from"
+    return f"--recipe compact, if an adapter was merged; else {checkpoint}" if "+" in identity.name else checkpoint
 
 
 def _rebuilder(store: Store, capture: CaptureSpec, files: Mapping[str, bytes]) -> Rebuilder:

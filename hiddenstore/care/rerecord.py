@@ -154,7 +154,7 @@ def _spelt(store: Store, facts: UnitFacts, segment: str, files: tuple[FileEntry,
         runs = [Expected(f"run-{number}", length, "train") for number, length in enumerate(lengths)]
         entries = _entries(runs, [None] * len(runs), store.capture.final)
         reader = store.open_unit(_record(facts, segment, files, entries))
-        tokens, masks = zip(*(reader.tokens(index) for index in range(len(runs))), strict=True)
+        tokens, masks = zip(*(reader.tokens(index, is_counted=False) for index in range(len(runs))), strict=True)
     except (*DAMAGE, ValueError):
         return ()
     input_ids, mask = np.concatenate(tokens), np.concatenate(masks)
@@ -236,7 +236,7 @@ def _entries(
 def _mask(reader: SegmentReader, index: int, sample: Expected) -> np.ndarray | None:
     """The mask of a sample whose tokens and mask are those of its id."""
     try:
-        input_ids, mask = reader.tokens(index)
+        input_ids, mask = reader.tokens(index, is_counted=False)
     except DAMAGE:
         return None
     return mask if sample_id(input_ids, mask) == sample.id else None

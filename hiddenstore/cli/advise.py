@@ -68,7 +68,7 @@ def advise(
     """
     from hiddenstore.care.copy_blocks import rebuilder_for
     from hiddenstore.console.progress import Progress
-    from hiddenstore.inspect.advise import RecipeLimits, advise_store, trials, write_advice
+    from hiddenstore.inspect.advise import RecipeLimits, advise_store, holds_its_slice, trials, write_advice
     from hiddenstore.inspect.facts import raw_bytes_per_token
     from schemas.capture import REBUILT
 
@@ -76,6 +76,9 @@ def advise(
         raise click.UsageError(f"{(*settings, *recipes)[0]} is for --paired, which was not asked for")
     opened = open_store(store)
     rebuilder = rebuilder_for(opened, target)
+    if rebuilder is not None and not holds_its_slice(opened):
+        output().note("rebuilt is not measured: the store lacks samples of its calibration slice")
+        rebuilder = None
     with Progress("advise", total=trials(opened.capture, rebuilder is not None), unit="recipes") as progress:
         advice = advise_store(opened, RecipeLimits(max_kl, max_channel_error), progress.advance, rebuilder)
     if paired:

@@ -27,7 +27,7 @@ _DIFFERENT_EXIT = 3
 def info(store: str) -> None:
     """What STORE holds, on one screen. Reads metadata only."""
     from hiddenstore.inspect import facts
-    from hiddenstore.targets.identity import target_argument
+    from hiddenstore.targets.identity import target_words
 
     opened = open_store(store, strict=False)
     document = facts.info(opened)
@@ -39,8 +39,7 @@ def info(store: str) -> None:
     elif document["samples"]:
         output().hint("hiddenstore", "show", store, "0")
     else:
-        word = target_argument(opened.capture.target)
-        output().hint("hiddenstore", "collect", "DATA", "-o", store, "--target", word)
+        output().hint("hiddenstore", "collect", "DATA", "-o", store, *target_words(opened.capture.target))
 
 
 def _show_info(document: Mapping[str, Any]) -> None:

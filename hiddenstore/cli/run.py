@@ -338,10 +338,19 @@ def _do(fs: LocalFilesystem, stage: Stage, built_on: str) -> DoneStage:
     begun = DoneStage(stage=stage.name, words=words, answer="{}", seconds=0.0, built_on=built_on)
     # Between the end of a command and its record a kill leaves a product that the command would refuse to overwrite.
     mark = Path(fs.root, f"{stage.record}.begun")
-    if stage.product is not None and not stage.resume and stage.command != "collect":
-        if stage.product.exists() and mark.is_file() and load(fs, f"{stage.record}.begun", DoneStage) == begun:
+    if stage.product is not None and stage.command != "collect":
+        known = load(fs, f"{stage.record}.begun", DoneStage) if mark.is_file() else None
+        if not (stage.product / "run.json" if stage.resume else stage.product).exists():
+            replace_file(mark, seal(begun))
+        elif stage.resume and known not in (None, begun):
+            raise ConflictError(
+                f"{stage.product} was begun with other settings or inputs than the pipeline has now; name another "
+                "folder in out:, or remove it",
+                kind=Kind.STAGE_CHANGED,
+                hint=shlex.join(["rm", "-r", str(stage.product)]),
+            )
+        elif not stage.resume and known == begun:
             return begun
-        replace_file(mark, seal(begun))
     if stage.resume and stage.product is not None:
         if (stage.product / "run.json").exists():
             words = stage.resume

@@ -348,7 +348,8 @@ class Q4Codec(AffineCodec):
         torch.amax(far, dim=1, out=peak)
         wanted = torch.maximum(far / _FAR_SIDE, near / _NEAR_SIDE)
         token_scale.copy_(round_up(wanted.amax(dim=1) / _E4M3_LARGEST).clamp_(min=_SMALLEST_TOKEN_SCALE))
-        group_scale, bits = _round_up_e4m3(wanted.div_(token_scale[:, None]), below.sub_(above))
+        # Plus zero: the difference of a group of zeros would be -0.0, whose sign is written.
+        group_scale, bits = _round_up_e4m3(wanted.div_(token_scale[:, None]), below.sub_(above).add_(0.0))
         codes[:, half:].view(torch.int8).copy_(bits)
         grouped.mul_(group_scale.mul_(token_scale[:, None]).reciprocal_()[:, None])
         packed = y.round_().clamp_(-8.0, 7.0).to(torch.int8)

@@ -63,7 +63,7 @@ class Progress:
 
     def restart_clock(self) -> None:
         """What was needed so far, to load a model say, is no part of the rate."""
-        self._began_s = time.monotonic()
+        self._began_s, self._start = time.monotonic(), self.done
 
     def advance(self, count: int = 1, **fields: Any) -> None:
         """``count`` more are done; ``fields`` (kept until replaced) are shown beside them."""

@@ -17,7 +17,7 @@ from hiddenstore.data.rebuilt import complete
 from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import ConfigError, ConflictError, Kind
 from hiddenstore.index.table import SPLITS, Ids
-from hiddenstore.targets.identity import target_argument
+from hiddenstore.targets.identity import target_words
 from hiddenstore.targets.rebuild import layers_to_read
 from schemas.manifest import Split
 
@@ -280,10 +280,10 @@ def _layers_of(store: "Store", layers: Sequence[int] | None) -> tuple[int, ...]:
     missing = sorted(set(layers or ()) - set(stored))
     if missing:
         numbers = ",".join(str(layer) for layer in sorted({*stored, *missing}))
-        target = target_argument(store.capture.target)
+        target = " ".join(target_words(store.capture.target))
         raise ConfigError(
             f"{store.path} holds layers {list(stored)}, not {missing}",
             kind=Kind.LAYER_MISSING,
-            hint=f"hiddenstore collect DATA -o STORE --target {target} --layers {numbers}",
+            hint=f"hiddenstore collect DATA -o STORE {target} --layers {numbers}",
         )
     return stored if layers is None else tuple(sorted(set(layers)))

@@ -21,7 +21,7 @@ from hiddenstore.inputs import TURNS
 from hiddenstore.records import Record, Sample
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
-from hiddenstore.targets.identity import target_argument
+from hiddenstore.targets.identity import target_argument, target_words
 from schemas.capture import NormState
 from schemas.layers import LayerConvention, to_convention
 
@@ -265,11 +265,11 @@ def _require_final(store: Store, layout: PeerLayout, layers: Sequence[int], miss
             what = "no final hidden" + (", only the target's top tokens in its place" if capture.holds_topk else "")
         else:
             way_out = "; --missing-final zeros is right for a trainer that masks its loss"
-        named, target = ",".join(map(str, layers)), target_argument(capture.target)
+        named, target = ",".join(map(str, layers)), " ".join(target_words(capture.target))
         raise FormatError(
             f"{store.path} holds {what}; {layout.name} reads it at every token{way_out}",
             kind=Kind.FINAL_MISSING,
-            hint=f"hiddenstore collect DATA -o STORE --target {target} --layers {named} --final all",
+            hint=f"hiddenstore collect DATA -o STORE {target} --layers {named} --final all",
         )
     if layout.final == "pre_norm" and capture.final_norm == "post_norm":
         raise FormatError(

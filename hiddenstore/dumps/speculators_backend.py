@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hiddenstore.dumps.common import SAMPLES_FILE, MissingFinal, PeerSamples
 from hiddenstore.dumps.speculators import STORE_LAYOUT, peer_tensors
-from hiddenstore.errors import ConfigError, HiddenstoreError, Kind
+from hiddenstore.errors import ConfigError, HiddenstoreError, Kind, NotFoundError
 from hiddenstore.store import Store
 from schemas.layers import from_convention
 
@@ -79,7 +79,7 @@ class StoreBackend(HiddenStatesBackend):
         """The transfer of parsed arguments, opened once here so that what is wrong is said before training."""
         rows = Path(data_path) / SAMPLES_FILE
         if not args.store or not rows.exists():
-            raise ConfigError(
+            raise NotFoundError(
                 f"--store is {args.store!r} and {rows} {'exists' if rows.exists() else 'is missing'}",
                 kind=Kind.PATH_MISSING,
                 hint=f"hiddenstore export-data {args.store or 'STORE'} --to {STORE_LAYOUT.name} -o {data_path}",

@@ -28,7 +28,7 @@ from hiddenstore.records import Sample, TopK
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.segments.base import unit_tokens
 from hiddenstore.store import Store
-from hiddenstore.targets.calibration import Slice, read_slice, take_slice
+from hiddenstore.targets.calibration import Slice, read_slice, slice_document, take_slice
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.rebuild import Rebuilder, whole_samples
 from schemas.advice import Advice, AdviceRow, PairedRow
@@ -230,7 +230,7 @@ def advise_store(
     rebuilder: Rebuilder | None = None,
 ) -> Advice:
     """Advice for a store, from its calibration slice, or from its own states where these are exact; with a
-    ``rebuilder`` also of the recipe ``rebuilt``.
+    ``rebuilder`` also of the recipe ``rebuilt``, where the store ``holds_its_slice``.
 
     Raises:
         ConfigError: ``calibration-missing``, ``store-empty``.
@@ -245,9 +245,16 @@ def advise_store(
         )
     head = store.head(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     states, rebuilding = raw_slice(store), None
-    if rebuilder is not None:
+    if rebuilder is not None and holds_its_slice(store):
         rebuilding = Rebuilding(rebuilder, [store.sample(entry.id) for entry in states.samples])
     return advise(states, store.capture, head, extent, limits, store.manifest.container, advance, rebuilding)
+
+
+def holds_its_slice(store: Store) -> bool:
+    """Whether the tokens of every sample of the calibration slice are stored: a filtered copy may lack some, and
+    nothing of it can be rebuilt then."""
+    document = slice_document(store.fs)
+    return document is None or all(entry.id in store for entry in document.samples)
 
 
 def raw_slice(store: Store) -> Slice:

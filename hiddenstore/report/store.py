@@ -24,6 +24,7 @@ from hiddenstore.report.page import Html, Page, Section, Verdict, join, table, t
 from hiddenstore.store import Store
 from hiddenstore.verify import verify
 from hiddenstore.verify.report import Begin, unseen
+from schemas.capture import REBUILT, Codecs, not_rebuildable
 from schemas.manifest import CommitRecord
 from schemas.prepared import ROLES
 
@@ -310,12 +311,15 @@ def nominal_bytes(store: Store) -> dict[str, float]:
     capture, samples = store.capture, store.catalog.table
     width = capture.target.hidden_size
     share = int(samples.final_rows.sum(dtype=np.int64)) / max(1, int(samples.tokens.sum(dtype=np.int64)))
-    layers = len(capture.aux_layers)
-    return {
-        name: (layers * get_layout(aux).row_bits(width) + share * get_layout(final).row_bits(width)) / 8
-        for name, (aux, final) in RECIPES.items()
-        if layers or name != "tiny"
-    }
+    unable = not_rebuildable(capture.aux_layers, capture.target.num_layers) is not None
+    sizes = {}
+    for name, (aux, final) in RECIPES.items():
+        if (name == "tiny" and not capture.aux_layers) or (final == REBUILT and unable):
+            continue
+        kept = capture.with_codecs(Codecs(aux=aux, final=final)) if final == REBUILT else capture
+        layers = len(kept.stored_layers if final == REBUILT else capture.aux_layers)
+        sizes[name] = (layers * get_layout(aux).row_bits(width) + share * get_layout(final).row_bits(width)) / 8
+    return sizes
 
 
 def _browser(store: Store, ids: Iterable[str]) -> Section:

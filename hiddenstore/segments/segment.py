@@ -74,13 +74,14 @@ class SegmentReader:
         self._require(SPANS, entry, spans_fault(spans, entry.tokens))
         return Sample(id=entry.id, input_ids=input_ids, loss_mask=loss_mask, spans=spans, split=entry.split)
 
-    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ``index``-th sample's tokens int32 [t] and mask uint8 [t] alone."""
+    def tokens(self, index: int, is_counted: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """The ``index``-th sample's tokens int32 [t] and mask uint8 [t] alone; ``is_counted`` False where the record is
+        a guess that does not know yet how many tokens are supervised."""
         entry = self.record.samples[index]
         with self._named(entry):
             input_ids, loss_mask = self._unit.plain(INPUT_IDS, index), self._unit.plain(LOSS_MASK, index)
         self._require(INPUT_IDS, entry, tokens_fault(input_ids, self.capture.target.vocab_size), Kind.TOKEN_RANGE)
-        self._require(LOSS_MASK, entry, mask_fault(loss_mask, entry.supervised))
+        self._require(LOSS_MASK, entry, mask_fault(loss_mask, entry.supervised if is_counted else None))
         return input_ids, loss_mask
 
     def final_rows(self, index: int) -> np.ndarray:

@@ -60,19 +60,21 @@ def require_rebuildable(codecs: Codecs, aux_layers: Sequence[int], num_layers: i
 
 
 def block_files(folder: TargetFolder, layers: Sequence[int], dtype: str) -> dict[str, bytes]:
-    """What the bundle of a store keeps so that ``layers`` can run: ``blocks.safetensors``, in the target's ``dtype``.
+    """What the bundle of a store keeps so that ``layers`` can run: ``blocks.safetensors``, in the target's ``dtype``
+    but for tensors that transformers runs in float32.
 
     Raises:
         ConfigError: ``blocks-unsupported``; ``target-unreadable``, ``target-incomplete``, ``target-damaged``.
     """
     wanted = getattr(torch, dtype)
     require_blocks(folder, layers, wanted.itemsize)
-    blocks, files = _empty(folder.config)[1], file_of_tensor(folder)
+    (backbone, blocks), files = _empty(folder.config), file_of_tensor(folder)
     shapes = {
         f"{layer}.{name}": tensor.shape for layer in layers for name, tensor in blocks[layer].state_dict().items()
     }
     names = {name: _stored_name(folder, files, name) for name in shapes}
-    tensors = {name: _read(folder, files, names[name]).to(wanted).contiguous() for name in shapes}
+    dtypes = {name: torch.float32 if _stays_fp32(backbone, name, wanted) else wanted for name in shapes}
+    tensors = {name: _read(folder, files, names[name]).to(dtypes[name]).contiguous() for name in shapes}
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
             found = list(tensors[name].shape)
@@ -81,11 +83,12 @@ def block_files(folder: TargetFolder, layers: Sequence[int], dtype: str) -> dict
 
 
 def block_parameters(config: Any, layers: Sequence[int]) -> int:
-    """Parameters of decoder blocks, from the text config alone; raises as ``require_plain_blocks``."""
+    """Parameters of decoder blocks, from the text config alone; ConfigError ``blocks-unsupported``."""
     if not layers:
         return 0
     require_plain_blocks(config)
     blocks = _empty(config)[1]
+    _require_only_weights(config, blocks, layers)
     return sum(tensor.numel() for layer in layers for tensor in blocks[layer].state_dict().values())
 
 
@@ -95,6 +98,8 @@ def require_blocks(folder: TargetFolder, layers: Sequence[int], value_bytes: int
     size = block_parameters(folder.config, layers) * value_bytes
     if layers and folder.quantised:
         raise _unsupported(folder.config.model_type, "its checkpoint is quantised")
+    if layers and folder.adapter is not None:
+        raise _unsupported(folder.config.model_type, f"the adapter {folder.adapter.label} is not in its checkpoint")
     if size > MOST_BYTES:
         raise _unsupported(
             folder.config.model_type,
@@ -118,6 +123,7 @@ class TargetBlocks:
         self._blocks, self._lock = blocks, threading.Lock()
         self.device = torch.device(device)
         self.layers = tuple(sorted({int(name.partition(".")[0]) for name in weights}))
+        _require_only_weights(config, blocks, [layer for layer in self.layers if layer < len(blocks)])
         for layer in self.layers:
             start = f"{layer}."
             state = {name.removeprefix(start): t for name, t in weights.items() if name.startswith(start)}
@@ -128,7 +134,8 @@ class TargetBlocks:
                 raise CorruptionError(message, kind=Kind.HEAD_CORRUPT, path=f"target/{BLOCKS_FILE}") from error
             blocks[layer].to(self.device).eval().requires_grad_(False)
         _build_rotary(self._backbone, config, self.device)
-        self._dtype = next(iter(weights.values())).dtype if weights else torch.bfloat16
+        dtypes = (t.dtype for name, t in weights.items() if not _stays_fp32(self._backbone, name, torch.float16))
+        self._dtype = next(dtypes, torch.bfloat16)
 
     @classmethod
     def from_bytes(cls, config: bytes, data: bytes | None, device: torch.device | str = "cpu") -> "TargetBlocks":
@@ -220,6 +227,21 @@ def _empty(config: Any) -> tuple[nn.Module, nn.ModuleList]:
         if "." not in name and len(module) == config.num_hidden_layers:
             return backbone, module
     raise _unsupported(config.model_type, f"it has no list of {config.num_hidden_layers} decoder blocks")
+
+
+def _require_only_weights(config: Any, blocks: nn.ModuleList, layers: Sequence[int]) -> None:
+    """Refuse blocks with computed buffers, which are in no checkpoint and which empty tensors do not hold."""
+    for layer in layers:
+        known = blocks[layer].state_dict().keys()
+        if computed := [name for name, _ in blocks[layer].named_buffers() if name not in known]:
+            raise _unsupported(config.model_type, f"block {layer} computes {', '.join(computed)} when it is made")
+
+
+def _stays_fp32(backbone: nn.Module, name: str, dtype: torch.dtype) -> bool:
+    """Whether transformers runs ``<layer>.<name>`` in float32 where it loads the model in ``dtype``."""
+    members = {torch.bfloat16: ("_strict",), torch.float16: ("", "_strict")}.get(dtype, ())
+    patterns = [part for end in members for part in getattr(backbone, f"_keep_in_fp32_modules{end}", None) or ()]
+    return any(re.search(part.replace("*", ".*"), f"layers.{name}") for part in patterns)
 
 
 def _build_rotary(backbone: nn.Module, config: Any, device: torch.device) -> None:

@@ -176,7 +176,11 @@ def _write_model(path: Path, reader: "GGUFReader", forms: Mapping[str, int], out
     with redirect_stderr(StringIO()):
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
-                path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
+                path.parent,
+                gguf_file=path.name,
+                dtype=torch.float32,
+                output_loading_info=True,
+                trust_remote_code=False,
             )
         except Exception as error:  # transformers knows some architectures, and computes with any metadata
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -209,7 +213,7 @@ def _tokenizer(path: Path, split: str | None, beside: Path | None) -> Any:
     from tokenizers import Regex, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     if beside is not None:
         own = PreTrainedTokenizerFast(tokenizer_file=str(beside), **tokenizer.special_tokens_map)
         own.chat_template = tokenizer.chat_template

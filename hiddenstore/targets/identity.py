@@ -70,7 +70,7 @@ def tokenizer_sha256(tokenizer: Any) -> str:
     if isinstance(tokenizer, str | Path):
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))
+        tokenizer = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
     probes = [tokenizer.encode(text, add_special_tokens=False) for text in _PROBES]
     return sha256_hex(_canonical({"vocab": tokenizer.get_vocab(), "probes": probes}))
 
@@ -117,9 +117,31 @@ def weights_sha256(embed_tokens: "torch.Tensor", norm: "torch.Tensor", lm_head: 
 
 
 def target_argument(identity: TargetIdentity) -> str:
-    """What a command line may say after ``--target``: a hub id, or the word TARGET, for no store knows a path."""
-    name, plus, _ = identity.name.partition("+")
-    return (name if "/" in name or identity.revision else "TARGET") + " --adapter DIR" * bool(plus)
+    """What names exactly these weights after ``--target``: a hub id, or the word TARGET, for no store knows a path and
+    nothing on the hub has an adapter merged."""
+    return identity.name if _is_of_hub(identity) and not has_adapter(identity) else "TARGET"
+
+
+def target_words(identity: TargetIdentity) -> list[str]:
+    """``--target X``, with ``--adapter DIR`` where one was merged, for hints of commands that take both options."""
+    if has_adapter(identity):
+        return ["--target", identity.name.partition("+")[0], "--adapter", "DIR"]
+    return ["--target", target_argument(identity)]
+
+
+def has_adapter(identity: TargetIdentity) -> bool:
+    """Whether the name says that an adapter was merged; of a folder it cannot, whose own name may have a plus."""
+    return _is_of_hub(identity) and "+" in identity.name
+
+
+def captured_from(identity: TargetIdentity) -> str:
+    """What to say of ``--target`` to commands without ``--adapter``: which target it has to be."""
+    words = f"--target {target_argument(identity)}: the one called {identity.name}"
+    return words + "; decode takes --adapter DIR, if one was merged" * ("+" in identity.name)
+
+
+def _is_of_hub(identity: TargetIdentity) -> bool:
+    return "/" in identity.name or identity.revision is not None
 
 
 def identity_differences(expected: TargetIdentity, actual: TargetIdentity, same_target: bool = False) -> list[str]:

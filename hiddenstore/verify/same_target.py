@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hiddenstore.errors import FormatError, Kind
 from hiddenstore.store import Store
-from hiddenstore.targets.identity import CHECKPOINT, identity_differences, target_argument, unstated_digests
+from hiddenstore.targets.identity import CHECKPOINT, captured_from, identity_differences, unstated_digests
 from hiddenstore.verify.profile import profiles_apart, read_profile, states_apart
 from schemas.capture import TargetIdentity
 
@@ -38,7 +38,7 @@ def require_states(store: Store, target: TargetIdentity, states_of: StatesOf) ->
         raise FormatError(
             "\n".join([f"{problem}: config, tokenizer, embeddings and head agree, but", *apart]),
             kind=Kind.TARGET_MISMATCH,
-            hint=f"--target {target_argument(store.capture.target)}: the one called {store.capture.target.name}",
+            hint=captured_from(store.capture.target),
         )
     return bool(states)
 

@@ -44,7 +44,7 @@ def load_tokenizer(store: Store, report: Report) -> Any:
 
     try:
         with store.fs.local_copy(layout.TARGET_DIR, without=".safetensors") as folder:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder))
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise_refusal(error, f"{store.path}/{layout.TARGET_DIR}")
         report.findings.append(Finding("tokenizer-unreadable", layout.TARGET_DIR, (), str(error)))

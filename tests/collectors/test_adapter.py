@@ -98,9 +98,21 @@ def test_an_adapter_is_a_target_of_its_own_from_collect_to_decode(
     decode = ("decode", trained, "--target", base, "--prompts", store, "-n", "2", "--max-new-tokens", "8")
     capsys.readouterr()
     assert run(*decode) == 4
-    assert error_of(capsys.readouterr().err)[1] == "--target TARGET --adapter DIR: the one called target+lora"
+    fix = "--target TARGET: the one called target+lora; decode takes --adapter DIR, if one was merged"
+    assert error_of(capsys.readouterr().err)[1] == fix
     assert run(*decode, "--adapter", adapters[0], "--json") == 0
     assert json.loads(capsys.readouterr().out)["target"] == "target+lora"
+
+
+def test_states_of_an_adapter_are_not_rebuilt_with_the_blocks_of_the_base(
+    world: World, adapters: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ("collect", world / "data", "-o", str(tmp_path / "store"), "--target", world / "target", "--layers", LAYERS)
+    assert run(*words, "--adapter", adapters[0], "--recipe", "rebuilt") == 2
+    message, fix = error_of(capsys.readouterr().err)
+    assert "the adapter lora is not in its checkpoint" in message
+    assert fix.startswith("--recipe compact")
+    assert not (tmp_path / "store").exists()
 
 
 def test_answers_of_an_adapter_are_told_from_those_of_another(world: World, adapters: list[str]) -> None:

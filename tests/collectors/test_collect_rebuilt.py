@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from collectors.capture.job import open_job
+from collectors.capture.options import CollectOptions
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.data import TokenBatches
 from hiddenstore.errors import CaptureError, ConfigError
+from hiddenstore.inputs import Unit
+from hiddenstore.process import Drain, Rank
 from hiddenstore.store import Store
 from hiddenstore.targets.blocks import BLOCKS_FILE
 from hiddenstore.targets.calibration import read_slice
@@ -181,7 +185,20 @@ def test_an_engine_whose_states_the_blocks_do_not_bring_back_is_refused(place: W
         assert error.value.kind == "cross-check"
 
 
-def test_what_a_filter_leaves_is_rebuilt_too(place: World, tmp_path: Path) -> None:
+def test_a_process_proves_its_blocks_on_its_first_samples_whichever_unit_they_are_of(place: World) -> None:
+    store = Store.open(place / "rebuilt")
+    records = [*store]
+    wrong = [replace(record, final=-record.final) for record in records]
+    options = CollectOptions(place / "data", place / "rebuilt", place / "target", layers=LAYERS, recipe="rebuilt")
+    with open_job(options, Rank(), Drain(), lambda _text: None) as job:
+        job._keep_slice(Unit("empty", 1, []), [])
+        with pytest.raises(CaptureError, match="final as the target's blocks rebuild it") as error:
+            job._keep_slice(Unit("later", 2, []), wrong)
+        assert error.value.kind == "cross-check"
+        job._keep_slice(Unit("later", 2, []), [])
+
+
+def test_what_a_filter_leaves_is_rebuilt_too(place: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Store.open(place / "rebuilt")
     run_copy(open_copy([store], tmp_path / "part", keep=lambda _record, entry: entry.split == "validation"))
     part = Store.open(tmp_path / "part")
@@ -191,6 +208,11 @@ def test_what_a_filter_leaves_is_rebuilt_too(place: World, tmp_path: Path) -> No
     ]
     assert sum(len(pack.sample_ids) for pack in packs) == len(part)
     assert all(pack.aux.shape[0] == 3 and len(pack.final) == len(pack.final_rows) for pack in packs)
+    capsys.readouterr()
+    assert run("advise", str(tmp_path / "part")) == 0
+    shown = capsys.readouterr()
+    assert "rebuilt is not measured" in shown.err
+    assert "rebuilt " not in shown.out
 
 
 def test_what_a_repair_drops_is_captured_again_and_comes_back_rebuilt(place: World, tmp_path: Path) -> None:

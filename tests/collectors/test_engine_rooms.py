@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import numpy as np
@@ -140,6 +141,7 @@ def echo_checks() -> list[DoctorCheck]:
 
 
 def test_an_engine_is_a_file_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = SimpleNamespace(folder=SimpleNamespace(adapter=None))
     row = EngineRow(f"{__name__}:EchoEngine", f"{__name__}:echo_checks", flags={"volume": "how loud."})
     monkeypatch.setitem(ENGINES.rows, "echo", row)
 
@@ -147,7 +149,7 @@ def test_an_engine_is_a_file_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     @engine_flags
     @click.option("--data")
     def collect(data: str, engine_flags: dict[str, str]) -> None:
-        engine = open_engine("echo", None, EngineOptions((), 1, extra=engine_flags))  # type: ignore[arg-type]
+        engine = open_engine("echo", plain, EngineOptions((), 1, extra=engine_flags))  # type: ignore[arg-type]
         click.echo(f"{data} {engine.volume} {engine_flags}")  # type: ignore[attr-defined]
 
     assert CliRunner().invoke(collect, ["--volume", "3", "--data", "d"]).output == "d 3 {'volume': '3'}\n"

@@ -230,6 +230,13 @@ def without(rows: Tensor, indices: np.ndarray) -> Tensor:
     return rows[keep]
 
 
+def test_the_group_scales_of_zeros_have_no_sign() -> None:
+    for zero in (0.0, -0.0):
+        (codes,) = get_codec("q4").encode([torch.full((4, 64), zero, dtype=torch.bfloat16)]).codes
+        assert codes.shape == (4, 34)
+        assert not (codes[:, 32:] & 128).any()
+
+
 @pytest.mark.parametrize("name", sorted(CODECS))
 def test_equal_states_give_equal_bytes_whatever_the_thread_count(name: str) -> None:
     states = make_states("scaled", 2, 700, 96, 3)

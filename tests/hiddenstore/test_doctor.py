@@ -55,6 +55,13 @@ def test_a_dependency_that_is_not_there_is_a_problem(monkeypatch: pytest.MonkeyP
     assert found["nothing-of-that-name"].detail == "not installed, >=2 is needed"
 
 
+def test_a_slow_checksum_of_stock_zarr_is_not_said_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("google_crc32c.implementation", "python")
+    zarr = needing(monkeypatch, "zarr>=3")["zarr"]
+    assert zarr.status == "warning"
+    assert f"crc32c of awscrt {metadata.version('awscrt')}; of stock zarr python" in zarr.detail
+
+
 @pytest.mark.parametrize(
     ("environment", "status", "fix"),
     [

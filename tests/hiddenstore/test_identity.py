@@ -11,6 +11,8 @@ from hiddenstore.targets.identity import (
     chat_template_sha256,
     config_sha256,
     identity_differences,
+    target_argument,
+    target_words,
     tokenizer_differences,
     tokenizer_rules_sha256,
     tokenizer_sha256,
@@ -135,6 +137,23 @@ def test_identities_differ_only_in_what_decides_the_states():
     assert identity_differences(one, one.model_copy(update={"name": "n", "revision": "r", "dtype": "float32"})) == []
     found = identity_differences(one, one.model_copy(update={"weights_sha256": "f" * 64, "num_layers": 9}))
     assert found == ["num_layers: 8 expected, 9 found", "weights_sha256: 44444444… expected, ffffffff… found"]
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "bare", "words"),
+    [
+        ("org/model", None, "org/model", ["org/model"]),
+        ("gpt2", "abc", "gpt2", ["gpt2"]),
+        ("folder", None, "TARGET", ["TARGET"]),
+        ("my+folder", None, "TARGET", ["TARGET"]),
+        ("org/model+lora", None, "TARGET", ["org/model", "--adapter", "DIR"]),
+        ("gpt2+lora", "abc", "TARGET", ["gpt2", "--adapter", "DIR"]),
+    ],
+)
+def test_no_command_is_told_a_hub_id_that_has_other_weights_or_a_path(name, revision, bare, words):
+    identity = capture_spec().target.model_copy(update={"name": name, "revision": revision})
+    assert target_argument(identity) == bare
+    assert target_words(identity) == ["--target", *words]
 
 
 def test_a_digest_that_one_side_does_not_state_is_no_difference_and_is_named():

@@ -55,7 +55,8 @@ def test_an_iteration_gives_the_records_that_reading_by_id_gives(
     for record, name in zip(store, store.sample_ids, strict=True):
         assert dict(bits(record)) == dict(bits(store.read(name)))
         assert record.aux.untyped_storage().nbytes() == record.aux.nbytes
-    assert (max(together) > 1) == (recipe != "tiny")
+    # Top tokens, and states that are rebuilt, are read sample by sample.
+    assert (max(together, default=0) > 1) == (recipe not in ("tiny", "rebuilt"))
 
 
 @pytest.mark.parametrize("container", CONTAINERS)

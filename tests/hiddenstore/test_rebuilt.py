@@ -1,6 +1,7 @@
 """Stores that leave out what the target's blocks bring back: every reader gives the same states, to the bit."""
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from pydantic import ValidationError
 from transformers import LlamaConfig
 
+import hiddenstore
 from hiddenstore import layout
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.data import SampleView, TokenBatches
@@ -70,6 +72,17 @@ def test_the_final_hidden_is_that_of_the_decoded_top_layer(store: Store) -> None
         assert torch.equal(record.final, again[torch.from_numpy(record.final_rows).long()])
 
 
+def test_going_through_a_store_and_a_loader_give_what_reading_by_id_gives(store: Store) -> None:
+    records = {record.sample.id: record for record in store}
+    assert list(records) == list(store.sample_ids)
+    for sample_id, record in records.items():
+        assert torch.equal(record.aux, store[sample_id].aux)
+        assert torch.equal(record.final, store[sample_id].final)
+    for pack in hiddenstore.loader(store, batch_size=2, shuffle=False):
+        assert torch.equal(pack.aux, torch.cat([records[sample_id].aux for sample_id in pack.sample_ids], dim=1))
+        assert torch.equal(pack.final, torch.cat([records[sample_id].final for sample_id in pack.sample_ids]))
+
+
 @pytest.mark.parametrize("layers", [None, (1,), (3,), (1, 3)])
 @pytest.mark.parametrize("final", [True, False])
 def test_batches_give_what_the_store_gives_whatever_is_asked(
@@ -123,6 +136,14 @@ def test_a_cut_sample_has_the_first_rows_of_the_whole_one(store: Store) -> None:
             mine = pack.final[pack.document[pack.final_rows] == document]
             assert len(mine) == count
             assert not count or error_of(mine, record.final[:count]) < 0.01
+
+
+def test_closing_a_store_lets_go_of_its_blocks(store: Store) -> None:
+    opened = Store.open(store.path)
+    rebuilder = weakref.ref(opened.rebuilder())
+    opened.close()
+    assert rebuilder() is None
+    assert opened.rebuilder() is not None
 
 
 def test_a_layer_that_is_not_held_is_refused_by_its_number(store: Store) -> None:

@@ -11,6 +11,8 @@ from click.testing import CliRunner, Result
 from tokenizers import Tokenizer, models
 
 from hiddenstore.cli import main
+from hiddenstore.codecs import get_layout
+from hiddenstore.codecs.recipes import RECIPES, get_recipe
 from hiddenstore.report import charts
 from hiddenstore.report.charts import Bar, Scale, Series
 from hiddenstore.report.page import Html, Page, Section, Verdict, tag
@@ -230,6 +232,13 @@ def test_the_arithmetic_of_recipes_orders_them_by_size(store: Store) -> None:
     width, layers = store.capture.target.hidden_size, len(store.capture.aux_layers)
     rows = store.catalog.table.final_rows.sum() / store.totals["tokens"]
     assert sizes["raw"] == pytest.approx(2 * width * (layers + rows))
+    rebuilt, (aux, _) = store.capture.with_codecs(get_recipe("rebuilt")), RECIPES["rebuilt"]
+    assert len(rebuilt.stored_layers) == layers - 1
+    assert sizes["rebuilt"] == pytest.approx((layers - 1) * get_layout(aux).row_bits(width) / 8)
+
+
+def test_a_recipe_that_cannot_hold_the_layers_has_no_arithmetic(tmp_path: Path) -> None:
+    assert "rebuilt" not in nominal_bytes(make_store(tmp_path / "s", layers=()))
 
 
 def test_the_command_writes_the_page_and_says_its_verdicts(store: Store, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The store as a reader sees it."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -180,6 +181,20 @@ def test_a_damaged_target_file_is_named(store: Store) -> None:
     with pytest.raises(NotFoundError) as unnamed:
         store.target_file("../store.json")
     assert (error.value.kind, unnamed.value.kind) == ("target-file-corrupt", "target-file-missing")
+
+
+def test_a_tokenizer_that_wants_to_run_code_is_refused_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path / "store")
+    wish = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    Path(store.path, "target", "tokenizer_config.json").write_text(json.dumps(wish))
+    file = store.manifest.target_files[0].model_copy(update={"path": "tokenizer_config.json"})
+    store.manifest = store.manifest.model_copy(update={"target_files": (file,)})
+    monkeypatch.setattr("builtins.input", lambda _text: pytest.fail("it asked"))
+    with pytest.raises(ConfigError, match="cannot be loaded") as error:
+        store.tokenizer  # noqa: B018
+    assert error.value.kind == "target-unreadable"
 
 
 def test_many_threads_read_one_store(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hiddenstore.dumps.speculators_backend import StoreTransfer  # noqa: E402
 from hiddenstore.store import Store  # noqa: E402
 from hiddenstore.testing.builders import make_store  # noqa: E402
 
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default"), pytest.mark.timeout(700)]
 
 LAYERS = (1, 3, 5)
 ON_A_CPU = (

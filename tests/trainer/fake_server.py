@@ -147,7 +147,8 @@ class _Handler(BaseHTTPRequestHandler):
             words = re.findall(r"\S+\s*", said)
             tops = [{"logprob": -0.5}, {"logprob": -0.5 - self.server.lead}]
             choice["logprobs"] = {"content": [{"token": word, "top_logprobs": tops} for word in words]}
-            if "prompt" in body:
+            # llama.cpp answers completions in the form of chats.
+            if "prompt" in body and self.server.engine != "llamacpp":
                 tops = [{word: -0.5, "other": -0.5 - self.server.lead} for word in words]
                 choice["logprobs"] = {"tokens": words, "top_logprobs": tops}
         if self.server.engine == "sglang" and body.get("return_meta_info"):

@@ -24,7 +24,9 @@ def write_target(path: Path, layers: int = LAYERS, width: int = D, vocabulary: i
     return str(path)
 
 
-def rewritten(source: Path, out: Path, fields: dict[str, bool], quantised: str = " ", without: str = " ") -> Path:
+def rewritten(
+    source: Path, out: Path, fields: dict[str, bool | int | str], quantised: str = " ", without: str = " "
+) -> Path:
     """A copy of a drafter's file with some fields set and one left out, and the tensors whose names end with
     ``quantised`` in Q8_0."""
     reader = GGUFReader(source)
@@ -35,7 +37,8 @@ def rewritten(source: Path, out: Path, fields: dict[str, bool], quantised: str =
             sub_type = kinds[name][-1] if len(kinds[name]) > 1 else None
             writer.add_key_value(name, field.contents(), kinds[name][0], sub_type)
     for name, value in fields.items():
-        writer.add_bool(name, value)
+        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(value)]
+        add(name, value)
     for tensor in reader.tensors:
         if tensor.name.endswith(quantised):
             kind = GGMLQuantizationType.Q8_0

@@ -338,6 +338,8 @@ def test_eval_says_which_draft_length_pays_on_this_machine_and_export_takes_it(m
     words = ["eval", str(made / "run"), str(made / "store"), "--draft-len", "1,2,4,2x2", "--costs"]
     assert "--target" in run(words, 2).stderr
     words += ["--target", str(made / "target")]
+    unpinned = [*words[:-1], "maker/target", "--trust-remote-code", "--json"]
+    assert json.loads(run(unpinned, 2).stderr)["kind"] == "code-unpinned"
     said, chosen = run([*words, "--json"]), made / "run" / "draft-length.json"
     found = json.loads(said.stdout)
     try:
@@ -364,6 +366,17 @@ def test_eval_says_which_draft_length_pays_on_this_machine_and_export_takes_it(m
         assert str(chosen) in run(words, 3).stderr
     finally:
         chosen.unlink()
+
+
+def test_serve_of_a_run_takes_the_length_that_was_measured_after_its_export(made):
+    words = ["serve", str(made / "run"), "--target", str(made / "target"), "--engine", "vllm", "--print-only"]
+    assert document(words)["draft_len"] == 3
+    keep(made / "run", 25, {"best_draft_len": 2, "speedup": 1.5}, "float32")
+    try:
+        assert document(words)["draft_len"] == 2
+        assert document([*words, "--draft-len", "1"])["draft_len"] == 1
+    finally:
+        (made / "run" / "draft-length.json").unlink()
 
 
 def test_export_data_refuses_or_fills_as_asked(made, tmp_path):

@@ -1,6 +1,7 @@
 """Exported files against each engine's loader, restated: every parameter is filled, and nothing of ours is dropped."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,16 @@ def test_speculators_config_names_the_target_and_every_flag_vllm_would_guess(tmp
     assert (config["aux_hidden_state_layer_ids"], config["mask_token_id"], config["block_size"]) == ([2, 4, 5], 7, 4)
     assert config["sliding_window_non_causal"] is True
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+
+
+def test_speculators_is_not_told_the_base_of_a_target_with_an_adapter(tmp_path: Path) -> None:
+    made = make("eagle3")
+    adapted = replace(made, identity=made.identity.model_copy(update={"name": "maker/target+lora"}))
+    with pytest.raises(ConfigError, match=r"nothing on the hub is maker/target\+lora") as error:
+        export(adapted, "speculators", tmp_path / "out")
+    assert (error.value.kind, "--target MERGED" in str(error.value.hint)) == ("option-invalid", True)
+    assert not (tmp_path / "out").exists()
+    export(replace(adapted, target_name="merged"), "speculators", tmp_path / "out")
 
 
 def test_the_rows_of_tokens_a_small_medusa_does_not_know_never_win(tmp_path: Path) -> None:

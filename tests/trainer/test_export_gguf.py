@@ -15,11 +15,13 @@ from trainer.export.published import read_published
 from trainer.export.write import export
 from trainer.formats import gguf
 from trainer.formats.base import Checkpoint
+from trainer.serve.drafter import read_drafter
 
 TAKEN = [
     name
     for name, (drafter, _, flags) in KINDS.items()
-    if drafter in ("eagle3", "dflash") and not flags.keys() & {"fc_norm", "num_layers"}
+    if drafter in ("eagle3", "dflash")
+    and not flags.keys() & {"fc_norm", "num_layers", "causal", "sliding_window", "layer_types"}
 ]
 SCALINGS = [
     {"rope_type": "linear", "factor": 2.0},
@@ -180,6 +182,21 @@ def test_a_file_of_another_kind_or_with_more_than_a_drafter_here_has_is_refused(
 def test_a_field_that_is_missing_is_named_in_full(field: str, target: str, tmp_path: Path) -> None:
     out = written(case("dflash"), tmp_path / "a.gguf", target)
     _refused(rewritten(out, tmp_path / "b.gguf", {}, without=field), f"lacks the field {field}")
+
+
+def test_more_layers_than_tensors_are_refused_before_their_names_are_made(target: str, tmp_path: Path) -> None:
+    out = written(case("dflash"), tmp_path / "a.gguf", target)
+    changed = rewritten(out, tmp_path / "b.gguf", {"dflash.block_count": 40_000})
+    _refused(changed, "names 40000 layers, and holds")
+
+
+def test_what_a_file_says_of_itself_is_checked_as_beside_a_folder(target: str, tmp_path: Path) -> None:
+    out = written(case("dflash"), tmp_path / "a.gguf", target)
+    _refused(rewritten(out, tmp_path / "b.gguf", {gguf.ABOUT: "[1]"}), "is no JSON object")
+    for name, said in (("c", '{"draft_len": "3"}'), ("d", '{"target": [1]}')):
+        with pytest.raises(ConfigError, match="expected a whole number above 0 and an object") as caught:
+            read_drafter(rewritten(out, tmp_path / f"{name}.gguf", {gguf.ABOUT: said}))
+        assert caught.value.kind is Kind.SERVE_SETTING
 
 
 def test_frequencies_stretched_by_a_rule_the_file_does_not_name_are_refused(target: str, tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import NUM_LAYERS, VOCAB, make_store
 from schemas.layers import default_aux_layers
+from tests.trainer.export_cases import LAYERS, make
 from trainer.cli.export import import_drafter as command
 from trainer.evaluate.acceptance import DraftShape
 from trainer.evaluate.simulate import evaluate
-from trainer.export.published import import_drafter
+from trainer.export.published import import_drafter, read_published
 from trainer.export.write import export
 from trainer.formats.base import Checkpoint
 from trainer.train.loop import train
@@ -153,6 +154,22 @@ def test_rows_of_a_vocabulary_out_of_order_keep_their_tokens(store: Store, tmp_p
     loaded = load_drafter(tmp_path / "run")
     rows = dict(zip(loaded.vocab.target_ids.tolist(), loaded.model.state_dict()["lm_head.weight"], strict=True))
     assert all(torch.equal(rows[int(token)], row) for token, row in zip(ids, tensors["lm_head.weight"], strict=True))
+
+
+def test_rows_of_every_head_of_the_draft_vocabulary_follow_its_ids(tmp_path: Path) -> None:
+    checkpoint = make("dspark", known=20, train_head=True)
+    export(checkpoint, "vllm", tmp_path / "out", "float32")
+    file, order = tmp_path / "out" / "model.safetensors", torch.arange(20).flip(0)
+    tensors = load_file(file)
+    ids = tensors["d2t"] + torch.arange(20)
+    tensors |= {
+        name: tensor[order] for name, tensor in tensors.items() if name.endswith(("lm_head.weight", "w2.weight"))
+    }
+    save_file({**tensors, "d2t": ids[order] - torch.arange(20)}, file)
+    found = read_published(tmp_path / "out", checkpoint.head, LAYERS).weights
+    ours = checkpoint.model.state_dict()
+    for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+        assert torch.equal(found[name], ours[name])
 
 
 def test_embeddings_and_a_head_that_are_the_target_s_are_shared_with_it(store: Store, tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hiddenstore.cli import main
-from hiddenstore.errors import CorruptionError
+from hiddenstore.errors import ConfigError, CorruptionError
+from hiddenstore.testing.builders import make_store
 from tests.tiny_world import TRAIN, World, run
 from trainer.evaluate.acceptance import AcceptanceTally, walk
 from trainer.report.compare import compare_page, short_names
-from trainer.report.run import _article, measure, run_page
+from trainer.report.run import _article, _settings, measure, run_page
+from trainer.settings import load_config
 from trainer.train.curves import Curves, read_curves
 from trainer.train.run_folder import describe, training_store
 
@@ -81,6 +83,15 @@ def test_settings_that_differ_from_the_stores_own_are_listed(runs: tuple[str, st
     assert "train.max_steps" in changed
     assert "optim.kind" not in changed
     assert "optim.kind" in section.body
+
+
+def test_a_setting_that_no_store_suggests_does_not_stop_the_page(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    with pytest.raises(ConfigError):
+        load_config(store, "dflash")
+    words = ["drafter.mask_token_id=5", "optim.lr=0.5"]
+    section = _settings(store, load_config(store, "dflash", words=words).model_dump(mode="json"))
+    assert "optim.lr" in section.body.split("<details>")[0]
 
 
 def test_a_run_whose_store_is_gone_has_a_page_without_acceptance_and_says_so(world: World, tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from serve_cases import write_exports
 
 from hiddenstore.cli import main
 from hiddenstore.errors import HiddenstoreError
+from trainer.cli.evaluate import _engine_flags
 from trainer.serve import ENGINES
 from trainer.serve.plan import ServeOptions
-from trainer.serve.running import EnginePython, running
+from trainer.serve.running import EnginePython, _wait_until_up, running
 
 PROGRAM = """#!{python}
 import json, os, sys, threading, time
@@ -124,6 +127,46 @@ def test_a_server_ends_with_the_process_that_started_it_even_by_a_kill(tmp_path:
     while is_running(server) and time.monotonic() < end:
         time.sleep(0.05)
     assert not is_running(server)
+
+
+def test_a_proxy_of_the_environment_and_a_garbled_answer_do_not_hide_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.serve.running.START_S", 20)
+    monkeypatch.setattr("trainer.serve.running._POLL_S", 0.01)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    log = tmp_path / "said.log"
+    log.touch()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            for said in (b"garbage\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(said)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+            _wait_until_up(f"http://127.0.0.1:{server.getsockname()[1]}", process, log)
+
+
+def test_a_switch_needs_no_value_and_revision_and_code_go_to_both_servers() -> None:
+    options: Any = {"engine_args": ("enforce-eager", "dtype=float32"), "revision": "main", "trust_remote_code": True}
+    expected = ("--enforce-eager", "--dtype", "float32", "--revision", "main", "--trust-remote-code")
+    assert _engine_flags(options) == expected
+
+
+def test_the_logs_of_a_drafter_that_is_no_path_are_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["eval", "--serve", "maker/drafter", "--target", str(tmp_path), "--prompts", "p.jsonl"]
+    result = CliRunner().invoke(main, [*words, "--engine-python", engine(tmp_path)])
+    assert "maker/drafter/config.json does not exist" in result.stderr
+    assert (tmp_path / "drafter.plain.log").is_file()
 
 
 @pytest.mark.parametrize("name", ["engine-python", "nowhere"])

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, NotFoundError
+from hiddenstore.targets.identity import config_sha256
+from hiddenstore.targets.remote_code import code_sha256
+from tests.trainer.export_cases import case
 from tests.trainer.serve_cases import TARGET_CONFIG, asked, planned, published, write_exports
+from trainer.export.named_target import target_differences
+from trainer.export.write import export
 from trainer.formats.base import is_within
 from trainer.formats.base import parse_version as parse
 
@@ -116,6 +121,21 @@ def test_a_local_target_is_compared_with_the_one_drafted_for(exports: dict[str, 
     assert "was trained for maker/target" in asked("vllm", drafter=drafter, target="maker/target-fp4")[0].warnings[0]
 
 
+def test_a_target_s_own_code_and_a_merged_adapter_are_told_from_another_target(tmp_path: Path) -> None:
+    config = {**TARGET_CONFIG, "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    target = Path(published(tmp_path / "own", **config))
+    (target / "modeling_own.py").write_text("a = 1\n")
+    digest = code_sha256(str(target), [config], lambda name: target / name)
+    expected: dict[str, Any] = {"name": "maker/own", "config_sha256": config_sha256({**config, "code_sha256": digest})}
+    assert target_differences(expected, target, config) == []
+    assert target_differences({**expected, "config_sha256": config_sha256(config)}, target, config) == []
+    (target / "modeling_own.py").write_text("a = 2\n")
+    assert "own code differs" in target_differences(expected, target, config)[0]
+    merged = {"name": "maker/target+lora", "config_sha256": "f" * 64, "num_layers": 8}
+    assert target_differences(merged, target, TARGET_CONFIG) == []
+    assert target_differences({**merged, "num_layers": 9}, target, TARGET_CONFIG)
+
+
 def test_longer_drafts_than_trained_are_served_with_a_warning(exports: dict[str, str]) -> None:
     resolved, _ = asked("vllm", drafter=exports["eagle3 for vllm"], draft_len=9)
     assert resolved.request.draft_len == 9
@@ -183,6 +203,9 @@ def test_mixed_attention_layers_are_warned_about_in_vllm(tmp_path: Path) -> None
         tmp_path / "d", architectures=["DFlashDraftModel"], layer_types=["full_attention", "sliding_attention"]
     )
     assert "VLLM_USE_V2_MODEL_RUNNER=1" in asked("vllm", drafter=drafter)[0].warnings[0]
+    ours = tmp_path / "ours"
+    export(case("dflash of two kinds of layers"), "vllm", ours)
+    assert "VLLM_USE_V2_MODEL_RUNNER=1" in asked("vllm", drafter=str(ours))[0].warnings[0]
 
 
 @pytest.mark.parametrize(

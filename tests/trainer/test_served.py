@@ -8,8 +8,9 @@ from click.testing import CliRunner
 from fake_server import RECORDED, fake_server
 
 from hiddenstore.cli import main
+from hiddenstore.http import HttpClient, ServerAccess
 from trainer.evaluate.prompts import read_questions
-from trainer.evaluate.server import DraftCounts, sglang_counts, vllm_counts
+from trainer.evaluate.server import DraftCounts, LlamacppServer, SamplingOptions, sglang_counts, vllm_counts
 
 ACCEPTS = (3, 0, 1, 2)
 MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Rewrite it."]}
@@ -178,6 +179,7 @@ def test_with_a_tokenizer_token_ids_are_sent_to_the_engine_s_own_endpoint(prompt
 
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "target" / "config.json").write_text('{"model_type": "llama"}')
     for engine, path, key in (("sglang", "/generate", "input_ids"), ("vllm", "/v1/completions", "prompt")):
         with fake_server(engine=engine, accepts=ACCEPTS) as server:
             document(words(engine, server, prompts, "--target", str(tmp_path / "target")))
@@ -194,6 +196,7 @@ def test_a18_a_template_that_never_ends_is_a_named_error_although_other_threads_
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "target" / "config.json").write_text('{"model_type": "llama"}')
     with fake_server(engine="vllm", accepts=ACCEPTS) as server:
         more = ("--target", str(tmp_path / "target"), "--concurrency", "2")
         failure = error(words("vllm", server, prompts, *more), 4)
@@ -250,7 +253,7 @@ def test_a_server_that_is_not_there_and_one_that_refuses_are_said_so(prompts, tm
 def test_bad_words_are_usage_errors(prompts, tmp_path):
     assert "--prompts" in error(["--engine", "vllm", "--server", "http://127.0.0.1:1"], 2)["message"]
     assert "http://HOST:PORT" in error(["--engine", "vllm", "--server", "ftp://x", "--prompts", prompts], 2)["message"]
-    assert "leave RUN and STORE out" in error([str(tmp_path), "--engine", "vllm"], 2)["message"]
+    assert "leave RUN, STORE and --cache out" in error([str(tmp_path), "--engine", "vllm"], 2)["message"]
     assert "RUN and STORE" in error([str(tmp_path), "--server", "http://127.0.0.1:1"], 2)["message"]
 
 
@@ -271,6 +274,34 @@ def test_a_llama_server_without_metrics_without_a_drafter_or_past_six_digits_say
         assert (said["kind"], said["fix"]) == ("server-answer", "start llama-server anew")
     with fake_server(engine="llamacpp") as server:
         assert error(words("llamacpp", server, prompts), 2)["kind"] == "no-speculation"
+
+
+def test_what_was_measured_stays_where_llama_cpp_begins_to_round_while_it_answers(prompts):
+    with fake_server(engine="llamacpp", accepts=ACCEPTS) as server:
+        server.counted_before = 999_960  # the warm-up and the three sums pass a million
+        result = run(words("llamacpp", server, prompts, "--json"))
+    found = json.loads(result.stdout)
+    assert (found["accepted_length"], found["rows"][-1]["answer_tokens"]) == (None, 4 * 11)
+    assert "rounded from a million on" in " ".join(result.stderr.split())
+
+
+def test_a_llama_server_says_the_gaps_of_a_completion_in_the_form_of_chats():
+    with fake_server(engine="llamacpp", lead=0.5) as server:
+        client = HttpClient(ServerAccess(server.url))
+        choices = LlamacppServer(client, None, lambda messages: [1]).choices([], SamplingOptions(4))
+    assert choices == [("MADE", 0.5)]
+
+
+def test_options_that_would_be_left_unread_are_refused(prompts, tmp_path):
+    with fake_server(accepts=ACCEPTS) as server:
+        for more in (["--best"], ["--untrained"], ["--costs"]):
+            assert more[0] in error(words("vllm", server, prompts, *more), 2)["message"]
+        assert server.asked == []
+    text = [str(tmp_path), str(tmp_path / "store")]
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "store.json").write_text("{}")
+    for more in (["--prompts", prompts], ["--rounds", "2"], ["--markdown", "m"], ["--target", "t"]):
+        assert more[0] in error([*text, *more], 2)["message"]
 
 
 def test_a_llama_server_without_metrics_is_a_baseline(prompts):

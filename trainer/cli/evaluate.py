@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
+from click.core import ParameterSource
 
 from hiddenstore.cli.words import RUN, STORE, remote_code_option, revision_option, same_target_option
 from hiddenstore.console.output import common_options, examples, output
@@ -15,6 +16,7 @@ from trainer.cli.cache import cache_options
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
+    from hiddenstore.targets.folder import TargetFolder
     from schemas.manifest import Split
     from trainer.evaluate.acceptance import DraftShape
     from trainer.evaluate.prompts import Question
@@ -127,6 +129,12 @@ def positions_text(shares: Sequence[float]) -> str:
 
 
 ENGINES = ("vllm", "sglang", "trtllm", "llamacpp", "http")
+_OF_TEXT = ("split", "shapes", "best", "untrained", "device", "costs", "same_target", "cache", "cache_bytes")
+_OF_TARGET = ("target", "revision", "trust_remote_code")
+_OF_SERVERS = (
+    *("servers", "baseline_server", "rounds", "engine_python", "engine_args", "prompts", "api_key_env", "model"),
+    *("count", "max_new_tokens", "temperature", "concurrency", "markdown"),
+)
 
 
 class _ServerOptions(TypedDict):
@@ -225,14 +233,36 @@ def evaluate(
     if engine is not None or options["drafter"] is not None:
         if run is not None or cache is not None:
             raise click.UsageError("--engine and --serve measure servers: leave RUN, STORE and --cache out")
+        _refuse(_OF_TEXT, "--engine and --serve measure servers, this is for RUN and STORE")
         _measure_servers(engine or "vllm", options)
     elif run is None or store is None or options["servers"]:
         raise click.UsageError("expected RUN and STORE, or --engine with --server and --prompts")
     elif costs and options["target"] is None:
         raise click.UsageError("--costs are measured on the target: give --target T")
     else:
-        target = options["target"] if costs else None
+        _refuse(_OF_SERVERS, "RUN and STORE are walked, this is for servers: --engine or --serve")
+        if not costs:
+            _refuse(_OF_TARGET, "no target is loaded to walk text, only for --costs")
+        target = _opened(options) if costs else None
         _simulate(run, store, (cache, cache_bytes), split, shapes, best, untrained, device, same_target, target)
+
+
+def _refuse(names: Sequence[str], reason: str) -> None:
+    """Refuse options of the command line that would be left unread."""
+    context = click.get_current_context()
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name in names and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise click.UsageError(f"{', '.join(given)}: {reason}")
+
+
+def _opened(options: _ServerOptions) -> "TargetFolder":
+    from hiddenstore.targets.folder import open_target
+
+    return open_target(str(options["target"]), options["revision"], None, options["trust_remote_code"])
 
 
 def _simulate(
@@ -245,11 +275,11 @@ def _simulate(
     untrained: bool,
     device: str,
     same_target: bool,
-    target: str | None,
+    target: "TargetFolder | None",
 ) -> None:
     from hiddenstore.console.progress import Progress
     from hiddenstore.store import Store
-    from hiddenstore.targets.identity import target_argument
+    from hiddenstore.targets.identity import target_words
     from trainer.evaluate import simulate
     from trainer.evaluate.cost import keep
     from trainer.evaluate.target import load_live_target
@@ -293,7 +323,7 @@ def _simulate(
         _judge_costs(document)
         keep(info.run, drafters[0].step, document, live.identity.dtype)
     judge(document, info)
-    output().hint("hiddenstore", "decode", run, "--target", target_argument(text.capture.target), "--prompts", store)
+    output().hint("hiddenstore", "decode", run, *target_words(text.capture.target), "--prompts", store)
 
 
 def _require_its_target(
@@ -397,15 +427,25 @@ def _started(engine: str, options: _ServerOptions) -> Iterator[tuple[str, str]]:
 
     python, drafter = EnginePython(SERVING[engine], options["engine_python"]), str(options["drafter"])
     python.require()
-    pairs = [word.partition("=") for word in options["engine_args"]]
-    flags = tuple(word for name, _, value in pairs for word in (f"--{name}", value)[: 1 if value == "true" else 2])
+    flags = _engine_flags(options)
     target = target_folder(str(options["target"]))
     plain = ServeOptions(target=target, method="none", flags=flags)
     drafted = ServeOptions(target=target, drafter=drafter, flags=flags)
-    logs = [Path(f"{drafter.rstrip('/')}.{name}.log") for name in ("plain", "drafted")]
+    # What is no path here has no folder to write beside.
+    place = drafter.rstrip("/") if Path(drafter).exists() else Path(drafter).name
+    logs = [Path(f"{place}.{name}.log") for name in ("plain", "drafted")]
     output().note(f"starting {SERVING[engine].title} without and with {drafter}; they write {logs[0]} and {logs[1]}")
     with running(python, [(plain, logs[0]), (drafted, logs[1])]) as (first, second):
         yield first, second
+
+
+def _engine_flags(options: _ServerOptions) -> tuple[str, ...]:
+    """Flags of both servers; a switch is ``KEY`` or ``KEY=true``."""
+    flags: list[str] = []
+    for name, equals, value in (word.partition("=") for word in options["engine_args"]):
+        flags += [f"--{name}"] if value == "true" or not equals else [f"--{name}", value]
+    flags += ["--revision", options["revision"]] if options["revision"] else []
+    return (*flags, *(["--trust-remote-code"] if options["trust_remote_code"] else []))
 
 
 def _measure_running(engine: str, options: _ServerOptions) -> None:
@@ -470,7 +510,9 @@ def _measured(
     for server, results in zip(servers, drafted, strict=True):
         total = results[0][-1].counts
         # llama.cpp has its counters, at zero, where nothing drafts.
-        if engine in ("sglang", "trtllm", "llamacpp") and (total is None or not total.drafts):
+        if server.lost:
+            output().warn(server.lost)
+        elif engine in ("sglang", "trtllm", "llamacpp") and (total is None or not total.drafts):
             raise server.no_counts()
     rows = [row for one, all_of in zip(servers, drafted, strict=True) for row in rows_of(one.client.url, all_of, plain)]
     parted = []
@@ -503,10 +545,9 @@ def _open(engine: str, options: _ServerOptions, url: str, render: "Render | None
 
 
 def _renderer(target: str, options: _ServerOptions) -> "Render":
-    from hiddenstore.targets.folder import open_target
     from trainer.evaluate.prompts import prompt_ids
 
-    tokenizer = open_target(target, options["revision"], None, options["trust_remote_code"]).tokenizer
+    tokenizer = _opened(options).tokenizer
     if tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer of {target} has no chat template", kind=Kind.TEMPLATE_MISSING)
 

@@ -81,7 +81,8 @@ def serve(drafter: str | None, engine: str | None, print_only: bool, checked: st
     serving = ENGINES[engine]
     flags = click.get_current_context().meta[_FLAGS]
     if drafter is not None and (run := _run_at(drafter)):
-        drafter = _exported(run, engine, options["version"], options["target"])
+        drafter, draft_len = _exported(run, engine, options["version"], options["target"])
+        options["draft_len"] = options["draft_len"] or draft_len
     resolved = resolve(serving, ServeOptions(drafter=drafter, flags=flags, **options))
     request, plan = resolved.request, plan_of(serving, resolved.request)
     runs = not print_only and output().mode != "json"
@@ -108,14 +109,17 @@ def _run_at(drafter: str) -> str | None:
     return drafter if is_checkpoint or kind_of(path) == "run" else None
 
 
-def _exported(run: str, engine: str, version: str | None, target: str) -> str:
-    """The folder of a checkpoint's export for an engine, made where it is not there yet."""
+def _exported(run: str, engine: str, version: str | None, target: str) -> tuple[str, int | None]:
+    """The folder of a checkpoint's export for an engine, made where it is not there yet, and the draft length that
+    ``eval --costs`` chose, be it after the export; None where nobody did."""
+    from trainer.evaluate.cost import kept
     from trainer.export.support import ENGINES
     from trainer.export.write import checkpoint_of
     from trainer.export.write import export as write
+    from trainer.serve.drafter import read_drafter
     from trainer.train.branch import EXPORTS
     from trainer.train.checkpoint import resolve
-    from trainer.train.run_folder import load_drafter
+    from trainer.train.run_folder import describe, load_drafter
 
     checkpoint = resolve(Path(run))
     at = version or ENGINES[engine].version
@@ -126,7 +130,9 @@ def _exported(run: str, engine: str, version: str | None, target: str) -> str:
         words += [] if named is None else ["--target", named]
         output().note(f"$ {shlex.join(words)}")
         write(checkpoint_of(load_drafter(checkpoint), str(checkpoint), named), engine, out, None, at)
-    return str(out)
+    info, longest = describe(str(checkpoint)), read_drafter(out).longest
+    length = kept(info.run, info.spec.step)
+    return str(out), min(length, longest or length) if length else None
 
 
 def _check(file: str, version: str | None) -> None:

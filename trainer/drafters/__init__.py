@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.registry import Registry
 from hiddenstore.targets import LAYER_RULES
-from hiddenstore.targets.identity import target_argument
+from hiddenstore.targets.identity import target_words
 
 if TYPE_CHECKING:
     from schemas.capture import CaptureSpec
@@ -67,6 +67,6 @@ def check_store(name: str, needs: "Needs", capture: "CaptureSpec", where: str) -
         raise ConfigError(
             f"{name} cannot be trained on {where}: it lacks {' and '.join(lacks)}",
             kind=Kind.STORE_LACKS_STATES,
-            hint=f"hiddenstore collect DATA -o NEW_STORE --target {target_argument(capture.target)} --layers {layers}"
+            hint=f"hiddenstore collect DATA -o NEW_STORE {' '.join(target_words(capture.target))} --layers {layers}"
             + words,
         )

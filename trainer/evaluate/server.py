@@ -170,6 +170,8 @@ class Server:
 
     counts_each_answer = False
     """Whether answers carry their counts; else ``counts`` is read before and after."""
+    lost: str | None = None
+    """Why drafts are not counted any more that were at first."""
 
     def __init__(self, client: HttpClient, model: str | None = None, render: Render | None = None) -> None:
         self.client = client
@@ -285,8 +287,11 @@ class LlamacppServer(Server):
     ``tools/server/server-task.cpp`` of b11434; run.
 
     Raises:
-        CaptureError: ``server-answer``: its counters are so high that it rounds them.
+        CaptureError: ``server-answer``: its counters were so high from the start that it rounds them; where they become
+            so later, ``lost`` says it and what was measured stays.
     """
+
+    _is_read = False
 
     def counts(self) -> DraftCounts | None:
         try:
@@ -296,11 +301,12 @@ class LlamacppServer(Server):
                 return None
             raise
         if counts is not None and counts.drafted >= LLAMACPP_EXACT:
-            raise CaptureError(
-                f"{self.client.url}/metrics counts {counts.drafted:,} drafted tokens, and is rounded from a million on",
-                kind=Kind.SERVER_ANSWER,
-                hint="start llama-server anew",
-            )
+            where = f"{self.client.url}/metrics"
+            problem = f"{where} counts {counts.drafted:,} drafted tokens, and is rounded from a million on"
+            if not self._is_read:
+                raise CaptureError(problem, kind=Kind.SERVER_ANSWER, hint="start llama-server anew")
+            self.lost, counts = f"{problem}: later drafts are in no figure; start llama-server anew", None
+        self._is_read = True
         return counts
 
     def no_counts(self) -> ConfigError:
@@ -355,6 +361,8 @@ def _read_chat_choices(document: Any) -> list[tuple[str, float]]:
 
 def _read_completion_choices(document: Any) -> list[tuple[str, float]]:
     said = document["choices"][0].get("logprobs") or {}
+    if said.get("content"):  # llama.cpp's form, of chats and of completions
+        return _read_chat_choices(document)
     tops = said.get("top_logprobs") or []
     return [(token, _lead((top or {}).values())) for token, top in zip(said.get("tokens") or [], tops, strict=True)]
 

@@ -18,7 +18,7 @@ from hiddenstore.store import Store
 from hiddenstore.targets.families import Parts, find_parts
 from hiddenstore.targets.folder import TargetFolder, open_target
 from hiddenstore.targets.head import HeadBundle
-from hiddenstore.targets.identity import cast_hint, identity_differences, target_argument, weights_sha256
+from hiddenstore.targets.identity import captured_from, cast_hint, identity_differences, weights_sha256
 from hiddenstore.targets.load import load_model
 from hiddenstore.targets.tensors import checkpoint_sha256
 from hiddenstore.verify.same_target import require_states
@@ -197,8 +197,7 @@ def load_live_target(
     identity = identity_of(folder, model)
     problem = f"target {folder.label} is not the target the drafter was trained for ({expected.name})"
     differences = identity_differences(expected, identity, same_target)
-    right_one = f"--target {target_argument(expected)}: the one called {expected.name}"
-    refuse_target(differences, problem, cast_hint(differences, right_one))
+    refuse_target(differences, problem, cast_hint(differences, captured_from(expected)))
     return LiveTarget(model, folder.tokenizer, identity, aux_layers)
 
 

@@ -1,14 +1,17 @@
 """Whether a folder that a command names is the target a drafter was trained for: its config, tokenizer, weights."""
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets.folder import TOKENIZER_FILES, TargetFolder
-from hiddenstore.targets.identity import config_sha256, tokenizer_rules_sha256
+from hiddenstore.targets.identity import tokenizer_rules_sha256
+from hiddenstore.targets.remote_code import code_sha256
 from hiddenstore.targets.tensors import checkpoint_sha256
-from trainer.export.support import config_differences
+from trainer.export.support import config_differences, config_digests
 
 
 def target_differences(expected: Mapping[str, Any], folder: Path, config: Mapping[str, Any]) -> list[str]:
@@ -21,7 +24,8 @@ def target_differences(expected: Mapping[str, Any], folder: Path, config: Mappin
         ConfigError: ``target-unreadable``, the tokenizer is none; ``target-damaged``, a file of the weights is not
             whole.
     """
-    lines = config_differences(expected, config)
+    code = _own_code(folder, config)
+    lines = config_differences(expected, config, code)
     rules, tokenizer = expected.get("tokenizer_rules_sha256"), folder / TOKENIZER_FILES[0]
     if rules and tokenizer.is_file():
         try:
@@ -31,10 +35,22 @@ def target_differences(expected: Mapping[str, Any], folder: Path, config: Mappin
     text = config.get("text_config") or config
     dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype"))
     digest = expected.get("checkpoint_sha256")
-    if digest and expected.get("dtype") == dtype and expected.get("config_sha256") == config_sha256(config):
+    if digest and expected.get("dtype") == dtype and expected.get("config_sha256") in config_digests(config, code):
         files = TargetFolder(str(folder), None, None, None, "", "", "")
         lines += _difference("checkpoint_sha256", digest, checkpoint_sha256(files))
     return lines
+
+
+def _own_code(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The digest of a folder's own code, as `open_target` makes it; None where it has none that can be read."""
+    documents = [config]
+    # What cannot be read has no digest, and so is not the code that ran.
+    with suppress(OSError, ValueError):
+        documents.append(json.loads((folder / "tokenizer_config.json").read_bytes()))
+    with suppress(ConfigError, OSError, ValueError, AttributeError):
+        files = TargetFolder(str(folder), None, None, None, "", "", "")
+        return code_sha256(str(folder), documents, files.file)
+    return None
 
 
 def _difference(name: str, expected: str, actual: str | None) -> list[str]:

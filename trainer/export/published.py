@@ -73,7 +73,7 @@ def read_published(
     tensors = {drafter.our_name(name): tensor for name, tensor in tensors.items()}
     vocab, order = _vocabulary(tensors, config, head)
     if order is not None:
-        heads = [name for name in tensors if name.startswith("lm_head")]
+        heads = [name for name in tensors if name.startswith(("lm_head", "markov_head.markov_w2"))]
         tensors |= {name: tensors[name][order] for name in heads if len(tensors[name]) == len(order)}
     tensors = {key: value.float() for key, value in tensors.items() if key not in _NOT_OURS}
     try:

@@ -143,10 +143,14 @@ def recognised(config: Mapping[str, Any], tensors: Tensors) -> DrafterExport | N
     return next((one for one in variants if one.signs(config, tensors)), drafter)
 
 
-def config_differences(expected: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """What tells two targets apart by config.json alone; a quantised copy of the same config is the same target."""
+def config_differences(
+    expected: Mapping[str, Any], config: Mapping[str, Any], code_sha256: str | None = None
+) -> list[str]:
+    """What tells two targets apart by config.json and the digest of their own code, None where they have none; a
+    quantised copy of the same config is the same target."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    if expected.get("config_sha256") in (None, config_sha256(config), config_sha256(plain)):
+    known = [digest for one in (config, plain) for digest in config_digests(one, code_sha256)]
+    if expected.get("config_sha256") in (None, *known):
         return []
     text = config.get("text_config") or config
     sizes = {"model_type": "model_type", "hidden_size": "hidden_size", "vocab_size": "vocab_size"} | {
@@ -157,7 +161,17 @@ def config_differences(expected: Mapping[str, Any], config: Mapping[str, Any]) -
         for ours, theirs in sizes.items()
         if ours in expected and expected[ours] != text.get(theirs)
     ]
-    return lines or [f"config.json differs: sha256 {str(expected['config_sha256'])[:8]}… expected"]
+    # The digest of a target with an adapter covers the adapter too, which no merged checkpoint names.
+    if lines or "+" in str(expected.get("name", "")):
+        return lines
+    what = "config.json or the target's own code" if config.get("auto_map") else "config.json"
+    return [f"{what} differs: sha256 {str(expected['config_sha256'])[:8]}… expected"]
+
+
+def config_digests(config: Mapping[str, Any], code_sha256: str | None) -> list[str]:
+    """What ``config_sha256`` may be of a target: it covers the target's own code only where that was let run."""
+    with_code = [] if code_sha256 is None else [config_sha256({**config, "code_sha256": code_sha256})]
+    return [config_sha256(config), *with_code]
 
 
 def _elsewhere(word: str) -> str | None:

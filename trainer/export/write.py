@@ -32,7 +32,7 @@ from hiddenstore.fs.publish import new_file, new_folder, refuse_existing_file, r
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.store import Store
 from hiddenstore.targets.checkpoint import read_object
-from hiddenstore.targets.identity import target_argument
+from hiddenstore.targets.identity import has_adapter, target_argument
 from schemas.capture import TargetIdentity
 from trainer.attention.rope import RopeScaling
 from trainer.drafters import drafter_kind
@@ -117,6 +117,12 @@ def export(
     table = ENGINES[engine]
     at = version or table.version
     required(checkpoint, table, at)
+    if engine == "speculators" and checkpoint.target_name is None and has_adapter(checkpoint.identity):
+        raise ConfigError(
+            f"speculators names the target, and nothing on the hub is {checkpoint.identity.name}",
+            kind=Kind.OPTION_INVALID,
+            hint="merge the adapter where it was trained (merge_and_unload, save_pretrained), then --target MERGED",
+        )
     name = dtype or checkpoint.identity.dtype
     if name not in DTYPES:
         raise ConfigError(f"cannot export as {name!r}; choose one of {', '.join(DTYPES)}", kind=Kind.OPTION_INVALID)

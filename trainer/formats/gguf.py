@@ -321,8 +321,11 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, "Tensor"]]:
 
     reader = open_gguf(path)
     config, _ = _read_config(path, reader)
-    form = FORMS[_architecture(reader)]
-    names, tensors = dict(_names(form, config["num_hidden_layers"])), {}
+    form, layers = FORMS[_architecture(reader)], config["num_hidden_layers"]
+    # Before names are made: a number out of somebody's file must not decide how many.
+    if type(layers) is not int or layers > len(reader.tensors):
+        raise _unfit(path, f"names {layers} layers, and holds {len(reader.tensors)} tensors")
+    names, tensors = dict(_names(form, layers)), {}
     for entry in reader.tensors:
         if entry.name == _FREQUENCIES:
             _require_rule(path, config, torch.from_numpy(entry.data.copy()))
@@ -354,7 +357,7 @@ def _read_config(path: Path, reader: "GGUFReader") -> tuple[dict[str, Any], dict
     own = {name.removeprefix(prefix): value for name, value in read_fields(reader, prefix, MASK).items()}
     tokens = read_fields(reader, _TOKENS).get(_TOKENS) or ()
     try:
-        about = json.loads(read_fields(reader, ABOUT).get(ABOUT) or "{}")
+        about = json.loads(str(read_fields(reader, ABOUT).get(ABOUT) or "{}"))
         config = {ours: _shortest(own[theirs]) for ours, theirs in _DIMENSIONS.items()}
         config |= {"architectures": [form.published], "vocab_size": len(tokens), **form.config(own)}
     except KeyError as error:
@@ -362,6 +365,8 @@ def _read_config(path: Path, reader: "GGUFReader") -> tuple[dict[str, Any], dict
         raise _unfit(path, f"lacks the field {lacking if lacking == MASK else prefix + lacking}") from error
     except ValueError as error:
         raise _unfit(path, f"cannot be had here: {error}") from error
+    if not isinstance(about, dict):
+        raise _unfit(path, f"has a field {ABOUT} that is no JSON object")
     return config | {"rope_scaling": _read_rope(own) or about.pop("rope_scaling", None)}, about
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from hiddenstore import settings
 from hiddenstore.console.text import count, percent, plural, seconds
 from hiddenstore.data import PackedBatch
+from hiddenstore.errors import ConfigError
 from hiddenstore.inspect.samples import load_tokenizer, token_text
 from hiddenstore.report import charts, page
 from hiddenstore.report.charts import Bar, Series
@@ -21,7 +22,7 @@ from schemas.manifest import Split
 from trainer.evaluate.acceptance import DraftShape, answers, drafts
 from trainer.evaluate.simulate import Evaluation, NgramFloor, evaluate_packs, floor, split_packs
 from trainer.parallel.group import pick_device
-from trainer.settings import config_class, load_config
+from trainer.settings import config_class, derived, load_config
 from trainer.train.curves import Curves, read_curves, step_seconds
 from trainer.train.run_folder import (
     CONFIG,
@@ -261,7 +262,7 @@ def flat(config: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _settings(store: Store | None, config: Mapping[str, Mapping[str, Any]]) -> Section:
-    usual = {} if store is None else flat(load_config(store, config["drafter"]["name"]).model_dump(mode="json"))
+    usual = {} if store is None else _usual(store, config["drafter"]["name"])
     values = flat(config)
     changed = {key: value for key, value in values.items() if key in usual and usual[key] != value}
     body = []
@@ -271,6 +272,14 @@ def _settings(store: Store | None, config: Mapping[str, Mapping[str, Any]]) -> S
     body.append(page.details(f"All {len(values)} settings", table(("setting", "value"), list(values.items()))))
     healthy = "few settings differ from what the store suggests, and each for a reason you can name."
     return Section("Settings", join(body), healthy, command=("train", "STORE", "--settings"), wide=True)
+
+
+def _usual(store: Store, drafter: str) -> dict[str, str]:
+    """What a store suggests; only what follows from it where a setting, as a mask token, has no default at all."""
+    try:
+        return flat(load_config(store, drafter).model_dump(mode="json"))
+    except ConfigError:
+        return flat(derived(store, drafter))
 
 
 def _drafted(measured: Measured, store: Store, samples: int) -> Section:

@@ -48,6 +48,7 @@ def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
         return ServedDrafter(path=str(folder), method=method)
     if file is not None:
         config, about = gguf.about_file(file)
+        _require_about(f"{file}: {gguf.ABOUT}", about)
     else:
         config = _json(folder / CONFIG_FILE)
         about = _about(folder)
@@ -83,17 +84,21 @@ def _about(folder: Path) -> dict[str, Any]:
     if not (folder / ABOUT_FILE).exists():
         return {}
     about = _json(folder / ABOUT_FILE)
+    _require_about(folder / ABOUT_FILE, about)
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise NotFoundError(f"{folder / WEIGHTS_FILE} does not exist", kind=Kind.PATH_MISSING, hint=EXPORT_AGAIN)
+    return about
+
+
+def _require_about(where: Path | str, about: Mapping[str, Any]) -> None:
     length, target = about.get("draft_len"), about.get("target")
     is_length = length is None or (type(length) is int and length > 0)
     if not is_length or not isinstance(target, dict | NoneType):
         raise ConfigError(
-            f"{folder / ABOUT_FILE} has draft_len {length!r} and a target of {type(target).__name__}; expected a whole "
+            f"{where} has draft_len {length!r} and a target of {type(target).__name__}; expected a whole "
             "number above 0 and an object",
             kind=Kind.SERVE_SETTING,
         )
-    if not (folder / WEIGHTS_FILE).is_file():
-        raise NotFoundError(f"{folder / WEIGHTS_FILE} does not exist", kind=Kind.PATH_MISSING, hint=EXPORT_AGAIN)
-    return about
 
 
 def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) -> None:
@@ -165,13 +170,15 @@ def _published_differences(drafter: ServedDrafter, config: Mapping[str, Any]) ->
 
 
 def warnings_of(drafter: ServedDrafter, engine: ServingEngine, version: str, target: str) -> list[str]:
-    """What is known to go wrong in silence with a drafter that we did not export: the server is healthy and nothing is
-    accepted. ``target`` is looked into where it is a local folder."""
-    if drafter.engine is not None or drafter.method not in words():
+    """What is known to go wrong in silence with a drafter: the server is healthy and nothing is accepted. ``target`` is
+    looked into where it is a local folder. Layers are counted as the engine does where the export says for which it is.
+    """
+    if drafter.method not in words():
         return []
     reads = row(ENGINES[engine.name], version, drafter.method)
     warning = reads.warn(drafter.config) if isinstance(reads, Reads) else None
-    return [text for text in (_other_numbering(drafter, engine, target), warning) if text]
+    numbering = _other_numbering(drafter, engine, target) if drafter.engine is None else None
+    return [text for text in (numbering, warning) if text]
 
 
 def _other_numbering(drafter: ServedDrafter, engine: ServingEngine, target: str) -> str | None:

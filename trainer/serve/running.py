@@ -5,11 +5,11 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from pathlib import Path
 
 from hiddenstore.errors import ConfigError, Kind, StorageError
@@ -117,8 +117,10 @@ def _process(python: EnginePython, options: ServeOptions, port: int, log: Path) 
 
 def _wait_until_up(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
     end = time.monotonic() + START_S
+    # No proxy of the environment reaches this machine's own ports.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while time.monotonic() < end and process.poll() is None:
-        with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+        with suppress(OSError, HTTPException), opener.open(f"{url}/health", timeout=5):
             return
         time.sleep(_POLL_S)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -20,6 +20,9 @@ from hiddenstore.testing.builders import make_store
 
 TENSORS = ("input_ids", "loss_mask", "positions", "document", "aux", "final", "final_rows")
 
+# What `rebuilt` leaves out is no filler's: tests/hiddenstore/test_rebuilt.py.
+STORED = sorted(RECIPES.keys() - {"rebuilt"})
+
 
 def slots_of(store: Store, final: bool = True) -> list[SampleSlot]:
     """Samples of several units, not in the order of the store."""
@@ -57,7 +60,7 @@ def filled(kind: type, store: Store, layers: list[int], final: bool = True) -> P
 
 
 @pytest.mark.parametrize("container", ["zarr", "webdataset"])
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("recipe", STORED)
 def test_both_kinds_of_pack_hold_the_bits_of_single_records(tmp_path: Path, recipe: str, container: str) -> None:
     store = make_store(tmp_path, samples=7, codec=recipe, container=container)
     wanted = plain_pack(store, [1, 3])

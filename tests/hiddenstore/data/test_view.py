@@ -18,15 +18,16 @@ from hiddenstore.testing.builders import make_store
 
 CUT = 14
 
+# What `rebuilt` leaves out is no filler's: tests/hiddenstore/test_rebuilt.py.
+STORED = sorted(RECIPES.keys() - {"rebuilt"})
+
 
 def one_pack(store: Store, **view: Any) -> PackedBatch:
     total = sum(entry.tokens for _, entry in store.entries)
     return next(iter(TokenBatches(store, batch_tokens=total, view=SampleView(**view)))).packs[0]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "container"), [*((recipe, "zarr") for recipe in sorted(RECIPES)), ("compact", "webdataset")]
-)
+@pytest.mark.parametrize(("recipe", "container"), [*((recipe, "zarr") for recipe in STORED), ("compact", "webdataset")])
 def test_a_cut_sample_is_the_beginning_of_the_whole_one_bit_for_bit(
     tmp_path: Path, recipe: str, container: Any
 ) -> None:

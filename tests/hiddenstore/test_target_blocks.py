@@ -8,12 +8,13 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load, save
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from collectors.engines import CaptureRequest, EngineOptions
 from collectors.engines.hf import HfEngine
 from hiddenstore.errors import ConfigError, CorruptionError
 from hiddenstore.targets import blocks as module
-from hiddenstore.targets.blocks import BLOCKS_FILE, TargetBlocks, block_files, require_plain_blocks
+from hiddenstore.targets.blocks import BLOCKS_FILE, TargetBlocks, block_files, require_blocks, require_plain_blocks
 from hiddenstore.targets.folder import open_target
 from tests.collectors.tiny import LAYERS, VOCAB, WIDTH, save_target, tiny_target
 
@@ -91,6 +92,33 @@ def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="quantised") as error:
         block_files(open_target(str(folder)), [0], "bfloat16")
     assert error.value.kind == "blocks-unsupported"
+
+
+def test_blocks_with_buffers_that_no_checkpoint_holds_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, plain = save_target(tmp_path), LlamaMLP.__init__
+
+    def with_slopes(self: LlamaMLP, config: hf.LlamaConfig) -> None:
+        plain(self, config)
+        self.register_buffer("slopes", torch.zeros(2), persistent=False)
+
+    monkeypatch.setattr(LlamaMLP, "__init__", with_slopes)
+    with pytest.raises(ConfigError, match=r"block 1 computes mlp\.slopes when it is made") as error:
+        require_blocks(open_target(str(folder)), [1], 2)
+    assert error.value.kind == "blocks-unsupported"
+
+
+def test_tensors_that_transformers_keeps_in_float32_are_kept_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_target(tmp_path)
+    monkeypatch.setattr(hf.LlamaModel, "_keep_in_fp32_modules_strict", ["input_layernorm"])
+    data = block_files(open_target(str(folder)), [0], "bfloat16")[BLOCKS_FILE]
+    dtypes = {name: tensor.dtype for name, tensor in load(data).items()}
+    assert dtypes.pop("0.input_layernorm.weight") == torch.float32
+    assert set(dtypes.values()) == {torch.bfloat16}
+    assert TargetBlocks.from_bytes((folder / "config.json").read_bytes(), data)._dtype == torch.bfloat16
 
 
 def test_an_architecture_that_transformers_lacks_is_refused() -> None:
