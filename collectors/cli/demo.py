@@ -23,8 +23,8 @@ from hiddenstore.fs.publish import replace_file
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.settings import load
 
-TRAINING_QUESTIONS = 3000
-VALIDATION_QUESTIONS = 90
+BUNDLED_QUESTIONS = 3000
+BUNDLED_HELD_OUT = 90
 DRAFTER = "eagle3.1"
 PIPELINE = "pipeline.yaml"
 # A server on CPU: short texts, nothing compiled, the dtype that CPUs with AMX or AVX512-BF16 multiply fastest.
@@ -112,8 +112,8 @@ def _bundled(folder: Path) -> dict[str, Any]:
         unique = {row["messages"][0]["content"]: row for row in conversations()}
         # An order that depends on their text alone.
         order = sorted(unique, key=lambda text: hashlib.sha256(text.encode()).digest())
-        training = order[VALIDATION_QUESTIONS:][:TRAINING_QUESTIONS]
-        for file, texts in zip(files.values(), (training, order[:VALIDATION_QUESTIONS]), strict=True):
+        training = order[BUNDLED_HELD_OUT:][:BUNDLED_QUESTIONS]
+        for file, texts in zip(files.values(), (training, order[:BUNDLED_HELD_OUT]), strict=True):
             lines = (json.dumps(unique[text], ensure_ascii=False) + "\n" for text in texts)
             replace_file(file, "".join(lines).encode())
     return {"target": _short(TARGET_DIR), "ranks": _cores(), **{key: str(file) for key, file in files.items()}}

@@ -79,7 +79,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(command, "pipeline_text", small)
         # Of the standard library one package is enough.
         patch.setattr(command, "conversations", partial(conversations, Path(json.__file__).parent.parent / "email"))
-        patch.setattr(command, "VALIDATION_QUESTIONS", 8)
+        patch.setattr(command, "BUNDLED_HELD_OUT", 8)
         assert run("demo", str(folder), "-q") == 0
     return folder
 
