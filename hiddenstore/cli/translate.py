@@ -40,7 +40,8 @@ def usage_error(error: click.ClickException) -> ConfigError:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "hiddenstore"
     message = error.format_message().rstrip(".")
-    if message:
+    if message[1:2].islower():
+        # Not RUN, which is the name of an argument.
         message = message[0].lower() + message[1:]
     return ConfigError(message, kind=Kind.USAGE, hint=f"{command} --help")
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 from torch import Tensor
 
 from hiddenstore.dumps.common import SAMPLES_FILE, MissingFinal, PeerSamples
@@ -24,6 +23,16 @@ from hiddenstore.dumps.speculators import STORE_LAYOUT, peer_tensors
 from hiddenstore.errors import ConfigError, HiddenstoreError, Kind, NotFoundError
 from hiddenstore.store import Store
 from schemas.layers import from_convention
+
+try:
+    from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
+except ModuleNotFoundError as error:
+    absent = ConfigError(
+        "speculators is not in this environment", kind=Kind.NOT_INSTALLED, hint="pip install 'speculators>=0.9'"
+    )
+    if __name__ == "__main__":
+        sys.exit(f"error: {absent}\n  try: {absent.hint}")
+    raise absent from error
 
 
 class StoreTransfer(HiddenStatesTransfer):
@@ -52,7 +61,11 @@ class StoreTransfer(HiddenStatesTransfer):
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, Tensor] | None:
         """A store holds every row of its export, so a server is never asked."""
-        raise NotImplementedError(f"the hiddenstore backend generates nothing: {sorted(hs_transfer_params)}")
+        raise ConfigError(
+            f"the hiddenstore backend reads a store and takes nothing from a server: {sorted(hs_transfer_params)}",
+            kind=Kind.USAGE,
+            hint="--on-missing raise",
+        )
 
 
 class StoreBackend(HiddenStatesBackend):

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hiddenstore.cli import CommandSpec, find_commands, main
+from hiddenstore.cli.translate import usage_error
 from hiddenstore.console.output import common_options, output
 from hiddenstore.doctor import check_packages
 from hiddenstore.errors import (
@@ -332,3 +333,8 @@ def test_packages_from_two_places_are_refused(tmp_path: Path) -> None:
 
 def test_packages_of_this_installation_share_one_folder() -> None:
     check_packages()
+
+
+def test_a_usage_error_begins_small_unless_with_the_name_of_an_argument() -> None:
+    assert str(usage_error(click.UsageError("No such option: --x."))).startswith("no such option: --x")
+    assert str(usage_error(click.UsageError("RUN and --out missing"))).startswith("RUN and --out")

@@ -1,6 +1,8 @@
 """Exporting a store as speculators' offline data: exact rows, honest refusals, nothing half-written."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -124,3 +126,11 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, mon
         export_speculators(store, tmp_path / "out")
     assert caught.value.kind == "disk-full"
     assert not (tmp_path / "out").exists()
+
+
+def test_the_launcher_says_what_its_environment_lacks() -> None:
+    """Where speculators is: tests/parity/test_speculators_backend.py."""
+    launcher = [sys.executable, "-m", "hiddenstore.dumps.speculators_backend", "--help"]
+    done = subprocess.run(launcher, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: speculators is not in this environment\n  try: pip install 'speculators>=0.9'\n"
