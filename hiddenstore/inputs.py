@@ -26,9 +26,8 @@ from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind, 
 from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, is_inside
-from hiddenstore.records import Sample
+from hiddenstore.records import Sample, mask_fault, spans_fault, tokens_fault
 from hiddenstore.records import sample_id as id_of
-from hiddenstore.sample_faults import mask_fault, spans_fault, tokens_fault
 from schemas.manifest import FileEntry, Split
 from schemas.prepared import PreparedData
 

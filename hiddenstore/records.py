@@ -4,13 +4,13 @@ Shapes: T tokens of one sample, L aux layers, D target width, R rows of the fina
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hiddenstore.notebook import facts_table
 from schemas.capture import FinalMode
 from schemas.prepared import ROLES
 
@@ -153,3 +153,32 @@ def repeated_share(token_ids: Sequence[int], order: int = 4) -> float:
     """
     grams = [tuple(token_ids[i : i + order]) for i in range(len(token_ids) - order + 1)]
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def facts_table(title: str, facts: Mapping[str, object]) -> str:
+    """Names and values as an HTML table; nothing in them is markup."""
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in facts.items())
+    return f"<table><caption>{escape(title)}</caption>{rows}</table>"
+
+
+def tokens_fault(input_ids: np.ndarray, vocab: int) -> str | None:
+    """Token ids int32 [t] lie in the vocabulary."""
+    if len(input_ids) and not 0 <= input_ids.min() <= input_ids.max() < vocab:
+        outside = input_ids[(input_ids < 0) | (input_ids >= vocab)][0]
+        return f"token {outside} is outside the target's {vocab:,}"
+    return None
+
+
+def mask_fault(loss_mask: np.ndarray, supervised: int | None) -> str | None:
+    """A mask uint8 [t] is 0 or 1, and has as many ones as its record says, where one does."""
+    if len(loss_mask) and loss_mask.max() > 1:
+        return "it is not of zeros and ones"
+    ones = int(np.count_nonzero(loss_mask))
+    return None if supervised in (None, ones) else f"it supervises {ones:,} tokens, its record says {supervised:,}"
+
+
+def spans_fault(spans: np.ndarray, tokens: int) -> str | None:
+    """Turns int32 [n, 3] have a role that exists and lie in their sample."""
+    roles, starts, ends = spans.T
+    bad = (roles < 0) | (roles >= len(ROLES)) | (starts < 0) | (starts > ends) | (ends > tokens)
+    return f"turn {spans[bad][0].tolist()} (role, start, end) is none of {tokens:,} tokens" if bad.any() else None

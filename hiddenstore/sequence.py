@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, overload
 
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
-from hiddenstore.notebook import facts_table
-from hiddenstore.records import Record
+from hiddenstore.records import Record, facts_table
 
 if TYPE_CHECKING:
     from schemas.capture import CaptureSpec

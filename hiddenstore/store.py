@@ -349,7 +349,7 @@ class Store(RecordSequence):
 
     def to_arrow(self) -> "pa.Table":
         """The table of samples: id, split, tokens, supervised, final_rows, unit; in commit order."""
-        from hiddenstore.index.arrow import sample_table
+        from hiddenstore.index.catalog import sample_table
 
         return sample_table(self.catalog)
 

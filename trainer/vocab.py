@@ -144,18 +144,18 @@ def count_tokens(samples: Iterable[tuple[np.ndarray, np.ndarray]], vocab_size: i
     return counts
 
 
-def count_store(store: "Store", vocab_size: int, split: str = "train", view: SampleView = WHOLE) -> np.ndarray:
-    """Counts int64 [V] of the tokens that teach in one split of a store; reads tokens, masks and turns only, and what
-    it counted last once."""
-    return _count_store(store, vocab_size, split, view)
+def count_store(store: "Store", vocab_size: int, view: SampleView = WHOLE) -> np.ndarray:
+    """Counts int64 [V] of the tokens that teach in the training split of a store; reads tokens, masks and turns only,
+    and what it counted last once."""
+    return _count_store(store, vocab_size, view)
 
 
 # However a caller writes the arguments, equal ones are one key.
 @lru_cache(maxsize=1)
-def _count_store(store: "Store", vocab_size: int, split: str, view: SampleView) -> np.ndarray:
+def _count_store(store: "Store", vocab_size: int, view: SampleView) -> np.ndarray:
     samples = (store.sample(sample_id) for sample_id in store.sample_ids)
     cut = slice(view.max_tokens)
-    return count_tokens(((s.input_ids[cut], view.mask(s)[cut]) for s in samples if s.split == split), vocab_size)
+    return count_tokens(((s.input_ids[cut], view.mask(s)[cut]) for s in samples if s.split == "train"), vocab_size)
 
 
 def coverage(vocab: DraftVocab, counts: np.ndarray) -> float:

@@ -27,9 +27,9 @@ _FILE_SLICE = re.compile(r"(?P<path>[^\[\]]+?)(?::train)?:?\[(?P<first>\d*):(?P<
 _MIXES = Path(__file__).with_name("mixes")
 
 
-def open_sources(inputs: Sequence[str], dataset_root: str | Path | None = None) -> list[Source]:
+def open_sources(inputs: Sequence[str]) -> list[Source]:
     """The sources behind paths, folders, names and ``datasets`` ids, folders in sorted order; see ``open_each``."""
-    return [source for sources in open_each(inputs, dataset_root) for source in sources]
+    return [source for sources in open_each(inputs) for source in sources]
 
 
 def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> list[list[Source]]:

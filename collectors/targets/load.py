@@ -8,21 +8,23 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 
-from collectors.targets.head import read_head
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.targets.families import Parts, find_parts
-from hiddenstore.targets.folder import TargetFolder, open_target
+from hiddenstore.targets.checkpoint import damage, damaged, file_of_tensor, unreadable
+from hiddenstore.targets.families import Parts, find_parts, head_names
+from hiddenstore.targets.folder import TargetFolder, first_line, open_target
 from hiddenstore.targets.head import HEAD_FILE, HeadBundle
 from hiddenstore.targets.identity import weights_sha256
-from hiddenstore.targets.load import load_model
+from hiddenstore.targets.load import load_model, model_class
 from hiddenstore.targets.tensors import checkpoint_sha256
 from schemas.capture import TargetIdentity
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
+_STORED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,11 +108,9 @@ class LoadOptions:
     attention: str | None = None
 
 
-def load_target(
-    target: str | TargetFolder, dtype: str | None = None, device: str = "auto", revision: str | None = None
-) -> LoadedTarget:
+def load_target(target: str | TargetFolder, dtype: str | None = None, device: str = "auto") -> LoadedTarget:
     """``load_weights`` by name, on one device."""
-    folder = target if isinstance(target, TargetFolder) else open_target(target, revision)
+    folder = target if isinstance(target, TargetFolder) else open_target(target)
     return load_weights(folder, LoadOptions(dtype, device))
 
 
@@ -178,3 +178,56 @@ def _gathered(folder: TargetFolder, head: HeadBundle) -> HeadBundle:
     if any(device.type == "meta" for device in devices):
         return read_head(folder, head.norm_weight.dtype)
     return head.to(head.norm_weight.device)
+
+
+def read_head(folder: TargetFolder, dtype: torch.dtype | None = None) -> HeadBundle:
+    """Embeddings, final norm and LM head on the CPU; ``dtype`` None keeps the one the config names.
+
+    Raises:
+        ConfigError: ``target-incomplete``, ``family-unsupported``, ``target-unreadable``.
+    """
+    expected = find_parts(_empty_model(folder), folder.config).head
+    config_dtype = getattr(folder.config, "dtype", None) or getattr(folder.config, "torch_dtype", None)
+    dtype = dtype or (config_dtype if isinstance(config_dtype, torch.dtype) else None)
+    files = file_of_tensor(folder)
+    weights: dict[str, Any] = {}
+    for field, name in head_names(folder.config.model_type).items():
+        weight = getattr(expected, field)
+        weights[field] = None if weight is None else _read(folder, files, name, weight, dtype)
+    return replace(expected, **weights)
+
+
+def _empty_model(folder: TargetFolder) -> Any:
+    try:
+        with torch.device("meta"):
+            return model_class(folder).from_config(folder.whole, trust_remote_code=folder.trust_remote_code)
+    except Exception as error:  # a config may hold anything, and transformers computes with it
+        raise ConfigError(
+            f"cannot tell the parts of target {folder.label}: {first_line(error)}", kind=Kind.TARGET_UNREADABLE
+        ) from error
+
+
+def _read(
+    folder: TargetFolder, files: dict[str, str], name: str, expected: Tensor, dtype: torch.dtype | None
+) -> Tensor:
+    # A multimodal checkpoint keeps its text model one level deeper, Nemotron-H calls it otherwise than transformers.
+    inside = (f"language_model.{name}", f"model.language_{name}", name.replace("model.", "backbone.", 1))
+    names = [other for other in (name, *inside) if other in files]
+    if not names:
+        raise unreadable(folder, f"has no tensor {name}")
+    stored_name, file = names[0], files[names[0]]
+    path = folder.file(file)
+    if path is None:
+        raise damaged(folder, file, "is named by the index and is not there")
+    try:
+        with safe_open(path, framework="pt") as handle:
+            tensor: Tensor = handle.get_tensor(stored_name)
+    except (SafetensorError, OSError) as error:
+        raise damage(folder) or unreadable(folder, f"cannot be read: {path.name}: {error}") from error
+    if tensor.dtype not in _STORED or tensor.shape != expected.shape:
+        raise unreadable(
+            folder,
+            f"holds {stored_name} as {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, expected bf16, "
+            f"fp16 or fp32 {list(expected.shape)}",
+        )
+    return tensor if dtype is None else tensor.to(dtype)

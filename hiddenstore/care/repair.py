@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from hiddenstore import layout
-from hiddenstore.care.quarantine import set_aside
 from hiddenstore.care.recapture import recaptured_of
 from hiddenstore.care.rerecord import UnitFacts, damaged_text, proven_unit, unit_facts
 from hiddenstore.care.stored_unit import stored_samples, unit_of
@@ -254,3 +254,18 @@ def _read_slice(fs: Filesystem) -> None:
     document = slice_document(fs)
     if document is not None:
         slice_bytes(fs, document)
+
+
+def set_aside(fs: Filesystem, path: str) -> str:
+    """Move a file to ``quarantine/`` under its own path, or with ``.2``, ``.3`` … behind it; the new path.
+
+    Raises:
+        StorageError: the disk refused; the file stays where it was.
+    """
+    data = fs.read(path)
+    for number in count(1):
+        new_path = f"{layout.QUARANTINE_DIR}/{path}{f'.{number}' if number > 1 else ''}"
+        if fs.put_if_absent(new_path, data) or fs.read(new_path) == data:
+            fs.remove_tree(path)
+            return new_path
+    raise AssertionError("numbers do not end")

@@ -114,14 +114,13 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
-def amount(number: float, unit: str = "") -> str:
+def amount(number: float) -> str:
     """``218_400_000`` → ``218.4 M``; three or four significant digits, exact below 10,000."""
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(number) >= limit:
             scale = 1e3 if suffix == "k" else limit
-            return f"{number / scale:,.1f} {suffix}{unit}"
-    digits = f"{number:,.0f}" if float(number).is_integer() else f"{number:,.1f}"
-    return f"{digits} {unit}".rstrip()
+            return f"{number / scale:,.1f} {suffix}"
+    return f"{number:,.0f}" if float(number).is_integer() else f"{number:,.1f}"
 
 
 def size(number_bytes: float) -> str:

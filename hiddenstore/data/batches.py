@@ -11,9 +11,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hiddenstore.data.order import BatchPlan, Order, global_batches
-from hiddenstore.data.packed import PackedBatch
+from hiddenstore.data.packed import PackedBatch, complete
 from hiddenstore.data.read import DecodedFiller, EncodedFiller, Job, Prefetch, SampleSlot
-from hiddenstore.data.rebuilt import complete
 from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import ConfigError, ConflictError, Kind
 from hiddenstore.index.table import SPLITS, Ids

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -27,8 +27,12 @@ from hiddenstore.damage import DAMAGE, twice
 from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.file import IndexFile, live_indexes, renumbered
-from hiddenstore.index.table import SampleTable, joined, table_of
+from hiddenstore.index.table import SPLITS, SampleTable, joined, table_of
+from hiddenstore.layout import parse_commit
 from schemas.manifest import CommitRecord, Snapshot, SnapshotEntry
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 WORTH_AN_INDEX = 64
 """Up to so many records are read in the time that opening an index takes."""
@@ -416,3 +420,21 @@ def make_snapshot(name: str, catalog: Catalog) -> Snapshot:
         samples=int(catalog.facts["samples"].sum()),
         tokens=int(catalog.facts["tokens"].sum()),
     )
+
+
+def sample_table(catalog: Catalog) -> "pa.Table":
+    """A row per sample that is read, in commit order: id and unit as text, split as a dictionary of text, tokens,
+    supervised and final_rows int32."""
+    import pyarrow as pa
+
+    rows = catalog.commit_order()
+    table = catalog.table.take(rows)
+    units = pa.array([name.unit if (name := parse_commit(file)) else file for file in catalog.names], pa.string())
+    numbers = {name: pa.array(table.columns[name]) for name in ("tokens", "supervised", "final_rows")}
+    columns = {
+        "id": pa.array(list(table.ids), pa.string()),
+        "split": pa.DictionaryArray.from_arrays(table.split.astype(np.int8), pa.array(SPLITS)),
+        **numbers,
+        "unit": units.take(pa.array(table.record)) if len(rows) else pa.array([], pa.string()),
+    }
+    return pa.table(columns)

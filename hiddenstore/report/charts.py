@@ -16,6 +16,7 @@ MOST_POINTS = 300
 STYLES = 8
 """Colours and dashes that ``page.css`` has."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, 12.0, 26.0, 40.0
+_TICKS = 4
 _ROW = 34.0
 _TABLE_ROWS = 60
 
@@ -54,9 +55,9 @@ def short(value: float) -> str:
     return f"{value:.0e}" if abs(value) < 1e-3 else f"{value:.4g}"
 
 
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Round numbers inside a range: steps of 1, 2 or 5 times a power of ten."""
-    raw = max(high - low, 1e-12) / count
+    raw = max(high - low, 1e-12) / _TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
@@ -171,8 +172,8 @@ class Bar:
     high: float | None = None
 
 
-def bars(title: str, rows: Sequence[Bar], series: Sequence[str] = (), *, log: bool = False) -> Html:
-    """Horizontal bars, each under its name; ``series`` names the colours; ``log``: dots on a logarithmic axis."""
+def bars(title: str, rows: Sequence[Bar], *, log: bool = False) -> Html:
+    """Horizontal bars, each under its name; ``log``: dots on a logarithmic axis."""
     finite = [v for bar in rows for v in (bar.value, bar.high) if v is not None and math.isfinite(v)]
     finite = [value for value in finite if value > 0 or not log]
     if not finite:
@@ -189,8 +190,7 @@ def bars(title: str, rows: Sequence[Bar], series: Sequence[str] = (), *, log: bo
         ]
         parts += _bar(bar, across, y + 6, log)
     numbers = [(bar.name, bar.text) for bar in rows]
-    legend = _legend([Series(name, [], []) for name in series], squares=True)
-    return _figure(title, _svg(title, len(rows) * _ROW + 4, parts), legend, table(("", ">value"), numbers))
+    return _figure(title, _svg(title, len(rows) * _ROW + 4, parts), Html(), table(("", ">value"), numbers))
 
 
 def _bar(bar: Bar, across: Scale, y: float, log: bool) -> list[Html]:
@@ -209,18 +209,13 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _legend(series: Sequence[Series], squares: bool = False) -> Html:
+def _legend(series: Sequence[Series]) -> Html:
     if len(series) < 2:
         return Html()
     items = []
     for number, one in enumerate(series):
-        style = f"s{number % STYLES}"
-        if squares:
-            key = tag("rect", x=0.0, y=1.0, width=12.0, height=10.0, rx=2, class_=f"fill {style}")
-        else:
-            key = tag("path", d="M0 6L26 6", class_=f"line {style}")
-        size = "0 0 12 12" if squares else "0 0 26 12"
-        items.append(tag("li", tag("svg", key, viewBox=size, class_="key", aria_hidden="true"), one.name))
+        key = tag("path", d="M0 6L26 6", class_=f"line s{number % STYLES}")
+        items.append(tag("li", tag("svg", key, viewBox="0 0 26 12", class_="key", aria_hidden="true"), one.name))
     return tag("ul", *items, class_="legend")
 
 

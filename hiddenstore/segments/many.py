@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from hiddenstore.sample_faults import mask_fault, spans_fault, tokens_fault
+from hiddenstore.records import mask_fault, spans_fault, tokens_fault
 from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, ContainerReader, FieldGroup
 from schemas import CommitRecord
 

@@ -16,8 +16,7 @@ from hiddenstore.codecs.base import Encoded, fresh
 from hiddenstore.codecs.topk import unpack_rows
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind, NotFoundError
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.records import Record, Sample
-from hiddenstore.sample_faults import mask_fault, spans_fault, tokens_fault
+from hiddenstore.records import Record, Sample, mask_fault, spans_fault, tokens_fault
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, EncodedUnit, groups_of
 from hiddenstore.segments.files import CHUNK_CORRUPT

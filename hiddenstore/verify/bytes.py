@@ -31,7 +31,7 @@ BLOCK_BYTES = 8 << 20
 ABSENT_OR_SHORT = ("file-missing", "file-size", "file-short")
 
 
-def check_content(store: Store, report: Report, advance: Advance, threads: int = THREADS) -> None:
+def check_content(store: Store, report: Report, advance: Advance) -> None:
     """Add what is damaged to ``report``. ``advance`` is told the bytes of every file read.
 
     Files whose size is wrong were named by the structure check and are not read again.
@@ -46,7 +46,7 @@ def check_content(store: Store, report: Report, advance: Advance, threads: int =
         report.findings += _steady(store.fs, layout.TARGET_DIR, file, advance)
         report.bytes_checked += file.size
     records = store.commits()
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         # A pool takes all it is given at once.
         for start in range(0, len(records), AT_ONCE):
             part = records[start : start + AT_ONCE]

@@ -6,23 +6,30 @@ samples of the store, so that every threshold comes from the data; a test withou
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from difflib import SequenceMatcher
 from functools import partial
 from itertools import islice
+from statistics import median
+from typing import Any
 
 import numpy as np
 
+from hiddenstore import layout
 from hiddenstore.console.text import plural
-from hiddenstore.damage import DAMAGE, twice
+from hiddenstore.damage import DAMAGE, raise_refusal, twice
 from hiddenstore.data.order import Order
-from hiddenstore.errors import HiddenstoreError
+from hiddenstore.errors import ConfigError, HiddenstoreError
 from hiddenstore.records import Record
 from hiddenstore.store import Store
+from hiddenstore.targets.blocks import BLOCKS_FILE
+from hiddenstore.targets.calibration import SLICE_PATH, read_slice
+from hiddenstore.targets.head import HeadBundle
+from hiddenstore.targets.identity import tokenizer_rules_sha256, tokenizer_sha256, weights_sha256
+from hiddenstore.targets.rebuild import TOLERANCE
 from hiddenstore.verify.probes import LOGIT_ROWS, Matching, combined, unigram_nats
 from hiddenstore.verify.profile import PROFILE_PATH, LayerProfile, read_profile
-from hiddenstore.verify.rebuilt import can_rebuild
 from hiddenstore.verify.report import Begin, Finding, Report
 from hiddenstore.verify.survey import Survey
-from hiddenstore.verify.target import RETOKENISED_SHARE, load_head, load_tokenizer, retokenised_share
 from schemas.capture import FINAL
 
 SHARE_OF_CAPTURE = 0.2
@@ -34,6 +41,8 @@ SOFTMAX_COST = 100
 AHEAD = 4
 CALIBRATING = 8
 RETOKENISED_SAMPLES = 16
+RETOKENISED_TOKENS = 512
+RETOKENISED_SHARE = 0.6
 # All samples together: rows resemble their own tokens' by this much (a difference of cosines). Measured: 0.15 to 0.9
 # in healthy stores, 0.035 at most where every sample held another's states (conversations share a rhythm).
 ENOUGH_ROWS = 200
@@ -46,6 +55,8 @@ SICK_SIGMAS = 6.0
 SICK_SHARE = 0.2
 
 _ROW_KINDS = ("zeros", "repeated-rows", "non-finite", "states-mismatch")
+_RULES_FILE = "tokenizer.json"
+_TOKENIZER_FILES = (_RULES_FILE, "tokenizer.model", "vocab.json")
 
 
 def affordable_share(store: Store) -> float:
@@ -235,3 +246,86 @@ def _retokenised(tokenizer: object, samples: list[np.ndarray], report: Report) -
     if share < RETOKENISED_SHARE:
         detail = f"only {share:.0%} of the tokens come back when their text is tokenised again by target/"
         report.findings.append(Finding("tokenizer", "target/tokenizer", (), detail))
+
+
+def load_head(store: Store, report: Report) -> HeadBundle | None:
+    """The head bundle, checked against the fingerprint of the target; None (and a finding) when it cannot be used."""
+    try:
+        head = twice(store.fs, store.head, layout.HEAD_PATH)
+    except DAMAGE as error:
+        report.findings.append(Finding.of(error, layout.HEAD_PATH))
+        return None
+    digest = weights_sha256(head.embed_tokens, head.norm_weight, head.lm_head)
+    expected = store.capture.target.weights_sha256
+    if digest != expected:
+        detail = f"embeddings, norm and LM head have sha256 {digest[:12]}…, the capture names {expected[:12]}…"
+        report.findings.append(Finding("head-mismatch", layout.HEAD_PATH, (), detail))
+    return head
+
+
+def load_tokenizer(store: Store, report: Report) -> Any:
+    """The tokenizer of ``target/``, checked against the fingerprint of the target; None when there is none."""
+    if all(store.fs.size(f"{layout.TARGET_DIR}/{name}") is None for name in _TOKENIZER_FILES):
+        detail = "target/ holds no tokenizer: whether the tokens are its own was not checked"
+        report.notes.append(Finding("tokenizer-absent", layout.TARGET_DIR, (), detail))
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        with store.fs.local_copy(layout.TARGET_DIR, without=".safetensors") as folder:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise_refusal(error, f"{store.path}/{layout.TARGET_DIR}")
+        report.findings.append(Finding("tokenizer-unreadable", layout.TARGET_DIR, (), str(error)))
+        return None
+    target, file = store.capture.target, folder / _RULES_FILE
+    digest, expected = tokenizer_sha256(tokenizer), target.tokenizer_sha256
+    if digest == expected and target.tokenizer_rules_sha256 is not None and file.is_file():
+        digest, expected = tokenizer_rules_sha256(file.read_bytes()), target.tokenizer_rules_sha256
+    if digest != expected:
+        detail = f"the tokenizer of target/ has sha256 {digest[:12]}…, the capture names {expected[:12]}…"
+        report.findings.append(Finding("tokenizer", layout.TARGET_DIR, (), detail))
+    return tokenizer
+
+
+def retokenised_share(tokenizer: Any, samples: list[np.ndarray]) -> float:
+    """Median share of a sample's tokens that come back when its text is tokenised again.
+
+    Near 1 for text that this tokenizer cut; foreign ids spell another text, or spell it in other pieces.
+    """
+    shares = []
+    for input_ids in samples:
+        ids = input_ids[:RETOKENISED_TOKENS].tolist()
+        again = tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False)
+        shares.append(SequenceMatcher(None, ids, again, autojunk=False).ratio())
+    return median(shares)
+
+
+def can_rebuild(store: Store, report: Report) -> bool:
+    """Add to ``report`` how far rebuilt states are from the captured ones; False where none can be rebuilt."""
+    if not store.capture.states:
+        return True
+    path = f"{layout.TARGET_DIR}/{BLOCKS_FILE}"
+    try:
+        rebuilder = twice(store.fs, store.rebuilder, path)
+    except (ConfigError, *DAMAGE) as error:
+        report.findings.append(Finding.of(error, path))
+        return False
+    assert rebuilder is not None
+    try:
+        states = twice(store.fs, lambda: read_slice(store.fs, store.capture), SLICE_PATH)
+        known = [] if states is None else [entry for entry in states.samples if entry.id in store]
+        samples = [store.sample(entry.id) for entry in known]
+    except DAMAGE as error:
+        report.findings.append(Finding.of(error, SLICE_PATH))
+        return True
+    errors, count = ({}, 0) if states is None or len(known) < len(states.samples) else rebuilder.errors(states, samples)
+    if not count:
+        detail = "no captured states of whole samples are at hand: whether rebuilt ones equal them was not decided"
+        report.notes.append(Finding("rebuilt-undecided", SLICE_PATH, (), detail))
+    for name, distance in errors.items():
+        report.measures[f"rebuilt_error_{name}"] = distance
+        if not distance <= TOLERANCE:
+            detail = f"{name} comes back {distance:.1%} off what was captured, at most {TOLERANCE:.0%} is allowed"
+            report.findings.append(Finding("rebuilt-differs", path, (), detail))
+    return True

@@ -162,7 +162,7 @@ def unit_scale_error(head: HeadBundle, final: Tensor) -> np.ndarray:
     return deviation
 
 
-def mask_fault(mask: np.ndarray, spans: np.ndarray) -> tuple[str, str] | None:
+def mask_of_turns_fault(mask: np.ndarray, spans: np.ndarray) -> tuple[str, str] | None:
     """Whether a loss mask [T] follows the assistant turns ``spans`` [n, 3]: a kind and what is wrong, or None.
 
     Right are complete assistant turns, a subset of their tokens (a mask may be narrowed), and everything

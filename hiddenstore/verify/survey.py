@@ -23,7 +23,7 @@ from hiddenstore.verify.probes import (
     Prediction,
     Rows,
     TokenPairing,
-    mask_fault,
+    mask_of_turns_fault,
     non_finite_rows,
     predict,
     predict_from_top_tokens,
@@ -132,7 +132,7 @@ class Survey:
 
     def _check_tokens(self, record: Record) -> None:
         sample = record.sample
-        fault = mask_fault(sample.loss_mask, sample.spans)
+        fault = mask_of_turns_fault(sample.loss_mask, sample.spans)
         expected = final_row_positions(sample.loss_mask, self.capture.final)
         if fault is not None:
             self.note(fault[0], sample.id, "loss_mask", fault[1])

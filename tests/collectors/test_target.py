@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from collectors.checks.reference import Check, open_reference
 from collectors.engines import CaptureRequest, EngineOptions, open_engine
 from collectors.engines.hf import HfEngine
-from collectors.targets.head import read_head
-from collectors.targets.load import EngineTarget, LoadOptions, load_target, load_weights
+from collectors.targets.load import EngineTarget, LoadOptions, load_target, load_weights, read_head
 from collectors.tokenize.prepare import PrepareOptions, prepare
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.process import Rank

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.parity import speculators_models
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH
 from tests.trainer.test_dflash import BLOCK, MASK_ID, Case, make_case, our_loss
 from trainer.drafters.dflash import BlockLoss
@@ -27,21 +28,6 @@ GAMMA = 4.0
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
-
-
-def qwen3(case: Case, attention: str, **more: Any) -> Any:
-    from transformers import Qwen3Config
-
-    ours = case.model.config
-    shape = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=ours.intermediate_size,
-        num_hidden_layers=ours.num_layers, num_attention_heads=ours.num_heads, num_key_value_heads=ours.num_kv_heads,
-        head_dim=ours.head_dim, rms_norm_eps=ours.rms_norm_eps, max_position_embeddings=256, pad_token_id=None,
-        tie_word_embeddings=False, layer_types=["full_attention"] * ours.num_layers,
-        rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta}, **more,
-    )  # fmt: skip
-    shape._attn_implementation = attention
-    return shape
 
 
 def assert_equal(found: Tensor, case: Case, theirs: Any, loss: Tensor | None) -> None:
@@ -63,39 +49,20 @@ def _core() -> ModuleType:
 
 
 def speculators_model(core: ModuleType, case: Case, attention: str) -> Any:
-    from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.dflash import DFlashSpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
 
     config = DFlashSpeculatorConfig(
-        transformer_layer_config=qwen3(case, attention),
+        transformer_layer_config=speculators_models.qwen3(case.model.config, attention),
         draft_vocab_size=case.target.vocab.size,
         block_size=BLOCK,
         aux_hidden_state_layer_ids=[layer + 1 for layer in case.model.config.aux_layers],
         mask_token_id=MASK_ID,
         sample_from_anchor=False,
-        speculators_config=SpeculatorsConfig(
-            algorithm="dflash",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=BLOCK - 1)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path=None, architectures=[]),
-        ),
+        **speculators_models.members("dflash", BLOCK - 1),
     )
-    model = core.DFlashDraftModel(config)
     vocab, head = case.target.vocab, case.target.head
-    if not vocab.is_full:
-        model.load_vocab_mappings(vocab.t2d, vocab.d2t)
-    rows = head.output_weight[vocab.target_ids]
-    weights = case.model.state_dict() | {
-        "embed_tokens.weight": head.embed_tokens,
-        "verifier_norm.weight": head.norm_weight,
-        "verifier_lm_head.weight": rows,
-        "lm_head.weight": rows,
-    }
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"t2d", "d2t"}
-    return model
+    weights = case.model.state_dict() | {"lm_head.weight": head.output_weight[vocab.target_ids]}
+    return speculators_models.fill(core.DFlashDraftModel(config), weights, head, vocab)
 
 
 SPECULATORS = {
@@ -151,8 +118,8 @@ def test_specforge_losses_and_gradients_are_equal(monkeypatch: pytest.MonkeyPatc
     anchors = candidate_anchors(case.batch, BLOCK, "next")
     anchors = torch.cat([rows[:7] for rows in (anchors[anchors < 26], anchors[anchors >= 26])])
     model = draft.DFlashDraftModel(
-        qwen3(
-            case,
+        speculators_models.qwen3(
+            case.model.config,
             attention,
             block_size=BLOCK,
             num_target_layers=6,

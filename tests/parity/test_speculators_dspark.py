@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.test_dflash_peers import GAMMA, assert_equal, qwen3
+from tests.parity import speculators_models
+from tests.parity.test_dflash_peers import GAMMA, assert_equal
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH
 from tests.trainer.test_dflash import MASK_ID, Case
 from tests.trainer.test_dspark import BLOCK, RANK, dspark_case, our_loss
@@ -33,39 +34,20 @@ def _seeded() -> None:
 
 
 def peer_model(core: ModuleType, case: Case, attention: str) -> Any:
-    from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.dspark import DSparkSpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
 
     config = DSparkSpeculatorConfig(
-        transformer_layer_config=qwen3(case, attention),
+        transformer_layer_config=speculators_models.qwen3(case.model.config, attention),
         draft_vocab_size=case.target.vocab.size,
         block_size=BLOCK,
         aux_hidden_state_layer_ids=[layer + 1 for layer in case.model.config.aux_layers],
         mask_token_id=MASK_ID,
         markov_rank=RANK,
-        speculators_config=SpeculatorsConfig(
-            algorithm="dspark",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=BLOCK)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path=None, architectures=[]),
-        ),
+        **speculators_models.members("dspark", BLOCK),
     )
-    model = core.DSparkDraftModel(config)
     vocab, head = case.target.vocab, case.target.head
-    if not vocab.is_full:
-        model.load_vocab_mappings(vocab.t2d, vocab.d2t)
-    rows = head.output_weight[vocab.target_ids]
-    weights = case.model.state_dict() | {
-        "embed_tokens.weight": head.embed_tokens,
-        "verifier_norm.weight": head.norm_weight,
-        "verifier_lm_head.weight": rows,
-        "lm_head.weight": rows,
-    }
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"t2d", "d2t"}
-    return model
+    weights = case.model.state_dict() | {"lm_head.weight": head.output_weight[vocab.target_ids]}
+    return speculators_models.fill(core.DSparkDraftModel(config), weights, head, vocab)
 
 
 def with_the_tokens_it_chooses(case: Case) -> Case:

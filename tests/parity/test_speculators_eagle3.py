@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.parity import speculators_models
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, Setting, make_batch, make_setting
 from trainer.drafters.eagle3 import TttLoss, TttObjective
 from trainer.losses.teacher import Teacher
@@ -34,47 +35,20 @@ def _seeded() -> None:
 
 def peer_model(core: ModuleType, setting: Setting, attention: str) -> Any:
     """speculators' module with our weights; everything it freezes trains, as ours does."""
-    from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
-    from transformers import LlamaConfig
 
     ours = setting.model.config
-    layer = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=ours.intermediate_size,
-        num_hidden_layers=ours.num_layers, num_attention_heads=ours.num_heads,
-        num_key_value_heads=ours.num_kv_heads, head_dim=ours.head_dim, rms_norm_eps=ours.rms_norm_eps,
-        max_position_embeddings=256, pad_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta},
-    )  # fmt: skip
-    layer._attn_implementation = attention
     config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer,
+        transformer_layer_config=speculators_models.llama(ours, attention),
         draft_vocab_size=setting.vocab.size,
         norm_before_residual=ours.norm_before_residual,
         fc_norm=ours.fc_norm,
         norm_output=ours.norm_output,
         eagle_aux_hidden_state_layer_ids=[layer + 1 for layer in ours.aux_layers],
-        speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=STEPS)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path=None, architectures=[]),
-        ),
+        **speculators_models.members("eagle3", STEPS),
     )
-    model = core.Eagle3DraftModel(config)
-    if not setting.vocab.is_full:
-        model.load_vocab_mappings(setting.vocab.t2d, setting.vocab.d2t)
     weights = {peer_name(name): tensor for name, tensor in setting.model.state_dict().items()}
-    head = setting.head
-    weights |= {
-        "embed_tokens.weight": head.embed_tokens,
-        "verifier_norm.weight": head.norm_weight,
-        "verifier_lm_head.weight": head.output_weight[setting.vocab.target_ids],
-    }
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"t2d", "d2t"}
+    model = speculators_models.fill(core.Eagle3DraftModel(config), weights, setting.head, setting.vocab)
     model.lm_head.weight.requires_grad_(True)
     return model
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.parity import speculators_models
 from tests.parity.test_speculators_eagle3 import peer_batch, peer_name
-from tests.trainer.conftest import VOCAB, WIDTH, Setting, make_batch
+from tests.trainer.conftest import VOCAB, Setting, make_batch
 from tests.trainer.test_peagle import MASK_ID, objective_of, peagle_setting
 from trainer.drafters.peagle import PEagleLoss
 from trainer.slots import chain_lengths, teacher_rows
@@ -34,47 +35,20 @@ def _seeded() -> None:
 
 def peer_model(core: ModuleType, setting: Setting, attention: str) -> Any:
     """speculators' module with our weights; everything we train trains."""
-    from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.peagle import PEagleSpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
-    from transformers import LlamaConfig
 
     ours = setting.model.config
-    layer = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=ours.intermediate_size,
-        num_hidden_layers=ours.num_layers, num_attention_heads=ours.num_heads,
-        num_key_value_heads=ours.num_kv_heads, head_dim=ours.head_dim, rms_norm_eps=ours.rms_norm_eps,
-        max_position_embeddings=256, pad_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta},
-    )  # fmt: skip
-    layer._attn_implementation = attention
     config = PEagleSpeculatorConfig(
-        transformer_layer_config=layer,
+        transformer_layer_config=speculators_models.llama(ours, attention),
         draft_vocab_size=setting.vocab.size,
         norm_before_residual=ours.norm_before_residual,
         fc_norm=ours.fc_norm,
         eagle_aux_hidden_state_layer_ids=[layer + 1 for layer in ours.aux_layers],
         mask_token_id=MASK_ID,
-        speculators_config=SpeculatorsConfig(
-            algorithm="peagle",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=DEPTHS)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path=None, architectures=[]),
-        ),
+        **speculators_models.members("peagle", DEPTHS),
     )
-    model = core.PEagleDraftModel(config)
-    if not setting.vocab.is_full:
-        model.load_vocab_mappings(setting.vocab.t2d, setting.vocab.d2t)
-    head = setting.head
-    weights = {"embed_tokens.weight": head.embed_tokens}
-    weights |= {peer_name(name): tensor for name, tensor in setting.model.state_dict().items()}
-    weights |= {
-        "verifier_norm.weight": head.norm_weight,
-        "verifier_lm_head.weight": head.output_weight[setting.vocab.target_ids],
-    }
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"t2d", "d2t"}
+    weights = {peer_name(name): tensor for name, tensor in setting.model.state_dict().items()}
+    model = speculators_models.fill(core.PEagleDraftModel(config), weights, setting.head, setting.vocab)
     model.lm_head.weight.requires_grad_(True)
     return model
 

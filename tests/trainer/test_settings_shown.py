@@ -13,9 +13,8 @@ from hiddenstore.store import Store
 from tests.trainer.runs import WORDS, tiny_store
 from trainer.parallel.group import ProcessGroup
 from trainer.settings import config_class
-from trainer.train.forecast import forecast, seconds_per_step
 from trainer.train.lock import RunLock
-from trainer.train.loop import train
+from trainer.train.loop import forecast, seconds_per_step, train
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state
 from trainer.train.step import steps

@@ -117,9 +117,8 @@ def _exported(run: str, engine: str, version: str | None, target: str) -> tuple[
     from trainer.export.write import checkpoint_of
     from trainer.export.write import export as write
     from trainer.serve.drafter import read_drafter
-    from trainer.train.branch import EXPORTS
     from trainer.train.checkpoint import resolve
-    from trainer.train.run_folder import describe, load_drafter
+    from trainer.train.run_folder import EXPORTS, describe, load_drafter
 
     checkpoint = resolve(Path(run))
     at = version or ENGINES[engine].version

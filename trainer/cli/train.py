@@ -130,7 +130,7 @@ def _train(
 
     use_all_cores()
     if rank.is_first and earlier is not None:
-        from trainer.train.branch import branch
+        from trainer.train.run_folder import branch
 
         branch(Path(earlier), Path(run))
     try:

@@ -33,7 +33,7 @@ _OWN_HEAD = Lack(
     "it reads the drafter's states with the target's head only",
     "train with drafter.train_head=false",
 )
-_OWN_HEAD_OF_ALL_TOKENS = Lack(
+OWN_HEAD_OF_ALL_TOKENS = Lack(
     lambda c: c.config.train_head and c.vocab.is_full,
     "it replaces a head over the whole vocabulary by the target's when it loads one",
     "train with drafter.train_head=false or a smaller drafter.vocab_size, or --engine vllm",
@@ -94,9 +94,10 @@ def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> 
     return base.speculators_config(config, checkpoint, draft_len, "dflash", flags)
 
 
-def _longest(config: Mapping[str, Any]) -> int | None:
-    block = config.get("block_size") or (config.get("dflash_config") or {}).get("block_size")
-    return block - 1 if block else None
+def block_size(config: Mapping[str, Any]) -> int | None:
+    """Slots of a block as ``config.json`` states them, the newest token's included; None where it does not."""
+    size: int | None = config.get("block_size") or (config.get("dflash_config") or {}).get("block_size")
+    return size
 
 
 def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[dict[str, Any], Tensors]:
@@ -183,7 +184,7 @@ _SPECULATORS = Reads(
     "dflash",
     "models/dflash",
     ran="0.9",
-    lacks=(_WINDOW, _OWN_HEAD_OF_ALL_TOKENS),
+    lacks=(_WINDOW, OWN_HEAD_OF_ALL_TOKENS),
     quirks=Quirks(wrap=_wrapped),
 )
 
@@ -221,7 +222,7 @@ DFLASH = DrafterExport(
     },
     architectures=".*dflash.*",
     signs=lambda config, tensors: bool(config.get("dflash_config")),
-    longest=_longest,
+    longest=lambda config: size - 1 if (size := block_size(config)) else None,
     ids_follow_engine=False,
     has_positions=True,
     files=_files,

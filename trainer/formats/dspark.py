@@ -9,19 +9,13 @@ from typing import Any
 
 from trainer.formats import base
 from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Refused, Target, Tensors
-from trainer.formats.dflash import DFLASH
+from trainer.formats.dflash import DFLASH, OWN_HEAD_OF_ALL_TOKENS, block_size
 
 _WINDOW = Lack(
     lambda c: c.config.sliding_window is not None,
     "it fills DSpark's blocks without a window",
     "train with drafter.sliding_window=none",
 )
-_OWN_HEAD_OF_ALL_TOKENS = Lack(
-    lambda c: c.config.train_head and c.vocab.is_full,
-    "it replaces a head over the whole vocabulary by the target's when it loads one",
-    "train with drafter.train_head=false or a smaller drafter.vocab_size",
-)
-
 _NO_CONFIDENCE = Lack(
     lambda c: not c.config.confidence_head,
     "it makes a confidence head whether a file has one or not",
@@ -66,11 +60,6 @@ def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> 
     return base.speculators_config(inner, checkpoint, draft_len, "dspark", flags)
 
 
-def _longest(config: Mapping[str, Any]) -> int | None:
-    block: int | None = config.get("block_size") or (config.get("dflash_config") or {}).get("block_size")
-    return block
-
-
 def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[dict[str, Any], Tensors]:
     nested = config.get("dflash_config") or {}
     kind = config.get("markov_head_type", nested.get("markov_head_type", "vanilla"))
@@ -107,7 +96,7 @@ _SPECULATORS = Reads(
     "dspark",
     "models/dspark",
     ran="0.9",
-    lacks=(_WINDOW, _OWN_HEAD_OF_ALL_TOKENS),
+    lacks=(_WINDOW, OWN_HEAD_OF_ALL_TOKENS),
     quirks=Quirks(wrap=_wrapped),
 )
 
@@ -127,7 +116,7 @@ DSPARK = DrafterExport(
     },
     architectures=".*dspark.*",
     signs=lambda config, tensors: "markov_head.markov_w1.weight" in tensors or bool(config.get("markov_rank")),
-    longest=_longest,
+    longest=block_size,
     ids_follow_engine=False,
     has_positions=True,
     files=_files,

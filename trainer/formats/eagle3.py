@@ -108,10 +108,13 @@ def _our_name(name: str) -> str:
     return name.replace("midlayer", "layers").replace("hidden_norm", "input_layernorm")
 
 
-def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> dict[str, Any]:
+def wrapped(
+    config: dict[str, Any], checkpoint: Checkpoint, draft_len: int, algorithm: str = "eagle3", **more: Any
+) -> dict[str, Any]:
+    """The config of speculators around that of an EAGLE-3, or of what its files hold: ``algorithm`` and ``more``."""
     flags = {flag: bool(config.get(flag, False)) for flag in ("norm_before_residual", "fc_norm", "norm_output")}
     flags |= {"norm_before_fc": False, base.LAYER_IDS: config["eagle_config"][base.LAYER_IDS]}
-    return base.speculators_config(config, checkpoint, draft_len, "eagle3", flags)
+    return base.speculators_config(config, checkpoint, draft_len, algorithm, flags | more)
 
 
 def _signs(config: Mapping[str, Any], tensors: Tensors) -> bool:
@@ -198,7 +201,7 @@ _SPECULATORS = Reads(
     "models/eagle3",
     ran="0.9",
     lacks=(_NARROWER,),
-    quirks=Quirks(first_layer="layers.0", embeddings=True, wrap=_wrapped),
+    quirks=Quirks(first_layer="layers.0", embeddings=True, wrap=wrapped),
 )
 
 

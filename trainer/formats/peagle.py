@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.formats import base
 from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Target, Tensors
-from trainer.formats.eagle3 import EAGLE3
+from trainer.formats.eagle3 import EAGLE3, wrapped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,10 +30,8 @@ def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> 
 
 
 def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> dict[str, Any]:
-    flags = {flag: bool(config.get(flag, False)) for flag in ("norm_before_residual", "fc_norm", "norm_output")}
-    flags |= {"norm_before_fc": False, base.LAYER_IDS: config["eagle_config"][base.LAYER_IDS]}
-    flags |= {"embed_requires_grad": checkpoint.config.train_embeddings, "mask_token_id": config["mask_token_id"]}
-    return base.speculators_config(config, checkpoint, draft_len, "peagle", flags)
+    flags = {"embed_requires_grad": checkpoint.config.train_embeddings, "mask_token_id": config["mask_token_id"]}
+    return wrapped(config, checkpoint, draft_len, "peagle", **flags)
 
 
 def _signs(config: Mapping[str, Any], tensors: Tensors) -> bool:

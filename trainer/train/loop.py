@@ -15,7 +15,8 @@ import torch
 
 from hiddenstore.console.output import output
 from hiddenstore.console.text import amount, plural
-from hiddenstore.data import GlobalBatch
+from hiddenstore.console.text import seconds as duration_text
+from hiddenstore.data import GlobalBatch, PackedBatch
 from hiddenstore.errors import ConfigError, CorruptionError, InterruptError, Kind
 from hiddenstore.fs import require_local
 from hiddenstore.index.table import SPLITS
@@ -23,12 +24,12 @@ from hiddenstore.process import Drain, drain_on_signal, from_environment
 from trainer.parallel.group import process_group
 from trainer.settings import derived
 from trainer.train import checkpoint
-from trainer.train.forecast import forecast
 from trainer.train.lock import RunLock
 from trainer.train.log import METRICS, RunLog
+from trainer.train.optim import orthogonal
 from trainer.train.run_folder import TrainOptions
-from trainer.train.state import TrainState, build_state, save_checkpoint
-from trainer.train.step import some_of, steps, validate
+from trainer.train.state import TrainState, build_state, save_checkpoint, token_batches
+from trainer.train.step import autocast, some_of, steps, validate
 from trainer.train.storage import CACHE_BYTES, Mirror
 
 _COLUMNS = 2
@@ -295,3 +296,45 @@ def _last_metrics(run: Path) -> dict[str, Any]:
         if "loss" in record:
             return record
     return {}
+
+
+def seconds_per_step(state: TrainState) -> float:
+    """Forward and backward of the first pack, scaled to a whole batch, and Muon's iterations. Weights, order and random
+    draws of the run stay as they are. For a single process."""
+    pack = next(iter(token_batches(state.store, state.config, state.group))).packs[0].to(state.device)
+    rounds = 1 if state.device.type == "cpu" else 2
+    for _ in range(rounds):
+        # What a device does first it does slowly.
+        began = time.perf_counter()
+        _walk(state, pack)
+        _synchronize(state.device)
+    of_pack = time.perf_counter() - began
+    share = min(state.config.data.batch_tokens, state.batches.tokens) / max(1, pack.tokens)
+    began = time.perf_counter()
+    for matrix in state.optimizer.matrices:
+        orthogonal(matrix.detach(), bf16=state.config.train.precision == "bf16" or None)
+    _synchronize(state.device)
+    return of_pack * share + time.perf_counter() - began
+
+
+def forecast(state: TrainState) -> str:
+    """One line: ``about 12 min: 2.1 s a step of 4,608 tokens, measured on one pack``."""
+    seconds = seconds_per_step(state)
+    left = state.total_steps - state.step
+    tokens = amount(state.config.data.batch_tokens)
+    return f"about {duration_text(seconds * left)}: {seconds:.2g} s a step of {tokens} tokens, measured on one pack"
+
+
+def _walk(state: TrainState, pack: PackedBatch) -> None:
+    state.model.rng_key = (state.config.train.seed, state.step)
+    inputs = state.objective.prepare(pack)
+    with autocast(state):
+        losses = state.objective.losses(inputs, state.objective.denominators(inputs))
+    if losses.total.requires_grad:
+        losses.total.backward()
+    state.model.zero_grad(set_to_none=True)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -3,6 +3,7 @@
 import re
 import secrets
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from hiddenstore import settings
 from hiddenstore.console.output import output
 from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
-from hiddenstore.fs.publish import replace_file
-from hiddenstore.notebook import facts_table
+from hiddenstore.fs.publish import new_folder, replace_file
+from hiddenstore.records import facts_table
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import identity_differences
@@ -49,6 +50,9 @@ CONFIG, SNAPSHOT, RUN_JSON = "config.yaml", "snapshot.json", "run.json"
 
 FROM_THE_TARGET = ("embed_tokens.weight",)
 """Tensors that start as the target's where the other drafter shared them with its target."""
+
+EXPORTS = "exports"
+"""Folder of a run that holds what ``hiddenstore serve`` exported of it."""
 
 _HINT_FOLLOW = "leave the drafter.* settings out: they follow from the start"
 
@@ -464,3 +468,20 @@ def _head_of_store(spec: checkpoint.DrafterSpec) -> HeadBundle:
     )
     refuse_target(identity_differences(spec.target, store.capture.target), problem)
     return store.head()
+
+
+def branch(earlier: Path, run: Path) -> None:
+    """Make ``run`` what the run of the checkpoint ``earlier`` was when it was saved; a resume drops the metrics that
+    came after.
+
+    Raises:
+        ConflictError: ``output-exists``: ``run`` holds a run.
+        CorruptionError: the checkpoint is damaged. NotFoundError: ``checkpoint-missing``: there is none.
+    """
+    start = checkpoint.resolve(earlier)
+    checkpoint.load(start)
+    left_out = shutil.ignore_patterns(checkpoint.FOLDER, EXPORTS, ".*")
+    with new_folder(run, lambda path: refuse_existing(path, "give another -o folder")) as folder:
+        shutil.copytree(start.parent.parent, folder, ignore=left_out, dirs_exist_ok=True)
+        shutil.copytree(start, folder / checkpoint.FOLDER / start.name)
+        (folder / checkpoint.FOLDER / checkpoint.LATEST).write_text(f"{start.name}\n", encoding="utf-8")
