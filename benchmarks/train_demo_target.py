@@ -6,10 +6,7 @@ took and reached is in ``docs/bundled-target.md``.
 """
 
 import argparse
-import json
 import math
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +15,12 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.report import progress
 from collectors.demo.corpus import conversations
 
 VOCAB_SIZE = 1024
 MAX_POSITIONS = 1024
+RATE = 3e-3
 SPECIAL = {"pad": "<|pad|>", "bos": "<|begin|>", "end": "<|end|>"}
 ROLE_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
@@ -84,7 +83,7 @@ def tokenise(tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> list[torch.
     return [torch.tensor(one[:MAX_POSITIONS]) for one in ids]
 
 
-def batches(samples: list[torch.Tensor], batch_tokens: int, seed: int, device: str) -> Iterator[torch.Tensor]:
+def batches(samples: list[torch.Tensor], batch_tokens: int, seed: int) -> Iterator[torch.Tensor]:
     """Right-padded id batches [B, T] of neighbours in length, in a shuffled order; -1 marks padding."""
     generator = torch.Generator().manual_seed(seed)
     jitter = torch.rand(len(samples), generator=generator) * 16
@@ -96,7 +95,7 @@ def batches(samples: list[torch.Tensor], batch_tokens: int, seed: int, device: s
         groups[-1].append(index)
     for g in torch.randperm(len(groups), generator=generator).tolist():
         chosen = [samples[i] for i in groups[g]]
-        yield torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1).to(device)
+        yield torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1)
 
 
 def batch_loss(model: LlamaForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -108,61 +107,42 @@ def batch_loss(model: LlamaForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor
 
 
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, samples: list[torch.Tensor], device: str) -> float:
+def held_out_loss(model: LlamaForCausalLM, samples: list[torch.Tensor]) -> float:
     """Nats per token over conversations the target never saw."""
-    model.eval()
     total, tokens = 0.0, 0
-    for ids in batches(samples, 16_384, 0, device):
+    for ids in batches(samples, 16_384, 0):
         loss, count = batch_loss(model, ids)
         total, tokens = total + float(loss), tokens + count
-    model.train()
     return total / tokens
 
 
-def build_optimisers(model: LlamaForCausalLM, lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:
+def build_optimisers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for the embedding and the norms."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     return [
-        torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
-def train(
-    model: LlamaForCausalLM, samples: list[torch.Tensor], held_out: list[torch.Tensor], args: argparse.Namespace
-) -> float:
-    """Warm-up and cosine decay over ``args.epochs``; returns the final held-out loss."""
-    device = args.device
-    optimisers = build_optimisers(model, args.lr, args.weight_decay)
-    per_epoch = sum(1 for _ in batches(samples, args.batch_tokens, 0, "cpu"))
-    total = per_epoch * args.epochs
+def train(model: LlamaForCausalLM, samples: list[torch.Tensor], epochs: int, batch_tokens: int) -> None:
+    """Warm-up and cosine decay over the epochs."""
+    optimisers = build_optimisers(model)
+    total = epochs * sum(1 for _ in batches(samples, batch_tokens, 0))
     schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: _rate(step, total)) for one in optimisers]
-    started, loss, step = time.monotonic(), math.inf, 0
-    for epoch in range(args.epochs):
-        for ids in batches(samples, args.batch_tokens, args.seed + epoch, device):
-            with torch.autocast(device.split(":")[0], torch.bfloat16):
-                summed, count = batch_loss(model, ids)
-            (summed / count).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimiser, schedule in zip(optimisers, schedules, strict=True):
-                optimiser.step()
-                schedule.step()
-                optimiser.zero_grad(set_to_none=True)
-            step += 1
-            if step % 20 == 0:
-                _say(f"step {step}/{total}  loss {float(summed) / count:.3f}  {time.monotonic() - started:.0f} s")
-        if epoch == args.epochs - 1 or epoch % args.report_every == 0:
-            loss = held_out_loss(model, held_out, device)
-            _say(f"epoch {epoch + 1}/{args.epochs}  held-out {loss:.3f}  {time.monotonic() - started:.0f} s")
-            if args.checkpoints:
-                model.save_pretrained(args.out / "checkpoint")
-    return loss
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    steps = (ids for epoch in range(epochs) for ids in batches(samples, batch_tokens, epoch))
+    for step, ids in enumerate(steps, 1):
+        with torch.autocast("cpu", torch.bfloat16):
+            summed, count = batch_loss(model, ids)
+        (summed / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimiser, schedule in zip(optimisers, schedules, strict=True):
+            optimiser.step()
+            schedule.step()
+            optimiser.zero_grad(set_to_none=True)
+        if step % 20 == 0:
+            progress(f"step {step}/{total}  loss {float(summed) / count:.3f}")
 
 
 def _rate(step: int, total: int) -> float:
@@ -176,35 +156,24 @@ def main() -> None:
     """Build, train and save the bundled target."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("-o", "--out", type=Path, required=True)
-    parser.add_argument("--corpus", type=Path, help="conversations written by collectors.demo.corpus")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--batch-tokens", type=int, default=8192)
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--report-every", type=int, default=1)
-    parser.add_argument("--checkpoints", action="store_true", help="save the weights at every report")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    if args.corpus:
-        rows = [json.loads(line) for line in args.corpus.read_text(encoding="utf-8").splitlines()]
-    else:
-        rows = conversations()
+    torch.manual_seed(0)
+    rows = conversations()
     tokenizer = build_tokenizer(rows)
     samples = tokenise(tokenizer, rows)
-    held_out = samples[::40]
-    kept = [sample for i, sample in enumerate(samples) if i % 40]
-    model = build_model(tokenizer).to(args.device)
-    loss = train(model, kept, held_out, args)
-    model.to("cpu", torch.bfloat16).save_pretrained(args.out)
+    model = build_model(tokenizer)
+    train(model, [sample for i, sample in enumerate(samples) if i % 40], args.epochs, args.batch_tokens)
+    loss = held_out_loss(model, samples[::40])
+    model.to(torch.bfloat16).save_pretrained(args.out)
     (args.out / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(args.out)
     GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     ).save_pretrained(args.out)
     tokens = sum(len(sample) for sample in samples)
-    sys.stdout.write(f"{tokens:,} tokens, held-out loss {loss:.3f} nats per token, written to {args.out}\n")
+    progress(f"{tokens:,} tokens, held-out loss {loss:.3f} nats per token, written to {args.out}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 Samples = Callable[[], Iterator[np.ndarray]]
+Shapes = Sequence[tuple[int, int, int]]
+"""Of each sample: layers, tokens, width."""
 
 
 class Format:
@@ -29,7 +31,7 @@ class Format:
 
     shuffles = True
 
-    def __init__(self, folder: Path, shapes: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, folder: Path, shapes: Shapes) -> None:
         self.folder, self.shapes = folder, shapes
 
     def open(self) -> None:

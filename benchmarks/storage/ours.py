@@ -3,14 +3,15 @@
 Stores here hold the final hidden of every token, so that every format reads the same states.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.storage.formats import SampleFormat, Samples
+from benchmarks.storage.formats import SampleFormat, Samples, Shapes
 from benchmarks.storage.states import RawStates, loss_mask
 from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.base import Encoded
@@ -90,10 +91,11 @@ def write_store(
 
 
 class Ours(SampleFormat):
-    """``Store.read_into``: every chunk checked, decoded straight into place."""
+    """``Store.read_into``: every chunk checked unless told not to, decoded straight into place."""
 
-    recipe = "raw"
-    checked = True
+    def __init__(self, folder: Path, shapes: Shapes, recipe: str = "raw", checked: bool = True) -> None:
+        super().__init__(folder, shapes)
+        self.recipe, self.checked = recipe, checked
 
     def write(self, samples: Samples) -> None:
         write_store(self.folder, self.recipe, samples(), [shape[1] for shape in self.shapes], self.shapes[0][2])
@@ -114,30 +116,16 @@ class Ours(SampleFormat):
         )
 
 
-class OursUnchecked(Ours):
-    checked = False
-
-
-class OursLossless(Ours):
-    recipe = "lossless"
-
-
-class Safe(Ours):
-    recipe = "safe"
-
-
-class Compact(Ours):
-    recipe = "compact"
-
-
 class OursPack(Ours):
     """One sample a pack, in buffers that are used again: as ``TokenBatches`` fills them for a device."""
 
-    kind: type[Any] = EncodedFiller
+    def __init__(self, folder: Path, shapes: Shapes, recipe: str, filler: type[Any]) -> None:
+        super().__init__(folder, shapes, recipe)
+        self.make_filler = filler
 
     def open(self) -> None:
         super().open()
-        self.filler: Filler = self.kind(self.store, AUX_LAYERS, True)
+        self.filler: Filler = self.make_filler(self.store, AUX_LAYERS, True)
         self.buffers = Buffers(1 << 30)
         self.slots = {entry.id: SampleSlot(entry.id, entry.tokens, entry.final_rows) for _, entry in self.store.entries}
 
@@ -145,22 +133,6 @@ class OursPack(Ours):
         slots = [self.slots[self.ids[index]]]
         pack = self.filler.empty(slots, self.buffers)
         self.filler.fill(pack, packed_samples(slots)[0])
-
-
-class SafePacked(OursPack):
-    recipe = "safe"
-
-
-class CompactPacked(OursPack):
-    recipe = "compact"
-
-
-class SafeDecoded(OursPack):
-    recipe, kind = "safe", DecodedFiller
-
-
-class CompactDecoded(OursPack):
-    recipe, kind = "compact", DecodedFiller
 
 
 class Codec:
@@ -191,9 +163,11 @@ class Codec:
 
 
 class StockZarr(SampleFormat):
-    """zarr-python on the arrays of our store, into place; lossless arrays too."""
+    """zarr-python on the arrays of our store, into place; lossless arrays too. ``pipeline``: of other codecs."""
 
-    pipeline: str | None = None
+    def __init__(self, folder: Path, shapes: Shapes, pipeline: str | None = None) -> None:
+        super().__init__(folder, shapes)
+        self.pipeline = pipeline
 
     def open(self) -> None:
         import zarr
@@ -220,10 +194,6 @@ class StockZarr(SampleFormat):
             array.get_basic_selection(slice(start, stop), out=buffer.from_numpy_array(layer))
 
 
-class StockZarrs(StockZarr):
-    pipeline = "zarrs.ZarrsCodecPipeline"
-
-
 class StockTensorstore(StockZarr):
     """tensorstore on the same arrays, into place."""
 
@@ -241,6 +211,22 @@ class StockTensorstore(StockZarr):
         copies = [tensorstore.array(layer).write(array[start:stop]) for array, layer in pairs]
         for copy in copies:
             copy.result()
+
+
+FORMATS: dict[str, Callable[[Path, Shapes], Any]] = {
+    "Ours": Ours,
+    "OursUnchecked": partial(Ours, checked=False),
+    "OursLossless": partial(Ours, recipe="lossless"),
+    "Safe": partial(Ours, recipe="safe"),
+    "Compact": partial(Ours, recipe="compact"),
+    "SafePacked": partial(OursPack, recipe="safe", filler=EncodedFiller),
+    "CompactPacked": partial(OursPack, recipe="compact", filler=EncodedFiller),
+    "SafeDecoded": partial(OursPack, recipe="safe", filler=DecodedFiller),
+    "CompactDecoded": partial(OursPack, recipe="compact", filler=DecodedFiller),
+    "StockZarr": StockZarr,
+    "StockZarrs": partial(StockZarr, pipeline="zarrs.ZarrsCodecPipeline"),
+    "StockTensorstore": StockTensorstore,
+}
 
 
 def recipe_sizes(raw: RawStates, folder: Path, count: int) -> list[dict[str, Any]]:

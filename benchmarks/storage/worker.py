@@ -29,7 +29,7 @@ class Worker:
     def __init__(self, kind: str, folder: Path, raw: RawStates) -> None:
         self.folder, self.raw, self.count = folder, raw, len(raw.lengths)
         shapes = [raw.shape(index) for index in range(self.count)]
-        maker: Any = getattr(formats, kind, None) or getattr(ours, kind, formats.Format)
+        maker: Any = ours.FORMATS.get(kind) or getattr(formats, kind, formats.Format)
         self.format: Any = maker(folder, shapes)
         self.kind = kind
         largest = max(int(np.prod(shape)) for shape in shapes)

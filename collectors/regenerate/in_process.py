@@ -140,7 +140,8 @@ def _answers(batches: dict[str, Batch], turn: int, submit: Submit, beat: Beat) -
 
 
 class WorkerPool:
-    """``workers`` processes of ``threads`` threads. Leaving it stops them at their next token."""
+    """``workers`` processes of ``threads`` threads, each with the target, that share batches of prompts. Leaving it
+    stops them at their next token; they end with the process that started them, however that ended."""
 
     def __init__(self, workers: int, load: Load, threads: int) -> None:
         # spawn, not fork: a forked child would inherit torch's thread pools in an undefined state.

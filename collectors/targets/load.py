@@ -181,7 +181,9 @@ def _gathered(folder: TargetFolder, head: HeadBundle) -> HeadBundle:
 
 
 def read_head(folder: TargetFolder, dtype: torch.dtype | None = None) -> HeadBundle:
-    """Embeddings, final norm and LM head on the CPU; ``dtype`` None keeps the one the config names.
+    """Embeddings, final norm and LM head on the CPU, without a decoder block; ``dtype`` None keeps the one the config
+    names. The family's row says where they are; a model of empty (``meta``) tensors says how the norm computes, whether
+    the head is tied and what shapes to expect.
 
     Raises:
         ConfigError: ``target-incomplete``, ``family-unsupported``, ``target-unreadable``.

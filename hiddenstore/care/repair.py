@@ -257,7 +257,8 @@ def _read_slice(fs: Filesystem) -> None:
 
 
 def set_aside(fs: Filesystem, path: str) -> str:
-    """Move a file to ``quarantine/`` under its own path, or with ``.2``, ``.3`` … behind it; the new path.
+    """Move a damaged file to ``quarantine/`` under its own path, or with ``.2``, ``.3`` … behind it; the new path.
+    Nothing is ever removed that exists nowhere else.
 
     Raises:
         StorageError: the disk refused; the file stays where it was.

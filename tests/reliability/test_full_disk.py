@@ -1,7 +1,5 @@
 """A real disk that is full: a tmpfs of one MiB."""
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,26 +9,14 @@ from hiddenstore.errors import StorageError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from hiddenstore.testing.invariants import contents, garbage, problems
+from tests.tmpfs import mounted
 
 SIZE_BYTES = 1 << 20
 
 
 @pytest.fixture(params=[f"size={SIZE_BYTES}"])
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    mount = ["mount", "-t", "tmpfs", "-o", request.param, "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command here")
-    if done.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-    yield folder
-    # Lazily: a store keeps its read handles while a test's frame is alive.
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    yield from mounted(tmp_path / "disk", request.param)
 
 
 def test_a_full_disk_stops_cleanly_and_the_job_finishes_once_there_is_room(small_disk: Path, tmp_path: Path) -> None:

@@ -318,7 +318,8 @@ def seconds_per_step(state: TrainState) -> float:
 
 
 def forecast(state: TrainState) -> str:
-    """One line: ``about 12 min: 2.1 s a step of 4,608 tokens, measured on one pack``."""
+    """One line: ``about 12 min: 2.1 s a step of 4,608 tokens, measured on one pack``. An estimate: packs differ in
+    length and supervised share, and other processes in what they leave of the machine."""
     seconds = seconds_per_step(state)
     left = state.total_steps - state.step
     tokens = amount(state.config.data.batch_tokens)
