@@ -7,17 +7,18 @@ the next revision, and the highest revision of a unit counts. Anything under ``c
 
 import gc
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hiddenstore import layout
 from hiddenstore.damage import twice
 from hiddenstore.documents import load, read_bounded, seal, sha256_hex, unseal
 from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.seam import Filesystem, is_inside
-from schemas.manifest import CommitRecord
+from schemas.manifest import CommitHead, CommitRecord
 
 DAMAGED = "damaged-on-disk"
 """Reason of the rejects that a repair leaves. Their samples are pending; those of a capture never are."""
@@ -27,6 +28,7 @@ READ_AT_ONCE = 16
 MAX_COUNT = 1 << 48
 
 _SAMPLE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+C = TypeVar("C")
 _SAMPLE_IDS = re.compile(rf"(?:{_SAMPLE_ID.pattern}\n)*")
 
 
@@ -61,7 +63,7 @@ def committed_units(fs: Filesystem) -> set[str]:
     return {name.unit for name in parsed if name is not None}
 
 
-def lost_samples(record: CommitRecord) -> frozenset[str]:
+def lost_samples(record: CommitHead) -> frozenset[str]:
     """Ids of the samples that a repair dropped and nobody has captured again."""
     return frozenset(reject.id for reject in record.rejects if reject.reason == DAMAGED)
 
@@ -73,7 +75,11 @@ def read_commit(fs: Filesystem, name: str) -> Commit:
         CorruptionError: its bytes, its name or its numbers do not hold together.
     """
     path = f"{layout.COMMITS_DIR}/{name}"
-    data, where = read_bounded(fs, path), f"{fs.root}/{path}"
+    return commit_of(read_bounded(fs, path), name, f"{fs.root}/{path}")
+
+
+def commit_of(data: bytes, name: str, where: str) -> Commit:
+    """The record in the bytes of a file; raises as ``read_commit``."""
     record = unseal(data, CommitRecord, where)
     _check_record(record, name, where)
     return Commit(name, sha256_hex(data), record)
@@ -115,17 +121,21 @@ def missing_commit(fs: Filesystem, name: str) -> CorruptionError:
     return CorruptionError(message, kind=Kind.COMMIT_MISSING, path=path)
 
 
-def read_many(fs: Filesystem, names: Sequence[str]) -> list[Commit | HiddenstoreError]:
-    """Records by file name; what is wrong with one stands in its place.
+def read_many(
+    fs: Filesystem,
+    names: Sequence[str],
+    read_one: Callable[[Filesystem, str], C] = read_commit,  # type: ignore
+) -> list[C | HiddenstoreError]:
+    """Records by file name, as ``read_one`` gives them; what is wrong with one stands in its place.
 
     Raises:
         StorageError: the storage refused.
     """
 
-    def read(name: str) -> Commit | HiddenstoreError:
+    def read(name: str) -> C | HiddenstoreError:
         path = f"{layout.COMMITS_DIR}/{name}"
         try:
-            return twice(fs, lambda: read_commit(fs, name), path)
+            return twice(fs, lambda: read_one(fs, name), path)
         except NotFoundError:
             return missing_commit(fs, name)
         except StorageError:
@@ -153,32 +163,32 @@ def collector_paused() -> Iterator[None]:
 
 
 def _check_record(record: CommitRecord, name: str, where: str) -> None:
-    """What the schema cannot say: names agree, paths stay inside, no number is absurd."""
-    parsed = layout.parse_commit(name)
-    folder, _, segment = record.segment.partition("/")
-    problem = ""
-    if parsed is None or parsed.unit != record.unit:
-        problem = f"it holds the record of unit {record.unit!r}"
-    elif folder != layout.SEGMENTS_DIR or record.unit not in {claim.unit for claim in layout.segment_claims(segment)}:
-        problem = f"its segment {record.segment!r} is not one of this unit"
-    elif any(not is_inside(file.path) for file in record.files):
-        problem = "a file path leaves the segment"
-    elif len({file.path for file in record.files}) != len(record.files):
-        problem = "a file is named twice"
-    elif not _SAMPLE_IDS.fullmatch("".join([f"{name}\n" for name in _sample_ids(record)])):
+    ids = [*(entry.id for entry in record.samples), *(reject.id for reject in record.rejects)]
+    problem = head_fault(record, name, len(record.samples), max(record.tokens, record.final_rows))
+    if problem is None and not _SAMPLE_IDS.fullmatch("".join([f"{name}\n" for name in ids])):
         problem = "a sample id has characters other than letters, digits, - and _"
-    elif max((*(file.size for file in record.files), record.tokens, record.final_rows)) > MAX_COUNT:
-        problem = "a size is absurd"
-    elif record.samples and not record.files:
-        problem = "it has samples but no file"
-    if problem:
+    if problem is not None:
         raise CorruptionError(
             f"{where} is damaged: {problem}",
             kind=Kind.COMMIT_INVALID,
             path=where,
-            samples=tuple(name for name in _sample_ids(record) if _SAMPLE_ID.fullmatch(name)),
+            samples=tuple(name for name in ids if _SAMPLE_ID.fullmatch(name)),
         )
 
 
-def _sample_ids(record: CommitRecord) -> list[str]:
-    return [entry.id for entry in record.samples] + [reject.id for reject in record.rejects]
+def head_fault(head: CommitHead, name: str, samples: int, rows: int) -> str | None:
+    """What the schema cannot say of a record under a name, with so many samples and at most so many rows: names agree,
+    paths stay inside, no number is absurd."""
+    parsed = layout.parse_commit(name)
+    folder, _, segment = head.segment.partition("/")
+    if parsed is None or parsed.unit != head.unit:
+        return f"it holds the record of unit {head.unit!r}"
+    if folder != layout.SEGMENTS_DIR or head.unit not in {claim.unit for claim in layout.segment_claims(segment)}:
+        return f"its segment {head.segment!r} is not one of this unit"
+    if any(not is_inside(file.path) for file in head.files):
+        return "a file path leaves the segment"
+    if len({file.path for file in head.files}) != len(head.files):
+        return "a file is named twice"
+    if max((*(file.size for file in head.files), rows)) > MAX_COUNT:
+        return "a size is absurd"
+    return "it has samples but no file" if samples and not head.files else None

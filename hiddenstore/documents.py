@@ -62,7 +62,11 @@ def unseal(data: bytes, model: type[M], where: str) -> M:
         CorruptionError: ``document-corrupt``, any byte is not as it was written.
         FormatError: ``format-future`` for a later format, ``document-invalid`` for whole bytes of another shape.
     """
-    body = _checked_body(data, where)
+    return parsed(checked_body(data, where), model, where)
+
+
+def parsed(body: bytes, model: type[M], where: str) -> M:
+    """The document in canonical bytes without their seal; raises as ``unseal``."""
     version = _parse(body, where).get("format")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise FormatError(
@@ -93,7 +97,8 @@ def read_bounded(fs: Filesystem, path: str) -> bytes:
     return fs.read(path)
 
 
-def _checked_body(data: bytes, where: str) -> bytes:
+def checked_body(data: bytes, where: str) -> bytes:
+    """Sealed bytes without their seal; CorruptionError ``document-corrupt``."""
     if len(data) > MAX_DOCUMENT_BYTES:
         raise _corrupt(where, f"it has {len(data):,} bytes, a document at most {MAX_DOCUMENT_BYTES:,}")
     match = _SEAL.fullmatch(data[-_SEAL_BYTES:]) or _SEAL.fullmatch(data[1 - _SEAL_BYTES :])

@@ -122,8 +122,8 @@ class LayerStats(Document):
     raw_rows: int = 0
 
 
-class CommitRecord(Document):
-    """``commits/<unit>.json``: the only truth about one unit.
+class CommitHead(Document):
+    """What a commit record says beside its samples.
 
     ``engine`` captured every sample that no member of ``recaptured`` names; that is absent where there is none.
     """
@@ -134,7 +134,6 @@ class CommitRecord(Document):
     segment: str
     engine: Engine
     files: tuple[FileEntry, ...]
-    samples: tuple[SampleEntry, ...]
     rejects: tuple[Reject, ...] = ()
     stats: dict[str, LayerStats] = Field(default_factory=dict)
     recaptured: tuple[Recapture, ...] = ()
@@ -143,6 +142,16 @@ class CommitRecord(Document):
     def _without_empty_recaptures(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         members: dict[str, Any] = dump(self)
         return {name: value for name, value in members.items() if name != "recaptured" or value}
+
+    @property
+    def bytes_stored(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+class CommitRecord(CommitHead):
+    """``commits/<unit>.json``: the only truth about one unit."""
+
+    samples: tuple[SampleEntry, ...]
 
     @model_validator(mode="after")
     def _samples_lie_end_to_end(self) -> "CommitRecord":
@@ -162,10 +171,6 @@ class CommitRecord(Document):
     @property
     def final_rows(self) -> int:
         return self.samples[-1].final_start + self.samples[-1].final_rows if self.samples else 0
-
-    @property
-    def bytes_stored(self) -> int:
-        return sum(file.size for file in self.files)
 
 
 class SnapshotEntry(Document):

@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hiddenstore import layout
-from hiddenstore.commit import Commit
 from hiddenstore.damage import reading_only
 from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.catalog import read_catalog
+from hiddenstore.index.listed import Listed
 from hiddenstore.index.publish import replaced_indexes
 from hiddenstore.targets.calibration import SLICE_PATH, unnamed_slices
 from hiddenstore.verify.garbage import leftovers, unnamed_segments
@@ -89,8 +89,8 @@ def _segments(fs: Filesystem) -> dict[str, str]:
     """The segment that each record names which counts, by its file name; an index is not asked."""
     segments: dict[str, str] = {}
 
-    def visit(commit: Commit) -> None:
-        segments[commit.name] = commit.record.segment
+    def visit(record: Listed) -> None:
+        segments[record.name] = record.head.segment
 
     read_catalog(fs, use_index=False, visit=visit)
     return segments

@@ -15,6 +15,7 @@ import numpy as np
 from hiddenstore import layout
 from hiddenstore.commit import Commit, read_commit
 from hiddenstore.damage import DAMAGE, drop_caches, twice
+from hiddenstore.digests import Digest, TreeDigest
 from hiddenstore.documents import read_bounded
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.records import final_row_positions, sample_id
@@ -174,10 +175,12 @@ def _files(fs: Filesystem, folder: str, below: str = "") -> Iterator[FileEntry]:
         if size is None:
             yield from _files(fs, folder, f"{path}/")
             continue
-        digest = hashlib.sha256()
+        # As writers name them: documents by sha256, arrays and tars by their tree.
+        is_document = path.endswith(".json")
+        digest: Digest = hashlib.sha256() if is_document else TreeDigest()
         for offset in range(0, size, BLOCK_BYTES):
             digest.update(fs.read_range(f"{folder}/{path}", offset, min(BLOCK_BYTES, size - offset)))
-        yield FileEntry(path=path, size=size, sha256=digest.hexdigest())
+        yield FileEntry(path=path, size=size, **{"sha256" if is_document else "tree": digest.hexdigest()})
 
 
 def _proven(

@@ -145,7 +145,8 @@ class Order:
             ranks = np.arange(start, min(start + _AT_ONCE, len(self)), dtype=np.uint64)
             # A bijection of the rank, then a keyed mix: hashes are distinct and follow no pattern of the ranks.
             hashed[start : start + _AT_ONCE] = splitmix64(splitmix64(ranks) ^ key)
-        order = np.argsort(hashed, kind="stable").astype(np.int64, copy=False)
+        # No two are equal, so the sort need not be stable, and the quicker one gives the same order.
+        order = np.argsort(hashed).astype(np.int64, copy=False)
         return order if self._sorted is None else self._sorted[order]
 
 

@@ -16,7 +16,6 @@ import numpy as np
 from hiddenstore import layout
 from hiddenstore.commit import (
     Commit,
-    collector_paused,
     frozen_mismatch,
     latest_names,
     missing_commit,
@@ -27,6 +26,7 @@ from hiddenstore.damage import DAMAGE, twice
 from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.file import IndexFile, live_indexes, renumbered
+from hiddenstore.index.listed import Listed, list_records
 from hiddenstore.index.table import SPLITS, SampleTable, joined, table_of
 from hiddenstore.layout import parse_commit
 from schemas.manifest import CommitRecord, Snapshot, SnapshotEntry
@@ -43,7 +43,7 @@ LOOKUPS = 16
 """So many samples are looked up one by one before all columns are read."""
 FACTS = ("samples", "tokens", "supervised", "bytes_stored", "rejects")
 
-Visit = Callable[[Commit], None]
+Visit = Callable[[Listed], None]
 
 
 @dataclass(frozen=True)
@@ -353,15 +353,10 @@ class _Reading:
         tables = []
         for start in range(0, len(absent), BATCH):
             part = absent[start : start + BATCH]
-            items = zip(part, read_many(self.fs, [self.names[place] for place in part]), strict=True)
-            commits = {}
-            for place, item in items:
-                if isinstance(item, Commit):
-                    commits[place] = item
-                else:
-                    damaged.append(item)
-            with collector_paused():
-                tables.append(self._take(commits))
+            items = self._read(part, len(absent))
+            damaged += [item for item in items if not isinstance(item, Listed)]
+            pairs = zip(part, items, strict=True)
+            tables.append(joined([self._take(place, item) for place, item in pairs if isinstance(item, Listed)]))
         read, numbers = joined(tables), np.arange(len(self.names), dtype=np.int32)
         if damaged:
             counts = np.array([digest is not None for digest in self.digests], dtype=bool)
@@ -386,28 +381,21 @@ class _Reading:
             catalog._keep(int(numbers[place]), commit)
         return catalog
 
-    def _take(self, commits: dict[int, Commit]) -> SampleTable:
-        for place, commit in commits.items():
-            record = commit.record
-            self.digests[place] = commit.sha256
-            facts = record_facts(record)
-            for fact in FACTS:
-                self.facts[fact][place] = facts[fact]
-            self.visit(commit)
-        if len(self.kept) < WORTH_AN_INDEX:
-            self.kept |= commits
-        return table_of((place, commit.record) for place, commit in commits.items())
+    def _read(self, places: Sequence[int], in_all: int) -> list[Listed | HiddenstoreError]:
+        """Records, of few in all whole: they are kept for whoever reads samples next."""
+        names = [self.names[place] for place in places]
+        if in_all > WORTH_AN_INDEX:
+            return list_records(self.fs, names)
+        items = read_many(self.fs, names)
+        self.kept |= {place: item for place, item in zip(places, items, strict=True) if isinstance(item, Commit)}
+        return [Listed.of(item) if isinstance(item, Commit) else item for item in items]
 
-
-def record_facts(record: CommitRecord) -> dict[str, int]:
-    """The numbers of a record that a catalog and an index keep, by name."""
-    return {
-        "samples": len(record.samples),
-        "tokens": record.tokens,
-        "supervised": sum([entry.supervised for entry in record.samples]),
-        "bytes_stored": record.bytes_stored,
-        "rejects": len(record.rejects),
-    }
+    def _take(self, place: int, item: Listed) -> SampleTable:
+        self.digests[place], facts = item.sha256, item.facts
+        for fact in FACTS:
+            self.facts[fact][place] = facts[fact]
+        self.visit(item)
+        return item.numbered(place)
 
 
 def make_snapshot(name: str, catalog: Catalog) -> Snapshot:

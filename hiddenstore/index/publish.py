@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from hiddenstore import layout
-from hiddenstore.commit import Commit, read_many
 from hiddenstore.damage import twice
 from hiddenstore.errors import CorruptionError, FormatError, NotFoundError, StorageError
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.index.catalog import FACTS, WORTH_AN_INDEX, Catalog, record_facts
+from hiddenstore.index.catalog import FACTS, WORTH_AN_INDEX, Catalog
 from hiddenstore.index.file import IndexFile, encode_index, index_numbers, live_indexes, renumbered
-from hiddenstore.index.table import SampleTable, joined, table_of
+from hiddenstore.index.listed import Listed, list_records
+from hiddenstore.index.table import SampleTable, joined
 from schemas.index import IndexHeader
 
 EVERY = 256
@@ -73,12 +73,12 @@ class IndexWriter:
 
 def publish_index(fs: Filesystem, names: Iterable[str]) -> int | None:
     """Cover records by a new index file, and merge where there are many; its number, None where none can be read."""
-    items = read_many(fs, sorted(set(names)))
-    commits = [item for item in items if isinstance(item, Commit)]
+    items = list_records(fs, sorted(set(names)))
+    records = [item for item in items if isinstance(item, Listed)]
     number = None
-    if commits:
-        table = joined([table_of((row, commit.record) for row, commit in enumerate(commits))])
-        number = _put(fs, _header(commits), table)
+    if records:
+        table = joined([record.numbered(row) for row, record in enumerate(records)])
+        number = _put(fs, _header(records), table)
     for path in replaced_indexes(fs):
         # Of a merge that was stopped: merged again, they would be covered twice.
         fs.remove_tree(path)
@@ -105,15 +105,15 @@ def replaced_indexes(fs: Filesystem) -> list[str]:
     return [layout.index_path(number) for number in index_numbers(fs) if number in merged]
 
 
-def _header(commits: Sequence[Commit]) -> IndexHeader:
-    inputs = sorted({commit.record.input for commit in commits})
+def _header(records: Sequence[Listed]) -> IndexHeader:
+    inputs = sorted({record.head.input for record in records})
     places = {digest: place for place, digest in enumerate(inputs)}
-    facts = [record_facts(commit.record) for commit in commits]
+    facts = [record.facts for record in records]
     columns: dict[str, Any] = {name: tuple(fact[name] for fact in facts) for name in FACTS}
     return IndexHeader.model_construct(
-        records=tuple(commit.name for commit in commits),
-        sha256s=tuple(commit.sha256 for commit in commits),
-        input=tuple(places[commit.record.input] for commit in commits),
+        records=tuple(record.name for record in records),
+        sha256s=tuple(record.sha256 for record in records),
+        input=tuple(places[record.head.input] for record in records),
         inputs=tuple(inputs),
         **columns,
     )

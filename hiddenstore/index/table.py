@@ -34,8 +34,13 @@ class Ids(Sequence[str]):
     @classmethod
     def of(cls, texts: Sequence[str]) -> "Ids":
         if all(map(_HEX_ID.fullmatch, texts)):
-            return cls(np.frombuffer(bytes.fromhex("".join(texts)), dtype=f"S{ID_BYTES}"), True)
+            return cls.of_digits("".join(texts))
         return cls(np.array(texts, dtype=np.bytes_), False)
+
+    @classmethod
+    def of_digits(cls, digits: str) -> "Ids":
+        """Of ids of 32 hex digits, end to end."""
+        return cls(np.frombuffer(bytes.fromhex(digits), dtype=f"S{ID_BYTES}"), True)
 
     def __len__(self) -> int:
         return len(self.values)

@@ -14,13 +14,15 @@ from hiddenstore.codecs.base import RAW_INDEX, Encoded
 from hiddenstore.commit import latest_names, read_commit
 from hiddenstore.damage import DAMAGE, drop_caches, require_absent, twice
 from hiddenstore.digests import digest_for, mismatch
-from hiddenstore.errors import FormatError, HiddenstoreError, Kind
+from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inspect.facts import advice_numbers, read_advice
 from hiddenstore.segments.base import groups_of
+from hiddenstore.segments.tar import TAR, WEBDATASET
 from hiddenstore.segments.values import codes_fault
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import slice_document
+from hiddenstore.verify.headers import TarHeaders
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
 from hiddenstore.verify.report import Advance, Finding, Report
 from schemas.manifest import CommitRecord, FileEntry
@@ -28,6 +30,8 @@ from schemas.manifest import CommitRecord, FileEntry
 THREADS = 4
 AT_ONCE = 512
 BLOCK_BYTES = 8 << 20
+"""A multiple of a tar's blocks: no header lies in two."""
+Watch = Callable[[int, bytes], None]
 ABSENT_OR_SHORT = ("file-missing", "file-size", "file-short")
 
 
@@ -106,9 +110,21 @@ def unit_damage(store: Store, record: CommitRecord, advance: Advance = lambda _:
 
 def _look(store: Store, record: CommitRecord, advance: Advance = lambda _: None) -> UnitDamage:
     files = {}
+    headers = _headers(store, record)
     for file in record.files:
-        for finding in [*_size(store.fs, record.segment, file), *_digest(store.fs, record.segment, file, advance)]:
+        watch = headers.look if headers is not None and file.path == TAR else _unwatched
+        for finding in [
+            *_size(store.fs, record.segment, file),
+            *_digest(store.fs, record.segment, file, advance, watch),
+        ]:
             files[finding.path] = finding
+    path = f"{record.segment}/{TAR}"
+    if headers is not None and headers.fault is not None and path not in files:
+        # Nobody can say which of the two is right, so that no sample of them may be kept.
+        files[path] = Finding("file-corrupt", path, (), headers.fault)
+        message = f"{store.path}/{path} is not what its index says: {headers.fault}"
+        wrong = CorruptionError(message, kind=Kind.FILE_CORRUPT, path=path)
+        return UnitDamage(files, dict.fromkeys([sample.id for sample in record.samples], wrong))
     reader = store.open_unit(record)
     samples: dict[str, HiddenstoreError] = {}
     for index, sample in enumerate(record.samples):
@@ -119,6 +135,18 @@ def _look(store: Store, record: CommitRecord, advance: Advance = lambda _: None)
         except DAMAGE as error:
             samples[sample.id] = error
     return UnitDamage(files, samples)
+
+
+def _headers(store: Store, record: CommitRecord) -> TarHeaders | None:
+    if store.manifest.container == WEBDATASET.name and record.files:
+        # An index that cannot be read is named where its digest and its samples are looked at.
+        with suppress(*DAMAGE):
+            return TarHeaders(store.fs, record)
+    return None
+
+
+def _unwatched(_start: int, _data: bytes | memoryview) -> None:
+    pass
 
 
 def _check_codes(store: Store, record: CommitRecord, *parts: Encoded) -> None:
@@ -165,8 +193,10 @@ def _size(fs: Filesystem, folder: str, file: FileEntry) -> list[Finding]:
     return [Finding(kind, path, (), f"expected {file.size:,} bytes, found {stored}")]
 
 
-def _digest(fs: Filesystem, folder: str, file: FileEntry, advance: Advance = lambda _: None) -> list[Finding]:
-    """A finding for a file that has its size, but other bytes."""
+def _digest(
+    fs: Filesystem, folder: str, file: FileEntry, advance: Advance = lambda _: None, watch: Watch = _unwatched
+) -> list[Finding]:
+    """A finding for a file that has its size, but other bytes; ``watch`` is told of each part and where it starts."""
     path = f"{folder}/{file.path}"
     if fs.size(path) != file.size:
         return []
@@ -175,6 +205,7 @@ def _digest(fs: Filesystem, folder: str, file: FileEntry, advance: Advance = lam
         for offset in range(0, file.size, BLOCK_BYTES):
             block = fs.read_range(path, offset, min(BLOCK_BYTES, file.size - offset))
             digest.update(block)
+            watch(offset, block)
             advance(len(block))
     except DAMAGE as error:
         return [Finding.of(error, path)]

@@ -11,13 +11,14 @@ from contextlib import suppress
 from functools import partial
 
 from hiddenstore import layout
-from hiddenstore.commit import Commit, committed_units, lost_samples
+from hiddenstore.commit import committed_units, lost_samples
 from hiddenstore.console.text import plural
 from hiddenstore.damage import DAMAGE, drop_caches, require_absent, twice
 from hiddenstore.documents import load
 from hiddenstore.errors import ConfigError, CorruptionError, Kind
 from hiddenstore.fs.seam import TEMP_PREFIX, Filesystem
 from hiddenstore.index.catalog import Catalog, read_catalog, read_frozen
+from hiddenstore.index.listed import Listed
 from hiddenstore.index.publish import replaced_indexes
 from hiddenstore.inputs import RegisteredInput, registered_inputs
 from hiddenstore.store import Store, load_snapshot
@@ -25,7 +26,7 @@ from hiddenstore.targets.calibration import SLICE_PATH, slice_document, unnamed_
 from hiddenstore.verify.garbage import leftovers, unnamed_segments
 from hiddenstore.verify.indexes import check_indexes
 from hiddenstore.verify.report import Finding, Report
-from schemas.manifest import CommitRecord, StoreManifest
+from schemas.manifest import CommitHead, StoreManifest
 
 THREADS = 8
 AT_ONCE = 512
@@ -80,11 +81,11 @@ def _manifest(fs: Filesystem, report: Report) -> StoreManifest | None:
     return manifest
 
 
-def _files_of(fs: Filesystem, record: CommitRecord) -> Iterator[Finding]:
+def _files_of(fs: Filesystem, record: CommitHead, samples: Iterable[str]) -> Iterator[Finding]:
     for file in record.files:
         path = f"{record.segment}/{file.path}"
         if fs.size(path) != file.size:
-            yield from _size(fs, path, file.size, tuple(sample.id for sample in record.samples))
+            yield from _size(fs, path, file.size, tuple(samples))
 
 
 def require_files(store: Store) -> None:
@@ -93,7 +94,10 @@ def require_files(store: Store) -> None:
     with ThreadPoolExecutor(THREADS) as pool:
         # A pool takes all it is given at once.
         for start in range(0, len(records), AT_ONCE):
-            wrong = pool.map(lambda record: next(_files_of(store.fs, record), None), records[start : start + AT_ONCE])
+            wrong = pool.map(
+                lambda record: next(_files_of(store.fs, record, [sample.id for sample in record.samples]), None),
+                records[start : start + AT_ONCE],
+            )
             first = first or next((finding for finding in wrong if finding is not None), None)
     if first is not None:
         raise CorruptionError(
@@ -130,7 +134,7 @@ class _Look:
         self.size_findings: list[Finding] = []
         self.input_findings: list[Finding] = []
         self.pending: list[Finding] = []
-        self._waiting: list[CommitRecord] = []
+        self._waiting: list[Listed] = []
         self._inputs: dict[str, RegisteredInput] = {}
         for digest, registered in registered_inputs(fs).items():
             path = layout.input_path(digest)
@@ -140,16 +144,16 @@ class _Look:
             except DAMAGE as error:
                 self.input_findings.append(Finding.of(error, path))
 
-    def record(self, commit: Commit) -> None:
+    def record(self, item: Listed) -> None:
         """One record."""
-        record = commit.record
-        self.pending += _pending(commit)
-        self.files += len(record.files)
-        self.segments[commit.name], self.inputs_of[commit.name] = record.segment, record.input
+        head = item.head
+        self.pending += _pending(item)
+        self.files += len(head.files)
+        self.segments[item.name], self.inputs_of[item.name] = head.segment, head.input
         for registered in self._inputs.values():
-            if expected := registered.members(record.unit):
-                self.input_findings += _membership(commit, expected)
-        self._waiting.append(record)
+            if expected := registered.members(head.unit):
+                self.input_findings += _membership(item, expected)
+        self._waiting.append(item)
         if len(self._waiting) >= AT_ONCE:
             self.finish()
 
@@ -157,7 +161,9 @@ class _Look:
         """Look for the files of the records that still wait for it."""
         parts = [self._waiting[start : start + PART] for start in range(0, len(self._waiting), PART)]
         with ThreadPoolExecutor(THREADS) as pool:
-            for findings in pool.map(lambda part: [f for record in part for f in _files_of(self._fs, record)], parts):
+            for findings in pool.map(
+                lambda part: [f for item in part for f in _files_of(self._fs, item.head, item.samples.ids)], parts
+            ):
                 self.size_findings += findings
         self._waiting = []
 
@@ -173,10 +179,10 @@ class _Look:
             self.input_findings.append(Finding("incomplete", path, lost, detail))
 
 
-def _membership(commit: Commit, expected: list[str]) -> Iterator[Finding]:
+def _membership(item: Listed, expected: list[str]) -> Iterator[Finding]:
     """Samples and rejects of a unit must add up to what its input says."""
-    record, path = commit.record, f"{layout.COMMITS_DIR}/{commit.name}"
-    stored = [*(sample.id for sample in record.samples), *(reject.id for reject in record.rejects)]
+    path = f"{layout.COMMITS_DIR}/{item.name}"
+    stored = [*item.samples.ids[:], *(reject.id for reject in item.head.rejects)]
     if stored == expected:
         return
     named = Counter(stored)
@@ -247,10 +253,10 @@ def _unregistered(fs: Filesystem, inputs: Iterable[str], named: Collection[str])
         yield Finding("input-missing", layout.input_path(digest), (), detail), digest in named
 
 
-def _pending(commit: Commit) -> Iterator[Finding]:
-    if lost := tuple(sorted(lost_samples(commit.record))):
+def _pending(item: Listed) -> Iterator[Finding]:
+    if lost := tuple(sorted(lost_samples(item.head))):
         detail = f"a repair dropped {plural(len(lost), 'sample')}; the same collect brings them back"
-        yield Finding("pending", f"{layout.COMMITS_DIR}/{commit.name}", lost, detail)
+        yield Finding("pending", f"{layout.COMMITS_DIR}/{item.name}", lost, detail)
 
 
 def _garbage(fs: Filesystem, segments: Mapping[str, str]) -> Iterator[Finding]:

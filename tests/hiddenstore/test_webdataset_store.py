@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from hiddenstore import layout
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.care.gc import gc
 from hiddenstore.care.repair import repair
 from hiddenstore.cli import main
+from hiddenstore.documents import canonical, seal, sha256_hex
 from hiddenstore.errors import ConflictError
 from hiddenstore.inspect.samples import parse_where
 from hiddenstore.store import Store
@@ -21,7 +23,7 @@ from hiddenstore.testing.builders import HEAD, capture_spec, make_store, target_
 from hiddenstore.testing.invariants import contents, problems
 from hiddenstore.verify import verify
 from hiddenstore.writer import create_store
-from schemas.manifest import Container
+from schemas.manifest import Container, FileEntry
 
 
 def run(*arguments: str) -> Result:
@@ -49,6 +51,36 @@ def spoil(store: Store, sample: str) -> Path:
     data[place + 200] ^= 16
     path.write_bytes(data)
     return path
+
+
+@pytest.mark.parametrize("change", ["two layers swapped", "two samples swapped", "a layer at another's place"])
+def test_an_index_sealed_anew_that_contradicts_the_headers_is_damage(tmp_path: Path, change: str) -> None:
+    store = make_store(tmp_path, samples=6, container="webdataset", codec="bf16")
+    record = max(store.commits(), key=lambda record: len(record.samples))
+    path = Path(store.path, record.segment, "index.json")
+    index = json.loads(path.read_bytes())
+    one, other = index["fields"]["layer_1.npy"], index["fields"]["layer_3.npy"]
+    if change == "two layers swapped":
+        index["fields"] |= {"layer_1.npy": other, "layer_3.npy": one}
+    elif change == "two samples swapped":
+        for column in one.values():
+            column[0], column[1] = column[1], column[0]
+    else:
+        index["fields"]["layer_3.npy"] = one
+    path.write_bytes(canonical(index))
+    entry = FileEntry(path="index.json", size=path.stat().st_size, sha256=sha256_hex(path.read_bytes()))
+    files = tuple(entry if file.path == "index.json" else file for file in record.files)
+    commit = Path(store.path, layout.commit_path(record.unit))
+    commit.write_bytes(seal(record.model_copy(update={"files": files})))
+    assert verify(store.path).findings == []
+    (finding,) = verify(store.path, "bytes").findings
+    assert (finding.kind, finding.path) == ("file-corrupt", f"{record.segment}/samples.tar")
+    assert set(finding.samples) == {sample.id for sample in record.samples}
+    assert "index.json calls" in finding.detail
+    # Its states are not copied under either name: their samples are to be captured again.
+    repair(store.path, dry_run=False, accept_loss=len(record.samples))
+    assert verify(store.path, "bytes").findings == []
+    assert not {sample.id for sample in record.samples} & set(contents(Store.open(store.path)))
 
 
 @pytest.mark.parametrize("codec", ["bf16", "lossless", "q8", "q4", "tiny"])

@@ -1,0 +1,111 @@
+"""Records read as columns say what records say, and refuse what they refuse, whatever their bytes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hiddenstore import layout
+from hiddenstore.commit import Commit, read_many
+from hiddenstore.documents import checked_body, sha256_hex
+from hiddenstore.errors import HiddenstoreError
+from hiddenstore.index.listed import Listed, list_records
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import make_store
+
+Change = Callable[[bytes], bytes]
+
+
+def swapped(old: bytes, new: bytes, count: int = 1) -> Change:
+    def change(body: bytes) -> bytes:
+        assert old in body
+        return body.replace(old, new, count)
+
+    return change
+
+
+CHANGES: dict[str, Change] = {
+    "nothing": lambda body: body,
+    "no samples": lambda body: body[: body.index(b'"samples":[') + 11] + body[body.index(b'],"segment"') :],
+    "a sample twice": lambda body: body.replace(b'"samples":[', b'"samples":[' + first(body) + b","),
+    "a comma too much": swapped(b'"samples":[', b'"samples":[,'),
+    "a comma at the end": swapped(b'],"segment"', b',],"segment"'),
+    "no comma": swapped(b"},{", b"}{"),
+    "a blank": swapped(b'"start":0', b'"start": 0'),
+    "a blank for a comma": swapped(b"},{", b"} {"),
+    "a leading zero": swapped(b'"start":0', b'"start":00'),
+    "a number in quotes": swapped(b'"start":0', b'"start":"0"'),
+    "a fraction": swapped(b'"start":0', b'"start":0.0'),
+    "a negative start": swapped(b'"start":0', b'"start":-1'),
+    "a start elsewhere": swapped(b'"start":0', b'"start":1'),
+    "a final start elsewhere": swapped(b'"final_start":0', b'"final_start":1'),
+    "no tokens": swapped(b'"tokens":', b'"tokens":0,"x":'),
+    "a key twice": swapped(b'"start":0', b'"start":0,"start":0'),
+    "a split nobody has": swapped(b'"split":"train"', b'"split":"test"'),
+    "validation": swapped(b'"split":"train"', b'"split":"validation"'),
+    "an unknown member": swapped(b'"start":0', b'"start":0,"stop":1'),
+    "members in another order": swapped(b'"split":"train","start":0', b'"start":0,"split":"train"'),
+    "a start beyond 64 bits": swapped(b'"start":0', b'"start":99999999999999999999'),
+    "a start of 15 digits": swapped(b'"start":0', b'"start":999999999999999'),
+    "samples twice": swapped(b'"samples":[', b'"samples":[],"samples":['),
+    "samples in the engine": swapped(b'"settings":{}', b'"settings":{"samples":[],"segment":""}'),
+    "rejects": swapped(b'"rejects":[]', b'"rejects":[{"detail":"","id":"a/b","reason":"x","tokens":1}]'),
+    "sound rejects": swapped(b'"rejects":[]', b'"rejects":[{"detail":"","id":"ab","reason":"x","tokens":1}]'),
+    "no files": lambda body: body[: body.index(b'"files":[') + 9] + body[body.index(b'],"format"') :],
+    "another unit": swapped(b'"unit":"', b'"unit":"x'),
+    "format of the future": swapped(b'"format":1', b'"format":2'),
+    "an id that is no digest": lambda body: body.replace(first(body)[first(body).index(b'"id":"') + 6 :][:32], b"A-1"),
+    "an id that leaves": lambda body: body.replace(first(body)[first(body).index(b'"id":"') + 6 :][:32], b"../a"),
+}
+
+
+def first(body: bytes) -> bytes:
+    """The text of the first sample."""
+    return body[body.index(b'"samples":[') + 11 :].partition(b"}")[0] + b"}"
+
+
+def outcome(item: Listed | HiddenstoreError) -> tuple[object, ...]:
+    if isinstance(item, HiddenstoreError):
+        return item.kind, item.message, getattr(item, "samples", ())
+    head = {name: value for name, value in dict(item.head).items() if name != "samples"}
+    columns = {name: (column.dtype, column.tolist()) for name, column in item.samples.columns.items()}
+    return item.name, item.sha256, head, item.samples.ids[:], columns, item.facts
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return make_store(tmp_path_factory.mktemp("listed") / "store", samples=6, container="webdataset")
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_both_readers_of_a_record_agree(store: Store, change: Change) -> None:
+    name = store.catalog.names[0]
+    path = Path(store.path, layout.COMMITS_DIR, name)
+    sound = path.read_bytes()
+    body = change(checked_body(sound, name))
+    path.write_bytes(b'%s,"sha256":"%s"}\n' % (body[:-1], sha256_hex(body).encode()))
+    try:
+        (listed,), (read,) = list_records(store.fs, [name]), read_many(store.fs, [name])
+    finally:
+        path.write_bytes(sound)
+    assert outcome(listed) == outcome(Listed.of(read) if isinstance(read, Commit) else read)
+
+
+def test_what_this_package_writes_is_read_by_the_quick_way(store: Store) -> None:
+    for item in list_records(store.fs, store.catalog.names):
+        assert isinstance(item, Listed)
+        assert not hasattr(item.head, "samples")
+        assert np.array_equal(item.numbered(7).record, np.full(len(item.samples), 7))
+
+
+def test_a_flipped_bit_of_a_record_is_damage(store: Store) -> None:
+    name = store.catalog.names[0]
+    path = Path(store.path, layout.COMMITS_DIR, name)
+    sound = path.read_bytes()
+    try:
+        for place in range(0, len(sound), 97):
+            path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
+            assert isinstance(list_records(store.fs, [name])[0], HiddenstoreError)
+    finally:
+        path.write_bytes(sound)
