@@ -31,9 +31,8 @@ from benchmarks.workers import Answer, Row, Timing, Turns, WorkerProcess, runnin
 from collectors.capture.job import open_job
 from collectors.capture.options import CollectOptions
 from collectors.demo import TARGET_DIR
-from collectors.engines.assembly import Assembly
 from collectors.engines.hf import _pad, plan_batches
-from collectors.engines.resources import PREFIX, default_root
+from collectors.engines.resources import default_root
 from collectors.engines.vllm import LayerIds, StateFile, kv_transfer_config, speculative_config
 from collectors.targets.layers import choose_layers
 from collectors.targets.load import load_target
@@ -70,20 +69,6 @@ class Worker:
         self.run(self._turn(number))
         wall = time.perf_counter() - began
         return {"wall": wall, "cpu": wall - (_waited_for_a_core() - waited)}
-
-    def scratch_peak(self) -> Answer:
-        """The most megabytes in the scratch folder while vLLM captures, looked at whenever a file is read."""
-        most, put = 0, Assembly.put
-
-        def look(assembly: Assembly, *words: Any) -> None:
-            nonlocal most
-            files = list(default_root().glob(f"{PREFIX}*/*.safetensors"))
-            most = max(most, sum(file.stat().st_size for file in files if file.exists()))
-            put(assembly, *words)
-
-        Assembly.put = look  # type: ignore[method-assign]
-        self.run(self.units[1 : 1 + UNITS_A_TURN])
-        return {"mb": round(most / 1e6, 2)}
 
     def _turn(self, number: int) -> list[Unit]:
         return self.units[1 + number * UNITS_A_TURN :][:UNITS_A_TURN]
@@ -194,8 +179,6 @@ def in_turn(folder: Path, words: list[str], engines: list[str]) -> dict[str, Any
         if not tokens:
             raise SystemExit("too few conversations for a turn")
         Turns(len(tokens), lambda number: {"turn": {"number": number}}).take(timings, workers)
-    with running(start, [timings[-1].row]) as (worker,):
-        scratch = worker.demand("scratch_peak")["mb"]
     names = {timing.row.kind: timing for timing in timings if timing.failed is None}
     shares = {
         f"{ours}_of_{bare}": round(names[ours].ratios(names[bare], "turn")[1], 3)
@@ -210,7 +193,7 @@ def in_turn(folder: Path, words: list[str], engines: list[str]) -> dict[str, Any
         for name, timing in names.items()
     }
     turns = [timing.document() for timing in timings]
-    return {"tokens": sum(tokens), "scratch_peak_mb": scratch, **shares, **rates, "turns": turns}
+    return {"tokens": sum(tokens), **shares, **rates, "turns": turns}
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 @tensor_parallel_option
 @click.option("--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="A setting of the engine's own.")
 @server_option
-@click.option("--scratch", type=click.Path(), help="RAM-backed folder for states in passing; default: /dev/shm.")
+@click.option("--scratch", type=click.Path(), help="RAM-backed folder for states in files; default: /dev/shm.")
 @click.option(
     "--launcher",
     default="local",

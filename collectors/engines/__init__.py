@@ -89,9 +89,9 @@ class EngineOptions:
 
     aux_layers ascending, -1 = embeddings; batch_tokens = most tokens in one forward; longest = tokens of the longest
     sample, 0 where unknown; dtype and device as ``collectors.targets.load`` reads them; tensor_parallel = devices per
-    engine; extra = the settings of this engine alone; scratch = folder for engines that hand states over in files,
-    None for one in memory; server = URL of a running server in place of an engine in this process; local_rank = which
-    of the processes on this machine, for engines that take devices of their own.
+    engine; extra = the settings of this engine alone; scratch = folder for states that are handed over in files, None
+    for one in memory; server = URL of a running server in place of an engine of this process; local_rank = which of
+    the processes on this machine, for engines that take devices of their own.
     """
 
     aux_layers: tuple[int, ...]

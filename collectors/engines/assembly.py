@@ -14,21 +14,28 @@ from collectors.engines import Captured, CaptureRequest
 from hiddenstore.codecs.base import fresh
 from hiddenstore.errors import CaptureError, Kind
 
+UnitTensors = tuple[np.ndarray, Tensor, Tensor]
+"""Where the states of a unit are put: token_ids int32 [N], aux bfloat16 [L, N, D], final bfloat16 [R, D]."""
+
 
 class Assembly:
     """The states of one unit while its requests come in."""
 
-    def __init__(self, requests: Sequence[CaptureRequest], layers: int, width: int) -> None:
+    def __init__(
+        self, requests: Sequence[CaptureRequest], layers: int, width: int, tensors: UnitTensors | None = None
+    ) -> None:
+        """``tensors`` None: new memory of this process."""
         self._requests = requests
-        lengths = [len(request.input_ids) for request in requests]
-        rows = [len(request.final_rows) for request in requests]
-        self._starts = list(accumulate(lengths, initial=0))
-        self._final_starts = list(accumulate(rows, initial=0))
+        self._starts = list(accumulate((len(request.input_ids) for request in requests), initial=0))
+        self._final_starts = list(accumulate((len(request.final_rows) for request in requests), initial=0))
         self._missing = set(range(len(requests)))
         self._next: dict[int, int] = {}
-        self._token_ids = np.empty(sum(lengths), dtype=np.int32)
-        self._aux = fresh((layers, sum(lengths), width), torch.bfloat16)
-        self._final = fresh((sum(rows), width), torch.bfloat16)
+        tokens, rows = self._starts[-1], self._final_starts[-1]
+        self._token_ids, self._aux, self._final = tensors or (
+            np.empty(tokens, dtype=np.int32),
+            fresh((layers, tokens, width), torch.bfloat16),
+            fresh((rows, width), torch.bfloat16),
+        )
 
     def put(self, index: int, token_ids: np.ndarray, aux: Tensor, final: Tensor, next_token: int | None = None) -> None:
         """Take the states of request ``index``: token_ids int [T] as run; aux [L, T, D]; final [T, D], any dtype.
@@ -38,8 +45,7 @@ class Assembly:
         """
         request, where = self._requests[index], f"request {index} of {len(self._requests)}"
         tokens = len(request.input_ids)
-        if index not in self._missing:
-            raise CaptureError(f"the engine answered {where} twice", kind=Kind.ENGINE_REQUEST)
+        self._require_missing(index)
         if not np.array_equal(token_ids, request.input_ids):
             raise CaptureError(
                 f"the engine ran {len(token_ids)} tokens for {where} that are not the {tokens} it was given",
@@ -58,9 +64,20 @@ class Assembly:
         self._aux[:, start : start + tokens].copy_(aux)
         rows = torch.from_numpy(request.final_rows.astype(np.int64)).to(final.device)
         self._final[final_start : final_start + len(rows)].copy_(final[rows])
-        if next_token is not None and len(rows) and int(rows[-1]) == tokens - 1:
-            self._next[final_start + len(rows) - 1] = next_token
-        self._missing.discard(index)
+        self.note(index, next_token)
+
+    def note(self, index: int, next_token: int | None) -> None:
+        """Count request ``index``, whose states are in place; CaptureError ``engine-request`` if they were before."""
+        self._require_missing(index)
+        self._missing.remove(index)
+        rows = self._requests[index].final_rows
+        if next_token is not None and len(rows) and int(rows[-1]) == len(self._requests[index].input_ids) - 1:
+            self._next[self._final_starts[index] + len(rows) - 1] = next_token
+
+    def _require_missing(self, index: int) -> None:
+        if index not in self._missing:
+            where = f"request {index} of {len(self._requests)}"
+            raise CaptureError(f"the engine answered {where} twice", kind=Kind.ENGINE_REQUEST)
 
     def captured(self) -> Captured:
         """The whole unit. Raises CaptureError ``engine-request``: requests that the engine never answered."""

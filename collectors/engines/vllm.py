@@ -1,4 +1,5 @@
-"""vLLM, in this process or as a server: prompts go in as token ids, states come out through a folder in memory.
+"""vLLM, started here or as a server: prompts go in as token ids; states come out into the unit's own memory by a
+connector of ours, or from a server as the files that vLLM's connector writes.
 
 Measured on vLLM 0.32: a file holds ``hidden_states`` [T, n, D] in the model's dtype and ``token_ids`` int64 [T]; its
 columns are the ids asked for, ascending and once each; id k is the residual stream after k layers, so id N is the final
@@ -11,8 +12,8 @@ import fcntl
 import json
 import os
 import shlex
+import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -29,7 +30,8 @@ from torch import Tensor
 
 from collectors.engines import Captured, CaptureEngine, CaptureRequest, EngineOptions, raise_if_stopped, read_settings
 from collectors.engines.assembly import Assembly
-from collectors.engines.resources import Scratch, check_version, choose_devices, major_minor
+from collectors.engines.resources import check_version, choose_devices, major_minor
+from collectors.engines.unit_memory import PLACE, UnitMemory
 from collectors.targets.load import EngineTarget
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import CaptureError, ConfigError, Kind
@@ -42,7 +44,7 @@ from schemas.manifest import Engine
 CONNECTOR = "ExampleHiddenStatesConnector"
 CPU_CONNECTOR = "CpuHiddenStatesConnector"
 CPU_CONNECTOR_MODULE = "collectors.engines.vllm_cpu_connector"
-# A file that is not whole so long after its request was answered will never be.
+# States that are not there so long after their request was answered will never be.
 LATE_S = 120.0
 _STATES, _TOKENS = "hidden_states", "token_ids"
 
@@ -91,6 +93,16 @@ def kv_transfer_config(folder: str, on_cpu: bool = False) -> dict[str, Any]:
         "kv_connector_extra_config": {"shared_storage_path": folder},
     }
     return config | ({"kv_connector_module_path": CPU_CONNECTOR_MODULE} if on_cpu else {})
+
+
+def memory_transfer_config() -> dict[str, Any]:
+    """What an engine that this process starts is told, to put states into the memory of their unit."""
+    return {
+        "kv_connector": "HiddenStoreConnector",
+        "kv_connector_module_path": "collectors.engines.vllm_connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"collector": os.getpid(), "use_synchronization_lock": False},
+    }
 
 
 def server_command(target: EngineTarget, layer_ids: LayerIds) -> str:
@@ -169,10 +181,8 @@ def open_vllm(target: EngineTarget, options: EngineOptions) -> CaptureEngine:
     return VllmProcess(target, options) if options.server is None else VllmServer(target, options)
 
 
-# The first version whose extraction is exact under chunked prefill and prefix caching.
-EXACT_CHUNKS = (0, 22)
-# States under way at one time: enough batches that the engine never waits for a file to be read.
-BATCHES_UNDER_WAY = 4
+# The first version whose connector hands a request's states to one function, which ours takes the place of.
+OLDEST_HERE = (0, 32)
 _POLL_S = 0.001
 FIXED_ARGUMENTS = ("model", "revision", "dtype", "trust_remote_code", "speculative_config", "kv_transfer_config")
 # Versions whose extraction was measured against Hugging Face, or whose connector is the same file.
@@ -201,20 +211,8 @@ class VllmProcess:
                 )
         self.target = target
         self._layer_ids = LayerIds.of(options.aux_layers, target.folder.num_layers)
-        self._layers = len(options.aux_layers)
-        item = torch.empty(0, dtype=target.head.norm_weight.dtype).element_size()
-        token_bytes = len(self._layer_ids.ids) * target.head.hidden_size * item
-        self._scratch = Scratch(options.scratch)
-        try:
-            longest = max(options.longest, options.batch_tokens)
-            self._scratch.require(2 * longest * token_bytes)
-            room = self._scratch.free_bytes() // 2 // token_bytes
-            self._under_way_tokens = max(longest, min(BATCHES_UNDER_WAY * options.batch_tokens, room))
-            self._llm = self._start(options)
-        except BaseException:
-            self._scratch.close()
-            raise
-        self._captured = 0
+        self._llm = self._start(options)
+        self._units = 0
 
     def _start(self, options: EngineOptions) -> Any:
         choose_devices(options)
@@ -226,6 +224,7 @@ class VllmProcess:
         import vllm
         from vllm.platforms import current_platform
 
+        _require_memory(vllm.__version__)
         folder = self.target.folder
         settings: dict[str, Any] = {
             "max_num_batched_tokens": options.batch_tokens,
@@ -239,9 +238,6 @@ class VllmProcess:
             settings["max_model_len"] = options.longest + 1
             if options.longest + 1 > int(getattr(self.target.config, "max_position_embeddings", 0) or 0):
                 os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-        if major_minor(vllm.__version__) < EXACT_CHUNKS:
-            settings |= {"enable_prefix_caching": False, "enable_chunked_prefill": False}
-            settings["max_num_batched_tokens"] = max(options.batch_tokens, options.longest + 1)
         settings |= options.extra
         try:
             return vllm.LLM(
@@ -252,7 +248,7 @@ class VllmProcess:
                 dtype=self.target.identity.dtype,
                 tensor_parallel_size=options.tensor_parallel,
                 speculative_config=speculative_config(self._layer_ids),
-                kv_transfer_config=kv_transfer_config(str(self._scratch.path), on_cpu=current_platform.is_cpu()),
+                kv_transfer_config=memory_transfer_config(),
                 **settings,
             )
         except (TypeError, ValueError, RuntimeError, OSError) as error:
@@ -283,116 +279,121 @@ class VllmProcess:
         )
 
     def capture(self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False) -> Captured:
-        """States of one unit, matched to requests by the id each was sent under, and by its token ids."""
-        flow = _Flow(self._llm.llm_engine, requests, self._under_way_tokens, self._captured)
-        self._captured += len(requests)
-        assembly = Assembly(requests, self._layers, self.target.head.hidden_size)
+        """States of one unit, each put where its request says; a request's place names unit and index."""
+        width = self.target.head.hidden_size
+        self._units += 1
+        memory = UnitMemory.create(
+            requests, self._units, self._layer_ids.aux, columns=len(self._layer_ids.ids), width=width
+        )
+        flow = _Flow(self._llm.llm_engine, requests, memory)
         try:
-            while flow.busy:
+            while flow.is_busy:
                 raise_if_stopped(stop)
                 flow.step()
-                for index, next_token, token_ids, states in flow.finished():
-                    assembly.put(index, token_ids, *self._layer_ids.split(states), next_token)
         except BaseException:
             flow.abandon()
             raise
-        return assembly.captured()
+        return memory.assembly.captured()
 
     def close(self) -> None:
-        """End vLLM and remove its folder; another may be started in this process afterwards."""
+        """End vLLM; another may be started in this process afterwards."""
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         cleanup_dist_env_and_memory()
-        self._scratch.close()
+
+
+def _require_memory(version: str) -> None:
+    """ConfigError ``engine-start`` where this vLLM cannot put states into memory of this process."""
+    if hasattr(os, "memfd_create") and major_minor(version) >= OLDEST_HERE:
+        return
+    raise ConfigError(
+        f"vLLM {version} on {sys.platform} cannot put states into memory of this process: expected Linux and vLLM "
+        f"{'.'.join(map(str, OLDEST_HERE))} or later",
+        kind=Kind.ENGINE_START,
+        hint="pip install --upgrade vllm; or collect --server URL, from a server that runs already",
+    )
 
 
 class _Flow:
-    """Requests through ``LLMEngine``: at most so many tokens are sent and not yet read back."""
+    """The requests of one unit through ``LLMEngine``, until their states are in its memory."""
 
-    def __init__(self, engine: Any, requests: Sequence[CaptureRequest], under_way_tokens: int, first: int) -> None:
-        from vllm import SamplingParams, envs
+    def __init__(self, engine: Any, requests: Sequence[CaptureRequest], memory: UnitMemory) -> None:
+        from vllm import envs
 
-        self._engine = engine
-        self._requests = requests
-        self._sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-        # A core in this process writes a request's file in the step after its last one.
+        self._engine, self._memory = engine, memory
+        # A core in this process hands over a request's states in the step after its last one.
         self._steps_in_process = not envs.VLLM_ENABLE_V1_MULTIPROCESSING
-        self._names = {f"hiddenstore-{first + index}": index for index in range(len(requests))}
-        self._waiting = deque(self._names)
-        self._running: set[str] = set()
-        self._answered: deque[tuple[int, int | None, StateFile]] = deque()
-        self._free_tokens = under_way_tokens
+        self._running: dict[str, int] = {}
+        self._answered: dict[int, int | None] = {}
+        self._moved_s = time.monotonic()
+        for index, request in enumerate(requests):
+            self._send(index, request)
 
     @property
-    def busy(self) -> bool:
-        return bool(self._waiting or self._running or self._answered)
+    def is_busy(self) -> bool:
+        return bool(self._running or self._answered)
 
     def step(self) -> None:
-        """Send what fits, run the engine once, collect what it answered."""
-        while self._waiting:
-            tokens = len(self._requests[self._names[self._waiting[0]]].input_ids)
-            if tokens > self._free_tokens and (self._running or self._answered):
-                break
-            self._send(self._waiting.popleft())
+        """Run the engine once; take what it answered and what is in the memory by now."""
+        before = len(self._running), len(self._answered)
         if not self._running and not self._steps_in_process:
             time.sleep(_POLL_S)
-            return
-        for output in self._engine.step():
-            if output.finished:
-                self._running.discard(output.request_id)
-                self._answer(output)
-
-    def finished(self) -> Iterator[tuple[int, int | None, np.ndarray, Tensor]]:
-        """Index, next token, token ids and states of the answers whose files are written; the files are removed."""
-        for _ in range(len(self._answered)):
-            index, next_token, file = self._answered.popleft()
-            states = file.read()
-            if states is None:
-                self._answered.append((index, next_token, file))
-                continue
-            file.remove()
-            self._free_tokens += len(self._requests[index].input_ids)
-            yield index, next_token, *states
+        else:
+            for output in self._engine.step():
+                if output.finished:
+                    self._answer(output)
+        for index in self._memory.placed() & self._answered.keys():
+            self._memory.assembly.note(index, self._answered.pop(index))
+        if before != (len(self._running), len(self._answered)) or self._running:
+            self._moved_s = time.monotonic()
+        elif time.monotonic() - self._moved_s > LATE_S:
+            raise CaptureError(
+                f"vLLM answered request {min(self._answered)}, but its states are not there after {LATE_S:.0f} s",
+                kind=Kind.STATES_LATE,
+                hint="vLLM's log says why they could not be handed over",
+            )
 
     def abandon(self) -> None:
-        """Drop what is under way; its files go with the folder."""
+        """Drop what is under way; nothing of it is put anywhere."""
         self._engine.abort_request(list(self._running))
 
-    def _send(self, name: str) -> None:
-        ids = self._requests[self._names[name]].input_ids.tolist()
+    def _send(self, index: int, request: CaptureRequest) -> None:
+        from vllm import SamplingParams
+
+        place, ids = self._memory.place(index), request.input_ids.tolist()
         prompt: Any = {"prompt_token_ids": ids}
         # Versions that prepare prompts in a renderer of their own want its output.
         renderer: Any = getattr(self._engine, "renderer", None)
         if hasattr(renderer, "render_cmpl"):
             (prompt,) = renderer.render_cmpl([prompt])
+        where = {"kv_transfer_params": {PLACE: str(place)}}
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=where)
+        name = f"hiddenstore-{place.number}-{index}"
         try:
-            self._engine.add_request(name, prompt, self._sampling)
+            self._engine.add_request(name, prompt, sampling)
         except ValueError as error:
             raise CaptureError(
                 f"vLLM refuses a sample of {len(ids)} tokens: {first_line(error)}",
                 kind=Kind.ENGINE_REQUEST,
                 hint="hiddenstore prepare INPUT -o DATA --target T --max-tokens N",
             ) from error
-        self._free_tokens -= len(ids)
-        self._running.add(name)
+        self._running[name] = index
 
     def _answer(self, output: Any) -> None:
-        if output.request_id not in self._names:
+        index = self._running.pop(output.request_id, None)
+        if index is None:
             raise CaptureError(
                 f"vLLM answered request {output.request_id}, which is none of ours", kind=Kind.ENGINE_REQUEST
             )
-        path = (output.kv_transfer_params or {}).get("hidden_states_path")
-        if path is None:
+        if (output.kv_transfer_params or {}).get(PLACE) != str(self._memory.place(index)):
             raise CaptureError(
                 f"vLLM answered without hidden states (finish reason {output.outputs[0].finish_reason})",
                 kind=Kind.ENGINE_FILE,
             )
         sampled = output.outputs[0].token_ids
-        self._answered.append(
-            (self._names[output.request_id], int(sampled[0]) if len(sampled) else None, StateFile(path))
-        )
+        self._answered[index] = int(sampled[0]) if len(sampled) else None
 
 
 def checks() -> Iterator[DoctorCheck]:

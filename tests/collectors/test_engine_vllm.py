@@ -1,9 +1,11 @@
 """The vLLM engine against a stand-in server: states, files, refusals. A real vLLM runs in tests/engines."""
 
 import copy
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,17 @@ from collectors.capture.options import CollectOptions
 from collectors.engines import CaptureRequest, EngineOptions, open_engine
 from collectors.engines.hf import HfEngine
 from collectors.engines.resources import major_minor
-from collectors.engines.vllm import _PROBE, LayerIds, StateFile, VllmServer, kv_transfer_config, speculative_config
+from collectors.engines.unit_memory import PLACE, UnitMemory
+from collectors.engines.vllm import (
+    _PROBE,
+    LayerIds,
+    StateFile,
+    VllmServer,
+    _Flow,
+    _require_memory,
+    kv_transfer_config,
+    speculative_config,
+)
 from collectors.targets.load import EngineTarget, LoadedTarget, load_target
 from hiddenstore.errors import CaptureError, ConfigError, FormatError, HiddenstoreError, InterruptError
 from hiddenstore.store import Store
@@ -280,6 +292,32 @@ def test_what_vllm_is_told_is_json_and_says_its_own_connector() -> None:
     assert kv_transfer_config("/x")["kv_connector"] == "ExampleHiddenStatesConnector"
     on_cpu = kv_transfer_config("/x", on_cpu=True)
     assert on_cpu["kv_connector_module_path"] == "collectors.engines.vllm_cpu_connector"
+
+
+def test_a_vllm_whose_connector_is_another_is_refused_with_the_server_as_the_way_out() -> None:
+    _require_memory("0.32.0+cpu")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.31\.2 .* expected Linux and vLLM 0\.32 or later") as caught:
+        _require_memory("0.31.2")
+    assert caught.value.kind == "engine-start"
+    assert "--server URL" in str(caught.value.hint)
+
+
+def test_states_that_never_come_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collectors.engines.vllm.LATE_S", -1.0)
+    (wanted,) = requests((5,))
+    memory = UnitMemory.create([wanted], 1, layers=2, columns=3, width=8)
+    monkeypatch.setattr(_Flow, "_send", lambda flow, index, _request: flow._running.update({"a": index}))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(envs=SimpleNamespace(VLLM_ENABLE_V1_MULTIPROCESSING=0)))
+    place = {PLACE: str(memory.place(0))}
+    answer = SimpleNamespace(
+        request_id="a", finished=True, kv_transfer_params=place, outputs=[SimpleNamespace(token_ids=[7])]
+    )
+    steps = iter([[answer], []])
+    flow = _Flow(SimpleNamespace(step=lambda: next(steps)), [wanted], memory)
+    flow.step()
+    with pytest.raises(CaptureError, match="request 0, but its states are not there after") as caught:
+        flow.step()
+    assert caught.value.kind == "states-late"
 
 
 def test_versions_are_compared_by_their_numbers() -> None:

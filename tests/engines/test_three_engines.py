@@ -163,17 +163,15 @@ def spoil_hugging_face(patch: pytest.MonkeyPatch, spoil: Spoil) -> None:
 
 
 def spoil_vllm(patch: pytest.MonkeyPatch, spoil: Spoil) -> None:
-    """vLLM's own writer writes spoiled states; everything around it is as it is."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
-        ExampleHiddenStatesConnector as Connector,
-    )
+    """vLLM's worker hands over spoiled states; everything around it is as it is."""
+    from collectors.engines.vllm_connector import HiddenStoreConnector as Connector
 
     right = Connector._write_tensors
 
-    def write(tensors: dict[str, Tensor], *rest: Any) -> None:
-        right(tensors | {"hidden_states": spoil(tensors["hidden_states"]).contiguous()}, *rest)
+    def write(self: Connector, tensors: dict[str, Tensor], *rest: Any) -> None:
+        right(self, tensors | {"hidden_states": spoil(tensors["hidden_states"]).contiguous()}, *rest)
 
-    patch.setattr(Connector, "_write_tensors", staticmethod(write))
+    patch.setattr(Connector, "_write_tensors", write)
 
 
 def ask_one_on(patch: pytest.MonkeyPatch) -> None:
@@ -232,7 +230,7 @@ def reference() -> LoadedTarget:
 
 @pytest.fixture(scope="module")
 def running_vllm() -> Iterator[VllmProcess]:
-    """One vLLM for every mistake that is made in its files."""
+    """One vLLM for every mistake that is made in its worker."""
     options = EngineOptions(LAYERS, 4096, longest=1024, dtype="float32")
     started = VllmProcess(EngineTarget(open_target(str(TARGET_DIR)), "float32"), options)
     yield started

@@ -1,0 +1,84 @@
+"""Capture with a real vLLM in its own process, killed: nothing stays of the memory, and the rest is captured later."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from engine_world import hiddenstore
+
+from collectors.demo import TARGET_DIR
+from collectors.demo.corpus import conversations
+from hiddenstore.store import Store
+
+pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+CONVERSATIONS, UNIT_TOKENS = 60, 1024
+ONE_STEP = 2.0**-7
+"""The spacing of bf16 values, relative to them at most: two engines round to either side of a step."""
+
+COMMAND = (
+    f"from hiddenstore import inputs; inputs.UNIT_TOKENS = {UNIT_TOKENS}; from hiddenstore.cli import main; main()"
+)
+
+
+def collecting(data: str, store: Path, engine: str) -> "subprocess.Popen[str]":
+    """The command, in a process group of its own; vLLM's core is another process of it."""
+    words = ["collect", data, "-o", str(store), "--target", str(TARGET_DIR), "--dtype", "fp32", "--recipe", "lossless"]
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *words, "--engine", engine, "--check", "none", "--json"],
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def commits(store: Path) -> int:
+    return len(list((store / "commits").glob("*.json")))
+
+
+def holders(group: int) -> list[str]:
+    """Processes of a group that map a unit's memory."""
+    found = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if os.getpgid(int(maps.parent.name)) == group and "hiddenstore-unit" in maps.read_text():
+                found.append(maps.parent.name)
+        except (ProcessLookupError, FileNotFoundError, PermissionError):
+            continue
+    return found
+
+
+def test_a_killed_capture_leaves_no_memory_and_resumes_to_the_same_store(tmp_path: Path) -> None:
+    rows = [json.dumps(row) for row in islice(conversations(), CONVERSATIONS)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    data, store = str(tmp_path / "data"), tmp_path / "vllm"
+    hiddenstore("prepare", str(tmp_path / "rows.jsonl"), "-o", data, "--target", str(TARGET_DIR))
+    running = collecting(data, store, "vllm")
+    while running.poll() is None and commits(store) < 2:
+        time.sleep(0.001)
+    assert len(holders(running.pid)) >= 2, "the unit is shared by two processes"
+    os.killpg(running.pid, signal.SIGKILL)
+    running.communicate()
+    left = commits(store)
+    while holders(running.pid):
+        time.sleep(0.01)
+    resumed = collecting(data, store, "vllm")
+    answer = json.loads(resumed.communicate()[0])
+    assert (answer["units"], answer["pending_units"]) == (commits(store) - left, 0)
+    assert 2 <= left < commits(store)
+    straight = collecting(data, tmp_path / "hf", "hf")
+    straight.communicate()
+    found = hiddenstore("diff", str(store), str(tmp_path / "hf"), "--samples", "0", "--tolerance", str(ONE_STEP))
+    assert found["beyond_tolerance"] == []
+    assert found["coverage"] == {"only_a": 0, "both": len(Store.open(store)), "only_b": 0}
+    assert hiddenstore("verify", str(store), "--full")["ok"]
