@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo demo-llm demo-llm-quick test check test-parity test-engines test-llamacpp test-objects test-pages test-ray test-transformers-457 reliability wheel-smoke bench bench-storage bench-train schemas clean
+.PHONY: install demo demo-llm demo-llm-quick test check docs test-parity test-engines test-llamacpp test-objects test-pages test-ray test-transformers-457 reliability wheel-smoke bench bench-storage bench-train schemas clean
 
 install: $(VENV)/.installed
 
@@ -39,6 +39,19 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
+
+# The site, without a warning and with every link; what its pages tell a reader to type is run first.
+docs: install $(VENV)-docs/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "docs or not docs" tests/test_docs.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --quiet --strict
+
+# MkDocs reads commands, settings and docstrings from the first environment's packages.
+$(VENV)-docs/.installed: docs/site/requirements.txt $(VENV)/.installed
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet --disable-pip-version-check -r docs/site/requirements.txt
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$($(VENV)-docs/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
+	touch $@
 
 # Every kill, crash point, refused read, damaged byte and mutated document, at length; each part adds its rows to
 # benchmarks/results/reliability-<date>.md. All of it takes hours; PART=tests/reliability/test_model.py is one part.

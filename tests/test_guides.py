@@ -5,33 +5,17 @@ import re
 import shlex
 from pathlib import Path
 
-import click
 import pytest
-import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from hiddenstore.cli import main
-from hiddenstore.cli.words import WORDS_ONLY
-from tests.collectors.tiny import CONFIGS, tiny_tokenizer
+from tests.doc_blocks import require_parses, small, target_of_eight_layers
 from tests.test_peers import AUTOMODEL
-from tests.tiny_world import TRAIN, World, chat, run, write_rows
+from tests.tiny_world import World, chat, run, write_rows
 
 GUIDES = Path(__file__).parents[1] / "docs" / "guides"
 ROOT = GUIDES.parents[1]
 LONG = ("automodel", "modelopt")
 NEEDS = {"hub", "server", "GPU", "TensorRT-LLM"}
-# What keeps a command small here; the page shows what a person types.
-SMALL = {
-    "train": TRAIN,
-    # States of random weights mean nothing, which verify would find.
-    "run": (
-        *(f"drafters.eagle3.settings.{word}" for word in TRAIN),
-        *("verify.meaning=false", "decode.count=2", "decode.max-new-tokens=8"),
-    ),
-    "decode": ("-n", "2", "--max-new-tokens", "8"),
-    "regenerate": ("--max-new-tokens", "8", "--max-samples", "6"),
-}
 OWN_STEPS = {"train store -o run --resume": 3, "train store -o again": 4}
 
 
@@ -58,12 +42,7 @@ def test_there_is_a_page_for_each_guide() -> None:
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page}-{' '.join(words)}" for page, words in COMMANDS])
 def test_every_command_of_ours_is_one_that_parses(page: str, words: list[str]) -> None:
-    command = main.get_command(click.Context(main), words[0])
-    assert command is not None, words[0]
-    parent = click.Context(main)
-    parent.meta[WORDS_ONLY] = True
-    with command.make_context(words[0], [*words[1:]], parent=parent):
-        pass
+    require_parses(words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -89,27 +68,9 @@ def files_of_a_user(folder: Path, with_prompts: bool) -> None:
     (folder / "eagle3_llama8b.yaml").write_text(yaml.safe_dump(settings))
 
 
-def small(words: list[str], target: str) -> list[str]:
-    """The words with the tiny target for M, and its size."""
-    line, more = " ".join(words), list(SMALL.get(words[0], ()))
-    for beginning, steps in OWN_STEPS.items():
-        if line.startswith(beginning):
-            more = [f"train.max_steps={steps}"]
-    if "--drafter" in words:
-        more.remove("loss.steps=2")
-    own = [target if word == "M" else word for word in words]
-    # What follows a bare -- is the engine's.
-    end = own.index("--") if "--" in own else len(own)
-    return [*own[:end], *more, *own[end:]]
-
-
-def target_of_eight_layers(folder: Path) -> str:
-    """Deep enough for the layers of every drafter, long enough for the pages' samples."""
-    config = CONFIGS["llama"]().to_dict() | {"num_hidden_layers": 8, "max_position_embeddings": 4096}
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
+def steps_of(words: list[str]) -> int | None:
+    line = " ".join(words)
+    return next((steps for beginning, steps in OWN_STEPS.items() if line.startswith(beginning)), None)
 
 
 @pytest.mark.parametrize(
@@ -128,5 +89,5 @@ def test_the_commands_of_a_page_run_in_its_order(
     target = target_of_eight_layers(tmp_path / "target") if page.stem in LONG else world / "target"
     for number, (_, words, how) in enumerate(rows(page)):
         if how == "runs":
-            code = run(*small(words, target))
+            code = run(*small(words, target, steps_of(words)))
             assert code == 0, f"row {number}: {words}: {capsys.readouterr().err[-2000:]}"

@@ -1,0 +1,96 @@
+"""README and docs/: every command is read by the command line, every untagged block is run, what is cited exists."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.doc_blocks import NEEDS, PAGES, ROOT, Block, blocks, require_parses, small, target_of_eight_layers
+from tests.tiny_world import TRAIN, chat, run, write_rows
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+OPEN = sorted({block.page for block in BLOCKS if not block.how}, key=str)
+# What pages call the same thing.
+ALSO = {"store": ("my-store", "store-captured-with-hf"), "run": ("my-run", "run-a", "run-b")}
+AT_LEAST = 0.8
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.how != "run by"], ids=str)
+def test_every_command_of_a_block_that_no_other_test_runs_is_one_that_parses(block: Block) -> None:
+    for words in block.commands:
+        require_parses(words)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.how], ids=str)
+def test_a_note_names_what_is_needed_or_a_test_that_reads_the_page(block: Block) -> None:
+    if block.how == "needs":
+        assert set(block.what.split(", ")) <= NEEDS
+    else:
+        assert block.page.name in (ROOT / block.what).read_text(encoding="utf-8")
+
+
+def test_most_blocks_are_run(capsys: pytest.CaptureFixture[str]) -> None:
+    ran = [block for block in BLOCKS if block.how != "needs"]
+    with capsys.disabled():
+        sys.stdout.write(f"\n{len(ran)} of {len(BLOCKS)} blocks of README and docs are run, the others read\n")
+    assert len(ran) >= AT_LEAST * len(BLOCKS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_a_page_cites_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    cited = re.findall(r"`((?:tests|benchmarks|docs)/[\w/.*-]*\w)`", text)
+    assert [name for name in cited if not any(ROOT.glob(name))] == []
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    assert set(re.findall(r"`make ([\w-]+)", text)) <= targets
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages take for granted, each under the name that they use."""
+    folder = tmp_path_factory.mktemp("pages")
+    target = target_of_eight_layers(folder / "target")
+    for name in ("chats.jsonl", "answers.jsonl"):
+        write_rows(folder / name, [chat(number) for number in range(40)])
+    for name in ("questions.jsonl", "prompts.jsonl", "held-out.jsonl", "mt_bench.jsonl"):
+        write_rows(folder / name, [{"prompt": f"What is {number}?"} for number in range(4)])
+    store, made = str(folder / "store"), str(folder / "run")
+    for words in (
+        ("prepare", folder / "chats.jsonl", "-o", folder / "data", "--target", target, "--val", "20%"),
+        ("collect", folder / "data", "-o", store, "--target", target, "--layers", "all-drafters"),
+        ("train", store, "-o", made, *TRAIN),
+        ("export", made, "--engine", "vllm", "-o", folder / "drafter"),
+        ("export-data", store, "--to", "specforge-eagle3", "-o", folder / "dump"),
+    ):
+        assert run(*map(str, words), "-q") == 0, words
+    (folder / "cache").mkdir()
+    (folder / "cache" / "hidden_states").symlink_to(folder / "dump")
+    for name, others in ALSO.items():
+        for other in others:
+            (folder / other).symlink_to(folder / name)
+    return folder
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("page", OPEN, ids=lambda page: page.stem)
+def test_the_untagged_blocks_of_a_page_run_in_its_order(
+    page: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = [block for block in blocks(page) if not block.how]
+    words_of_page = [word for block in own for words in block.commands for word in words]
+    for thing in shared.iterdir():
+        uses = [index for index, word in enumerate(words_of_page) if word == thing.name]
+        # What the page makes itself is not there before.
+        if not uses or words_of_page[uses[0] - 1] not in ("-o", "-O"):
+            (tmp_path / thing.name).symlink_to(thing)
+    for block in own:
+        if block.language == "python":
+            Path("block.py").write_text(block.text, encoding="utf-8")
+            runpy.run_path("block.py")
+        for words in block.commands:
+            code = run(*small(words, str(shared / "target")))
+            assert code == 0, f"{block}: {words}: {capsys.readouterr().err[-2000:]}"
