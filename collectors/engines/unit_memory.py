@@ -142,7 +142,8 @@ class UnitMemory:
         statuses = os.pread(self._descriptor, self._count, self._status)
         if _FAILED in statuses:
             reason: dict[str, Any] = json.loads(os.pread(self._descriptor, _REASON_BYTES, self._reason))
-            raise CaptureError(str(reason["message"]), kind=Kind(reason["kind"]))
+            kind = Kind(reason["kind"])  # type: ignore[call-arg]  # mypy takes __new__ for the lookup
+            raise CaptureError(str(reason["message"]), kind=kind)
         return {index for index, status in enumerate(statuses) if status == _PLACED}
 
     def _skip(self, size: int) -> int:

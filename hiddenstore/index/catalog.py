@@ -28,7 +28,6 @@ from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.file import IndexFile, live_indexes, renumbered
 from hiddenstore.index.listed import Listed, list_records
 from hiddenstore.index.table import SPLITS, SampleTable, joined, table_of
-from hiddenstore.layout import parse_commit
 from schemas.manifest import CommitRecord, Snapshot, SnapshotEntry
 
 if TYPE_CHECKING:
@@ -398,9 +397,13 @@ class _Reading:
         return item.numbered(place)
 
 
+def _units(catalog: Catalog) -> list[str]:
+    return [parsed.unit if (parsed := layout.parse_commit(name)) else name for name in catalog.names]
+
+
 def make_snapshot(name: str, catalog: Catalog) -> Snapshot:
     """A frozen list of records with their digests, sorted by unit."""
-    units = [parsed.unit if (parsed := layout.parse_commit(record)) else record for record in catalog.names]
+    units = _units(catalog)
     order = sorted(range(len(units)), key=units.__getitem__)
     return Snapshot(
         name=name,
@@ -417,7 +420,7 @@ def sample_table(catalog: Catalog) -> "pa.Table":
 
     rows = catalog.commit_order()
     table = catalog.table.take(rows)
-    units = pa.array([name.unit if (name := parse_commit(file)) else file for file in catalog.names], pa.string())
+    units = pa.array(_units(catalog), pa.string())
     numbers = {name: pa.array(table.columns[name]) for name in ("tokens", "supervised", "final_rows")}
     columns = {
         "id": pa.array(list(table.ids), pa.string()),
