@@ -299,6 +299,7 @@ class Kind(StrEnum):
     CURSOR_INVALID = "cursor-invalid", ConfigError, "A cursor is not one that this version wrote."
     CURSOR_MISMATCH = "cursor-mismatch", ConflictError, "A cursor belongs to other samples or another order."
     INIT_CHANGED = "init-changed", ConflictError, "The checkpoint that a run was initialised from has changed."
+    START_MISSING = "start-missing", ConfigError, "That drafter starts as a part of its target, and none is named."
     INIT_DIFFERS = "init-differs", ConfigError, "The checkpoint to initialise from is of another shape."
     PACK_INVALID = "pack-invalid", ConfigError, "Ranks, workers or tokens a pack cannot be arranged like that."
     DRAFTER_CONTRADICTION = "drafter-contradiction", ConfigError, "Settings of the drafter contradict each other."

@@ -1,5 +1,5 @@
-"""EAGLE-3, DFlash and n-gram lookup in a real llama.cpp: what was exported drafts there as it does here, and a mistake
-shows."""
+"""EAGLE-3, DFlash, DSpark and n-gram lookup in a real llama.cpp: what was exported drafts there as it does here, and a
+mistake shows."""
 
 import json
 import shutil
@@ -33,6 +33,11 @@ def eagle3(engine_world: EngineWorld, target: str) -> str:
 @pytest.fixture(scope="session")
 def dflash(engine_world: EngineWorld, target: str) -> str:
     return exported(engine_world.trained("dflash", "dflash", "drafter.block_size=6", steps=40), target)
+
+
+@pytest.fixture(scope="session")
+def dspark(engine_world: EngineWorld, target: str) -> str:
+    return exported(engine_world.trained("dspark", "dspark", "drafter.block_size=5", steps=40), target)
 
 
 def exported(run: str, target: str) -> str:
@@ -139,6 +144,16 @@ def test_dflash_fills_a_block_from_the_layers_it_was_trained_on(agreement, dflas
     assert agreement.of(spoiled(dflash, "layers-one-off", shift), "dflash", 5) > OF_DECODE
 
 
+def test_dspark_proposes_from_every_slot_and_knows_the_token_before(agreement, dspark):
+    assert agreement.of(dspark, "dspark", 5) <= OF_DECODE
+
+    def forget(reader):
+        head = next(tensor for tensor in reader.tensors if tensor.name == "markov_w2.weight")
+        head.data[:] = 0
+
+    assert agreement.of(spoiled(dspark, "markov-forgotten", forget), "dspark", 5) > OF_DECODE
+
+
 def test_ngram_lookup_changes_no_token_and_its_counters_add_up(engine_world, target, plain, tmp_path, record_property):
     found = served(target, engine_world.prompts, tmp_path, method="ngram", length=3)
     assert found.answers == plain.answers
@@ -154,7 +169,7 @@ def test_the_target_as_its_own_draft_is_accepted_whole(engine_world, target, pla
     assert found.counts.drafts > len(found.answers)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
 def test_the_file_is_what_llama_cpp_s_own_converter_makes_of_the_export_for_vllm(engine_world, kind, request, tmp_path):
     ours = GGUFReader(request.getfixturevalue(kind))
     folder = engine_world.exported(f"{engine_world.root}/runs/{kind}")
@@ -166,7 +181,8 @@ def test_the_file_is_what_llama_cpp_s_own_converter_makes_of_the_export_for_vllm
         assert tensor.tensor_type == other[name].tensor_type, name
         assert (tensor.data == other[name].data).all(), name
     said = {name: field.contents() for name, field in theirs.fields.items()}
-    kept = {name: value for name, value in said.items() if name.startswith((f"{kind}.", "tokenizer."))}
+    architecture = said["general.architecture"]
+    kept = {name: value for name, value in said.items() if name.startswith((f"{architecture}.", "tokenizer."))}
     assert {name: field.contents() for name, field in ours.fields.items() if name in kept} == kept
 
 

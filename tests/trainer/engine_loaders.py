@@ -1,6 +1,6 @@
 """What each engine's loader fills, restated from its published source: every parameter by the file's names, with shape.
 
-vLLM 0.32: ``model_executor/models/{llama_eagle,llama_eagle3,qwen3_dflash,medusa}.py``. SGLang 0.5.23:
+vLLM 0.32: ``model_executor/models/{llama_eagle,llama_eagle3,qwen3_dflash,medusa,mimo_mtp}.py``. SGLang 0.5.23:
 ``srt/models/{llama_eagle,llama_eagle3,dflash}.py``. TensorRT-LLM, main branch of 2026:
 ``_torch/models/{modeling_speculative,modeling_dflash}.py``. Joint projections (``qkv_proj``, ``gate_up_proj``) are
 named by their parts, which is what a file holds.
@@ -145,6 +145,23 @@ def vllm_medusa(config: Mapping[str, Any]) -> Shapes:
     return found | {f"lm_heads.{k}.weight": [config["vocab_size"], width] for k in range(lm_heads)}
 
 
+def vllm_mimo_mtp(config: Mapping[str, Any]) -> Shapes:
+    """The first layer, a Qwen2 one."""
+    width, layer = config["hidden_size"], "model.mtp_layers.0"
+    assert (config["architectures"], config["num_nextn_predict_layers"]) == (["MiMoForCausalLM"], 1)
+    assert "auto_map" not in config
+    found = {
+        **llama_layer(layer, config, width),
+        f"{layer}.input_proj.weight": [width, 2 * width],
+        "model.embed_tokens.weight": [config["vocab_size"], width],
+        "lm_head.weight": [config["vocab_size"], width],
+    }
+    for name in "qkv":
+        rows = found[f"{layer}.self_attn.{name}_proj.weight"][:1]
+        found[f"{layer}.self_attn.{name}_proj.bias"] = rows
+    return found | {f"{layer}.{name}_layernorm.weight": [width] for name in ("token", "hidden", "final", "input")}
+
+
 def midlayer_is_layer_0(name: str) -> str:
     return name.replace("midlayer.", "layers.0.")
 
@@ -166,6 +183,7 @@ LOADERS: dict[tuple[str, str], Loader] = {
     ),
     ("vllm", "peagle"): Loader(peagle, midlayer_is_layer_0, frozenset({"embed_tokens.weight"}), frozenset({"t2d"})),
     ("vllm", "dflash"): Loader(vllm_dflash, shared=frozenset({"lm_head.weight"}), passed_over=frozenset({"t2d"})),
+    ("vllm", "mtp"): Loader(vllm_mimo_mtp),
     ("vllm", "medusa"): Loader(vllm_medusa, passed_over=frozenset({"d2t", "t2d"})),
     ("sglang", "eagle1"): Loader(lambda c: eagle1(c, fc_bias=True), shared=frozenset({"embed_tokens.weight"})),
     ("sglang", "eagle3"): Loader(

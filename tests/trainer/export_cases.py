@@ -28,6 +28,14 @@ IDENTITY = TargetIdentity(
     weights_sha256="4" * 64,
 )
 
+MIMO = {
+    "architectures": ["MiMoForCausalLM"], "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+    "hidden_size": D, "intermediate_size": F, "max_position_embeddings": 777, "model_type": "mimo",
+    "num_attention_heads": N, "head_dim": E, "num_hidden_layers": LAYERS, "num_key_value_heads": G,
+    "num_nextn_predict_layers": 3, "rms_norm_eps": 1e-6, "rope_theta": 5000.0, "vocab_size": V,
+}  # fmt: skip
+"""``config.json`` of a target with MTP layers."""
+
 
 def make_head(seed: int = 0, bias: bool = False) -> HeadBundle:
     generator = torch.Generator().manual_seed(seed)
@@ -48,7 +56,7 @@ def make(
     ids = torch.randperm(V, generator=generator)[:known]
     vocab = DraftVocab.full(V) if known is None else DraftVocab.of_ids(ids, V)
     settings: dict[str, Any] = {
-        "name": drafter, "aux_layers": () if drafter in ("eagle1", "medusa") else (1, 3, 4), "hidden_size": D,
+        "name": drafter, "aux_layers": () if drafter in ("eagle1", "medusa", "mtp") else (1, 3, 4), "hidden_size": D,
         "intermediate_size": F, "num_heads": N, "num_kv_heads": G, "head_dim": E, "rope_theta": 5000.0,
         "rms_norm_eps": 1e-6, "max_position": 777, "vocab_size": vocab.size,
     }  # fmt: skip
@@ -67,7 +75,8 @@ def make(
             if name == "embed_tokens.weight":
                 continue
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return Checkpoint(model.eval(), vocab, head, IDENTITY, draft_len=draft_len)
+    target_config = MIMO if drafter == "mtp" else {}
+    return Checkpoint(model.eval(), vocab, head, IDENTITY, draft_len=draft_len, target_config=target_config)
 
 
 KINDS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
@@ -94,6 +103,7 @@ KINDS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
     "dspark, small vocabulary, no confidence head": ("dspark", U, {"confidence_head": False}),
     "peagle": ("peagle", U, {}),
     "peagle of two layers, whole vocabulary": ("peagle", None, {"num_layers": 2, "fc_norm": True}),
+    "mtp": ("mtp", None, {}),
     "medusa of two blocks": ("medusa", None, {"medusa_layers": 2}),
     "medusa, small vocabulary": ("medusa", U, {}),
     "medusa with the original head": ("medusa", None, {"original_head": True}),

@@ -20,7 +20,7 @@ from trainer.serve.drafter import read_drafter
 TAKEN = [
     name
     for name, (drafter, _, flags) in KINDS.items()
-    if drafter in ("eagle3", "dflash")
+    if drafter in ("eagle3", "dflash", "dspark")
     and not flags.keys() & {"fc_norm", "num_layers", "causal", "sliding_window", "layer_types"}
 ]
 SCALINGS = [

@@ -61,7 +61,7 @@ def test_an_export_without_its_store_or_settings_is_made_of_what_there_is(run: P
     os.rename(tmp_path / "store", tmp_path / "gone")
     (run / "config.yaml").unlink()
     made = checkpoint_of(loaded, run)
-    assert (made.draft_len, made.target_architectures) == (None, ())
+    assert (made.draft_len, made.target_config) == (None, {})
 
 
 @pytest.mark.parametrize("file", ["hiddenstore.json", "model.safetensors"])

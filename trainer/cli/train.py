@@ -46,6 +46,7 @@ class _Train(click.Command):
         "hiddenstore train STORE -o runs/first",
         "hiddenstore train STORE -o runs/first loss.steps=3 optim.lr=5e-3 train.max_steps=600",
         "hiddenstore train STORE -o runs/second -c eagle3.1 train.init_from=runs/first",
+        "hiddenstore train STORE -o runs/mtp --drafter mtp --target TARGET",
         "hiddenstore train STORE -o runs/long --follow train.max_steps=20000",
         "hiddenstore train STORE --settings",
         "hiddenstore train STORE -o runs/first --resume",
@@ -75,20 +76,23 @@ class _Train(click.Command):
     "--follow", is_flag=True, help="Each epoch reads what is collected by then; needs train.max_steps (train.follow)."
 )
 @click.option("--resume-from", "earlier", metavar="CHECKPOINT", help="Go on in a new RUN from RUN/checkpoints/step-N.")
+@click.option("--target", metavar="TARGET", help="Start from the MTP layer of this checkpoint; no more of it is read.")
 @click.option("--mirror", metavar="URL", help="Copy each checkpoint there; --resume begins from it where RUN is gone.")
 @cache_options
 @common_options
 def train(store: str, words: tuple[str, ...], run: str | None, settings: bool, **options: Any) -> None:
     """Train a drafter from a store; the target is not needed.
 
+    --target is for --drafter mtp: the layer as it was before training is RUN/start, a run to evaluate and compare with.
+
     --resume-from leaves the run of CHECKPOINT as it is: RUN becomes a copy that stands where CHECKPOINT stood, weights,
     optimizer and place in the data, and goes on exactly; train.* words may change.
     """
     if settings:
-        others = [name for name in ("resume", "earlier", "mirror", "cache") if options[name]]
+        others = [name for name in ("resume", "earlier", "mirror", "cache", "target") if options[name]]
         if run is not None or others:
             raise click.UsageError(
-                "--settings shows what a new run would take: without -o, --resume, --mirror, --cache"
+                "--settings shows what a new run would take: without -o, --resume, --mirror, --cache, --target"
             )
         words = (*words, "train.follow=true") if options["follow"] else words
         drafter, file, words = _in_our_words(options["drafter"], options["file"], words)
@@ -109,6 +113,7 @@ def _train(
     resume: bool,
     earlier: str | None,
     follow: bool,
+    target: str | None,
     **storage: Any,
 ) -> None:
     from hiddenstore.fs.seam import storage_error
@@ -121,6 +126,10 @@ def _train(
     drafter, file, words = _in_our_words(drafter, file, words, rank.world_size)
     if earlier is not None and resume:
         raise click.UsageError("--resume continues RUN where it stands; --resume-from makes a new one")
+    if target is not None and (resume or earlier is not None):
+        raise click.UsageError("--target is where a new run starts; --resume and --resume-from go on from a checkpoint")
+    if target is not None:
+        drafter = drafter or "mtp"
     resume = resume or earlier is not None
     if not resume:
         _refuse_settings(drafter, file, words)
@@ -135,6 +144,10 @@ def _train(
         branch(Path(earlier), Path(run))
     try:
         path, snapshot = split_snapshot(store)
+        if target is not None and rank.is_first:
+            from trainer.export.published import begin_at_target
+
+            words = (*words, f"train.init_from={begin_at_target(target, run, path, str(drafter))}")
         named: dict[str, Any] = {"drafter": drafter, "file": file, "words": words, "snapshot": snapshot}
         report = train_run(path, run, resume=resume, **named, **storage)
     except OSError as error:

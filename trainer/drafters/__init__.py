@@ -22,6 +22,7 @@ DRAFTERS: "Registry[DrafterKind[Any, Any, Any]]" = Registry(
         "medusa": "trainer.drafters.medusa:MEDUSA",
         "peagle": "trainer.drafters.peagle:PEAGLE",
         "dspark": "trainer.drafters.dspark:DSPARK",
+        "mtp": "trainer.drafters.mtp:MTP",
     },
     "trainer.drafters.base:DrafterKind",
     option="--drafter",

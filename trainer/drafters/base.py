@@ -193,11 +193,13 @@ S = TypeVar("S", bound=LossConfig)
 class DrafterKind(ABC, Generic[M, C, S]):
     """One kind of drafter. ``layers``: its rule in ``hiddenstore.targets``, which is the ``--layers`` word
     that captures what it reads. ``splits_context``: its objective takes a rank's shard of a pack
-    (`trainer.parallel.context`). ``export``: what engines, imports and servers know of it."""
+    (`trainer.parallel.context`). ``begins_as_the_target_s``: a part of the target itself, never trained from random
+    weights. ``export``: what engines, imports and servers know of it."""
 
     name: str
     layers: str
     splits_context: bool = False
+    begins_as_the_target_s: bool = False
     config: type[C]
     loss: type[S]
     export: DrafterExport

@@ -10,7 +10,7 @@ A active slots, N query heads, G key heads, E head width.
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from pydantic import Field, field_validator, model_validator
@@ -92,10 +92,21 @@ class TttInputs(LossInputs):
     slot_map: SlotMap
 
 
+class Unrolled(Protocol):
+    """A drafter that training-time test unrolls."""
+
+    @property
+    def lm_head(self) -> Any:
+        """Whose ``weight`` [U, H] makes logits of states."""
+
+    def unroll(self, batch: PackedBatch, slot_map: SlotMap, steps: int) -> Tensor:
+        """States after the final norm at every TTT step, step by step: [K*A, H]."""
+
+
 class TttObjective:
     """What the loop optimises: a loss over the TTT steps, the teacher computed once per pack."""
 
-    def __init__(self, model: "Eagle3", teacher: Teacher, loss: TttLoss) -> None:
+    def __init__(self, model: Unrolled, teacher: Teacher, loss: TttLoss) -> None:
         self.model, self.teacher, self.loss, self.depths = model, teacher, loss, loss.steps
         self._kind = LOSSES[loss.kind]
 

@@ -6,12 +6,31 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.errors import ConfigError, FormatError, Kind
+from hiddenstore.targets.checkpoint import read_object
 from hiddenstore.targets.folder import TOKENIZER_FILES, TargetFolder
 from hiddenstore.targets.identity import tokenizer_rules_sha256
 from hiddenstore.targets.remote_code import code_sha256
 from hiddenstore.targets.tensors import checkpoint_sha256
+from schemas.capture import TargetIdentity
 from trainer.export.support import config_differences, config_digests
+
+
+def require_named_target(folder: Path, identity: TargetIdentity, *, weights: bool = True) -> None:
+    """Refuse a local folder that is another target than the one trained for; of a hub id nothing is known.
+    ``weights``: they are compared too. Raises FormatError: ``target-mismatch``; ConfigError: as ``target_differences``,
+    or ``config.json`` is no JSON object."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return
+    config = read_object(file)
+    if config is None:
+        raise ConfigError(f"{file} holds no JSON object", kind=Kind.TARGET_UNREADABLE)
+    unknown = {} if weights else {"checkpoint_sha256": None}
+    differences = target_differences(identity.model_dump(mode="json") | unknown, folder, config)
+    if differences:
+        problem = f"--target {folder} is not the target the drafter was trained for ({identity.name})"
+        raise FormatError(f"{problem}:\n" + "\n".join(differences), kind=Kind.TARGET_MISMATCH)
 
 
 def target_differences(expected: Mapping[str, Any], folder: Path, config: Mapping[str, Any]) -> list[str]:

@@ -7,16 +7,16 @@ Shapes: V target vocabulary, U draft vocabulary.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from packaging.version import Version
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hiddenstore.data.batches import Cursor
@@ -25,21 +25,25 @@ from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
 from hiddenstore.fs import require_local
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.store import Store
+from hiddenstore.targets.checkpoint import INDEX_FILE
 from hiddenstore.targets.head import HeadBundle
 from schemas.layers import LayerConvention
 from trainer.config import DrafterConfig
 from trainer.drafters import DRAFTERS, check_store, drafter_kind
-from trainer.export.support import recognised
+from trainer.export.named_target import require_named_target
+from trainer.export.support import drafter_export, recognised
 from trainer.formats import gguf
-from trainer.formats.base import Target, Tensors
+from trainer.formats.base import DrafterExport, Target, Tensors
 from trainer.losses.teacher import TargetInterface
 from trainer.settings import config_class, derived
 from trainer.train import checkpoint
 from trainer.train.lock import RunLock
-from trainer.train.run_folder import RUN_JSON, create, load_weights
+from trainer.train.run_folder import RUN_JSON, create, load_weights, read_facts, refuse_existing
 from trainer.vocab import DraftVocab, count_store, coverage
 
 SAFE_TORCH = Version("2.10")
+START = "start"
+"""The run inside a run that holds the target's own part as it was."""
 _NOT_OURS = ("d2t", "t2d", "token_map", "verifier_lm_head.weight", "verifier_norm.weight")
 
 
@@ -53,17 +57,26 @@ class Published:
 
 
 def read_published(
-    folder: Path, head: HeadBundle, num_layers: int, convention: LayerConvention | None = None
+    folder: Path,
+    head: HeadBundle,
+    num_layers: int,
+    convention: LayerConvention | None = None,
+    part: DrafterExport | None = None,
 ) -> Published:
     """The drafter that config.json and the weights of ``folder`` describe, for a target of ``num_layers``.
-    ``convention`` says what the layer ids mean where the checkpoint leaves it open. Raises NotFoundError: a file is
-    missing; ConfigError: ``import-*``: not a drafter that can be read, or not one of this target."""
+    ``convention`` says what the layer ids mean where the checkpoint leaves it open; ``part``: it is this one, a
+    part of the target in ``folder``. Raises NotFoundError: a file is missing; ConfigError: ``import-*``: not a drafter
+    that can be read, or not one of this target."""
     if (file := gguf.drafter_file(folder)) is not None:
         convention = "vllm"
         config, tensors = gguf.read(file)
     else:
-        config, tensors = _config(folder), _tensors(folder)
-    drafter = recognised(config, tensors)
+        config = _config(folder)
+        try:
+            tensors = _tensors(folder, partial(part.is_read, config) if part and part.is_read else None)
+        except (KeyError, ValueError) as error:
+            raise _unfit(folder, error) from error
+    drafter = part or recognised(config, tensors)
     if drafter is None:
         names = ", ".join(map(str, config.get("architectures") or ())) or "not set"
         raise ConfigError(
@@ -91,7 +104,7 @@ def read_published(
     except ConfigError:
         raise
     except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{folder}: config.json is of no drafter: {error}", kind=Kind.DRAFTER_UNFIT) from error
+        raise _unfit(folder, error) from error
     # Built before its weights are compared: a number out of somebody's file must not decide how much.
     if getattr(settings, "num_layers", 1) > len(tensors):
         raise ConfigError(
@@ -99,6 +112,10 @@ def read_published(
             kind=Kind.DRAFTER_UNFIT,
         )
     return Published(settings, tensors, vocab)
+
+
+def _unfit(folder: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{folder}: config.json is of no drafter: {error}", kind=Kind.DRAFTER_UNFIT)
 
 
 def _vocabulary(tensors: Tensors, config: Mapping[str, Any], head: HeadBundle) -> tuple[DraftVocab, Tensor | None]:
@@ -150,7 +167,7 @@ def _export_convention(folder: Path) -> LayerConvention | None:
     return known.get(named) if isinstance(named, str) else None
 
 
-def _tensors(folder: Path) -> Tensors:
+def _tensors(folder: Path, is_read: Callable[[str], bool] | None = None) -> Tensors:
     files = sorted(folder.glob("*.safetensors"))
     files = files or sorted(folder.glob("*.bin")) or sorted([*folder.glob("*.pt"), *folder.glob("*.pth")])
     if not files:
@@ -158,13 +175,20 @@ def _tensors(folder: Path) -> Tensors:
     found: Tensors = {}
     for file in files:
         try:
-            tensors = load_file(file) if file.suffix == ".safetensors" else _unpickled(file)
+            tensors = _safetensors(file, is_read) if file.suffix == ".safetensors" else _unpickled(file)
             found |= {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         except OSError as error:
             raise storage_error(error, str(file)) from error
         except SafetensorError as error:
             raise ConfigError(f"{file} is no safetensors file: {error}", kind=Kind.DRAFTER_UNFIT) from error
     return found
+
+
+def _safetensors(file: Path, is_read: Callable[[str], bool] | None) -> Tensors:
+    """Those of a file, or the few of a target's shard that are read."""
+    with safe_open(file, framework="pt") as handle:
+        names = [name for name in handle.keys() if is_read is None or is_read(name)]  # noqa: SIM118
+        return {name: handle.get_tensor(name) for name in names}
 
 
 def _unpickled(file: Path) -> Tensors:
@@ -186,8 +210,9 @@ def _unpickled(file: Path) -> Tensors:
     return tensors
 
 
-def _folder(source: str | Path) -> Path:
-    """The folder that ``source`` names, or its hub id's, downloaded into the cache of the hub where it is not there."""
+def _folder(source: str | Path, part: DrafterExport | None = None) -> Path:
+    """The folder that ``source`` names, or its hub id's, downloaded into the cache of the hub where it is not there;
+    of a target only the files that ``part`` lies in."""
     if Path(source).is_dir() or Path(source).suffix == gguf.SUFFIX:
         return Path(source)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
@@ -195,8 +220,14 @@ def _folder(source: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
-    except (OSError, ValueError) as error:
+        if part is None or part.is_read is None:
+            return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+        folder = Path(snapshot_download(str(source), allow_patterns=["*.json"]))
+        index = folder / INDEX_FILE
+        files = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
+        shards = {file for name, file in files.items() if part.is_read(_config(folder), name)} or {"*.safetensors"}
+        return Path(snapshot_download(str(source), allow_patterns=["*.json", *sorted(shards)]))
+    except (OSError, KeyError, ValueError) as error:
         raise NotFoundError(
             f"{source} is no folder, and no hub id that can be reached: {str(error).partition(chr(10))[0]}",
             kind=Kind.PATH_MISSING,
@@ -217,17 +248,26 @@ class Imported:
 
 
 def import_drafter(
-    folder: str | Path, run: str | Path, store_location: str | Path, convention: LayerConvention | None = None
+    folder: str | Path,
+    run: str | Path,
+    store_location: str | Path,
+    convention: LayerConvention | None = None,
+    part: str | None = None,
 ) -> Imported:
-    """Read ``folder``, or a hub id, for the target of a store and write it as the run folder ``run``. Raises
+    """Read ``folder``, or a hub id, for the target of a store and write it as the run folder ``run``. ``part``: the
+    kind of drafter that is a part of the target itself, whose folder it is. Raises
     NotFoundError: no such folder or store; ConflictError: ``run`` holds a run already; ConfigError: not a drafter of
     this target, or the store lacks what it reads."""
     path = require_local(run, "RUN")
     if (path / RUN_JSON).exists() or checkpoint.latest(path) is not None:
         raise ConflictError(f"{path} holds a run already", kind=Kind.OUTPUT_EXISTS, hint="give another -o folder")
-    source, store = _folder(folder), Store.open(store_location)
+    export = None if part is None else drafter_export(part)
+    source, store = _folder(folder, export), Store.open(store_location)
     head, target = store.head(), store.capture.target
-    found = read_published(source, head, target.num_layers, convention)
+    if export is not None:
+        # Of a hub id only the files of that part were fetched.
+        require_named_target(source, target, weights=Path(folder).is_dir())
+    found = read_published(source, head, target.num_layers, convention, export)
     name = found.config.name
     kind = drafter_kind(name)
     check_store(name, kind.needs(found.config, None), store.capture, store.path)
@@ -254,3 +294,23 @@ def import_drafter(
         at = checkpoint.save(path, spec, state, (dict(model.state_dict()), checkpoint.rng_tensors()))
     parameters = sum(tensor.numel() for tensor in model.state_dict().values())
     return Imported(at, name, found.config.aux_layers, parameters, found.vocab.size, covered)
+
+
+def begin_at_target(target: str | Path, run: str | Path, store_location: str | Path, kind: str) -> Path:
+    """The part of ``target`` that a new ``run`` of this ``kind`` begins as: the run inside it that holds no more, taken
+    unless it lies there already. Raises ConflictError: ``run`` has begun, or its start is another's; FormatError
+    ``target-mismatch``: not the target of the store; ConfigError: it has no such part; as ``import_drafter``."""
+    path = require_local(run, "RUN")
+    if not drafter_kind(kind).begins_as_the_target_s:
+        able = [name for name in DRAFTERS if drafter_kind(name).begins_as_the_target_s]
+        raise ConfigError(
+            f"--target is where a drafter starts that is a part of it ({', '.join(able)}), and {kind} is none",
+            kind=Kind.OPTION_INVALID,
+            hint=f"hiddenstore train {store_location} -o {path} --drafter {kind}",
+        )
+    refuse_existing(path, f"hiddenstore train {store_location} -o {path} --resume")
+    start = path / START
+    source = str(_folder(target, drafter_export(kind)).resolve())
+    if not (start / RUN_JSON).exists() or read_facts(start).imported_from != source:
+        import_drafter(target, start, store_location, part=kind)
+    return start

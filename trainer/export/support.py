@@ -51,6 +51,7 @@ _EXPORTS: Registry[DrafterExport] = Registry(
         "medusa": "trainer.formats.medusa:MEDUSA",
         "peagle": "trainer.formats.peagle:PEAGLE",
         "dspark": "trainer.formats.dspark:DSPARK",
+        "mtp": "trainer.formats.mtp:MTP",
     },
     "trainer.formats.base:DrafterExport",
 )

@@ -31,14 +31,12 @@ from hiddenstore.errors import (
 from hiddenstore.fs.publish import new_file, new_folder, refuse_existing_file, refuse_existing_folder
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.store import Store
-from hiddenstore.targets.checkpoint import read_object
 from hiddenstore.targets.identity import has_adapter, target_argument
-from schemas.capture import TargetIdentity
 from trainer.attention.rope import RopeScaling
 from trainer.drafters import drafter_kind
 from trainer.drafters.base import Drafter
 from trainer.evaluate.cost import kept
-from trainer.export.named_target import target_differences
+from trainer.export.named_target import require_named_target
 from trainer.export.published import read_published
 from trainer.export.support import ENGINES, checkpoint_word, drafter_export, required
 from trainer.formats import gguf
@@ -81,7 +79,7 @@ def checkpoint_of(
     info = describe(run)
     word = target_argument(loaded.identity)
     if target is not None:
-        _require_named_target(Path(target), loaded.identity)
+        require_named_target(Path(target), loaded.identity)
     return Checkpoint(
         loaded.model,
         loaded.vocab,
@@ -89,22 +87,8 @@ def checkpoint_of(
         loaded.identity,
         draft_len=draft_len or kept(info.run, loaded.step) or _usual_length(info),
         target_name=target or (None if word == "TARGET" else word),
-        target_architectures=tuple(map(str, _target_config(info).get("architectures") or ())),
+        target_config=_target_config(info),
     )
-
-
-def _require_named_target(folder: Path, identity: TargetIdentity) -> None:
-    """Refuse a local folder that is another target than the one trained for; of a hub id nothing is known."""
-    file = folder / CONFIG_FILE
-    if not file.is_file():
-        return
-    config = read_object(file)
-    if config is None:
-        raise ConfigError(f"{file} holds no JSON object", kind=Kind.TARGET_UNREADABLE)
-    differences = target_differences(identity.model_dump(mode="json"), folder, config)
-    if differences:
-        problem = f"--target {folder} is not the target the drafter was trained for ({identity.name})"
-        raise FormatError(f"{problem}:\n" + "\n".join(differences), kind=Kind.TARGET_MISMATCH)
 
 
 def export(
@@ -280,7 +264,9 @@ def prove_equal(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Non
 def read_back(folder: Path, checkpoint: Checkpoint) -> tuple[Drafter, DraftVocab]:
     """The drafter that an exported folder describes, from its files alone plus what engines share of the target. Raises
     HiddenstoreError: a file is damaged or lacks something."""
-    found = read_published(folder, checkpoint.head, checkpoint.identity.num_layers)
+    own = drafter_export(checkpoint.config.name)
+    part = own if own.is_read else None
+    found = read_published(folder, checkpoint.head, checkpoint.identity.num_layers, part=part)
     kind = drafter_kind(found.config.name)
     model = kind.build(found.config, TargetInterface(checkpoint.head, found.vocab), 0)
     load_weights(model, found.weights, str(folder))

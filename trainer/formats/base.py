@@ -32,8 +32,8 @@ Tensors = dict[str, "Tensor"]
 class Checkpoint:
     """What is exported: a drafter, its draft vocabulary, and the target it drafts for. ``model`` is a
     `trainer.drafters.base.Drafter`. ``draft_len``: how many tokens it is to draft, None for what its shape
-    says. ``target_name``: hub id or path of the target for the formats that name it, ``target_architectures`` those of
-    its ``config.json``."""
+    says. ``target_name``: hub id or path of the target for the formats that name it, ``target_config`` its
+    ``config.json``, empty where it is not at hand."""
 
     model: Any
     vocab: "DraftVocab"
@@ -41,7 +41,7 @@ class Checkpoint:
     identity: TargetIdentity
     draft_len: int | None = None
     target_name: str | None = None
-    target_architectures: tuple[str, ...] = ()
+    target_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> Any:
@@ -151,8 +151,8 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterExport:
-    """Everything that export, import and serve know of one kind of drafter. Nothing but ``variant_of`` has a default: a
-    missing fact is an error.
+    """Everything that export, import and serve know of one kind of drafter. Nothing but ``variant_of`` and ``is_read``
+    has a default: a missing fact is an error.
 
     titles: the words it goes by and what a person calls each; several where settings make it another format. word:
     which of them, by its settings or a ``config.json``.
@@ -168,7 +168,8 @@ class DrafterExport:
     fp32 weights by published ``config.json`` and fp32 tensors under our names; KeyError where something is missing,
     ValueError where something cannot be had here. probe: logits [rows, U] of a model over fixed random states.
 
-    variant_of: the drafter under whose class it is published too; its own signs then tell the two apart.
+    variant_of: the drafter under whose class it is published too; its own signs then tell the two apart. is_read:
+    whether a published tensor is read, by ``config.json`` and name, where it lies among others of a target.
     """
 
     drafter: str
@@ -185,6 +186,7 @@ class DrafterExport:
     read: Callable[[Mapping[str, Any], Tensors, Target], tuple[dict[str, Any], Tensors]]
     probe: Callable[[Any, Checkpoint], "Tensor"]
     variant_of: str | None = None
+    is_read: Callable[[Mapping[str, Any], str], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -355,7 +357,7 @@ def speculators_config(
     folder alone works. ``flags`` are all written, because vLLM's defaults differ from speculators' own."""
     verifier = {
         "name_or_path": checkpoint.target_name or checkpoint.identity.name,
-        "architectures": list(checkpoint.target_architectures),
+        "architectures": list(map(str, checkpoint.target_config.get("architectures") or ())),
     }
     outer = {
         "architectures": config["architectures"],

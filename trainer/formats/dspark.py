@@ -91,6 +91,7 @@ _SGLANG = Reads(
     since="0.5.23",
     lacks=(_WINDOW, _NO_CONFIDENCE, *DFLASH.rows["sglang", "dflash"][-1].lacks),  # type: ignore[union-attr]
 )
+_LLAMACPP = Reads("dflash", "draft-dspark", "src/models/dflash.cpp", ran="11434", lacks=(_WINDOW, *base.OF_LLAMACPP))
 _SPECULATORS = Reads(
     "DSparkSpeculator",
     "dspark",
@@ -112,6 +113,7 @@ DSPARK = DrafterExport(
             "the first SGLang known to read this format is 0.5.23", "--engine-version 0.5.23"
         ),
         ("trtllm", "dspark"): (Refused("it has no DSpark", "--engine vllm, or a DFlash drafter"),),
+        ("llamacpp", "dspark"): (_LLAMACPP,),
         ("speculators", "dspark"): (_SPECULATORS,),
     },
     architectures=".*dspark.*",

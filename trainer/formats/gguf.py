@@ -49,6 +49,13 @@ _OUTSIDE = {
     "d2t": "d2t",
 }
 
+_DSPARK = {
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "conf_proj.weight",
+    "confidence_head.proj.bias": "conf_proj.bias",
+}
+
 
 @dataclass(frozen=True)
 class Form:
@@ -92,22 +99,29 @@ def _eagle3_config(fields: Fields) -> dict[str, Any]:
 
 def _dflash_fields(config: Mapping[str, Any]) -> Fields:
     dflash = config["dflash_config"]
-    return {
+    fields = {
         "target_layers": [layer + 1 for layer in dflash["target_layer_ids"]],
         "block_size": dflash["block_size"],
     }
+    if config.get("markov_rank"):
+        fields |= {"sample_from_anchor": True, "has_confidence_head": config["enable_confidence_head"]}
+    return fields
 
 
 def _dflash_config(fields: Fields) -> dict[str, Any]:
     block, others = fields.get("block_size", 16), ("attention.sliding_window", "attention.causal", "selector_rank")
     if beyond := [name for name in others if fields.get(name)]:
         raise ValueError(f"dflash.{beyond[0]} is set, which DFlash here has not")
-    return {
+    config = {
         "model_type": "qwen3",
         "block_size": block,
         "dflash_config": {"mask_token_id": fields[MASK], "block_size": block},
         "aux_hidden_state_layer_ids": fields["target_layers"],
     }
+    # It is written of DSpark alone, whose Markov head is what tells llama.cpp the two apart.
+    if (anchor := fields.get("sample_from_anchor")) is not None:
+        config |= {"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": anchor}
+    return config
 
 
 FORMS: dict[str, Form] = {
@@ -124,7 +138,7 @@ FORMS: dict[str, Form] = {
         "DFlashDraftModel",
         lambda i: f"layers.{i}.",
         {**_LAYER, "self_attn.q_norm.weight": "attn_q_norm.weight", "self_attn.k_norm.weight": "attn_k_norm.weight"},
-        {**_OUTSIDE, "hidden_norm.weight": "enc.output_norm.weight"},
+        {**_OUTSIDE, "hidden_norm.weight": "enc.output_norm.weight", **_DSPARK},
         False,
         _dflash_fields,
         _dflash_config,

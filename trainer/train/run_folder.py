@@ -263,8 +263,15 @@ def open_new(options: TrainOptions) -> tuple[Store, TrainConfig]:
         # The very checkpoint: a resume must not start from what that run has become since.
         loop = config.train.model_copy(update={"init_from": str(start.checkpoint.resolve())})
         config = config.model_copy(update={"train": loop})
-    needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
+    kind = drafter_kind(config.drafter.name)
+    needs = kind.needs(config.drafter, config.loss)
     check_store(config.drafter.name, needs, store.capture, store.path)
+    if kind.begins_as_the_target_s and start is None:
+        raise ConfigError(
+            f"{kind.name} trains the target's own layer on, and nothing names the checkpoint that holds it",
+            kind=Kind.START_MISSING,
+            hint=f"hiddenstore train {store.path} -o {options.run} --drafter {kind.name} --target TARGET",
+        )
     require_files(store)
     return store, resolved(config)
 

@@ -1,0 +1,221 @@
+"""A target's own MTP layer, trained on: it reads the final hidden and the next token, and then its own output.
+
+x_t = fc([hidden_norm(h_t); token_norm(emb(x_{t+1}))]) through one decoder layer and a norm; the target's head reads the
+result, which proposes x_{t+2} and is fed back as the next h. One layer drafts every token, as engines run it. What
+differs from family to family is a `trainer.formats.mtp.Layout`. Sources: docs/design/018; vLLM 0.32 ``mimo_mtp.py``;
+speculators 0.9 ``models/mtp`` for the weights of the steps (FastMTP, arXiv 2509.18362).
+
+Shapes: T tokens, D target width, V target vocabulary, K steps, A active slots, n rows.
+"""
+
+from functools import partial
+from typing import Any, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hiddenstore.data import PackedBatch
+from hiddenstore.errors import FormatError, Kind
+from hiddenstore.targets.head import HeadBundle
+from hiddenstore.targets.matmul import Linear
+from schemas.capture import NormState
+from trainer.attention.cache import KVCache, attend_cached
+from trainer.attention.ttt import ttt_attention
+from trainer.config import DrafterConfig
+from trainer.drafters.base import Drafter, Needs, TargetFacts, Verified, require_width, seeded
+from trainer.drafters.blocks import Attention, DecoderLayer, RMSNorm, Rotary, recomputed, rotate
+from trainer.drafters.eagle1 import require_every_final
+from trainer.drafters.eagle3 import TttLoss, TttObjective
+from trainer.drafters.live import RecurrentKind, recurrent_hits
+from trainer.formats.mtp import LAYOUTS
+from trainer.formats.mtp import MTP as MTP_EXPORT
+from trainer.losses.teacher import FrozenHead, TargetInterface, Teacher
+from trainer.slots import Piece, SlotMap, gather_pieces
+
+
+class MtpLoss(TttLoss):
+    """What the steps are taught."""
+
+    steps: int = Field(3, gt=0, le=32)
+    """Steps the layer is unrolled over its own output."""
+    step_decay: float = Field(0.6, gt=0, le=1)
+    """Weight of a step over that of the step before."""
+
+
+class MtpConfig(DrafterConfig):
+    """Settings of an MTP layer; all follow from the target."""
+
+    name: str = "mtp"
+    """The kind of drafter."""
+    aux_layers: tuple[int, ...] = Field((), max_length=0)
+    """None: it reads the final hidden alone."""
+    layout: str = "mimo"
+    """The family whose MTP layer it is: a word of `trainer.formats.mtp`."""
+
+    @model_validator(mode="after")
+    def _layout_is_known(self) -> Self:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"unknown layout {self.layout!r}; there are: {', '.join(LAYOUTS)}")
+        return self
+
+
+class MtpAttention(Attention):
+    """The projections, with a bias where the target's have one."""
+
+    def __init__(self, config: DrafterConfig, width_in: int) -> None:
+        super().__init__(config, width_in)
+        assert isinstance(config, MtpConfig)
+        if LAYOUTS[config.layout].qkv_bias:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                setattr(self, name, nn.Linear(width_in, getattr(self, name).out_features))
+
+
+class MtpLayer(DecoderLayer):
+    """The decoder layer."""
+
+    attention = MtpAttention
+
+
+class Mtp(Drafter):
+    """The layer and what joins its inputs. Embeddings, final norm and LM head are the target's, never saved."""
+
+    config: MtpConfig
+
+    def __init__(self, config: MtpConfig, stored_norm: NormState = "pre_norm") -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.config, self.layout = config, LAYOUTS[config.layout]
+        self.hidden_norm, self.token_norm = RMSNorm(width, eps), RMSNorm(width, eps)
+        self.fc = Linear(2 * width, width)
+        self.layers = nn.ModuleList([MtpLayer(config)])
+        self.norm = RMSNorm(width, eps)
+        self._rotary, self._stored_norm = Rotary.of(config), stored_norm
+        self._head: HeadBundle
+        self.lm_head: FrozenHead
+
+    @classmethod
+    def build(cls, config: MtpConfig, target: TargetInterface, seed: int = 0) -> Self:
+        """A fresh layer, random from ``seed``."""
+        with seeded(seed):
+            model = cls(config, target.final_norm)
+        model.tie_weights(target.head)
+        return model
+
+    def tie_weights(self, head: HeadBundle) -> None:
+        """Read embeddings, final norm and head from this bundle. Engines share the table unscaled, hence so here."""
+        self._head = head.to(self.fc.weight.device)
+        self.lm_head = FrozenHead.of(self._head)
+
+    def begin(self, verified: Verified) -> Tensor:
+        """What the first step reads of verified tokens: [T, D]."""
+        return self._first(verified.final, "pre_norm")
+
+    def step(
+        self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache, last: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What the next step reads [n, D], and the head's logits [n, V], of n slots after those in ``cache``. g [n, D]:
+        ``begin`` of verified rows, or what ``step`` returned for the slot before. next_ids int64 [n]: the token after
+        each row. positions int64 [n] of the rows. ``last``: make the logits of so many last slots only."""
+        x = self._fuse(g, next_ids, positions)
+        layer, tables = self._layer, self._rotary.at(positions)
+        q, k, v = layer.self_attn.project(layer.input_layernorm(x))
+        out = layer.finish(x, attend_cached(rotate(q, *tables), rotate(k, *tables), v, cache))
+        normed: Tensor = self.norm(out)
+        read = normed if last is None else normed[-last:]
+        return self._fed_back(out, normed), self._head.logits(read, norm_state="post_norm")
+
+    def unroll(self, batch: PackedBatch, slot_map: SlotMap, steps: int) -> Tensor:
+        """States of the active slots as ``lm_head`` reads them, step by step: [K*A, D]. From the second step on a slot
+        reads its own output and the text's next token; it attends to the keys of true states before it and to its own
+        later ones. Raises FormatError: the final hidden is not stored at every token."""
+        require_every_final(batch)
+        ids, layer = F.pad(batch.input_ids, (0, steps + 1)), self._layer
+        pieces = [Piece(slot_range.begin, slot_range.length, slot_range.at) for slot_range in slot_map.ranges]
+        positions = batch.positions[slot_map.active]
+
+        def first(states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            x = self._fuse(states, ids[1 : batch.tokens + 1], batch.positions)
+            normed = layer.input_layernorm(x)
+            k, v = layer.self_attn.keys_values(normed)
+            k = rotate(k, *self._rotary.at(batch.positions))
+            # Only what is taught or proposed is computed past the keys.
+            q = rotate(layer.self_attn.queries(gather_pieces(normed, pieces)), *self._rotary.at(positions))
+            return layer.finish(gather_pieces(x, pieces), ttt_attention(q, k, v, [], slot_map.ranges)), k, v
+
+        def later(i: int, g: Tensor, *before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            x = self._fuse(g, ids[slot_map.active + 1 + i], positions + i)
+            tables = self._rotary.at(positions + i)
+            q, k, v = layer.self_attn.project(layer.input_layernorm(x))
+            keys = [*zip(before[2::2], before[3::2], strict=True), (rotate(k, *tables), v)]
+            attended = ttt_attention(rotate(q, *tables), before[0], before[1], keys, slot_map.ranges)
+            return layer.finish(x, attended), *keys[-1]
+
+        out, *keys = recomputed(self.recompute, first, self._first(batch.final, self._stored_norm))
+        outputs = [self.norm(out)]
+        for i in range(1, steps):
+            out, *more = recomputed(self.recompute, later, i, self._fed_back(out, outputs[-1]), *keys)
+            keys += more
+            outputs.append(self.norm(out))
+        return self.lm_head.widened(torch.cat(outputs))
+
+    def _first(self, final: Tensor, stored: NormState) -> Tensor:
+        """Final hiddens [T, D] on the side of the norm that the layer reads. Raises FormatError: ``final-norm``."""
+        if stored == self.layout.final:
+            return final.to(self.fc.weight.dtype)
+        if self.layout.final == "pre_norm":
+            raise FormatError(
+                f"an MTP layer of {self.config.layout} reads the final hidden before the final norm, and the store "
+                "holds it after",
+                kind=Kind.FINAL_NORM,
+                hint="hiddenstore collect DATA -o NEW_STORE --target T --layers eagle1 --final all",
+            )
+        return self._head.norm(final).to(self.fc.weight.dtype)
+
+    def _fuse(self, g: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
+        tokens = F.embedding(ids, self._head.embed_tokens).to(self.fc.weight.dtype)
+        if self.layout.blind_first:
+            tokens = tokens.masked_fill((positions == 0)[:, None], 0)
+        halves = [self.token_norm(tokens), self.hidden_norm(g)]
+        out: Tensor = self.fc(torch.cat(halves[::-1] if self.layout.hidden_first else halves, -1))
+        return out
+
+    def _fed_back(self, out: Tensor, normed: Tensor) -> Tensor:
+        return normed if self.layout.feeds_normed else out
+
+    @property
+    def _layer(self) -> DecoderLayer:
+        layer = self.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        return layer
+
+
+class _MtpKind(RecurrentKind[Mtp, MtpConfig, MtpLoss]):
+    name = "mtp"
+    layers = "eagle1"
+    config, loss = MtpConfig, MtpLoss
+    export = MTP_EXPORT
+    begins_as_the_target_s = True
+
+    def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
+        """The whole vocabulary: the target's head reads what is predicted. The rest is said by the target's own layer,
+        as it is read (`trainer.formats.mtp`)."""
+        return {"drafter": {"vocab_size": facts.vocab_size}}
+
+    def needs(self, config: MtpConfig, loss: MtpLoss | None) -> Needs:
+        return Needs((), "all", hidden=True)
+
+    def build(self, config: MtpConfig, target: TargetInterface, seed: int) -> Mtp:
+        require_width(config, target, "an MTP layer predicts what the target's head reads")
+        return Mtp.build(config, target, seed)
+
+    def objective(self, model: Mtp, target: TargetInterface, loss: MtpLoss) -> TttObjective:
+        return TttObjective(model, Teacher(target.head, target.vocab, target.final_norm, loss.drop_off_vocab), loss)
+
+    def hits(self, model: Mtp, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
+        weight = model.lm_head.weight.to(model.fc.weight.dtype)
+        return recurrent_hits(partial(model.unroll, pack), weight, target.vocab, pack, draft_len)
+
+
+MTP = _MtpKind()
