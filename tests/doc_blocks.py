@@ -98,10 +98,10 @@ def require_parses(words: list[str]) -> None:
 def small(words: list[str], target: str, steps: int | None = None) -> list[str]:
     """The words with the tiny target for a page's, and its size; ``steps`` instead of the usual two."""
     more = list(SMALL.get(words[0], ())) if steps is None else [f"train.max_steps={steps}"]
-    if words[0] == "train" and "--settings" in words:
-        more = []
-    if words[0] == "train" and steps is None and not {"--drafter", "-c"}.isdisjoint(words):
-        more = [word for word in more if not word.startswith("loss.steps") or "eagle3.1" in words]
+    if "--data" in words:
+        more = [word for word in more if not word.startswith("decode.")]
+    if "--drafter" in words:
+        more.remove("loss.steps=2")
     own = [target if word in ("M", TARGET) else word for word in words if (words[0], word) not in LEFT_OUT]
     # What follows a bare -- is the engine's.
     end = own.index("--") if "--" in own else len(own)
@@ -110,7 +110,7 @@ def small(words: list[str], target: str, steps: int | None = None) -> list[str]:
 
 def target_of_eight_layers(folder: Path) -> str:
     """Deep enough for the layers of every drafter, long enough for the pages' samples."""
-    config = CONFIGS["llama"]().to_dict() | {"num_hidden_layers": 8, "max_position_embeddings": 4096}
+    config = CONFIGS["llama"]().to_dict() | {"num_hidden_layers": 8, "max_position_embeddings": 8192}
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
