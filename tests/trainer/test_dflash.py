@@ -1,6 +1,7 @@
 """DFlash against the plain restatement: states, losses, gradients, anchors, and its use over text and live."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -55,11 +56,15 @@ def config(**changes: object) -> DFlashConfig:
 
 
 def make_case(lengths: list[int], known: int = VOCAB, dtype: torch.dtype = torch.float64, **changes: object) -> Case:
+    return case_of(DFLASH, config(**changes), lengths, known, dtype)
+
+
+def case_of(kind: Any, settings: DFlashConfig, lengths: list[int], known: int, dtype: torch.dtype) -> Case:
     """Every weight of the drafter random, norms unequal; ``known`` tokens in the draft vocabulary."""
     head: HeadBundle = make_head(dtype=dtype)
     vocab = DraftVocab.full(VOCAB) if known == VOCAB else DraftVocab.of_ids(torch.randperm(VOCAB)[:known], VOCAB)
     target = TargetInterface(head, vocab)
-    model = DFLASH.build(config(**changes), target, 0).to(dtype)
+    model = kind.build(settings, target, 0).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread = 0.3 if parameter.ndim == 1 else 0.25

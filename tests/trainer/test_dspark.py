@@ -7,15 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hiddenstore.targets.head import HeadBundle
-from tests.trainer.conftest import VOCAB, make_batch, make_head
-from tests.trainer.test_dflash import Case, as_lists, config, plain
+from tests.trainer.conftest import VOCAB, make_batch
+from tests.trainer.test_dflash import Case, as_lists, case_of, config, plain
 from trainer.drafters.base import DrafterInUse, Verified
 from trainer.drafters.dspark import DSPARK, DSpark, DSparkConfig, DSparkLoss
 from trainer.losses.fused_head import StepLosses
-from trainer.losses.teacher import TargetInterface
 from trainer.slots import candidate_anchors
-from trainer.vocab import DraftVocab
 
 RANK, BLOCK = 6, 4
 LENGTHS = [17, 3, 12]
@@ -28,20 +25,8 @@ def _seeded() -> None:
 
 
 def dspark_case(lengths: list[int], known: int = VOCAB, dtype: torch.dtype = torch.float64, **changes: Any) -> Case:
-    """Every weight of the drafter random, norms unequal; ``known`` tokens in the draft vocabulary."""
-    head: HeadBundle = make_head(dtype=dtype)
-    vocab = DraftVocab.full(VOCAB) if known == VOCAB else DraftVocab.of_ids(torch.randperm(VOCAB)[:known], VOCAB)
-    target = TargetInterface(head, vocab)
     settings = {**config().model_dump(), "name": "dspark", "markov_rank": RANK, "block_size": BLOCK, **changes}
-    model = DSPARK.build(DSparkConfig.model_validate(settings), target, 0).to(dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            spread = 0.3 if parameter.ndim == 1 else 0.25
-            parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if "norm" in name else 0.0))
-    model.tie_weights(head)
-    if model.frozen_head is not None:
-        model.frozen_head = model.frozen_head.to(dtype)
-    return Case(target, model, make_batch(lengths, dtype=dtype))
+    return case_of(DSPARK, DSparkConfig.model_validate(settings), lengths, known, dtype)
 
 
 def our_loss(case: Case, loss: DSparkLoss, anchors: list[int]) -> StepLosses:
