@@ -126,11 +126,10 @@ def _train(
     drafter, file, words = _in_our_words(drafter, file, words, rank.world_size)
     if earlier is not None and resume:
         raise click.UsageError("--resume continues RUN where it stands; --resume-from makes a new one")
-    if target is not None and (resume or earlier is not None):
-        raise click.UsageError("--target is where a new run starts; --resume and --resume-from go on from a checkpoint")
-    if target is not None:
-        drafter = drafter or "mtp"
     resume = resume or earlier is not None
+    if target is not None and resume:
+        raise click.UsageError("--target is where a new run starts; --resume and --resume-from go on from a checkpoint")
+    drafter = drafter or (None if target is None else "mtp")
     if not resume:
         _refuse_settings(drafter, file, words)
     from trainer.parallel.group import use_all_cores
@@ -144,10 +143,7 @@ def _train(
         branch(Path(earlier), Path(run))
     try:
         path, snapshot = split_snapshot(store)
-        if target is not None and rank.is_first:
-            from trainer.export.published import begin_at_target
-
-            words = (*words, f"train.init_from={begin_at_target(target, run, path, str(drafter))}")
+        words += _start_of(target, run, path, drafter) if rank.is_first else ()
         named: dict[str, Any] = {"drafter": drafter, "file": file, "words": words, "snapshot": snapshot}
         report = train_run(path, run, resume=resume, **named, **storage)
     except OSError as error:
@@ -170,6 +166,15 @@ def _show(report: "TrainReport", run: str, store: str) -> None:
         output().note(f"nothing to do: {run} finished at step {report.steps:,}; more steps: train.max_steps=N --resume")
     is_best = report.best_checkpoint in (None, report.checkpoint)
     output().hint("hiddenstore", "eval", run, store, *([] if is_best else ["--best"]))
+
+
+def _start_of(target: str | None, run: str, store: str, drafter: str | None) -> tuple[str, ...]:
+    """Where a run starts that trains a part of its target, as words of ours."""
+    if target is None or drafter is None:
+        return ()
+    from trainer.export.published import begin_at_target
+
+    return (f"train.init_from={begin_at_target(target, run, store, drafter)}",)
 
 
 def _in_our_words(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hiddenstore.data.batches import Cursor
 from hiddenstore.data.order import Order
-from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
+from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, Kind, NotFoundError
 from hiddenstore.fs import require_local
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.store import Store
@@ -74,6 +74,8 @@ def read_published(
         config = _config(folder)
         try:
             tensors = _tensors(folder, partial(part.is_read, config) if part and part.is_read else None)
+        except HiddenstoreError:
+            raise
         except (KeyError, ValueError) as error:
             raise _unfit(folder, error) from error
     drafter = part or recognised(config, tensors)
