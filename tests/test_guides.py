@@ -31,13 +31,30 @@ def rows(page: Path) -> list[tuple[str, list[str], str]]:
     return answers
 
 
-PAGES = sorted(GUIDES.glob("*.md"))
+AUDIT = GUIDES / "audit.md"
+PAGES = sorted(set(GUIDES.glob("*.md")) - {AUDIT})
 COMMANDS = [(page.stem, words) for page in PAGES for _, words, _ in rows(page) if words]
 
 
 def test_there_is_a_page_for_each_guide() -> None:
     assert [page.stem for page in PAGES] == ["automodel", "dgx-spark", "modelopt", "tensorrt-llm"]
     assert min(sum(how == "runs" for *_, how in rows(page)) for page in PAGES) >= 7
+
+
+def test_the_audit_names_tests_that_are_there_and_counts_its_rows() -> None:
+    text = AUDIT.read_text(encoding="utf-8")
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert [int(row) for row, *_ in lines] == list(range(1, len(lines) + 1))
+    tests = {path.stem for path in Path(__file__).parent.rglob("test_*.py")}
+    named = {word for *_, held in lines for word in re.findall(r"\btest_\w+", held)}
+    assert named <= tests
+    stated = {
+        name: int(count) for name, count in re.findall(r"^\| (works|does|out)[^|]* \| (\d+) \|$", text, re.MULTILINE)
+    }
+    unheld = sum("no test of its own" in held for *_, held in lines)
+    lacking, outside = (sum(state.strip().startswith(word) for *_, state, _ in lines) for word in ("**not**", "out of"))
+    assert (stated["works"], stated["does"], stated["out"]) == (unheld, lacking, outside)
+    assert f"{len(lines)} rows, {len(lines) - outside} of them in scope" in text
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page}-{' '.join(words)}" for page, words in COMMANDS])

@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,7 @@ class UnitMemory:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
         self._map = mmap.mmap(descriptor, 0)
         self._end = 0
         self.number, layers, self._columns, width, count = self._take(np.int64, 5).tolist()
@@ -109,9 +111,6 @@ class UnitMemory:
             raise ValueError(f"{place} holds unit {memory.number} by now")
         return memory
 
-    def __del__(self) -> None:
-        os.close(self._descriptor)
-
     def place(self, index: int) -> Place:
         """Where another process puts the states of request ``index``."""
         return Place(f"/proc/{os.getpid()}/fd/{self._descriptor}", self.number, index)
@@ -130,7 +129,7 @@ class UnitMemory:
             self.assembly.put(index, token_ids, states[:, : self._layers].transpose(0, 1), states[:, -1])
         except Exception as error:
             kind = error.kind if isinstance(error, HiddenstoreError) else Kind.ENGINE_FILE
-            reason = json.dumps({"kind": kind, "message": f"{error}"[: _REASON_BYTES // 8]}).encode()
+            reason = json.dumps({"kind": kind.name, "message": f"{error}"[: _REASON_BYTES // 8]}).encode()
             os.pwrite(self._descriptor, reason.ljust(_REASON_BYTES), self._reason)
             os.pwrite(self._descriptor, bytes([_FAILED]), self._status + index)
             raise
@@ -142,8 +141,7 @@ class UnitMemory:
         statuses = os.pread(self._descriptor, self._count, self._status)
         if _FAILED in statuses:
             reason: dict[str, Any] = json.loads(os.pread(self._descriptor, _REASON_BYTES, self._reason))
-            kind = Kind(reason["kind"])  # type: ignore[call-arg]  # mypy takes __new__ for the lookup
-            raise CaptureError(str(reason["message"]), kind=kind)
+            raise CaptureError(str(reason["message"]), kind=Kind[reason["kind"]])
         return {index for index, status in enumerate(statuses) if status == _PLACED}
 
     def _skip(self, size: int) -> int:

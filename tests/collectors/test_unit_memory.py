@@ -78,6 +78,13 @@ def test_states_that_are_not_those_of_the_request_are_refused_in_both_processes(
     assert caught.value.kind == "engine-tokens"
 
 
+def test_a_unit_without_final_rows_has_none() -> None:
+    unit = UnitMemory.create([CaptureRequest(np.array([3, 4], np.int32), np.zeros(0, np.int32))], 1, 0, 1, WIDTH)
+    unit.put(0, np.array([3, 4]), torch.ones((2, 1, WIDTH)))
+    captured = unit.assembly.captured()
+    assert (captured.final.shape, captured.next_rows.tolist()) == ((0, WIDTH), [])
+
+
 def test_a_place_in_a_unit_that_is_gone_or_another_is_not_written_to(tmp_path: Path) -> None:
     unit = memory(number=7)
     path, _, index = str(unit.place(0)).rpartition("#")

@@ -74,10 +74,9 @@ def test_a_killed_capture_leaves_no_memory_and_resumes_to_the_same_store(tmp_pat
         time.sleep(0.01)
     resumed = collecting(data, store, "vllm")
     answer = json.loads(resumed.communicate()[0])
-    assert (answer["units"], answer["pending_units"]) == (commits(store) - left, 0)
+    assert (answer["units"], answer["units_pending"]) == (commits(store) - left, 0)
     assert 2 <= left < commits(store)
-    straight = collecting(data, tmp_path / "hf", "hf")
-    straight.communicate()
+    collecting(data, tmp_path / "hf", "hf").communicate()
     found = hiddenstore("diff", str(store), str(tmp_path / "hf"), "--samples", "0", "--tolerance", str(ONE_STEP))
     assert found["beyond_tolerance"] == []
     assert found["coverage"] == {"only_a": 0, "both": len(Store.open(store)), "only_b": 0}
