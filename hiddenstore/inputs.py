@@ -25,7 +25,7 @@ from hiddenstore.documents import load
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind, NotFoundError
 from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
-from hiddenstore.fs.seam import Filesystem, is_inside
+from hiddenstore.fs.seam import Filesystem, is_inside, storage_error
 from hiddenstore.records import Sample, mask_fault, spans_fault, tokens_fault
 from hiddenstore.records import sample_id as id_of
 from schemas.manifest import FileEntry, Split
@@ -301,10 +301,14 @@ class PreparedInput:
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         rows = 0
         for file in self.info.files:
-            with self.fs.local_copy(file.path) as path, self._verified_part(path, file) as parquet:
-                for batch in parquet.iter_batches(ROWS_PER_BATCH, columns=columns):
-                    rows += batch.num_rows
-                    yield self._typed(batch, columns)
+            with self.fs.local_copy(file.path) as path:
+                try:
+                    with self._verified_part(path, file) as parquet:
+                        for batch in parquet.iter_batches(ROWS_PER_BATCH, columns=columns):
+                            rows += batch.num_rows
+                            yield self._typed(batch, columns)
+                except OSError as error:
+                    raise storage_error(error, f"{self.folder}/{file.path}") from error
         if rows != self.info.samples:
             raise _corrupt(self.folder, f"expected {self.info.samples:,} samples, found {rows:,}")
 

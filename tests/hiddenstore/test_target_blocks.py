@@ -42,6 +42,13 @@ def test_blocks_of_every_family_give_back_what_an_engine_captured(family: str, t
     assert torch.linalg.norm(last - captured.final.float()) < 0.01 * torch.linalg.norm(captured.final.float())
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+def test_experts_that_a_checkpoint_stores_apart_are_refused_by_name(family: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"stored in another form than they run") as error:
+        blocks_of(save_target(tmp_path, family))
+    assert (error.value.kind, error.value.hint) == ("blocks-unsupported", "--recipe compact, which stores every layer")
+
+
 def test_a_sample_alone_and_among_threads_has_the_same_bits(tmp_path: Path) -> None:
     blocks = blocks_of(save_target(tmp_path))
     states = torch.randn(3, 17, WIDTH).bfloat16()

@@ -28,6 +28,7 @@ from collectors.engines.dump.peer import (
     mask_of,
     opened,
     read_manifest,
+    require_read,
     require_version,
     state_shape,
     states_of,
@@ -102,6 +103,7 @@ def _read_index(path: Path) -> list[tuple[int, ...]]:
     try:
         data = path.read_bytes()
     except OSError as error:
+        require_read(error, path)
         raise unreadable(f"{path} cannot be read: {error}") from error
     if len(data) % RECORD.size:
         raise unreadable(f"{path} has {len(data):,} bytes, no multiple of {RECORD.size}: it is truncated")
@@ -119,9 +121,13 @@ def _require_bytes(path: Path, offset: int, size: int) -> None:
 def _tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     _require_bytes(path, offset, size)
-    with path.open("rb") as file:
-        file.seek(offset)
-        data = bytearray(file.read(size))
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = bytearray(file.read(size))
+    except OSError as error:
+        require_read(error, path)
+        raise
     return torch.frombuffer(data, dtype=dtype).reshape(shape)
 
 

@@ -3,7 +3,9 @@
 Shapes: T rows of one sample as the peer stored it, C layer columns, D target width.
 """
 
+import errno
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,9 +20,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
+from hiddenstore.fs.seam import storage_error
 from hiddenstore.targets.folder import first_line
 from schemas.capture import NormState
 from schemas.layers import LayerConvention
+
+_OF_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL}
+_REFUSED = re.compile(r"(?:unable to (?:open|mmap)[^\n]*\(|\(os error )(\d+)\)")
+"""How torch and safetensors say what the system answered."""
 
 STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -125,6 +132,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
+        require_read(error, path)
         raise unreadable(f"{path} cannot be read: {error}") from error
     if not isinstance(document, dict):
         raise unreadable(f"{path} holds no object")
@@ -246,6 +254,16 @@ class OpenFile:
             raise missing_key(key, self.keys)
 
 
+def require_read(error: Exception, path: Path) -> None:
+    """Raise StorageError where the disk refused: what it did not read is no fault of a file's content."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (said := _REFUSED.search(str(error))):
+        number = int(said[1])
+    if number is not None and number not in _OF_THE_FILE:
+        hint = "nothing was counted as rejected; run the same command again once the disk answers"
+        raise storage_error(OSError(number, os.strerror(number)), str(path), hint) from error
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[OpenFile]:
     """A safetensors file; Unusable ``not-captured`` when it is absent, ``truncated`` when it is not whole."""
@@ -255,4 +273,5 @@ def opened(path: Path) -> Iterator[OpenFile]:
         with safe_open(path, framework="pt") as handle:
             yield OpenFile(handle)
     except (SafetensorError, OSError) as error:
+        require_read(error, path)
         raise Unusable("truncated", f"{path.name} is no whole safetensors file: {first_line(error)}") from error

@@ -25,6 +25,7 @@ from collectors.engines.dump.peer import (
     files_below,
     mask_of,
     opened,
+    require_read,
     require_rows,
     states_of,
     token_ids,
@@ -63,6 +64,7 @@ class SpeculatorsData(ConnectorFiles):
         try:
             rows = load_from_disk(str(self.folder)).with_format("torch")
         except (OSError, ValueError, KeyError) as error:
+            require_read(error, self.folder)
             raise unreadable(
                 f"{self.folder} is no speculators data: {first_line(error)}",
                 "name the folder that `speculators prepare-data` wrote, with hidden_states/ inside; for bare connector "

@@ -26,6 +26,7 @@ from collectors.engines.dump.peer import (
     index_of,
     mask_of,
     missing_key,
+    require_read,
     require_rows,
     state_shape,
     states_of,
@@ -37,6 +38,8 @@ from schemas.capture import NormState
 
 SAFE_TORCH = Version("2.10")
 MIB = 1 << 20
+TAIL = 1 << 17
+"""More than the directory's end and the longest comment."""
 # Hidden states in bf16 shrink to about 0.7 of their bytes: what unpacks to far more is no dump.
 MOST_UNPACKED = 64
 SMALL = 64 * MIB
@@ -59,6 +62,7 @@ def read_dicts(path: Path, is_list: bool = False) -> list[Mapping[str, Any]]:
         Unusable: ``refused`` (more than tensors), ``truncated``, ``unreadable``, ``too-large``, ``wrong-content``.
     """
     try:
+        _read_tail(path)
         packed = _unpacked(path) if path.suffix == ".gz" else None
         _require_stored(path if packed is None else io.BytesIO(packed))
         file = path if packed is None else io.BytesIO(packed)
@@ -68,6 +72,7 @@ def read_dicts(path: Path, is_list: bool = False) -> list[Mapping[str, Any]]:
     except MemoryError:
         raise Unusable("too-large", "reading it needs more memory than there is") from None
     except Exception as error:  # a hostile file may raise anything
+        require_read(error, path)
         raise _verdict(error) from error
     dicts = loaded if is_list else [loaded]
     if not isinstance(dicts, list) or not all(isinstance(entry, dict) for entry in dicts):
@@ -94,6 +99,13 @@ def _unpacked(path: Path) -> bytes:
     if len(data) > most:
         raise Unusable("too-large", f"it unpacks to more than {MOST_UNPACKED} times its size")
     return data
+
+
+def _read_tail(path: Path) -> None:
+    """OSError where the disk refuses: zipfile takes a refusal for a file that is no archive."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL))
+        file.read()
 
 
 def _require_stored(file: Path | io.BytesIO) -> None:
