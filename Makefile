@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo demo-llm demo-llm-quick test check docs test-parity test-engines test-llamacpp test-objects test-pages test-ray test-transformers-457 reliability wheel-smoke bench bench-storage bench-train schemas clean
+.PHONY: install demo demo-llm demo-llm-quick test check docs test-parity test-engines test-llamacpp test-objects test-pages test-ray test-transformers-457 reliability release wheel-smoke bench bench-storage bench-train schemas clean
 
 install: $(VENV)/.installed
 
@@ -129,9 +129,14 @@ $(VENV)-transformers457/.installed: $(VENV)/.installed
 	$(VENV)-transformers457/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts transformers==4.57.3 datasets==4.8.5
 	touch $@
 
-# A wheel, alone in an empty environment, used from another folder.
+# Wheel and sdist, alone in an empty environment, used from another folder.
 wheel-smoke: install
 	sh tests/wheel_smoke.sh $(PYTHON) $(BIN)
+
+# What a release uploads, in dist/: the same, proved first. `twine upload dist/*` is a person's.
+release: install
+	rm -rf dist
+	sh tests/wheel_smoke.sh $(PYTHON) $(BIN) dist
 
 schemas: install
 	$(BIN)/python -m schemas.generate

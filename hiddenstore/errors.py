@@ -271,6 +271,8 @@ class Kind(StrEnum):
     RAY_UNREACHABLE = "ray-unreachable", ConfigError, "There is no Ray cluster at that address."
     WORKERS_LOST = "workers-lost", CaptureError, "Workers of the cluster ended and did not come back."
     API_KEY_MISSING = "api-key-missing", ConfigError, "The environment variable for the key holds none."
+    HUB_LIMIT = "hub-limit", ConfigError, "A repository of the hub does not take so many, or so large, files."
+    PUSH_UNFINISHED = "push-unfinished", NotFoundError, "Nothing was pushed there, or the push did not come to its end."
     SERVER_URL = "server-url", ConfigError, "The address is not one of an HTTP server."
     SERVER_UNREACHABLE = "server-unreachable", StorageError, "No server answers at that address."
     SERVER_TIMEOUT = "server-timeout", StorageError, "The server did not answer in time."

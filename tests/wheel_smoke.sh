@@ -1,45 +1,48 @@
 #!/bin/sh
-# Build a wheel, install it alone in an empty environment, and use it from another folder.
-# Usage: tests/wheel_smoke.sh PYTHON BIN   (BIN: the folder of an environment that has `build` and `hatchling`)
+# Build sdist and wheel, check what they say of themselves, install the sdist alone in an empty environment (its wheel
+# must be the one built here) and use it from another folder: the quick demo, which is every command from questions to
+# an export, and the reports.
+# Usage: tests/wheel_smoke.sh PYTHON BIN [DIST]
+#   BIN: the folder of an environment that has `build`, `hatchling` and `twine`; DIST: a folder that gets both files.
 set -eu
 python=$1
 bin=$(cd "$2" && pwd)
 here=$(pwd)
 room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT
-"$bin/python" -m build --wheel --no-isolation --outdir "$room/dist" . >/dev/null
+# The wheel is built from the sdist.
+"$bin/python" -m build --no-isolation --outdir "$room/dist" . >/dev/null
+"$bin/python" -m twine check --strict "$room"/dist/*
 "$python" -m venv "$room/venv"
 pip="$room/venv/bin/python -m pip install --quiet --disable-pip-version-check -c $here/constraints.txt"
 $pip "$(grep '^torch==' constraints.txt)"
-$pip "$room"/dist/hiddenstore-*.whl
+$pip "$room"/dist/hiddenstore-*.tar.gz
 cd "$room"
 export OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1
 hiddenstore=$room/venv/bin/hiddenstore
 "$room/venv/bin/python" - <<'PY'
+import glob, pathlib, zipfile
 import collectors.demo, hiddenstore, schemas, trainer
 for package in (schemas, hiddenstore, collectors, trainer):
     assert "site-packages" in package.__file__, package.__file__
 assert (collectors.demo.TARGET_DIR / "model.safetensors").is_file()
+site = pathlib.Path(hiddenstore.__file__).parents[1]
+(wheel,) = glob.glob("dist/*.whl")
+with zipfile.ZipFile(wheel) as files:
+    for name in files.namelist():
+        assert ".dist-info/" in name or (site / name).read_bytes() == files.read(name), name
 PY
-target=$("$room/venv/bin/python" -c "from collectors.demo import TARGET_DIR; print(TARGET_DIR)")
-cat > questions.jsonl <<'ROWS'
-{"messages": [{"role": "user", "content": "What does `shutil.copytree` do?"}, {"role": "assistant", "content": "Recursively copy a directory tree."}]}
-{"messages": [{"role": "user", "content": "Explain `json.dumps`."}, {"role": "assistant", "content": "Serialize an object to a JSON formatted string."}]}
-{"messages": [{"role": "user", "content": "What is `heapq.heappush`?"}, {"role": "assistant", "content": "Push item onto heap, maintaining the heap invariant."}]}
-ROWS
 "$hiddenstore" --version
 "$hiddenstore" --help >/dev/null
 "$hiddenstore" doctor
-"$hiddenstore" prepare questions.jsonl -o data --target "$target" --val 0
-"$hiddenstore" collect data -o store --target "$target"
-"$hiddenstore" info store
-"$hiddenstore" verify store --full
-"$hiddenstore" train store -o run train.max_steps=3
-"$hiddenstore" eval run store --split train
-"$hiddenstore" export run --engine vllm -o drafter
-test -s drafter/model.safetensors
-"$hiddenstore" report store
-"$hiddenstore" report run
+"$hiddenstore" demo try --quick
+test -s try/eagle3.1/drafter/model.safetensors
+"$hiddenstore" report try/store
+"$hiddenstore" report try/eagle3.1/run
 test -s store-report.html
 test -s run-report.html
-echo "wheel: ok"
+if [ $# -gt 2 ]; then
+    mkdir -p "$here/$3"
+    cp "$room"/dist/* "$here/$3"
+fi
+echo "wheel and sdist: ok"

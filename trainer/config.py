@@ -201,7 +201,9 @@ class LoopConfig(Section):
     """Precision of matrix products; ``auto`` is bf16 on a GPU, and on a CPU that multiplies the drafter's widths faster
     so. Weights and moments stay fp32."""
     tensorboard: bool = False
-    """Write the log for TensorBoard too."""
+    """Write the log for TensorBoard too, as ``tracker=tensorboard`` does."""
+    tracker: str | None = None
+    """Who also gets the curves: ``tensorboard``, ``wandb``, ``mlflow``, or one that a package adds; none for nobody."""
     init_from: str | None = None
     """A run or checkpoint whose weights to start from."""
     keep_best: int = Field(1, ge=0)

@@ -36,16 +36,18 @@ from hiddenstore.targets.identity import CHECKPOINT, cast_hint, unstated_digests
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
 from hiddenstore.verify.same_target import share_profile, target_differences, unstated_warning
 from hiddenstore.writer import PendingUnit, capture_differences, create_store, pending_units, register_input
-from schemas.capture import REBUILT, STATED, TOPK, Codecs
+from schemas.capture import REBUILT, STATED, TOPK, CaptureSpec, Codecs
 from schemas.manifest import CommitRecord, Container, SampleEntry
 from schemas.prepared import PreparedData
 
 
-def check_sources(sources: Sequence[Store], location: str | Path | Filesystem, same_target: bool = False) -> list[str]:
+def check_sources(
+    sources: Sequence[Store], location: str | Path | Filesystem, same_target: bool = False, any_layers: bool = False
+) -> list[str]:
     """Refuse a copy onto a source (``output-exists``) and sources of two captures (``store-mismatch``), or of two
     captures than that which is at ``location``; warnings about digests that not all of them state.
 
-    ``same_target`` takes another checkpoint where the layer profiles agree.
+    ``same_target`` takes another checkpoint where the layer profiles agree, ``any_layers`` sources of other layers.
     """
     address = open_filesystem(location).address
     for source in sources:
@@ -59,6 +61,7 @@ def check_sources(sources: Sequence[Store], location: str | Path | Filesystem, s
         "capture.states.",
         "container:",
         *([f"capture.target.{CHECKPOINT}:"] if same_target else []),
+        *(["capture.aux_layers:"] if any_layers else []),
     )
     for one, other in combinations([first, *others], 2):
         differences = capture_differences(one.manifest, other.manifest)
@@ -82,13 +85,15 @@ def open_destination(
     recipe: str | None,
     container: Container | None,
     target: str | None = None,
+    layers: Sequence[int] | None = None,
 ) -> Store:
     """Create the store of a copy, or open the one there; None keeps its recipe or container, else the first source's.
-    A new one on object storage gets ``default_container``. ``target`` names the checkpoint whose blocks rebuild states.
+    A new one on object storage gets ``default_container``. ``target`` names the checkpoint whose blocks rebuild states,
+    ``layers`` the aux layers to keep.
 
     Raises:
         ConflictError: ``store-mismatch``.
-        ConfigError: ``name-unknown``, ``codec-unknown``, ``final-unfit``, ``blocks-unsupported``.
+        ConfigError: ``name-unknown``, ``codec-unknown``, ``final-unfit``, ``blocks-unsupported``, ``layer-missing``.
         FormatError: ``target-mismatch``: ``target`` is another than the store's.
     """
     first = sources[0]
@@ -109,11 +114,32 @@ def open_destination(
         codecs = get_recipe(recipe)
         recipe = recipe_name(codecs)
     _require_finals(sources, codecs)
-    capture = recoded(first.capture, codecs).model_copy(update={"target": identity.model_copy(update=stated)})
+    captures = [source.capture if layers is None else with_layers(source, layers) for source in sources]
+    capture = recoded(captures[0], codecs).model_copy(update={"target": identity.model_copy(update=stated)})
     files = {e.path: first.target_file(e.path) for e in first.manifest.target_files if e.path != BLOCKS_FILE}
     bundles = [*sources, Store.open(fs, strict=False)] if is_there and capture.blocks else sources
     files |= bundled_blocks(bundles, capture, target)
     return create_store(fs, capture, first.manifest.head, recipe, files, container or kept)
+
+
+def with_layers(source: Store, layers: Sequence[int]) -> CaptureSpec:
+    """The capture of a source with some of its aux layers. Raises ConfigError: ``layer-missing``; ``final-unfit``,
+    nothing would be left; ``blocks-unsupported``, states are rebuilt from the layers that are stored."""
+    capture = source.capture
+    if absent := sorted(set(layers) - set(capture.aux_layers)):
+        raise ConfigError(
+            f"{source.path} holds no layer {', '.join(map(str, absent))}: its layers are {list(capture.aux_layers)}",
+            kind=Kind.LAYER_MISSING,
+        )
+    if capture.codecs.final == REBUILT:
+        raise ConfigError(
+            f"{source.path} rebuilds states from the layers it stores: none of them can be left out",
+            kind=Kind.BLOCKS_UNSUPPORTED,
+            hint="copy it with --recipe compact first",
+        )
+    if not layers and not capture.holds_final_hidden:
+        raise ConfigError(f"nothing of {source.path} would be left to train from", kind=Kind.FINAL_UNFIT)
+    return capture.model_copy(update={"aux_layers": tuple(sorted(set(layers)))})
 
 
 def _require_finals(sources: Sequence[Store], codecs: Codecs) -> None:
@@ -136,11 +162,13 @@ def _require_finals(sources: Sequence[Store], codecs: Codecs) -> None:
 
 
 def bring_calibration(sources: Sequence[Store], destination: Store) -> None:
-    """The first layer profile, which ``verify --meaning`` holds states against, and the first raw slice."""
+    """The first layer profile, which ``verify --meaning`` holds states against, and the first raw slice of the same
+    layers."""
     profiled = next((source for source in sources if read_profile(source.fs) is not None), None)
     if profiled is not None:
         destination.fs.put_if_absent(PROFILE_PATH, profiled.fs.read(PROFILE_PATH))
-    next((source for source in sources if copy_slice(source.fs, destination.fs)), None)
+    alike = (source for source in sources if source.capture.aux_layers == destination.capture.aux_layers)
+    next((source for source in alike if copy_slice(source.fs, destination.fs)), None)
 
 
 def rounding_notes(sources: Sequence[Store], destination: Store, recoding_equal: bool) -> list[str]:
@@ -306,9 +334,11 @@ class Copy:
         return sum(self.is_verbatim(unit) for unit in self.units)
 
     def is_verbatim(self, unit: CopyUnit) -> bool:
-        """Whether a unit keeps its files: it keeps its codes, and its container is that of the destination."""
+        """Whether a unit keeps its files: it keeps its codes and layers, and its container is the destination's."""
         container = self.destination.manifest.container
-        return self.keeps_codes(unit) and unit.origin is not None and unit.origin[0].manifest.container == container
+        if unit.origin is None or unit.origin[0].capture.aux_layers != self.destination.capture.aux_layers:
+            return False
+        return self.keeps_codes(unit) and unit.origin[0].manifest.container == container
 
     def keeps_codes(self, unit: CopyUnit) -> bool:
         """Whether nothing of a unit is decoded: it stays one unit, and its codecs are those of the destination."""
@@ -337,11 +367,12 @@ def open_copy(
     container: Container | None = None,
     same_target: bool = False,
     target: str | None = None,
+    layers: Sequence[int] | None = None,
 ) -> Copy:
     """Create (or open) the destination, register what it will hold, and list the units it lacks.
 
     ``recipe`` and ``container`` None keep those of the destination when it exists, else those of the first source;
-    ``same_target`` as in ``check_sources``, ``target`` as in ``open_destination``.
+    ``same_target`` as in ``check_sources``, ``target`` and ``layers`` as in ``open_destination``.
 
     Raises:
         ConflictError: ``store-mismatch``, sources or destination hold another capture (codecs and container aside);
@@ -350,10 +381,10 @@ def open_copy(
             a source holds top tokens, and the destination is to hold the final hidden.
         CorruptionError: a target file or input of a source is damaged.
     """
-    warnings = check_sources(sources, location, same_target)
+    warnings = check_sources(sources, location, same_target, layers is not None)
     if keep is not None and not any(keep(record, entry) for source in sources for record, entry in source.entries):
         raise ConfigError("no sample of the sources passes the filter", kind=Kind.SELECTION_EMPTY)
-    destination = open_destination(sources, location, recipe, container, target)
+    destination = open_destination(sources, location, recipe, container, target, layers)
     bring_calibration(sources, destination)
     if keep is None:
         units, present, unavailable = _units_as_cut(sources, destination)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hiddenstore import layout
-from hiddenstore.care.stored_unit import stored_unit
+from hiddenstore.care.stored_unit import stored_unit, with_layers
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.digests import digest_for, mismatch
 from hiddenstore.errors import CorruptionError, Kind
@@ -78,8 +78,10 @@ def _copy_file(
 
 
 def copy_codes(source: Store, record: CommitRecord, destination: Store, revision: int = 0) -> CommitRecord | None:
-    """The codes of a unit as they are, in another container."""
+    """The codes of a unit as they are, in another container, or without the layers that the destination leaves out."""
     encoded = stored_unit(source, record) if record.samples else None
+    if encoded is not None and source.capture.aux_layers != destination.capture.aux_layers:
+        encoded = with_layers(encoded, source.capture, destination.capture.stored_layers)
     return write_encoded_unit(destination, record.unit, record.input, encoded, record.rejects, record.engine, revision)
 
 
@@ -91,11 +93,21 @@ def copy_decoded(
         source, commit = unit.origin
         # By index, not by id: another unit of the source may hold the same id, captured in another batch.
         reader = source.open_unit(commit) if commit.samples else None
-        records = [source.read_unit(reader, n) for n in range(len(commit.samples))] if reader is not None else []
+        layers = _kept_layers(source, destination)
+        records = (
+            [source.read_unit(reader, n, layers) for n in range(len(commit.samples))] if reader is not None else []
+        )
         rejects = commit.rejects
     else:
-        records = [index[sample_id].read(sample_id) for sample_id in unit.samples]
+        stores = ((index[sample_id], sample_id) for sample_id in unit.samples)
+        records = [source.read(sample_id, _kept_layers(source, destination)) for source, sample_id in stores]
         commit, _ = index[unit.samples[0]].locate(unit.samples[0])
         rejects = ()
     records = [with_top_tokens(record, head, destination.capture) for record in records]
     return write_unit(destination, unit.name, unit.input, records, rejects, commit.engine, unit.revision)
+
+
+def _kept_layers(source: Store, destination: Store) -> tuple[int, ...] | None:
+    """The layers to read where the destination leaves some out."""
+    layers = destination.capture.aux_layers
+    return None if layers == source.capture.aux_layers else layers

@@ -4,12 +4,12 @@ Shapes: T tokens of a unit, t of one sample, R final rows of the unit, r of one 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hiddenstore.codecs import get_codec, get_layout
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, EncodedLayers
+from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, EncodedLayers, select_small
 from hiddenstore.records import Sample
 from hiddenstore.segments.base import EncodedUnit, FieldGroup, groups_of, small_of_rows
 from hiddenstore.segments.encode import layer_stats, with_raw_rows
@@ -82,6 +82,21 @@ def unit_of(
         final=final,
         stats=_stats(capture, aux, final) if stats is None else stats,
     )
+
+
+def with_layers(unit: EncodedUnit, capture: CaptureSpec, layers: Sequence[int]) -> EncodedUnit:
+    """The codes of some aux layers of a unit of ``capture``; nothing is decoded."""
+    places, small = [capture.stored_layers.index(layer) for layer in layers], unit.aux.small
+    codec = get_layout(capture.codecs.aux)
+    kept = select_small(codec.small, small, places, range(len(unit.input_ids)))
+    if RAW_INDEX in small:
+        rows = np.isin(small[RAW_INDEX][:, 0], places)
+        index = small[RAW_INDEX][rows]
+        index[:, 0] = np.searchsorted(places, index[:, 0])
+        kept |= {RAW_INDEX: index, RAW_ROWS: small[RAW_ROWS][rows]}
+    fields = {FINAL, *map(field_name, layers)}
+    stats = {name: numbers for name, numbers in unit.stats.items() if name in fields}
+    return replace(unit, aux=EncodedLayers([unit.aux.codes[place] for place in places], kept), stats=stats)
 
 
 def _rows_of(group: FieldGroup, encoded: Encoded, entry: SampleEntry) -> Encoded:

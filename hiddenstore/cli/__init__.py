@@ -55,6 +55,8 @@ _SUMMARIES: Mapping[str, Mapping[str, str]] = {
     "Care": {
         "verify": "Every byte there, intact, and meaning what it says.",
         "copy": "Merge, subset or re-encode stores; resumable.",
+        "push": "A store or a drafter to the hub or object storage; resumable.",
+        "pull": "What was pushed, checked while it comes; resumable.",
         "snapshot": "Freeze what a store holds under a name.",
         "repair": "Drop what is damaged, keep the rest; prints a plan first.",
         "gc": "Sweep what no commit names; prints a plan first.",
@@ -80,6 +82,7 @@ _BUILT_IN = {
     "care": ("verify", "copy", "repair", "gc", "doctor"),
     "history": ("log", "snapshot"),
     "advise": ("advise",),
+    "share": ("push", "pull"),
     "run": ("run",),
 }
 
@@ -119,6 +122,9 @@ OTHER_WORDS: Mapping[str, str] = {
     "history": "log",
     "freeze": "snapshot",
     "tag": "snapshot",
+    "upload": "push",
+    "share": "push",
+    "download": "pull",
 }
 
 

@@ -11,7 +11,7 @@ import click
 from rich.padding import Padding
 from rich.text import Text
 
-from hiddenstore.cli.words import STORE, Name, open_store, same_target_option
+from hiddenstore.cli.words import STORE, Name, layers_option, open_store, same_target_option
 from hiddenstore.codecs.recipes import RECIPE_HELP, RECIPES, get_recipe
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, clean, clean_line, count, percent, plural, seconds, size
@@ -173,6 +173,7 @@ def _indented(text: str) -> None:
 @click.option("--container", type=click.Choice(tuple(CONTAINERS)), help="Default: as DST, else as the first SRC.")
 @click.option("--where", multiple=True, metavar="TEST", help="Only samples with tokens>4096, supervised>0, …")
 @click.option("--split", type=click.Choice(["train", "validation"]), help="Only samples of this split.")
+@layers_option
 @click.option("--target", metavar="T", help="With --recipe rebuilt: the checkpoint whose blocks rebuild states.")
 @same_target_option
 @common_options
@@ -183,6 +184,7 @@ def copy(
     container: "Container | None",
     where: tuple[str, ...],
     split: str | None,
+    layers: tuple[int, ...] | None,
     target: str | None,
     same_target: bool,
 ) -> None:
@@ -196,7 +198,7 @@ def copy(
     from hiddenstore.care.copy import open_copy
 
     stores = [open_store(source) for source in sources]
-    opened = open_copy(stores, destination, recipe, keep, container, same_target, target)
+    opened = open_copy(stores, destination, recipe, keep, container, same_target, target, layers)
     out = output()
     for note in opened.notes:
         out.warn(note)
@@ -204,7 +206,7 @@ def copy(
         out.warn(
             f"{opened.unavailable:,} units of the inputs are in no source; the copy stays as incomplete as they are"
         )
-    report = _copy_with_progress(opened)
+    report = copy_with_progress(opened)
     copied = open_store(opened.destination.path)
     if copied.duplicates:
         out.note(f"{copied.duplicates:,} samples are in more than one unit: they are stored twice and read once")
@@ -228,7 +230,7 @@ def copy(
     out.hint("hiddenstore", "verify", destination, "--full")
 
 
-def _copy_with_progress(opened: "Copy") -> "CopyReport":
+def copy_with_progress(opened: "Copy") -> "CopyReport":
     from hiddenstore.care.copy import run_copy
     from hiddenstore.console.progress import Progress
     from hiddenstore.process import drain_on_signal

@@ -85,6 +85,21 @@ same_target_option = click.option(
     "--same-target", is_flag=True, help="Take a cast copy of the target, if the stored layer profile is also its own."
 )
 
+
+class _Layers(click.ParamType):
+    """``15`` or ``2,15,27``: aux layers."""
+
+    name = "layers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        try:
+            return value if isinstance(value, tuple) else tuple(int(layer) for layer in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is no list of layers such as 2,15,27", param, ctx)
+
+
+layers_option = click.option("--layers", type=_Layers(), metavar="2,15,…", help="Only these aux layers. Default: all.")
+
 revision_option = click.option("--revision", help="Commit, tag or branch of a hub id.")
 
 remote_code_option = click.option(

@@ -1,4 +1,4 @@
-"""The log of a run: ``metrics.jsonl``, a live line, and TensorBoard where ``train.tensorboard`` is set."""
+"""The log of a run: ``metrics.jsonl``, a live line, and the trackers that ``train.tracker`` names."""
 
 import json
 import os
@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import ConfigError, CorruptionError, Kind
+from hiddenstore.errors import CorruptionError, Kind
+from trainer.train.track import Tracked
 
 METRICS = "metrics.jsonl"
 
@@ -44,18 +45,17 @@ class RunLog:
         *,
         start: int = 0,
         clip: float,
-        tensorboard: bool = False,
+        tracked: Tracked | None = None,
         writes: bool = True,
     ) -> None:
         self.path, self._clip = run / METRICS, clip
         self._file: TextIO | None = None
-        self._board: Any = None
+        self._tracked = tracked
         if not writes:
             return
         self._truncate(start)
         self._file = self.path.open("a", encoding="utf-8")
         self._progress = Progress("train", total=total_steps, unit="steps", start=start)
-        self._board = _open_board(run, start) if tensorboard else None
 
     def __enter__(self) -> Self:
         if self._file is not None:
@@ -69,8 +69,8 @@ class RunLog:
             return
         self._progress.__exit__(kind, error, trace)
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        if self._tracked is not None:
+            self._tracked.close()
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one optimizer step."""
@@ -86,11 +86,11 @@ class RunLog:
             "gradient norm": _norm_text(metrics.grad_norm, self._clip),
         }
         self._progress.advance(1, **shown)
-        if self._board is not None:
-            for name in ("loss", "lr", "grad_norm", "tokens_per_s", "data_wait_fraction"):
-                self._board.add_scalar(f"train/{name}", getattr(metrics, name), metrics.step)
-            for depth, acc in enumerate(metrics.acc, 1):
-                self._board.add_scalar(f"train/acc@{depth}", acc, metrics.step)
+        if self._tracked is not None:
+            names = ("loss", "lr", "grad_norm", "tokens_per_s", "data_wait_fraction")
+            values = {f"train/{name}": getattr(metrics, name) for name in names}
+            values |= {f"train/acc@{depth}": acc for depth, acc in enumerate(metrics.acc, 1)}
+            self._tracked.log(values, metrics.step)
 
     def epoch(self, step: int, epoch: int, samples: int) -> None:
         """Record that ``step`` is the first of an epoch, counted from 0, over what the store holds now."""
@@ -112,12 +112,12 @@ class RunLog:
             return
         self._line({"step": step, "validation": dict(values)})
         self._progress.log(text)
-        if self._board is not None:
-            if values["accepted_length"] is not None:
-                self._board.add_scalar("validation/accepted_length", values["accepted_length"], step)
+        if self._tracked is not None:
+            length = values["accepted_length"]
+            shown = {} if length is None else {"validation/accepted_length": length}
             for depth, (loss, hit) in enumerate(zip(values["losses"], values["acc"], strict=True), 1):
-                self._board.add_scalar(f"validation/loss@{depth}", loss, step)
-                self._board.add_scalar(f"validation/acc@{depth}", hit, step)
+                shown |= {f"validation/loss@{depth}": loss, f"validation/acc@{depth}": hit}
+            self._tracked.log(shown, step)
 
     def sync(self) -> None:
         """Make what was written durable; called before a checkpoint is published."""
@@ -155,15 +155,3 @@ def _norm_text(norm: float, clip: float) -> str:
     """``4,236 (clip 1)``: large norms of raw gradients are usual, as aux states have channels of great size."""
     shown = f"{norm:,.2f}" if norm < 100 else f"{norm:,.0f}"
     return shown if norm <= clip else f"{shown} (clip {clip:g})"
-
-
-def _open_board(run: Path, start: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            "train.tensorboard is set, but tensorboard is not installed",
-            kind=Kind.NOT_INSTALLED,
-            hint="pip install 'hiddenstore[tensorboard]'",
-        ) from error
-    return SummaryWriter(str(run / "tensorboard"), purge_step=start)

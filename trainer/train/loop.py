@@ -31,6 +31,7 @@ from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state, save_checkpoint, token_batches
 from trainer.train.step import autocast, some_of, steps, validate
 from trainer.train.storage import CACHE_BYTES, Mirror
+from trainer.train.track import Tracked, TrackedRun
 
 _COLUMNS = 2
 
@@ -188,9 +189,10 @@ def _train(state: TrainState, drain: Drain, began: float, mirror: Mirror | None)
     config, total = state.config.train, state.total_steps
     last: dict[str, Any] = {}
     writes = state.group.is_first
-    log = RunLog(
-        state.path, total, start=state.step, clip=state.config.optim.clip, tensorboard=config.tensorboard, writes=writes
-    )
+    names = ["tensorboard"] * config.tensorboard + ([] if config.tracker is None else [config.tracker])
+    settings = state.config.model_dump(mode="json")
+    tracked = Tracked(names, TrackedRun(state.path, state.step, settings)) if writes and names else None
+    log = RunLog(state.path, total, start=state.step, clip=state.config.optim.clip, tracked=tracked, writes=writes)
     with log, closing(steps(state)) as each:
         for batch, metrics in each:
             last = metrics.__dict__

@@ -1,0 +1,162 @@
+"""README.md of what is pushed: YAML that the hub reads, then what it is, where it came from and how to use it.
+
+No word of a sample stands in it unless asked for, no path of this machine, and nothing that was not measured.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from hiddenstore.console.text import size
+from hiddenstore.errors import ConfigError, Kind, NotFoundError
+from hiddenstore.inspect.facts import info
+
+if TYPE_CHECKING:
+    from hiddenstore.store import Store
+
+_SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M"))
+_IDS = (
+    "The token ids of every sample are in it, and token ids are the text: whoever can read this can read the "
+    "conversations. It is not anonymised."
+)
+_SHOWN_CHARACTERS = 2000
+
+
+def store_card(store: "Store", address: str, results: Mapping[str, Any] | None, samples: int) -> str:
+    """The card of a store at ``address``; ``samples`` of its first samples are shown as text."""
+    facts, target = info(store), store.capture.target
+    front: dict[str, Any] = {
+        "pretty_name": f"Hidden states of {target.name}",
+        "tags": ["hiddenstore", "speculative-decoding", "hidden-states", "webdataset"],
+        "size_categories": [next((word for most, word in _SIZES if facts["samples"] < most), "n>10M")],
+    }
+    # The hub's viewer shows rows, and so the text.
+    front |= {} if samples else {"viewer": False}
+    final = "none" if store.capture.final == "none" else f"{store.capture.final} rows, {store.capture.final_norm}"
+    engine = facts["engine"] or {"name": "?", "version": ""}
+    splits = ", ".join(f"{split} {number:,}" for split, number in facts["splits"].items())
+    rows = [
+        ("target", _target(target.model_dump())),
+        (
+            "layers",
+            f"{list(store.capture.aux_layers)} (states after decoder block k, from 0), width {facts['hidden_size']:,}",
+        ),
+        ("final hidden", final),
+        ("recipe", f"{facts['recipe']} ({', '.join(f'{k}: {v}' for k, v in facts['codecs'].items())})"),
+        ("samples", f"{facts['samples']:,} ({splits})"),
+        ("tokens", f"{facts['tokens']:,}, of which {facts['supervised_tokens']:,} supervised"),
+        ("size", f"{size(facts['bytes_on_disk'])}; as bf16 at every token {size(facts['bytes_raw'])}"),
+        ("captured by", f"{engine['name']} {engine['version']}".strip()),
+    ]
+    use = [
+        f"hiddenstore pull {address} store",
+        "hiddenstore verify store --full",
+        "hiddenstore train store -o run",
+    ]
+    parts = [_IDS, _measured(results), *_texts(store, samples)]
+    return _card(front, f"Hidden states of {target.name}", "A store of hidden states to train drafters for "
+                 "speculative decoding from, without the target in memory.", rows, use, parts)  # fmt: skip
+
+
+def drafter_card(folder: Path, files: Sequence[Path], address: str, results: Mapping[str, Any] | None) -> str:
+    """The card of an exported drafter. Raises ConfigError ``drafter-unfit``: its ``hiddenstore.json`` is none."""
+    try:
+        about = json.loads((folder / "hiddenstore.json").read_bytes())
+        config = json.loads((folder / "config.json").read_bytes())
+        target, drafter = about["target"], str(about["drafter"])
+        engine = f"{about['engine']} {about['engine_version']}"
+        reads = next((config[key] for key in config if "layer_ids" in key), about.get("layers"))
+        rows = [
+            ("target", _target(target)),
+            ("drafter", drafter),
+            ("for", f"{engine}, drafts of {about['draft_len']} tokens"),
+            ("reads layers", f"{reads}, as {engine} counts them" if reads else "the final hidden only"),
+            ("size", size(sum(file.stat().st_size for file in files))),
+        ]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        message = f"{folder} is no exported drafter: {type(error).__name__} {error}"
+        raise ConfigError(message, kind=Kind.DRAFTER_UNFIT, hint=f"hiddenstore export RUN -o {folder}") from error
+    name = str(target["name"])
+    front: dict[str, Any] = {"tags": ["hiddenstore", "speculative-decoding", drafter]}
+    front |= {"base_model": name} if name.count("/") == 1 else {}
+    use = [
+        f"hiddenstore pull {address} drafter",
+        f"hiddenstore serve drafter --target TARGET --engine {about['engine']}",
+    ]
+    what = f"A {drafter} drafter for speculative decoding of {name}, trained with hiddenstore."
+    return _card(front, f"{drafter} for {name}", what, rows, use, [_measured(results)])
+
+
+def read_results(path: str | Path) -> dict[str, Any]:
+    """What ``eval --json`` or ``decode --json`` printed. Raises NotFoundError ``path-missing``; ConfigError
+    ``option-invalid``: it is something else."""
+    try:
+        document = json.loads(Path(path).read_bytes())
+        if document["schema"] not in ("hiddenstore.eval/1", "hiddenstore.decode/1"):
+            raise ValueError(f"schema is {document['schema']!r}")
+        float(document["accepted_length"]), int(document["draft_len"]), int(document["step"]), str(document["run"])
+    except FileNotFoundError as error:
+        raise NotFoundError(f"--results: {path} does not exist", kind=Kind.PATH_MISSING) from error
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        hint = "hiddenstore eval RUN STORE --json > results.json"
+        message = f"--results: {path} is not what eval or decode prints with --json: {error}"
+        raise ConfigError(message, kind=Kind.OPTION_INVALID, hint=hint) from error
+    return dict(document)
+
+
+def _measured(results: Mapping[str, Any] | None) -> str:
+    """Accepted length, and the command that measured it, by the last names of the folders it was given."""
+    if results is None:
+        return ""
+    width = int(results.get("tree_width", 1))
+    shape = f"{results['draft_len']}x{width}" if width > 1 else str(results["draft_len"])
+    run = Path(results["run"]).name
+    if results["schema"] == "hiddenstore.eval/1":
+        command = f"hiddenstore eval {run} {Path(results['store']).name} --split {results['split']} --draft-len {shape}"
+        where = f"simulated on recorded {results['split']} text"
+    else:
+        command = f"hiddenstore decode {run} --target {results['target']} --draft-len {shape}"
+        command += f" --temperature {results['temperature']}" if results.get("temperature") else ""
+        where = "live speculative decoding"
+    floor = results.get("ngram_accepted_length")
+    beside = f" The best n-gram table from the same text has {floor:.3f}." if floor is not None else ""
+    return (
+        f"## Accepted length\n\n**{results['accepted_length']:.3f}** tokens a target forward, bonus token counted, "
+        f"step {results['step']:,}, {where}.{beside} Measured by:\n\n```sh\n{command}\n```"
+    )
+
+
+def _target(target: Mapping[str, Any]) -> str:
+    revision = f" at {target['revision']}" if target.get("revision") else ""
+    weights = target.get("checkpoint_sha256") or target["weights_sha256"]
+    return f"{target['name']}{revision} ({target['num_layers']} layers, {target['dtype']}, weights {weights[:12]}…)"
+
+
+def _texts(store: "Store", samples: int) -> list[str]:
+    from hiddenstore.inspect.samples import load_tokenizer, token_text
+
+    tokenizer = load_tokenizer(store) if samples else None
+    texts = []
+    for sample_id in list(store.sample_ids[:samples]):
+        ids = store[sample_id].sample.input_ids
+        text = token_text(ids, 0, len(ids), tokenizer)[:_SHOWN_CHARACTERS]
+        texts.append("\n".join([f"Sample `{sample_id[:12]}`:", "", *(f"    {line}" for line in text.splitlines())]))
+    return texts
+
+
+def _card(
+    front: Mapping[str, Any],
+    title: str,
+    what: str,
+    rows: Sequence[tuple[str, str]],
+    use: Sequence[str],
+    parts: Sequence[str],
+) -> str:
+    table = ["| | |", "|---|---|", *(f"| {name} | {value.replace('|', '/')} |" for name, value in rows)]
+    head = ["---", yaml.safe_dump(dict(front), sort_keys=False, allow_unicode=True).rstrip(), "---"]
+    code = ["```sh", "pip install hiddenstore", *use, "```"]
+    body = [f"# {title}", what, "\n".join(table), "\n".join(code), *filter(None, parts)]
+    return "\n".join(head) + "\n\n" + "\n\n".join(body) + "\n"

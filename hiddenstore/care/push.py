@@ -1,0 +1,188 @@
+"""A store or an exported drafter to a place where others pull it from.
+
+What a store shares is what its records name, as WebDataset: a store in another container, or a part of one, is copied
+into a staging folder first. Every byte is read and compared with its record before the first one is sent.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hiddenstore import layout
+from hiddenstore.care.copy import Copy, open_copy
+from hiddenstore.care.hub import HubRemote, require_limits
+from hiddenstore.care.remote import CARD, PIECE_BYTES, SUMS, LocalFile, Remote, sums_text
+from hiddenstore.digests import digest_for, mismatch
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind
+from hiddenstore.fs import is_address
+from hiddenstore.fs.seam import storage_error
+from hiddenstore.index.publish import replaced_indexes
+from hiddenstore.inspect.samples import Test
+from hiddenstore.store import Store
+from hiddenstore.targets.calibration import SLICE_PATH, slice_document
+from hiddenstore.verify.profile import PROFILE_PATH, read_profile
+from schemas.manifest import FileEntry
+
+CONTAINER = "webdataset"
+DRAFTER_FILES = (".json", ".safetensors", ".gguf")
+
+Advance = Callable[[int], None]
+Begin = Callable[[str, int], Advance]
+"""A person's view of one pass over the bytes: its name and how many there are; returns what is told of each piece."""
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """What a push did; ``files_sent`` and ``bytes_sent`` leave out what was there already."""
+
+    files: int
+    bytes: int
+    files_sent: int
+    bytes_sent: int
+
+
+def require_place(remote: Remote, is_store: bool) -> None:
+    """Refuse a repository of the other kind, and one at a revision: ConfigError ``address-invalid``."""
+    if not isinstance(remote, HubRemote):
+        return
+    kind, plain = ("dataset", "hf://datasets/") if is_store else ("model", "hf://")
+    if remote.kind != kind or remote.revision:
+        what = "a store is pushed to a dataset" if is_store else "a drafter is pushed to a model"
+        raise ConfigError(
+            f"{remote.address}: {what} repository, to its main branch",
+            kind=Kind.ADDRESS_INVALID,
+            hint=f"{plain}{remote.repo}",
+        )
+
+
+def staging_reason(store: Store, is_part: bool) -> str | None:
+    """Why a store has to be copied before it can be pushed; None where it is pushed as it lies."""
+    if is_part:
+        return "only a part of it is pushed"
+    if is_address(store.path):
+        return "it does not lie on this machine"
+    container = store.manifest.container
+    return None if container == CONTAINER else f"its container is {container}, and what is shared is {CONTAINER}"
+
+
+def open_staging(store: Store, staging: Path, keep: Test | None, layers: Sequence[int] | None, on_hub: bool) -> Copy:
+    """The copy of a store, or of a part of it, that ``push_store`` can push; it resumes. Raises as ``open_copy``;
+    ConflictError ``output-exists``: the folder holds samples that are not to be pushed."""
+    if on_hub and keep is None:
+        require_limits([(f"{layout.SEGMENTS_DIR}/{number}", 0) for number in range(len(store.catalog))])
+    opened = open_copy([store], staging, None, keep, CONTAINER, layers=layers)
+    others = [] if keep is None else [entry.id for unit, entry in opened.destination.entries if not keep(unit, entry)]
+    if others:
+        raise ConflictError(
+            f"{staging} holds {len(others):,} samples that are not among those to push, such as {others[0][:12]}",
+            kind=Kind.OUTPUT_EXISTS,
+            hint="--staging ANOTHER",
+        )
+    return opened
+
+
+def push_store(store: Store, remote: Remote, card: str, public: bool, begin: Begin) -> PushReport:
+    """Push a local WebDataset store. Raises ConfigError: ``hub-limit``, ``address-invalid``; CorruptionError
+    ``file-corrupt``: a file is not what its record says; ConflictError ``output-exists``: the place holds something
+    else; StorageError: disk or place refused."""
+    return _push(Path(store.path), dict(_files_of_store(store)), remote, card, public, begin, {layout.INDEX_DIR})
+
+
+def push_drafter(folder: Path, remote: Remote, card: str, public: bool, begin: Begin) -> PushReport:
+    """Push an exported drafter; raises as ``push_store``. On the hub a newer one takes the older one's place."""
+    names = [file.name for file in drafter_files(folder)[0]]
+    return _push(folder, dict.fromkeys(names), remote, card, public, begin, {""})
+
+
+def drafter_files(folder: Path) -> tuple[list[Path], list[str]]:
+    """What belongs to an exported drafter, and the names of what else lies in its folder."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in DRAFTER_FILES)
+    others = {path.name for path in folder.iterdir()} - {path.name for path in files} - {CARD, SUMS}
+    return files, sorted(others)
+
+
+def _files_of_store(store: Store) -> Iterator[tuple[str, FileEntry | None]]:
+    """Everything that counts by path, with what its record says of it, in the order in which a reader may meet it."""
+    for record in store.commits():
+        yield from ((f"{record.segment}/{file.path}", file) for file in record.files)
+    yield from ((f"{layout.TARGET_DIR}/{file.path}", file) for file in store.manifest.target_files)
+    for folder, parse in ((layout.INPUTS_DIR, layout.parse_input), (layout.ADVICE_DIR, layout.parse_advice)):
+        yield from ((f"{folder}/{name}", None) for name in store.fs.list(folder) if parse(name) is not None)
+    # Both hold tokens of samples, which may be of those that were left out.
+    profile, states = read_profile(store.fs), slice_document(store.fs)
+    if profile is not None and profile.sample_id in store:
+        yield PROFILE_PATH, None
+    if states is not None and all(sample.id in store for sample in states.samples):
+        yield layout.slice_path(states.file_sha256), None
+        yield SLICE_PATH, None
+    yield from ((f"{layout.COMMITS_DIR}/{commit.name}", None) for commit in store.commit_files)
+    replaced = set(replaced_indexes(store.fs))
+    indexes = (f"{layout.INDEX_DIR}/{name}" for name in store.fs.list(layout.INDEX_DIR) if layout.parse_index(name))
+    yield from ((path, None) for path in indexes if path not in replaced)
+    yield layout.STORE_JSON, None
+
+
+def _push(
+    root: Path,
+    entries: Mapping[str, FileEntry | None],
+    remote: Remote,
+    card: str,
+    public: bool,
+    begin: Begin,
+    replaceable: set[str],
+) -> PushReport:
+    """``replaceable``: folders whose files may change from push to push, on the hub."""
+    try:
+        sizes = {path: (root / path).stat().st_size for path in entries}
+    except OSError as error:
+        raise storage_error(error, str(root), f"hiddenstore verify {root}") from error
+    if isinstance(remote, HubRemote):
+        require_limits([*sizes.items(), (CARD, len(card)), (SUMS, 1)])
+    advance = begin("read", sum(sizes.values()))
+    files = []
+    for path, entry in entries.items():
+        may_change = path.rpartition("/")[0] in replaceable and (replaceable != {""} or remote.keeps_history)
+        files.append(LocalFile(path, root / path, sizes[path], _sha256(root, path, entry, advance), may_change))
+    files += [_of_bytes(CARD, card.encode())]
+    sums = _of_bytes(SUMS, sums_text({file.path: file.sha256 for file in files}))
+    known = remote.digests([*files, sums])
+    changed = [f for f in files if not f.replaces and known.get(f.path) not in (None, "", f.sha256)]
+    if changed:
+        raise ConflictError(
+            f"{remote.address} holds another {changed[0].path}"
+            + (f", and {len(changed) - 1:,} more files that differ" if len(changed) > 1 else ""),
+            kind=Kind.OUTPUT_EXISTS,
+            hint="push to another name, or with the --staging folder that it was pushed from",
+        )
+    remote.begin(sums.source if isinstance(sums.source, bytes) else b"", public)
+    missing = [file for file in [*files, sums] if known.get(file.path) != file.sha256]
+    remote.put(missing, begin("push", sum(file.size for file in missing)))
+    total = sum(file.size for file in files)
+    return PushReport(len(files) + 1, total + sums.size, len(missing), sum(file.size for file in missing))
+
+
+def _of_bytes(path: str, data: bytes) -> LocalFile:
+    return LocalFile(path, data, len(data), hashlib.sha256(data).hexdigest(), True)
+
+
+def _sha256(root: Path, path: str, entry: FileEntry | None, advance: Advance) -> str:
+    """Of a file as it lies; CorruptionError ``file-corrupt`` where its record says otherwise."""
+    digest, recorded = hashlib.sha256(), None if entry is None else digest_for(entry)
+    try:
+        with (root / path).open("rb") as file:
+            while data := file.read(PIECE_BYTES):
+                digest.update(data)
+                if recorded is not None:
+                    recorded.update(data)
+                advance(len(data))
+    except OSError as error:
+        raise storage_error(error, str(root / path)) from error
+    if entry is not None and recorded is not None and (fault := mismatch(entry, recorded)):
+        raise CorruptionError(
+            f"{root / path} is damaged: {fault}; nothing was pushed",
+            kind=Kind.FILE_CORRUPT,
+            path=path,
+            hint=f"hiddenstore verify {root} --full",
+        )
+    return digest.hexdigest()

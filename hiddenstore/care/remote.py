@@ -1,0 +1,159 @@
+"""Where stores and drafters are shared: what push and pull ask of it, and object storage in that role.
+
+``SHA256SUMS``, which ``sha256sum -c`` reads, names every file of what was pushed and is put there last: what it does
+not name is not part of it, and without it a push was not finished.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError, StorageError
+from hiddenstore.fs.seam import Filesystem, is_inside, storage_error
+
+SUMS, CARD = "SHA256SUMS", "README.md"
+PIECE_BYTES = 32 << 20
+
+_BEGUN = f"{SUMS}.pushing"
+_LINE = re.compile(r"([0-9a-f]{64})  ([^\n]+)")
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """One file to push: where it lies, or its bytes. ``replaces``: it may take the place of another of its name."""
+
+    path: str
+    source: Path | bytes
+    size: int
+    sha256: str
+    replaces: bool
+
+
+class Remote(Protocol):
+    """A place to share: a repository of the hub, or a prefix of a bucket."""
+
+    address: str
+    keeps_history: bool
+    """Whether what is replaced can be brought back."""
+
+    def begin(self, sums: bytes, public: bool) -> None:
+        """Make the place; ``sums`` is the ``SHA256SUMS`` that the push will end with."""
+
+    def digests(self, files: Sequence[LocalFile]) -> dict[str, str]:
+        """sha256 of those names of ``files`` that are there whole; empty where it is not known."""
+
+    def put(self, files: Sequence[LocalFile], advance: Callable[[int], None]) -> None:
+        """Bring files over; ``advance`` is told the bytes of each. Where there is history, all at once."""
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file, None when there is none."""
+
+    def read_range(self, path: str, offset: int, length: int) -> bytes:
+        """``length`` bytes of a file, fewer where it ends before."""
+
+
+def sums_text(digests: Mapping[str, str]) -> bytes:
+    """``SHA256SUMS`` of files by path."""
+    return "".join(f"{digest}  {path}\n" for path, digest in sorted(digests.items())).encode()
+
+
+def parse_sums(data: bytes, where: str) -> dict[str, str]:
+    """sha256 by path. Raises CorruptionError ``document-corrupt``; ConfigError ``path-unsafe``."""
+    digests = {}
+    for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise CorruptionError(
+                f"{where}: line {number} is no sha256 and name: {line[:80]!r}", kind=Kind.DOCUMENT_CORRUPT, path=SUMS
+            )
+        if not is_inside(match[2]) or match[2] == SUMS:
+            raise ConfigError(f"{where} names {match[2]!r}", kind=Kind.PATH_UNSAFE)
+        digests[match[2]] = match[1]
+    return digests
+
+
+def remote_sums(remote: Remote) -> dict[str, str] | None:
+    """What was pushed to ``remote``; None where no push was finished."""
+    size = remote.size(SUMS)
+    return None if size is None else parse_sums(remote.read_range(SUMS, 0, size), f"{remote.address}/{SUMS}")
+
+
+def require_pushed(remote: Remote) -> dict[str, str]:
+    """The same; NotFoundError ``push-unfinished`` where there is none."""
+    digests = remote_sums(remote)
+    if digests is None:
+        raise NotFoundError(
+            f"{remote.address} holds no {SUMS}: nothing was pushed there, or the push has not come to its end",
+            kind=Kind.PUSH_UNFINISHED,
+            hint=f"hiddenstore push SOURCE {remote.address}   (the same command goes on)",
+        )
+    return digests
+
+
+class StorageRemote:
+    """Object storage, through the seam. What a killed push brought is known by the sums it meant to end with."""
+
+    keeps_history = False
+
+    def __init__(self, fs: Filesystem) -> None:
+        self.address, self._fs = fs.root, fs
+
+    def begin(self, sums: bytes, public: bool) -> None:
+        known = {**self._sums(SUMS), **self._sums(_BEGUN), **parse_sums(sums, SUMS)}
+        self._replace(_BEGUN, sums_text(known))
+
+    def digests(self, files: Sequence[LocalFile]) -> dict[str, str]:
+        known = {**self._sums(SUMS), **self._sums(_BEGUN)}
+        sizes = {file.path: self._fs.size(file.path) for file in files}
+        # Of another size under a known digest: put there by a push that ended before it, with other bytes.
+        return {
+            file.path: known.get(file.path, "") if sizes[file.path] == file.size else "other"
+            for file in files
+            if sizes[file.path] is not None
+        }
+
+    def put(self, files: Sequence[LocalFile], advance: Callable[[int], None]) -> None:
+        for file in files:
+            if file.replaces:
+                self._fs.remove_tree(file.path)
+            self._put(file)
+            advance(file.size)
+            if file.path == SUMS:
+                self._fs.remove_tree(_BEGUN)
+
+    def size(self, path: str) -> int | None:
+        self._fs.drop_cache(path)
+        return self._fs.size(path)
+
+    def read_range(self, path: str, offset: int, length: int) -> bytes:
+        return self._fs.read_range(path, offset, length)
+
+    def _sums(self, name: str) -> dict[str, str]:
+        with suppress(NotFoundError):
+            return parse_sums(self._fs.read(name), f"{self.address}/{name}")
+        return {}
+
+    def _replace(self, path: str, data: bytes) -> None:
+        self._fs.remove_tree(path)
+        if not self._fs.put_if_absent(path, data):
+            raise StorageError(f"{self.address}/{path} was written by another push", kind=Kind.IO_ERROR)
+
+    def _put(self, file: LocalFile) -> None:
+        if isinstance(file.source, bytes):
+            self._replace(file.path, file.source)
+            return
+        writer = self._fs.create(file.path)
+        try:
+            with file.source.open("rb") as source:
+                while data := source.read(PIECE_BYTES):
+                    writer.write(data)
+            writer.close()
+        except OSError as error:
+            writer.abort()
+            raise storage_error(error, str(file.source)) from error
+        except BaseException:
+            writer.abort()
+            raise

@@ -1,0 +1,447 @@
+"""push and pull against the hub's API over HTTP, and over the storage seam: what arrives, what is refused, resuming."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hiddenstore.care import hub as hub_module
+from hiddenstore.care import pull as pull_module
+from hiddenstore.care.copy import with_layers
+from hiddenstore.care.hub import HubRemote, open_remote
+from hiddenstore.care.pull import pull
+from hiddenstore.care.push import push_store
+from hiddenstore.care.remote import CARD, SUMS, StorageRemote
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError, StorageError
+from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.invariants import contents
+from hiddenstore.verify import verify
+from tests.hiddenstore.hub_double import TOKEN, HubDouble, hub_double
+from tests.tiny_world import World, error_of, run, tree
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:(httpx2|huggingface_hub).*")
+
+PLACE = "hf://datasets/me/states"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubDouble]:
+    """A running double that huggingface_hub takes for the hub."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import close_session
+
+    with hub_double() as double:
+        monkeypatch.setattr(constants, "ENDPOINT", double.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{double.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        # Its Xet storage has no open protocol; without it files go as LFS.
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr(hub_module, "retry_wait_s", lambda number: 0.0)
+        yield double
+        close_session()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    (tmp_path / "store").mkdir()
+    return make_store(tmp_path / "store", samples=12, container="webdataset")
+
+
+def silent(_label: str, _total: int) -> object:
+    return lambda _count: None
+
+
+def push(store: Store, remote: object, card: str = "---\n---\n# A card\n") -> object:
+    return push_store(store, remote, card, False, silent)  # type: ignore[arg-type]
+
+
+def test_a_store_comes_back_from_the_hub_as_it_was_pushed(
+    hub: HubDouble, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("push", world / "store", PLACE, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    repo = hub.repos["me/states"]
+    assert repo.private
+    assert said["files"] == said["files_sent"] == len(repo.files) - 1
+    assert run("pull", PLACE, str(tmp_path / "here")) == 0
+    here = Store.open(tmp_path / "here")
+    assert here.manifest.container == "webdataset"
+    assert contents(here) == contents(Store.open(world / "store"))
+    assert verify(here.path, "bytes").ok
+    listed = dict(reversed(line.split("  ")) for line in repo.files[SUMS].decode().splitlines())
+    assert listed == {
+        p: hashlib.sha256(d).hexdigest() for p, d in repo.files.items() if p not in (SUMS, ".gitattributes")
+    }
+    assert subprocess.run(["sha256sum", "-c", "--quiet", SUMS], cwd=here.path, check=False).returncode == 0
+    assert not [path for path in Path(world / "store").parent.iterdir() if ".push-" in path.name]
+
+
+def test_the_card_says_what_a_reader_needs_and_shows_no_sample(hub: HubDouble, world: World, tmp_path: Path) -> None:
+    results = {"schema": "hiddenstore.eval/1", "run": "/secret/place/run", "store": "/secret/place/store", "step": 2}
+    results |= {"accepted_length": 1.5, "draft_len": 3, "tree_width": 1, "split": "validation"}
+    (tmp_path / "eval.json").write_text(json.dumps({**results, "ngram_accepted_length": 1.25}))
+    assert run("push", world / "store", PLACE, "--results", str(tmp_path / "eval.json"), "-q") == 0
+    card = hub.repos["me/states"].files[CARD].decode()
+    _, front, text = card.split("---\n", 2)
+    facts = yaml.safe_load(front)
+    assert facts["viewer"] is False
+    assert {"hiddenstore", "webdataset"} <= set(facts["tags"])
+    assert facts["size_categories"] == ["n<1K"]
+    source = Store.open(world / "store")
+    for words in (
+        "[0, 1, 2]",
+        source.capture.final_norm,
+        "safe (aux: q8, final: q8)",
+        f"{len(source):,} (",
+        "**1.500**",
+    ):
+        assert words in text, words
+    assert "token ids are the text" in text
+    assert "hiddenstore eval run store --split validation --draft-len 3\n" in text
+    assert "n-gram table from the same text has 1.250" in text
+    assert "/secret" not in card
+    assert "W h a t" not in card
+    assert str(world.root) not in card
+    assert run("push", world / "store", "hf://datasets/me/shown", "--sample", "1", "-q") == 0
+    shown = hub.repos["me/shown"].files[CARD].decode()
+    assert "W h a t   i s" in shown
+    assert "viewer" not in shown
+
+
+def test_a_part_holds_the_layers_and_samples_that_were_chosen_and_no_token_of_another(
+    hub: HubDouble, world: World, tmp_path: Path
+) -> None:
+    assert run("push", world / "store", PLACE, "--layers", "0,2", "--split", "validation", "-q") == 0
+    assert run("pull", PLACE, str(tmp_path / "here"), "-q") == 0
+    here, whole = Store.open(tmp_path / "here"), Store.open(world / "store")
+    assert here.capture.aux_layers == (0, 2)
+    assert {entry.id for _, entry in here.entries} == {e.id for _, e in whole.entries if e.split == "validation"}
+    for sample_id in here.sample_ids:
+        assert here[sample_id].aux.shape[0] == 2
+        expected = whole.read(sample_id, (0, 2)).aux.float()
+        # Units are cut anew, so q8 rounds a second time.
+        assert (here[sample_id].aux.float() - expected).norm() < 0.02 * expected.norm()
+    left_out = set(whole.sample_ids) - set(here.sample_ids)
+    everything = b"".join(hub.repos["me/states"].files.values()).decode("latin-1")
+    assert not [sample_id for sample_id in left_out if sample_id in everything]
+    assert not any(path.startswith("calibration/slice") for path in hub.repos["me/states"].files)
+
+
+def test_layers_left_out_of_whole_units_leave_the_codes_of_the_others_as_they_are(
+    hub: HubDouble, world: World, tmp_path: Path
+) -> None:
+    assert run("copy", world / "store", str(tmp_path / "part"), "--layers", "2", "-q") == 0
+    part, whole = Store.open(tmp_path / "part"), Store.open(world / "store")
+    for sample_id in part.sample_ids:
+        assert part[sample_id].aux.equal(whole.read(sample_id, (2,)).aux)
+        assert part[sample_id].final.equal(whole[sample_id].final)
+    assert verify(part.path, "bytes").ok
+    assert run("copy", world / "store", str(tmp_path / "part"), "-q") == 6
+    with pytest.raises(ConfigError, match="holds no layer 7"):
+        with_layers(whole, (2, 7))
+
+
+def test_staging_that_holds_other_samples_is_refused(
+    hub: HubDouble, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    staging = str(tmp_path / "staging")
+    assert run("push", world / "store", PLACE, "--split", "train", "--staging", staging, "-q") == 0
+    assert Path(staging).is_dir()
+    assert run("push", world / "store", PLACE, "--split", "validation", "--staging", staging, "-q") == 6
+    message, fix = error_of(capsys.readouterr().err)
+    assert "samples that are not among those to push" in message
+    assert fix == "--staging ANOTHER"
+
+
+def test_a_server_that_fails_is_asked_again(hub: HubDouble, store: Store, tmp_path: Path) -> None:
+    failed: dict[str, int] = {}
+
+    def fault(method: str, path: str) -> int | None:
+        kind = next((k for k in ("/lfs/", "/commit/", "/resolve/") if k in path), "")
+        failed[kind] = failed.get(kind, 0) + 1
+        return 503 if kind and failed[kind] == 1 else None
+
+    hub.fault = fault
+    push(store, open_remote(PLACE))
+    pull(open_remote(PLACE), tmp_path / "here", silent)  # type: ignore[arg-type]
+    assert min(failed.values()) >= 2
+    assert contents(Store.open(tmp_path / "here")) == contents(store)
+    assert set(hub.uploads.values()) == {1}
+
+
+def test_a_push_that_was_refused_half_way_goes_on_and_sends_nothing_twice(
+    hub: HubDouble, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "COMMIT_FILES", 2)
+    commits = []
+
+    def fault(method: str, path: str) -> int | None:
+        commits.extend([path] if "/commit/" in path else [])
+        return 403 if "/commit/" in path and len(commits) == 3 else None
+
+    hub.fault = fault
+    with pytest.raises(StorageError, match="the hub answered 403") as caught:
+        push(store, open_remote(PLACE))
+    assert caught.value.kind == "permission-denied"
+    assert SUMS not in hub.repos["me/states"].files
+    with pytest.raises(NotFoundError, match="the push has not come to its end") as unfinished:
+        pull(open_remote(PLACE), tmp_path / "here", silent)  # type: ignore[arg-type]
+    assert unfinished.value.kind == "push-unfinished"
+    assert not (tmp_path / "here").exists()
+    push(store, open_remote(PLACE))
+    assert set(hub.uploads.values()) == {1}
+    report = push(store, open_remote(PLACE))
+    assert report.files_sent == 0  # type: ignore[attr-defined]
+    pull(open_remote(PLACE), tmp_path / "here", silent)  # type: ignore[arg-type]
+    assert contents(Store.open(tmp_path / "here")) == contents(store)
+
+
+def test_a_store_that_has_grown_sends_what_is_new_and_a_pull_brings_it(hub: HubDouble, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    place, storage = tmp_path / "store", StorageRemote(LocalFilesystem(tmp_path / "bucket"))
+    for remotes in (lambda: open_remote(PLACE), lambda: storage):
+        first = make_store(place, samples=6, container="webdataset")
+        push(first, remotes())
+        here = tmp_path / f"here-{remotes().keeps_history}"
+        pull(remotes(), here, silent)  # type: ignore[arg-type]
+    grown = make_store(place, samples=6, seed=7, container="webdataset")
+    for remotes in (lambda: open_remote(PLACE), lambda: storage):
+        report = push(grown, remotes(), "---\n---\n# Another card\n")
+        assert 0 < report.files_sent < report.files  # type: ignore[attr-defined]
+        here = tmp_path / f"here-{remotes().keeps_history}"
+        came = pull(remotes(), here, silent)  # type: ignore[arg-type]
+        assert came.bytes_read < came.bytes
+        assert contents(Store.open(here)) == contents(grown)
+        assert verify(here, "bytes").ok
+    assert contents(Store.open(tmp_path / "bucket")) == contents(grown)
+
+
+def test_a_place_that_holds_another_store_is_left_alone(hub: HubDouble, store: Store, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = make_store(tmp_path / "other", samples=4, layers=(0, 2), container="webdataset")
+    for remote in (open_remote(PLACE), StorageRemote(LocalFilesystem(tmp_path / "bucket"))):
+        push(store, remote)
+        with pytest.raises(ConflictError, match="holds another") as caught:
+            push(other, remote)
+        assert caught.value.kind == "output-exists"
+    assert Store.open(tmp_path / "bucket").capture == store.capture
+
+
+def test_damage_is_not_pushed(hub: HubDouble, store: Store) -> None:
+    file = next(Path(store.path).glob("segments/*/samples.tar"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptionError, match=r"samples.tar is damaged: expected tree .*; nothing was pushed"):
+        push(store, open_remote(PLACE))
+    assert hub.repos == {}
+
+
+def test_a_pull_that_was_cut_goes_on_at_the_byte_where_it_stopped(
+    hub: HubDouble, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(store, open_remote(PLACE))
+    monkeypatch.setattr(pull_module, "PIECE_BYTES", 1000)
+    asked = []
+
+    def fault(method: str, path: str) -> int | None:
+        asked.extend([path] if path.endswith("samples.tar") else [])
+        return 403 if len(asked) == 6 else None
+
+    hub.fault = fault
+    with pytest.raises(StorageError, match="403"):
+        pull(open_remote(PLACE), tmp_path / "here", silent)  # type: ignore[arg-type]
+    assert not (tmp_path / "here/store.json").exists()
+    total = sum(map(len, hub.repos["me/states"].files.values()))
+    before = hub.sent_bytes
+    assert list((tmp_path / "here").rglob(".tmp-pull-*"))
+    pull(open_remote(PLACE), tmp_path / "here", silent)  # type: ignore[arg-type]
+    # SHA256SUMS is read once a pull, and nothing that came is asked for again.
+    assert hub.sent_bytes == total + len(hub.repos["me/states"].files[SUMS]) - len(b"*.tar filter=lfs\n")
+    assert before < hub.sent_bytes
+    assert contents(Store.open(tmp_path / "here")) == contents(store)
+    assert not list((tmp_path / "here").rglob(".tmp-*"))
+
+
+def test_bytes_that_are_not_those_that_were_pushed_are_refused_and_a_damaged_copy_is_mended(
+    hub: HubDouble, store: Store, tmp_path: Path
+) -> None:
+    push(store, open_remote(PLACE))
+    repo = hub.repos["me/states"]
+    pull(open_remote(PLACE), tmp_path / "here", silent)  # type: ignore[arg-type]
+    name = next(path for path in repo.files if path.endswith("samples.tar"))
+    (tmp_path / "here" / name).write_bytes(bytes(len(repo.files[name])))
+    assert pull(open_remote(PLACE), tmp_path / "here", silent).replaced == (name,)  # type: ignore[arg-type]
+    assert contents(Store.open(tmp_path / "here")) == contents(store)
+    data, in_lfs = repo.history[-1][name]
+    repo.history[-1][name] = (data[:-1] + b"!", in_lfs)
+    with pytest.raises(CorruptionError, match=f"{name} is not what was pushed") as caught:
+        pull(open_remote(PLACE), tmp_path / "there", silent)  # type: ignore[arg-type]
+    assert caught.value.kind == "file-corrupt"
+    assert not (tmp_path / "there/store.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("0" * 64 + "  ../../etc/passwd", "path-unsafe"),
+        ("0" * 64 + "  /etc/passwd", "path-unsafe"),
+        ("no sums", "document-corrupt"),
+    ],
+)
+def test_sums_that_lead_out_of_the_folder_or_are_none_write_nothing(
+    hub: HubDouble, store: Store, tmp_path: Path, line: str, kind: str
+) -> None:
+    push(store, open_remote(PLACE))
+    hub.repos["me/states"].history[-1][SUMS] = (line.encode(), False)
+    with pytest.raises((ConfigError, CorruptionError)) as caught:
+        pull(open_remote(PLACE), tmp_path / "here", silent)  # type: ignore[arg-type]
+    assert caught.value.kind == kind
+    assert not (tmp_path / "here").exists()
+
+
+def test_the_hubs_limits_are_seen_before_the_first_byte(
+    hub: HubDouble, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, most, says in (
+        ("MOST_FILES", 5, "files"),
+        ("MOST_IN_FOLDER", 2, "entries in"),
+        ("MOST_BYTES", 99, "bytes in"),
+    ):
+        with monkeypatch.context() as small:
+            small.setattr(hub_module, name, most)
+            with pytest.raises(ConfigError, match=f"takes at most {most}.* {says}") as caught:
+                push(store, open_remote(PLACE))
+        assert caught.value.kind == "hub-limit"
+    assert hub.requests == []
+
+
+def test_a_public_repository_is_not_filled_unless_that_was_said(hub: HubDouble, store: Store) -> None:
+    push_store(store, open_remote(PLACE), "---\n---\n", True, silent)  # type: ignore[arg-type]
+    assert not hub.repos["me/states"].private
+    with pytest.raises(ConfigError, match="can be read by everybody"):
+        push(store, open_remote(PLACE), "---\n---\n# More\n")
+
+
+def test_neither_the_token_nor_a_signed_address_is_ever_shown(
+    hub: HubDouble, store: Store, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.fault = lambda method, path: 403 if path.startswith("/lfs/") else None
+    assert run("push", store.path, PLACE, "-v") == 5
+    said = "".join(capfd.readouterr())
+    assert "the hub answered 403" in said
+    assert TOKEN not in said
+    assert "canary" not in said
+    hub.fault = lambda method, path: None
+    assert run("push", store.path, PLACE, "-q") == 0
+    assert run("pull", PLACE, str(tmp_path / "here"), "-q") == 0
+    written = b"".join(data or b"" for data in tree(tmp_path).values()) + b"".join(
+        hub.repos["me/states"].files.values()
+    )
+    assert TOKEN.encode() not in written
+
+
+def test_a_drafter_is_pushed_with_its_card_and_comes_back(
+    hub: HubDouble, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = "hf://me/drafter"
+    assert run("push", world / "exported", place, "-q") == 0
+    files = hub.repos["me/drafter"].files
+    assert run("pull", place, str(tmp_path / "here"), "-q") == 0
+    exported = tree(Path(world / "exported"))
+    assert {name: data for name, data in tree(tmp_path / "here").items() if name not in (CARD, SUMS)} == exported
+    front = yaml.safe_load(files[CARD].decode().split("---\n")[1])
+    assert front["tags"][:2] == ["hiddenstore", "speculative-decoding"]
+    about = json.loads(exported["hiddenstore.json"] or b"")
+    assert f"drafts of {about['draft_len']} tokens" in files[CARD].decode()
+    older = f"{place}@{hub.repos['me/drafter'].sha('main')}"
+    (tmp_path / "card.md").write_text("---\n---\nMine.\n")
+    assert run("push", world / "exported", place, "--card", str(tmp_path / "card.md"), "-q") == 0
+    assert run("pull", older, str(tmp_path / "older"), "-q") == 0
+    assert "Mine" not in (tmp_path / "older" / CARD).read_text()
+    assert "Mine" in hub.repos["me/drafter"].files[CARD].decode()
+
+
+@pytest.mark.parametrize(
+    ("words", "says", "code"),
+    [
+        (("push", "store", "hf://me/states"), "a store is pushed to a dataset repository", 2),
+        (("push", "store", "hf://datasets/me/states@main"), "to its main branch", 2),
+        (("push", "exported", "hf://datasets/me/drafter"), "a drafter is pushed to a model repository", 2),
+        (("push", "store", "hf://states"), "is no repository", 2),
+        (("push", "store", "ftp://host/states"), "cannot be opened", 2),
+        (("push", "run", "hf://datasets/me/states"), "is no store: it is a training run", 2),
+        (("push", "exported", "hf://me/drafter", "--split", "train"), "are of stores", 2),
+        (
+            ("push", "store", "hf://datasets/me/states", "--results", "chats.jsonl"),
+            "is not what eval or decode prints",
+            2,
+        ),
+        (("pull", "hf://datasets/me/nothing", "data"), "Repository not found", 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_shared_is_said_before_anything_is_sent(
+    hub: HubDouble, world: World, words: tuple[str, ...], says: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*world.named(words)) == code
+    assert says in error_of(capsys.readouterr().err)[0] or says in capsys.readouterr().err
+    assert hub.repos == {}
+
+
+def test_a_folder_of_something_else_is_not_pulled_into(hub: HubDouble, store: Store, tmp_path: Path) -> None:
+    push(store, open_remote(PLACE))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("words")
+    with pytest.raises(ConflictError, match="no pull made it"):
+        pull(open_remote(PLACE), tmp_path / "mine", silent)  # type: ignore[arg-type]
+    assert list(tree(tmp_path / "mine")) == ["thesis.txt"]
+
+
+def test_without_the_network_the_variable_that_forbids_it_is_named(
+    hub: HubDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(StorageError, match="HF_HUB_OFFLINE is set") as caught:
+        HubRemote("me/states", "dataset").size(SUMS)
+    assert caught.value.kind == "server-unreachable"
+
+
+@pytest.mark.slow
+def test_a_push_and_a_pull_that_are_killed_are_finished_by_the_same_command(
+    hub: HubDouble, world: World, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+
+    def killed(after: str, *words: str) -> None:
+        count = sum(after in path for _, path in hub.requests)
+        process = subprocess.Popen([sys.executable, "-m", "hiddenstore", *words], env=environment, cwd=tmp_path)
+        while process.poll() is None and sum(after in path for _, path in hub.requests) == count:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    for _ in range(2):
+        killed("/lfs/", "push", world / "store", PLACE, "-q")
+    assert run("push", world / "store", PLACE, "-q") == 0
+    for _ in range(2):
+        killed("/resolve/", "pull", PLACE, str(tmp_path / "here"), "-q")
+    assert run("pull", PLACE, str(tmp_path / "here"), "-q") == 0
+    assert contents(Store.open(tmp_path / "here")) == contents(Store.open(world / "store"))
+    assert re.search("^[0-9a-f]{64}  store.json$", (tmp_path / "here" / SUMS).read_text(), re.MULTILINE)
