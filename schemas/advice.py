@@ -1,6 +1,9 @@
 """The documents of ``calibration/`` and ``advice/``: a raw slice of a capture, and what each recipe does to it."""
 
-from pydantic import Field, model_validator
+from math import inf
+from typing import Any
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from schemas.base import FORMAT_VERSION, Document
 
@@ -59,11 +62,22 @@ class AdviceRow(Document):
     chosen: bool
 
 
+class SourceLoss(Document):
+    """The difference of a ``PairedRow`` over the held-out samples of one data source, and its 95 % half-width."""
+
+    source: str
+    samples: int
+    difference: float
+    half_width: float
+
+
 class PairedRow(Document):
     """Drafters trained on states of ``recipe`` against ones on the original states, a pair per seed, all judged on the
     original states of held-out text. Acceptance is the mean over slots of sum min(p, q) at the first drafted token.
 
     ``difference`` is that of the recipe minus that of the original, mean over seeds, and ``standard_error`` its own.
+    ``half_width``: of the 95 % interval over seeds and held-out samples, that ``minutes`` of training bought. These and
+    ``sources`` are absent in older advice.
     """
 
     recipe: str
@@ -74,12 +88,21 @@ class PairedRow(Document):
     original_acceptance: tuple[float, ...]
     difference: float
     standard_error: float
+    half_width: float | None = None
+    minutes: float | None = None
+    sources: tuple[SourceLoss, ...] = ()
+
+    @property
+    def most_lost(self) -> float:
+        """Acceptance lost at the far end of the interval, a share; infinite where no interval was measured."""
+        return inf if self.half_width is None else self.half_width - self.difference
 
 
 class Advice(Document):
     """``advice/<n>.json``: the recipes measured on one slice; the highest n is the latest.
 
-    ``tokens`` and ``final_rows`` were measured on; ``chosen`` is the smallest recipe of states within both limits.
+    ``tokens`` and ``final_rows`` were measured on; ``chosen`` is the smallest recipe of states within the limits.
+    ``max_loss``, acceptance as a share, is absent where nothing was trained.
     """
 
     format: int = FORMAT_VERSION
@@ -87,9 +110,16 @@ class Advice(Document):
     final_rows: int
     max_kl: float
     max_channel_error: float
+    max_loss: float | None = None
     chosen: str
     rows: tuple[AdviceRow, ...]
     paired: tuple[PairedRow, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_unstated(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Written as older readers know it where nothing was trained."""
+        members: dict[str, Any] = serialise(self)
+        return {name: value for name, value in members.items() if name != "max_loss" or value is not None}
 
     @model_validator(mode="after")
     def _one_row_is_chosen(self) -> "Advice":

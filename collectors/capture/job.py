@@ -31,11 +31,12 @@ from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import CaptureError, ConflictError, InterruptError, Kind, NotFoundError
+from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError, Kind, NotFoundError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.index.publish import IndexWriter
 from hiddenstore.inputs import PreparedInput, RegisteredInput, Unit
-from hiddenstore.inspect.advise import Extent, advise, smaller_line, table_lines, trials, verdict, write_advice
+from hiddenstore.inspect.advise import Extent, Rebuilding, advise, table_lines, trials, write_advice
+from hiddenstore.inspect.choice import RecipeLimits, refusal_lines, verdict
 from hiddenstore.inspect.facts import raw_bytes_per_token, stored_bytes
 from hiddenstore.layout import commit_path, parse_commit
 from hiddenstore.process import Drain, Rank
@@ -43,13 +44,14 @@ from hiddenstore.records import Record, Sample, final_row_positions
 from hiddenstore.segments import default_container
 from hiddenstore.segments.base import unit_tokens
 from hiddenstore.store import Store, load_manifest
-from hiddenstore.targets.blocks import block_files, recoded
+from hiddenstore.targets.blocks import BLOCKS_FILE, TargetBlocks, block_files, recoded
 from hiddenstore.targets.calibration import Slice, slice_tokens, take_slice, write_slice
-from hiddenstore.targets.folder import open_target
+from hiddenstore.targets.folder import CONFIG_FILE, open_target
 from hiddenstore.targets.identity import CHECKPOINT
+from hiddenstore.targets.rebuild import Rebuilder
 from hiddenstore.writer import PendingUnit, create_store, pending_units, register_input, write_unit
 from schemas.advice import Advice
-from schemas.capture import CaptureSpec, Codecs, FinalMode, TargetIdentity
+from schemas.capture import REBUILT, CaptureSpec, Codecs, FinalMode, TargetIdentity
 from schemas.manifest import CommitRecord, Container, Reject
 from schemas.prepared import PreparedData
 
@@ -127,10 +129,9 @@ def open_store(
     if codecs is not None:
         return create(recoded(capture, codecs))
     container = options.container or default_container(open_filesystem(options.store))
-    first, advice = calibrate(prepared, engine, check, capture, container, stop)
-    for line in (*table_lines(advice, raw_bytes_per_token(capture)), verdict(advice), smaller_line(advice)):
-        if line is not None:
-            note(line)
+    first, advice = calibrate(prepared, engine, check, capture, container, stop, note)
+    for line in (*table_lines(advice, raw_bytes_per_token(capture)), verdict(advice), *refusal_lines(advice)):
+        note(line)
     advised = recoded(capture, get_recipe(advice.chosen))
     try:
         store = create(advised)
@@ -151,9 +152,11 @@ def calibrate(
     check: CheckSpec,
     capture: CaptureSpec,
     container: Container,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool],
+    note: Callable[[str], None],
 ) -> tuple[Slice, Advice]:
-    """The first samples of an input: a raw slice of them, and what the advisor makes of it.
+    """The first samples of an input: a raw slice of them, and what the advisor makes of it; ``rebuilt`` is among the
+    recipes where the target's blocks bring the slice back.
 
     Every rank does the same work on the same samples, so all come to the same recipe.
 
@@ -170,8 +173,8 @@ def calibrate(
     unit = capture_samples(engine, samples, capture.final, stop)
     rejects = [*unit.rejects, *check_unit(unit.samples, unit.captured, unit.final_rows, head, check)]
     refused = {reject.id for reject in rejects}
-    records = records_of(unit, capture.final)
-    first = take_slice((record for record in records if record.sample.id not in refused), capture)
+    records = [record for record in records_of(unit, capture.final) if record.sample.id not in refused]
+    first = take_slice(records, capture)
     if first is None:
         raise CaptureError(
             f"none of the first {len(samples)} samples may be stored: {rejects[0].detail}",
@@ -179,8 +182,29 @@ def calibrate(
             hint=f"--recipe {DEFAULT_RECIPE}, which measures nothing first",
         )
     extent = Extent(prepared.info.samples, prepared.info.tokens, final_rows(prepared.info, capture.final))
-    with Progress("advise", total=trials(capture), unit="recipes") as progress:
-        return first, advise(first, capture, head, extent, container=container, advance=progress.advance)
+    rebuilding = _rebuilding(engine.target, capture, first, [record.sample for record in records], note)
+    with Progress("advise", total=trials(capture, rebuilding is not None), unit="recipes") as progress:
+        limits = RecipeLimits()
+        return first, advise(first, capture, head, extent, limits, container, progress.advance, rebuilding)
+
+
+def _rebuilding(
+    target: EngineTarget, capture: CaptureSpec, first: Slice, samples: Sequence[Sample], note: Callable[[str], None]
+) -> Rebuilding | None:
+    """What the recipe ``rebuilt`` is tried with; None, with a note of why, where the target does not allow it."""
+    try:
+        rebuilt = recoded(capture, get_recipe(REBUILT))
+        files = block_files(target.folder, rebuilt.blocks, capture.target.dtype)
+        blocks = TargetBlocks.from_bytes(target.folder.text_files()[CONFIG_FILE], files.get(BLOCKS_FILE))
+        rebuilder = Rebuilder(rebuilt, target.head.to("cpu"), blocks)
+        rebuilder.require_close(first, samples)
+    except (ConfigError, CaptureError) as error:
+        # A checkpoint without safetensors runs in transformers, and its blocks cannot be read from it.
+        if error.kind not in (Kind.BLOCKS_UNSUPPORTED, Kind.CROSS_CHECK, Kind.TARGET_INCOMPLETE):
+            raise
+        note(f"rebuilt is not measured: {error.message}")
+        return None
+    return Rebuilding(rebuilder, samples)
 
 
 def new_store(location: str | Path, container: Container | None, target: EngineTarget, capture: CaptureSpec) -> Store:

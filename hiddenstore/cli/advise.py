@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hiddenstore.cli.words import STORE, open_store
-from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe
+from hiddenstore.codecs.recipes import get_recipe, recipe_name
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import Kind, NotFoundError
 
@@ -19,14 +19,13 @@ HOOKS = "hiddenstore.advise"
 PAIRED = "paired"
 """Entry point ``paired`` of the group ``hiddenstore.advise``: called as ``_paired`` calls it, gives PairedRow's."""
 
-_COMPARED = tuple(dict.fromkeys((DEFAULT_RECIPE, "compact")))
-
 
 @click.command(
     epilog=examples(
         "hiddenstore advise my-store",
         "hiddenstore advise my-store --max-channel-error 0.1",
         "hiddenstore advise my-store --paired --recipe compact --seeds 3 optim.lr=1e-3",
+        "hiddenstore advise my-store --target T --paired --max-loss 0.3 --minutes 30",
     )
 )
 @click.argument("store", type=STORE)
@@ -44,10 +43,20 @@ _COMPARED = tuple(dict.fromkeys((DEFAULT_RECIPE, "compact")))
     "--recipe",
     "recipes",
     multiple=True,
-    help=f"With --paired: compare this one; default: {' and '.join(_COMPARED)}.",
+    help="With --paired: compare this one; default: compact, and rebuilt where it is measured.",
 )
 @click.option(
     "--seeds", default=3, show_default=True, type=click.IntRange(min=2), help="With --paired: pairs to train."
+)
+@click.option(
+    "--minutes", type=click.FloatRange(min=0, min_open=True), help="With --paired: begin no pair that ends later."
+)
+@click.option(
+    "--max-loss",
+    default=0.5,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="With --paired: points of acceptance that a recipe may lose at most, 95 % sure.",
 )
 @click.option("--target", metavar="T", help="The checkpoint the states are of: measures the recipe rebuilt too.")
 @common_options
@@ -60,31 +69,41 @@ def advise(
     paired: bool,
     recipes: tuple[str, ...],
     seeds: int,
+    minutes: float | None,
+    max_loss: float,
 ) -> None:
     """Which recipe the states of STORE can take: bytes per token and what each recipe costs, measured on them.
 
     Measured on the raw slice that collect keeps, or on the states themselves where they are exact. Chosen is the
-    smallest recipe within both limits; the table is kept in the store. SETTINGS are those of train, for --paired.
+    smallest recipe that trained pairs show to lose no more than --max-loss; where none were trained, or they cannot
+    tell, the smallest within KL and channel error. The table is kept in the store. SETTINGS are those of train.
     """
     from hiddenstore.care.copy_blocks import rebuilder_for
     from hiddenstore.console.progress import Progress
-    from hiddenstore.inspect.advise import RecipeLimits, advise_store, holds_its_slice, trials, write_advice
+    from hiddenstore.inspect.advise import advise_store, holds_its_slice, trials, write_advice
+    from hiddenstore.inspect.choice import RecipeLimits, choose, refusal_lines
     from hiddenstore.inspect.facts import raw_bytes_per_token
     from schemas.capture import REBUILT
 
-    if not paired and (settings or recipes):
-        raise click.UsageError(f"{(*settings, *recipes)[0]} is for --paired, which was not asked for")
+    given = (*settings, *recipes, *(("--minutes",) if minutes else ()))
+    if not paired and given:
+        raise click.UsageError(f"{given[0]} is for --paired, which was not asked for")
+    limits = RecipeLimits(max_kl, max_channel_error, max_loss / 100)
     opened = open_store(store)
     rebuilder = rebuilder_for(opened, target)
     if rebuilder is not None and not holds_its_slice(opened):
         output().note("rebuilt is not measured: the store lacks samples of its calibration slice")
         rebuilder = None
     with Progress("advise", total=trials(opened.capture, rebuilder is not None), unit="recipes") as progress:
-        advice = advise_store(opened, RecipeLimits(max_kl, max_channel_error), progress.advance, rebuilder)
+        advice = advise_store(opened, limits, progress.advance, rebuilder)
     if paired:
-        advice = advice.model_copy(update={"paired": tuple(_paired(opened, recipes, seeds, settings, target))})
+        named = tuple(recipe_name(get_recipe(text)) for text in recipes)
+        compared = named or ("compact", *((REBUILT,) if rebuilder is not None else ()))
+        trained = _paired(opened, compared, seeds, settings, target, minutes)
+        advice = choose(advice.rows, limits, advice.tokens, advice.final_rows, trained)
     path = write_advice(opened.fs, advice)
     document = {"path": opened.path, "advice": path, **advice.model_dump(mode="json", exclude={"format"})}
+    document["refused"] = refusal_lines(advice)
     output().data(document, human=lambda: _show(advice, raw_bytes_per_token(opened.capture)), quiet=advice.chosen)
     words = ("--target", target) if target and get_recipe(advice.chosen).final == REBUILT else ()
     if opened.manifest.recipe != advice.chosen:
@@ -94,7 +113,8 @@ def advise(
 
 
 def _show(advice: "Advice", bytes_raw: float) -> None:
-    from hiddenstore.inspect.advise import paired_lines, smaller_line, table_lines, verdict
+    from hiddenstore.inspect.advise import table_lines
+    from hiddenstore.inspect.choice import paired_lines, refusal_lines, verdict
 
     out = output()
     about = (
@@ -103,13 +123,17 @@ def _show(advice: "Advice", bytes_raw: float) -> None:
     )
     for line in (*table_lines(advice, bytes_raw), *about, *paired_lines(advice.paired), verdict(advice)):
         out.print(line)
-    smaller = smaller_line(advice)
-    if smaller is not None:
-        out.note(smaller)
+    for line in refusal_lines(advice):
+        out.note(line)
 
 
 def _paired(
-    store: "Store", recipes: Sequence[str], seeds: int, settings: Sequence[str], target: str | None
+    store: "Store",
+    recipes: Sequence[str],
+    seeds: int,
+    settings: Sequence[str],
+    target: str | None,
+    minutes: float | None,
 ) -> "list[PairedRow]":
     from hiddenstore.console.progress import Progress
 
@@ -120,7 +144,7 @@ def _paired(
             progress.total = total
             progress.advance(1, **fields)
 
-        return measure(store, recipes or _COMPARED, range(seeds), settings, advance, target)
+        return measure(store, recipes, range(seeds), settings, advance, target, minutes)
 
 
 def _hook() -> "Callable[..., list[PairedRow]]":

@@ -135,7 +135,8 @@ def _advice_lines(advice: Mapping[str, Any]) -> str:
             mark = " (chosen)" if row["chosen"] else ""
             lines.append(f"{row['recipe']}{mark}  {row['bytes_per_token']:,.0f} B/token{kl}{error}")
     for row in advice["paired"]:
-        points = f"{100 * row['difference']:+.2f} ± {100 * row['standard_error']:.2f} points of acceptance"
+        width = row["standard_error"] if row["half_width"] is None else row["half_width"]
+        points = f"{100 * row['difference']:+.2f} ± {100 * width:.2f} points of acceptance"
         lines.append(f"{row['recipe']} trained: {points}")
     return "\n".join(lines)
 

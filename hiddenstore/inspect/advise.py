@@ -3,12 +3,11 @@
 Shapes: L aux layers, T tokens of the slice, R final rows, D target width, V vocabulary.
 """
 
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from math import ceil, floor, isfinite, log10
+from math import isfinite
 
 import numpy as np
 import torch
@@ -18,11 +17,12 @@ from hiddenstore import layout
 from hiddenstore.codecs import CODECS, blosc_chunks, get_codec, get_layout
 from hiddenstore.codecs.affine import channel_statistics
 from hiddenstore.codecs.base import RAW_INDEX, Codec, Encoded, bits_to_tensor
-from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
+from hiddenstore.codecs.recipes import RECIPES, recipe_name
 from hiddenstore.codecs.topk import TOPK_CODEC, pack_rows, top_tokens, unpack_rows
 from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.fs.seam import Filesystem
+from hiddenstore.inspect.choice import FP8, RecipeLimits, choose
 from hiddenstore.inspect.facts import advice_numbers
 from hiddenstore.records import Sample, TopK
 from hiddenstore.segments import CONTAINERS
@@ -31,12 +31,9 @@ from hiddenstore.store import Store
 from hiddenstore.targets.calibration import Slice, read_slice, slice_document, take_slice
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.rebuild import Rebuilder, whole_samples
-from schemas.advice import Advice, AdviceRow, PairedRow
+from schemas.advice import Advice, AdviceRow
 from schemas.capture import FINAL, REBUILT, TOPK, CaptureSpec, Codecs, NormState
 from schemas.layers import field_name
-
-FP8 = "fp8-per-token"
-"""A peer's format, measured beside the recipes and never chosen."""
 
 _LOGITS_AT_ONCE = 1 << 24
 _E4M3_LARGEST = 448.0
@@ -201,14 +198,6 @@ def _sizes(codec: Codec, encoded: Encoded, layer: Tensor, most_rows: int) -> tup
 
 
 @dataclass(frozen=True)
-class RecipeLimits:
-    """What a recipe may cost: KL in nats through the LM head, and channel-normalised error of the worst aux layer."""
-
-    kl: float = 1e-3
-    channel_error: float = 0.03
-
-
-@dataclass(frozen=True)
 class Extent:
     """What is or will be stored: samples, their tokens, and how many of these hold a final hidden."""
 
@@ -299,36 +288,22 @@ def advise(
     capture: CaptureSpec,
     head: HeadBundle,
     extent: Extent,
-    limits: RecipeLimits = RecipeLimits(),
-    container: str = "zarr",
-    advance: Callable[[], None] = lambda: None,
-    rebuilding: Rebuilding | None = None,
+    limits: RecipeLimits,
+    container: str,
+    advance: Callable[[], None],
+    rebuilding: Rebuilding | None,
 ) -> Advice:
     """Measure every recipe and choose the smallest that keeps both limits.
 
-    ``capture`` says what is held; its codecs do not matter. Works on the device of ``head``. ``tiny`` is measured but
-    never chosen: top tokens cannot become the final hidden again, so that choice is a person's. ``rebuilt`` is measured
+    ``capture`` says what is held; its codecs do not matter. Works on the device of ``head``. ``rebuilt`` is measured
     where something is there to rebuild with.
     """
     bench = _Bench(states, capture, head, extent, container, rebuilding)
     rows: list[AdviceRow] = []
     for name, codecs in _candidates(capture, rebuilding is not None).items():
-        row = bench.row(name, *codecs)
-        # A final hidden that could not be measured keeps no limit.
-        unmeasured = row.kl is None and capture.final != "none"
-        within = (row.kl or 0.0) <= limits.kl and (row.channel_error or 0.0) <= limits.channel_error
-        rows.append(row.model_copy(update={"within": within and not unmeasured}))
+        rows.append(bench.row(name, *codecs))
         advance()
-    able = [row for row in rows if row.within and row.recipe != FP8 and get_recipe(row.recipe).final != TOPK]
-    chosen = min(able, key=lambda row: row.bytes_per_token).recipe
-    return Advice(
-        tokens=states.tokens,
-        final_rows=len(states.final),
-        max_kl=limits.kl,
-        max_channel_error=limits.channel_error,
-        chosen=chosen,
-        rows=tuple(row.model_copy(update={"chosen": row.recipe == chosen}) for row in rows),
-    )
+    return choose(rows, limits, states.tokens, len(states.final))
 
 
 def _candidates(capture: CaptureSpec, rebuilds: bool) -> dict[str, tuple[str, str]]:
@@ -494,48 +469,6 @@ def _percent(share: float | None) -> str:
     if share is None or share == 0:
         return "–" if share is None else "0 %"
     return f"{100 * share:.1f} %" if share < 1e3 else f"{100 * share:.0e} %"
-
-
-def verdict(advice: Advice) -> str:
-    """What was chosen and under which limits."""
-    limits = f"KL ≤ {advice.max_kl:g} and channel error ≤ {100 * advice.max_channel_error:g} %"
-    return f"{advice.chosen} is the smallest recipe with {limits}"
-
-
-def smaller_line(advice: Advice) -> str | None:
-    """The next smaller recipe of states that the limits refuse, with the options that would let it pass."""
-    chosen = next(row for row in advice.rows if row.chosen)
-    smaller = [
-        row
-        for row in advice.rows
-        if RECIPES.get(row.recipe, (TOPK, TOPK))[1] != TOPK
-        and row.bytes_per_token < chosen.bytes_per_token
-        and not row.within
-    ]
-    if not smaller:
-        return None
-    row = max(smaller, key=lambda row: row.bytes_per_token)
-    words = []
-    if row.kl is not None and row.kl > advice.max_kl:
-        words += ["--max-kl", f"{_above(row.kl):g}"]
-    if row.channel_error is not None and row.channel_error > advice.max_channel_error:
-        words += ["--max-channel-error", f"{_above(row.channel_error):g}"]
-    return f"{row.recipe} ({row.bytes_per_token:,.0f} B/token) would be chosen with {shlex.join(words)}"
-
-
-def _above(value: float) -> float:
-    """The next number of two digits not below a value: what a person types as a limit."""
-    unit = 10.0 ** (floor(log10(value)) - 1)
-    return float(f"{ceil(value / unit - 1e-9) * unit:.2g}")
-
-
-def paired_lines(rows: Sequence[PairedRow]) -> list[str]:
-    """What training on each recipe cost in acceptance, in percentage points."""
-    return [
-        f"{row.recipe}: {100 * row.difference:+.2f} ± {100 * row.standard_error:.2f} points of acceptance "
-        f"(original {100 * sum(row.original_acceptance) / len(row.seeds):.1f} %, {len(row.seeds)} × {row.steps} steps)"
-        for row in rows
-    ]
 
 
 def write_advice(fs: Filesystem, advice: Advice) -> str:

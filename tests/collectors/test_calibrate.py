@@ -15,7 +15,8 @@ from collectors.cli.collect import collect as command
 from collectors.engines.hf import HfEngine
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE
 from hiddenstore.errors import InterruptError
-from hiddenstore.inspect.advise import RecipeLimits, advise_store
+from hiddenstore.inspect.advise import advise_store
+from hiddenstore.inspect.choice import RecipeLimits
 from hiddenstore.inspect.facts import read_advice
 from hiddenstore.process import Drain, Rank
 from hiddenstore.store import Store
@@ -120,6 +121,36 @@ def test_auto_creates_the_store_with_the_recipe_its_table_names(
     assert taken is not None
     assert taken.tokens == sum(record.tokens for record in store.commits())
     assert verify(store.path, "bytes").ok
+
+
+def test_auto_tries_rebuilt_and_says_why_it_took_no_smaller_recipe(
+    options: CollectOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = run(replace(options, recipe="auto"))
+    advice = read_advice(Store.open(options.store).fs)
+    assert advice is not None
+    assert "rebuilt" in [row.recipe for row in advice.rows]
+    refused = [line.split()[1] for line in said if line.startswith("not ")]
+    assert refused == ["rebuilt", "tiny", "compact"]
+    # The limits are the one choice's: let everything pass, and the smallest is taken.
+    monkeypatch.setattr(job, "RecipeLimits", lambda: RecipeLimits(100.0, 100.0))
+    loose = replace(options, store=Path(options.store).parent / "loose", recipe="auto")
+    run(loose)
+    store = Store.open(loose.store)
+    assert store.manifest.recipe == "rebuilt"
+    assert store.capture.rebuilds_final
+    assert verify(store.path, "bytes").ok
+
+
+def test_auto_says_that_a_targets_states_cannot_be_rebuilt(
+    options: CollectOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hiddenstore.targets.blocks.MOST_BYTES", 10)
+    said = run(replace(options, recipe="auto"))
+    assert any(line.startswith("rebuilt is not measured: states of a llama target cannot be rebuilt") for line in said)
+    advice = read_advice(Store.open(options.store).fs)
+    assert advice is not None
+    assert "rebuilt" not in [row.recipe for row in advice.rows]
 
 
 def test_auto_keeps_the_recipe_of_the_store_it_resumes(options: CollectOptions) -> None:

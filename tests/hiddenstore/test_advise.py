@@ -16,8 +16,6 @@ from hiddenstore.codecs import CODECS
 from hiddenstore.codecs.topk import top_tokens
 from hiddenstore.errors import ConfigError
 from hiddenstore.inspect.advise import (
-    FP8,
-    RecipeLimits,
     advise_store,
     channel_error,
     clipped_values,
@@ -27,6 +25,7 @@ from hiddenstore.inspect.advise import (
     truncation_change,
     write_advice,
 )
+from hiddenstore.inspect.choice import FP8, RecipeLimits
 from hiddenstore.inspect.facts import advice_numbers, read_advice
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import take_slice, write_slice

@@ -1,7 +1,6 @@
 """Paired training: the difference and its error, what it is measured on, and what it refuses."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from trainer.parallel.group import ProcessGroup
 from trainer.slots import teacher_rows
 from trainer.train.epochs import token_batches
 from trainer.train.lock import RunLock
-from trainer.train.paired import acceptance, measure_paired, paired_difference
+from trainer.train.paired import held_out_overlaps, measure_paired
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import build_state
 
@@ -31,12 +30,6 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return make_store(tmp_path_factory.mktemp("raw"), samples=20, layers=(1, 3, 4), codec="raw")
 
 
-def test_the_error_is_that_of_the_mean_of_the_differences() -> None:
-    difference, error = paired_difference((0.51, 0.60, 0.42), (0.50, 0.61, 0.45))
-    assert difference == pytest.approx(-0.01)
-    assert error == pytest.approx(math.sqrt((0.02**2 + 0.0**2 + 0.02**2) / 2) / math.sqrt(3))
-
-
 def test_equal_states_differ_by_nothing_and_rounded_ones_by_little(raw: Store) -> None:
     seen: list[int] = []
     rows = measure_paired(raw, ("lossless", "compact"), (0, 1), SHORT, lambda total, doing: seen.append(total))
@@ -44,7 +37,9 @@ def test_equal_states_differ_by_nothing_and_rounded_ones_by_little(raw: Store) -
     assert (rows[0].difference, rows[0].standard_error) == (0.0, 0.0)
     assert rows[0].acceptance == rows[0].original_acceptance
     assert 0 < abs(rows[1].difference) < 0.05
-    assert rows[1].standard_error > 0
+    assert rows[1].half_width is not None
+    assert rows[1].half_width > rows[1].standard_error > 0
+    assert (rows[0].half_width, rows[0].most_lost) == (0.0, 0.0)
     assert len(seen) == set(seen).pop() == 2 * 2 * 3
 
 
@@ -65,7 +60,10 @@ def test_acceptance_is_the_overlap_of_drafter_and_target_at_the_first_drafted_to
                 slots = work.slot_map.slots[:, 0]
                 taught = slots >= 0
                 overlaps += torch.minimum(p[taught], q[slots[taught]]).sum(-1).tolist()
-    assert acceptance(session, raw) == pytest.approx(sum(overlaps) / len(overlaps), abs=1e-5)
+    held_out = held_out_overlaps(session, raw)
+    assert held_out.acceptance == pytest.approx(sum(overlaps) / len(overlaps), abs=1e-5)
+    assert float(held_out.slots.sum()) == len(overlaps)
+    assert held_out.ids == sorted(entry.id for _, entry in raw.entries if entry.split == "validation")
 
 
 def test_a_store_without_original_states_or_held_out_text_is_refused(raw: Store, tmp_path: Path) -> None:
@@ -77,6 +75,13 @@ def test_a_store_without_original_states_or_held_out_text_is_refused(raw: Store,
     with pytest.raises(ConfigError, match="holds no validation samples") as caught:
         measure_paired(Store.open(tmp_path / "train"), ("compact",), (0, 1), SHORT, lambda *_: None)
     assert caught.value.kind == "split-empty"
+
+
+def test_no_seed_begins_that_the_minutes_do_not_allow_but_for_the_two_that_an_interval_takes(raw: Store) -> None:
+    (row,) = measure_paired(raw, ("lossless",), range(5), SHORT, lambda *_, **__: None, minutes=1e-9)
+    assert row.seeds == (0, 1)
+    assert row.minutes is not None
+    assert row.minutes > 0
 
 
 def test_advise_finds_paired_training_and_keeps_its_rows(raw: Store) -> None:

@@ -4,28 +4,33 @@ A pair has one seed, so one start and one order of samples, and differs in the s
 original states of held-out text. That resolves differences of hundredths of a point where two seeds differ by half a
 point. Why pairs: docs/design/003.
 
-Shapes: K TTT steps.
+Shapes: S seeds, N held-out samples.
 """
 
-import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from torch import Tensor
 
 from hiddenstore.care.copy import open_copy, run_copy
+from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.inspect.advise import inexact_fields
 from hiddenstore.process import Rank
 from hiddenstore.store import Store
-from schemas.advice import PairedRow
+from schemas.advice import PairedRow, SourceLoss
 from schemas.manifest import CommitRecord, SampleEntry
 from trainer.drafters import drafter_kind
 from trainer.parallel.group import ProcessGroup
 from trainer.settings import load_config
 from trainer.train.epochs import token_batches
+from trainer.train.intervals import paired_difference
 from trainer.train.lock import RunLock
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state
@@ -34,6 +39,8 @@ from trainer.train.step import steps
 DRAFTER = "eagle3"
 DEFAULTS = {"train.max_steps": "200", "loss.steps": "3"}
 VALIDATION_TOKENS = 32_768
+FEWEST_SEEDS = 2
+ORIGINAL = "original"
 
 Advance = Callable[..., None]
 """Called after every step with the steps there are in all; ``doing`` says whose."""
@@ -46,12 +53,14 @@ def measure_paired(
     words: Sequence[str],
     advance: Advance,
     target: str | None = None,
+    minutes: float | None = None,
 ) -> list[PairedRow]:
     """Train a drafter per seed on the original states and one per recipe; a row per recipe.
 
-    ``words`` are settings of ``train``; ``target`` the checkpoint of the states, for recipes that rebuild some. As many
-    samples as the steps need are copied into a temporary folder, once per recipe. Raises ConfigError:
-    ``states-rounded``, the store's own codecs are not exact; ``validation-missing``; a wrong setting.
+    ``words`` are settings of ``train``; ``target`` the checkpoint of the states, for recipes that rebuild some. Behind
+    the second seed none begins that would end after ``minutes``. As many samples as the steps need are copied into a
+    temporary folder, once per recipe. Raises ConfigError: ``states-rounded``, the store's own codecs are not exact;
+    ``split-empty``; a wrong setting.
     """
     rounded = inexact_fields(store.capture)
     if rounded:
@@ -64,67 +73,155 @@ def measure_paired(
     config = load_config(store, DRAFTER, None, words)
     count = config.train.max_steps or 0
     ids = _sample_ids(store, count * config.data.batch_tokens)
-    total = count * len(seeds) * (1 + len(recipes))
+    plan = PairPlan(DRAFTER, tuple(seeds), tuple(words), count, minutes)
     with TemporaryDirectory(prefix="hiddenstore-paired-") as folder:
-        original = _copy(store, Path(folder) / "original", None, ids, None)
-        decoded = {name: _copy(store, Path(folder) / name, name, ids, target) for name in recipes}
-
-        def acceptances(name: str, trained_on: Store) -> list[float]:
-            results = []
-            for seed in seeds:
-                on_step = partial(advance, total, doing=f"{name}, seed {seed}")
-                state = _train(trained_on, [*words, f"train.seed={seed}", f"data.seed={seed}"], on_step)
-                results.append(acceptance(state, original))
-            return results
-
-        reference = acceptances("original", original)
-        return [_row(name, count, seeds, acceptances(name, copy), reference) for name, copy in decoded.items()]
+        original = _copy(store, Path(folder) / ORIGINAL, None, ids, None)
+        copies = {name: _copy(store, Path(folder) / name, name, ids, target) for name in recipes}
+        return train_pairs(original, copies, plan, held_out_overlaps, advance)
 
 
-def paired_difference(recipe: Sequence[float], original: Sequence[float]) -> tuple[float, float]:
-    """Mean of the differences of pairs, and its standard error; at least two pairs."""
-    differences = [one - other for one, other in zip(recipe, original, strict=True)]
-    return statistics.fmean(differences), statistics.stdev(differences) / len(differences) ** 0.5
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Held-out samples, ``ids`` ascending: overlaps fp64 [N], the sum over a sample's slots of sum min(p, q) at the
+    first drafted token; slots fp64 [N]."""
+
+    ids: Sequence[str]
+    overlaps: Tensor
+    slots: Tensor
+
+    @property
+    def acceptance(self) -> float:
+        """Mean over all slots."""
+        return float(self.overlaps.sum() / self.slots.sum())
+
+
+@dataclass(frozen=True)
+class PairPlan:
+    """Drafter, settings of ``train`` and steps that all runs of a comparison share; behind the second of ``seeds`` none
+    begins that would end after ``minutes``."""
+
+    drafter: str
+    seeds: tuple[int, ...]
+    words: tuple[str, ...]
+    steps: int
+    minutes: float | None = None
+
+
+def train_pairs(
+    original: Store,
+    copies: Mapping[str, Store],
+    plan: PairPlan,
+    measure: Callable[[TrainState, Store], HeldOut],
+    advance: Advance,
+) -> list[PairedRow]:
+    """A row per copy: drafters trained on its states against those trained on the original ones, seed by seed.
+
+    ``measure`` says what a drafter does on held-out samples of ``original``; the samples are the same every time.
+    """
+    began, total = time.monotonic(), plan.steps * len(plan.seeds) * (1 + len(copies))
+    sums: dict[str, list[Tensor]] = {name: [] for name in (ORIGINAL, *copies)}
+    for done, seed in enumerate(plan.seeds):
+        spent = (time.monotonic() - began) / 60
+        if plan.minutes is not None and done >= FEWEST_SEEDS and spent * (done + 1) / done > plan.minutes:
+            break
+        for name, trained_on in ((ORIGINAL, original), *copies.items()):
+            on_step = partial(advance, total, doing=f"{name}, seed {seed}")
+            state = _train(trained_on, plan.drafter, [*plan.words, f"train.seed={seed}", f"data.seed={seed}"], on_step)
+            held_out = measure(state, original)
+            sums[name].append(held_out.overlaps)
+    sources = [original.sample(sample_id).source.rpartition(":")[0] for sample_id in held_out.ids]
+    seeds = plan.seeds[: len(sums[ORIGINAL])]
+    pairs = Pairs(plan.drafter, seeds, plan.steps, held_out.slots, sources)
+    spent, (reference, *others) = (time.monotonic() - began) / 60, map(torch.stack, sums.values())
+    return [pairs.row(*one, reference, spent) for one in zip(copies, others, strict=True)]
 
 
 @torch.no_grad()
-def acceptance(state: TrainState, original: Store) -> float:
-    """Mean over slots of sum min(p, q) at the first drafted token, over the held-out states of ``original``."""
+def held_out_overlaps(state: TrainState, original: Store) -> HeldOut:
+    """What a drafter does on the held-out states of ``original``, each sample on its own; those it cannot be judged on
+    are left out. ConfigError ``split-empty``: that is all of them."""
     kind = drafter_kind(state.config.drafter.name)
     overlap = state.config.loss.model_copy(update={"kind": "tv"})
     objective = kind.objective(state.model, state.target, overlap)
-    lost = slots = 0.0
+    rows = {}
     state.model.eval()
     for batch in token_batches(original, state.config, state.group, validation=True):
-        for pack in batch.packs:
-            inputs = objective.prepare(pack.to(state.device))
+        for sample in (sample for pack in batch.packs for sample in _samples(pack.to(state.device))):
+            inputs = objective.prepare(sample)
             losses = objective.losses(inputs, objective.denominators(inputs))
-            lost += float(losses.sums[0])
-            slots += float(losses.counts[0])
-    return 1 - lost / slots
+            count = float(losses.counts[0])
+            rows[sample.sample_ids[0]] = count - float(losses.sums[0]), count
+    ids = sorted(name for name, (_, count) in rows.items() if count)
+    if not ids:
+        raise ConfigError(
+            f"no validation sample of {original.path} ({len(rows)}) has a supervised token to judge a drafter on",
+            kind=Kind.SPLIT_EMPTY,
+            hint="hiddenstore prepare INPUT -o DATA --target T --val 10%",
+        )
+    overlaps, slots = torch.tensor([rows[name] for name in ids], dtype=torch.float64).unbind(1)
+    return HeldOut(ids, overlaps, slots)
 
 
-def _row(
-    name: str, count: int, seeds: Sequence[int], acceptances: Sequence[float], reference: Sequence[float]
-) -> PairedRow:
-    difference, error = paired_difference(acceptances, reference)
-    return PairedRow(
-        recipe=name,
-        drafter=DRAFTER,
-        steps=count,
-        seeds=tuple(seeds),
-        acceptance=tuple(acceptances),
-        original_acceptance=tuple(reference),
-        difference=difference,
-        standard_error=error,
-    )
+def _samples(pack: PackedBatch) -> Iterator[PackedBatch]:
+    """The samples of a pack as packs of their own."""
+    lengths = torch.bincount(pack.document, minlength=len(pack.sample_ids)).tolist()
+    for name, (start, stop) in zip(pack.sample_ids, pairwise(accumulate(lengths, initial=0)), strict=True):
+        rows = slice(start, stop)
+        final = (pack.final_rows >= start) & (pack.final_rows < stop)
+        yield replace(
+            pack,
+            input_ids=pack.input_ids[rows],
+            loss_mask=pack.loss_mask[rows],
+            positions=pack.positions[rows],
+            document=torch.zeros_like(pack.document[rows]),
+            aux=pack.aux[:, rows],
+            final=pack.final[final],
+            final_rows=pack.final_rows[final] - start,
+            sample_ids=[name],
+        )
 
 
-def _train(store: Store, words: Sequence[str], on_step: Callable[[], None]) -> TrainState:
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """What all pairs share: drafter, seeds, steps, and slots fp64 [N] and data source of every held-out sample."""
+
+    drafter: str
+    seeds: tuple[int, ...]
+    steps: int
+    slots: Tensor
+    sources: Sequence[str]
+
+    def row(self, recipe: str, overlaps: Tensor, reference: Tensor, minutes: float) -> PairedRow:
+        """A recipe's overlaps fp64 [S, N] against those of the original states."""
+        whole = paired_difference(overlaps, reference, self.slots)
+        per_source = []
+        for source in sorted(set(self.sources)):
+            of_it = torch.tensor([one == source for one in self.sources])
+            part = paired_difference(overlaps[:, of_it], reference[:, of_it], self.slots[of_it])
+            samples = int(of_it.sum())
+            per_source.append(
+                SourceLoss(source=source, samples=samples, difference=part.mean, half_width=part.half_width)
+            )
+        return PairedRow(
+            recipe=recipe,
+            drafter=self.drafter,
+            steps=self.steps,
+            seeds=self.seeds,
+            acceptance=tuple((overlaps.sum(1) / self.slots.sum()).tolist()),
+            original_acceptance=tuple((reference.sum(1) / self.slots.sum()).tolist()),
+            difference=whole.mean,
+            standard_error=whole.standard_error,
+            half_width=whole.half_width,
+            minutes=minutes,
+            sources=tuple(per_source),
+        )
+
+
+def _train(store: Store, drafter: str, words: Sequence[str], on_step: Callable[[], None]) -> TrainState:
     """The state after the last step; the run folder is gone."""
     words = [*words, "train.validate_every=0"]
     with TemporaryDirectory(prefix="hiddenstore-run-") as folder, RunLock(Path(folder) / "run") as lock:
-        options = TrainOptions(store.path, Path(folder) / "run", DRAFTER, None, words)
+        options = TrainOptions(store.path, Path(folder) / "run", drafter, None, words)
         state = build_state(options, ProcessGroup(Rank()), lock)
         for _ in steps(state):
             on_step()
