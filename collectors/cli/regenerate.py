@@ -1,6 +1,8 @@
 """``hiddenstore regenerate``."""
 
 import re
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +11,7 @@ import click
 from hiddenstore.console.output import common_options, examples, output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from collectors.regenerate.options import RegenerateOptions
 
@@ -35,6 +37,7 @@ class Shard(click.ParamType):
         "hiddenstore regenerate preset:ultrachat -o answers.jsonl --server http://node2:8000 --shard 2/4",
         "hiddenstore regenerate chats.jsonl -o parts --server URL --set turns=last --set rows_per_file=1000",
         "hiddenstore regenerate self:2000 -o answers.jsonl --target ./target    # questions of its own",
+        "hiddenstore regenerate chats.jsonl -o answers.jsonl --target ./target --engine-python ENV/bin/python",
         "hiddenstore regenerate chats.jsonl -o greedy.jsonl --target ./target --temperature 0 --max-samples 100",
     )
 )
@@ -42,6 +45,8 @@ class Shard(click.ParamType):
 @click.option("-o", "--out", required=True, type=click.Path(), help="The JSONL or .parquet file to write.")
 @click.option("--target", help="A local folder, a GGUF file or a hub id: it answers in this process.")
 @click.option("--server", metavar="URL", help="An OpenAI-compatible server that answers, such as vLLM.")
+@click.option("--engine-python", metavar="PY", help="A Python with vLLM: it serves --target here while this runs.")
+@click.option("--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="A flag of that server's.")
 @click.option("--model", metavar="M", help="The model to ask the server for; default: the only one it serves.")
 @click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the server's key.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=32, show_default=True, help="Requests at a time.")
@@ -64,7 +69,14 @@ class Shard(click.ParamType):
 )
 @common_options
 @click.pass_context
-def regenerate(ctx: click.Context, more: tuple[str, ...], take: str | None, **options: Any) -> None:
+def regenerate(
+    ctx: click.Context,
+    more: tuple[str, ...],
+    take: str | None,
+    engine_python: str | None,
+    engine_args: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Let the target write the answers of conversations itself, turn by turn.
 
     A drafter has to predict the target, not the people or models who wrote the data. Conversations without answers get
@@ -79,7 +91,9 @@ def regenerate(ctx: click.Context, more: tuple[str, ...], take: str | None, **op
     from hiddenstore.settings import load
 
     own_questions = _own_questions(options)
-    _refuse_misfits(ctx, options)
+    _refuse_misfits(ctx, options, engine_python is not None)
+    if engine_args and engine_python is None:
+        raise click.UsageError("--engine-arg is a flag of the server that '--engine-python PY' starts.")
     settings = load(MoreSettings, dotlist=more).model_dump()
     out = output()
     with drain_on_signal() as drain:
@@ -89,7 +103,8 @@ def regenerate(ctx: click.Context, more: tuple[str, ...], take: str | None, **op
         if take is not None:
             report = take_answered(request, Path(take))
         else:
-            report = run(request, out.note, lambda: drain.requested)
+            with _served(request, engine_python, engine_args) as served:
+                report = run(served, out.note, lambda: drain.requested)
     names = ("out", "read", "written", "answers", "tokens", "cut", "short", "resumed")
     document = {name: getattr(report, name) for name in names} | {
         "dropped": dict(report.dropped),
@@ -123,8 +138,6 @@ def _with_questions(
     request: "RegenerateOptions", count: int, is_there: bool, stopping: "Callable[[], bool]"
 ) -> "RegenerateOptions":
     """The request with the target's own questions as its input; ``is_there``: nothing is asked any more."""
-    from dataclasses import replace
-
     from collectors.regenerate.invent import invent, questions_file
 
     path = questions_file(request.out)
@@ -139,12 +152,43 @@ def _with_questions(
     return named
 
 
-def _refuse_misfits(ctx: click.Context, options: dict[str, Any]) -> None:
+@contextmanager
+def _served(
+    request: "RegenerateOptions", engine_python: str | None, engine_args: tuple[str, ...]
+) -> "Iterator[RegenerateOptions]":
+    """The request to a server of its target, up until the block ends; as it is where no Python is named."""
+    if engine_python is None:
+        yield request
+        return
+    from collectors.regenerate.output import refuse_existing
+    from hiddenstore.fs import require_local
+    from hiddenstore.servers.process import ServerProcess, running
+    from hiddenstore.servers.python import VllmPython, engine_flags
+    from hiddenstore.targets.gguf import target_folder
+
+    # A server takes half a minute to start: what can be refused before is.
+    out = require_local(request.out, "a file of answers")
+    refuse_existing(out, request.rows_per_file)
+    python, log = VllmPython(engine_python), Path(f"{out}.server.log")
+    python.require()
+    revision = ("--revision", request.revision) if request.revision else ()
+    trust = ("--trust-remote-code",) if request.trust_remote_code else ()
+    command = python.command(target_folder(str(request.target)), (*engine_flags(engine_args), *revision, *trust))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    output().note(f"starting vLLM; it writes {log}")
+    with running([ServerProcess(command, python.environment(), log)]) as (url,):
+        yield replace(request, target=None, server=url)
+
+
+def _refuse_misfits(ctx: click.Context, options: dict[str, Any], is_served: bool) -> None:
     """Options of the other way to answer would be ignored in silence."""
     if (options["target"] is None) == (options["server"] is None):
         raise click.UsageError("Give either '--target T' (answers in this process) or '--server URL'.")
-    server_only, target_only = ("model", "api_key_env", "concurrency"), ("template", "workers")
+    server_only, target_only = ["model", "api_key_env", "concurrency"], ["template", "workers"]
+    if is_served and options["target"] is None:
+        raise click.UsageError("--engine-python serves a target here: give '--target T'.")
     flag, others = ("--server", target_only) if options["server"] is not None else ("--target", server_only)
+    flag, others = ("--engine-python", ["model", "api_key_env", *target_only]) if is_served else (flag, others)
     for name in others:
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{name.replace('_', '-')} has no meaning with {flag}")

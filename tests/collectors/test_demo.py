@@ -6,7 +6,6 @@ import shutil
 import zipfile
 from functools import partial
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import pytest
@@ -28,6 +27,8 @@ WORDS = {
     "held_out": str(MT_BENCH),
     "ranks": 1,
     "seed": 0,
+    "count": 1500,
+    "answered_by": {"concurrency": 64, "engine-python": "python", "engine-arg": ["dtype=bfloat16"]},
     "engine_python": "python",
     "engine_args": ["dtype=bfloat16"],
 }
@@ -38,8 +39,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def filled(name: str, out: Path) -> dict[str, Any]:
-    words = {key: json.dumps(value) for key, value in {**WORDS, "out": str(out)}.items()}
-    document: dict[str, Any] = yaml.safe_load(Template(pipeline_text(name)).substitute(words))
+    document: dict[str, Any] = yaml.safe_load(command._filled(name, {**WORDS, "out": str(out)}))
     return document
 
 

@@ -1,4 +1,5 @@
-"""`eval --serve`: servers that are started, measured, gone; the engine is a Python whose server has known numbers."""
+"""Servers that `eval --serve` and `regenerate` start, and that are gone after; the engine is a Python whose server has
+known numbers and answers."""
 
 import json
 import os
@@ -17,10 +18,11 @@ from serve_cases import write_exports
 
 from hiddenstore.cli import main
 from hiddenstore.errors import HiddenstoreError
-from trainer.cli.evaluate import _engine_flags
+from hiddenstore.servers.process import _wait_until_up, running
+from hiddenstore.servers.python import VllmPython, engine_flags
 from trainer.serve import ENGINES
+from trainer.serve.launch import server_of
 from trainer.serve.plan import ServeOptions
-from trainer.serve.running import EnginePython, _wait_until_up, running
 
 PROGRAM = """#!{python}
 import json, os, sys, threading, time
@@ -81,7 +83,7 @@ def test_eval_serves_a_drafter_measures_it_beside_the_target_alone_and_ends_both
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     words = ["eval", "--serve", exported_drafter, "--target", target_folder, "--engine-python", engine(tmp_path)]
-    words += ["--prompts", str(prompts), "--rounds", "2", "--engine-arg", "dtype=float32"]
+    words += ["--prompts", str(prompts), "--rounds", "2", "--engine-arg", "dtype=float32", "--revision", "main"]
     result = CliRunner().invoke(main, [*words, "--engine-arg", "enforce-eager=true", "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
@@ -92,15 +94,61 @@ def test_eval_serves_a_drafter_measures_it_beside_the_target_alone_and_ends_both
     assert not is_running(drafted)
     assert with_drafter[:4] == ["-m", "vllm.entrypoints.openai.api_server", "--model", target_folder]
     assert json.loads(with_drafter[with_drafter.index("--speculative-config") + 1])["model"] == exported_drafter
-    assert with_drafter[with_drafter.index("--dtype") :][:3] == ["--dtype", "float32", "--enforce-eager"]
+    assert with_drafter[with_drafter.index("--dtype") :][:5] == [
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--revision",
+        "main",
+    ]
+
+
+def regenerated(folder: Path, *words: str) -> Any:
+    (folder / "asked.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    given = ["regenerate", str(folder / "asked.jsonl"), "-o", str(folder / "answers.jsonl"), *words]
+    return CliRunner().invoke(main, [*given, "--json"], catch_exceptions=False)
+
+
+def test_regenerate_has_its_target_served_for_the_time_and_keeps_the_answers(tmp_path: Path) -> None:
+    words = ("--target", str(tmp_path), "--engine-python", engine(tmp_path), "--engine-arg", "dtype=bfloat16")
+    result = regenerated(tmp_path, *words)
+    assert result.exit_code == 0, result.output
+    answers = [json.loads(line)["messages"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [[turn["content"] for turn in turns] for turns in answers] == [["one", "ONE"], ["two", "TWO"]]
+    ((server, command),) = started(tmp_path)
+    assert command[2:6] == ["--model", str(tmp_path), "--dtype", "bfloat16"]
+    assert not is_running(server)
+    (tmp_path / "started.jsonl").unlink()
+    again = regenerated(tmp_path, *words)
+    assert "output-exists" in again.output
+    assert not (tmp_path / "started.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--server", "http://127.0.0.1:1", "--engine-python", "python"), "give '--target T'"),
+        (("--target", "t", "--engine-python", "python", "--workers", "2"), "--workers has no meaning with"),
+        (("--target", "t", "--engine-arg", "dtype=float32"), "'--engine-python PY' starts"),
+    ],
+)
+def test_options_that_no_server_started_here_would_read_are_refused(
+    tmp_path: Path, words: tuple[str, ...], says: str
+) -> None:
+    result = regenerated(tmp_path, *words)
+    assert (result.exit_code, says in result.output) == (2, True), result.output
 
 
 def test_a_server_that_ends_is_said_with_its_last_error_and_its_log(tmp_path: Path) -> None:
-    python = EnginePython(ENGINES["vllm"], engine(tmp_path, broken=True))
     log = tmp_path / "said.log"
+    started = server_of(
+        ENGINES["vllm"],
+        VllmPython(engine(tmp_path, broken=True)),
+        ServeOptions(target=str(tmp_path), method="none"),
+        log,
+    )
     says = "ended with exit code 1: ValueError: no such dtype"
-    server = running(python, [(ServeOptions(target=str(tmp_path), method="none"), log)])
-    with pytest.raises(HiddenstoreError, match=says) as caught, server:
+    with pytest.raises(HiddenstoreError, match=says) as caught, running([started]):
         pytest.fail("it is not up")
     assert (caught.value.kind, caught.value.hint) == ("server-unreachable", f"less {log}")
 
@@ -109,11 +157,10 @@ def test_a_server_ends_with_the_process_that_started_it_even_by_a_kill(tmp_path:
     program = f"""if True:
         import time
         from pathlib import Path
-        from trainer.serve import ENGINES
-        from trainer.serve.plan import ServeOptions
-        from trainer.serve.running import EnginePython, running
-        python, log = EnginePython(ENGINES["vllm"], {engine(tmp_path)!r}), Path({str(tmp_path / "said.log")!r})
-        with running(python, [(ServeOptions(target={str(tmp_path)!r}, method="none"), log)]) as (url,):
+        from hiddenstore.servers.process import ServerProcess, running
+        from hiddenstore.servers.python import VllmPython
+        python, log = VllmPython({engine(tmp_path)!r}), Path({str(tmp_path / "said.log")!r})
+        with running([ServerProcess(python.command("target", ()), python.environment(), log)]) as (url,):
             print(url, flush=True)
             time.sleep(600)
     """
@@ -132,8 +179,8 @@ def test_a_server_ends_with_the_process_that_started_it_even_by_a_kill(tmp_path:
 def test_a_proxy_of_the_environment_and_a_garbled_answer_do_not_hide_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.serve.running.START_S", 20)
-    monkeypatch.setattr("trainer.serve.running._POLL_S", 0.01)
+    monkeypatch.setattr("hiddenstore.servers.process.START_S", 20)
+    monkeypatch.setattr("hiddenstore.servers.process._POLL_S", 0.01)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
@@ -153,32 +200,30 @@ def test_a_proxy_of_the_environment_and_a_garbled_answer_do_not_hide_a_server(
             _wait_until_up(f"http://127.0.0.1:{server.getsockname()[1]}", process, log)
 
 
-def test_a_switch_needs_no_value_and_revision_and_code_go_to_both_servers() -> None:
-    options: Any = {"engine_args": ("enforce-eager", "dtype=float32"), "revision": "main", "trust_remote_code": True}
-    expected = ("--enforce-eager", "--dtype", "float32", "--revision", "main", "--trust-remote-code")
-    assert _engine_flags(options) == expected
+def test_a_switch_of_an_engine_needs_no_value() -> None:
+    assert engine_flags(("enforce-eager", "dtype=float32")) == ("--enforce-eager", "--dtype", "float32")
 
 
-def test_the_logs_of_a_drafter_that_is_no_path_are_in_the_current_folder(
+def test_a_drafter_that_cannot_be_served_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["eval", "--serve", "maker/drafter", "--target", str(tmp_path), "--prompts", "p.jsonl"]
     result = CliRunner().invoke(main, [*words, "--engine-python", engine(tmp_path)])
     assert "maker/drafter/config.json does not exist" in result.stderr
-    assert (tmp_path / "drafter.plain.log").is_file()
+    assert not (tmp_path / "started.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", ["engine-python", "nowhere"])
 def test_a_python_without_the_engine_is_refused_before_anything_starts(tmp_path: Path, name: str) -> None:
     engine(tmp_path, missing=1)
     with pytest.raises(HiddenstoreError, match="has no vLLM") as caught:
-        EnginePython(ENGINES["vllm"], str(tmp_path / name)).require()
+        VllmPython(str(tmp_path / name)).require()
     assert caught.value.kind == "not-installed"
     assert not (tmp_path / "started.jsonl").exists()
 
 
-def test_an_engine_that_no_python_starts_is_named_with_the_way_to_measure_it() -> None:
+def test_an_engine_that_no_python_starts_is_named_with_the_way_to_measure_it(tmp_path: Path) -> None:
     with pytest.raises(HiddenstoreError, match="is not started here") as caught:
-        EnginePython(ENGINES["trtllm"]).require()
+        server_of(ENGINES["trtllm"], VllmPython(), ServeOptions(target="t", method="none"), tmp_path / "log")
     assert "--baseline-server" in str(caught.value.hint)

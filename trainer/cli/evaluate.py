@@ -281,7 +281,6 @@ def _simulate(
     from hiddenstore.store import Store
     from hiddenstore.targets.identity import target_words
     from trainer.evaluate import simulate
-    from trainer.evaluate.cost import keep
     from trainer.evaluate.target import load_live_target
     from trainer.parallel.group import pick_device
     from trainer.train.checkpoint import best as best_checkpoint
@@ -320,8 +319,7 @@ def _simulate(
         document |= _with_costs(document["sweep"], drafters[0], live, results[0].texts[0][0].tolist())
     output().data(document, human=lambda: _show_simulated(document))
     if target is not None:
-        _judge_costs(document)
-        keep(info.run, drafters[0].step, document, live.identity.dtype)
+        _keep_what_pays(document, info.run, live.identity.dtype)
     judge(document, info)
     output().hint("hiddenstore", "decode", run, *target_words(text.capture.target), "--prompts", store)
 
@@ -356,12 +354,19 @@ def _with_costs(
     return {"token_s": costs.token_s, "best_draft_len": best["draft_len"], "speedup": best["speedup"]}
 
 
-def _judge_costs(document: dict[str, Any]) -> None:
-    if document["speedup"] <= 1:
-        output().warn(
-            f"no draft length pays on this machine: the best, {document['best_draft_len']}, gives "
-            f"{document['speedup']:.2f}x of plain decoding, as a check of more tokens costs more than it saves"
-        )
+def _keep_what_pays(document: dict[str, Any], run: Path, dtype: str) -> None:
+    """Leave the best length for export; where none pays in this process it says nothing of an engine, which drafts for
+    less."""
+    from trainer.evaluate.cost import keep
+
+    if document["speedup"] > 1:
+        keep(run, document["step"], document, dtype)
+        return
+    output().warn(
+        f"no draft length pays on this machine: the best, {document['best_draft_len']}, gives "
+        f"{document['speedup']:.2f}x of plain decoding in this process; export keeps its own length, and "
+        "hiddenstore eval --serve DRAFTER measures an engine"
+    )
 
 
 def _simulated(result: "Evaluation") -> dict[str, Any]:
@@ -377,8 +382,8 @@ def _show_simulated(document: dict[str, Any]) -> None:
     if document["untrained_accepted_length"] is not None:
         rows.append(("untrained", f"{document['untrained_accepted_length']:.3f}"))
     if "best_draft_len" in document:
-        pays = f"drafts of {document['best_draft_len']}: {document['speedup']:.2f}x of plain decoding on this machine"
-        rows.append(("pays", f"{pays}; export takes it"))
+        best = f"drafts of {document['best_draft_len']}: {document['speedup']:.2f}x of plain decoding on this machine"
+        rows.append(("pays", f"{best}; export takes it") if document["speedup"] > 1 else ("best", best))
     samples = plural(document["samples"], document["split"] + " sample")
     rows.append(("walked", f"{samples}: {document['drafts']:,} drafts, {document['tokens']:,} tokens"))
     output().pairs(rows)
@@ -420,32 +425,27 @@ def _measure_servers(engine: str, options: _ServerOptions) -> None:
 @contextmanager
 def _started(engine: str, options: _ServerOptions) -> Iterator[tuple[str, str]]:
     """URLs of a server without the drafter and one with it, both started here."""
+    from hiddenstore.servers.process import running
+    from hiddenstore.servers.python import VllmPython, engine_flags
     from hiddenstore.targets.gguf import target_folder
     from trainer.serve import ENGINES as SERVING
+    from trainer.serve.launch import server_of
     from trainer.serve.plan import ServeOptions
-    from trainer.serve.running import EnginePython, running
 
-    python, drafter = EnginePython(SERVING[engine], options["engine_python"]), str(options["drafter"])
-    python.require()
-    flags = _engine_flags(options)
+    python, drafter, serving = VllmPython(options["engine_python"]), str(options["drafter"]), SERVING[engine]
+    flags = engine_flags(options["engine_args"])
+    flags += ("--revision", options["revision"]) if options["revision"] else ()
+    flags += ("--trust-remote-code",) if options["trust_remote_code"] else ()
     target = target_folder(str(options["target"]))
     plain = ServeOptions(target=target, method="none", flags=flags)
     drafted = ServeOptions(target=target, drafter=drafter, flags=flags)
     # What is no path here has no folder to write beside.
     place = drafter.rstrip("/") if Path(drafter).exists() else Path(drafter).name
     logs = [Path(f"{place}.{name}.log") for name in ("plain", "drafted")]
-    output().note(f"starting {SERVING[engine].title} without and with {drafter}; they write {logs[0]} and {logs[1]}")
-    with running(python, [(plain, logs[0]), (drafted, logs[1])]) as (first, second):
+    servers = [server_of(serving, python, each, log) for each, log in zip((plain, drafted), logs, strict=True)]
+    output().note(f"starting {serving.title} without and with {drafter}; they write {logs[0]} and {logs[1]}")
+    with running(servers) as (first, second):
         yield first, second
-
-
-def _engine_flags(options: _ServerOptions) -> tuple[str, ...]:
-    """Flags of both servers; a switch is ``KEY`` or ``KEY=true``."""
-    flags: list[str] = []
-    for name, equals, value in (word.partition("=") for word in options["engine_args"]):
-        flags += [f"--{name}"] if value == "true" or not equals else [f"--{name}", value]
-    flags += ["--revision", options["revision"]] if options["revision"] else []
-    return (*flags, *(["--trust-remote-code"] if options["trust_remote_code"] else []))
 
 
 def _measure_running(engine: str, options: _ServerOptions) -> None:

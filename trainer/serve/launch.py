@@ -19,6 +19,8 @@ from hiddenstore.console.output import output
 from hiddenstore.console.text import clean
 from hiddenstore.errors import ConfigError, ConflictError, Kind
 from hiddenstore.fs.seam import storage_error
+from hiddenstore.servers.process import ServerProcess
+from hiddenstore.servers.python import VllmPython
 from hiddenstore.targets.gguf import target_folder
 from trainer.export.support import ENGINES
 from trainer.formats.base import parse_version
@@ -91,6 +93,21 @@ def resolve(engine: ServingEngine, options: ServeOptions) -> Resolved:
 def plan_of(engine: ServingEngine, request: ServeRequest) -> ServePlan:
     """What would run, in the form asked for. Raises ConfigError: a setting is wrong; see the engine's ``plan``."""
     return _containerised(engine, request) if request.form == "container" else engine.plan(request)
+
+
+def server_of(engine: ServingEngine, python: VllmPython, options: ServeOptions, log: Path) -> ServerProcess:
+    """The server that ``options`` describe, to be started by ``python``. Raises ConfigError: ``option-invalid``: only
+    vLLM is started by a Python; ``not-installed``; what cannot be served, as ``resolve`` says it."""
+    if engine.name != "vllm":
+        raise ConfigError(
+            f"{engine.title} is not started here; start it yourself, and name it",
+            kind=Kind.OPTION_INVALID,
+            hint=f"hiddenstore eval --engine {engine.name} --server URL --baseline-server URL",
+        )
+    python.require()
+    plan = plan_of(engine, resolve(engine, options).request)
+    _, _, model, *flags = plan.command
+    return ServerProcess(python.command(model, flags), {**python.environment(), **plan.variables}, log)
 
 
 def _containerised(engine: ServingEngine, request: ServeRequest) -> ServePlan:

@@ -1,0 +1,1 @@
+"""Servers of other engines on this machine: how a Python that has one is found, and its process."""
