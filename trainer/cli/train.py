@@ -155,10 +155,10 @@ def _train(
         if rank.is_first or error.kind not in _REPORTED_BY_RANK_0:
             raise
         raise click.exceptions.Exit(error.exit_code) from error
-    _show(report, run, store)
+    _show_report(report, run, store)
 
 
-def _show(report: "TrainReport", run: str, store: str) -> None:
+def _show_report(report: "TrainReport", run: str, store: str) -> None:
     output().data(_document(report), human=lambda: output().pairs(_rows(report)), quiet=str(report.checkpoint))
     if report.stopped_early:
         output().note("stopped early: no better validation within train.patience; train.patience=N --resume goes on")
