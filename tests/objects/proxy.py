@@ -10,9 +10,26 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-Fault = Literal["503", "429", "403", "501", "refused", "cut", "slow", "lost", "late", "unconditional"]
+Fault = Literal[
+    "503",
+    "429",
+    "403",
+    "501",
+    "refused",
+    "cut",
+    "slow",
+    "lost",
+    "late",
+    "unconditional",
+    "short",
+    "range",
+    "other",
+    "tag",
+]
 """``refused`` closes before the request is passed on, ``lost`` after it was done; ``cut`` ends in the middle of the
-body; ``late`` leaves the last names out of a listing; ``unconditional`` forgets If-None-Match, as some servers do."""
+body; ``late`` leaves the last names out of a listing; ``unconditional`` forgets If-None-Match, as some servers do.
+Lies: ``short`` is half of a body said to be whole, ``range`` the bytes one further on, ``other`` those of the object
+asked for before, ``tag`` the right ones under another ETag."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +78,7 @@ class FaultProxy:
         """Begin to count anew."""
         with self._lock:
             self._plan, self.requests, self.faults = plan, list[Request](), 0
+            self.body_before = b""
 
     def fault_of(self, method: str, path: str) -> Fault | None:
         parts = urllib.parse.urlsplit(path)
@@ -106,6 +124,13 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
                 return
             if fault == "late":
                 answer = _without_last(answer)
+            true = answer
+            if fault in ("short", "range", "other"):
+                answer_headers, answer = _lie(fault, answer_headers, answer, proxy.body_before)
+            if fault == "tag":
+                answer_headers = {**answer_headers, "ETag": '"0123456789abcdef0123456789abcdef"'}
+            if self.command == "GET":
+                proxy.body_before = true
             self._answer(status, answer_headers, answer, fault)
 
         def _answer(self, status: int, headers: dict[str, str], body: bytes, fault: Fault | None = None) -> None:
@@ -134,6 +159,14 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
             """Quiet."""
 
     return Handler
+
+
+def _lie(fault: Fault, headers: dict[str, str], body: bytes, before: bytes) -> tuple[dict[str, str], bytes]:
+    """Another body, in headers that fit it or, where it has the length of the true one, in the true ones."""
+    other = {"short": body[: len(body) // 2], "range": body[1:] + body[:1], "other": before}[fault]
+    if len(other) == len(body):
+        return headers, other
+    return {name: value for name, value in headers.items() if name.lower() != "content-range"}, other
 
 
 def _refusal(status: int, authorization: str) -> bytes:

@@ -1,6 +1,7 @@
 """Networks that fail: nothing is lost, nothing is believed twice, and an error of the storage is never damage."""
 
 import random
+from contextlib import suppress
 
 import pytest
 
@@ -8,7 +9,7 @@ from hiddenstore.care.gc import gc
 from hiddenstore.care.repair import repair
 from hiddenstore.commit import latest_names
 from hiddenstore.data import TokenBatches
-from hiddenstore.errors import StorageError
+from hiddenstore.errors import HiddenstoreError, StorageError
 from hiddenstore.fs.objects import ObjectFilesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
@@ -103,6 +104,30 @@ def test_a_put_that_is_never_answered_says_that_it_may_be_done(
     assert lost.value.kind in ("reply-lost", "io-error")
     proxy.set_plan(None)
     assert fs.put_if_absent("a", b"1")
+
+
+@pytest.mark.parametrize("lie", ["short", "range", "other", "tag"])
+def test_a_server_that_lies_once_is_contradicted_or_believed_in_nothing(
+    lie: Fault, calm: Store, proxy: FaultProxy
+) -> None:
+    expected, before = contents(calm), fingerprint(calm.fs)
+    proxy.set_plan(None)
+    assert contents(Store.open(calm.path)) == expected
+    total, told = len(proxy.requests), 0
+    for at in range(0, total, 1 + total // 12):
+        proxy.set_plan(lambda request, at=at: lie if request.number == at and request.method == "GET" else None)
+        with suppress(HiddenstoreError):
+            assert contents(Store.open(calm.path)) == expected, f"request {at}"
+        proxy.set_plan(lambda request, at=at: lie if request.number == at and request.method == "GET" else None)
+        with suppress(HiddenstoreError):
+            assert verify(ObjectFilesystem(calm.path), "bytes").findings == [], f"request {at}"
+        proxy.set_plan(lambda request, at=at: lie if request.number == at and request.method == "GET" else None)
+        with suppress(HiddenstoreError):
+            assert repair(ObjectFilesystem(calm.path), dry_run=False, accept_loss=100).units == [], f"request {at}"
+        told += proxy.faults
+    assert told > 2
+    proxy.set_plan(None)
+    assert fingerprint(calm.fs) == before
 
 
 def test_a_late_listing_costs_work_and_never_a_sample(calm: Store, proxy: FaultProxy) -> None:
