@@ -6,6 +6,7 @@ finds it as a descriptor of the collector's process.
 Shapes: N tokens of the unit, R final rows of the unit, L aux layers, D target width, n requests, T tokens of one.
 """
 
+import itertools
 import json
 import mmap
 import os
@@ -27,6 +28,8 @@ PLACE = "hiddenstore_place"
 """The parameter of a request that says where its states go."""
 
 _NAME = "hiddenstore-unit"
+# Of the process: its engines, one after the other or side by side, may share a connector and its memory of a unit.
+_NUMBERS = itertools.count(1)
 _LINE_BYTES = 64
 _REASON_BYTES = 4096
 _PLACED, _FAILED = 1, 2
@@ -77,13 +80,11 @@ class UnitMemory:
         self._layers, self.assembly = layers, Assembly(requests, layers, width, tensors)
 
     @classmethod
-    def create(
-        cls, requests: Sequence[CaptureRequest], number: int, layers: int, columns: int, width: int
-    ) -> "UnitMemory":
+    def create(cls, requests: Sequence[CaptureRequest], layers: int, columns: int, width: int) -> "UnitMemory":
         """Memory for the states of these requests, filled from ``columns`` states a token."""
         lengths = [len(request.input_ids) for request in requests]
         rows = [len(request.final_rows) for request in requests]
-        plan = [np.array([number, layers, columns, width, len(requests)]), np.array(lengths), np.array(rows)]
+        plan = [np.array([next(_NUMBERS), layers, columns, width, len(requests)]), np.array(lengths), np.array(rows)]
         texts = [
             np.concatenate([getattr(request, name) for request in requests]) for name in ("input_ids", "final_rows")
         ]

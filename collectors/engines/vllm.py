@@ -212,7 +212,6 @@ class VllmProcess:
         self.target = target
         self._layer_ids = LayerIds.of(options.aux_layers, target.folder.num_layers)
         self._llm = self._start(options)
-        self._units = 0
 
     def _start(self, options: EngineOptions) -> Any:
         choose_devices(options)
@@ -281,10 +280,7 @@ class VllmProcess:
     def capture(self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False) -> Captured:
         """States of one unit, each put where its request says; a request's place names unit and index."""
         width = self.target.head.hidden_size
-        self._units += 1
-        memory = UnitMemory.create(
-            requests, self._units, self._layer_ids.aux, columns=len(self._layer_ids.ids), width=width
-        )
+        memory = UnitMemory.create(requests, self._layer_ids.aux, columns=len(self._layer_ids.ids), width=width)
         flow = _Flow(self._llm.llm_engine, requests, memory)
         try:
             while flow.is_busy:

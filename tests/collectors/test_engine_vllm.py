@@ -305,7 +305,7 @@ def test_a_vllm_whose_connector_is_another_is_refused_with_the_server_as_the_way
 def test_states_that_never_come_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collectors.engines.vllm.LATE_S", -1.0)
     (wanted,) = requests((5,))
-    memory = UnitMemory.create([wanted], 1, layers=2, columns=3, width=8)
+    memory = UnitMemory.create([wanted], layers=2, columns=3, width=8)
     monkeypatch.setattr(_Flow, "_send", lambda flow, index, _request: flow._running.update({"a": index}))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(envs=SimpleNamespace(VLLM_ENABLE_V1_MULTIPROCESSING=0)))
     place = {PLACE: str(memory.place(0))}

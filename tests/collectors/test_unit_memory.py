@@ -26,8 +26,8 @@ def states(index: int) -> torch.Tensor:
     return torch.randn((LENGTHS[index], LAYERS + 1, WIDTH), generator=generator)
 
 
-def memory(number: int = 1) -> UnitMemory:
-    return UnitMemory.create(requests(), number, LAYERS, LAYERS + 1, WIDTH)
+def memory() -> UnitMemory:
+    return UnitMemory.create(requests(), LAYERS, LAYERS + 1, WIDTH)
 
 
 def fill(place: str, cut: int = 0) -> None:
@@ -79,19 +79,19 @@ def test_states_that_are_not_those_of_the_request_are_refused_in_both_processes(
 
 
 def test_a_unit_without_final_rows_has_none() -> None:
-    unit = UnitMemory.create([CaptureRequest(np.array([3, 4], np.int32), np.zeros(0, np.int32))], 1, 0, 1, WIDTH)
+    unit = UnitMemory.create([CaptureRequest(np.array([3, 4], np.int32), np.zeros(0, np.int32))], 0, 1, WIDTH)
     unit.put(0, np.array([3, 4]), torch.ones((2, 1, WIDTH)))
     captured = unit.assembly.captured()
     assert (captured.final.shape, captured.next_rows.tolist()) == ((0, WIDTH), [])
 
 
 def test_a_place_in_a_unit_that_is_gone_or_another_is_not_written_to(tmp_path: Path) -> None:
-    unit = memory(number=7)
-    path, _, index = str(unit.place(0)).rpartition("#")
-    with pytest.raises(ValueError, match="holds unit 7 by now"):
-        fill(f"{path}#6.{index.rpartition('.')[2]}")
-    assert unit.placed() == set()
+    unit, other = memory(), memory()
+    assert unit.number != other.number, "units of two engines of a process are told apart"
     place = unit.place(0)
+    with pytest.raises(ValueError, match=f"holds unit {unit.number} by now"):
+        fill(f"{place.path}#{other.number}.0")
+    assert unit.placed() == set()
     del unit
     with pytest.raises(ValueError, match=r"is gone|is not the memory of a unit"):
         UnitMemory.open(place)
