@@ -76,9 +76,9 @@ def drafter_card(folder: Path, files: Sequence[Path], address: str, results: Map
             ("reads layers", f"{reads}, as {engine} counts them" if reads else "the final hidden only"),
             ("size", size(sum(file.stat().st_size for file in files))),
         ]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        message = f"{folder} is no exported drafter: {type(error).__name__} {error}"
-        raise ConfigError(message, kind=Kind.DRAFTER_UNFIT, hint=f"hiddenstore export RUN -o {folder}") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        message = f"no card can be made of {folder}, whose hiddenstore.json or config.json says too little: {error}"
+        raise ConfigError(message, kind=Kind.DRAFTER_UNFIT, hint="--card README.md, one of your own") from error
     name = str(target["name"])
     front: dict[str, Any] = {"tags": ["hiddenstore", "speculative-decoding", drafter]}
     front |= {"base_model": name} if name.count("/") == 1 else {}

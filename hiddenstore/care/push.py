@@ -17,7 +17,7 @@ from hiddenstore.digests import digest_for, mismatch
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind
 from hiddenstore.fs import is_address
 from hiddenstore.fs.seam import storage_error
-from hiddenstore.index.publish import replaced_indexes
+from hiddenstore.index.file import live_indexes
 from hiddenstore.inspect.samples import Test
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import SLICE_PATH, slice_document
@@ -116,10 +116,11 @@ def _files_of_store(store: Store) -> Iterator[tuple[str, FileEntry | None]]:
     if states is not None and all(sample.id in store for sample in states.samples):
         yield layout.slice_path(states.file_sha256), None
         yield SLICE_PATH, None
-    yield from ((f"{layout.COMMITS_DIR}/{commit.name}", None) for commit in store.commit_files)
-    replaced = set(replaced_indexes(store.fs))
-    indexes = (f"{layout.INDEX_DIR}/{name}" for name in store.fs.list(layout.INDEX_DIR) if layout.parse_index(name))
-    yield from ((path, None) for path in indexes if path not in replaced)
+    names = {commit.name for commit in store.commit_files}
+    yield from ((f"{layout.COMMITS_DIR}/{name}", None) for name in sorted(names))
+    # A writer at work may have published one of records that this push does not know.
+    indexes = (file for file in live_indexes(store.fs) if names.issuperset(file.header.records))
+    yield from ((layout.index_path(file.number), None) for file in indexes)
     yield layout.STORE_JSON, None
 
 

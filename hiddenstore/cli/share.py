@@ -117,9 +117,7 @@ def _staged(store: "Store", remote: "Remote", part: _Part, made: ExitStack) -> "
     if reason is None:
         return store
     keep = parse_where(where, split) if where or split else None
-    words = repr(
-        (store.fs.address, sorted(store.catalog.snapshot or ()) if store.is_frozen else 0, where, split, layers)
-    )
+    words = repr((store.fs.address, store.catalog.snapshot, where, split, layers))
     name = f"{store.path.rstrip('/').rpartition('/')[2]}.push-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
     beside = Path(name) if is_address(store.path) else Path(store.path).absolute().with_name(name)
     output().note(f"{reason}: it is copied to {staging or beside} first")

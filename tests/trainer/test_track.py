@@ -109,6 +109,7 @@ def test_mlflow_holds_the_curves_of_a_run_and_of_its_resume(
     assert run.data.params["loss.steps"] == "2"
     history = sorted(client.get_metric_history(run.info.run_id, "train/loss"), key=lambda metric: metric.step)
     assert [metric.value for metric in history] == pytest.approx(losses)
+    assert len(client.get_metric_history(run.info.run_id, "train/acc_2")) == len(losses)
 
 
 def test_wandb_writes_a_run_that_needs_no_server(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

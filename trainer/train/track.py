@@ -96,7 +96,9 @@ class MLflow:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         metric, now = import_module("mlflow.entities").Metric, import_module("time").time_ns() // 1_000_000
-        self._client.log_batch(self._id, metrics=[metric(k, float(v), now, step) for k, v in values.items()])
+        # Its names know no @.
+        named = ((name.replace("@", "_"), float(value)) for name, value in values.items())
+        self._client.log_batch(self._id, metrics=[metric(name, value, now, step) for name, value in named])
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
