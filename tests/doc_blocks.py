@@ -21,7 +21,8 @@ from tests.tiny_world import TRAIN
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guides").glob("*.md"))]
-TARGET = "Qwen/Qwen3-8B"
+TARGETS = ("M", "T", "Qwen/Qwen3-8B", "openai/gpt-oss-120b")
+SERVER = re.compile(r"http://localhost:\d+(?:/v1)?")
 NEEDS = {"hub", "server", "bucket", "time", "TensorRT-LLM", "vLLM", "llama.cpp", "speculators"}
 SHELL = {"", "sh", "bash", "console"}
 
@@ -95,14 +96,16 @@ def require_parses(words: list[str]) -> None:
         pass
 
 
-def small(words: list[str], target: str, steps: int | None = None) -> list[str]:
-    """The words with the tiny target for a page's, and its size; ``steps`` instead of the usual two."""
+def small(words: list[str], target: str, server: str, steps: int | None = None) -> list[str]:
+    """The words with the tiny target and ``server`` for a page's, small; ``steps`` instead of the usual two."""
     more = list(SMALL.get(words[0], ())) if steps is None else [f"train.max_steps={steps}"]
     if "--data" in words:
         more = [word for word in more if not word.startswith("decode.")]
     if "--drafter" in words:
         more.remove("loss.steps=2")
-    own = [target if word in ("M", TARGET) else word for word in words if (words[0], word) not in LEFT_OUT]
+    own = [
+        target if word in TARGETS else SERVER.sub(server, word) for word in words if (words[0], word) not in LEFT_OUT
+    ]
     # What follows a bare -- is the engine's.
     end = own.index("--") if "--" in own else len(own)
     return [*own[:end], *more, *own[end:]]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.collectors.chat_double import chat_double
 from tests.doc_blocks import require_parses, small, target_of_eight_layers
 from tests.test_peers import AUTOMODEL
 from tests.tiny_world import World, chat, run, write_rows
@@ -104,7 +105,8 @@ def test_the_commands_of_a_page_run_in_its_order(
     for name in () if page.stem in LONG else ("store", *["run"] * (page.stem == "dgx-spark")):
         (tmp_path / name).symlink_to(world / name)
     target = target_of_eight_layers(tmp_path / "target") if page.stem in LONG else world / "target"
-    for number, (_, words, how) in enumerate(rows(page)):
-        if how == "runs":
-            code = run(*small(words, target, steps_of(words)))
-            assert code == 0, f"row {number}: {words}: {capsys.readouterr().err[-2000:]}"
+    with chat_double() as double:
+        for number, (_, words, how) in enumerate(rows(page)):
+            if how == "runs":
+                code = run(*small(words, target, double.url, steps_of(words)))
+                assert code == 0, f"row {number}: {words}: {capsys.readouterr().err[-2000:]}"

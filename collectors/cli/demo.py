@@ -123,7 +123,7 @@ def _bundled(folder: Path) -> dict[str, Any]:
         for file, texts in zip(files.values(), (training, order[:BUNDLED_HELD_OUT]), strict=True):
             lines = (json.dumps(unique[text], ensure_ascii=False) + "\n" for text in texts)
             replace_file(file, "".join(lines).encode())
-    return {"target": _short(TARGET_DIR), "ranks": _cores(), **{key: str(file) for key, file in files.items()}}
+    return {"target": str(TARGET_DIR.resolve()), "ranks": _cores(), **{key: str(file) for key, file in files.items()}}
 
 
 def _smollm2(model: str | None, engine_python: str | None) -> dict[str, Any]:
@@ -134,8 +134,8 @@ def _smollm2(model: str | None, engine_python: str | None) -> dict[str, Any]:
     by_server = {"concurrency": SERVED_AT_A_TIME, "engine-python": python, "engine-arg": args}
     return {
         "target": str(smollm2(model)),
-        "questions": _short(QUESTIONS),
-        "held_out": _short(MT_BENCH),
+        "questions": str(QUESTIONS),
+        "held_out": str(MT_BENCH),
         "count": QUESTIONS_IN_PROCESS if python is None else QUESTIONS_SERVED,
         "answered_by": {"workers": _cores()} if python is None else by_server,
         "engine_python": python,
@@ -157,12 +157,6 @@ def _engine_python(named: str | None) -> str | None:
 def _cores() -> int:
     """Up to two: more processes than that find nothing to do on models this small."""
     return min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-
-
-def _short(path: Path) -> str:
-    """A path of the installation from here, where that is shorter."""
-    relative = os.path.relpath(path)
-    return relative if not relative.startswith(os.pardir) else str(path)
 
 
 def _document(folder: Path, results: Sequence[StageResult]) -> dict[str, Any]:

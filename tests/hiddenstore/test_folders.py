@@ -88,6 +88,7 @@ def test_a_path_with_nothing_there_says_what_would_make_it(place: Path) -> None:
         "copy store somewhere --recipe saef",
         "advise model",
         "diff store data",
+        "report nothing",
         "repair nothing",
         "gc nothing",
         "plan store --target model",

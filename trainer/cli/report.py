@@ -8,6 +8,7 @@ from rich.text import Text
 
 from hiddenstore.cli.words import RUN, STORE, Place, open_store
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.errors import Kind, NotFoundError
 from hiddenstore.folders import kind_of
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ def _is_run(path: str) -> bool:
 
 
 def _require(path: str) -> None:
+    if "://" not in path and not Path(path.partition("@")[0]).exists():
+        raise NotFoundError(
+            f"{path} does not exist; a report is of a store or of a run",
+            kind=Kind.PATH_MISSING,
+            hint="hiddenstore collect DATA -o STORE --target T makes a store, hiddenstore train STORE -o RUN a run",
+        )
     place = RUN if _is_run(path) else STORE
     place.convert(path, None, None)
 
