@@ -37,7 +37,7 @@ EIGHT_B = LlamaConfig(
 )  # fmt: skip
 DRAFTER, STEPS = 3 * 4096**2 + (2 * 4096 * (4096 + 2 * 1024) + 4096**2 + 3 * 4096 * 14336) + 32_000 * 4096, 7
 GZIP = 12.9 / 16
-"""Of bf16 states: SpecForge's ``--compress`` (docs/design/003 has the codecs it was measured beside)."""
+"""Of bf16 states: SpecForge's ``--compress``, 12.9 bits a value (docs/design/003 has the codecs it stands beside)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -122,8 +122,9 @@ def measured(store: Store, rows: Sequence[dict[str, Any]]) -> list[charts.Bar]:
 def _points(row: PairedRow | None) -> str:
     if row is None:
         return ""
-    width = row.standard_error if row.half_width is None else row.half_width
-    return f" · {100 * row.difference:+.2f} ± {100 * width:.2f} points"
+    if row.half_width is None:
+        return f" · {100 * row.difference:+.2f} points, s.e. {100 * row.standard_error:.2f}"
+    return f" · {100 * row.difference:+.2f} ± {100 * row.half_width:.2f} points"
 
 
 def drawing(title: str, bars: Sequence[charts.Bar]) -> str:
