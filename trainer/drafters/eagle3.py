@@ -23,7 +23,7 @@ from hiddenstore.targets.matmul import Linear, linear
 from trainer.attention.cache import KVCache, attend_cached
 from trainer.attention.ttt import for_kernel, ttt_attention
 from trainer.config import DrafterConfig, LossConfig
-from trainer.drafters.base import Drafter, LossInputs, Needs, TargetFacts, Verified, rms_weight, seeded
+from trainer.drafters.base import Drafter, LossInputs, Needs, TargetFacts, Verified, quiet_scale, rms_weight, seeded
 from trainer.drafters.blocks import DecoderLayer, RMSNorm, Rotary, recomputed, rotate
 from trainer.drafters.live import RecurrentKind, recurrent_hits
 from trainer.formats.eagle3 import EAGLE3 as EAGLE3_EXPORT
@@ -371,8 +371,8 @@ class Eagle3(Drafter):
 
     @classmethod
     def build(cls, config: Eagle3Config, head: HeadBundle, vocab: DraftVocab, seed: int = 0) -> Self:
-        """A fresh drafter: head and final norm start as the target's, the rest random from ``seed``. A drafter of
-        another width than the target starts with a random projection of the target's rows."""
+        """A fresh drafter: head and final norm start as the target's, the norm scaled to say little, the rest random
+        from ``seed``. A drafter of another width than the target starts with a random projection of its rows."""
         with seeded(seed):
             model = cls(config, head.hidden_size, head.embed_tokens.shape[0], vocab.size)
             model._start_from(head, vocab)
@@ -387,6 +387,7 @@ class Eagle3(Drafter):
         self.lm_head.weight.copy_(rows if project is None else rows @ project)
         if same:
             self.norm.weight.copy_(rms_weight(head))
+        self.norm.weight.mul_(quiet_scale(self.norm.weight, self.lm_head.weight))
         if hasattr(self, "embed_tokens"):
             table = head.embed_tokens.float().cpu()
             self.embed_tokens.weight.copy_(table if project is None else table @ project)
