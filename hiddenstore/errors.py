@@ -294,6 +294,7 @@ class Kind(StrEnum):
     RUN_IN_USE = "run-in-use", ConflictError, "Another process trains in that run folder."
     RUN_MISSING = "run-missing", NotFoundError, "There is no training run to resume."
     RUN_CORRUPT = "run-corrupt", CorruptionError, "A file of a training run is damaged."
+    TRACKER_START = "tracker-start", ConfigError, "A tracker of training runs could not be opened."
     CHECKPOINT_MISSING = "checkpoint-missing", NotFoundError, "There is no such checkpoint."
     CHECKPOINT_CORRUPT = "checkpoint-corrupt", CorruptionError, "A checkpoint is damaged."
     RESUME_SETTINGS = "resume-settings", ConfigError, "A run goes on with the settings that it began with."

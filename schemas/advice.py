@@ -63,7 +63,10 @@ class AdviceRow(Document):
 
 
 class SourceLoss(Document):
-    """The difference of a ``PairedRow`` over the held-out samples of one data source, and its 95 % half-width."""
+    """The difference of a ``PairedRow`` over the held-out samples of one input, and its 95 % half-width.
+
+    ``source``: how the input's digest begins.
+    """
 
     source: str
     samples: int
@@ -76,8 +79,8 @@ class PairedRow(Document):
     original states of held-out text. Acceptance is the mean over slots of sum min(p, q) at the first drafted token.
 
     ``difference`` is that of the recipe minus that of the original, mean over seeds, and ``standard_error`` its own.
-    ``half_width``: of the 95 % interval over seeds and held-out samples, that ``minutes`` of training bought. These and
-    ``sources`` are absent in older advice.
+    ``half_width``: of the 95 % interval over seeds and held-out samples, that ``minutes`` of training bought; None for
+    one held-out sample. These and ``sources`` are absent in older advice.
     """
 
     recipe: str

@@ -4,12 +4,14 @@ import re
 import runpy
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from tests.collectors.chat_double import ChatDouble, chat_double
 from tests.doc_blocks import NEEDS, PAGES, ROOT, Block, blocks, require_parses, small, target_of_eight_layers
+from tests.hiddenstore.hub_double import in_place_of_the_hub
 from tests.test_guides import GUIDES, rows
 from tests.tiny_world import TRAIN, chat, run, write_rows
 
@@ -76,6 +78,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("export-data", store, "--to", "specforge-eagle3", "-o", folder / "dump"),
     ):
         assert run(*map(str, words), "-q") == 0, words
+    with (folder / "eval.json").open("w", encoding="utf-8") as file, redirect_stdout(file):
+        assert run("eval", made, store, "--json", "-q") == 0
     (folder / "cache").mkdir()
     (folder / "cache" / "hidden_states").symlink_to(folder / "dump")
     for name, others in ALSO.items():
@@ -85,6 +89,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.docs
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:(httpx2|huggingface_hub).*")
 @pytest.mark.parametrize("page", OPEN, ids=lambda page: page.stem)
 def test_the_untagged_blocks_of_a_page_run_in_its_order(
     page: Path,
@@ -102,10 +107,13 @@ def test_the_untagged_blocks_of_a_page_run_in_its_order(
         # What the page makes itself is not there before.
         if not uses or words_of_page[uses[0] - 1] not in ("-o", "-O"):
             (tmp_path / thing.name).symlink_to(thing)
-    for block in own:
-        if block.language == "python":
-            Path("block.py").write_text(block.text, encoding="utf-8")
-            runpy.run_path("block.py")
-        for words in block.commands:
-            code = run(*small(words, str(shared / "target"), double.url))
-            assert code == 0, f"{block}: {words}: {capsys.readouterr().err[-2000:]}"
+    with ExitStack() as stack:
+        if any(word.startswith("hf://") for word in words_of_page):
+            stack.enter_context(in_place_of_the_hub(monkeypatch))
+        for block in own:
+            if block.language == "python":
+                Path("block.py").write_text(block.text, encoding="utf-8")
+                runpy.run_path("block.py")
+            for words in block.commands:
+                code = run(*small(words, str(shared / "target"), double.url))
+                assert code == 0, f"{block}: {words}: {capsys.readouterr().err[-2000:]}"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hiddenstore.cli import inner
+from hiddenstore.cli import inner, main
 from hiddenstore.cli import run as pipeline
 from hiddenstore.cli.run import DoneStage
 from hiddenstore.documents import seal, unseal
@@ -130,6 +130,16 @@ def test_a_killed_run_trains_on_to_the_drafter_of_an_uninterrupted_one(world: Wo
         for name in ("killed", "whole")
     ]
     assert weights[0] == weights[1]
+
+
+def test_a_layer_of_the_target_begins_at_the_target_but_for_a_resume_or_another_start(tmp_path: Path) -> None:
+    elsewhere = {"drafter": "mtp", "settings": {"train": {"init_from": "runs/mtp"}}}
+    drafters = {"a": {"drafter": "mtp"}, "b": {"config": "mtp"}, "c": elsewhere, "d": {"drafter": "eagle3"}}
+    settings = pipeline.Pipeline(target="T", out=str(tmp_path), inputs=["chats.jsonl"], drafters=drafters)
+    with main.make_context("hiddenstore", ["run"]):
+        stages = [stage for stage in pipeline._Builder(settings).stages() if stage.command == "train"]
+    assert [stage.words[-2:] == ("--target", "T") for stage in stages] == [True, True, False, False]
+    assert all("--target" not in stage.resume for stage in stages)
 
 
 def test_an_option_that_a_command_does_not_take_is_refused_before_anything_is_done(

@@ -130,7 +130,8 @@ def open_store(
         return create(recoded(capture, codecs))
     container = options.container or default_container(open_filesystem(options.store))
     first, advice = calibrate(prepared, engine, check, capture, container, stop, note)
-    for line in (*table_lines(advice, raw_bytes_per_token(capture)), verdict(advice), *refusal_lines(advice)):
+    refused = refusal_lines(advice, has_limits=False)
+    for line in (*table_lines(advice, raw_bytes_per_token(capture)), verdict(advice), *refused):
         note(line)
     advised = recoded(capture, get_recipe(advice.chosen))
     try:
@@ -174,7 +175,10 @@ def calibrate(
     rejects = [*unit.rejects, *check_unit(unit.samples, unit.captured, unit.final_rows, head, check)]
     refused = {reject.id for reject in rejects}
     records = [record for record in records_of(unit, capture.final) if record.sample.id not in refused]
-    first = take_slice(records, capture)
+    first = take_slice(records, capture, from_first=True)
+    if first is not None and capture.final != "none" and not len(first.final):
+        # Stored states can be judged on any window, and need final rows for it.
+        first = take_slice(records, capture)
     if first is None:
         raise CaptureError(
             f"none of the first {len(samples)} samples may be stored: {rejects[0].detail}",
@@ -197,12 +201,15 @@ def _rebuilding(
         files = block_files(target.folder, rebuilt.blocks, capture.target.dtype)
         blocks = TargetBlocks.from_bytes(target.folder.text_files()[CONFIG_FILE], files.get(BLOCKS_FILE))
         rebuilder = Rebuilder(rebuilt, target.head.to("cpu"), blocks)
-        rebuilder.require_close(first, samples)
+        count = rebuilder.require_close(first, samples)
     except (ConfigError, CaptureError) as error:
         # A checkpoint without safetensors runs in transformers, and its blocks cannot be read from it.
         if error.kind not in (Kind.BLOCKS_UNSUPPORTED, Kind.CROSS_CHECK, Kind.TARGET_INCOMPLETE):
             raise
         note(f"rebuilt is not measured: {error.message}")
+        return None
+    if not count:
+        note("rebuilt is not measured: the first sample has no final row within the tokens that a slice may take")
         return None
     return Rebuilding(rebuilder, samples)
 

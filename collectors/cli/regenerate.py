@@ -96,14 +96,16 @@ def regenerate(
         raise click.UsageError("--engine-arg is a flag of the server that '--engine-python PY' starts.")
     settings = load(MoreSettings, dotlist=more).model_dump()
     out = output()
+    request = RegenerateOptions(**options, **settings)
+    if engine_python is not None:
+        _refuse_before_start(request)
     with drain_on_signal() as drain:
-        request = RegenerateOptions(**options, **settings)
         if own_questions is not None:
             request = _with_questions(request, own_questions, take is not None, lambda: drain.requested)
         if take is not None:
             report = take_answered(request, Path(take))
         else:
-            with _served(request, engine_python, engine_args) as served:
+            with _served(request, engine_python, engine_args, lambda: drain.requested) as served:
                 report = run(served, out.note, lambda: drain.requested)
     names = ("out", "read", "written", "answers", "tokens", "cut", "short", "resumed")
     document = {name: getattr(report, name) for name in names} | {
@@ -154,7 +156,10 @@ def _with_questions(
 
 @contextmanager
 def _served(
-    request: "RegenerateOptions", engine_python: str | None, engine_args: tuple[str, ...]
+    request: "RegenerateOptions",
+    engine_python: str | None,
+    engine_args: tuple[str, ...],
+    stopping: "Callable[[], bool]",
 ) -> "Iterator[RegenerateOptions]":
     """The request to a server of its target, up until the block ends; as it is where no Python is named."""
     if engine_python is None:
@@ -176,7 +181,7 @@ def _served(
     command = python.command(target_folder(str(request.target)), (*engine_flags(engine_args), *revision, *trust))
     out.parent.mkdir(parents=True, exist_ok=True)
     output().note(f"starting vLLM; it writes {log}")
-    with running([ServerProcess(command, python.environment(), log)]) as (url,):
+    with running([ServerProcess(command, python.environment(), log)], stopping) as (url,):
         yield replace(request, target=None, server=url)
 
 
@@ -192,6 +197,21 @@ def _refuse_misfits(ctx: click.Context, options: dict[str, Any], is_served: bool
     for name in others:
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{name.replace('_', '-')} has no meaning with {flag}")
+
+
+def _refuse_before_start(request: "RegenerateOptions") -> None:
+    """What the server that is started here could not be asked for."""
+    from collectors.regenerate.options import require_possible
+
+    if request.dtype is not None:
+        raise click.UsageError(
+            f"--set dtype has no meaning with --engine-python: give '--engine-arg dtype={request.dtype}'."
+        )
+    if request.adapter is not None:
+        raise click.UsageError(
+            "--set adapter has no meaning with --engine-python: merge it, or leave --engine-python out."
+        )
+    require_possible(replace(request, target=None, server="http://127.0.0.1"))
 
 
 def _show(document: dict[str, Any], shard: tuple[int, int]) -> None:

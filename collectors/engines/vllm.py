@@ -185,8 +185,8 @@ def open_vllm(target: EngineTarget, options: EngineOptions) -> CaptureEngine:
 OLDEST_HERE = (0, 32)
 _POLL_S = 0.001
 FIXED_ARGUMENTS = ("model", "revision", "dtype", "trust_remote_code", "speculative_config", "kv_transfer_config")
-# Versions whose extraction was measured against Hugging Face, or whose connector is the same file.
-OLDEST, NEWEST = (0, 22), (0, 33)
+# The last version whose extraction was measured against Hugging Face, or whose connector is the same file.
+NEWEST = (0, 33)
 CONNECTOR_FILE = "distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
 
 
@@ -281,8 +281,9 @@ class VllmProcess:
         """States of one unit, each put where its request says; a request's place names unit and index."""
         width = self.target.head.hidden_size
         memory = UnitMemory.create(requests, self._layer_ids.aux, columns=len(self._layer_ids.ids), width=width)
-        flow = _Flow(self._llm.llm_engine, requests, memory)
+        flow = _Flow(self._llm.llm_engine, memory)
         try:
+            flow.send(requests)
             while flow.is_busy:
                 raise_if_stopped(stop)
                 flow.step()
@@ -315,7 +316,7 @@ def _require_memory(version: str) -> None:
 class _Flow:
     """The requests of one unit through ``LLMEngine``, until their states are in its memory."""
 
-    def __init__(self, engine: Any, requests: Sequence[CaptureRequest], memory: UnitMemory) -> None:
+    def __init__(self, engine: Any, memory: UnitMemory) -> None:
         from vllm import envs
 
         self._engine, self._memory = engine, memory
@@ -324,6 +325,9 @@ class _Flow:
         self._running: dict[str, int] = {}
         self._answered: dict[int, int | None] = {}
         self._moved_s = time.monotonic()
+
+    def send(self, requests: Sequence[CaptureRequest]) -> None:
+        """Put them all under way; CaptureError ``engine-request``: vLLM takes one of them not, those before it run."""
         for index, request in enumerate(requests):
             self._send(index, request)
 
@@ -400,9 +404,12 @@ def checks() -> Iterator[DoctorCheck]:
     elif not (Path(spec.origin).parent / CONNECTOR_FILE).is_file():
         detail = f"vllm {version} has no hidden-states connector ({Path(CONNECTOR_FILE).name})"
         yield DoctorCheck(name, "problem", detail, "pip install --upgrade vllm")
+    elif major_minor(version) < OLDEST_HERE:
+        detail = f"vllm {version}: collect starts none before {'.'.join(map(str, OLDEST_HERE))}; --server reaches it"
+        yield DoctorCheck(name, "warning", detail, "pip install --upgrade vllm")
     else:
         detail = f"vllm {version} · ids one above ours, final hidden pre-norm"
-        yield check_version(name, version, detail, OLDEST, NEWEST, "measured on")
+        yield check_version(name, version, detail, OLDEST_HERE, NEWEST, "measured on")
 
 
 SETTINGS = {"model": None, "concurrency": 32, "timeout_s": 600, "api_key_env": None}

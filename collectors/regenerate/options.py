@@ -176,9 +176,9 @@ def require_possible(options: RegenerateOptions) -> None:
 
 def answer_settings(options: RegenerateOptions, label: str) -> dict[str, Any]:
     """What the answers depend on; a run that goes on with others would mix two kinds of answers."""
-    names = ["temperature", "top_p", "max_new_tokens", "max_samples", "system"]
+    names = ["temperature", "top_p", "max_new_tokens", "max_samples", "system", "revision"]
     if options.server is None:
-        names += ["batch_size", "dtype", "revision"]
+        names += ["batch_size", "dtype"]
     return {
         "answers_by": "server" if options.server is not None else "target",
         "model": label,

@@ -3,6 +3,7 @@
 MkDocs calls the functions named ``on_…``; they need the package's own environment beside MkDocs.
 """
 
+import inspect
 import re
 import shutil
 import sys
@@ -82,7 +83,7 @@ def _command(command: click.Command, context: click.Context, summary: str) -> It
     yield f"### {context.info_name}\n\n{summary}\n\n```\n{usage}\n```\n"
     yield _prose(command.help)
     rows = [record for param in command.get_params(context) if (record := param.get_help_record(context))]
-    yield "\n| option | |\n|---|---|"
+    yield "\n| option | what it does |\n|---|---|"
     yield from (f"| {_code(name)} | {_cell(text)} |" for name, text in rows)
     lines = (command.epilog or "").partition("Examples:\n")[2]
     yield f"\n```sh\n{re.sub('^  ', '', lines, flags=re.MULTILINE)}\n```\n" if lines else ""
@@ -140,11 +141,12 @@ def _api() -> Iterator[str]:
 
 
 def _prose(text: str | None) -> str:
-    return (text or "").replace("\f", "").replace("\b", "").replace("<", "&lt;")
+    # Indented lines would be a listing.
+    return inspect.cleandoc((text or "").replace("\f", "").replace("\b", "")).replace("<", "&lt;")
 
 
 def _code(text: str) -> str:
-    return f"`{text}`".replace("|", "\\|")
+    return f"`{text}`"
 
 
 def _cell(text: str) -> str:

@@ -1,6 +1,7 @@
 """Where a copy gets the decoder blocks that rebuild its states."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from hiddenstore.codecs.recipes import get_recipe
 from hiddenstore.errors import ConfigError, FormatError, Kind
@@ -53,6 +54,10 @@ def bundled_blocks(stores: Sequence[Store], capture: CaptureSpec, target: str | 
         states = read_slice(store.fs, store.capture)
         if states is None or any(entry.id not in store for entry in states.samples):
             continue
+        if not set(capture.aux_layers) <= set(store.capture.aux_layers):
+            continue
+        kept = [store.capture.aux_layers.index(layer) for layer in capture.aux_layers]
+        states = replace(states, aux=states.aux[kept])
         if rebuilder.require_close(states, [store.sample(entry.id) for entry in states.samples]):
             return files
     if None in (identity.checkpoint_sha256, found.checkpoint_sha256):

@@ -80,7 +80,7 @@ def advise(
     """
     from hiddenstore.care.copy_blocks import rebuilder_for
     from hiddenstore.console.progress import Progress
-    from hiddenstore.inspect.advise import advise_store, holds_its_slice, trials, write_advice
+    from hiddenstore.inspect.advise import advise_store, holds_its_slice, inexact_fields, trials, write_advice
     from hiddenstore.inspect.choice import RecipeLimits, choose, refusal_lines
     from hiddenstore.inspect.facts import raw_bytes_per_token
     from schemas.capture import REBUILT
@@ -103,8 +103,9 @@ def advise(
         advice = choose(advice.rows, limits, advice.tokens, advice.final_rows, trained)
     path = write_advice(opened.fs, advice)
     document = {"path": opened.path, "advice": path, **advice.model_dump(mode="json", exclude={"format"})}
-    document["refused"] = refusal_lines(advice)
-    output().data(document, human=lambda: _show(advice, raw_bytes_per_token(opened.capture)), quiet=advice.chosen)
+    document["refused"] = refused = refusal_lines(advice, can_train=not inexact_fields(opened.capture))
+    bytes_raw = raw_bytes_per_token(opened.capture)
+    output().data(document, human=lambda: _show(advice, bytes_raw, refused), quiet=advice.chosen)
     words = ("--target", target) if target and get_recipe(advice.chosen).final == REBUILT else ()
     if opened.manifest.recipe != advice.chosen:
         output().hint("hiddenstore", "copy", store, f"{store}-{advice.chosen}", "--recipe", advice.chosen, *words)
@@ -112,9 +113,9 @@ def advise(
         output().hint("hiddenstore", "info", store)
 
 
-def _show(advice: "Advice", bytes_raw: float) -> None:
+def _show(advice: "Advice", bytes_raw: float, refused: Sequence[str]) -> None:
     from hiddenstore.inspect.advise import table_lines
-    from hiddenstore.inspect.choice import paired_lines, refusal_lines, verdict
+    from hiddenstore.inspect.choice import paired_lines, verdict
 
     out = output()
     about = (
@@ -123,7 +124,7 @@ def _show(advice: "Advice", bytes_raw: float) -> None:
     )
     for line in (*table_lines(advice, bytes_raw), *about, *paired_lines(advice.paired), verdict(advice)):
         out.print(line)
-    for line in refusal_lines(advice):
+    for line in refused:
         out.note(line)
 
 

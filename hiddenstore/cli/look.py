@@ -13,6 +13,7 @@ from hiddenstore.cli.words import STORE, open_store, split_snapshot
 from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, amount, bar, clean, count, number, percent, plural, size, spark
+from hiddenstore.inspect.choice import points_of
 from schemas.capture import REBUILT, TOPK
 from schemas.layers import field_name
 
@@ -135,9 +136,7 @@ def _advice_lines(advice: Mapping[str, Any]) -> str:
             mark = " (chosen)" if row["chosen"] else ""
             lines.append(f"{row['recipe']}{mark}  {row['bytes_per_token']:,.0f} B/token{kl}{error}")
     for row in advice["paired"]:
-        width = row["standard_error"] if row["half_width"] is None else row["half_width"]
-        points = f"{100 * row['difference']:+.2f} ± {100 * width:.2f} points of acceptance"
-        lines.append(f"{row['recipe']} trained: {points}")
+        lines.append(f"{row['recipe']} trained: {points_of(row['difference'], row['half_width'])} of acceptance")
     return "\n".join(lines)
 
 

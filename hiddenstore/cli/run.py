@@ -130,7 +130,10 @@ class _Builder:
         run, drafter = self._out / name / "run", self._out / name / "drafter"
         named = (("--drafter", section.drafter), ("-c", section.config))
         options = [word for option, value in named if value is not None for word in (option, value)]
-        words = (store, "-o", str(run), *options, *setting_words(section.settings))
+        settings = tuple(setting_words(section.settings))
+        if _begins_at_target(section, settings):
+            options += ["--target", self._pipeline.target]
+        words = (store, "-o", str(run), *options, *settings)
         yield Stage(f"{name}/train", "train", words, run, (store, "-o", str(run), "--resume"), section.ranks)
         costs = ("--target", self._pipeline.target) if self._pipeline.eval.get("costs") else ()
         yield Stage(f"{name}/eval", "eval", (str(run), store, *costs, *self._options("eval")))
@@ -163,6 +166,12 @@ class _Builder:
             problem = f"{section}: hiddenstore {command} takes no {name!r} here; {advice}"
             self.problems[problem] = f"hiddenstore {command} --help"
         return words
+
+
+def _begins_at_target(section: DrafterSection, settings: Sequence[str]) -> bool:
+    """Whether the drafter is a layer of the target itself, and no other checkpoint is named to start from."""
+    is_named = any(word.startswith("train.init_from=") for word in settings)
+    return (section.drafter or section.config) == "mtp" and not is_named
 
 
 def _option_words(option: str, parameter: click.Option, value: Any) -> list[str]:

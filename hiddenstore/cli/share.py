@@ -1,12 +1,11 @@
 """To others and from them: push and pull."""
 
 import hashlib
-import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.text import Text
@@ -21,17 +20,8 @@ from hiddenstore.fs import is_address, open_filesystem
 from hiddenstore.layout import STORE_JSON
 
 if TYPE_CHECKING:
-    from hiddenstore.care.remote import Remote
+    from hiddenstore.share.remote import Advance, Begin, Remote
     from hiddenstore.store import Store
-
-
-class _Part(TypedDict):
-    """What of a store is pushed, and where a copy of that is made."""
-
-    layers: tuple[int, ...] | None
-    where: tuple[str, ...]
-    split: str | None
-    staging: str | None
 
 
 @click.command(
@@ -51,7 +41,7 @@ class _Part(TypedDict):
     "--staging",
     type=click.Path(),
     metavar="DIR",
-    help="Where a copy to push is made; it stays, for the next push. Default: beside SOURCE, removed after.",
+    help="Where a copy to push is made; it stays, as the next push needs it. Default: beside SOURCE.",
 )
 @click.option("--public", is_flag=True, help="A new repository of the hub that everybody can read. Default: private.")
 @click.option("--results", metavar="FILE", help="What eval or decode printed with --json, for the card.")
@@ -61,22 +51,21 @@ class _Part(TypedDict):
 @click.option("--card", type=click.Path(), metavar="FILE", help="A README.md of your own in place of the made one.")
 @common_options
 def push(
-    source: str, address: str, public: bool, results: str | None, sample: int, card: str | None, **part: Unpack[_Part]
+    source: str, address: str, public: bool, results: str | None, sample: int, card: str | None, **part: Any
 ) -> None:
     """Push SOURCE, a store or an exported drafter, to hf://datasets/OWNER/NAME, hf://OWNER/NAME or s3://BUCKET/PATH.
 
     A store is shared as WebDataset, with its indexes, a card and SHA256SUMS. Its token ids are its text: whoever can
     read it can read the conversations. The same command again continues where it stopped.
     """
-    from hiddenstore.care.cards import drafter_card, read_results, store_card
-    from hiddenstore.care.hub import HubRemote, open_remote
-    from hiddenstore.care.push import drafter_files, push_drafter, push_store, require_place
+    from hiddenstore.share.cards import accepted_length, drafter_card, store_card
+    from hiddenstore.share.hub import HubRemote, open_remote
+    from hiddenstore.share.push import drafter_files, push_drafter, push_store, require_place
 
     place = split_snapshot(source)[0]
     is_store = is_address(place) or kind_of(place) == "store"
-    if is_store and open_filesystem(place).size(STORE_JSON) is None:
-        raise missing("store", place)
-    if not is_store and kind_of(place) != "drafter" and not any(Path(place).glob("*.gguf")):
+    is_drafter = not is_store and (kind_of(place) == "drafter" or any(Path(place).glob("*.gguf")))
+    if not is_drafter and (not is_store or open_filesystem(place).size(STORE_JSON) is None):
         raise missing("store", place)
     if not is_store and (sample or any(part.values())):
         raise click.UsageError("--layers, --where, --split, --staging and --sample are of stores")
@@ -84,33 +73,32 @@ def push(
     if public and not isinstance(remote, HubRemote):
         raise click.UsageError("--public is of the hub: who may read a bucket is said where it was made")
     require_place(remote, is_store)
-    measured = None if results is None else read_results(results)
+    measured = "" if results is None else accepted_length(results)
     text = None if card is None else _read_card(card)
     with ExitStack() as made:
         if is_store:
-            store = _staged(open_store(source), remote, part, made)
-            report = push_store(
-                store, remote, text or store_card(store, address, measured, sample), public, _shown(made)
-            )
+            store = _staged(open_store(source), remote, part)
+            text = text or store_card(store, address, measured, sample)
+            report = push_store(store, remote, text, public, _shown(made))
         else:
             files, others = drafter_files(Path(source))
             if others:
                 output().warn(f"{', '.join(others)}: no part of an exported drafter, and not pushed")
             text = text or drafter_card(Path(source), files, address, measured)
             report = push_drafter(Path(source), remote, text, public, _shown(made))
-    document: dict[str, Any] = {"source": source, "address": remote.address, "kind": "store" if is_store else "drafter"}
-    document |= {"public": public, "sample": sample, **vars(report)}
+    kind = "store" if is_store else "drafter"
+    document = {"source": source, "address": remote.address, "kind": kind, "sample": sample, **vars(report)}
     sent = f"{size(report.bytes_sent)} in {plural(report.files_sent, 'file')} sent"
     there = f", {size(report.bytes - report.bytes_sent)} there already" if report.bytes > report.bytes_sent else ""
     output().data(document, human=Text.assemble(("✓ ", "green"), f"{remote.address}: {sent}{there}"), quiet="")
     output().hint("hiddenstore", "pull", remote.address, "DEST")
 
 
-def _staged(store: "Store", remote: "Remote", part: _Part, made: ExitStack) -> "Store":
-    """The store to push: the one given, or what had to be copied of it; the copy goes once all of it was pushed."""
-    from hiddenstore.care.hub import HubRemote
-    from hiddenstore.care.push import open_staging, staging_reason
+def _staged(store: "Store", remote: "Remote", part: Mapping[str, Any]) -> "Store":
+    """The store to push: the one given, or what had to be copied of it."""
     from hiddenstore.inspect.samples import parse_where
+    from hiddenstore.share.hub import HubRemote
+    from hiddenstore.share.push import open_staging, staging_reason
 
     where, split, layers, staging = part["where"], part["split"], part["layers"], part["staging"]
     reason = staging_reason(store, is_part=bool(where or split or layers or store.is_frozen))
@@ -120,13 +108,12 @@ def _staged(store: "Store", remote: "Remote", part: _Part, made: ExitStack) -> "
     words = repr((store.fs.address, store.catalog.snapshot, where, split, layers))
     name = f"{store.path.rstrip('/').rpartition('/')[2]}.push-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
     beside = Path(name) if is_address(store.path) else Path(store.path).absolute().with_name(name)
-    output().note(f"{reason}: it is copied to {staging or beside} first")
-    opened = open_staging(store, Path(staging or beside), keep, layers, isinstance(remote, HubRemote))
+    place = Path(staging or beside)
+    output().note(f"{reason}: it is copied to {place} first, which stays for the next push")
+    opened = open_staging(store, place, keep, layers, isinstance(remote, HubRemote))
     for note in opened.notes:
         output().warn(note)
     copy_with_progress(opened)
-    if staging is None:
-        made.push(lambda kind, *_: None if kind else shutil.rmtree(beside))
     return open_store(opened.destination.path)
 
 
@@ -144,8 +131,8 @@ def pull(address: str, dest: str) -> None:
 
     Every file is compared with its sha256 while it comes. The same command again continues, or brings what was added.
     """
-    from hiddenstore.care.hub import open_remote
-    from hiddenstore.care.pull import pull as run_pull
+    from hiddenstore.share.hub import open_remote
+    from hiddenstore.share.pull import pull as run_pull
 
     if is_address(dest):
         hint = f"hiddenstore pull {address} STORE && hiddenstore copy STORE {dest}"
@@ -173,13 +160,13 @@ def _read_card(path: str) -> str:
         raise ConfigError(f"--card: {path} cannot be read: {error}", kind=Kind.INPUT_UNREADABLE) from error
 
 
-def _shown(made: ExitStack) -> Callable[[str, int], Callable[[int], None]]:
+def _shown(made: ExitStack) -> "Begin":
     """A bar for each pass over the bytes, the one before it closed; told from several threads."""
     from hiddenstore.console.progress import Progress
 
     bars, lock = made.enter_context(ExitStack()), Lock()
 
-    def begin(label: str, total: int) -> Callable[[int], None]:
+    def begin(label: str, total: int) -> "Advance":
         bars.close()
         bar: Any = bars.enter_context(Progress(label, total, "bytes"))
 

@@ -7,14 +7,15 @@ too wide for either, or nothing was trained, KL and channel error decide.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, floor, log10
+from math import ceil, floor, isfinite, log10
 
 from hiddenstore.codecs.recipes import RECIPES, get_recipe
 from schemas.advice import Advice, AdviceRow, PairedRow
-from schemas.capture import TOPK
+from schemas.capture import REBUILT, TOPK
 
 FP8 = "fp8-per-token"
 """A peer's format, measured beside the recipes and never chosen."""
+_EXACT = ("raw", "lossless")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ def choose(
     trained = {row.recipe: row for row in paired}
     judged = []
     for row in rows:
-        within = _is_within(row, trained.get(row.recipe), limits, _is_unmeasured(row, rows))
+        # Exact recipes return every bit: what pairs say against them is noise, and one recipe is always left.
+        within = row.recipe in _EXACT or _is_within(row, trained.get(row.recipe), limits, _is_unmeasured(row, rows))
         judged.append(row.model_copy(update={"within": within}))
     able = [row for row in judged if row.within and _is_choosable(row.recipe)]
     chosen = min(able, key=lambda row: row.bytes_per_token).recipe
@@ -84,28 +86,36 @@ def verdict(advice: Advice) -> str:
     return f"{advice.chosen} is the smallest recipe with {limits}{beside}"
 
 
-def refusal_lines(advice: Advice) -> list[str]:
-    """Why each recipe smaller than the chosen one was not taken, the smallest first."""
+def refusal_lines(advice: Advice, has_limits: bool = True, can_train: bool = True) -> list[str]:
+    """Why each recipe smaller than the chosen one was not taken, the smallest first, and the options that change that.
+
+    ``has_limits``: the command takes limits, else only ``--recipe``. ``can_train``: the store holds exact states, which
+    pairs are trained on.
+    """
     (chosen,) = (row for row in advice.rows if row.chosen)
     smaller = [row for row in advice.rows if row.bytes_per_token < chosen.bytes_per_token and row.recipe != FP8]
     return [
-        f"not {row.recipe} ({row.bytes_per_token:,.0f} B/token): {_refusal(row, advice)}"
+        f"not {row.recipe} ({row.bytes_per_token:,.0f} B/token): {_refusal(row, advice, has_limits, can_train)}"
         for row in sorted(smaller, key=lambda row: row.bytes_per_token)
     ]
 
 
-def _refusal(row: AdviceRow, advice: Advice) -> str:
+def _refusal(row: AdviceRow, advice: Advice, has_limits: bool, can_train: bool) -> str:
     if not _is_choosable(row.recipe):
         return f"top tokens cannot become the final hidden again; --recipe {row.recipe} is a person's choice"
     reasons = []
     trained = next((one for one in advice.paired if one.recipe == row.recipe), None)
     if trained is not None and advice.max_loss is not None:
-        lost = f"it may lose {100 * trained.most_lost:.2f} points of acceptance, {100 * advice.max_loss:g} are allowed"
+        most = f"{100 * trained.most_lost:.2f}" if isfinite(trained.most_lost) else "any number of"
+        lost = f"it may lose {most} points of acceptance, {100 * advice.max_loss:g} are allowed"
         if -trained.difference > advice.max_loss:
             return f"{lost} (--max-loss)"
-        reasons.append(f"{lost} (more --seeds or train.max_steps narrow that)")
-    options = []
-    if _is_unmeasured(row, advice.rows):
+        narrow = (
+            "more --seeds or train.max_steps narrow" if isfinite(trained.most_lost) else "more held-out samples tell"
+        )
+        reasons.append(f"{lost} ({narrow} that)")
+    options, is_unmeasured = [], _is_unmeasured(row, advice.rows)
+    if is_unmeasured:
         reasons.append("no final hidden was there to measure it on")
     if row.kl is not None and row.kl > advice.max_kl:
         reasons.append(f"KL {row.kl:.1e} > {advice.max_kl:g}")
@@ -113,9 +123,12 @@ def _refusal(row: AdviceRow, advice: Advice) -> str:
     if row.channel_error is not None and row.channel_error > advice.max_channel_error:
         reasons.append(f"channel error {100 * row.channel_error:.1f} % > {100 * advice.max_channel_error:g} %")
         options.append(f"--max-channel-error {_above(row.channel_error):g}")
-    way = f"; {' '.join(options)} would take it" if options else ""
-    if trained is None and row.recipe in RECIPES:
-        way += f"; advise --paired --recipe {row.recipe} tells what it costs in acceptance"
+    if not has_limits:
+        return f"{', '.join(reasons)}; --recipe {row.recipe} takes it all the same"
+    way = f"; {' '.join(options)} would take it" if options and not is_unmeasured else ""
+    if can_train and trained is None and row.recipe in RECIPES:
+        target = " --target T" if get_recipe(row.recipe).final == REBUILT else ""
+        way += f"; advise --paired --recipe {row.recipe}{target} tells what it costs in acceptance"
     return ", ".join(reasons) + way
 
 
@@ -125,22 +138,26 @@ def _above(value: float) -> float:
     return float(f"{ceil(value / unit - 1e-9) * unit:.2g}")
 
 
+def points_of(difference: float, half_width: float | None) -> str:
+    """A difference of acceptance and its interval; None where no interval is known."""
+    width = "unknown" if half_width is None else f"{100 * half_width:.2f}"
+    return f"{100 * difference:+.2f} ± {width} points"
+
+
 def paired_lines(rows: Sequence[PairedRow]) -> list[str]:
     """What training on each recipe cost in acceptance, in percentage points, with the interval that was bought; a line
-    per data source where there are several."""
+    per input where there are several."""
     lines = []
     for row in rows:
-        width = row.standard_error if row.half_width is None else row.half_width
         mean = sum(row.original_acceptance) / len(row.seeds)
         bought = "" if row.minutes is None else f", {row.minutes:.1f} min"
         lines.append(
-            f"{row.recipe}: {100 * row.difference:+.2f} ± {100 * width:.2f} points of acceptance "
-            f"(original {100 * mean:.1f} %, {len(row.seeds)} × {row.steps} steps{bought})"
+            f"{row.recipe}: {points_of(row.difference, row.half_width)} of acceptance (original {100 * mean:.1f} %, "
+            f"{len(row.seeds)} × {row.steps} steps{bought})"
         )
         if len(row.sources) > 1:
             lines += [
-                f"  {source.source}: {100 * source.difference:+.2f} ± {100 * source.half_width:.2f} points "
-                f"({source.samples} held-out samples)"
-                for source in row.sources
+                f"  input {one.source}: {points_of(one.difference, one.half_width)} ({one.samples} held-out samples)"
+                for one in row.sources
             ]
     return lines

@@ -5,13 +5,13 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
-from hiddenstore.errors import Kind, StorageError
+from hiddenstore.errors import InterruptError, Kind, StorageError
 from hiddenstore.fs.seam import storage_error
 
 START_S = 600
@@ -29,11 +29,12 @@ class ServerProcess:
 
 
 @contextmanager
-def running(servers: Sequence[ServerProcess]) -> Iterator[list[str]]:
+def running(servers: Sequence[ServerProcess], stopping: Callable[[], bool] = lambda: False) -> Iterator[list[str]]:
     """Their URLs, on free ports of this machine, all up until the block ends or this process does.
 
     Raises:
         StorageError: ``server-unreachable``: one ended, or is not up after ten minutes.
+        InterruptError: ``interrupted``: ``stopping`` was true before they were up.
     """
     ports = _free_ports(len(servers))
     with ExitStack() as stack:
@@ -42,7 +43,7 @@ def running(servers: Sequence[ServerProcess]) -> Iterator[list[str]]:
             for port, server in zip(ports, servers, strict=True)
         ]
         for url, process, log in started:
-            _wait_until_up(url, process, log)
+            _wait_until_up(url, process, log, stopping)
         yield [url for url, _, _ in started]
 
 
@@ -65,13 +66,19 @@ def _process(server: ServerProcess, port: int) -> Iterator["subprocess.Popen[byt
         yield process
 
 
-def _wait_until_up(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+def _wait_until_up(
+    url: str, process: "subprocess.Popen[bytes]", log: Path, stopping: Callable[[], bool] = lambda: False
+) -> None:
     end = time.monotonic() + START_S
     # No proxy of the environment reaches this machine's own ports.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while time.monotonic() < end and process.poll() is None:
         with suppress(OSError, HTTPException), opener.open(f"{url}/health", timeout=5):
             return
+        if stopping():
+            raise InterruptError(
+                "stopped as asked, before the server was up", kind=Kind.INTERRUPTED, hint="the same command starts anew"
+            )
         time.sleep(_POLL_S)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     how = f"is not up after {START_S} s" if process.poll() is None else f"ended with exit code {process.returncode}"

@@ -49,18 +49,18 @@ def slice_tokens(capture: CaptureSpec) -> int:
     return max(1, min(MOST_TOKENS, MOST_BYTES // per_token))
 
 
-def take_slice(records: Iterable[Record], capture: CaptureSpec) -> Slice | None:
+def take_slice(records: Iterable[Record], capture: CaptureSpec, from_first: bool = False) -> Slice | None:
     """The first records as far as the budget goes, with their final hiddens; None without a record.
 
     The record that does not fit gives what room is left, up to its last final row, and ends the slice; of a capture
-    that rebuilds states, what room is left from its first token on, which alone can be rebuilt.
+    that rebuilds states, or ``from_first``, what room is left from its first token on, which alone can be rebuilt.
     """
     left = slice_tokens(capture)
     samples: list[SliceSample] = []
     aux: list[Tensor] = []
     final: list[Tensor] = []
     for record in records:
-        window, rows = _window(record, left, bool(capture.states))
+        window, rows = _window(record, left, from_first or bool(capture.states))
         samples.append(SliceSample(id=record.sample.id, start=window.start, tokens=len(window), final_rows=len(rows)))
         aux.append(record.aux[:, window.start : window.stop])
         final.append(record.final[rows.start : rows.stop])

@@ -15,6 +15,7 @@ from collectors.cli.collect import collect as command
 from collectors.engines.hf import HfEngine
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE
 from hiddenstore.errors import InterruptError
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.inspect.advise import advise_store
 from hiddenstore.inspect.choice import RecipeLimits
 from hiddenstore.inspect.facts import read_advice
@@ -132,6 +133,8 @@ def test_auto_tries_rebuilt_and_says_why_it_took_no_smaller_recipe(
     assert "rebuilt" in [row.recipe for row in advice.rows]
     refused = [line.split()[1] for line in said if line.startswith("not ")]
     assert refused == ["rebuilt", "tiny", "compact"]
+    assert any("; --recipe compact takes it all the same" in line for line in said)
+    assert not any("--max-kl" in line or "--paired" in line for line in said)
     # The limits are the one choice's: let everything pass, and the smallest is taken.
     monkeypatch.setattr(job, "RecipeLimits", lambda: RecipeLimits(100.0, 100.0))
     loose = replace(options, store=Path(options.store).parent / "loose", recipe="auto")
@@ -140,6 +143,23 @@ def test_auto_tries_rebuilt_and_says_why_it_took_no_smaller_recipe(
     assert store.manifest.recipe == "rebuilt"
     assert store.capture.rebuilds_final
     assert verify(store.path, "bytes").ok
+
+
+def test_auto_judges_rebuilt_on_the_beginning_of_a_sample_longer_than_the_slice_or_says_why_not(
+    options: CollectOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = next(PreparedInput.open(options.data).samples())
+    first = int(sample.loss_mask.argmax())
+    assert 1 < first < sample.tokens - 1
+    for tokens, is_measured in ((sample.tokens - 1, True), (first - 1, False)):
+        monkeypatch.setattr("hiddenstore.targets.calibration.MOST_TOKENS", tokens)
+        store = Path(options.store).parent / f"store-{tokens}"
+        said = run(replace(options, store=store, recipe="auto"))
+        advice = read_advice(Store.open(store).fs)
+        assert advice is not None
+        assert [row.kl is not None for row in advice.rows if row.recipe == "rebuilt"] == [True] * is_measured
+        assert any("rebuilt is not measured: the first sample has no final row" in line for line in said) != is_measured
+        assert next(row.kl for row in advice.rows if row.recipe == "safe") is not None
 
 
 def test_auto_says_that_a_targets_states_cannot_be_rebuilt(

@@ -140,6 +140,24 @@ def test_layers_that_end_too_early_are_refused_before_anything_is_written(
     assert not Path(place / "early").exists()
 
 
+@pytest.mark.parametrize("layers", ["1,2", "0,1"])
+def test_a_copy_of_some_layers_is_compared_with_the_captured_states_of_those(place: World, layers: str) -> None:
+    destination = place / f"copied-{layers}"
+    words = (
+        "copy",
+        place / "raw",
+        destination,
+        "--layers",
+        layers,
+        "--recipe",
+        "rebuilt",
+        "--target",
+        place / "target",
+    )
+    assert run(*words, "-q") == 0
+    assert ",".join(map(str, Store.open(destination).capture.aux_layers)) == layers
+
+
 def test_a_copy_refuses_the_blocks_of_another_target(place: World, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("copy", place / "raw", place / "wrong", "--recipe", "rebuilt", "--target", place / "other")
     assert run(*words) == 4

@@ -62,7 +62,9 @@ def test_without_an_engine_its_line_is_no_problem() -> None:
     assert engine("trtllm").status == "absent"
 
 
-@pytest.mark.parametrize(("version", "status"), [("0.32.0", "ok"), ("0.33.0+cpu", "ok"), ("0.99.0", "warning")])
+@pytest.mark.parametrize(
+    ("version", "status"), [("0.31.2", "warning"), ("0.32.0", "ok"), ("0.33.0+cpu", "ok"), ("0.99.0", "warning")]
+)
 def test_vllm_is_judged_by_its_connector_and_by_versions_that_were_measured(
     installed: Path, monkeypatch: pytest.MonkeyPatch, version: str, status: str
 ) -> None:

@@ -22,6 +22,7 @@ from collectors.engines.vllm import (
     _PROBE,
     LayerIds,
     StateFile,
+    VllmProcess,
     VllmServer,
     _Flow,
     _require_memory,
@@ -313,11 +314,31 @@ def test_states_that_never_come_are_an_error(monkeypatch: pytest.MonkeyPatch) ->
         request_id="a", finished=True, kv_transfer_params=place, outputs=[SimpleNamespace(token_ids=[7])]
     )
     steps = iter([[answer], []])
-    flow = _Flow(SimpleNamespace(step=lambda: next(steps)), [wanted], memory)
+    flow = _Flow(SimpleNamespace(step=lambda: next(steps)), memory)
+    flow.send([wanted])
     flow.step()
     with pytest.raises(CaptureError, match="request 0, but its states are not there after") as caught:
         flow.step()
     assert caught.value.kind == "states-late"
+
+
+def test_a_sample_that_vllm_refuses_ends_the_requests_before_it(
+    target: EngineTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    def add(name: str, prompt: dict[str, list[int]], _sampling: object) -> None:
+        if len(prompt["prompt_token_ids"]) > 8:
+            raise ValueError("too long")
+
+    vllm = SimpleNamespace(envs=SimpleNamespace(VLLM_ENABLE_V1_MULTIPROCESSING=0), SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    engine = object.__new__(VllmProcess)
+    engine.target, engine._layer_ids = target, LayerIds.of(AUX, LAYERS)
+    engine._llm = SimpleNamespace(llm_engine=SimpleNamespace(add_request=add, abort_request=ended.extend))
+    with pytest.raises(CaptureError, match="vLLM refuses a sample of 9 tokens: too long"):
+        engine.capture(requests((5, 9)))
+    assert [name.rpartition("-")[2] for name in ended] == ["0"]
 
 
 def test_versions_are_compared_by_their_numbers() -> None:

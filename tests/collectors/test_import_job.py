@@ -90,6 +90,18 @@ def test_a_poisoned_pickle_is_refused_and_its_code_does_not_run(tmp_path: Path) 
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("name", ["unable to open (5)", "a (os error 5)"])
+def test_a_refused_pickle_that_names_an_error_of_the_system_is_no_error_of_the_disk(tmp_path: Path, name: str) -> None:
+    saved(tmp_path / "good.ckpt", {"input_ids": torch.arange(3)})
+    with zipfile.ZipFile(tmp_path / "good.ckpt") as good, zipfile.ZipFile(tmp_path / "bad.ckpt", "w") as bad:
+        for entry in good.infolist():
+            is_pickle = entry.filename.endswith("data.pkl")
+            bad.writestr(
+                entry.filename, f"\x80\x02cfoo\n{name}\n.".encode("latin-1") if is_pickle else good.read(entry)
+            )
+    assert verdict(tmp_path / "bad.ckpt") == "refused"
+
+
 def test_files_that_unpack_to_far_more_than_they_are_do_not_take_the_memory(tmp_path: Path) -> None:
     (tmp_path / "bomb.ckpt.gz").write_bytes(gzip.compress(bytes(64 << 20), compresslevel=1) * 5)
     assert verdict(tmp_path / "bomb.ckpt.gz") == "too-large"

@@ -17,8 +17,9 @@ from chat_double import FAULTS, Asked, ChatDouble, chat_double, plain_answer
 
 from collectors.conversations.mix import open_sources
 from collectors.conversations.parse import Conversation, parse_row
+from collectors.regenerate.answers import AnswersFolder
 from collectors.regenerate.job import regenerate
-from collectors.regenerate.options import RegenerateOptions, RegenerateReport
+from collectors.regenerate.options import RegenerateOptions, RegenerateReport, answer_settings
 from collectors.regenerate.server import ChatServer, UnansweredError
 from hiddenstore import http
 from hiddenstore.cli import main
@@ -277,6 +278,14 @@ def test_no_more_than_the_asked_number_of_requests_run_at_a_time(tmp_path: Path,
     double.answer = answer
     run(options(tmp_path, double, [[("user", f"q {i}")] for i in range(9)], concurrency=3))
     assert max(most) == 3
+
+
+def test_answers_of_another_revision_are_not_mixed_in(tmp_path: Path, double: ChatDouble) -> None:
+    ours = options(tmp_path, double, revision="a")
+    settings = [answer_settings(chosen, "m") for chosen in (ours, replace(ours, revision="b"))]
+    AnswersFolder(tmp_path / "out.jsonl", 1).claim(settings[0])
+    with pytest.raises(ConflictError, match=r"revision 'a'.*now 'b'"):
+        AnswersFolder(tmp_path / "out.jsonl", 1).claim(settings[1])
 
 
 def test_a_killed_run_goes_on_and_nothing_is_lost_or_doubled(tmp_path: Path, double: ChatDouble) -> None:

@@ -19,7 +19,7 @@ from hiddenstore.store import Store
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
-CONVERSATIONS, UNIT_TOKENS = 60, 1024
+CONVERSATIONS, UNIT_TOKENS = 200, 1024
 ONE_STEP = 2.0**-7
 """The spacing of bf16 values, relative to them at most: two engines round to either side of a step."""
 
@@ -29,17 +29,18 @@ COMMAND = (
 
 
 def collecting(data: str, store: Path, engine: str) -> "subprocess.Popen[str]":
-    """The command, in a process group of its own; vLLM's core is another process of it."""
+    """The command, in a process group of its own; vLLM's core is another process of it. STORE.log is what it says."""
     words = ["collect", data, "-o", str(store), "--target", str(TARGET_DIR), "--dtype", "fp32", "--recipe", "lossless"]
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *words, "--engine", engine, "--check", "none", "--json"],
-        env=os.environ | settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
+    with store.with_suffix(".log").open("a") as said:
+        return subprocess.Popen(
+            [sys.executable, "-c", COMMAND, *words, "--engine", engine, "--check", "none", "--json"],
+            env=os.environ | settings,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            start_new_session=True,
+        )
 
 
 def commits(store: Path) -> int:
@@ -66,9 +67,13 @@ def test_a_killed_capture_leaves_no_memory_and_resumes_to_the_same_store(tmp_pat
     running = collecting(data, store, "vllm")
     while running.poll() is None and commits(store) < 2:
         time.sleep(0.001)
-    assert len(holders(running.pid)) >= 2, "the unit is shared by two processes"
+    assert running.poll() is None, store.with_suffix(".log").read_text()
+    # Stopped before it is looked at: it has time neither to finish nor to let go of the memory.
+    os.killpg(running.pid, signal.SIGSTOP)
+    holding = holders(running.pid)
     os.killpg(running.pid, signal.SIGKILL)
     running.communicate()
+    assert len(holding) >= 2, "the unit is shared by two processes"
     left = commits(store)
     while holders(running.pid):
         time.sleep(0.01)

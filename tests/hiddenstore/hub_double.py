@@ -16,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
 TOKEN = "hf_canary_canary_canary"
 LFS_FROM = 2_000
 """Bytes from which a file goes by LFS; the real hub's is larger, and goes by the kind of file too."""
@@ -71,6 +73,25 @@ def hub_double() -> Iterator[HubDouble]:
         thread.join()
 
 
+@contextmanager
+def in_place_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubDouble]:
+    """A running double that huggingface_hub takes for the hub."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import close_session
+
+    with hub_double() as double:
+        monkeypatch.setattr(constants, "ENDPOINT", double.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{double.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        # Its Xet storage has no open protocol; without it files go as LFS.
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield double
+        close_session()
+
+
 class _Handler(BaseHTTPRequestHandler):
     hub: HubDouble
     protocol_version = "HTTP/1.1"
@@ -101,7 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.requests.append((method, path))
             fault = self.hub.fault(method, path)
         if fault is not None and fault > 0:
-            return self._answer(fault, {"error": "the double was told to"})
+            # Some servers repeat what they were sent.
+            return self._answer(fault, {"error": f"told to fail, whoever asks: {self.headers.get('Authorization')}"})
         if path.startswith("/lfs/"):
             return self._receive(path.removeprefix("/lfs/"), body)
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":

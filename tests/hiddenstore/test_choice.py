@@ -50,8 +50,16 @@ def test_a_recipe_that_loses_more_than_the_limit_is_refused_though_its_errors_ar
     assert chosen(trained("safe", -0.4, 3.0)).chosen == "safe"
 
 
-def test_pairs_without_an_interval_as_older_advice_has_them_admit_nothing() -> None:
-    assert chosen(trained("rebuilt", 0.0, None)).chosen == "safe"
+def test_exact_recipes_are_within_whatever_the_noise_of_pairs_says() -> None:
+    everything = tuple(trained(recipe, -2.0, 0.1) for recipe in ERRORS)
+    assert chosen(*everything).chosen == "raw"
+
+
+def test_pairs_without_an_interval_admit_nothing() -> None:
+    advice = chosen(trained("rebuilt", 0.0, None))
+    assert advice.chosen == "safe"
+    assert "it may lose any number of points of acceptance, 0.5 are allowed (more held-out" in refusal_lines(advice)[0]
+    assert "rebuilt: +0.00 ± unknown points of acceptance" in paired_lines(advice.paired)[0]
 
 
 def test_top_tokens_and_a_peers_format_are_never_chosen_whatever_pairs_say() -> None:
@@ -64,6 +72,8 @@ def test_a_recipe_whose_final_hidden_could_not_be_measured_is_not_chosen() -> No
     advice = choose(rows, RecipeLimits(1.0, 1.0), 4096, 0)
     assert advice.chosen == "raw"
     assert any("no final hidden" in line for line in refusal_lines(advice))
+    # Limits alone never take what was not measured.
+    assert not any("would take it" in line for line in refusal_lines(choose(rows, LIMITS, 4096, 0)))
     rescued = choose(rows, RecipeLimits(), 4096, 0, [trained("rebuilt", 0.0, 0.1)])
     assert rescued.chosen == "rebuilt"
     # Where none is captured there is nothing to measure.
@@ -77,6 +87,10 @@ def test_every_smaller_recipe_is_named_with_its_reason_and_what_would_let_it_pas
     assert "--max-kl 0.0047 --max-channel-error 0.088 would take it" in rebuilt
     assert "advise --paired --recipe compact" in compact
     assert "person's choice" in tiny
+    assert "advise --paired --recipe rebuilt --target T tells" in rebuilt
+    assert not any("--paired" in line for line in refusal_lines(advice, can_train=False))
+    (forced, *_) = refusal_lines(advice, has_limits=False)
+    assert forced.endswith("channel error 8.8 % > 3 %; --recipe rebuilt takes it all the same")
     assert choose(ROWS, RecipeLimits(0.0047, 0.088), 4096, 2500).chosen == "rebuilt"
     assert verdict(advice) == "safe is the smallest recipe with KL ≤ 0.001 and channel error ≤ 3 %"
 
@@ -91,15 +105,15 @@ def test_pairs_that_lose_too_much_and_pairs_that_cannot_tell_are_told_apart() ->
     assert "within 0.5 points of acceptance: at most 0.15 points lost" in verdict(won)
 
 
-def test_the_interval_the_minutes_and_each_data_source_are_shown() -> None:
+def test_the_interval_the_minutes_and_each_input_are_shown() -> None:
     sources = (
-        SourceLoss(source="chat.jsonl", samples=30, difference=-0.001, half_width=0.002),
-        SourceLoss(source="code.jsonl", samples=8, difference=0.004, half_width=0.009),
+        SourceLoss(source="5fa1c0de93b7", samples=30, difference=-0.001, half_width=0.002),
+        SourceLoss(source="e07d11a4c2f8", samples=8, difference=0.004, half_width=0.009),
     )
     whole, chat, code = paired_lines([trained("compact", -0.1, 0.2, *sources)])
     assert whole == "compact: -0.10 ± 0.20 points of acceptance (original 50.0 %, 2 × 80 steps, 12.3 min)"
-    assert chat == "  chat.jsonl: -0.10 ± 0.20 points (30 held-out samples)"
-    assert code == "  code.jsonl: +0.40 ± 0.90 points (8 held-out samples)"
+    assert chat == "  input 5fa1c0de93b7: -0.10 ± 0.20 points (30 held-out samples)"
+    assert code == "  input e07d11a4c2f8: +0.40 ± 0.90 points (8 held-out samples)"
     assert len(paired_lines([trained("compact", -0.1, 0.2, sources[0])])) == 1
 
 

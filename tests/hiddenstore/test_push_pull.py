@@ -4,30 +4,30 @@ import hashlib
 import json
 import os
 import re
-import signal
+import shutil
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from hiddenstore.care import hub as hub_module
-from hiddenstore.care import pull as pull_module
 from hiddenstore.care.copy import with_layers
-from hiddenstore.care.hub import HubRemote, open_remote
-from hiddenstore.care.pull import pull
-from hiddenstore.care.push import push_store
-from hiddenstore.care.remote import CARD, SUMS, StorageRemote
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError, StorageError
 from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.share import hub as hub_module
+from hiddenstore.share import pull as pull_module
+from hiddenstore.share.hub import HubRemote, open_remote
+from hiddenstore.share.pull import pull
+from hiddenstore.share.push import push_store
+from hiddenstore.share.remote import CARD, SUMS, StorageRemote
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from hiddenstore.testing.invariants import contents
 from hiddenstore.verify import verify
-from tests.hiddenstore.hub_double import TOKEN, HubDouble, hub_double
+from tests.hiddenstore.hub_double import TOKEN, HubDouble, in_place_of_the_hub
 from tests.tiny_world import World, error_of, run, tree
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:(httpx2|huggingface_hub).*")
@@ -37,22 +37,9 @@ PLACE = "hf://datasets/me/states"
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubDouble]:
-    """A running double that huggingface_hub takes for the hub."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import close_session
-
-    with hub_double() as double:
-        monkeypatch.setattr(constants, "ENDPOINT", double.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{double.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        # Its Xet storage has no open protocol; without it files go as LFS.
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setattr(hub_module, "retry_wait_s", lambda number: 0.0)
+    monkeypatch.setattr(hub_module, "retry_wait_s", lambda number: 0.0)
+    with in_place_of_the_hub(monkeypatch) as double:
         yield double
-        close_session()
 
 
 @pytest.fixture
@@ -87,7 +74,6 @@ def test_a_store_comes_back_from_the_hub_as_it_was_pushed(
         p: hashlib.sha256(d).hexdigest() for p, d in repo.files.items() if p not in (SUMS, ".gitattributes")
     }
     assert subprocess.run(["sha256sum", "-c", "--quiet", SUMS], cwd=here.path, check=False).returncode == 0
-    assert not [path for path in Path(world / "store").parent.iterdir() if ".push-" in path.name]
 
 
 def test_the_card_says_what_a_reader_needs_and_shows_no_sample(hub: HubDouble, world: World, tmp_path: Path) -> None:
@@ -340,10 +326,12 @@ def test_a_public_repository_is_not_filled_unless_that_was_said(hub: HubDouble, 
 def test_neither_the_token_nor_a_signed_address_is_ever_shown(
     hub: HubDouble, store: Store, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    hub.fault = lambda method, path: 403 if path.startswith("/lfs/") else None
-    assert run("push", store.path, PLACE, "-v") == 5
-    said = "".join(capfd.readouterr())
-    assert "the hub answered 403" in said
+    said = ""
+    for place in ("/lfs/", "/api/datasets/me/states/commit/"):
+        hub.fault = lambda method, path, place=place: 403 if path.startswith(place) else None  # type: ignore[misc]
+        assert run("push", store.path, PLACE, "-v") == 5
+        said += "".join(capfd.readouterr())
+    assert "told to fail, whoever asks: Bearer …" in said
     assert TOKEN not in said
     assert "canary" not in said
     hub.fault = lambda method, path: None
@@ -383,6 +371,7 @@ def test_a_drafter_is_pushed_with_its_card_and_comes_back(
         (("push", "store", "hf://datasets/me/states@main"), "to its main branch", 2),
         (("push", "exported", "hf://datasets/me/drafter"), "a drafter is pushed to a model repository", 2),
         (("push", "store", "hf://states"), "is no repository", 2),
+        (("push", "store", "hf://datasets/me/.."), "is no repository", 2),
         (("push", "store", "ftp://host/states"), "cannot be opened", 2),
         (("push", "run", "hf://datasets/me/states"), "is no store: it is a training run", 2),
         (("push", "exported", "hf://me/drafter", "--split", "train"), "are of stores", 2),
@@ -410,6 +399,97 @@ def test_a_folder_of_something_else_is_not_pulled_into(hub: HubDouble, store: St
     with pytest.raises(ConflictError, match="no pull made it"):
         pull(open_remote(PLACE), tmp_path / "mine", silent)  # type: ignore[arg-type]
     assert list(tree(tmp_path / "mine")) == ["thesis.txt"]
+    (tmp_path / "other").mkdir()
+    other = "hf://datasets/me/other"
+    push(make_store(tmp_path / "other", samples=4, layers=(0, 2), container="webdataset"), open_remote(other))
+    (tmp_path / "here").mkdir()
+    # What a pull leaves that is killed before its first file is there.
+    (tmp_path / "here/.SHA256SUMS.writing-00000000").touch()
+    pull(open_remote(PLACE), tmp_path / "here", silent)  # type: ignore[arg-type]
+    before = tree(tmp_path / "here")
+    with pytest.raises(ConflictError, match="another store was pulled to"):
+        pull(open_remote(other), tmp_path / "here", silent)  # type: ignore[arg-type]
+    assert tree(tmp_path / "here") == before
+
+
+def test_two_pulls_into_one_folder_do_not_meet(hub: HubDouble, store: Store, tmp_path: Path) -> None:
+    push(store, open_remote(PLACE))
+    errors: list[ConflictError] = []
+
+    def second(_label: str, _total: int) -> object:
+        with pytest.raises(ConflictError, match="another pull writes") as caught:
+            pull(open_remote(PLACE), tmp_path / "here", silent)  # type: ignore[arg-type]
+        errors.append(caught.value)
+        return lambda _count: None
+
+    pull(open_remote(PLACE), tmp_path / "here", second)  # type: ignore[arg-type]
+    assert len(errors) == 1
+    assert contents(Store.open(tmp_path / "here")) == contents(store)
+
+
+def test_a_file_that_goes_while_it_is_pushed_is_named(hub: HubDouble, store: Store) -> None:
+    file = next(Path(store.path).glob("segments/*/samples.tar"))
+
+    def begin(label: str, _total: int) -> object:
+        file.unlink() if label == "push" else None
+        return lambda _count: None
+
+    with pytest.raises(StorageError, match=f"{file}: No such file"):
+        push_store(store, open_remote(PLACE), "---\n---\n", False, begin)  # type: ignore[arg-type]
+    assert SUMS not in hub.repos["me/states"].files
+
+
+def test_a_store_that_grows_while_it_is_pushed_arrives_as_it_was_when_the_push_began(
+    hub: HubDouble, store: Store, tmp_path: Path
+) -> None:
+    expected = contents(store)
+
+    def grow(seed: int) -> Store:
+        return make_store(Path(store.path), samples=6, seed=seed, container="webdataset")
+
+    def begin(label: str, _total: int) -> object:
+        grow(8 if label == "read" else 9)
+        return lambda _count: None
+
+    grow(7)
+    push_store(store, open_remote(PLACE), "---\n---\n", False, begin)  # type: ignore[arg-type]
+    pull(open_remote(PLACE), tmp_path / "here", silent)  # type: ignore[arg-type]
+    assert contents(Store.open(tmp_path / "here")) == expected
+    assert verify(tmp_path / "here", "bytes").ok
+    grown = Store.open(store.path)
+    push(grown, open_remote(PLACE))
+    pull(open_remote(PLACE), tmp_path / "here", silent)  # type: ignore[arg-type]
+    assert contents(Store.open(tmp_path / "here")) == contents(grown)
+
+
+def test_a_store_in_another_container_is_pushed_again_and_as_it_grows(hub: HubDouble, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    path = make_store(tmp_path / "store", samples=6).path
+    assert run("push", path, PLACE, "-q") == 0
+    sent = dict(hub.repos["me/states"].files)
+    assert run("push", path, PLACE, "-q") == 0
+    assert hub.repos["me/states"].files == sent
+    grown = make_store(tmp_path / "store", samples=6, seed=7)
+    assert run("push", path, PLACE, "-q") == 0
+    assert run("pull", PLACE, str(tmp_path / "here"), "-q") == 0
+    assert contents(Store.open(tmp_path / "here")) == contents(grown)
+
+
+def test_a_copied_store_that_has_grown_is_pushed_from_what_was_pulled_of_it(
+    hub: HubDouble, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "store").mkdir()
+    path, pushed = make_store(tmp_path / "store", samples=6).path, str(tmp_path / "pushed")
+    assert run("push", path, PLACE, "-q") == 0
+    grown = make_store(tmp_path / "store", samples=6, seed=7)
+    (copied,) = Path(path).parent.glob("*.push-*")
+    shutil.rmtree(copied)
+    assert run("push", path, PLACE, "-q") == 6
+    assert "--staging PUSHED" in (error_of(capsys.readouterr().err)[1] or "")
+    assert run("pull", PLACE, pushed, "-q") == 0
+    assert run("push", path, PLACE, "--staging", pushed, "-q") == 0
+    assert run("pull", PLACE, str(tmp_path / "here"), "-q") == 0
+    assert contents(Store.open(tmp_path / "here")) == contents(grown)
 
 
 def test_without_the_network_the_variable_that_forbids_it_is_named(
@@ -430,18 +510,27 @@ def test_a_push_and_a_pull_that_are_killed_are_finished_by_the_same_command(
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
 
     def killed(after: str, *words: str) -> None:
-        count = sum(after in path for _, path in hub.requests)
+        """Kill the command while its first request of a kind waits for an answer."""
+        arrived, over = threading.Event(), threading.Event()
+
+        def fault(method: str, path: str) -> None:
+            if path.startswith(after):
+                arrived.set()
+                over.wait()
+
+        hub.fault = fault
         process = subprocess.Popen([sys.executable, "-m", "hiddenstore", *words], env=environment, cwd=tmp_path)
-        while process.poll() is None and sum(after in path for _, path in hub.requests) == count:
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
+        assert arrived.wait(120)
+        process.kill()
         process.wait()
+        hub.fault = lambda method, path: None
+        over.set()
 
     for _ in range(2):
         killed("/lfs/", "push", world / "store", PLACE, "-q")
     assert run("push", world / "store", PLACE, "-q") == 0
     for _ in range(2):
-        killed("/resolve/", "pull", PLACE, str(tmp_path / "here"), "-q")
+        killed("/datasets/me/states/resolve/", "pull", PLACE, str(tmp_path / "here"), "-q")
     assert run("pull", PLACE, str(tmp_path / "here"), "-q") == 0
     assert contents(Store.open(tmp_path / "here")) == contents(Store.open(world / "store"))
     assert re.search("^[0-9a-f]{64}  store.json$", (tmp_path / "here" / SUMS).read_text(), re.MULTILINE)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hiddenstore.care.hub import open_remote
+from hiddenstore.share.hub import open_remote
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from hiddenstore.testing.invariants import contents
@@ -21,7 +21,7 @@ def test_a_store_is_pushed_to_a_bucket_read_there_and_pulled(place: str, tmp_pat
     assert contents(Store.open(place)) == contents(store)
     assert run("pull", place, str(tmp_path / "here"), "-q") == 0
     assert contents(Store.open(tmp_path / "here")) == contents(store)
-    assert not [path for path in tree(tmp_path) if ".push-" in path or ".tmp-" in path]
+    assert not [path for path in tree(tmp_path) if ".tmp-" in path]
 
 
 def test_what_a_bucket_holds_is_not_sent_again(place: str, proxy: FaultProxy, tmp_path: Path) -> None:

@@ -78,6 +78,13 @@ def assert_same_training(one: Path, two: Path) -> None:
         torch.testing.assert_close(weights[1][name], weight, rtol=1e-4, atol=1e-4)
 
 
+def test_a_start_that_is_refused_ends_both_ranks(tmp_path: Path) -> None:
+    store = tiny_store(tmp_path)
+    codes, _, said = ended(start_two(store.path, "-o", str(tmp_path / "run"), "--target", str(tmp_path / "nowhere")))
+    assert codes == [2, 1]
+    assert [text.count("nowhere is no folder and no hub id") for text in said] == [1, 0]
+
+
 def test_two_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
     store = tiny_store(tmp_path).path
     train(store, tmp_path / "one", words=WORDS)

@@ -1,6 +1,7 @@
 """Paired training: the difference and its error, what it is measured on, and what it refuses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,17 @@ from click.testing import CliRunner
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.cli import main
 from hiddenstore.errors import ConfigError
+from hiddenstore.inspect.choice import paired_lines
 from hiddenstore.process import Rank
 from hiddenstore.store import Store
-from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.builders import ENGINE, make_store, memory_input, random_records
+from hiddenstore.writer import register_input, write_unit
 from tests.trainer.runs import WORDS
 from trainer.parallel.group import ProcessGroup
 from trainer.slots import teacher_rows
 from trainer.train.epochs import token_batches
 from trainer.train.lock import RunLock
-from trainer.train.paired import held_out_overlaps, measure_paired
+from trainer.train.paired import Pairs, held_out_overlaps, measure_paired
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import build_state
 
@@ -75,6 +78,28 @@ def test_a_store_without_original_states_or_held_out_text_is_refused(raw: Store,
     with pytest.raises(ConfigError, match="holds no validation samples") as caught:
         measure_paired(Store.open(tmp_path / "train"), ("compact",), (0, 1), SHORT, lambda *_: None)
     assert caught.value.kind == "split-empty"
+
+
+def test_the_inputs_of_a_store_are_told_apart(tmp_path: Path) -> None:
+    store, other = make_store(tmp_path, samples=20, layers=(1, 3, 4), codec="raw"), memory_input(20, seed=1)
+    register_input(store, other)
+    for unit in other.units():
+        write_unit(store, unit.name, other.info.digest, random_records(unit.samples, store.capture), (), ENGINE)
+    store = Store.open(store.path)
+    (row,) = rows = measure_paired(store, ("compact",), (0, 1), SHORT, lambda *_, **__: None)
+    assert sorted(one.source for one in row.sources) == sorted(digest[:12] for digest in store.inputs())
+    assert len(row.sources) == 2
+    assert sum(one.samples for one in row.sources) == len([e for _, e in store.entries if e.split == "validation"])
+    assert len(paired_lines(rows)) == 3
+
+
+def test_one_held_out_sample_tells_no_interval_and_no_source() -> None:
+    pairs = Pairs("eagle3", (0, 1), 2, torch.tensor([10.0, 10.0, 10.0]).double(), ["a", "a", "b"])
+    (one,) = pairs.row("compact", torch.ones(2, 3).double(), torch.zeros(2, 3).double(), 1.0).sources
+    assert (one.source, one.samples) == ("a", 2)
+    alone = replace(pairs, slots=pairs.slots[:1], sources=["a"])
+    row = alone.row("compact", torch.ones(2, 1).double(), torch.zeros(2, 1).double(), 1.0)
+    assert (row.half_width, row.sources, row.most_lost) == (None, (), float("inf"))
 
 
 def test_no_seed_begins_that_the_minutes_do_not_allow_but_for_the_two_that_an_interval_takes(raw: Store) -> None:

@@ -18,7 +18,7 @@ from serve_cases import write_exports
 
 from hiddenstore.cli import main
 from hiddenstore.errors import HiddenstoreError
-from hiddenstore.servers.process import _wait_until_up, running
+from hiddenstore.servers.process import ServerProcess, _wait_until_up, running
 from hiddenstore.servers.python import VllmPython, engine_flags
 from trainer.serve import ENGINES
 from trainer.serve.launch import server_of
@@ -130,6 +130,9 @@ def test_regenerate_has_its_target_served_for_the_time_and_keeps_the_answers(tmp
         (("--server", "http://127.0.0.1:1", "--engine-python", "python"), "give '--target T'"),
         (("--target", "t", "--engine-python", "python", "--workers", "2"), "--workers has no meaning with"),
         (("--target", "t", "--engine-arg", "dtype=float32"), "'--engine-python PY' starts"),
+        (("--target", "t", "--engine-python", "python", "--set", "dtype=bfloat16"), "--engine-arg dtype=bfloat16"),
+        (("--target", "t", "--engine-python", "python", "--set", "adapter=a"), "--set adapter has no meaning"),
+        (("--target", "t", "--engine-python", "python", "--set", "top_p=2"), "top-p must lie in"),
     ],
 )
 def test_options_that_no_server_started_here_would_read_are_refused(
@@ -151,6 +154,16 @@ def test_a_server_that_ends_is_said_with_its_last_error_and_its_log(tmp_path: Pa
     with pytest.raises(HiddenstoreError, match=says) as caught, running([started]):
         pytest.fail("it is not up")
     assert (caught.value.kind, caught.value.hint) == ("server-unreachable", f"less {log}")
+
+
+def test_a_wish_to_stop_ends_the_wait_for_a_server(tmp_path: Path) -> None:
+    log = tmp_path / "said.log"
+    with (
+        pytest.raises(HiddenstoreError, match="before the server was up") as caught,
+        running([ServerProcess(("sleep", "600"), os.environ, log)], lambda: True),
+    ):
+        pytest.fail("it is not up")
+    assert caught.value.kind == "interrupted"
 
 
 def test_a_server_ends_with_the_process_that_started_it_even_by_a_kill(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.tiny_world import run
 from tests.trainer import runs
 from trainer.train import track
 from trainer.train.loop import train as run_training
+from trainer.train.run_folder import branch, read_facts
 from trainer.train.track import TRACKERS, TrackedRun
 
 WORDS = [*runs.WORDS, "train.max_steps=4", "train.validate_every=2", "loss.steps=2"]
@@ -49,7 +50,12 @@ class Kept:
 
 class Broken(Kept):
     def log(self, values: Mapping[str, float], step: int) -> None:
-        raise ConnectionError("no way to the server")
+        raise ConnectionError("no way to postgresql://me:hunter2@server/runs")
+
+
+class Shut(Kept):
+    def __init__(self, run: TrackedRun) -> None:
+        raise ConnectionError("no way to postgresql://me:hunter2@server/runs")
 
 
 def test_a_tracker_gets_losses_and_validations_and_the_same_id_after_a_resume(
@@ -76,8 +82,36 @@ def test_a_tracker_that_fails_is_said_once_and_the_training_goes_on(
 ) -> None:
     monkeypatch.setitem(TRACKERS.rows, "broken", Broken)
     assert run("train", store.path, "-o", str(tmp_path / "run"), *WORDS, "train.tracker=broken") == 0
-    said = capsys.readouterr().err
-    assert said.count("broken logs no more: ConnectionError: no way to the server; the training goes on") == 1
+    said = " ".join(capsys.readouterr().err.split())
+    refusal = "ConnectionError: no way to postgresql://server/runs; the training goes on"
+    assert said.count(f"broken logs no more: {refusal}") == 1
+    assert "hunter2" not in said
+
+
+def test_a_tracker_that_cannot_open_is_named_and_the_same_run_goes_on_without_it(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TRACKERS.rows, "kept", Kept)
+    monkeypatch.setitem(TRACKERS.rows, "shut", Shut)
+    with pytest.raises(ConfigError, match="shut cannot be opened: ConnectionError: no way to postgresql://s") as caught:
+        train(store, tmp_path / "run", "train.tracker=shut")
+    assert caught.value.kind == "tracker-start"
+    assert len(train(store, tmp_path / "run", "train.tracker=null", resume=True)) == 4
+
+
+def test_a_run_that_branches_off_is_another_run_to_a_tracker(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TRACKERS.rows, "kept", Kept)
+    monkeypatch.setattr(Kept, "opened", [])
+    train(store, tmp_path / "run", "train.tracker=kept")
+    (tmp_path / "run/wandb").mkdir()
+    branch(tmp_path / "run", tmp_path / "other")
+    assert not (tmp_path / "other/wandb").exists()
+    train(store, tmp_path / "other", "train.max_steps=5", resume=True)
+    first, second = Kept.opened
+    assert first.id != second.id
+    assert len(second.id) == 16
 
 
 def test_a_tracker_that_is_not_known_or_not_installed_is_said_before_the_first_step(
@@ -94,7 +128,8 @@ def test_a_tracker_that_is_not_known_or_not_installed_is_said_before_the_first_s
     with pytest.raises(ConfigError, match=r"train\.tracker=mlflow is set, but mlflow is not installed") as caught:
         train(store, tmp_path / "two", "train.tracker=mlflow")
     assert caught.value.hint == "pip install 'hiddenstore[mlflow]'"
-    assert not (tmp_path / "two/metrics.jsonl").exists()
+    assert not (tmp_path / "one").exists()
+    assert not (tmp_path / "two").exists()
 
 
 def test_mlflow_holds_the_curves_of_a_run_and_of_its_resume(
@@ -117,5 +152,5 @@ def test_wandb_writes_a_run_that_needs_no_server(store: Store, tmp_path: Path, m
     monkeypatch.setenv("WANDB_MODE", "offline")
     train(store, tmp_path / "run", "train.tracker=wandb")
     (file,) = (tmp_path / "run/wandb").glob("offline-run-*/run-*.wandb")
-    assert (tmp_path / "run/tracker-id").read_text() in file.name
+    assert read_facts(tmp_path / "run").id in file.name
     assert b"train/loss" in file.read_bytes()

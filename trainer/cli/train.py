@@ -1,5 +1,6 @@
 """``hiddenstore vocab`` and ``hiddenstore train``."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,15 +138,11 @@ def _train(
     from trainer.train.run_folder import TrainOptions
 
     use_all_cores()
-    if rank.is_first and earlier is not None:
-        from trainer.train.run_folder import branch
-
-        branch(Path(earlier), Path(run))
     try:
         path, snapshot = split_snapshot(store)
-        words += _start_of(target, run, path, drafter) if rank.is_first else ()
+        prepare = partial(_prepare, earlier, target, run, path, drafter)
         named: dict[str, Any] = {"drafter": drafter, "file": file, "words": words, "snapshot": snapshot}
-        report = train_run(path, run, resume=resume, **named, **storage)
+        report = train_run(path, run, resume=resume, prepare=prepare, **named, **storage)
     except OSError as error:
         refusal = storage_error(error, error.filename or run)
         if refusal.kind in _REFUSED_BY_DISK and Path(run, "run.json").is_file():
@@ -168,8 +165,13 @@ def _show_report(report: "TrainReport", run: str, store: str) -> None:
     output().hint("hiddenstore", "eval", run, store, *([] if is_best else ["--best"]))
 
 
-def _start_of(target: str | None, run: str, store: str, drafter: str | None) -> tuple[str, ...]:
-    """Where a run starts that trains a part of its target, as words of ours."""
+def _prepare(earlier: str | None, target: str | None, run: str, store: str, drafter: str | None) -> tuple[str, ...]:
+    """Make the run that goes on from another's checkpoint; where one starts that trains a part of its target, as words
+    of ours."""
+    if earlier is not None:
+        from trainer.train.run_folder import branch
+
+        branch(Path(earlier), Path(run))
     if target is None or drafter is None:
         return ()
     from trainer.export.published import begin_at_target

@@ -7,6 +7,7 @@ Shapes: V target vocabulary, U draft vocabulary.
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -313,6 +314,11 @@ def begin_at_target(target: str | Path, run: str | Path, store_location: str | P
     refuse_existing(path, f"hiddenstore train {store_location} -o {path} --resume")
     start = path / START
     source = str(_folder(target, drafter_export(kind)).resolve())
+    if (start / RUN_JSON).exists() and not checkpoint.checkpoints(start):
+        with RunLock(start) as lock:
+            # A kill came between its settings and its weights; a living process that writes them has the lock.
+            lock.take()
+            shutil.rmtree(start)
     if not (start / RUN_JSON).exists() or read_facts(start).imported_from != source:
         import_drafter(target, start, store_location, part=kind)
     return start

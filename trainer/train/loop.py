@@ -5,7 +5,7 @@ States come through TokenBatches, logits and embeddings from the head bundle; no
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +21,17 @@ from hiddenstore.errors import ConfigError, CorruptionError, InterruptError, Kin
 from hiddenstore.fs import require_local
 from hiddenstore.index.table import SPLITS
 from hiddenstore.process import Drain, drain_on_signal, from_environment
-from trainer.parallel.group import process_group
+from trainer.parallel.group import ProcessGroup, process_group
 from trainer.settings import derived
 from trainer.train import checkpoint
 from trainer.train.lock import RunLock
 from trainer.train.log import METRICS, RunLog
 from trainer.train.optim import orthogonal
-from trainer.train.run_folder import TrainOptions
+from trainer.train.run_folder import TrainOptions, read_facts
 from trainer.train.state import TrainState, build_state, save_checkpoint, token_batches
 from trainer.train.step import autocast, some_of, steps, validate
 from trainer.train.storage import CACHE_BYTES, Mirror
-from trainer.train.track import Tracked, TrackedRun
+from trainer.train.track import Tracked, TrackedRun, tracker_names
 
 _COLUMNS = 2
 
@@ -143,13 +143,15 @@ def train(
     cache: str | Path | None = None,
     cache_bytes: int = CACHE_BYTES,
     mirror: str | None = None,
+    prepare: Callable[[], Sequence[str]] = tuple,
 ) -> TrainReport:
     """Train a drafter on a store into a new folder ``run``, or continue one exactly.
 
     ``file`` is YAML settings or the name of a preset; ``drafter`` is eagle3 when neither it nor the words say. A new
     run reads what ``snapshot`` of the store names, by default what it holds now. A store on object storage is read
     through the folder ``cache`` of at most ``cache_bytes``. ``mirror`` is an address that gets a copy of each
-    checkpoint, and that a resume begins from where ``run`` is not there.
+    checkpoint, and that a resume begins from where ``run`` is not there. ``prepare`` is done by rank 0 before all else,
+    while the others wait; it gives further words.
 
     Under torchrun, or srun with MASTER_ADDR and MASTER_PORT, every process calls this; the batches are those of a
     single process. Rank 0 alone writes; a resume reads ``run`` on every rank. Raises ConfigError: a wrong setting, or a
@@ -159,12 +161,19 @@ def train(
     was saved; HiddenstoreError: ``another-rank``, another rank failed and said why.
     """
     local, room = require_local(run, "RUN"), (cache, cache_bytes, mirror)
-    options = TrainOptions(store_location, local, drafter, file, tuple(words), resume, snapshot, *room)
-    with process_group(from_environment()) as group, drain_on_signal() as drain, RunLock(options.run) as lock:
+    with process_group(from_environment()) as group:
+        # Before a signal waits for the end of a step: this may copy or download for long.
+        with group.all_or_none():
+            words = (*words, *prepare()) if group.is_first else tuple(words)
+        return _run(TrainOptions(store_location, local, drafter, file, words, resume, snapshot, *room), group)
+
+
+def _run(options: TrainOptions, group: ProcessGroup) -> TrainReport:
+    with drain_on_signal() as drain, RunLock(options.run) as lock:
         copied = options.open_mirror() if group.is_first else None
         with group.all_or_none():
             if copied is not None:
-                restores = resume and not options.run.exists()
+                restores = options.resume and not options.run.exists()
                 copied.check(restores)
                 if restores:
                     copied.restore()
@@ -189,9 +198,8 @@ def _train(state: TrainState, drain: Drain, began: float, mirror: Mirror | None)
     config, total = state.config.train, state.total_steps
     last: dict[str, Any] = {}
     writes = state.group.is_first
-    names = ["tensorboard"] * config.tensorboard + ([] if config.tracker is None else [config.tracker])
-    settings = state.config.model_dump(mode="json")
-    tracked = Tracked(names, TrackedRun(state.path, state.step, settings)) if writes and names else None
+    with state.group.all_or_none():
+        tracked = _open_trackers(state) if writes else None
     log = RunLog(state.path, total, start=state.step, clip=state.config.optim.clip, tracked=tracked, writes=writes)
     with log, closing(steps(state)) as each:
         for batch, metrics in each:
@@ -226,6 +234,14 @@ def _train(state: TrainState, drain: Drain, began: float, mirror: Mirror | None)
             if at_end:
                 break
     return _report(state, last, began)
+
+
+def _open_trackers(state: TrainState) -> Tracked | None:
+    names = tracker_names(state.config.train)
+    if not names:
+        return None
+    settings, facts = state.config.model_dump(mode="json"), read_facts(state.path)
+    return Tracked(names, TrackedRun(state.path, state.step, settings, facts.id))
 
 
 def _bring(mirror: Mirror) -> None:

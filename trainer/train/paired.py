@@ -7,6 +7,7 @@ point. Why pairs: docs/design/003.
 Shapes: S seeds, N held-out samples.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,9 @@ DRAFTER = "eagle3"
 DEFAULTS = {"train.max_steps": "200", "loss.steps": "3"}
 VALIDATION_TOKENS = 32_768
 FEWEST_SEEDS = 2
+SOURCE_LETTERS = 12
+FEWEST_SAMPLES = 2
+"""Of one held-out sample no interval is known."""
 ORIGINAL = "original"
 
 Advance = Callable[..., None]
@@ -77,7 +81,7 @@ def measure_paired(
     with TemporaryDirectory(prefix="hiddenstore-paired-") as folder:
         original = _copy(store, Path(folder) / ORIGINAL, None, ids, None)
         copies = {name: _copy(store, Path(folder) / name, name, ids, target) for name in recipes}
-        return train_pairs(original, copies, plan, held_out_overlaps, advance)
+        return train_pairs(original, copies, plan, held_out_overlaps, advance, store)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +117,12 @@ def train_pairs(
     plan: PairPlan,
     measure: Callable[[TrainState, Store], HeldOut],
     advance: Advance,
+    cut_from: Store | None = None,
 ) -> list[PairedRow]:
     """A row per copy: drafters trained on its states against those trained on the original ones, seed by seed.
 
     ``measure`` says what a drafter does on held-out samples of ``original``; the samples are the same every time.
+    ``cut_from`` is the store that ``original`` is a selection of, which makes one input of many.
     """
     began, total = time.monotonic(), plan.steps * len(plan.seeds) * (1 + len(copies))
     sums: dict[str, list[Tensor]] = {name: [] for name in (ORIGINAL, *copies)}
@@ -129,7 +135,8 @@ def train_pairs(
             state = _train(trained_on, plan.drafter, [*plan.words, f"train.seed={seed}", f"data.seed={seed}"], on_step)
             held_out = measure(state, original)
             sums[name].append(held_out.overlaps)
-    sources = [original.sample(sample_id).source.rpartition(":")[0] for sample_id in held_out.ids]
+    whole = original if cut_from is None else cut_from
+    sources = [whole.locate(sample_id)[0].input[:SOURCE_LETTERS] for sample_id in held_out.ids]
     seeds = plan.seeds[: len(sums[ORIGINAL])]
     pairs = Pairs(plan.drafter, seeds, plan.steps, held_out.slots, sources)
     spent, (reference, *others) = (time.monotonic() - began) / 60, map(torch.stack, sums.values())
@@ -183,7 +190,7 @@ def _samples(pack: PackedBatch) -> Iterator[PackedBatch]:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """What all pairs share: drafter, seeds, steps, and slots fp64 [N] and data source of every held-out sample."""
+    """What all pairs share: drafter, seeds, steps, and slots fp64 [N] and input of every held-out sample."""
 
     drafter: str
     seeds: tuple[int, ...]
@@ -197,8 +204,10 @@ class Pairs:
         per_source = []
         for source in sorted(set(self.sources)):
             of_it = torch.tensor([one == source for one in self.sources])
-            part = paired_difference(overlaps[:, of_it], reference[:, of_it], self.slots[of_it])
             samples = int(of_it.sum())
+            if samples < FEWEST_SAMPLES:
+                continue
+            part = paired_difference(overlaps[:, of_it], reference[:, of_it], self.slots[of_it])
             per_source.append(
                 SourceLoss(source=source, samples=samples, difference=part.mean, half_width=part.half_width)
             )
@@ -211,7 +220,7 @@ class Pairs:
             original_acceptance=tuple((reference.sum(1) / self.slots.sum()).tolist()),
             difference=whole.mean,
             standard_error=whole.standard_error,
-            half_width=whole.half_width,
+            half_width=whole.half_width if math.isfinite(whole.half_width) else None,
             minutes=minutes,
             sources=tuple(per_source),
         )

@@ -40,6 +40,7 @@ from trainer.train.lock import RunLock
 from trainer.train.log import METRICS
 from trainer.train.precision import resolved
 from trainer.train.storage import CACHE_BYTES, Mirror, through_cache
+from trainer.train.track import require_trackers
 from trainer.vocab import DraftVocab
 
 if TYPE_CHECKING:
@@ -230,13 +231,15 @@ def _text(value: object) -> str:
 
 class RunFacts(Document):
     """``run.json``: where the states came from. ``vocab_coverage``: share of supervised tokens the drafter knows.
-    ``init_from``: the checkpoint whose weights it started from; ``imported_from``: the folder it was read from."""
+    ``init_from``: the checkpoint whose weights it started from; ``imported_from``: the folder it was read from; ``id``:
+    what trackers know it by."""
 
     store: str
     capture: CaptureSpec
     vocab_coverage: float
     init_from: StartFacts | None = None
     imported_from: str | None = None
+    id: str = ""
 
 
 def refuse_existing(run: Path, hint: str) -> None:
@@ -273,6 +276,7 @@ def open_new(options: TrainOptions) -> tuple[Store, TrainConfig]:
             hint=f"hiddenstore train {store.path} -o {options.run} --drafter {kind.name} --target TARGET",
         )
     require_files(store)
+    require_trackers(config.train)
     return store, resolved(config)
 
 
@@ -296,6 +300,7 @@ def create(
         vocab_coverage=covered,
         init_from=start and start.start_facts(),
         imported_from=imported_from,
+        id=secrets.token_hex(8),
     )
     snapshot = store.snapshot(_snapshot_name(path))
     files = {
@@ -386,6 +391,7 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
     store = _same_store(options)
     config = settings.load(config_class(name), path / CONFIG, options.words)
     config = resolved(config, measure=any(word.startswith("train.precision=") for word in options.words))
+    require_trackers(config.train)
     pin(store, run_snapshot(path).name, must=config.train.follow)
     if options.words:
         replace_file(path / CONFIG, settings.dump(config).encode())
@@ -487,8 +493,10 @@ def branch(earlier: Path, run: Path) -> None:
     """
     start = checkpoint.resolve(earlier)
     checkpoint.load(start)
-    left_out = shutil.ignore_patterns(checkpoint.FOLDER, EXPORTS, ".*")
+    left_out = shutil.ignore_patterns(checkpoint.FOLDER, EXPORTS, "wandb", "mlflow.db", ".*")
     with new_folder(run, lambda path: refuse_existing(path, "give another -o folder")) as folder:
         shutil.copytree(start.parent.parent, folder, ignore=left_out, dirs_exist_ok=True)
+        facts = read_facts(start.parent.parent).model_copy(update={"id": secrets.token_hex(8)})
+        replace_file(folder / RUN_JSON, seal(facts))
         shutil.copytree(start, folder / checkpoint.FOLDER / start.name)
         (folder / checkpoint.FOLDER / checkpoint.LATEST).write_text(f"{start.name}\n", encoding="utf-8")

@@ -4,7 +4,7 @@ What a tracker raises while it logs ends its own log, never the training.
 """
 
 import os
-import secrets
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hiddenstore.console.output import output
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.errors import ConfigError, HiddenstoreError, Kind
 from hiddenstore.registry import Registry
-
-ID_FILE = "tracker-id"
+from trainer.config import LoopConfig
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,7 @@ class TrackedRun:
     path: Path
     start: int
     settings: Mapping[str, Any]
-
-    @property
-    def id(self) -> str:
-        file = self.path / ID_FILE
-        if not file.exists():
-            file.write_text(secrets.token_hex(8), encoding="ascii")
-        return file.read_text(encoding="ascii")
+    id: str
 
 
 class Tracker(Protocol):
@@ -113,11 +106,37 @@ TRACKERS: Registry[Any] = Registry(
 """What opens a tracker of a `TrackedRun`."""
 
 
+def require_trackers(config: LoopConfig) -> None:
+    """Raises ConfigError: ``name-unknown``, ``plugin-broken``, ``not-installed``: what no run can be shown in."""
+    for name in tracker_names(config):
+        if TRACKERS[name] in (TensorBoard, WandB, MLflow):
+            _require(name)
+
+
+def tracker_names(config: LoopConfig) -> list[str]:
+    """Those that the settings name, each once."""
+    names = ["tensorboard"] * config.tensorboard + ([] if config.tracker is None else [config.tracker])
+    return list(dict.fromkeys(names))
+
+
 class Tracked:
-    """The trackers of a run, opened by name: ConfigError ``name-unknown``, ``plugin-broken``, ``not-installed``."""
+    """The trackers of a run, opened by name. Raises ConfigError: ``tracker-start``, and as `require_trackers`."""
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
-        self._open: dict[str, Tracker] = {name: TRACKERS[name](run) for name in dict.fromkeys(names)}
+        self._open: dict[str, Tracker] = {}
+        for name in names:
+            try:
+                self._open[name] = TRACKERS[name](run)
+            except HiddenstoreError:
+                self.close()
+                raise
+            except Exception as error:  # noqa: BLE001 - as below
+                self.close()
+                raise ConfigError(
+                    f"{name} cannot be opened: {_said(error)}",
+                    kind=Kind.TRACKER_START,
+                    hint="the same command with --resume once it can; train.tracker=null trains without it",
+                ) from None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Values by name to every tracker that still takes them."""
@@ -133,7 +152,13 @@ class Tracked:
             action(self._open[name])
         except Exception as error:  # noqa: BLE001 - a library of others, and a server behind it, may raise anything
             del self._open[name]
-            output().warn(f"{name} logs no more: {type(error).__name__}: {str(error)[:200]}; the training goes on")
+            output().warn(f"{name} logs no more: {_said(error)}; the training goes on")
+
+
+def _said(error: Exception) -> str:
+    # An address may hold a password.
+    text = re.sub(r"://\S*@", "://", str(error))
+    return f"{type(error).__name__}: {text[:200]}"
 
 
 def _require(package: str) -> Any:

@@ -6,6 +6,7 @@ Shapes: T rows of one sample as the peer stored it, C layer columns, D target wi
 import errno
 import json
 import os
+import pickle
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,8 +27,8 @@ from schemas.capture import NormState
 from schemas.layers import LayerConvention
 
 _OF_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL}
-_REFUSED = re.compile(r"(?:unable to (?:open|mmap)[^\n]*\(|\(os error )(\d+)\)")
-"""How torch and safetensors say what the system answered."""
+_REFUSED = re.compile(r"(?:unable to (?:open|mmap)[^\n]*\(|[^\n]*\(os error (?=\d+\)$))(\d+)\)")
+"""How torch begins and safetensors ends to say what the system answered; elsewhere a message may quote the file."""
 
 STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -257,7 +258,8 @@ class OpenFile:
 def require_read(error: Exception, path: Path) -> None:
     """Raise StorageError where the disk refused: what it did not read is no fault of a file's content."""
     number = error.errno if isinstance(error, OSError) else None
-    if number is None and (said := _REFUSED.search(str(error))):
+    is_of_the_content = isinstance(error, pickle.UnpicklingError)
+    if number is None and not is_of_the_content and (said := _REFUSED.match(str(error))):
         number = int(said[1])
     if number is not None and number not in _OF_THE_FILE:
         hint = "nothing was counted as rejected; run the same command again once the disk answers"

@@ -25,9 +25,10 @@ _IDS = (
 _SHOWN_CHARACTERS = 2000
 
 
-def store_card(store: "Store", address: str, results: Mapping[str, Any] | None, samples: int) -> str:
+def store_card(store: "Store", address: str, measured: str, samples: int) -> str:
     """The card of a store at ``address``; ``samples`` of its first samples are shown as text."""
     facts, target = info(store), store.capture.target
+    width = facts["hidden_size"]
     front: dict[str, Any] = {
         "pretty_name": f"Hidden states of {target.name}",
         "tags": ["hiddenstore", "speculative-decoding", "hidden-states", "webdataset"],
@@ -40,10 +41,7 @@ def store_card(store: "Store", address: str, results: Mapping[str, Any] | None, 
     splits = ", ".join(f"{split} {number:,}" for split, number in facts["splits"].items())
     rows = [
         ("target", _target(target.model_dump())),
-        (
-            "layers",
-            f"{list(store.capture.aux_layers)} (states after decoder block k, from 0), width {facts['hidden_size']:,}",
-        ),
+        ("layers", f"{list(store.capture.aux_layers)} (states after decoder block k, from 0), width {width:,}"),
         ("final hidden", final),
         ("recipe", f"{facts['recipe']} ({', '.join(f'{k}: {v}' for k, v in facts['codecs'].items())})"),
         ("samples", f"{facts['samples']:,} ({splits})"),
@@ -56,12 +54,12 @@ def store_card(store: "Store", address: str, results: Mapping[str, Any] | None, 
         "hiddenstore verify store --full",
         "hiddenstore train store -o run",
     ]
-    parts = [_IDS, _measured(results), *_texts(store, samples)]
-    return _card(front, f"Hidden states of {target.name}", "A store of hidden states to train drafters for "
-                 "speculative decoding from, without the target in memory.", rows, use, parts)  # fmt: skip
+    what = "A store of hidden states to train drafters for speculative decoding from, without the target in memory."
+    parts = [_IDS, measured, *_texts(store, samples)]
+    return _card(front, f"Hidden states of {target.name}", what, rows, use, parts)
 
 
-def drafter_card(folder: Path, files: Sequence[Path], address: str, results: Mapping[str, Any] | None) -> str:
+def drafter_card(folder: Path, files: Sequence[Path], address: str, measured: str) -> str:
     """The card of an exported drafter. Raises ConfigError ``drafter-unfit``: its ``hiddenstore.json`` is none."""
     try:
         about = json.loads((folder / "hiddenstore.json").read_bytes())
@@ -87,46 +85,37 @@ def drafter_card(folder: Path, files: Sequence[Path], address: str, results: Map
         f"hiddenstore serve drafter --target TARGET --engine {about['engine']}",
     ]
     what = f"A {drafter} drafter for speculative decoding of {name}, trained with hiddenstore."
-    return _card(front, f"{drafter} for {name}", what, rows, use, [_measured(results)])
+    return _card(front, f"{drafter} for {name}", what, rows, use, [measured])
 
 
-def read_results(path: str | Path) -> dict[str, Any]:
-    """What ``eval --json`` or ``decode --json`` printed. Raises NotFoundError ``path-missing``; ConfigError
-    ``option-invalid``: it is something else."""
+def accepted_length(results: str | Path) -> str:
+    """What ``eval --json`` or ``decode --json`` printed: the accepted length and the command that measured it, by the
+    last names of its folders. Raises NotFoundError ``path-missing``; ConfigError ``option-invalid``: something else."""
     try:
-        document = json.loads(Path(path).read_bytes())
-        if document["schema"] not in ("hiddenstore.eval/1", "hiddenstore.decode/1"):
-            raise ValueError(f"schema is {document['schema']!r}")
-        float(document["accepted_length"]), int(document["draft_len"]), int(document["step"]), str(document["run"])
+        given = json.loads(Path(results).read_bytes())
+        width, run = int(given.get("tree_width", 1)), Path(given["run"]).name
+        shape = f"{int(given['draft_len'])}x{width}" if width > 1 else str(int(given["draft_len"]))
+        if given["schema"] == "hiddenstore.eval/1":
+            where = f"simulated on recorded {given['split']} text"
+            command = f"eval {run} {Path(given['store']).name} --split {given['split']} --draft-len {shape}"
+        elif given["schema"] == "hiddenstore.decode/1":
+            where = "live speculative decoding"
+            command = f"decode {run} --target {given['target']} --draft-len {shape}"
+            command += f" --temperature {given['temperature']}" if given.get("temperature") else ""
+        else:
+            raise ValueError(f"schema is {given['schema']!r}")
+        floor = given.get("ngram_accepted_length")
+        beside = "" if floor is None else f" The best n-gram table from the same text has {floor:.3f}."
+        return (
+            f"## Accepted length\n\n**{given['accepted_length']:.3f}** tokens a target forward, bonus token counted, "
+            f"step {given['step']:,}, {where}.{beside} Measured by:\n\n```sh\nhiddenstore {command}\n```"
+        )
     except FileNotFoundError as error:
-        raise NotFoundError(f"--results: {path} does not exist", kind=Kind.PATH_MISSING) from error
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise NotFoundError(f"--results: {results} does not exist", kind=Kind.PATH_MISSING) from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         hint = "hiddenstore eval RUN STORE --json > results.json"
-        message = f"--results: {path} is not what eval or decode prints with --json: {error}"
+        message = f"--results: {results} is not what eval or decode prints with --json: {error}"
         raise ConfigError(message, kind=Kind.OPTION_INVALID, hint=hint) from error
-    return dict(document)
-
-
-def _measured(results: Mapping[str, Any] | None) -> str:
-    """Accepted length, and the command that measured it, by the last names of the folders it was given."""
-    if results is None:
-        return ""
-    width = int(results.get("tree_width", 1))
-    shape = f"{results['draft_len']}x{width}" if width > 1 else str(results["draft_len"])
-    run = Path(results["run"]).name
-    if results["schema"] == "hiddenstore.eval/1":
-        command = f"hiddenstore eval {run} {Path(results['store']).name} --split {results['split']} --draft-len {shape}"
-        where = f"simulated on recorded {results['split']} text"
-    else:
-        command = f"hiddenstore decode {run} --target {results['target']} --draft-len {shape}"
-        command += f" --temperature {results['temperature']}" if results.get("temperature") else ""
-        where = "live speculative decoding"
-    floor = results.get("ngram_accepted_length")
-    beside = f" The best n-gram table from the same text has {floor:.3f}." if floor is not None else ""
-    return (
-        f"## Accepted length\n\n**{results['accepted_length']:.3f}** tokens a target forward, bonus token counted, "
-        f"step {results['step']:,}, {where}.{beside} Measured by:\n\n```sh\n{command}\n```"
-    )
 
 
 def _target(target: Mapping[str, Any]) -> str:
@@ -157,6 +146,6 @@ def _card(
 ) -> str:
     table = ["| | |", "|---|---|", *(f"| {name} | {value.replace('|', '/')} |" for name, value in rows)]
     head = ["---", yaml.safe_dump(dict(front), sort_keys=False, allow_unicode=True).rstrip(), "---"]
-    code = ["```sh", "pip install hiddenstore", *use, "```"]
+    code = ["```sh", *use, "```"]
     body = [f"# {title}", what, "\n".join(table), "\n".join(code), *filter(None, parts)]
     return "\n".join(head) + "\n\n" + "\n\n".join(body) + "\n"

@@ -5,20 +5,20 @@ into a staging folder first. Every byte is read and compared with its record bef
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from hiddenstore import layout
 from hiddenstore.care.copy import Copy, open_copy
-from hiddenstore.care.hub import HubRemote, require_limits
-from hiddenstore.care.remote import CARD, PIECE_BYTES, SUMS, LocalFile, Remote, sums_text
 from hiddenstore.digests import digest_for, mismatch
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind
 from hiddenstore.fs import is_address
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.index.file import live_indexes
 from hiddenstore.inspect.samples import Test
+from hiddenstore.share.hub import HubRemote, require_limits
+from hiddenstore.share.remote import CARD, PIECE_BYTES, SUMS, Advance, Begin, LocalFile, Remote, sums_text
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import SLICE_PATH, slice_document
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
@@ -26,10 +26,6 @@ from schemas.manifest import FileEntry
 
 CONTAINER = "webdataset"
 DRAFTER_FILES = (".json", ".safetensors", ".gguf")
-
-Advance = Callable[[int], None]
-Begin = Callable[[str, int], Advance]
-"""A person's view of one pass over the bytes: its name and how many there are; returns what is told of each piece."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +45,8 @@ def require_place(remote: Remote, is_store: bool) -> None:
     kind, plain = ("dataset", "hf://datasets/") if is_store else ("model", "hf://")
     if remote.kind != kind or remote.revision:
         what = "a store is pushed to a dataset" if is_store else "a drafter is pushed to a model"
-        raise ConfigError(
-            f"{remote.address}: {what} repository, to its main branch",
-            kind=Kind.ADDRESS_INVALID,
-            hint=f"{plain}{remote.repo}",
-        )
+        message = f"{remote.address}: {what} repository, to its main branch"
+        raise ConfigError(message, kind=Kind.ADDRESS_INVALID, hint=f"{plain}{remote.repo}")
 
 
 def staging_reason(store: Store, is_part: bool) -> str | None:
@@ -69,16 +62,13 @@ def staging_reason(store: Store, is_part: bool) -> str | None:
 def open_staging(store: Store, staging: Path, keep: Test | None, layers: Sequence[int] | None, on_hub: bool) -> Copy:
     """The copy of a store, or of a part of it, that ``push_store`` can push; it resumes. Raises as ``open_copy``;
     ConflictError ``output-exists``: the folder holds samples that are not to be pushed."""
-    if on_hub and keep is None:
+    if on_hub and keep is None and len(store.catalog):
         require_limits([(f"{layout.SEGMENTS_DIR}/{number}", 0) for number in range(len(store.catalog))])
     opened = open_copy([store], staging, None, keep, CONTAINER, layers=layers)
     others = [] if keep is None else [entry.id for unit, entry in opened.destination.entries if not keep(unit, entry)]
     if others:
-        raise ConflictError(
-            f"{staging} holds {len(others):,} samples that are not among those to push, such as {others[0][:12]}",
-            kind=Kind.OUTPUT_EXISTS,
-            hint="--staging ANOTHER",
-        )
+        message = f"{staging} holds {len(others):,} samples that are not among those to push, such as {others[0][:12]}"
+        raise ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint="--staging ANOTHER")
     return opened
 
 
@@ -86,13 +76,16 @@ def push_store(store: Store, remote: Remote, card: str, public: bool, begin: Beg
     """Push a local WebDataset store. Raises ConfigError: ``hub-limit``, ``address-invalid``; CorruptionError
     ``file-corrupt``: a file is not what its record says; ConflictError ``output-exists``: the place holds something
     else; StorageError: disk or place refused."""
-    return _push(Path(store.path), dict(_files_of_store(store)), remote, card, public, begin, {layout.INDEX_DIR})
+    entries = dict(_files_of_store(store))
+    indexes = {path for path in entries if path.startswith(f"{layout.INDEX_DIR}/")}
+    return _push(Path(store.path), entries, indexes, remote, card, public, begin)
 
 
 def push_drafter(folder: Path, remote: Remote, card: str, public: bool, begin: Begin) -> PushReport:
     """Push an exported drafter; raises as ``push_store``. On the hub a newer one takes the older one's place."""
     names = [file.name for file in drafter_files(folder)[0]]
-    return _push(folder, dict.fromkeys(names), remote, card, public, begin, {""})
+    replaceable = {*names} if remote.keeps_history else set[str]()
+    return _push(folder, dict.fromkeys(names), replaceable, remote, card, public, begin)
 
 
 def drafter_files(folder: Path) -> tuple[list[Path], list[str]]:
@@ -127,13 +120,12 @@ def _files_of_store(store: Store) -> Iterator[tuple[str, FileEntry | None]]:
 def _push(
     root: Path,
     entries: Mapping[str, FileEntry | None],
+    replaceable: Set[str],
     remote: Remote,
     card: str,
     public: bool,
     begin: Begin,
-    replaceable: set[str],
 ) -> PushReport:
-    """``replaceable``: folders whose files may change from push to push, on the hub."""
     try:
         sizes = {path: (root / path).stat().st_size for path in entries}
     except OSError as error:
@@ -141,26 +133,27 @@ def _push(
     if isinstance(remote, HubRemote):
         require_limits([*sizes.items(), (CARD, len(card)), (SUMS, 1)])
     advance = begin("read", sum(sizes.values()))
-    files = []
-    for path, entry in entries.items():
-        may_change = path.rpartition("/")[0] in replaceable and (replaceable != {""} or remote.keeps_history)
-        files.append(LocalFile(path, root / path, sizes[path], _sha256(root, path, entry, advance), may_change))
-    files += [_of_bytes(CARD, card.encode())]
-    sums = _of_bytes(SUMS, sums_text({file.path: file.sha256 for file in files}))
-    known = remote.digests([*files, sums])
-    changed = [f for f in files if not f.replaces and known.get(f.path) not in (None, "", f.sha256)]
-    if changed:
+    files = [
+        LocalFile(path, root / path, sizes[path], _sha256(root, path, entry, advance), path in replaceable)
+        for path, entry in entries.items()
+    ]
+    files.append(_of_bytes(CARD, card.encode()))
+    digests = {file.path: file.sha256 for file in files}
+    files.append(_of_bytes(SUMS, sums_text(digests)))
+    known = remote.digests(files)
+    if changed := [f.path for f in files if not f.replaces and known.get(f.path) not in (None, "", f.sha256)]:
+        more = f", and {len(changed) - 1:,} more files that differ" if len(changed) > 1 else ""
         raise ConflictError(
-            f"{remote.address} holds another {changed[0].path}"
-            + (f", and {len(changed) - 1:,} more files that differ" if len(changed) > 1 else ""),
+            f"{remote.address} holds another {changed[0]}{more}",
             kind=Kind.OUTPUT_EXISTS,
-            hint="push to another name, or with the --staging folder that it was pushed from",
+            hint=f"another name; or, where it holds what was pushed of this store before, hiddenstore pull "
+            f"{remote.address} PUSHED and push again with --staging PUSHED",
         )
-    remote.begin(sums.source if isinstance(sums.source, bytes) else b"", public)
-    missing = [file for file in [*files, sums] if known.get(file.path) != file.sha256]
-    remote.put(missing, begin("push", sum(file.size for file in missing)))
-    total = sum(file.size for file in files)
-    return PushReport(len(files) + 1, total + sums.size, len(missing), sum(file.size for file in missing))
+    remote.begin(digests, public)
+    missing = [file for file in files if known.get(file.path) != file.sha256]
+    sent = sum(file.size for file in missing)
+    remote.put(missing, begin("push", sent))
+    return PushReport(len(files), sum(file.size for file in files), len(missing), sent)
 
 
 def _of_bytes(path: str, data: bytes) -> LocalFile:

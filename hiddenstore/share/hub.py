@@ -6,16 +6,19 @@ so that a pull goes on at any byte. Addresses of its storage are signed: none of
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from hiddenstore.care.remote import LocalFile, Remote, StorageRemote, remote_sums
 from hiddenstore.errors import ConfigError, HiddenstoreError, Kind, NotFoundError, StorageError
 from hiddenstore.fs import open_filesystem
+from hiddenstore.fs.seam import storage_error
 from hiddenstore.http import retry_wait_s
+from hiddenstore.share.remote import Advance, LocalFile, Remote, StorageRemote, read_sums
 
 MOST_FILES, MOST_IN_FOLDER, MOST_BYTES = 100_000, 10_000, 50_000_000_000
 """Of a repository, of one of its folders, of one file: beyond these the hub refuses or advises against it."""
@@ -24,7 +27,6 @@ TRIES = 5
 
 _ADDRESS = re.compile(r"hf://(datasets/)?([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?/*")
 _TIMEOUT_S = 120
-_PASSING = {408, 429, 500, 502, 503, 504}
 
 
 def open_remote(address: str) -> Remote:
@@ -33,7 +35,7 @@ def open_remote(address: str) -> Remote:
     if not address.startswith("hf://"):
         return StorageRemote(open_filesystem(address))
     match = _ADDRESS.fullmatch(address)
-    if match is None:
+    if match is None or ".." in match[2] or "--" in match[2]:
         message = "hf://… is no repository: expected hf://datasets/OWNER/NAME, or hf://OWNER/NAME for a drafter"
         raise ConfigError(message, kind=Kind.ADDRESS_INVALID)
     return HubRemote(match[2], "dataset" if match[1] else "model", match[3])
@@ -41,24 +43,18 @@ def open_remote(address: str) -> Remote:
 
 def require_limits(files: Sequence[tuple[str, int]]) -> None:
     """Refuse files, by path and size, that the hub does not take: ConfigError ``hub-limit``."""
-    folders: dict[str, set[str]] = {}
-    for path, _ in files:
-        parts = path.split("/")
-        for depth, name in enumerate(parts):
-            folders.setdefault("/".join(parts[:depth]), set()).add(name)
-    fullest = max(folders, key=lambda folder: len(folders[folder]), default="")
-    path, largest = max(files, key=lambda file: file[1], default=("", 0))
-    for text, number, most in (
-        ("files", len(files), MOST_FILES),
-        (f"entries in {fullest or 'its root'}", len(folders.get(fullest, ())), MOST_IN_FOLDER),
-        (f"bytes in {path}", largest, MOST_BYTES),
+    entries = {entry for path, _ in files for entry in (PurePosixPath(path), *PurePosixPath(path).parents[:-1])}
+    ((folder, most_entries),) = Counter(entry.parent for entry in entries).most_common(1)
+    path, largest = max(files, key=lambda file: file[1])
+    for number, most, what, where in (
+        (len(files), MOST_FILES, "files", ""),
+        (most_entries, MOST_IN_FOLDER, "entries", f" in {folder}"),
+        (largest, MOST_BYTES, "bytes", f" in {path}"),
     ):
         if number > most:
-            raise ConfigError(
-                f"the hub takes at most {most:,} {text.partition(' in ')[0]} there, and these are {number:,} {text}",
-                kind=Kind.HUB_LIMIT,
-                hint="push it in parts, to several repositories: --where, --split; or to object storage: s3://…",
-            )
+            message = f"the hub takes at most {most:,} {what} there, and these are {number:,} {what}{where}"
+            hint = "push it in parts, to several repositories: --where, --split; or to object storage: s3://…"
+            raise ConfigError(message, kind=Kind.HUB_LIMIT, hint=hint)
 
 
 class HubRemote:
@@ -71,7 +67,7 @@ class HubRemote:
         self.repo, self.kind, self.revision = repo, kind, revision
         self._where = {"repo_id": repo, "repo_type": kind}
 
-    def begin(self, sums: bytes, public: bool) -> None:
+    def begin(self, sums: Mapping[str, str], public: bool) -> None:
         with self._asking():
             self._api.create_repo(**self._where, private=not public, exist_ok=True)
             is_private = self._api.repo_info(**self._where).private
@@ -84,23 +80,15 @@ class HubRemote:
             tree = self._tree
         except NotFoundError:
             return {}
-        known = remote_sums(self) or {}
+        known = read_sums(self)
         # What the hub keeps in git itself has no sha256 there; what we listed of it does.
-        listed = {path: tree[path][1] or known.get(path, "") for path in tree.keys() & {file.path for file in files}}
-        return {file.path: listed[file.path] for file in files if file.path in listed}
+        return {f.path: tree[f.path][1] or known.get(f.path, "") for f in files if f.path in tree}
 
-    def put(self, files: Sequence[LocalFile], advance: Callable[[int], None]) -> None:
-        from huggingface_hub import CommitOperationAdd
-
-        last = [file for file in files if file.replaces]
-        for batch in filter(None, [*_batches([file for file in files if not file.replaces]), last]):
+    def put(self, files: Sequence[LocalFile], advance: Advance) -> None:
+        for batch in _batches(files):
             for number in range(1, TRIES + 1):
-                # An operation that was sent is spent; files the hub has by then are not sent again.
-                operations = [CommitOperationAdd(file.path, _source(file)) for file in batch]
                 try:
-                    with self._asking():
-                        message = f"hiddenstore push: {len(batch)} files, {batch[0].path} …"
-                        self._api.create_commit(**self._where, operations=operations, commit_message=message)
+                    self._commit_files(batch)
                     break
                 except StorageError as error:
                     if number == TRIES or error.kind not in (Kind.SERVER_FAILING, Kind.SERVER_UNREACHABLE):
@@ -109,6 +97,18 @@ class HubRemote:
             advance(sum(file.size for file in batch))
         for name in ("_tree", "_commit"):
             self.__dict__.pop(name, None)
+
+    def _commit_files(self, files: Sequence[LocalFile]) -> None:
+        from huggingface_hub import CommitOperationAdd
+
+        message = f"hiddenstore push: {len(files)} files, {files[0].path} …"
+        with self._asking():
+            for file in files:
+                # The client's own error about a file that has gone names no file.
+                _ = isinstance(file.source, bytes) or file.source.stat()
+            # An operation that was sent is spent; files the hub has by then are not sent again.
+            operations = [CommitOperationAdd(file.path, file.source) for file in files]
+            self._api.create_commit(**self._where, operations=operations, commit_message=message)
 
     def size(self, path: str) -> int | None:
         return self._tree[path][0] if path in self._tree else None
@@ -149,9 +149,9 @@ class HubRemote:
         """Size and sha256 (empty where the hub has none) by path."""
         commit = self._commit
         with self._asking():
-            entries = list(self._api.list_repo_tree(**self._where, revision=commit, recursive=True))
-        files = [entry for entry in entries if hasattr(entry, "size")]
-        return {file.path: (file.size, file.lfs.sha256 if file.lfs else "") for file in files}
+            entries = self._api.list_repo_tree(**self._where, revision=commit, recursive=True)
+            files = [entry for entry in entries if hasattr(entry, "size")]
+            return {file.path: (int(file.size), file.lfs.sha256 if file.lfs else "") for file in files}
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -161,49 +161,52 @@ class HubRemote:
             yield
         except HiddenstoreError:
             raise
-        # The hub's client wraps what failed in errors of many kinds.
-        except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        # The hub's client wraps what failed in errors of many kinds, and stumbles over answers of another shape.
+        except (HTTPError, OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
+            if isinstance(error, OSError) and error.filename:
+                raise storage_error(error, str(error.filename)) from error
             raise _refusal(self.address, error, self._api.endpoint) from None
 
 
 def _refusal(address: str, error: BaseException, endpoint: str) -> HiddenstoreError:
-    """What the hub's client raised, without the addresses it asked."""
+    """What the hub's client raised, without the addresses it asked and the token it sent."""
+    from huggingface_hub import get_token
+
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
     response = next((answer for cause in causes if (answer := getattr(cause, "response", None)) is not None), None)
+    names = [type(cause).__name__ for cause in causes]
     if response is None:
-        if any(type(cause).__name__ == "OfflineModeIsEnabled" for cause in causes):
-            text, hint = "HF_HUB_OFFLINE is set, and the hub is not here", "HF_HUB_OFFLINE=0 and the same command"
-            return StorageError(f"{address}: {text}", kind=Kind.SERVER_UNREACHABLE, hint=hint)
-        reason = type(causes[-1]).__name__
-        return StorageError(f"{address}: no answer from the hub ({reason})", kind=Kind.SERVER_UNREACHABLE)
+        is_offline = "OfflineModeIsEnabled" in names
+        words = (
+            "HF_HUB_OFFLINE is set, and the hub is not here"
+            if is_offline
+            else f"no answer that can be read ({names[-1]})"
+        )
+        hint = "HF_HUB_OFFLINE=0 and the same command" if is_offline else None
+        return StorageError(f"{address}: {words}", kind=Kind.SERVER_UNREACHABLE, hint=hint)
     status = int(response.status_code)
-    words = f"the hub answered {status}"
-    if urlsplit(str(response.url)).netloc == urlsplit(endpoint).netloc:
-        said = [str(own) for cause in causes if (own := getattr(cause, "server_message", None))]
-        words += f": {' '.join(said[0].split())[:200]}" if said else ""
+    words = f"{address}: the hub answered {status}"
+    said = next((own for cause in causes if (own := getattr(cause, "server_message", None))), "")
+    if said and urlsplit(str(response.url)).netloc == urlsplit(endpoint).netloc:
+        words += f": {' '.join(str(said).replace(get_token() or chr(0), '…').split())[:200]}"
     if status in (401, 403):
         hint = "hf auth login, or HF_TOKEN in the environment; a repository nobody may see answers so too"
-        return StorageError(f"{address}: {words}", kind=Kind.PERMISSION_DENIED, hint=hint)
+        return StorageError(words, kind=Kind.PERMISSION_DENIED, hint=hint)
     if status == 404:
-        return NotFoundError(f"{address}: {words}", kind=Kind.PATH_MISSING)
-    if status in _PASSING or status >= 500:
+        return NotFoundError(words, kind=Kind.PATH_MISSING)
+    if status in (408, 429) or status >= 500:
         hint = "the same command goes on where it stopped"
-        return StorageError(f"{address}: {words}, again and again", kind=Kind.SERVER_FAILING, hint=hint)
-    return ConfigError(f"{address}: {words}", kind=Kind.SERVER_REFUSED)
+        return StorageError(f"{words}, again and again", kind=Kind.SERVER_FAILING, hint=hint)
+    return ConfigError(words, kind=Kind.SERVER_REFUSED)
 
 
-def _source(file: LocalFile) -> str | bytes:
-    return file.source if isinstance(file.source, bytes) else str(file.source)
-
-
-def _batches(files: Sequence[LocalFile]) -> Iterator[list[LocalFile]]:
-    batch: list[LocalFile] = []
-    for file in files:
-        if batch and (len(batch) == COMMIT_FILES or sum(f.size for f in batch) + file.size > COMMIT_BYTES):
-            yield batch
-            batch = []
-        batch.append(file)
-    if batch:
-        yield batch
+def _batches(files: Sequence[LocalFile]) -> list[list[LocalFile]]:
+    """Commits; what takes the place of other files comes last, all at once."""
+    batches: list[list[LocalFile]] = [[]]
+    for file in [file for file in files if not file.replaces]:
+        if len(batches[-1]) == COMMIT_FILES or sum(f.size for f in batches[-1]) + file.size > COMMIT_BYTES:
+            batches.append([])
+        batches[-1].append(file)
+    return [batch for batch in [*batches, [file for file in files if file.replaces]] if batch]

@@ -17,6 +17,10 @@ from hiddenstore.fs.seam import Filesystem, is_inside, storage_error
 SUMS, CARD = "SHA256SUMS", "README.md"
 PIECE_BYTES = 32 << 20
 
+Advance = Callable[[int], None]
+Begin = Callable[[str, int], Advance]
+"""A person's view of one pass over the bytes: its name and how many there are; returns what is told of each piece."""
+
 _BEGUN = f"{SUMS}.pushing"
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\n]+)")
 
@@ -39,13 +43,13 @@ class Remote(Protocol):
     keeps_history: bool
     """Whether what is replaced can be brought back."""
 
-    def begin(self, sums: bytes, public: bool) -> None:
-        """Make the place; ``sums`` is the ``SHA256SUMS`` that the push will end with."""
+    def begin(self, sums: Mapping[str, str], public: bool) -> None:
+        """Make the place; ``sums`` is what the push will end with."""
 
     def digests(self, files: Sequence[LocalFile]) -> dict[str, str]:
         """sha256 of those names of ``files`` that are there whole; empty where it is not known."""
 
-    def put(self, files: Sequence[LocalFile], advance: Callable[[int], None]) -> None:
+    def put(self, files: Sequence[LocalFile], advance: Advance) -> None:
         """Bring files over; ``advance`` is told the bytes of each. Where there is history, all at once."""
 
     def size(self, path: str) -> int | None:
@@ -66,31 +70,18 @@ def parse_sums(data: bytes, where: str) -> dict[str, str]:
     for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
         match = _LINE.fullmatch(line)
         if match is None:
-            raise CorruptionError(
-                f"{where}: line {number} is no sha256 and name: {line[:80]!r}", kind=Kind.DOCUMENT_CORRUPT, path=SUMS
-            )
+            message = f"{where}: line {number} is no sha256 and name: {line[:80]!r}"
+            raise CorruptionError(message, kind=Kind.DOCUMENT_CORRUPT, path=SUMS)
         if not is_inside(match[2]) or match[2] == SUMS:
             raise ConfigError(f"{where} names {match[2]!r}", kind=Kind.PATH_UNSAFE)
         digests[match[2]] = match[1]
     return digests
 
 
-def remote_sums(remote: Remote) -> dict[str, str] | None:
-    """What was pushed to ``remote``; None where no push was finished."""
+def read_sums(remote: Remote) -> dict[str, str]:
+    """What was pushed to ``remote``; nothing where no push was finished."""
     size = remote.size(SUMS)
-    return None if size is None else parse_sums(remote.read_range(SUMS, 0, size), f"{remote.address}/{SUMS}")
-
-
-def require_pushed(remote: Remote) -> dict[str, str]:
-    """The same; NotFoundError ``push-unfinished`` where there is none."""
-    digests = remote_sums(remote)
-    if digests is None:
-        raise NotFoundError(
-            f"{remote.address} holds no {SUMS}: nothing was pushed there, or the push has not come to its end",
-            kind=Kind.PUSH_UNFINISHED,
-            hint=f"hiddenstore push SOURCE {remote.address}   (the same command goes on)",
-        )
-    return digests
+    return {} if size is None else parse_sums(remote.read_range(SUMS, 0, size), f"{remote.address}/{SUMS}")
 
 
 class StorageRemote:
@@ -101,13 +92,11 @@ class StorageRemote:
     def __init__(self, fs: Filesystem) -> None:
         self.address, self._fs = fs.root, fs
 
-    def begin(self, sums: bytes, public: bool) -> None:
-        known = {**self._sums(SUMS), **self._sums(_BEGUN), **parse_sums(sums, SUMS)}
-        self._replace(_BEGUN, sums_text(known))
+    def begin(self, sums: Mapping[str, str], public: bool) -> None:
+        self._replace(_BEGUN, sums_text({**self._known(), **sums}))
 
     def digests(self, files: Sequence[LocalFile]) -> dict[str, str]:
-        known = {**self._sums(SUMS), **self._sums(_BEGUN)}
-        sizes = {file.path: self._fs.size(file.path) for file in files}
+        known, sizes = self._known(), {file.path: self._fs.size(file.path) for file in files}
         # Of another size under a known digest: put there by a push that ended before it, with other bytes.
         return {
             file.path: known.get(file.path, "") if sizes[file.path] == file.size else "other"
@@ -115,11 +104,12 @@ class StorageRemote:
             if sizes[file.path] is not None
         }
 
-    def put(self, files: Sequence[LocalFile], advance: Callable[[int], None]) -> None:
+    def put(self, files: Sequence[LocalFile], advance: Advance) -> None:
         for file in files:
-            if file.replaces:
-                self._fs.remove_tree(file.path)
-            self._put(file)
+            if isinstance(file.source, bytes):
+                self._replace(file.path, file.source)
+            else:
+                self._upload(file, file.source)
             advance(file.size)
             if file.path == SUMS:
                 self._fs.remove_tree(_BEGUN)
@@ -131,29 +121,29 @@ class StorageRemote:
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         return self._fs.read_range(path, offset, length)
 
-    def _sums(self, name: str) -> dict[str, str]:
-        with suppress(NotFoundError):
-            return parse_sums(self._fs.read(name), f"{self.address}/{name}")
-        return {}
+    def _known(self) -> dict[str, str]:
+        known: dict[str, str] = {}
+        for name in (SUMS, _BEGUN):
+            with suppress(NotFoundError):
+                known |= parse_sums(self._fs.read(name), f"{self.address}/{name}")
+        return known
 
     def _replace(self, path: str, data: bytes) -> None:
         self._fs.remove_tree(path)
         if not self._fs.put_if_absent(path, data):
             raise StorageError(f"{self.address}/{path} was written by another push", kind=Kind.IO_ERROR)
 
-    def _put(self, file: LocalFile) -> None:
-        if isinstance(file.source, bytes):
-            self._replace(file.path, file.source)
-            return
+    def _upload(self, file: LocalFile, source: Path) -> None:
+        if file.replaces:
+            self._fs.remove_tree(file.path)
         writer = self._fs.create(file.path)
         try:
-            with file.source.open("rb") as source:
-                while data := source.read(PIECE_BYTES):
+            with source.open("rb") as content:
+                while data := content.read(PIECE_BYTES):
                     writer.write(data)
             writer.close()
-        except OSError as error:
+        except BaseException as error:
             writer.abort()
-            raise storage_error(error, str(file.source)) from error
-        except BaseException:
-            writer.abort()
+            if isinstance(error, OSError):
+                raise storage_error(error, str(source)) from error
             raise

@@ -1,0 +1,185 @@
+"""What was pushed, brought here: every file is compared with its sha256 while it comes, and goes on at any byte.
+
+``SHA256SUMS`` lands first and says whose folder this is; the file that makes it a store or a drafter lands last.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+
+from hiddenstore.errors import ConflictError, CorruptionError, Kind, NotFoundError, StorageError
+from hiddenstore.fs.publish import replace_file, sweep_killed
+from hiddenstore.fs.seam import TEMP_PREFIX, storage_error
+from hiddenstore.layout import STORE_JSON
+from hiddenstore.share.remote import PIECE_BYTES, SUMS, Advance, Begin, Remote, parse_sums, read_sums, sums_text
+
+PARALLEL = 4
+_LAST = (STORE_JSON, "hiddenstore.json")
+
+
+@dataclass(frozen=True)
+class PullReport:
+    """What a pull did; ``bytes_read`` came now, ``replaced`` names files that were there with other bytes."""
+
+    files: int
+    bytes: int
+    bytes_read: int
+    replaced: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _File:
+    path: str
+    size: int
+    sha256: str
+    out: Path
+
+    @property
+    def part(self) -> Path:
+        """What an interrupted pull left of it."""
+        return self.out.with_name(f"{TEMP_PREFIX}pull-{self.out.name}")
+
+
+def pull(remote: Remote, out: Path, begin: Begin) -> PullReport:
+    """Bring what ``remote`` holds to the folder ``out``; the same pull again continues, or brings what was added.
+
+    Raises:
+        NotFoundError: ``push-unfinished``, nothing whole was pushed there.
+        ConflictError: ``output-exists``: the folder holds something else, or another pull writes it.
+        CorruptionError: ``file-corrupt``: bytes came twice that are not those that were pushed.
+        StorageError: disk or place refused; ``disk-full`` before the first byte where it can be known.
+    """
+    digests = read_sums(remote)
+    sizes = {path: remote.size(path) for path in digests}
+    absent = SUMS if not digests else next((path for path, size in sizes.items() if size is None), None)
+    if absent is not None:
+        raise NotFoundError(
+            f"{remote.address} holds no {absent}: nothing was pushed there, or the push has not come to its end",
+            kind=Kind.PUSH_UNFINISHED,
+            hint=f"hiddenstore push SOURCE {remote.address}   (the same command goes on)",
+        )
+    files = [_File(path, sizes[path] or 0, digest, out / path) for path, digest in digests.items()]
+    total = sum(file.size for file in files)
+    with _writing(out):
+        _require_same(out, digests)
+        before = {file.path for file in files if file.out.is_file()}
+        advance = begin("pull", total)
+        missing = [file for file in files if not _is_there(file, advance)]
+        _require_room(out, missing)
+        replace_file(out / SUMS, sums_text(digests))
+        came = _bring_all(remote, [file for file in missing if file.path not in _LAST], advance)
+        came += _bring_all(remote, [file for file in missing if file.path in _LAST], advance)
+    return PullReport(len(files), total, came, tuple(sorted(before & {file.path for file in missing})))
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """The folder, made and locked: two pulls into one would write into each other's files."""
+    if out.exists() and not out.is_dir():
+        raise ConflictError(f"{out} is no folder", kind=Kind.OUTPUT_EXISTS, hint="another DEST")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise storage_error(error, str(out)) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+        os.fsync(handle)
+    except BlockingIOError as error:
+        raise ConflictError(f"another pull writes {out}", kind=Kind.OUTPUT_EXISTS, hint="wait for it") from error
+    finally:
+        os.close(handle)
+
+
+def _require_same(out: Path, digests: Mapping[str, str]) -> None:
+    """Refuse a folder that no pull made, and one into which another store, or a drafter instead, was pulled."""
+    sweep_killed(out, SUMS)
+    if not any(out.iterdir()):
+        return
+    if not (out / SUMS).is_file():
+        raise ConflictError(f"{out} exists already, and no pull made it", kind=Kind.OUTPUT_EXISTS, hint="another DEST")
+    before = parse_sums((out / SUMS).read_bytes(), str(out / SUMS))
+    if before.get(STORE_JSON) != digests.get(STORE_JSON):
+        raise ConflictError(f"another store was pulled to {out}", kind=Kind.OUTPUT_EXISTS, hint="another DEST")
+
+
+def _is_there(file: _File, advance: Advance) -> bool:
+    if not file.out.is_file() or file.out.stat().st_size != file.size:
+        return False
+    with file.out.open("rb") as content:
+        is_same = hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
+    advance(file.size if is_same else 0)
+    return is_same
+
+
+def _require_room(out: Path, missing: list[_File]) -> None:
+    needed = sum(file.size - (file.part.stat().st_size if file.part.is_file() else 0) for file in missing)
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        message = f"{out} needs {needed:,} bytes more, and its disk has {free:,}"
+        raise StorageError(message, kind=Kind.DISK_FULL, hint="free some space and run the same command again")
+
+
+def _bring_all(remote: Remote, files: list[_File], advance: Advance) -> int:
+    """Several at once; bytes that came. What ends one of them, or the person who waits, ends them all."""
+    over = Event()
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        try:
+            return sum(pool.map(lambda file: _bring(remote, file, advance, over), files))
+        finally:
+            over.set()
+
+
+def _bring(remote: Remote, file: _File, advance: Advance, over: Event) -> int:
+    """One file, on from what an interrupted pull left of it; bytes that came."""
+    came = 0
+    try:
+        file.out.parent.mkdir(parents=True, exist_ok=True)
+        for _ in (1, 2):
+            digest, offset = _begun(file)
+            advance(offset)
+            with file.part.open("ab") as writer:
+                while offset < file.size:
+                    if over.is_set():
+                        return came
+                    data = remote.read_range(file.path, offset, min(PIECE_BYTES, file.size - offset))
+                    if not data:
+                        message = f"{remote.address}/{file.path} ends at byte {offset:,} of {file.size:,}"
+                        raise CorruptionError(message, kind=Kind.FILE_SHORT, path=file.path)
+                    writer.write(data)
+                    digest.update(data)
+                    offset += len(data)
+                    came += len(data)
+                    advance(len(data))
+                writer.flush()
+                os.fsync(writer.fileno())
+            if digest.hexdigest() == file.sha256:
+                file.part.replace(file.out)
+                return came
+            file.part.unlink()
+            advance(-offset)
+    except OSError as error:
+        raise storage_error(error, str(file.out), "the same command goes on where it stopped") from error
+    raise CorruptionError(
+        f"{remote.address}/{file.path} is not what was pushed: expected sha256 {file.sha256[:12]}…, twice another came",
+        kind=Kind.FILE_CORRUPT,
+        path=file.path,
+        hint="push it again from where it is whole",
+    )
+
+
+def _begun(file: _File) -> "tuple[hashlib._Hash, int]":
+    """The digest of what is there of a file, and how many bytes that is."""
+    if not file.part.is_file() or file.part.stat().st_size > file.size:
+        file.part.unlink(missing_ok=True)
+        return hashlib.sha256(), 0
+    with file.part.open("rb") as content:
+        return hashlib.file_digest(content, "sha256"), file.part.stat().st_size
