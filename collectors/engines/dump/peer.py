@@ -6,7 +6,6 @@ Shapes: T rows of one sample as the peer stored it, C layer columns, D target wi
 import errno
 import json
 import os
-import pickle
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -258,8 +257,7 @@ class OpenFile:
 def require_read(error: Exception, path: Path) -> None:
     """Raise StorageError where the disk refused: what it did not read is no fault of a file's content."""
     number = error.errno if isinstance(error, OSError) else None
-    is_of_the_content = isinstance(error, pickle.UnpicklingError)
-    if number is None and not is_of_the_content and (said := _REFUSED.match(str(error))):
+    if number is None and (said := _REFUSED.match(str(error))):
         number = int(said[1])
     if number is not None and number not in _OF_THE_FILE:
         hint = "nothing was counted as rejected; run the same command again once the disk answers"
