@@ -14,7 +14,15 @@ from hiddenstore.cli import ENTRY_POINT_GROUP, OTHER_WORDS, OUR_COMMANDS, SECTIO
 
 # Flags a person types daily; --json, -q, -v and --help come on top. More belongs into a config file.
 MOST_FLAGS = 10
-MORE_FLAGS_ALLOWED = {"import": 17, "collect": 23, "prepare": 16, "regenerate": 16, "eval": 27, "decode": 14}
+MORE_FLAGS_ALLOWED = {
+    "import": 17,
+    "collect": 23,
+    "prepare": 16,
+    "regenerate": 18,
+    "train": 11,
+    "eval": 27,
+    "decode": 14,
+}
 
 
 def installed_commands() -> dict[str, click.Command]:

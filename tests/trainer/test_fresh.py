@@ -9,7 +9,6 @@ from hiddenstore.targets.head import HeadBundle
 from schemas import HeadSpec
 from tests.trainer.conftest import VOCAB, WIDTH, drafter_config, make_batch
 from trainer.drafters.base import START_NATS, quiet_scale
-from trainer.drafters.dflash import DFLASH, BlockLoss, DFlashConfig
 from trainer.drafters.eagle3 import Eagle3, TttLoss, TttObjective
 from trainer.losses.teacher import TargetInterface, Teacher
 from trainer.vocab import DraftVocab
@@ -27,18 +26,6 @@ def target() -> TargetInterface:
 def test_a_fresh_eagle3_starts_near_equal_probabilities(target: TargetInterface, version: dict[str, bool]) -> None:
     model = Eagle3.build(drafter_config(**version), target.head, target.vocab)
     objective = TttObjective(model, Teacher(target.head, target.vocab), TttLoss(steps=3))
-    inputs = objective.prepare(make_batch([60, 40]))
-    losses = objective.losses(inputs, objective.denominators(inputs))
-    assert float((losses.sums / losses.counts).max()) < math.log(VOCAB) + 0.5
-
-
-@pytest.mark.parametrize("train_head", [True, False])
-def test_a_fresh_dflash_starts_near_equal_probabilities(target: TargetInterface, train_head: bool) -> None:
-    shape = drafter_config(num_layers=2).model_dump(exclude={"name", "norm_before_residual", "train_embeddings"})
-    shape = {key: value for key, value in shape.items() if key in DFlashConfig.model_fields}
-    config = DFlashConfig(**{**shape, "block_size": 4, "mask_token_id": 1, "train_head": train_head})
-    model = DFLASH.build(config, target, 0)
-    objective = DFLASH.objective(model, target, BlockLoss())
     inputs = objective.prepare(make_batch([60, 40]))
     losses = objective.losses(inputs, objective.denominators(inputs))
     assert float((losses.sums / losses.counts).max()) < math.log(VOCAB) + 0.5

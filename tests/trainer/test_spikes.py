@@ -79,7 +79,7 @@ def test_a_spike_changes_no_weight_and_its_samples_are_written_down(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {24})
-    words = [*GUARDED, "train.checkpoint_every=1", "train.keep=99", "train.spike_factor=2"]
+    words = [*GUARDED, "train.checkpoint_every=1", "train.keep=99", "train.spike_factor=1.4"]
     report = train(store.path, tmp_path / "run", words=words)
     assert report.skipped_steps == 1
     found = lines(tmp_path / "run")
@@ -97,8 +97,8 @@ def test_a_resumed_run_judges_as_the_uninterrupted_one(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {22, 27})
-    train(store.path, tmp_path / "straight", words=[*GUARDED, "train.spike_factor=2"])
-    train(store.path, tmp_path / "run", words=[*GUARDED, "train.spike_factor=2"])
+    train(store.path, tmp_path / "straight", words=[*GUARDED, "train.spike_factor=1.4"])
+    train(store.path, tmp_path / "run", words=[*GUARDED, "train.spike_factor=1.4"])
     shutil.rmtree(tmp_path / "run/checkpoints/step-30")
     again = train(store.path, tmp_path / "run", resume=True)
     assert again.skipped_steps == 2
@@ -111,8 +111,8 @@ def test_a_loss_that_stays_high_ends_the_run_and_names_the_samples(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, set(range(22, 40)))
-    with pytest.raises(CaptureError, match=f"the last of {MOST_IN_A_ROW + 1} in a row above 2 times") as caught:
-        train(store.path, tmp_path / "run", words=[*GUARDED, "train.spike_factor=2"])
+    with pytest.raises(CaptureError, match=f"the last of {MOST_IN_A_ROW + 1} in a row above 1.25 times") as caught:
+        train(store.path, tmp_path / "run", words=[*GUARDED, "train.spike_factor=1.25"])
     assert caught.value.kind == "loss-stays-high"
     assert any(sample in str(caught.value) for sample in store.sample_ids)
     assert str(caught.value.hint).endswith("--resume train.spike_factor=none")
