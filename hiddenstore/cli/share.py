@@ -1,6 +1,7 @@
 """To others and from them: push and pull."""
 
 import hashlib
+import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ from hiddenstore.cli.care import copy_with_progress
 from hiddenstore.cli.words import layers_option, open_store, split_snapshot
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import plural, size
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.folders import kind_of, missing
 from hiddenstore.fs import is_address, open_filesystem
 from hiddenstore.layout import STORE_JSON
@@ -66,7 +67,7 @@ def push(
     is_store = is_address(place) or kind_of(place) == "store"
     is_drafter = not is_store and (kind_of(place) == "drafter" or any(Path(place).glob("*.gguf")))
     if not is_drafter and (not is_store or open_filesystem(place).size(STORE_JSON) is None):
-        raise missing("store", place)
+        raise _nothing_to_push(place)
     if not is_store and (sample or any(part.values())):
         raise click.UsageError("--layers, --where, --split, --staging and --sample are of stores")
     remote = open_remote(address)
@@ -92,6 +93,18 @@ def push(
     there = f", {size(report.bytes - report.bytes_sent)} there already" if report.bytes > report.bytes_sent else ""
     output().data(document, human=Text.assemble(("✓ ", "green"), f"{remote.address}: {sent}{there}"), quiet="")
     output().hint("hiddenstore", "pull", remote.address, "DEST")
+
+
+def _nothing_to_push(place: str) -> NotFoundError:
+    kind = None if is_address(place) else kind_of(place)
+    if is_address(place) or kind not in (None, "run"):
+        return missing("store", place)
+    what, run = ("a training run", shlex.quote(place)) if kind == "run" else ("neither a store nor a drafter", "RUN")
+    return NotFoundError(
+        f"{place} is {what}; stores and exported drafters are pushed",
+        kind=Kind.PATH_MISSING,
+        hint=f"hiddenstore export {run} --engine vllm -o DRAFTER makes a drafter",
+    )
 
 
 def _staged(store: "Store", remote: "Remote", part: Mapping[str, Any]) -> "Store":

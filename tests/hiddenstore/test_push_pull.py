@@ -373,7 +373,8 @@ def test_a_drafter_is_pushed_with_its_card_and_comes_back(
         (("push", "store", "hf://states"), "is no repository", 2),
         (("push", "store", "hf://datasets/me/.."), "is no repository", 2),
         (("push", "store", "ftp://host/states"), "cannot be opened", 2),
-        (("push", "run", "hf://datasets/me/states"), "is no store: it is a training run", 2),
+        (("push", "run", "hf://datasets/me/states"), "is a training run; stores and exported drafters are pushed", 2),
+        (("push", "nothing", "hf://datasets/me/states"), "nothing is neither a store nor a drafter", 2),
         (("push", "exported", "hf://me/drafter", "--split", "train"), "are of stores", 2),
         (
             ("push", "store", "hf://datasets/me/states", "--results", "chats.jsonl"),
