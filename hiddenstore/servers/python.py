@@ -48,7 +48,9 @@ class VllmPython:
         set already stays."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(cores)}
+        # The engine's own process spins on a core beside its worker: with a thread on every core a token of
+        # SmolLM2 takes 1.6 times as long (two cores, benchmarks/results/demo-llm-2026-11-22.md).
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(max(1, cores - 1))}
         # The CPU build is ten times slower under another OpenMP than its own, which has to be loaded first.
         own = Path(self.program).parent.parent / "lib" / _OPENMP
         return {**variables, **({"LD_PRELOAD": str(own)} if own.is_file() else {}), **os.environ}
