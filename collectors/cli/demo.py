@@ -25,8 +25,7 @@ BUNDLED_QUESTIONS = 3000
 BUNDLED_HELD_OUT = 90
 DRAFTER = "eagle3.1"
 PIPELINE = "pipeline.yaml"
-# A server answers more in the same minutes.
-QUESTIONS_IN_PROCESS, QUESTIONS_SERVED, SERVED_AT_A_TIME = 1500, 1855, 64
+SMOLLM2_QUESTIONS = 2000
 # A server on CPU: short texts, nothing compiled, the dtype that CPUs with AMX or AVX512-BF16 multiply fastest.
 ENGINE_ARGS = ("dtype=bfloat16", "max-model-len=1024", "enforce-eager=true")
 
@@ -106,10 +105,7 @@ def _pipeline_file(folder: Path, name: str, words: Mapping[str, Any]) -> Path:
 
 
 def _filled(name: str, words: Mapping[str, Any]) -> str:
-    dumped = {key: json.dumps(value) for key, value in words.items()}
-    # A dictionary stands among other options of its section.
-    dumped |= {key: dumped[key][1:-1] for key, value in words.items() if isinstance(value, dict)}
-    return Template(pipeline_text(name)).substitute(dumped)
+    return Template(pipeline_text(name)).substitute({key: json.dumps(value) for key, value in words.items()})
 
 
 def _bundled(folder: Path) -> dict[str, Any]:
@@ -130,16 +126,14 @@ def _smollm2(model: str | None, engine_python: str | None) -> dict[str, Any]:
     """Target and questions of the demo on a real model; the engine, where there is one."""
     from collectors.demo.wheel import smollm2
 
-    python, args = _engine_python(engine_python), list(ENGINE_ARGS)
-    by_server = {"concurrency": SERVED_AT_A_TIME, "engine-python": python, "engine-arg": args}
     return {
         "target": str(smollm2(model)),
         "questions": str(QUESTIONS),
         "held_out": str(MT_BENCH),
-        "count": QUESTIONS_IN_PROCESS if python is None else QUESTIONS_SERVED,
-        "answered_by": {"workers": _cores()} if python is None else by_server,
-        "engine_python": python,
-        "engine_args": args,
+        "count": SMOLLM2_QUESTIONS,
+        "workers": _cores(),
+        "engine_python": _engine_python(engine_python),
+        "engine_args": list(ENGINE_ARGS),
     }
 
 

@@ -27,8 +27,8 @@ WORDS = {
     "held_out": str(MT_BENCH),
     "ranks": 1,
     "seed": 0,
-    "count": 1500,
-    "answered_by": {"concurrency": 64, "engine-python": "python", "engine-arg": ["dtype=bfloat16"]},
+    "count": 2000,
+    "workers": 2,
     "engine_python": "python",
     "engine_args": ["dtype=bfloat16"],
 }
@@ -64,7 +64,7 @@ def test_every_pipeline_that_ships_holds_what_its_commands_take_and_says_how_lon
 def test_the_questions_that_ship_are_many_and_none_is_held_out() -> None:
     questions, held_out = rows(QUESTIONS), rows(MT_BENCH)
     texts = [row["messages"][0]["content"] for row in questions]
-    assert len(texts) == len(set(texts)) >= 1500
+    assert len(texts) == len(set(texts)) >= 2000
     assert {row["source"] for row in questions} == {"gsm8k", "own"}
     assert len(held_out) == 80
     assert not {row["prompt"] for row in held_out} & set(texts)
