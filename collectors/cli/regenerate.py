@@ -96,7 +96,7 @@ def regenerate(
         raise click.UsageError("--engine-arg is a flag of the server that '--engine-python PY' starts.")
     settings = load(MoreSettings, dotlist=more).model_dump()
     out = output()
-    request = RegenerateOptions(**options, **settings)
+    request = RegenerateOptions(**options, **settings, engine_args=engine_args)
     if engine_python is not None:
         _refuse_before_start(request)
     with drain_on_signal() as drain:
@@ -105,7 +105,7 @@ def regenerate(
         if take is not None:
             report = take_answered(request, Path(take))
         else:
-            with _served(request, engine_python, engine_args, lambda: drain.requested) as served:
+            with _served(request, engine_python, lambda: drain.requested) as served:
                 report = run(served, out.note, lambda: drain.requested)
     names = ("out", "read", "written", "answers", "tokens", "cut", "short", "resumed")
     document = {name: getattr(report, name) for name in names} | {
@@ -156,10 +156,7 @@ def _with_questions(
 
 @contextmanager
 def _served(
-    request: "RegenerateOptions",
-    engine_python: str | None,
-    engine_args: tuple[str, ...],
-    stopping: "Callable[[], bool]",
+    request: "RegenerateOptions", engine_python: str | None, stopping: "Callable[[], bool]"
 ) -> "Iterator[RegenerateOptions]":
     """The request to a server of its target, up until the block ends; as it is where no Python is named."""
     if engine_python is None:
@@ -178,7 +175,9 @@ def _served(
     python.require()
     revision = ("--revision", request.revision) if request.revision else ()
     trust = ("--trust-remote-code",) if request.trust_remote_code else ()
-    command = python.command(target_folder(str(request.target)), (*engine_flags(engine_args), *revision, *trust))
+    command = python.command(
+        target_folder(str(request.target)), (*engine_flags(request.engine_args), *revision, *trust)
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     output().note(f"starting vLLM; it writes {log}")
     with running([ServerProcess(command, python.environment(), log)], stopping) as (url,):

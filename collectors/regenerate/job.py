@@ -37,8 +37,7 @@ def regenerate(
     """Rewrite the answers and write rows of ``messages``, in input order, all of it or nothing.
 
     Raises:
-        ConflictError: ``output-exists``, ``answers-running``, ``answers-differ`` or
-            ``answers-differ``.
+        ConflictError: ``output-exists``, ``answers-running`` or ``answers-differ``.
         ConfigError: ``nothing-usable``: no conversation has an answer to rewrite; or an option is out of range.
         StorageError: ``server-unreachable`` or ``server-failing``; what was answered is kept.
         CaptureError: ``nothing-answered``: every conversation was left out.

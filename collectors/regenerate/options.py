@@ -21,7 +21,7 @@ class RegenerateOptions:
     ``shard`` (i, n) takes every n-th conversation, i in 1 … n. ``api_key_env`` names an environment variable.
     ``system`` opens conversations without a system message. ``turns``: which answers are rewritten. ``raw``: the server
     continues the text of the turns as it is, without a chat template. ``rows_per_file``: ``out`` is a folder of files.
-    ``extra`` members join every request to a server.
+    ``extra`` members join every request to a server. ``engine_args``: the flags of a server that was started for this.
     ``seed`` None is 0 in this process, and no seed for a server. More than ``max_failures`` conversations that fail, or
     than ``max_failure_share`` of all, end the run.
     """
@@ -56,6 +56,7 @@ class RegenerateOptions:
     max_failures: int = 10
     max_failure_share: float = 0.5
     extra: Mapping[str, Any] = field(default_factory=dict)
+    engine_args: tuple[str, ...] = ()
 
 
 @dataclass
@@ -188,5 +189,6 @@ def answer_settings(options: RegenerateOptions, label: str) -> dict[str, Any]:
         # Runs that were begun before there was a choice do not name it.
         **({"turns": "last"} if options.turns == "last" else {}),
         **({"raw": True} if options.raw else {}),
+        **({"engine_args": sorted(options.engine_args)} if options.engine_args else {}),
         "seed": options.seed if options.server is not None else options.seed or 0,
     }

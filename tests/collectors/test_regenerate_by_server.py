@@ -280,12 +280,20 @@ def test_no_more_than_the_asked_number_of_requests_run_at_a_time(tmp_path: Path,
     assert max(most) == 3
 
 
-def test_answers_of_another_revision_are_not_mixed_in(tmp_path: Path, double: ChatDouble) -> None:
-    ours = options(tmp_path, double, revision="a")
-    settings = [answer_settings(chosen, "m") for chosen in (ours, replace(ours, revision="b"))]
-    AnswersFolder(tmp_path / "out.jsonl", 1).claim(settings[0])
-    with pytest.raises(ConflictError, match=r"revision 'a'.*now 'b'"):
-        AnswersFolder(tmp_path / "out.jsonl", 1).claim(settings[1])
+@pytest.mark.parametrize(
+    ("first", "then", "difference"),
+    [
+        ({"revision": "a"}, {"revision": "b"}, r"revision 'a'.*now 'b'"),
+        ({"engine_args": ("dtype=bfloat16",)}, {"engine_args": ()}, r"engine_args \['dtype=bfloat16'\].*now None"),
+    ],
+)
+def test_answers_of_another_revision_or_engine_are_not_mixed_in(
+    first: dict[str, Any], then: dict[str, Any], difference: str, tmp_path: Path, double: ChatDouble
+) -> None:
+    ours = options(tmp_path, double)
+    AnswersFolder(tmp_path / "out.jsonl", 1).claim(answer_settings(replace(ours, **first), "m"))
+    with pytest.raises(ConflictError, match=difference):
+        AnswersFolder(tmp_path / "out.jsonl", 1).claim(answer_settings(replace(ours, **then), "m"))
 
 
 def test_a_killed_run_goes_on_and_nothing_is_lost_or_doubled(tmp_path: Path, double: ChatDouble) -> None:
