@@ -25,7 +25,7 @@ from hiddenstore.layout import SEGMENTS_DIR
 from hiddenstore.records import Sample, sample_id
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, HEAD, VOCAB, capture_spec, random_records, target_files
-from hiddenstore.verify.run import verify
+from hiddenstore.verify import verify
 from hiddenstore.writer import create_store, write_unit
 from schemas.manifest import Container
 

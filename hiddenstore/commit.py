@@ -69,11 +69,7 @@ def lost_samples(record: CommitHead) -> frozenset[str]:
 
 
 def read_commit(fs: Filesystem, name: str) -> Commit:
-    """One record by its file name.
-
-    Raises:
-        CorruptionError: its bytes, its name or its numbers do not hold together.
-    """
+    """One record by its file name. Raises CorruptionError: its bytes, its name or its numbers do not hold together."""
     path = f"{layout.COMMITS_DIR}/{name}"
     return commit_of(read_bounded(fs, path), name, f"{fs.root}/{path}")
 
@@ -126,11 +122,8 @@ def read_many(
     names: Sequence[str],
     read_one: Callable[[Filesystem, str], C] = read_commit,  # type: ignore
 ) -> list[C | HiddenstoreError]:
-    """Records by file name, as ``read_one`` gives them; what is wrong with one stands in its place.
-
-    Raises:
-        StorageError: the storage refused.
-    """
+    """Records by file name, as ``read_one`` gives them; what is wrong with one stands in its place. Raises
+    StorageError: the storage refused."""
 
     def read(name: str) -> C | HiddenstoreError:
         path = f"{layout.COMMITS_DIR}/{name}"

@@ -26,11 +26,8 @@ T = TypeVar("T")
 
 def twice(fs: Filesystem, look: Callable[[], T], *paths: str) -> T:
     """What ``look`` returns; where it finds the files at ``paths`` damaged, what a second look past the cache returns.
-
-    Raises:
-        CorruptionError, FormatError, NotFoundError: what the second look raises: damage.
-        StorageError: the storage refused, or a file is not there but not known to be gone.
-    """
+    Raises CorruptionError, FormatError, NotFoundError: what the second look raises: damage; StorageError: the storage
+    refused, or a file is not there but not known to be gone."""
     try:
         return look()
     except DAMAGE:
@@ -55,10 +52,7 @@ def require_absent(fs: Filesystem, path: str) -> None:
     """Return when a file is known to be gone.
 
     Known means that store.json is there, and that the nearest folder above which holds anything does not list it.
-
-    Raises:
-        StorageError: ``absence-unknown``; or the storage refused to say.
-    """
+    Raises StorageError: ``absence-unknown``; or the storage refused to say."""
     child = path
     while True:
         parent, _, name = child.rpartition("/")

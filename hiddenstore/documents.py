@@ -10,6 +10,7 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -36,11 +37,8 @@ def sha256_hex(data: bytes | memoryview) -> str:
 
 
 def canonical(value: object) -> bytes:
-    """Canonical JSON of plain values: equal values have equal bytes.
-
-    Raises:
-        ConfigError: ``document-unwritable`` for NaN, infinities and text that is not Unicode.
-    """
+    """Canonical JSON of plain values: equal values have equal bytes. Raises ConfigError: ``document-unwritable`` for
+    NaN, infinities and text that is not Unicode."""
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         return text.encode("utf-8")
@@ -56,12 +54,9 @@ def seal(document: Document) -> bytes:
 
 
 def unseal(data: bytes, model: type[M], where: str) -> M:
-    """The document in ``data``; ``where`` names the file in errors.
-
-    Raises:
-        CorruptionError: ``document-corrupt``, any byte is not as it was written.
-        FormatError: ``format-future`` for a later format, ``document-invalid`` for whole bytes of another shape.
-    """
+    """The document in ``data``; ``where`` names the file in errors. Raises CorruptionError: ``document-corrupt``, any
+    byte is not as it was written; FormatError: ``format-future`` for a later format, ``document-invalid`` for whole
+    bytes of another shape."""
     return parsed(checked_body(data, where), model, where)
 
 
@@ -69,11 +64,8 @@ def parsed(body: bytes, model: type[M], where: str) -> M:
     """The document in canonical bytes without their seal; raises as ``unseal``."""
     version = _parse(body, where).get("format")
     if isinstance(version, int) and version > FORMAT_VERSION:
-        raise FormatError(
-            f"{where} has format {version}; this version of hiddenstore reads formats up to {FORMAT_VERSION}",
-            kind=Kind.FORMAT_FUTURE,
-            hint="pip install --upgrade hiddenstore",
-        )
+        problem = f"{where} has format {version}; this version of hiddenstore reads formats up to {FORMAT_VERSION}"
+        raise FormatError(problem, kind=Kind.FORMAT_FUTURE, hint="pip install --upgrade hiddenstore")
     try:
         # Strict: a number in quotes is another document, and a format in quotes would pass the look above.
         return model.model_validate_json(body, strict=True)
@@ -168,3 +160,12 @@ def _corrupt(where: str, reason: str) -> CorruptionError:
         new_name = f"{where.rpartition('/')[0]}/.damaged-{STORE_JSON}"
         hint = f"{shlex.join(['mv', where, new_name])}; then the same collect writes it again"
     return CorruptionError(f"{where} is damaged: {reason}", kind=Kind.DOCUMENT_CORRUPT, path=where, hint=hint)
+
+
+def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings by their dotted names."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from flat(item, f"{prefix}.{name}" if prefix else name)
+    else:
+        yield prefix, value

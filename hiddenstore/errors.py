@@ -11,11 +11,8 @@ from typing import Any, Self
 
 
 class HiddenstoreError(Exception):
-    """Base of every error a user can cause or meet. ``message`` says what, where, expected and found.
-
-    Raises:
-        TypeError: ``kind`` belongs to another class of error.
-    """
+    """Base of every error a user can cause or meet. ``message`` says what, where, expected and found. Raises TypeError:
+    ``kind`` belongs to another class of error."""
 
     exit_code = 1
 

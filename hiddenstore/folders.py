@@ -84,7 +84,11 @@ def missing(wanted: Wanted, path: str | Path) -> NotFoundError:
 
 def _instead(path: str | Path, wanted: Wanted) -> tuple[str, str] | None:
     """What lies there in place of what was wanted, and the command for it; None where nothing of ours does."""
-    kind = kind_of(path)
+    kind, place = kind_of(path), Path(path)
+    if wanted == "run" and kind is None and place.parent.name == "checkpoints":
+        names = sorted(child.name for child in place.parent.iterdir()) if place.parent.is_dir() else []
+        command = _COMMANDS["run"] if names else "train STORE -o {}"
+        return f"{place.parent} holds {', '.join(names) or 'none'}", command.format(shlex.quote(str(place.parents[1])))
     if kind is not None and kind != wanted:
         command = _ON_THE_WAY.get((wanted, kind), _COMMANDS[kind])
         return _WORDS[kind], command.format(shlex.quote(str(path)))

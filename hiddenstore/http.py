@@ -67,12 +67,9 @@ class HttpClient:
     """Connections to one server, kept and shared by threads. Redirects are not followed: no other server gets the key.
 
     ``read`` turns JSON into what the caller needs; whatever it raises over another shape becomes ``server-answer``.
-
-    Raises:
-        ConfigError: ``server-url``, ``api-key-missing``; by requests: ``server-refused`` (RefusedError).
-        StorageError: by requests: ``server-unreachable``, ``server-timeout``; ``server-failing``: HTTP 5xx, 429 …
-        CaptureError: by requests: ``server-answer``: no JSON, another shape, more than ``MOST_BYTES``.
-    """
+    Raises ConfigError: ``server-url``, ``api-key-missing``; by requests: ``server-refused`` (RefusedError);
+    StorageError: by requests: ``server-unreachable``, ``server-timeout``; ``server-failing``: HTTP 5xx, 429 …;
+    CaptureError: by requests: ``server-answer``: no JSON, another shape, more than ``MOST_BYTES``."""
 
     def __init__(self, access: ServerAccess) -> None:
         from httpx2 import AsyncClient, InvalidURL, Limits
@@ -256,11 +253,8 @@ os.register_at_fork(after_in_child=_event_loop.cache_clear)
 
 
 def server_root(url: str) -> str:
-    """A server's address without ``/v1``; ``http://`` where no scheme is named.
-
-    Raises:
-        ConfigError: ``server-url``, also when it holds a user, password or query.
-    """
+    """A server's address without ``/v1``; ``http://`` where no scheme is named. Raises ConfigError: ``server-url``,
+    also when it holds a user, password or query."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -278,11 +272,8 @@ def server_root(url: str) -> str:
 
 
 def key_from_environment(name: str | None) -> str | None:
-    """The key in the environment variable ``name``; None where no variable is named.
-
-    Raises:
-        ConfigError: ``api-key-missing``: the variable is not set, or holds nothing that fits into a header.
-    """
+    """The key in the environment variable ``name``; None where no variable is named. Raises ConfigError:
+    ``api-key-missing``: the variable is not set, or holds nothing that fits into a header."""
     if name is None:
         return None
     key = os.environ.get(name, "")

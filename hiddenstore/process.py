@@ -43,11 +43,8 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Rank:
     """The rank that torchrun or SLURM gave this process; rank 0 of 1 when neither started it.
 
     An interactive SLURM allocation (``salloc``, ``sbatch`` without ``srun``) sets SLURM_NTASKS for the job but starts
-    one process with no SLURM_PROCID of a step; its lone task is rank 0 of 1 only when NTASKS is 1.
-
-    Raises:
-        ConfigError: ``rank-invalid`` names the missing variables; ``rank-invalid`` a value that cannot be.
-    """
+    one process with no SLURM_PROCID of a step; its lone task is rank 0 of 1 only when NTASKS is 1. Raises ConfigError:
+    ``rank-invalid`` names the missing variables; ``rank-invalid`` a value that cannot be."""
     environment = os.environ if environment is None else environment
     for launcher, names in _LAUNCHERS.items():
         values = {name: environment[name] for name in names if environment.get(name, "") != ""}

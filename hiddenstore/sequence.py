@@ -65,12 +65,8 @@ class RecordSequence(ABC):
         raise self._missing(f"{self.path} holds {len(self):,} samples, {places}")
 
     def id_starting(self, text: str) -> str:
-        """The id that is ``text``, or the only one that starts with it.
-
-        Raises:
-            NotFoundError: ``sample-missing``.
-            ConfigError: ``sample-ambiguous`` listing the candidates.
-        """
+        """The id that is ``text``, or the only one that starts with it. Raises NotFoundError: ``sample-missing``;
+        ConfigError: ``sample-ambiguous`` listing the candidates."""
         if text in self:
             return text
         matches = self.ids_starting(text.lower()) if text else []

@@ -35,13 +35,9 @@ def load(
 ) -> M:
     """The settings of ``model``: its own defaults, then ``defaults``, the YAML ``file``, and ``key.path=value`` words.
 
-    ``auto`` keeps what ``defaults`` says of a setting.
-
-    Raises:
-        ConfigError: kind ``config-unknown-key`` when a key is unknown, else ``config-invalid``; the message lists every
-            problem, one a line, with where it was written. ``config-unreadable``: the file is no YAML mapping.
-        NotFoundError: the file does not exist.
-    """
+    ``auto`` keeps what ``defaults`` says of a setting. Raises ConfigError: kind ``config-unknown-key`` when a key is
+    unknown, else ``config-invalid``; the message lists every problem, one a line, with where it was written.
+    ``config-unreadable``: the file is no YAML mapping; NotFoundError: the file does not exist."""
     merged = _merge(model, file, dotlist, defaults)
     settings, errors = _validate(model, merged)
     merged.problems += [_invalid_message(error, merged.origins) for error in errors]
@@ -57,12 +53,8 @@ def check(
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """Refuse unknown settings, values that are none of their setting's and those that contradict each other, as far as
-    no default has a part in it; settings may lack.
-
-    Raises:
-        ConfigError: as ``load``.
-        NotFoundError: the file does not exist.
-    """
+    no default has a part in it; settings may lack. Raises ConfigError: as ``load``; NotFoundError: the file does not
+    exist."""
     merged = _merge(model, file, dotlist, defaults)
     _, errors = _validate(model, merged)
     autos = {".".join(path) for path, value in _leaves(merged.values) if value == AUTO}

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hiddenstore import layout
 from hiddenstore.commit import latest_revisions, lost_samples, publish_commit, read_commit
-from hiddenstore.documents import seal, sha256_hex
+from hiddenstore.documents import flat, seal, sha256_hex
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind, StorageError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
@@ -44,12 +44,9 @@ def create_store(
     """Create a store, or open the one that is there when it holds the same capture.
 
     ``target_files`` are published under ``target/`` before ``store.json`` names them, and again where one is gone.
-    ``container`` None is that of the store, of a new one ``default_container``.
-
-    Raises:
-        ConflictError: ``store-mismatch`` listing every difference; ``target-files-differ`` when an unfinished
-            creation left other files under ``target/``; ``output-exists``: it holds somebody's files.
-    """
+    ``container`` None is that of the store, of a new one ``default_container``. Raises ConflictError:
+    ``store-mismatch`` listing every difference; ``target-files-differ`` when an unfinished creation left other files
+    under ``target/``; ``output-exists``: it holds somebody's files."""
     fs = open_filesystem(location)
     entries = tuple(
         FileEntry(path=name, size=len(data), sha256=sha256_hex(data)) for name, data in sorted(target_files.items())
@@ -100,17 +97,14 @@ def _refuse_foreign_files(fs: Filesystem) -> None:
     """What a store is made of may be there, by another rank or a crash."""
     foreign = [name for name in fs.list("") if name not in layout.TOP_NAMES and not name.startswith(".")]
     if foreign:
-        raise ConflictError(
-            f"{fs.root} is no store and not empty: it holds {', '.join(foreign[:3])}{' …' if foreign[3:] else ''}",
-            kind=Kind.OUTPUT_EXISTS,
-            hint="give a new folder: -o STORE",
-        )
+        problem = f"{fs.root} is no store and not empty: it holds {', '.join(foreign[:3])}{' …' if foreign[3:] else ''}"
+        raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint="give a new folder: -o STORE")
 
 
 def capture_differences(stored: StoreManifest, requested: StoreManifest) -> list[str]:
     """Every field in which two stores differ, as ``capture.aux_layers: [1, 3] stored, [1, 4] asked``."""
     others = {"format", "recipe", "target_files", "packages"}
-    one, other = (_flat(manifest.model_dump(mode="json", exclude=others)) for manifest in (stored, requested))
+    one, other = (dict(flat(manifest.model_dump(mode="json", exclude=others))) for manifest in (stored, requested))
     return [
         f"{name}: {_short(one.get(name))} stored, {_short(other.get(name))} asked"
         for name in one | other
@@ -168,18 +162,12 @@ def write_encoded_unit(
 def publish_segment(fs: Filesystem, record: CommitRecord, revision: int = 0) -> bool:
     """Publish the record of a segment that is durable; False when another attempt was first.
 
-    A lost race and a full disk sweep the segment.
-
-    Raises:
-        StorageError: ``segment-swept``: the segment is no longer there; nothing is published.
-    """
+    A lost race and a full disk sweep the segment. Raises StorageError: ``segment-swept``: the segment is no longer
+    there; nothing is published."""
     for file in record.files:
         if fs.size(f"{record.segment}/{file.path}") != file.size:
-            raise StorageError(
-                f"{fs.root}/{record.segment} is gone before its record was written: gc --abandoned gave it up",
-                kind=Kind.SEGMENT_SWEPT,
-                hint="run the same command again",
-            )
+            problem = f"{fs.root}/{record.segment} is gone before its record was written: gc --abandoned gave it up"
+            raise StorageError(problem, kind=Kind.SEGMENT_SWEPT, hint="run the same command again")
     try:
         if publish_commit(fs, record, revision):
             return True
@@ -200,11 +188,8 @@ def sweep(fs: Filesystem, segment: str) -> None:
 def register_input(store: Store, prepared: "PreparedInput") -> str:
     """Record which samples and units a prepared input consists of; returns its digest.
 
-    Register before collecting, so that a unit still missing can be seen as missing.
-
-    Raises:
-        ConflictError: ``input-units-differ`` when the same input is registered with other unit borders.
-    """
+    Register before collecting, so that a unit still missing can be seen as missing. Raises ConflictError:
+    ``input-units-differ`` when the same input is registered with other unit borders."""
     from hiddenstore.inputs import RegisteredInput, parse_registered
     from hiddenstore.segments.base import unit_tokens
 
@@ -285,15 +270,6 @@ def _publish_target_file(fs: Filesystem, entry: FileEntry, data: bytes) -> None:
             kind=Kind.TARGET_FILES_DIFFER,
             hint=f"rm -r {fs.root}/{layout.TARGET_DIR}, unless another job is creating this store now",
         )
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for name, item in value.items():
-        flat |= _flat(item, f"{prefix}.{name}" if prefix else name)
-    return flat
 
 
 def _short(value: object) -> str:

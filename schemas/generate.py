@@ -5,8 +5,7 @@ from pathlib import Path
 
 from schemas.advice import Advice, CalibrationSlice
 from schemas.base import Document
-from schemas.index import IndexHeader
-from schemas.manifest import CommitRecord, Snapshot, StoreManifest
+from schemas.manifest import CommitRecord, IndexHeader, Snapshot, StoreManifest
 from schemas.prepared import PreparedData
 
 FOLDER = Path(__file__).parent / "json"

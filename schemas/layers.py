@@ -48,11 +48,7 @@ class LayerRule:
 
     def layers(self, num_layers: int, count: int | None = None) -> list[int]:
         """The default aux layers, ascending and distinct: on a shallow target a colliding or negative id moves up to
-        the next free layer.
-
-        Raises:
-            ValueError: the target has fewer layers than the drafter reads.
-        """
+        the next free layer. Raises ValueError: the target has fewer layers than the drafter reads."""
         published = self.published(num_layers, count)
         if len(published) > num_layers:
             raise ValueError(f"{self.name} reads {len(published)} aux layers, but the target has {num_layers} layers")

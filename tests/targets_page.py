@@ -45,14 +45,21 @@ def table() -> str:
         kind = f"`{config.model_type}`" + (f" › `{inner}`" if family in WITH_VISION else "")
         captured = f"{'own' if family in CONFIGS else 'saved'}[{family}]"
         decoded = "no: running state" if family in RUNNING_STATE else f"path[{family}]"
-        engines = "hf, vllm" if family == "llama" else "hf"
+        engines = "hf, vllm, trtllm" if family == "llama" else "hf"
         example = PUBLISHED.get(family, "")
         lines.append(f"| {kind} | {example} | {captured} | path[{family}] | {decoded} | {engines} |")
-    names = [f"* **{word}**: `{test.__module__.replace('.', '/')}.py::{test.__name__}`" for word, test in TESTS.items()]
+    ids = {word: f"{test.__module__.replace('.', '/')}.py::{test.__name__}" for word, test in TESTS.items()}
+    names = [f"* **{word}**: `{name}`" for word, name in (ids | OF_ENGINES).items()]
     return "\n".join([*lines, "", *names, ""])
 
 
 TESTS = {"own": OWN, "saved": SAVED, "path": PATH}
+# Their modules need an engine, or a double of it.
+OF_ENGINES = {
+    "vllm": "tests/engines/test_capture.py::test_every_layer_equals_hugging_face",
+    "trtllm": "tests/collectors/test_engine_trtllm.py::"
+    "test_the_store_is_that_of_hugging_face_with_the_final_hidden_after_the_norm",
+}
 
 if __name__ == "__main__":
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)

@@ -113,7 +113,8 @@ def test_automodel_s_file_becomes_these_settings(tmp_path: Path) -> None:
     assert found.values | {
         "optim.beta1": "0.9", "optim.beta2": "0.95", "drafter.train_embeddings": False, "collect.attention": "sdpa",
         "data.batch_tokens": 4 * 2048, "inputs": "chats.jsonl:train[:200000]", "data.seed": "42", "optim.clip": "1.0",
-        "drafter.fc_norm": "true", "optim.schedule": "cosine",
+        "drafter.fc_norm": "true", "optim.schedule": "cosine", "train.dist_backend": "nccl",
+        "train.dist_timeout_minutes": "60",
     } == found.values  # fmt: skip
     assert ours(tmp_path, EAGLE2).drafter == "eagle1"
 

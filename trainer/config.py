@@ -222,6 +222,10 @@ class LoopConfig(Section):
     """Compute the layers again in the backward instead of storing what it reads."""
     compile: bool = False
     """Compile norms and MLPs of the drafter by torch.compile."""
+    dist_backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """What carries tensors of GPUs between ranks, ``auto`` being NCCL where it is; those of CPUs go by gloo."""
+    dist_timeout_minutes: float = Field(30, gt=0, le=10080)
+    """How long a rank waits for the others: longer than the first one needs to write a large checkpoint."""
 
     @model_validator(mode="after")
     def _patience_has_validations(self) -> "LoopConfig":

@@ -15,7 +15,7 @@ from pydantic import Field, create_model
 from hiddenstore import settings
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from trainer.attention.rope import inherited_scaling
-from trainer.config import DrafterConfig, TrainConfig
+from trainer.config import DrafterConfig, LoopConfig, TrainConfig
 from trainer.drafters import drafter_kind
 from trainer.drafters.base import TargetFacts
 from trainer.vocab import count_store
@@ -61,6 +61,16 @@ def load_config(
             # A smaller batch is one smaller pack; a larger one is several.
             defaults["data"]["pack_tokens"] = min(defaults["data"]["pack_tokens"], int(batch_tokens))
     return settings.load(config_class(name), file, words, defaults)
+
+
+def rank_settings(file: str | Path | None, words: Sequence[str]) -> LoopConfig:
+    """``train.dist_*`` alone: what has to be known before the ranks meet, and so before there is a store."""
+    words = [
+        f"{name}={value}"
+        for name in ("dist_backend", "dist_timeout_minutes")
+        for _, value in settings.assignments(f"train.{name}", file, words)[-1:]
+    ]
+    return settings.load(LoopConfig, None, words)
 
 
 def check_settings(drafter: str | None, file: str | Path | None, words: Sequence[str]) -> None:

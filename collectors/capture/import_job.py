@@ -15,8 +15,7 @@ import torch
 from collectors.capture.job import CollectJob, CollectReport, JobSettings, new_store
 from collectors.capture.options import require_data_fits
 from collectors.checks.capture import CheckSpec
-from collectors.checks.reference import Reference, open_reference, parse_check, profile_target
-from collectors.checks.stored import reference_states
+from collectors.checks.reference import Reference, open_reference, parse_check, profile_target, reference_states
 from collectors.engines.dump import find_format
 from collectors.engines.dump.engine import Claims, DumpEngine
 from collectors.engines.dump.matching import Matcher, PreparedTokens, exported_turns
@@ -37,8 +36,7 @@ from hiddenstore.store import Store
 from hiddenstore.targets.blocks import require_rebuildable
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.identity import CHECKPOINT
-from hiddenstore.verify.profile import write_profile
-from hiddenstore.verify.same_target import require_states
+from hiddenstore.verify.profile import require_states, write_profile
 from schemas.capture import CaptureSpec, FinalMode, NormState
 from schemas.manifest import CommitRecord, Container
 
@@ -98,13 +96,9 @@ class ImportReport(CollectReport):
 def import_dump(
     options: ImportOptions, drain: Drain | None = None, note: Callable[[str], None] = print
 ) -> ImportReport:
-    """Import every sample of a dump that the store does not hold yet.
-
-    Raises:
-        ConfigError, FormatError, NotFoundError, ConflictError: before anything is written.
-        CaptureError: ``too-many-rejects``; what is committed stays.
-        InterruptError: ``drain`` asked to stop; the same command goes on.
-    """
+    """Import every sample of a dump that the store does not hold yet. Raises ConfigError, FormatError, NotFoundError,
+    ConflictError: before anything is written; CaptureError: ``too-many-rejects``; what is committed stays;
+    InterruptError: ``drain`` asked to stop; the same command goes on."""
     began = time.monotonic()
     make_source, check = find_format(options.peer), parse_check(options.check)
     template = None if options.template is None else read_template(options.template)

@@ -20,13 +20,19 @@ from collectors.capture.estimate import final_rows, shortage
 from collectors.capture.options import AUTO, CollectOptions, engine_options, require_data_fits, resolve_recipe
 from collectors.checks.capture import CheckSpec, RejectBudget, check_unit
 from collectors.checks.crosscheck import CrossCheck
-from collectors.checks.reference import open_reference, parse_check, profile_target, typical_norms
-from collectors.checks.stored import compare_with_store, engine_states
+from collectors.checks.reference import (
+    compare_with_store,
+    engine_states,
+    open_reference,
+    parse_check,
+    profile_target,
+    typical_norms,
+)
 from collectors.engines import Captured, CaptureEngine, CaptureRequest, open_engine
 from collectors.targets.layers import choose_layers
 from collectors.targets.load import EngineTarget, LoadOptions
 from collectors.tokenize.template import read_template
-from hiddenstore.care.recapture import recapture_unit
+from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED
@@ -117,11 +123,8 @@ def open_store(
     stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> Store:
-    """The store of ``options``: a new one, under ``auto`` of the recipe advised, or the old one.
-
-    Raises:
-        ConflictError: it holds another capture; or as ``calibrate``.
-    """
+    """The store of ``options``: a new one, under ``auto`` of the recipe advised, or the old one. Raises ConflictError:
+    it holds another capture; or as ``calibrate``."""
     create = partial(new_store, options.store, options.container, engine.target)
     if options.recipe != AUTO:
         return create(capture)
@@ -159,11 +162,8 @@ def calibrate(
     """The first samples of an input: a raw slice of them, and what the advisor makes of it; ``rebuilt`` is among the
     recipes where the target's blocks bring the slice back.
 
-    Every rank does the same work on the same samples, so all come to the same recipe.
-
-    Raises:
-        CaptureError: ``calibration-rejected``: none of the samples may be stored; or as ``check_unit``.
-    """
+    Every rank does the same work on the same samples, so all come to the same recipe. Raises CaptureError:
+    ``calibration-rejected``: none of the samples may be stored; or as ``check_unit``."""
     head = engine.target.head
     samples, wanted = [], slice_tokens(capture)
     for sample in prepared.samples():
@@ -299,13 +299,9 @@ class CollectReport:
 def collect(
     options: CollectOptions, rank: Rank | None = None, drain: Drain | None = None, note: Callable[[str], None] = print
 ) -> CollectReport:
-    """Capture every pending unit of this rank.
-
-    Raises:
-        ConfigError, FormatError, ConflictError: before anything is written.
-        CaptureError: the target misbehaves, or its engine disagrees with Hugging Face; what is committed stays.
-        InterruptError: ``drain`` asked to stop; the open unit is dropped, the same command resumes.
-    """
+    """Capture every pending unit of this rank. Raises ConfigError, FormatError, ConflictError: before anything is
+    written; CaptureError: the target misbehaves, or its engine disagrees with Hugging Face; what is committed stays;
+    InterruptError: ``drain`` asked to stop; the open unit is dropped, the same command resumes."""
     with open_job(options, rank or Rank(), drain or Drain(), note) as job:
         return job.run()
 

@@ -65,12 +65,8 @@ class CollectOptions:
 
 
 def resolve_recipe(recipe: str, choice: LayerChoice, num_layers: int) -> str:
-    """The recipe's own name, of the default for ``auto``.
-
-    Raises:
-        ConfigError: ``final-unfit``: a drafter reads the final hidden, the recipe stores top tokens; as ``get_recipe``
-            and ``require_rebuildable``.
-    """
+    """The recipe's own name, of the default for ``auto``. Raises ConfigError: ``final-unfit``: a drafter reads the
+    final hidden, the recipe stores top tokens; as ``get_recipe`` and ``require_rebuildable``."""
     codecs = get_recipe(DEFAULT_RECIPE if recipe == AUTO else recipe)
     if codecs.final == TOPK and choice.reads_final:
         raise ConfigError(
@@ -94,11 +90,8 @@ def require_data_fits(info: PreparedData, folder: TargetFolder) -> None:
     hint = f"hiddenstore prepare INPUT -o DATA --target {folder.name}"
     if tokenizer_fits:
         hint += "; or, if prepare was given a template, collect with the same --template FILE"
-    raise FormatError(
-        f"the data was prepared for {info.target} and does not fit target {folder.label}: {'; '.join(wrong)}",
-        kind=Kind.TOKENIZER_MISMATCH,
-        hint=hint,
-    )
+    problem = f"the data was prepared for {info.target} and does not fit target {folder.label}: {'; '.join(wrong)}"
+    raise FormatError(problem, kind=Kind.TOKENIZER_MISMATCH, hint=hint)
 
 
 def read_engine_args(pairs: Sequence[str]) -> dict[str, Any]:

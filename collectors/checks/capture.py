@@ -53,11 +53,8 @@ class CheckSpec:
 def check_unit(
     samples: Sequence[Sample], captured: Captured, final_rows: Sequence[np.ndarray], head: HeadBundle, spec: CheckSpec
 ) -> list[Reject]:
-    """The samples of a unit that must not be stored, in order, each with its first reason.
-
-    Raises:
-        CaptureError: as ``require_matching``.
-    """
+    """The samples of a unit that must not be stored, in order, each with its first reason. Raises CaptureError: as
+    ``require_matching``."""
     require_matching(samples, captured, final_rows, spec)
     norms = UnitNorms(_row_norms(captured.aux), _row_norms(captured.final))
     disagreeing = _disagreeing_rows(captured, head, spec.final_norm)

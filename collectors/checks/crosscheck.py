@@ -213,11 +213,8 @@ class CrossCheck:
         self._tolerance = QUANTISED if reference.folder.quantised else by_dtype
 
     def unit(self, samples: Sequence[Sample], requests: Sequence[CaptureRequest], captured: Captured) -> int:
-        """Compare one unit when its turn has come; the number of samples compared.
-
-        Raises:
-            CaptureError: ``cross-check``, naming the mistake it looks like; or as ``require_matching``.
-        """
+        """Compare one unit when its turn has come; the number of samples compared. Raises CaptureError:
+        ``cross-check``, naming the mistake it looks like; or as ``require_matching``."""
         self._units += 1
         if self._units & (self._units - 1):
             return 0

@@ -1,22 +1,34 @@
-"""The Hugging Face copy of a target that another engine's states are compared with, and the layer profile it makes."""
+"""The Hugging Face copy of a target that another engine's states, and those of a store, are compared with."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from collectors.checks.capture import MIN_PROFILED_TOKENS
+from collectors.engines import CaptureEngine, CaptureRequest
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
-from collectors.targets.probe import verify_parts
+from collectors.targets.probe import probe_states, verify_parts
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Rank
 from hiddenstore.records import final_row_positions
+from hiddenstore.store import Store
 from hiddenstore.targets.checkpoint import weights_bytes
-from hiddenstore.verify.profile import LayerProfile, make_profile
-from schemas.capture import FinalMode
+from hiddenstore.verify.profile import (
+    NORMED,
+    LayerProfile,
+    StatesOf,
+    make_profile,
+    require_states,
+    unstated_warning,
+    write_profile,
+)
+from schemas.capture import FinalMode, TargetIdentity
 
 CHECK_SAMPLES = 4
 PROFILED_TEXT = 512
@@ -62,11 +74,8 @@ def parse_check(text: str) -> Check:
 def open_reference(check: Check, target: EngineTarget, options: LoadOptions, rank: Rank) -> Reference:
     """Load the copy where ``--check`` wants one; an engine that is transformers is its own copy.
 
-    It runs on the CPU unless ``options.device`` names another device, for the engine has the GPU.
-
-    Raises:
-        ConfigError: as ``load_weights``, where the copy was asked for by name.
-    """
+    It runs on the CPU unless ``options.device`` names another device, for the engine has the GPU. Raises ConfigError:
+    as ``load_weights``, where the copy was asked for by name."""
     if isinstance(target, LoadedTarget):
         return Reference(target, compares=check.mode == "hf")
     if check.mode == "none" or (check.mode == "auto" and not rank.is_first):
@@ -89,11 +98,8 @@ def open_reference(check: Check, target: EngineTarget, options: LoadOptions, ran
 
 
 def profile_target(target: LoadedTarget, prepared: PreparedInput, final: FinalMode) -> LayerProfile:
-    """Sketch every layer over the first tokens of the first sample, enough of them to reach an answer.
-
-    Raises:
-        ConfigError: ``input-empty``; ConfigError, CaptureError: as ``verify_parts``.
-    """
+    """Sketch every layer over the first tokens of the first sample, enough of them to reach an answer. Raises
+    ConfigError: ``input-empty``; ConfigError, CaptureError: as ``verify_parts``."""
     sample = next(iter(prepared.samples()), None)
     if sample is None:
         raise ConfigError(f"{prepared.folder} holds no samples", kind=Kind.INPUT_EMPTY)
@@ -128,3 +134,47 @@ def _left_out(why: str) -> Reference:
         f"--check hf compares all the same"
     )
     return Reference(None, explained=explained)
+
+
+def compare_with_store(
+    store: Store,
+    target: TargetIdentity,
+    states_of: StatesOf,
+    profile: LayerProfile | None,
+    note: Callable[[str], None],
+) -> None:
+    """Refuse a target that gives other states than the profile of ``store``; a store without one gets ``profile``.
+    Raises FormatError: as ``require_states``."""
+    is_compared = require_states(store, target, states_of)
+    if profile is not None:
+        write_profile(store.fs, profile)
+    if warning := unstated_warning(store.capture.target, target, is_compared or profile is not None):
+        note(f"warning: {warning}")
+
+
+def engine_states(engine: CaptureEngine, aux_layers: Sequence[int], longest: int, stop: Callable[[], bool]) -> StatesOf:
+    """What an engine captures of at most ``longest`` tokens: the aux layers and the final hidden."""
+    last = NORMED if engine.final_norm == "post_norm" else engine.target.folder.num_layers - 1
+
+    def states_of(tokens: Sequence[int]) -> dict[int | str, Tensor]:
+        ids = np.array(tokens[:longest], dtype=np.int32)
+        captured = engine.capture([CaptureRequest(ids, np.arange(len(ids), dtype=np.int32))], stop)
+        if captured.refusals:
+            return {}
+        final = {} if engine.final_norm is None else {last: captured.final}
+        return {**dict(zip(aux_layers, captured.aux, strict=True)), **final}
+
+    return states_of
+
+
+def reference_states(target: LoadedTarget | None) -> StatesOf:
+    """Every layer of a target that transformers runs; nothing without one."""
+
+    def states_of(tokens: Sequence[int]) -> dict[int | str, Tensor]:
+        if target is None:
+            return {}
+        ids = torch.tensor([list(tokens)], device=target.device)
+        probe = probe_states(target.parts, ids, target.identity.model_type)
+        return {**dict(enumerate(probe.states, -1)), NORMED: probe.normed}
+
+    return states_of

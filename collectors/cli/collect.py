@@ -18,6 +18,8 @@ from collectors.cli.options import (
 from hiddenstore.cli.words import DATA, same_target_option, target_options
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPE_HELP
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.console.text import plural
+from hiddenstore.process import drain_on_signal
 from hiddenstore.targets import LAYER_RULES
 
 if TYPE_CHECKING:
@@ -89,8 +91,6 @@ def collect(
     """
     from collectors.capture.options import CollectOptions, read_engine_args
     from collectors.launch import launch
-    from hiddenstore.console.text import plural
-    from hiddenstore.process import drain_on_signal
 
     out = output()
     extra = read_engine_args(engine_args) | engine_flags

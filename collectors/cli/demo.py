@@ -16,9 +16,11 @@ from collectors.demo.corpus import conversations
 from hiddenstore.cli.inner import do
 from hiddenstore.cli.run import Pipeline, StageResult, run_pipeline
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.console.text import seconds, size
 from hiddenstore.errors import ConflictError, Kind
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.fs.seam import storage_error
+from hiddenstore.servers import VllmPython
 from hiddenstore.settings import load
 
 BUNDLED_QUESTIONS = 3000
@@ -78,11 +80,8 @@ def _claim(folder: Path) -> None:
     """Raises ConflictError: ``output-exists``: the folder holds what no demo made."""
     try:
         if folder.exists() and any(folder.iterdir()) and not (folder / "done").is_dir():
-            raise ConflictError(
-                f"{folder} holds things that no demo made",
-                kind=Kind.OUTPUT_EXISTS,
-                hint=f"hiddenstore demo {shlex.quote(f'{folder}-2')}",
-            )
+            problem = f"{folder} holds things that no demo made"
+            raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint=f"hiddenstore demo {shlex.quote(f'{folder}-2')}")
         (folder / "done").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise storage_error(error, str(folder)) from error
@@ -140,8 +139,6 @@ def _smollm2(model: str | None, engine_python: str | None) -> dict[str, Any]:
 def _engine_python(named: str | None) -> str | None:
     """The Python named, or this one where it has vLLM. Raises ConfigError: ``not-installed``: the one named lacks it,
     which is better said now than in an hour."""
-    from hiddenstore.servers.python import VllmPython
-
     python = VllmPython(named)
     if named is not None:
         python.require()
@@ -188,8 +185,6 @@ def _document(folder: Path, results: Sequence[StageResult]) -> dict[str, Any]:
 
 def _show(document: dict[str, Any]) -> None:
     """The last page."""
-    from hiddenstore.console.text import seconds, size
-
     out, lengths, served = output(), document["accepted_length"], document["served"]
     rows = [
         ("untrained drafter", lengths["untrained"]),

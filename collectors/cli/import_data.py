@@ -11,6 +11,7 @@ from hiddenstore.cli.words import remote_code_option, revision_option
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPE_HELP
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.process import drain_on_signal
 
 if TYPE_CHECKING:
     from collectors.capture.import_job import ImportReport
@@ -70,7 +71,6 @@ def import_data(norm: str | None, **options: Any) -> None:
     runs.
     """
     from collectors.capture.import_job import ImportOptions, import_dump
-    from hiddenstore.process import drain_on_signal
 
     out = output()
     options["norm"] = norm and f"{norm}_norm"

@@ -10,6 +10,7 @@ from collectors.engines import ENGINES, EngineRow
 from collectors.targets.layers import layer_names, require_layers
 from hiddenstore.cli.words import Name
 from hiddenstore.codecs.recipes import RECIPES, get_recipe
+from hiddenstore.console.text import size
 from hiddenstore.segments import CONTAINERS
 
 if TYPE_CHECKING:
@@ -85,8 +86,6 @@ def job_document(report: "CollectReport") -> dict[str, Any]:
 
 def job_lines(report: "CollectReport", rate: str = "") -> list[tuple[str, str]]:
     """The same for people; ``rate`` follows the tokens."""
-    from hiddenstore.console.text import size
-
     before = f" ({report.resumed_units} were committed before)" if report.resumed_units else ""
     per_token = f", {report.bytes_stored / report.tokens:,.0f} bytes per token" if report.tokens else ""
     return [

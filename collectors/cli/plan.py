@@ -8,6 +8,7 @@ from collectors.cli.options import layers_type, recipe_type
 from hiddenstore.cli.words import DATA, remote_code_option, revision_option
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.console.text import count, plural, seconds, size
 from hiddenstore.segments import CONTAINERS
 
 if TYPE_CHECKING:
@@ -81,16 +82,12 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
 
 
 def _warn_of_room(needs: "Plan") -> None:
-    from hiddenstore.console.text import size
-
     needed = next(row.bytes_on_disk for row in needs.estimates if row.recipe == needs.recipe)
     others = f"what fits: {', '.join(needs.fitting)}" if needs.fitting else "no recipe fits"
     output().warn(f"{needs.recipe} needs {size(needed)} and {size(needs.bytes_free or 0)} are free; {others}")
 
 
 def _show(needs: "Plan") -> None:
-    from hiddenstore.console.text import count, plural, seconds, size
-
     out = output()
     hours = (
         "give --rate TOKENS_PER_S for hours" if needs.hours is None else f"{seconds(3600 * needs.hours)} at that rate"
@@ -123,8 +120,6 @@ def _show(needs: "Plan") -> None:
 
 def _note_of_blocks(needs: "Plan") -> None:
     """What states that are not stored save, and what bringing them back takes."""
-    from hiddenstore.console.text import size
-
     rebuilt = next((row for row in needs.estimates if row.recipe == needs.recipe and row.rebuild_flops), None)
     stored = next((row for row in needs.estimates if row.recipe == "compact"), None)
     if rebuilt is None or stored is None:

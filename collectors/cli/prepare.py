@@ -8,6 +8,8 @@ import click
 
 from hiddenstore.cli.words import remote_code_option, revision_option
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.console.text import Column, percent, plural, size
+from hiddenstore.process import drain_on_signal
 
 if TYPE_CHECKING:
     from collectors.conversations.mix import Mix
@@ -152,8 +154,6 @@ def _train(
     from collectors.tokenize.prepare import PrepareOptions
     from collectors.tokenize.prepare import prepare as run
     from collectors.tokenize.template import TOOL_CALLS_LOST
-    from hiddenstore.console.text import plural
-    from hiddenstore.process import drain_on_signal
 
     started_s = time.monotonic()
     with drain_on_signal() as drain:
@@ -185,7 +185,6 @@ def _train(
 
 def _show_data(answer: dict[str, Any]) -> None:
     from collectors.conversations.rows import NO_ANSWER
-    from hiddenstore.console.text import percent, size
 
     rows, samples, tokens = answer["rows_read"], answer["samples"], answer["tokens"]
     validation, longest, supervised = answer["validation_samples"], answer["longest"], answer["supervised_tokens"]
@@ -216,7 +215,6 @@ def _show_data(answer: dict[str, Any]) -> None:
 
 def _generate(sources: "Sequence[str] | Mix", out: str, augment: str | None, dataset_root: str | None) -> None:
     from collectors.conversations.prompts import read_augmentation, write_prompts
-    from hiddenstore.process import drain_on_signal
 
     augmentation = None if augment is None else read_augmentation(augment)
     with drain_on_signal() as drain:
@@ -255,8 +253,6 @@ def _show_prompts(answer: dict[str, Any]) -> None:
 
 
 def _show_sources(sources: list[dict[str, Any]], *counts: str) -> None:
-    from hiddenstore.console.text import Column
-
     names = ("available", "rows", *counts)
     rows = [
         (source["source"], *(f"{source[name]:,}" if source[name] is not None else "" for name in names))
@@ -266,8 +262,6 @@ def _show_sources(sources: list[dict[str, Any]], *counts: str) -> None:
 
 
 def _show_rejects(rejects: list[tuple[str, int, str]]) -> None:
-    from hiddenstore.console.text import Column
-
     if rejects:
         rows = [(reason, f"{count:,}", first) for reason, count, first in rejects]
         output().table(["rejected because", ">rows", Column("first", wide=True)], rows)
@@ -275,7 +269,6 @@ def _show_rejects(rejects: list[tuple[str, int, str]]) -> None:
 
 def _show_datasets() -> None:
     from collectors.conversations.datasets import dataset_rows
-    from hiddenstore.console.text import Column
 
     rows = dataset_rows()
 

@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.console.text import Column, percent, plural
+from hiddenstore.fs import require_local
+from hiddenstore.process import drain_on_signal
+from hiddenstore.servers import ServerProcess, VllmPython, engine_flags, running
+from hiddenstore.settings import load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,8 +92,6 @@ def regenerate(
     from collectors.regenerate.job import regenerate as run
     from collectors.regenerate.job import take_answered
     from collectors.regenerate.options import MoreSettings, RegenerateOptions
-    from hiddenstore.process import drain_on_signal
-    from hiddenstore.settings import load
 
     own_questions = _own_questions(options)
     _refuse_misfits(ctx, options, engine_python is not None)
@@ -163,9 +166,6 @@ def _served(
         yield request
         return
     from collectors.regenerate.output import refuse_existing
-    from hiddenstore.fs import require_local
-    from hiddenstore.servers.process import ServerProcess, running
-    from hiddenstore.servers.python import VllmPython, engine_flags
     from hiddenstore.targets.gguf import target_folder
 
     # A server takes half a minute to start: what can be refused before is.
@@ -214,8 +214,6 @@ def _refuse_before_start(request: "RegenerateOptions") -> None:
 
 
 def _show(document: dict[str, Any], shard: tuple[int, int]) -> None:
-    from hiddenstore.console.text import Column, percent, plural
-
     out = output()
     looping = document["dropped"].get("looping", 0)
     waiting = document["waiting_for_shards"]

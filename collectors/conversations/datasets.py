@@ -238,20 +238,14 @@ def find_dataset(name: str) -> NamedDataset:
     if name in datasets:
         return datasets[name]
     near = get_close_matches(name, datasets, n=1)
-    raise ConfigError(
-        f"there is no preset {name!r}" + (f"; did you mean {near[0]}?" if near else ""),
-        kind=Kind.NAME_UNKNOWN,
-        hint="hiddenstore prepare --list-presets",
-    )
+    problem = f"there is no preset {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+    raise ConfigError(problem, kind=Kind.NAME_UNKNOWN, hint="hiddenstore prepare --list-presets")
 
 
 def open_named(text: str, root: str | Path | None = None) -> list[Source]:
-    """The sources behind ``preset:NAME[:SPLIT]``, one for each of its splits; ``root`` holds local copies.
-
-    Raises:
-        NotFoundError: ``name-unknown``, ``path-missing`` (not below ``root``).
-        ConfigError: ``dataset-split``, ``input-columns`` and what ``open_table`` raises.
-    """
+    """The sources behind ``preset:NAME[:SPLIT]``, one for each of its splits; ``root`` holds local copies. Raises
+    NotFoundError: ``name-unknown``, ``path-missing`` (not below ``root``); ConfigError: ``dataset-split``,
+    ``input-columns`` and what ``open_table`` raises."""
     match = _NAME.fullmatch(text.removeprefix(PRESET))
     name, split = match.groups() if match else (text.removeprefix(PRESET), None)
     dataset = find_dataset(name)
@@ -289,11 +283,8 @@ def _select(dataset: NamedDataset, sliced: str | None) -> tuple[HubSplit, ...]:
     if splits:
         return tuple(replace(split, split=sliced) for split in splits)
     names = ", ".join(dict.fromkeys(str(split.split) for split in dataset.splits))
-    raise ConfigError(
-        f"preset {dataset.name} has no split {name!r}; it has {names}",
-        kind=Kind.DATASET_SPLIT,
-        hint="hiddenstore prepare --list-presets",
-    )
+    problem = f"preset {dataset.name} has no split {name!r}; it has {names}"
+    raise ConfigError(problem, kind=Kind.DATASET_SPLIT, hint="hiddenstore prepare --list-presets")
 
 
 def _single_file(root: str | Path | None, name: str) -> Path | None:

@@ -32,11 +32,8 @@ _TOO_LARGE = f"a row may have {MAX_ROW_BYTES >> 20} MiB"
 
 
 def open_file(path: Path, label: str, columns: ColumnFilter = conversation_columns) -> Source:
-    """The source behind one file; ``columns`` says which of a table to read.
-
-    Raises:
-        ConfigError, StorageError: ``input-empty``, ``input-unreadable``; and what ``columns`` raises.
-    """
+    """The source behind one file; ``columns`` says which of a table to read. Raises ConfigError, StorageError:
+    ``input-empty``, ``input-unreadable``; and what ``columns`` raises."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -44,12 +44,8 @@ def is_saved_dataset(folder: Path) -> bool:
 
 def open_dataset(text: str) -> Source:
     """The split that ``text`` names; it is downloaded (into the cache of ``datasets``) where it is not local yet.
-
-    Raises:
-        NotFoundError: ``path-missing``, neither a path nor a dataset.
-        ConfigError: ``dataset-spec``, ``dataset-split`` or ``input-unreadable``.
-        StorageError: ``dataset-unreachable``.
-    """
+    Raises NotFoundError: ``path-missing``, neither a path nor a dataset; ConfigError: ``dataset-spec``,
+    ``dataset-split`` or ``input-unreadable``; StorageError: ``dataset-unreachable``."""
     split = HubSplit.parse(text)
     name = split.name if split else text
     if _LOOKS_LIKE_A_FILE.search(name) and not Path(name).exists():

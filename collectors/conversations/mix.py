@@ -33,11 +33,8 @@ def open_sources(inputs: Sequence[str]) -> list[Source]:
 
 
 def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> list[list[Source]]:
-    """The sources of every input in a list of its own; labels tell all files of all inputs apart.
-
-    Raises:
-        NotFoundError, ConfigError: as the readers, and ``input-empty``.
-    """
+    """The sources of every input in a list of its own; labels tell all files of all inputs apart. Raises NotFoundError,
+    ConfigError: as the readers, and ``input-empty``."""
     opened: list[list[Source | Path]] = []
     folders: dict[Path, Path] = {}
     slices: list[slice | None] = []
@@ -51,11 +48,8 @@ def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> 
             folders.update(dict.fromkeys(files, path))
             opened.append([*files])
         elif text == "-" or (path.exists() and not path.is_file() and not path.is_dir()):
-            raise ConfigError(
-                f"{text} is a pipe or a device; rows are read more than once, so they must be in a file",
-                kind=Kind.INPUT_UNREADABLE,
-                hint="cat > chats.jsonl, then prepare that",
-            )
+            problem = f"{text} is a pipe or a device; rows are read more than once, so they must be in a file"
+            raise ConfigError(problem, kind=Kind.INPUT_UNREADABLE, hint="cat > chats.jsonl, then prepare that")
         else:
             opened.append([path if path.is_file() else open_dataset(text)])
     labels = _labels([item for items in opened for item in items if isinstance(item, Path)], folders)
@@ -207,11 +201,8 @@ def mix_names() -> list[str]:
 
 
 def open_inputs(inputs: Sequence[str] | Mix, dataset_root: str | Path | None = None) -> list[MixedSource]:
-    """Every source of the inputs, whole, or what the mix takes of it.
-
-    Raises:
-        ConfigError: ``input-missing``, ``input-empty``, ``mix-too-large``; and what ``open_each`` raises.
-    """
+    """Every source of the inputs, whole, or what the mix takes of it. Raises ConfigError: ``input-missing``,
+    ``input-empty``, ``mix-too-large``; and what ``open_each`` raises."""
     if isinstance(inputs, Mix):
         opened = open_each([entry.text for entry in inputs.sources], dataset_root)
         entries = list(zip(inputs.sources, opened, strict=True))

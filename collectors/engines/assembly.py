@@ -39,10 +39,7 @@ class Assembly:
 
     def put(self, index: int, token_ids: np.ndarray, aux: Tensor, final: Tensor, next_token: int | None = None) -> None:
         """Take the states of request ``index``: token_ids int [T] as run; aux [L, T, D]; final [T, D], any dtype.
-
-        Raises:
-            CaptureError: ``engine-tokens``, ``engine-shape``, ``engine-request`` (answered twice).
-        """
+        Raises CaptureError: ``engine-tokens``, ``engine-shape``, ``engine-request`` (answered twice)."""
         request, where = self._requests[index], f"request {index} of {len(self._requests)}"
         tokens = len(request.input_ids)
         self._require_missing(index)

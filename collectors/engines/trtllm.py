@@ -189,11 +189,8 @@ class RunningRequests:
         )
 
     def finished(self, folder: SavedFolder) -> Iterator[tuple[int, SavedStates, int]]:
-        """Index, states and next token of the requests that have both.
-
-        Raises:
-            CaptureError: ``engine-request``; ``engine-file``, ``engine-file`` ``PATIENCE_S`` after the answer.
-        """
+        """Index, states and next token of the requests that have both. Raises CaptureError: ``engine-request``;
+        ``engine-file`` ``PATIENCE_S`` after the answer."""
         for index, answer in list(self._answers.items()):
             if answer.time_s is None:
                 continue
@@ -311,12 +308,8 @@ class TrtllmEngine:
             self._scratch.close()
 
     def capture(self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False) -> Captured:
-        """States of one unit.
-
-        Raises:
-            ConfigError: ``request-too-long``: before the request is run.
-            CaptureError: ``norm-state``: a final hidden before the norm; as ``RunningRequests``, ``SavedFolder.take``.
-        """
+        """States of one unit. Raises ConfigError: ``request-too-long``: before the request is run; CaptureError:
+        ``norm-state``: a final hidden before the norm; as ``RunningRequests``, ``SavedFolder.take``."""
         unit = Assembly(requests, len(self._layers), self.target.head.hidden_size)
         running = RunningRequests(requests)
         try:
@@ -408,10 +401,7 @@ class TrtllmEngine:
 
 def llm_arguments(target: EngineTarget, options: EngineOptions) -> dict[str, Any]:
     """What ``LLM(...)`` is given besides what is fixed; ``a.b=value`` in ``extra`` is member ``b`` of argument ``a``.
-
-    Raises:
-        ConfigError: ``engine-arg``: one that capturing depends on.
-    """
+    Raises ConfigError: ``engine-arg``: one that capturing depends on."""
     arguments: dict[str, Any] = {
         "model": target.folder.name,
         "revision": target.folder.revision,
@@ -427,11 +417,8 @@ def llm_arguments(target: EngineTarget, options: EngineOptions) -> dict[str, Any
         members = [f"{key}.{member}" for member in value] if isinstance(value, Mapping) else [key]
         for name in (outer, *members):
             if name in FIXED_ARGUMENTS:
-                raise ConfigError(
-                    f"TensorRT-LLM's {name} cannot be chosen here: {FIXED_ARGUMENTS[name]}",
-                    kind=Kind.ENGINE_ARG,
-                    hint=f"without --engine-arg {key}=…",
-                )
+                problem = f"TensorRT-LLM's {name} cannot be chosen here: {FIXED_ARGUMENTS[name]}"
+                raise ConfigError(problem, kind=Kind.ENGINE_ARG, hint=f"without --engine-arg {key}=…")
         argument, before = {inner: value} if inner else value, arguments.get(outer)
         if isinstance(before, dict) and isinstance(argument, Mapping):
             argument = {**before, **argument}

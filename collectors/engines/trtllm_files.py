@@ -50,11 +50,8 @@ class SavedFolder:
             path.unlink(missing_ok=True)
 
     def take(self) -> Iterator[SavedStates]:
-        """The requests of every file that has become whole since the last call.
-
-        Raises:
-            CaptureError: ``engine-file``, ``engine-layers``, ``engine-file``, ``engine-file``.
-        """
+        """The requests of every file that has become whole since the last call. Raises CaptureError: ``engine-file``,
+        ``engine-layers``."""
         for path in self._files():
             if path in self._in_use or not _is_complete(path):
                 continue

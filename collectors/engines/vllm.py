@@ -122,11 +122,8 @@ class StateFile:
         self._answered_s = time.monotonic()
 
     def read(self) -> tuple[np.ndarray, Tensor] | None:
-        """token_ids int32 [T], states [T, n, D]; None while it is written.
-
-        Raises:
-            CaptureError: ``states-late``, ``engine-file``.
-        """
+        """token_ids int32 [T], states [T, n, D]; None while it is written. Raises CaptureError: ``states-late``,
+        ``engine-file``."""
         if not self._is_complete():
             if time.monotonic() - self._answered_s > LATE_S:
                 raise CaptureError(
@@ -204,11 +201,8 @@ class VllmProcess:
             )
         for name in FIXED_ARGUMENTS:
             if name in options.extra:
-                raise ConfigError(
-                    f"--engine-arg {name} is set by collect itself",
-                    kind=Kind.ENGINE_ARG,
-                    hint="use --target, --revision, --dtype",
-                )
+                problem = f"--engine-arg {name} is set by collect itself"
+                raise ConfigError(problem, kind=Kind.ENGINE_ARG, hint="use --target, --revision, --dtype")
         self.target = target
         self._layer_ids = LayerIds.of(options.aux_layers, target.folder.num_layers)
         self._llm = self._start(options)
@@ -349,11 +343,8 @@ class _Flow:
         if before != (len(self._running), len(self._answered)) or self._running:
             self._moved_s = time.monotonic()
         elif time.monotonic() - self._moved_s > LATE_S:
-            raise CaptureError(
-                f"vLLM answered request {min(self._answered)}, but its states are not there after {LATE_S:.0f} s",
-                kind=Kind.STATES_LATE,
-                hint="vLLM's log says why they could not be handed over",
-            )
+            problem = f"vLLM answered request {min(self._answered)}, but its states are not there after {LATE_S:.0f} s"
+            raise CaptureError(problem, kind=Kind.STATES_LATE, hint="vLLM's log says why they could not be handed over")
 
     def abandon(self) -> None:
         """Drop what is under way; nothing of it is put anywhere."""
@@ -464,11 +455,8 @@ class VllmServer:
                 continue
             room = card.get("max_model_len")
             if room is not None and longest >= int(room):
-                raise ConfigError(
-                    f"the server takes {room} positions, and a sample has {longest} tokens and one is sampled",
-                    kind=Kind.SERVER_UNFIT,
-                    hint=f"start it with --max-model-len {longest + 1}",
-                )
+                problem = f"the server takes {room} positions, and a sample has {longest} tokens and one is sampled"
+                raise ConfigError(problem, kind=Kind.SERVER_UNFIT, hint=f"start it with --max-model-len {longest + 1}")
             return str(card["id"])
         served = ", ".join(f"{card['id']} (of {card.get('root')})" for card in cards) or "nothing"
         raise ConfigError(
@@ -546,11 +534,8 @@ class VllmServer:
     def _path(self, named: str | None) -> Path:
         """Where the states of an answer are on this machine."""
         if named is None:
-            raise ConfigError(
-                "the server answered without hidden states: it was started without them",
-                kind=Kind.SERVER_UNFIT,
-                hint=self._command,
-            )
+            problem = "the server answered without hidden states: it was started without them"
+            raise ConfigError(problem, kind=Kind.SERVER_UNFIT, hint=self._command)
         path = Path(named) if self._scratch is None else self._scratch / Path(named).name
         if path.suffix != ".safetensors" or not path.parent.is_dir():
             raise ConfigError(

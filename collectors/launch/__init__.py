@@ -12,11 +12,8 @@ LAUNCHERS = ("local", "ray")
 
 
 def launch(launcher: str, options: CollectOptions, drain: Drain, note: Callable[[str], None]) -> CollectReport:
-    """Run the job under a launcher, ``local``, ``ray``, or ``ray:WORKERS``; without a number as many as fit.
-
-    Raises:
-        ConfigError: ``option-invalid``, ``not-installed``; and whatever ``collect`` raises.
-    """
+    """Run the job under a launcher, ``local``, ``ray``, or ``ray:WORKERS``; without a number as many as fit. Raises
+    ConfigError: ``option-invalid``, ``not-installed``; and whatever ``collect`` raises."""
     name, colon, count = launcher.partition(":")
     if name not in LAUNCHERS or (colon and not re.fullmatch("ray:[1-9][0-9]*", launcher)):
         raise ConfigError(

@@ -32,12 +32,8 @@ class AnswersFolder:
         self.shards = shards
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Make the folder for these settings, or find that it was made for them.
-
-        Raises:
-            ConflictError: ``answers-differ`` names what differs.
-            StorageError: the disk refused.
-        """
+        """Make the folder for these settings, or find that it was made for them. Raises ConflictError:
+        ``answers-differ`` names what differs; StorageError: the disk refused."""
         fs = LocalFilesystem(self.path.parent)
         expected = {**settings, "shards": self.shards}
         name = f"{self.path.name}/{SETTINGS}"
@@ -81,12 +77,8 @@ def _is_finished(path: Path) -> bool:
 
 
 class AnswerLog:
-    """One file of answers; ``append`` may be called by many threads.
-
-    Raises:
-        ConflictError: ``answers-running``, another process writes it.
-        StorageError: the disk refused.
-    """
+    """One file of answers; ``append`` may be called by many threads. Raises ConflictError: ``answers-running``, another
+    process writes it; StorageError: the disk refused."""
 
     def __init__(self, path: Path, *, is_read_only: bool = False) -> None:
         self.path = path
@@ -117,11 +109,8 @@ class AnswerLog:
             self._file.close()
 
     def replies(self, rewrite: Rewrite) -> list[Reply]:
-        """What was answered so far, in order of turns.
-
-        Raises:
-            ConflictError: ``answers-differ``, the answers belong to another conversation.
-        """
+        """What was answered so far, in order of turns. Raises ConflictError: ``answers-differ``, the answers belong to
+        another conversation."""
         replies: list[Reply] = []
         for offset in self._lines.get(rewrite.number, ()):
             with self._lock:

@@ -38,14 +38,10 @@ def questions_file(out: str | Path) -> Path:
 def invent(options: RegenerateOptions, count: int, stopping: Callable[[], bool] = lambda: False) -> Counter[str]:
     """Write at least ``count`` different questions as ``messages`` rows to `questions_file`, batch after batch: after a
     kill the same call goes on. Those that did not end, loop, are short or were there before are left out and counted.
-
-    Raises:
-        ConflictError: ``output-exists``: OUT; ``answers-differ``: the questions there are another target's, or were
-            asked with another seed, system message, template, batch size or dtype.
-        ConfigError: ``template-missing``: the target has no chat template, or none that a user's turn opens.
-        CaptureError: ``nothing-answered``: fewer than a fifth of what the target asks is a question.
-        InterruptError: ``interrupted``.
-    """
+    Raises ConflictError: ``output-exists``: OUT; ``answers-differ``: the questions there are another target's, or were
+    asked with another seed, system message, template, batch size or dtype; ConfigError: ``template-missing``: the
+    target has no chat template, or none that a user's turn opens; CaptureError: ``nothing-answered``: fewer than a
+    fifth of what the target asks is a question; InterruptError: ``interrupted``."""
     require_possible(options)
     out = require_local(options.out, "a file of answers")
     refuse_existing(out, options.rows_per_file)

@@ -34,15 +34,11 @@ def regenerate(
     note: Callable[[str], None] = print,
     stopping: Callable[[], bool] = lambda: False,
 ) -> RegenerateReport:
-    """Rewrite the answers and write rows of ``messages``, in input order, all of it or nothing.
-
-    Raises:
-        ConflictError: ``output-exists``, ``answers-running`` or ``answers-differ``.
-        ConfigError: ``nothing-usable``: no conversation has an answer to rewrite; or an option is out of range.
-        StorageError: ``server-unreachable`` or ``server-failing``; what was answered is kept.
-        CaptureError: ``nothing-answered``: every conversation was left out.
-        InterruptError: ``interrupted``; what was answered is kept.
-    """
+    """Rewrite the answers and write rows of ``messages``, in input order, all of it or nothing. Raises ConflictError:
+    ``output-exists``, ``answers-running`` or ``answers-differ``; ConfigError: ``nothing-usable``: no conversation has
+    an answer to rewrite; or an option is out of range; StorageError: ``server-unreachable`` or ``server-failing``; what
+    was answered is kept; CaptureError: ``nothing-answered``: every conversation was left out; InterruptError:
+    ``interrupted``; what was answered is kept."""
     out = require_local(options.out, "a file of answers")
     require_possible(options)
     refuse_existing(out, options.rows_per_file)
@@ -85,13 +81,9 @@ def regenerate(
 
 def take_answered(options: RegenerateOptions, path: Path) -> RegenerateReport:
     """Write the conversations whose answers are all there to ``path``, from a run that goes on or was stopped; its
-    answers stay. The others are counted as ``not-answered``.
-
-    Raises:
-        ConflictError: ``output-exists``; ``answers-differ``: the answers belong to other conversations.
-        NotFoundError: ``path-missing``: no such run has answered anything.
-        CaptureError: ``nothing-answered``.
-    """
+    answers stay. The others are counted as ``not-answered``. Raises ConflictError: ``output-exists``;
+    ``answers-differ``: the answers belong to other conversations; NotFoundError: ``path-missing``: no such run has
+    answered anything; CaptureError: ``nothing-answered``."""
     began = time.monotonic()
     refuse_existing(path, options.rows_per_file)
     folder = AnswersFolder(require_local(options.out, "a file of answers"), options.shard[1])
@@ -216,9 +208,6 @@ def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFol
                 report.written += 1
         if not report.written:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(report.dropped.items()))
-            raise CaptureError(
-                f"none of {plural(report.read, 'conversation')} has an answer to learn from: {reasons}",
-                kind=Kind.NOTHING_ANSWERED,
-                hint=f"rm -r {folder.path} has them answered again",
-            )
+            problem = f"none of {plural(report.read, 'conversation')} has an answer to learn from: {reasons}"
+            raise CaptureError(problem, kind=Kind.NOTHING_ANSWERED, hint=f"rm -r {folder.path} has them answered again")
     return report

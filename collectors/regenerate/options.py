@@ -146,11 +146,8 @@ def _value(item: Any) -> Any:
 def require_possible(options: RegenerateOptions) -> None:
     """ConfigError ``option-invalid`` when an option is out of range or two exclude each other."""
     if (options.target is None) == (options.server is None):
-        raise ConfigError(
-            "either a target answers in this process, or a server does",
-            kind=Kind.OPTION_INVALID,
-            hint="--target T, or --server URL --model M",
-        )
+        problem = "either a target answers in this process, or a server does"
+        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint="--target T, or --server URL --model M")
     if options.adapter is not None and options.server is not None:
         raise ConfigError(
             "a server answers with the adapter it was started with",

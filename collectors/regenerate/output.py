@@ -31,11 +31,8 @@ def refuse_existing(out: Path, rows_per_file: int | None) -> None:
 @contextmanager
 def rows_into(out: Path, rows_per_file: int | None = None) -> Iterator[Callable[[Row], None]]:
     """What takes each row with ``messages``; all of it is there in the end, or nothing. ``out`` is a file, parquet by
-    its name, or with ``rows_per_file`` a folder of parquet files with so many rows each.
-
-    Raises:
-        ConflictError: ``output-exists``. StorageError: the disk refused.
-    """
+    its name, or with ``rows_per_file`` a folder of parquet files with so many rows each. Raises ConflictError:
+    ``output-exists``. StorageError: the disk refused."""
     if rows_per_file is not None:
         numbers = count()
         with new_folder(out) as folder, _ParquetRows(rows_per_file) as rows:

@@ -42,19 +42,13 @@ class ChatServer:
         """The name of the one model it serves; ConfigError ``model-unclear`` where it serves none or several."""
         models = self._client.get("/v1/models", lambda document: [str(model["id"]) for model in document["data"]])
         if len(models) != 1:
-            raise ConfigError(
-                f"{self._client.access.url} serves {', '.join(models) or 'nothing'}; which one is the target?",
-                kind=Kind.MODEL_UNCLEAR,
-                hint=f"--model {models[0]}" if models else None,
-            )
+            problem = f"{self._client.access.url} serves {', '.join(models) or 'nothing'}; which one is the target?"
+            raise ConfigError(problem, kind=Kind.MODEL_UNCLEAR, hint=f"--model {models[0]}" if models else None)
         return models[0]
 
     def reply(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, seed: int | None) -> Reply:
-        """The next answer of a conversation; ``refused`` where the server takes other requests but not this one.
-
-        Raises:
-            UnansweredError: as often as was tried. ConfigError: ``server-refused``: wrong key, model or address.
-        """
+        """The next answer of a conversation; ``refused`` where the server takes other requests but not this one. Raises
+        UnansweredError: as often as was tried. ConfigError: ``server-refused``: wrong key, model or address."""
         options = self._options
         request: dict[str, Any] = {
             "model": self.model,
@@ -161,12 +155,9 @@ class _ServerRun:
         self._is_over = False
 
     def answer_all(self, rewrites: Iterator[Rewrite], beat: Beat) -> None:
-        """Answer every turn of every conversation; ``beat`` may raise to stop.
-
-        Raises:
-            StorageError: ``server-failing``: the budget is spent, or nothing was answered.
-            ConfigError: ``server-refused``: wrong key or model, or every request was refused.
-        """
+        """Answer every turn of every conversation; ``beat`` may raise to stop. Raises StorageError: ``server-failing``:
+        the budget is spent, or nothing was answered; ConfigError: ``server-refused``: wrong key or model, or every
+        request was refused."""
         try:
             self._pass(rewrites, beat, last=False)
             again, self._failed = [rewrite for rewrite, _ in self._failed], []

@@ -1,5 +1,6 @@
 """What ``--layers`` and ``--final`` mean for one target, and the sentence that explains it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import get_args
@@ -22,11 +23,8 @@ class LayerChoice:
 
 
 def choose_layers(layers: str, final: FinalMode | None, num_layers: int) -> LayerChoice:
-    """Resolve a name of ``LAYER_RULES``, ``all-drafters`` or a list such as ``1,15,28``.
-
-    Raises:
-        ConfigError: ``layers-invalid``, ``layers-invalid``, ``final-unfit``.
-    """
+    """Resolve a name of ``LAYER_RULES``, ``all-drafters`` or a list such as ``1,15,28``. Raises ConfigError:
+    ``layers-invalid``, ``final-unfit``."""
     if final is not None and final not in get_args(FinalMode):
         raise ConfigError(
             f"unknown final mode {final!r}, expected {', '.join(get_args(FinalMode))}", kind=Kind.FINAL_UNFIT
@@ -34,21 +32,19 @@ def choose_layers(layers: str, final: FinalMode | None, num_layers: int) -> Laye
     names = [*LAYER_RULES] if layers == ALL_DRAFTERS else [layers] if layers in LAYER_RULES else []
     if layers == ALL_DRAFTERS:
         aux = sorted({k for name in names for k in _defaults(name, num_layers)})
-        explained = f"aux layers {_listed(aux)} of {num_layers} (every drafter's defaults)"
+        explained = f"aux layers {listed(aux)} of {num_layers} (every drafter's defaults)"
     elif names:
         aux = _defaults(layers, num_layers)
         explained = _explain(layers, aux, num_layers)
     else:
-        aux = _parse(layers, num_layers)
-        explained = f"aux layers {_listed(aux)} of {num_layers} (as asked)"
+        aux = _numbers(layers)
+        require_inside(aux, num_layers, "--layers eagle3")
+        explained = f"aux layers {listed(aux)} of {num_layers} (as asked)"
     # A store for all drafters serves those too that read the final hidden of every token.
     implied: FinalMode = "all" if any(LAYER_RULES[name].final == "all" for name in names) else "supervised"
     if implied == "all" and final not in (None, "all"):
-        raise ConfigError(
-            f"--layers {layers} needs the final hidden of every token, not --final {final}",
-            kind=Kind.FINAL_UNFIT,
-            hint=f"--layers {layers} --final all",
-        )
+        problem = f"--layers {layers} needs the final hidden of every token, not --final {final}"
+        raise ConfigError(problem, kind=Kind.FINAL_UNFIT, hint=f"--layers {layers} --final all")
     final_mode = final or implied
     if not aux and final_mode == "none":
         raise ConfigError("no aux layer and no final hidden: nothing to capture", kind=Kind.LAYERS_INVALID)
@@ -72,9 +68,9 @@ def _explain(name: str, aux: list[int], num_layers: int) -> str:
     if not aux:
         return f"no aux layers: {name} reads the final hidden only"
     if published == aux:
-        return f"aux layers {_listed(aux)} of {num_layers} ({name}'s defaults)"
+        return f"aux layers {listed(aux)} of {num_layers} ({name}'s defaults)"
     return (
-        f"aux layers {_listed(aux)} of {num_layers}: {name}'s defaults are {_listed(published)}, which collide on so "
+        f"aux layers {listed(aux)} of {num_layers}: {name}'s defaults are {listed(published)}, which collide on so "
         f"shallow a target, and a colliding id moves to the next free layer"
     )
 
@@ -99,28 +95,22 @@ def _numbers(text: str) -> list[int]:
         numbers = []
     if not numbers:
         near = get_close_matches(text, names, n=1)
-        raise ConfigError(
-            f"--layers {text!r} is neither a drafter ({', '.join(names)}) nor layer numbers",
-            kind=Kind.LAYERS_INVALID,
-            hint=f"--layers {near[0] if near else 'eagle3'}",
-        )
+        problem = f"--layers {text!r} is neither a drafter ({', '.join(names)}) nor layer numbers"
+        raise ConfigError(problem, kind=Kind.LAYERS_INVALID, hint=f"--layers {near[0] if near else 'eagle3'}")
     if len(set(numbers)) != len(numbers):
         raise ConfigError(f"--layers {text} names a layer twice", kind=Kind.LAYERS_INVALID)
     return sorted(numbers)
 
 
-def _parse(text: str, num_layers: int) -> list[int]:
-    numbers = _numbers(text)
-    outside = [k for k in numbers if not -1 <= k < num_layers]
+def require_inside(layers: Sequence[int], num_layers: int, hint: str) -> None:
+    """Refuse layers that the target does not have; ConfigError ``layers-invalid``."""
+    outside = [layer for layer in layers if not -1 <= layer < num_layers]
     if outside:
-        raise ConfigError(
-            f"layers {_listed(outside)} are outside -1…{num_layers - 1}: the target has {num_layers} layers, counted "
-            f"from 0, and -1 is the embedding output",
-            kind=Kind.LAYERS_INVALID,
-            hint="--layers eagle3",
-        )
-    return numbers
+        text = f"layers {listed(outside)} are outside -1…{num_layers - 1}: the target has {num_layers} layers, "
+        text += "counted from 0 by their output, and -1 is the embedding output"
+        raise ConfigError(text, kind=Kind.LAYERS_INVALID, hint=hint)
 
 
-def _listed(layers: list[int]) -> str:
-    return ", ".join(str(layer) for layer in layers)
+def listed(layers: Sequence[int]) -> str:
+    """``1, 15, 28``."""
+    return ", ".join(map(str, layers))

@@ -115,11 +115,8 @@ def load_target(target: str | TargetFolder, dtype: str | None = None, device: st
 
 
 def load_weights(folder: TargetFolder, options: LoadOptions) -> LoadedTarget:
-    """Load the weights, quantised as the checkpoint's own config says, and find the parts.
-
-    Raises:
-        ConfigError: ``option-invalid``, ``device-unavailable``, ``family-unsupported``; as ``load_model``.
-    """
+    """Load the weights, quantised as the checkpoint's own config says, and find the parts. Raises ConfigError:
+    ``option-invalid``, ``device-unavailable``, ``family-unsupported``; as ``load_model``."""
     dtype, device = parse_dtype(options.dtype), parse_device(options.device)
     settings: dict[str, Any] = {"dtype": dtype}
     if options.attention is not None:
@@ -183,11 +180,8 @@ def _gathered(folder: TargetFolder, head: HeadBundle) -> HeadBundle:
 def read_head(folder: TargetFolder, dtype: torch.dtype | None = None) -> HeadBundle:
     """Embeddings, final norm and LM head on the CPU, without a decoder block; ``dtype`` None keeps the one the config
     names. The family's row says where they are; a model of empty (``meta``) tensors says how the norm computes, whether
-    the head is tied and what shapes to expect.
-
-    Raises:
-        ConfigError: ``target-incomplete``, ``family-unsupported``, ``target-unreadable``.
-    """
+    the head is tied and what shapes to expect. Raises ConfigError: ``target-incomplete``, ``family-unsupported``,
+    ``target-unreadable``."""
     expected = find_parts(_empty_model(folder), folder.config).head
     config_dtype = getattr(folder.config, "dtype", None) or getattr(folder.config, "torch_dtype", None)
     dtype = dtype or (config_dtype if isinstance(config_dtype, torch.dtype) else None)

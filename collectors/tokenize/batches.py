@@ -113,12 +113,8 @@ def ordered_batches(
     """``make_batch`` of every batch, in order.
 
     ``workers`` None means every core this process may use, up to ``MOST_WORKERS``, once there are
-    ``WORTH_WORKERS_BYTES`` of rows: starting a worker costs seconds.
-
-    Raises:
-        InterruptError: ``interrupted`` as soon as ``stopping()``.
-        StorageError: ``worker-died``.
-    """
+    ``WORTH_WORKERS_BYTES`` of rows: starting a worker costs seconds. Raises InterruptError: ``interrupted`` as soon as
+    ``stopping()``; StorageError: ``worker-died``."""
     if workers is None:
         ahead: list[list[Row]] = []
         size = 0

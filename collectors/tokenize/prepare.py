@@ -39,11 +39,7 @@ class PrepareOptions:
     ``validation`` is the share of samples in the validation split, in [0, 1]; ``template`` a file that stands in for
     the target's own chat template; ``think_loss`` False leaves the reasoning of answers unsupervised; ``dataset_root``
     holds local copies of datasets by name. ``revision`` and ``trust_remote_code`` are those of the target, as for
-    capture.
-
-    Raises:
-        ConfigError: ``option-invalid``.
-    """
+    capture. Raises ConfigError: ``option-invalid``."""
 
     loss_on: LossOn = "assistant"
     think_loss: bool = True
@@ -193,11 +189,8 @@ def _max_tokens(folder: TargetFolder, limit: int | None) -> int | None:
     if not isinstance(context, int) or context < 2:
         return limit
     if limit is not None and limit > context:
-        raise ConfigError(
-            f"max tokens {limit:,} is beyond the {context:,} positions of target {folder.label}",
-            kind=Kind.OPTION_INVALID,
-            hint=f"--max-tokens {context}",
-        )
+        problem = f"max tokens {limit:,} is beyond the {context:,} positions of target {folder.label}"
+        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=f"--max-tokens {context}")
     return limit or context
 
 

@@ -1,17 +1,18 @@
 """The target's chat template and tokenizer: conversations → token ids, loss mask and turn spans.
 
-The ids are those of ``tokenizer.apply_chat_template``: the template writes BOS itself, the tokenizer adds none. What
-the target itself writes is found by the ``{% generation %}`` tags of the template, or by comparing the whole text with
-that of the first messages alone, which must be a prefix of it; a template that strips old thoughts has none.
+A turn is a range of the rendered text and of its tokens. The ids are those of ``tokenizer.apply_chat_template``: the
+template writes BOS itself, the tokenizer adds none. What the target itself writes is found by the ``{% generation %}``
+tags of the template, or by comparing the whole text with that of the first messages alone, which must be a prefix of
+it; a template that strips old thoughts has none.
 
 Shapes: T tokens of one conversation, n turns. Text ranges [start, end) count characters, token spans tokens.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,152 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from collectors.conversations.parse import REASONING, Conversation, Message
 from collectors.conversations.rows import Problem
-from collectors.tokenize.turns import (
-    EncodedTokenMap,
-    Prefixes,
-    Range,
-    RewrittenError,
-    TokenMap,
-    find_turns,
-    token_spans,
-)
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.targets.rendering import limited_rendering
-from schemas.prepared import LossOn, MaskFrom
+from schemas.prepared import ROLES, LossOn, MaskFrom
+
+Range = tuple[int, int]
+ASSISTANT = ROLES.index("assistant")
+_SHOWN = 24
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A range of the text: ``role`` indexes ``schemas.ROLES``; an assistant turn is exactly what the target writes."""
+
+    role: int
+    start: int
+    end: int
+
+
+class RewrittenError(Exception):
+    """The template renders earlier messages otherwise once later ones follow."""
+
+
+class Prefixes:
+    """Renderings of the first messages of a conversation beside its whole text; ``render`` gives None where refused."""
+
+    def __init__(self, text: str, messages: Sequence[Message], render: Callable[[int, bool], str | None]) -> None:
+        self.text = text
+        self.messages = messages
+        self._render = render
+        self._ends: dict[int, int | None] = {0: 0, len(messages): len(text)}
+
+    def end(self, count: int) -> int | None:
+        """Where the first ``count`` messages end, None when the template does not reveal it."""
+        if count not in self._ends:
+            prefix = self._render(count, False)
+            self._ends[count] = len(prefix) if prefix is not None and self.text.startswith(prefix) else None
+        return self._ends[count]
+
+    def answer(self, index: int, end_tokens: Sequence[str]) -> Range:
+        """What the target writes of message ``index``: after the generation prompt, up to its end-of-turn token. Raises
+        RewrittenError: the rendering of the messages before it, or up to it, is no prefix of the whole text."""
+        prompt = self._render(index, True) if index else ""
+        end = self.end(index + 1)
+        if prompt is None or not self.text.startswith(prompt):
+            raise RewrittenError(self._difference(f"the prompt of message {index + 1}", prompt))
+        if end is None:
+            raise RewrittenError(self._difference(f"message {index + 1}", self._render(index + 1, False)))
+        written = self.text[len(prompt) : end]
+        # White space after the end-of-turn token is the template's, the target never writes it.
+        if written.rstrip().endswith(tuple(end_tokens)):
+            end = len(prompt) + len(written.rstrip())
+        return len(prompt), end
+
+    def _difference(self, title: str, alone: str | None) -> str:
+        if alone is None:
+            return f"the template refuses to render {title} alone"
+        at = next((i for i, (a, b) in enumerate(zip(alone, self.text, strict=False)) if a != b), len(self.text))
+        alone, expected = alone[at : at + _SHOWN], self.text[at : at + _SHOWN]
+        return f"{title} alone renders {alone!r} where the whole conversation has {expected!r}"
+
+
+def find_turns(prefixes: Prefixes, answers: dict[int, Range]) -> list[Turn]:
+    """The turns in order, disjoint, from the ranges of the assistant messages and the ends of the others.
+
+    Messages whose boundary the template does not reveal share a turn, with the role of the last of them. What lies
+    between turns (headers of answers, white space after them) belongs to the template.
+    """
+    turns: list[Turn] = []
+    cursor, open_role = 0, None
+    for index, message in enumerate(prefixes.messages):
+        role = ROLES.index(message["role"])
+        end = prefixes.end(index + 1)
+        if role == ASSISTANT:
+            answer = answers.get(index)
+            if open_role is not None and answer is not None and answer[0] > cursor:
+                turns.append(Turn(open_role, cursor, answer[0]))
+            if answer is not None:
+                turns.append(Turn(role, *answer))
+            open_role, cursor = None, end if end is not None else answer[1] if answer is not None else cursor
+        elif end is None or end < cursor:
+            open_role = role
+        else:
+            if end > cursor:
+                turns.append(Turn(role, cursor, end))
+            open_role, cursor = None, end
+    if open_role is not None and cursor < len(prefixes.text):
+        turns.append(Turn(open_role, cursor, len(prefixes.text)))
+    return turns
+
+
+class TokenMap:
+    """Maps ranges of a text to spans of its tokens: a token belongs to a range when it overlaps it.
+
+    This is what ``return_assistant_tokens_mask`` of transformers marks, save that there a character made of several
+    tokens loses all but the first at the end of a range.
+    """
+
+    def __init__(self, starts: np.ndarray, ends: np.ndarray) -> None:
+        self._starts = np.maximum.accumulate(starts) if len(starts) else starts
+        self._ends = np.maximum.accumulate(ends) if len(ends) else ends
+
+    @classmethod
+    def from_offsets(cls, offsets: Sequence[Range]) -> "TokenMap":
+        """From the character range of each token, as fast tokenizers give it."""
+        pairs = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+        return cls(pairs[:, 0], pairs[:, 1])
+
+    def span(self, start: int, end: int) -> Range:
+        """Tokens that overlap characters [start, end), as [first, last + 1)."""
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        last = int(np.searchsorted(self._starts, end, side="left"))
+        return first, max(first, last)
+
+
+class EncodedTokenMap(TokenMap):
+    """The same for a tokenizer without offsets, by encoding the text up to a character and comparing ids."""
+
+    def __init__(self, text: str, ids: Sequence[int], encode: Callable[[str], Sequence[int]]) -> None:
+        self._text, self._ids, self._encode = text, ids, encode
+
+    def span(self, start: int, end: int) -> Range:
+        first, _ = self._common(start)
+        last, is_cut = self._common(end)
+        return first, max(first, min(len(self._ids), last + is_cut))
+
+    def _common(self, at: int) -> tuple[int, bool]:
+        """How many ids the text up to character ``at`` shares with all of it, and whether it has more."""
+        prefix = self._encode(self._text[:at])
+        shared = next((i for i, (a, b) in enumerate(zip(prefix, self._ids, strict=False)) if a != b), None)
+        if shared is None:
+            shared = min(len(prefix), len(self._ids))
+        return shared, shared < len(prefix)
+
+
+def token_spans(turns: Sequence[Turn], tokens: TokenMap) -> np.ndarray:
+    """int32 [n, 3] of (role, start, end), disjoint: a token two turns share belongs to the assistant's."""
+    ranges = [(turn.role, *tokens.span(turn.start, turn.end)) for turn in turns]
+    spans: list[tuple[int, int, int]] = []
+    for (role, first, last), following in zip_longest(ranges, ranges[1:]):
+        start = max(first, spans[-1][2] if spans else 0)
+        stop = min(last, following[1]) if following and role != ASSISTANT else last
+        if stop > start:
+            spans.append((role, start, stop))
+    return np.asarray(spans, dtype=np.int32).reshape(-1, 3)
+
 
 NOT_STABLE = "not-prefix-stable"
 NOTHING_SUPERVISED = "nothing-supervised"
@@ -96,11 +230,8 @@ class ChatTemplate:
         self.think_loss = think_loss
         self._template = template
         if template is None and not tokenizer.chat_template:
-            raise ConfigError(
-                "the target's tokenizer has no chat template",
-                kind=Kind.TEMPLATE_MISSING,
-                hint="give one: --template FILE",
-            )
+            problem = "the target's tokenizer has no chat template"
+            raise ConfigError(problem, kind=Kind.TEMPLATE_MISSING, hint="give one: --template FILE")
         self.is_tagged = bool(_GENERATION_TAG.search(self.text_for(None)))
         self._special = dict(tokenizer.special_tokens_map)
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -316,12 +447,8 @@ def _is_reasoning_lost(conversation: Conversation, text: str) -> bool:
 
 
 def check_template(template: ChatTemplate) -> None:
-    """Try a template on a two-message conversation before any data is read.
-
-    Raises:
-        ConfigError: ``template-invalid``, ``mask-empty`` or
-            ``template-unstable``.
-    """
+    """Try a template on a two-message conversation before any data is read. Raises ConfigError: ``template-invalid``,
+    ``mask-empty`` or ``template-unstable``."""
     answer = _PROBE_ANSWERS[0]
     probe = _probe([answer])
     try:
@@ -333,11 +460,8 @@ def check_template(template: ChatTemplate) -> None:
     except _RENDER_ERRORS:
         return  # A template may demand more than the probe has; the rows will tell.
     if answer not in text:
-        raise ConfigError(
-            "the chat template writes nothing of the assistant's messages",
-            kind=Kind.TEMPLATE_INVALID,
-            hint=_TAGS_HINT,
-        )
+        problem = "the chat template writes nothing of the assistant's messages"
+        raise ConfigError(problem, kind=Kind.TEMPLATE_INVALID, hint=_TAGS_HINT)
     if template.loss_on == "all":
         return
     if not template.is_tagged:
@@ -373,11 +497,8 @@ def _check_prefixes(template: ChatTemplate, probe: Conversation, text: str, answ
         raise _unstable(template, "the generation prompt already holds part of the answer", is_single_turn=True)
     header = text[start : text.index(answer, start)]
     if "add_generation_prompt" not in template.text_for(None) and any(token in header for token in template.end_tokens):
-        raise ConfigError(
-            f"the chat template ignores add_generation_prompt: {header!r} before an answer would be supervised",
-            kind=Kind.TEMPLATE_UNSTABLE,
-            hint=_TAGS_HINT,
-        )
+        problem = f"the chat template ignores add_generation_prompt: {header!r} before an answer would be supervised"
+        raise ConfigError(problem, kind=Kind.TEMPLATE_UNSTABLE, hint=_TAGS_HINT)
 
 
 def _unstable(template: ChatTemplate, detail: str, is_single_turn: bool = False) -> ConfigError:

@@ -95,10 +95,7 @@ def new_data(out: str | Path) -> Iterator[Filesystem]:
     """A local folder to write DATA into, which becomes ``out`` when the block ends well and vanishes when it does not.
 
     To object storage the files go at the end, ``data.json`` last; the same files that a killed run left there stay.
-
-    Raises:
-        ConflictError: ``output-exists``; ``file-exists``, a killed run left other files there.
-    """
+    Raises ConflictError: ``output-exists``; ``file-exists``, a killed run left other files there."""
     if not is_address(out):
         with new_folder(Path(out), refuse_existing_data) as new:
             yield open_filesystem(new)
@@ -121,11 +118,8 @@ def refuse_existing_data(out: Path) -> None:
 
 
 def _existing_data(out: str | Path, content: str) -> ConflictError:
-    return ConflictError(
-        f"{out} exists already and holds {content}; prepare never overwrites",
-        kind=Kind.OUTPUT_EXISTS,
-        hint=f"choose another -o, or remove {out} first",
-    )
+    problem = f"{out} exists already and holds {content}; prepare never overwrites"
+    return ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint=f"choose another -o, or remove {out} first")
 
 
 class PartWriter:

@@ -16,13 +16,12 @@ from typing import Any
 import pyarrow as pa
 
 from hiddenstore import layout
-from hiddenstore.care.copy_blocks import bundled_blocks
-from hiddenstore.care.copy_unit import CopyUnit, copy_codes, copy_decoded, copy_verbatim, stores_by_sample
+from hiddenstore.care.stored_unit import CopyUnit, copy_codes, copy_decoded, copy_verbatim, stores_by_sample
 from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.base import CodeLayout
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.commit import committed_units, lost_samples
-from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
+from hiddenstore.errors import ConfigError, ConflictError, FormatError, Kind, NotFoundError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.publish import IndexWriter, indexed_revisions
@@ -30,13 +29,15 @@ from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest
 from hiddenstore.inspect.samples import Test
 from hiddenstore.segments import default_container
 from hiddenstore.store import Store, load_manifest
-from hiddenstore.targets.blocks import BLOCKS_FILE, recoded
-from hiddenstore.targets.calibration import copy_slice
-from hiddenstore.targets.identity import CHECKPOINT, cast_hint, unstated_digests
-from hiddenstore.verify.profile import PROFILE_PATH, read_profile
-from hiddenstore.verify.same_target import share_profile, target_differences, unstated_warning
+from hiddenstore.targets.blocks import BLOCKS_FILE, TargetBlocks, block_files, recoded
+from hiddenstore.targets.calibration import copy_slice, read_slice
+from hiddenstore.targets.folder import CONFIG_FILE, open_target
+from hiddenstore.targets.identity import CHECKPOINT, cast_hint, has_adapter, target_argument, unstated_digests
+from hiddenstore.targets.rebuild import Rebuilder
+from hiddenstore.targets.tensors import checkpoint_sha256
+from hiddenstore.verify.profile import PROFILE_PATH, read_profile, share_profile, target_differences, unstated_warning
 from hiddenstore.writer import PendingUnit, capture_differences, create_store, pending_units, register_input
-from schemas.capture import REBUILT, STATED, TOPK, CaptureSpec, Codecs
+from schemas.capture import REBUILT, STATED, TOPK, CaptureSpec, Codecs, TargetIdentity
 from schemas.manifest import CommitRecord, Container, SampleEntry
 from schemas.prepared import PreparedData
 
@@ -87,15 +88,11 @@ def open_destination(
     target: str | None = None,
     layers: Sequence[int] | None = None,
 ) -> Store:
-    """Create the store of a copy, or open the one there; None keeps its recipe or container, else the first source's.
-    A new one on object storage gets ``default_container``. ``target`` names the checkpoint whose blocks rebuild states,
-    ``layers`` the aux layers to keep.
-
-    Raises:
-        ConflictError: ``store-mismatch``.
-        ConfigError: ``name-unknown``, ``codec-unknown``, ``final-unfit``, ``blocks-unsupported``, ``layer-missing``.
-        FormatError: ``target-mismatch``: ``target`` is another than the store's.
-    """
+    """Create the store of a copy, or open the one there; None keeps its recipe or container, else the first source's. A
+    new one on object storage gets ``default_container``. ``target`` names the checkpoint whose blocks rebuild states,
+    ``layers`` the aux layers to keep. Raises ConflictError: ``store-mismatch``; ConfigError: ``name-unknown``,
+    ``codec-unknown``, ``final-unfit``, ``blocks-unsupported``, ``layer-missing``; FormatError: ``target-mismatch``:
+    ``target`` is another than the store's."""
     first = sources[0]
     manifest, identity, fs = first.manifest, first.capture.target, open_filesystem(location)
     is_there = False
@@ -132,11 +129,8 @@ def with_layers(source: Store, layers: Sequence[int]) -> CaptureSpec:
             kind=Kind.LAYER_MISSING,
         )
     if capture.codecs.final == REBUILT:
-        raise ConfigError(
-            f"{source.path} rebuilds states from the layers it stores: none of them can be left out",
-            kind=Kind.BLOCKS_UNSUPPORTED,
-            hint="copy it with --recipe compact first",
-        )
+        problem = f"{source.path} rebuilds states from the layers it stores: none of them can be left out"
+        raise ConfigError(problem, kind=Kind.BLOCKS_UNSUPPORTED, hint="copy it with --recipe compact first")
     if not layers and not capture.holds_final_hidden:
         raise ConfigError(f"nothing of {source.path} would be left to train from", kind=Kind.FINAL_UNFIT)
     return capture.model_copy(update={"aux_layers": tuple(sorted(set(layers)))})
@@ -154,11 +148,8 @@ def _require_finals(sources: Sequence[Store], codecs: Codecs) -> None:
         )
     bare = next((source for source in sources if not source.capture.aux_layers), None)
     if bare is not None and codecs.final == TOPK and not bare.capture.holds_topk:
-        raise ConfigError(
-            f"{bare.path} holds the final hidden alone; top tokens in its place would leave nothing to train from",
-            kind=Kind.FINAL_UNFIT,
-            hint=f"copy with --recipe {DEFAULT_RECIPE}",
-        )
+        problem = f"{bare.path} holds the final hidden alone; top tokens in its place would leave nothing to train from"
+        raise ConfigError(problem, kind=Kind.FINAL_UNFIT, hint=f"copy with --recipe {DEFAULT_RECIPE}")
 
 
 def bring_calibration(sources: Sequence[Store], destination: Store) -> None:
@@ -372,15 +363,11 @@ def open_copy(
     """Create (or open) the destination, register what it will hold, and list the units it lacks.
 
     ``recipe`` and ``container`` None keep those of the destination when it exists, else those of the first source;
-    ``same_target`` as in ``check_sources``, ``target`` and ``layers`` as in ``open_destination``.
-
-    Raises:
-        ConflictError: ``store-mismatch``, sources or destination hold another capture (codecs and container aside);
-            ``input-units-differ``, the destination cuts an input into other units.
-        ConfigError: ``copy-onto-itself``; ``selection-empty``; ``name-unknown``; ``codec-unknown``; ``final-unfit``:
-            a source holds top tokens, and the destination is to hold the final hidden.
-        CorruptionError: a target file or input of a source is damaged.
-    """
+    ``same_target`` as in ``check_sources``, ``target`` and ``layers`` as in ``open_destination``. Raises ConflictError:
+    ``store-mismatch``, sources or destination hold another capture (codecs and container aside);
+    ``input-units-differ``, the destination cuts an input into other units; ConfigError: ``copy-onto-itself``;
+    ``selection-empty``; ``name-unknown``; ``codec-unknown``; ``final-unfit``: a source holds top tokens, and the
+    destination is to hold the final hidden; CorruptionError: a target file or input of a source is damaged."""
     warnings = check_sources(sources, location, same_target, layers is not None)
     if keep is not None and not any(keep(record, entry) for source in sources for record, entry in source.entries):
         raise ConfigError("no sample of the sources passes the filter", kind=Kind.SELECTION_EMPTY)
@@ -398,11 +385,8 @@ def open_copy(
 
 
 def run_copy(copy: Copy, advance: Callable[[CopyReport], bool] | None = None) -> CopyReport:
-    """Bring the units over, one commit each. ``advance`` is called after each; returning False stops.
-
-    Raises:
-        CorruptionError: bytes of a source disagree with their digest; what is committed stays.
-    """
+    """Bring the units over, one commit each. ``advance`` is called after each; returning False stops. Raises
+    CorruptionError: bytes of a source disagree with their digest; what is committed stays."""
     report = CopyReport()
     gathers = any(unit.origin is None for unit in copy.units)
     index = stores_by_sample(copy.sources) if gathers else {}
@@ -428,3 +412,74 @@ def run_copy(copy: Copy, advance: Callable[[CopyReport], bool] | None = None) ->
             break
     index_writer.close()
     return report
+
+
+_COMPARED = ("model_type", "num_layers", "config_sha256", "checkpoint_sha256")
+
+
+def bundled_blocks(stores: Sequence[Store], capture: CaptureSpec, target: str | None) -> dict[str, bytes]:
+    """``blocks.safetensors`` for a copy: of the first store that keeps the same, else of the checkpoint ``target``.
+    Raises ConfigError: ``blocks-unsupported``: no store keeps them and no target is named; or as ``block_files``.
+    ``calibration-missing``: nothing shows that it is the store's target; FormatError: ``target-mismatch``;
+    CaptureError: ``cross-check``: its blocks do not bring back what was captured."""
+    if not capture.blocks:
+        return {}
+    for store in stores:
+        if store.capture.blocks == capture.blocks:
+            return {BLOCKS_FILE: store.target_file(BLOCKS_FILE)}
+    identity = capture.target
+    if target is None:
+        problem = f"{stores[0].path} does not keep the blocks of its target that rebuild states"
+        raise ConfigError(problem, kind=Kind.BLOCKS_UNSUPPORTED, hint=_way_out(identity))
+    folder = open_target(target)
+    found = folder.identity(identity.hidden_size, identity.vocab_size, checkpoint_sha256=checkpoint_sha256(folder))
+    for member in _COMPARED:
+        expected, actual = getattr(identity, member), getattr(found, member)
+        if expected != actual and None not in (expected, actual):
+            raise FormatError(
+                f"target {folder.label} is not the one of {stores[0].path}: {member} is {actual}, expected {expected}",
+                kind=Kind.TARGET_MISMATCH,
+                hint=_way_out(identity),
+            )
+    files = block_files(folder, capture.blocks, identity.dtype)
+    rebuilder = _rebuilder(stores[0], capture, files)
+    for store in stores:
+        states = read_slice(store.fs, store.capture)
+        if states is None or any(entry.id not in store for entry in states.samples):
+            continue
+        if not set(capture.aux_layers) <= set(store.capture.aux_layers):
+            continue
+        kept = [store.capture.aux_layers.index(layer) for layer in capture.aux_layers]
+        states = replace(states, aux=states.aux[kept])
+        if rebuilder.require_close(states, [store.sample(entry.id) for entry in states.samples]):
+            return files
+    if None in (identity.checkpoint_sha256, found.checkpoint_sha256):
+        raise ConfigError(
+            f"nothing shows that {folder.label} is the target of {stores[0].path}: it has no digest of the checkpoint "
+            "and no slice of captured states",
+            kind=Kind.CALIBRATION_MISSING,
+            hint="--recipe compact, which needs no blocks",
+        )
+    return files
+
+
+def rebuilder_for(store: Store, target: str | None) -> Rebuilder | None:
+    """What would rebuild the states of a copy of ``store`` in the recipe ``rebuilt``; raises as ``bundled_blocks``.
+
+    None where neither it nor ``target`` has the blocks.
+    """
+    capture = store.capture
+    if target is None and not capture.states:
+        return None
+    rebuilt = recoded(capture, get_recipe(REBUILT))
+    return _rebuilder(store, rebuilt, bundled_blocks([store], rebuilt, target))
+
+
+def _way_out(identity: TargetIdentity) -> str:
+    checkpoint = f"--target {target_argument(identity)}, the checkpoint it was captured from"
+    return "--recipe compact: no checkpoint holds an adapter's blocks" if has_adapter(identity) else checkpoint
+
+
+def _rebuilder(store: Store, capture: CaptureSpec, files: Mapping[str, bytes]) -> Rebuilder:
+    blocks = TargetBlocks.from_bytes(store.target_file(CONFIG_FILE), files.get(BLOCKS_FILE))
+    return Rebuilder(capture, store.head(), blocks)

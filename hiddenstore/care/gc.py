@@ -12,7 +12,7 @@ from hiddenstore.index.catalog import read_catalog
 from hiddenstore.index.listed import Listed
 from hiddenstore.index.publish import replaced_indexes
 from hiddenstore.targets.calibration import SLICE_PATH, unnamed_slices
-from hiddenstore.verify.garbage import leftovers, unnamed_segments
+from hiddenstore.verify.structure import leftovers, unnamed_segments
 
 GRACE_S = 24 * 3600.0
 
@@ -55,12 +55,9 @@ def gc(
 
     A segment that a saved snapshot names stays, so does every one of a unit of which a record cannot be read, and so
     does everything touched in the last ``older_than_s`` seconds. Segments that no record names yet, but one could, go
-    with ``abandoned`` only: a writer that was stopped and goes on then loses its unit, and captures it again.
-
-    Raises:
-        CorruptionError: a snapshot is damaged: it may name anything.
-        StorageError: the storage refused to read; nothing is removed.
-    """
+    with ``abandoned`` only: a writer that was stopped and goes on then loses its unit, and captures it again. Raises
+    CorruptionError: a snapshot is damaged: it may name anything; StorageError: the storage refused to read; nothing is
+    removed."""
     fs = open_filesystem(location)
     if fs.size(layout.STORE_JSON) is None:
         raise missing("store", fs.root)

@@ -9,9 +9,8 @@ from itertools import count
 from pathlib import Path
 
 from hiddenstore import layout
-from hiddenstore.care.recapture import recaptured_of
 from hiddenstore.care.rerecord import UnitFacts, damaged_text, proven_unit, unit_facts
-from hiddenstore.care.stored_unit import stored_samples, unit_of
+from hiddenstore.care.stored_unit import recaptured_of, stored_samples, unit_of
 from hiddenstore.commit import DAMAGED
 from hiddenstore.damage import reading_only, twice
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, Kind
@@ -23,7 +22,7 @@ from hiddenstore.segments.segment import write_encoded
 from hiddenstore.store import Store, load_snapshot
 from hiddenstore.targets.calibration import SLICE_PATH, slice_bytes, slice_document
 from hiddenstore.verify.bytes import rarely_read_documents, unit_damage
-from hiddenstore.verify.indexes import check_indexes
+from hiddenstore.verify.structure import check_indexes
 from hiddenstore.writer import publish_segment, sweep
 from schemas.manifest import CommitRecord, Reject
 
@@ -84,16 +83,12 @@ def repair(location: "str | Path | Filesystem", dry_run: bool = True, accept_los
     """Make a damaged store whole again by leaving out what cannot be read.
 
     Each damaged unit gets a new revision of its commit record, naming a new segment with the codes of the samples that
-    still read, copied as they are, and the others as rejects that the same collect brings back. A record that cannot
-    be read is made again from a segment whose content proves itself. Old records and segments stay until ``gc``.
-    Damaged files beside the units are moved to ``quarantine/``.
-
-    Raises:
-        StorageError: the storage refused to read; nothing is changed.
-        FormatError: a record is whole, but of another version; nothing is changed.
-        ConfigError: ``loss-not-accepted``: more than 1 % of the samples would be dropped, and ``accept_loss`` is not
-            that number or more; nothing is changed.
-    """
+    still read, copied as they are, and the others as rejects that the same collect brings back. A record that cannot be
+    read is made again from a segment whose content proves itself. Old records and segments stay until ``gc``. Damaged
+    files beside the units are moved to ``quarantine/``. Raises StorageError: the storage refused to read; nothing is
+    changed; FormatError: a record is whole, but of another version; nothing is changed; ConfigError:
+    ``loss-not-accepted``: more than 1 % of the samples would be dropped, and ``accept_loss`` is not that number or
+    more; nothing is changed."""
     fs = open_filesystem(location)
     if fs.size(layout.STORE_JSON) is None:
         raise missing("store", fs.root)
@@ -210,11 +205,8 @@ def _rewrite(store: Store, plan: _Rewrite) -> None:
         changes |= {"files": files, "samples": unit.samples, "stats": unit.stats}
     repaired = CommitRecord.model_validate({**dict(record), **changes})
     if not publish_segment(fs, repaired, plan.revision):
-        raise ConflictError(
-            f"unit {record.unit} was repaired by somebody else at the same time",
-            kind=Kind.REPAIR_RACED,
-            hint="run it again",
-        )
+        problem = f"unit {record.unit} was repaired by somebody else at the same time"
+        raise ConflictError(problem, kind=Kind.REPAIR_RACED, hint="run it again")
 
 
 def damaged_documents(store: Store) -> dict[str, str]:
@@ -258,11 +250,8 @@ def _read_slice(fs: Filesystem) -> None:
 
 def set_aside(fs: Filesystem, path: str) -> str:
     """Move a damaged file to ``quarantine/`` under its own path, or with ``.2``, ``.3`` … behind it; the new path.
-    Nothing is ever removed that exists nowhere else.
-
-    Raises:
-        StorageError: the disk refused; the file stays where it was.
-    """
+    Nothing is ever removed that exists nowhere else. Raises StorageError: the disk refused; the file stays where it
+    was."""
     data = fs.read(path)
     for number in count(1):
         new_path = f"{layout.QUARANTINE_DIR}/{path}{f'.{number}' if number > 1 else ''}"

@@ -1,22 +1,31 @@
-"""Stored samples as codes ready to be written again: for repair, recapture and copies between containers.
+"""Stored samples as codes ready to be written again, for repair and recapture; units brought into another store: their
+files, their codes in another container, or their samples encoded again.
 
 Shapes: T tokens of a unit, t of one sample, R final rows of the unit, r of one sample, D target width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hiddenstore import layout
 from hiddenstore.codecs import get_codec, get_layout
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, EncodedLayers, select_small
-from hiddenstore.records import Sample
+from hiddenstore.codecs.topk import with_top_tokens
+from hiddenstore.commit import DAMAGED
+from hiddenstore.digests import digest_for, mismatch
+from hiddenstore.errors import CorruptionError, Kind
+from hiddenstore.records import Record, Sample
 from hiddenstore.segments.base import EncodedUnit, FieldGroup, groups_of, small_of_rows
-from hiddenstore.segments.encode import layer_stats, with_raw_rows
+from hiddenstore.segments.encode import encode_records, layer_stats, with_raw_rows
+from hiddenstore.segments.segment import write_encoded
 from hiddenstore.store import Store
+from hiddenstore.targets.head import HeadBundle
+from hiddenstore.writer import PendingUnit, publish_segment, sweep, write_encoded_unit, write_unit
 from schemas.capture import FINAL, CaptureSpec
 from schemas.layers import field_name
-from schemas.manifest import CommitRecord, LayerStats, SampleEntry
+from schemas.manifest import CommitRecord, Engine, FileEntry, LayerStats, Recapture, Reject, SampleEntry
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +40,8 @@ class StoredSample:
 
 
 def stored_unit(store: Store, record: CommitRecord) -> EncodedUnit:
-    """All samples of a unit: nothing is decoded, so nothing changes.
-
-    Raises:
-        CorruptionError: a sample cannot be read; names file and samples.
-    """
+    """All samples of a unit: nothing is decoded, so nothing changes. Raises CorruptionError: a sample cannot be read;
+    names file and samples."""
     samples = list(stored_samples(store, record, range(len(record.samples))))
     return unit_of(record.unit, store.capture, samples, record.stats)
 
@@ -141,3 +147,161 @@ def _stats(capture: CaptureSpec, aux: EncodedLayers, final: EncodedLayers) -> di
         measured = {name: layer_stats([layer]) for name, layer in zip(fields, states, strict=True)}
         stats |= with_raw_rows(measured, encoded)
     return stats
+
+
+BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class CopyUnit:
+    """One unit to bring over: from ``origin``, a store and its record there, or gathered by sample id.
+
+    ``revision`` is above 0 where the destination has the unit, without samples that were lost on disk.
+    """
+
+    name: str
+    input: str
+    samples: tuple[str, ...]
+    origin: tuple[Store, CommitRecord] | None = None
+    revision: int = 0
+
+
+def stores_by_sample(sources: Sequence[Store]) -> dict[str, Store]:
+    """The first source that holds each sample id."""
+    return {sample_id: source for source in reversed(sources) for sample_id in source.sample_ids}
+
+
+def copy_verbatim(source: Store, record: CommitRecord, destination: Store, revision: int = 0) -> CommitRecord | None:
+    """The files of a segment byte for byte, then its record under a new attempt name."""
+    segment = layout.segment_path(record.unit, layout.new_attempt(), revision)
+    copied = record.model_copy(update={"segment": segment})
+    try:
+        for file in record.files:
+            _copy_file(source, f"{record.segment}/{file.path}", destination, f"{segment}/{file.path}", file, record)
+        if record.files:
+            destination.fs.sync_folder(segment)
+    except BaseException:
+        sweep(destination.fs, segment)
+        raise
+    return copied if publish_segment(destination.fs, copied, revision) else None
+
+
+def _copy_file(
+    source: Store, path: str, destination: Store, new_path: str, entry: FileEntry, record: CommitRecord
+) -> None:
+    size = source.fs.size(path)
+    digest, fault = digest_for(entry), f"{entry.size:,} bytes expected, {size or 0:,} found"
+    if size == entry.size:
+        writer = destination.fs.create(new_path)
+        try:
+            for start in range(0, entry.size, BLOCK_BYTES):
+                block = source.fs.read_range(path, start, min(BLOCK_BYTES, entry.size - start))
+                digest.update(block)
+                writer.write(block)
+            writer.close()
+        except BaseException:
+            writer.abort()
+            raise
+        fault = mismatch(entry, digest) or ""
+    if fault:
+        raise CorruptionError(
+            f"{source.path}/{path} is damaged: {fault}; {len(record.samples)} samples cannot be copied",
+            kind=Kind.FILE_CORRUPT,
+            path=path,
+            samples=tuple(sample.id for sample in record.samples),
+            hint=f"hiddenstore verify {source.path} --full",
+        )
+
+
+def copy_codes(source: Store, record: CommitRecord, destination: Store, revision: int = 0) -> CommitRecord | None:
+    """The codes of a unit as they are, in another container, or without the layers that the destination leaves out."""
+    encoded = stored_unit(source, record) if record.samples else None
+    if encoded is not None and source.capture.aux_layers != destination.capture.aux_layers:
+        encoded = with_layers(encoded, source.capture, destination.capture.stored_layers)
+    return write_encoded_unit(destination, record.unit, record.input, encoded, record.rejects, record.engine, revision)
+
+
+def copy_decoded(
+    destination: Store, unit: CopyUnit, index: Mapping[str, Store], head: HeadBundle | None
+) -> CommitRecord | None:
+    """Decode the samples of a unit and write them as one new unit; ``head`` makes top tokens of final hiddens."""
+    if unit.origin is not None:
+        source, commit = unit.origin
+        # By index, not by id: another unit of the source may hold the same id, captured in another batch.
+        reader = source.open_unit(commit) if commit.samples else None
+        layers = _kept_layers(source, destination)
+        records = (
+            [source.read_unit(reader, n, layers) for n in range(len(commit.samples))] if reader is not None else []
+        )
+        rejects = commit.rejects
+    else:
+        stores = ((index[sample_id], sample_id) for sample_id in unit.samples)
+        records = [source.read(sample_id, _kept_layers(source, destination)) for source, sample_id in stores]
+        commit, _ = index[unit.samples[0]].locate(unit.samples[0])
+        rejects = ()
+    records = [with_top_tokens(record, head, destination.capture) for record in records]
+    return write_unit(destination, unit.name, unit.input, records, rejects, commit.engine, unit.revision)
+
+
+def _kept_layers(source: Store, destination: Store) -> tuple[int, ...] | None:
+    """The layers to read where the destination leaves some out."""
+    layers = destination.capture.aux_layers
+    return None if layers == source.capture.aux_layers else layers
+
+
+def recapture_unit(
+    store: Store, pending: PendingUnit, records: Sequence[Record], rejects: Sequence[Reject], engine: Engine
+) -> CommitRecord | None:
+    """Commit a unit whose lost samples are ``records`` and ``rejects`` now; None when another attempt was first. The
+    codes of the samples that stayed are copied as they are, and the new ones are encoded by the same channel
+    statistics, so that the unit is read as any other. Raises CorruptionError: a sample that stayed cannot be read by
+    now; StorageError: the disk refused; what was committed before stays."""
+    old = pending.replaces
+    assert old is not None
+    path = layout.segment_path(old.unit, layout.new_attempt(), pending.revision)
+    refused = (*(reject for reject in old.rejects if reject.reason != DAMAGED), *rejects)
+    changes: dict[str, object] = {"segment": path, "rejects": refused, "files": (), "samples": (), "stats": {}}
+    changes |= _engines(old, records, engine)
+    unit = _recaptured_unit(store, pending, old, records)
+    if unit is not None:
+        try:
+            files = write_encoded(store.fs, path, unit, store.capture, store.manifest.container)
+        except BaseException:
+            sweep(store.fs, path)
+            raise
+        changes |= {"files": files, "samples": unit.samples, "stats": unit.stats}
+    record = CommitRecord.model_validate({**dict(old), **changes})
+    return record if publish_segment(store.fs, record, pending.revision) else None
+
+
+def _recaptured_unit(
+    store: Store, pending: PendingUnit, old: CommitRecord, records: Sequence[Record]
+) -> EncodedUnit | None:
+    """Stored and new samples in the order of the input; None without any."""
+    stored = list(stored_samples(store, old, range(len(old.samples))))
+    if not stored:
+        return encode_records(old.unit, records, store.capture) if records else None
+    before = unit_of(old.unit, store.capture, stored, old.stats)
+    if not records:
+        return before
+    new = samples_of(encode_records(old.unit, records, store.capture, joins=before), store.capture)
+    places = {name: place for place, name in enumerate(pending.order)}
+    parts = sorted([*stored, *new], key=lambda part: places[part.entry.id])
+    return unit_of(old.unit, store.capture, parts)
+
+
+def _engines(old: CommitRecord, records: Sequence[Record], engine: Engine) -> dict[str, object]:
+    """The engine of the record, and of samples that another one captured."""
+    if not old.samples:
+        return {"engine": engine, "recaptured": ()}
+    if engine == old.engine or not records:
+        return {}
+    new = Recapture(engine=engine, samples=tuple(record.sample.id for record in records))
+    return {"recaptured": (*old.recaptured, new)}
+
+
+def recaptured_of(record: CommitRecord, intact: Collection[str]) -> tuple[Recapture, ...]:
+    """Which of the samples that stay were captured by another engine than the rest."""
+    parts = (tuple(name for name in part.samples if name in intact) for part in record.recaptured)
+    named = zip(record.recaptured, parts, strict=True)
+    return tuple(Recapture(engine=part.engine, samples=names) for part, names in named if names)

@@ -9,7 +9,9 @@ import click
 from hiddenstore.cli.words import STORE, open_store
 from hiddenstore.codecs.recipes import get_recipe, recipe_name
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.console.progress import Progress
 from hiddenstore.errors import Kind, NotFoundError
+from hiddenstore.inspect.choice import RecipeLimits, choose, paired_lines, refusal_lines, verdict
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -78,10 +80,8 @@ def advise(
     smallest recipe that trained pairs show to lose no more than --max-loss; where none were trained, or they cannot
     tell, the smallest within KL and channel error. The table is kept in the store. SETTINGS are those of train.
     """
-    from hiddenstore.care.copy_blocks import rebuilder_for
-    from hiddenstore.console.progress import Progress
+    from hiddenstore.care.copy import rebuilder_for
     from hiddenstore.inspect.advise import advise_store, holds_its_slice, inexact_fields, trials, write_advice
-    from hiddenstore.inspect.choice import RecipeLimits, choose, refusal_lines
     from hiddenstore.inspect.facts import raw_bytes_per_token
     from schemas.capture import REBUILT
 
@@ -115,7 +115,6 @@ def advise(
 
 def _show(advice: "Advice", bytes_raw: float, refused: Sequence[str]) -> None:
     from hiddenstore.inspect.advise import table_lines
-    from hiddenstore.inspect.choice import paired_lines, verdict
 
     out = output()
     about = (
@@ -136,8 +135,6 @@ def _paired(
     target: str | None,
     minutes: float | None,
 ) -> "list[PairedRow]":
-    from hiddenstore.console.progress import Progress
-
     measure = _hook()
     with Progress("paired", unit="steps") as progress:
 

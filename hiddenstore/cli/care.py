@@ -14,8 +14,11 @@ from rich.text import Text
 from hiddenstore.cli.words import STORE, Name, layers_option, open_store, same_target_option
 from hiddenstore.codecs.recipes import RECIPE_HELP, RECIPES, get_recipe
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import Column, clean, clean_line, count, percent, plural, seconds, size
+from hiddenstore.doctor import examine
 from hiddenstore.errors import ConfigError, InterruptError, Kind
+from hiddenstore.process import drain_on_signal
 from hiddenstore.segments import CONTAINERS
 
 if TYPE_CHECKING:
@@ -54,7 +57,6 @@ def verify(store: str, full: bool, meaning: bool, stock: bool, share: float | No
 
     Exits 3 when there are findings.
     """
-    from hiddenstore.console.progress import Progress
     from hiddenstore.verify import verify as run_verify
 
     depth: Any = "meaning" if meaning else "bytes" if full else "structure"
@@ -232,8 +234,6 @@ def copy(
 
 def copy_with_progress(opened: "Copy") -> "CopyReport":
     from hiddenstore.care.copy import run_copy
-    from hiddenstore.console.progress import Progress
-    from hiddenstore.process import drain_on_signal
 
     with drain_on_signal() as drain, Progress("copy", total=opened.samples, unit="samples") as progress:
 
@@ -394,8 +394,6 @@ def doctor(folder: str) -> None:
 
     Writes and removes a 32 MB trial file in FOLDER. Exits 5 when something would not work.
     """
-    from hiddenstore.doctor import examine
-
     checks = examine(folder)
     problems = [check for check in checks if check.status == "problem"]
     document = {

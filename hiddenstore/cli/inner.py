@@ -45,12 +45,8 @@ def do(name: str, *words: str, quiet: bool = False) -> Mapping[str, Any]:
 
 
 def check(name: str, words: Sequence[str]) -> None:
-    """Read a command line as the command would, and do nothing.
-
-    Raises:
-        click.UsageError: it takes no such option or value.
-        HiddenstoreError: it refuses what its words say, whatever it would read.
-    """
+    """Read a command line as the command would, and do nothing. Raises click.UsageError: it takes no such option or
+    value; HiddenstoreError: it refuses what its words say, whatever it would read."""
     meta = click.get_current_context().meta
     meta[WORDS_ONLY] = True
     try:
@@ -68,12 +64,8 @@ def _context(name: str, words: Sequence[str]) -> click.Context:
 
 
 def do_on_ranks(ranks: int, name: str, words: Sequence[str]) -> None:
-    """Print a command line and run it under torchrun, a process of one thread for each rank.
-
-    Raises:
-        InterruptError: it was interrupted.
-        CaptureError: it failed; it has said why.
-    """
+    """Print a command line and run it under torchrun, a process of one thread for each rank. Raises InterruptError: it
+    was interrupted; CaptureError: it failed; it has said why."""
     out = output()
     out.command("torchrun", "--nproc-per-node", str(ranks), "--no-python", "hiddenstore", name, *words)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
@@ -87,8 +79,5 @@ def do_on_ranks(ranks: int, name: str, words: Sequence[str]) -> None:
     again = shlex.join(["hiddenstore", name, *words])
     if done.returncode == INTERRUPTED_EXIT:
         raise InterruptError(f"hiddenstore {name} was interrupted", kind=Kind.INTERRUPTED, hint=again)
-    raise CaptureError(
-        f"hiddenstore {name} on {ranks} ranks stopped with exit code {done.returncode}",
-        kind=Kind.RANKS_FAILED,
-        hint=again,
-    )
+    problem = f"hiddenstore {name} on {ranks} ranks stopped with exit code {done.returncode}"
+    raise CaptureError(problem, kind=Kind.RANKS_FAILED, hint=again)

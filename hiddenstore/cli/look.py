@@ -12,6 +12,7 @@ from rich.text import Text
 from hiddenstore.cli.words import STORE, open_store, split_snapshot
 from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import Column, amount, bar, clean, count, number, percent, plural, size, spark
 from hiddenstore.inspect.choice import points_of
 from schemas.capture import REBUILT, TOPK
@@ -358,7 +359,6 @@ def diff(a: str, b: str, samples: int, tolerance: float | None) -> None:
 
     Exits 3 when anything differs, or with --tolerance when more than that does. Numbers are B minus A.
     """
-    from hiddenstore.console.progress import Progress
     from hiddenstore.inspect.compare import compare
     from hiddenstore.writer import capture_differences
 

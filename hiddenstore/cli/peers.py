@@ -70,12 +70,8 @@ class Translation:
 
 def translated(file: str | Path, words: Sequence[str] = (), ranks: int = 1) -> Translation | None:
     """A file of another project, and ``key.path=value`` words in its names or ours, in our words; None where the file
-    is not one of theirs. ``ranks``: processes that share a batch.
-
-    Raises:
-        ConfigError: ``config-invalid``: it asks for what is not offered; every such field. ``config-unreadable``.
-        NotFoundError: the file does not exist.
-    """
+    is not one of theirs. ``ranks``: processes that share a batch. Raises ConfigError: ``config-invalid``: it asks for
+    what is not offered; every such field. ``config-unreadable``; NotFoundError: the file does not exist."""
     fields = written(file)
     peer = next((one for one in _peers().values() if _is_of(one, fields)), None)
     if peer is None:

@@ -199,12 +199,8 @@ def setting_words(tree: Mapping[str, Any], path: Sequence[str] = ()) -> Iterator
 
 
 def stages_of(pipeline: Pipeline) -> list[Stage]:
-    """Every stage in order.
-
-    Raises:
-        ConfigError: ``option-invalid``: a section holds an option that its command does not have, or a value that is
-            none of that option's; the message lists every one.
-    """
+    """Every stage in order. Raises ConfigError: ``option-invalid``: a section holds an option that its command does not
+    have, or a value that is none of that option's; the message lists every one."""
     builder = _Builder(pipeline)
     stages, problems = list(builder.stages()), builder.problems
     for stage in stages:
@@ -245,13 +241,9 @@ class StageResult:
 
 
 def run_pipeline(pipeline: Pipeline) -> list[StageResult]:
-    """Do every stage that is not done, in order; stop at the first that fails, which the same command repeats.
-
-    Raises:
-        ConfigError: a section holds what its command does not take; before anything is done.
-        ConflictError: the folder is another's, or something in it was made by another pipeline.
-        HiddenstoreError: what a command raises.
-    """
+    """Do every stage that is not done, in order; stop at the first that fails, which the same command repeats. Raises
+    ConfigError: a section holds what its command does not take; before anything is done; ConflictError: the folder is
+    another's, or something in it was made by another pipeline; HiddenstoreError: what a command raises."""
     stages, out = stages_of(pipeline), require_local(pipeline.out, "the folder of a pipeline")
     if out.exists() and any(out.iterdir()) and not (out / _DONE_FOLDER).is_dir():
         raise ConflictError(
@@ -305,12 +297,8 @@ class _Clock:
 
 
 def _finished_before(fs: LocalFilesystem, stage: Stage, built_on: str) -> DoneStage | None:
-    """What ``stage`` gave, if it was done with the same words on the same inputs; another answer is dropped.
-
-    Raises:
-        ConflictError: ``stage-changed``: its product is there, made otherwise.
-        CorruptionError: its document is damaged.
-    """
+    """What ``stage`` gave, if it was done with the same words on the same inputs; another answer is dropped. Raises
+    ConflictError: ``stage-changed``: its product is there, made otherwise; CorruptionError: its document is damaged."""
     if fs.size(stage.record) is None:
         return None
     done, record = load(fs, stage.record, DoneStage), Path(fs.root, stage.record)

@@ -83,11 +83,8 @@ def _bug(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:
     except OSError as failure:
         log = f"not written ({failure.strerror}); run again with -v"
     first = (str(error).splitlines() or [""])[0]
-    return HiddenstoreError(
-        f"this is a bug: {type(error).__name__}: {first}\ntraceback: {log}",
-        kind=Kind.INTERNAL,
-        hint="report it with that file attached",
-    )
+    problem = f"this is a bug: {type(error).__name__}: {first}\ntraceback: {log}"
+    return HiddenstoreError(problem, kind=Kind.INTERNAL, hint="report it with that file attached")
 
 
 def write_crash_log(error: BaseException, arguments: Sequence[str]) -> Path:

@@ -23,6 +23,7 @@ from hiddenstore.layout import DATA_JSON, STORE_JSON
 if TYPE_CHECKING:
     from hiddenstore.store import Store
 
+
 WORDS_ONLY = "hiddenstore.words-only"
 """In a context's ``meta``: words are judged before what they name is there."""
 
@@ -127,11 +128,8 @@ def split_snapshot(text: str) -> tuple[str, str | None]:
 
 
 def open_store(text: str, *, strict: bool = True) -> "Store":
-    """The store at ``text``, a path or ``path@snapshot``.
-
-    Raises:
-        NotFoundError, CorruptionError, FormatError, ConfigError: as ``Store.open``.
-    """
+    """The store at ``text``, a path or ``path@snapshot``. Raises NotFoundError, CorruptionError, FormatError,
+    ConfigError: as ``Store.open``."""
     from hiddenstore.store import Store
 
     return Store.open(*split_snapshot(text), strict=strict)
@@ -150,3 +148,18 @@ def complete_paths() -> None:
     """Make click complete paths too, in every shell it knows."""
     for shell in (BashComplete, ZshComplete, FishComplete):
         add_completion_class(type(shell.__name__, (_Paths, shell), {}))
+
+
+def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds ``cache`` (str or None) and ``cache_bytes`` to the arguments of a command."""
+    folder = click.option(
+        "--cache", metavar="DIR", type=click.Path(), help="Keep what is read from object storage there."
+    )
+    room = click.option(
+        "--cache-bytes",
+        type=click.IntRange(min=16 << 20),
+        default=64 << 30,
+        show_default=True,
+        help="Room for --cache, over all processes that share it.",
+    )
+    return folder(room(command))

@@ -22,7 +22,7 @@ CODECS: "Registry[Codec]" = Registry("codec", _GROUP, {**_STATES}, "hiddenstore.
 LAYOUTS: "Registry[CodeLayout]" = Registry(
     "codec",
     _GROUP,
-    {**_STATES, "topk": "hiddenstore.codecs.topk:TOPK_CODEC", "rebuilt": "hiddenstore.codecs.nothing:NOTHING"},
+    {**_STATES, "topk": "hiddenstore.codecs.topk:TOPK_CODEC", "rebuilt": "hiddenstore.codecs.verbatim:NOTHING"},
     "hiddenstore.codecs.base:CodeLayout",
 )
 

@@ -1,4 +1,4 @@
-"""``bf16``: the states as they are, and the base of every codec that stores them verbatim."""
+"""``bf16`` and ``lossless``: the states as they are; ``rebuilt``: no array, for what comes back from other layers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hiddenstore.codecs.base import FIXED_CHUNK_TOKENS, Encoded, EncodedLayers, RowPart, SmallField, output
+from schemas.capture import REBUILT
 
 _LONGEST_CHUNK = 512
 
@@ -70,3 +71,31 @@ BF16 = VerbatimCodec(name="bf16", bits=16.0)
 LOSSLESS_CHUNK_BYTES = 1 << 20
 
 LOSSLESS = VerbatimCodec(name="lossless", bits=11.0, compressed=True, chunk_bytes=LOSSLESS_CHUNK_BYTES)
+
+
+@dataclass(frozen=True)
+class NothingStored:
+    """0 bits a value; what is not stored is in ``capture.states``."""
+
+    name: str = REBUILT
+    exact: bool = False
+    code_dtype: str = "uint8"
+    compressed: bool = False
+    formula: str = "not stored: the target's last blocks make it of the decoded top aux layer"
+    small: Mapping[str, SmallField] = field(default_factory=dict)
+    nominal_bits: float = 0.0
+
+    def chunk_tokens(self, width: int) -> int:
+        return FIXED_CHUNK_TOKENS
+
+    def code_columns(self, width: int) -> int:
+        return 0
+
+    def row_parts(self, width: int) -> tuple[RowPart, ...]:
+        return ()
+
+    def row_bits(self, width: int) -> float:
+        return 0.0
+
+
+NOTHING = NothingStored()

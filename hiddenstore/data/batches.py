@@ -161,11 +161,8 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         return self._reached.to_json()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start the next iteration at a cursor; its seed replaces the one given at construction.
-
-        Raises:
-            ConflictError: the cursor belongs to other samples.
-        """
+        """Start the next iteration at a cursor; its seed replaces the one given at construction. Raises ConflictError:
+        the cursor belongs to other samples."""
         cursor = Cursor.from_json(state)
         if cursor.snapshot != self._order.digest:
             raise ConflictError(

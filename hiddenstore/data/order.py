@@ -46,11 +46,8 @@ def global_batches(
     A batch takes consecutive samples while their sum is at most ``batch_tokens``; inside it, each rank fills packs
     first-fit up to ``pack_tokens``. Starting at any batch's ``stop`` continues exactly as if never interrupted.
 
-    lengths int64 [N] tokens per sample; order int64 [N] indices into ``lengths``.
-
-    Raises:
-        ValueError: a sample is longer than ``pack_tokens``, or ``pack_tokens`` than ``batch_tokens``.
-    """
+    lengths int64 [N] tokens per sample; order int64 [N] indices into ``lengths``. Raises ValueError: a sample is longer
+    than ``pack_tokens``, or ``pack_tokens`` than ``batch_tokens``."""
     if not 0 < pack_tokens <= batch_tokens:
         raise ValueError(f"pack_tokens {pack_tokens} must lie in 1…batch_tokens ({batch_tokens})")
     ordered = np.asarray(lengths)[order]

@@ -27,11 +27,7 @@ class SampleDataset(Dataset[Record]):
     """The records of a split by number, in the order of the store; a map-style dataset that workers can be given.
 
     ``layers``: of the aux states, default all. ``final``: whether final rows are read. ``view``: where samples end and
-    which of their tokens teach; the ``loss_mask`` of a record is that mask.
-
-    Raises:
-        ConfigError: ``split-empty``.
-    """
+    which of their tokens teach; the ``loss_mask`` of a record is that mask. Raises ConfigError: ``split-empty``."""
 
     def __init__(
         self,
@@ -86,11 +82,8 @@ def loader(
     """A ``DataLoader`` whose batches are a `PackedBatch` of ``batch_size`` samples.
 
     Samples are shuffled in training unless ``shuffle`` says otherwise. Options of `SampleDataset` (layers, final, view)
-    go there, all others to ``DataLoader`` (num_workers, generator, drop_last, …).
-
-    Raises:
-        ConfigError: ``split-empty``.
-    """
+    go there, all others to ``DataLoader`` (num_workers, generator, drop_last, …). Raises ConfigError:
+    ``split-empty``."""
     reading = {name: options.pop(name) for name in ("layers", "final", "view") if name in options}
     dataset = SampleDataset(store, split, **reading)
     in_order = split != "train" if shuffle is None else not shuffle

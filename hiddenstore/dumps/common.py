@@ -110,14 +110,9 @@ def export_samples(
 
     ``layers`` None is every layer held. ``missing_final`` ``zeros`` writes zero rows where the store holds none: a peer
     whose loss is gated by the mask never reads those, one that does not gate would learn from them, so it has to be
-    asked for. ``on_sample`` is called with the tokens of each sample written.
-
-    Raises:
-        FormatError: the store does not hold the final hidden that the peer reads, or only after the norm.
-        ConfigError: the store is empty, or lacks a layer.
-        ConflictError: ``out`` exists.
-        StorageError: no room, or the disk refused.
-    """
+    asked for. ``on_sample`` is called with the tokens of each sample written. Raises FormatError: the store does not
+    hold the final hidden that the peer reads, or only after the norm; ConfigError: the store is empty, or lacks a
+    layer; ConflictError: ``out`` exists; StorageError: no room, or the disk refused."""
     samples = PeerSamples(store, layout, layers, missing_final)
     picked = samples.layers
     rows = sorted(((entry.id, entry.split) for _, entry in store.entries), key=lambda row: row[1] == "validation")

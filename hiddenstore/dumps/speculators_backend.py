@@ -61,11 +61,8 @@ class StoreTransfer(HiddenStatesTransfer):
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, Tensor] | None:
         """A store holds every row of its export, so a server is never asked."""
-        raise ConfigError(
-            f"the hiddenstore backend reads a store and takes nothing from a server: {sorted(hs_transfer_params)}",
-            kind=Kind.USAGE,
-            hint="--on-missing raise",
-        )
+        problem = f"the hiddenstore backend reads a store and takes nothing from a server: {sorted(hs_transfer_params)}"
+        raise ConfigError(problem, kind=Kind.USAGE, hint="--on-missing raise")
 
 
 class StoreBackend(HiddenStatesBackend):
@@ -114,11 +111,8 @@ class StoreBackend(HiddenStatesBackend):
     @staticmethod
     def build_kv_transfer_config(args: Namespace) -> dict[str, Any]:
         """Refused: this backend serves training."""
-        raise ConfigError(
-            "the hiddenstore backend reads states, it captures none",
-            kind=Kind.USAGE,
-            hint="hiddenstore collect DATA -o STORE --target T --engine vllm",
-        )
+        problem = "the hiddenstore backend reads states, it captures none"
+        raise ConfigError(problem, kind=Kind.USAGE, hint="hiddenstore collect DATA -o STORE --target T --engine vllm")
 
 
 def register() -> None:

@@ -9,22 +9,16 @@ from hiddenstore.fs.seam import Filesystem
 
 
 def open_filesystem(location: "str | Path | Filesystem") -> Filesystem:
-    """The filesystem at a local path or an address of object storage; a Filesystem is returned as it is.
-
-    Raises:
-        ConfigError: ``scheme-unsupported``, ``address-invalid``.
-    """
+    """The filesystem at a local path or an address of object storage; a Filesystem is returned as it is. Raises
+    ConfigError: ``scheme-unsupported``, ``address-invalid``."""
     if not isinstance(location, str | Path):
         return location
     return ObjectFilesystem(str(location)) if is_address(location) else LocalFilesystem(location)
 
 
 def require_local(location: str | Path, what: str) -> Path:
-    """A location of what is kept on a local disk only.
-
-    Raises:
-        ConfigError: ``scheme-unsupported`` for an address of object storage.
-    """
+    """A location of what is kept on a local disk only. Raises ConfigError: ``scheme-unsupported`` for an address of
+    object storage."""
     if is_address(location):
         scheme, bucket, _ = parse_address(str(location))
         raise ConfigError(f"{what} lies on a local disk, not at {scheme}://{bucket}/…", kind=Kind.SCHEME_UNSUPPORTED)

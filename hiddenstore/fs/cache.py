@@ -29,12 +29,8 @@ _KEPT_SHARE = 0.9
 class CachedFilesystem(ObjectFilesystem):
     """Object storage of which what lies below ``cached`` is read through a local folder of about ``most_bytes``.
 
-    The blocks read longest ago are dropped first.
-
-    Raises:
-        ConfigError: ``option-invalid``: a local store, or fewer bytes than 16 MiB.
-        StorageError: the folder cannot be made.
-    """
+    The blocks read longest ago are dropped first. Raises ConfigError: ``option-invalid``: a local store, or fewer bytes
+    than 16 MiB; StorageError: the folder cannot be made."""
 
     def __init__(self, address: str, folder: str | Path, most_bytes: int, cached: str) -> None:
         if not is_address(address):

@@ -55,12 +55,8 @@ def is_address(location: object) -> bool:
 
 
 def parse_address(text: str) -> tuple[str, str, str]:
-    """Scheme, bucket and prefix of an address.
-
-    Raises:
-        ConfigError: ``scheme-unsupported``; ``address-invalid``: user, password or query, or no bucket. Neither is
-            quoted: it may be a secret.
-    """
+    """Scheme, bucket and prefix of an address. Raises ConfigError: ``scheme-unsupported``; ``address-invalid``: user,
+    password or query, or no bucket. Neither is quoted: it may be a secret."""
     scheme = text.partition("://")[0]
     if scheme not in ("s3", "gs", "az"):
         raise ConfigError(
@@ -85,11 +81,8 @@ class RefusedError(StorageError):
 
 
 class ObjectFilesystem:
-    """A prefix of a bucket. Safe to use from many threads; pickles as its address.
-
-    Raises:
-        ConfigError: ``scheme-unsupported``, ``address-invalid``.
-    """
+    """A prefix of a bucket. Safe to use from many threads; pickles as its address. Raises ConfigError:
+    ``scheme-unsupported``, ``address-invalid``."""
 
     prefers_few_files = True
 
@@ -200,11 +193,8 @@ class ObjectFilesystem:
         return None
 
     def local_path(self, path: str) -> Path:
-        raise ConfigError(
-            f"{self.root}/{path} is not on a local disk, and stock readers open local files",
-            kind=Kind.STORE_REMOTE,
-            hint=f"hiddenstore copy {self.root} LOCAL",
-        )
+        problem = f"{self.root}/{path} is not on a local disk, and stock readers open local files"
+        raise ConfigError(problem, kind=Kind.STORE_REMOTE, hint=f"hiddenstore copy {self.root} LOCAL")
 
     @contextmanager
     def local_copy(self, path: str, without: str = "") -> Iterator[Path]:
@@ -350,13 +340,9 @@ class ObjectFilesystem:
         return self._ask(path, lambda api, key: [*chain.from_iterable(api.list(self._bucket, f"{key}/"))])
 
     def _ask(self, path: str, action: Callable[[Any, str], T], is_put: bool = False) -> T:
-        """What ``action`` gets from obstore and a key, repeated while the failure is one that passes.
-
-        Raises:
-            NotFoundError: ``path-missing``.
-            StorageError: ``permission-denied``, ``io-error``; ``reply-lost``: a put that may have been done.
-            obstore.exceptions.AlreadyExistsError: a conditional put was refused.
-        """
+        """What ``action`` gets from obstore and a key, repeated while the failure is one that passes. Raises
+        NotFoundError: ``path-missing``; StorageError: ``permission-denied``, ``io-error``; ``reply-lost``: a put that
+        may have been done; obstore.exceptions.AlreadyExistsError: a conditional put was refused."""
         import obstore
         from obstore.exceptions import AlreadyExistsError, BaseError
 

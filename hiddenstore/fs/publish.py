@@ -41,12 +41,8 @@ def refuse_existing_folder(out: Path) -> None:
 
 @contextmanager
 def new_file(out: Path) -> Iterator[WritableFile]:
-    """A file that becomes ``out`` when the block ends well and vanishes when it does not.
-
-    Raises:
-        ConflictError: ``output-exists``.
-        StorageError: the disk refused.
-    """
+    """A file that becomes ``out`` when the block ends well and vanishes when it does not. Raises ConflictError:
+    ``output-exists``; StorageError: the disk refused."""
     refuse_existing_file(out)
     sweep_killed(out.parent, out.name)
     fs = LocalFilesystem(out.parent)
@@ -70,12 +66,8 @@ def new_file(out: Path) -> Iterator[WritableFile]:
 def new_folder(out: Path, refuse: Callable[[Path], None] = refuse_existing_folder) -> Iterator[Path]:
     """A folder to write into, which becomes ``out`` when the block ends well and vanishes when it does not.
 
-    ``refuse`` raises where ``out`` is somebody's work already.
-
-    Raises:
-        ConflictError: ``output-exists``.
-        StorageError: the disk refused.
-    """
+    ``refuse`` raises where ``out`` is somebody's work already. Raises ConflictError: ``output-exists``; StorageError:
+    the disk refused."""
     refuse(out)
     hidden = out.parent / _hidden_name(out)
     try:
@@ -103,11 +95,7 @@ def new_folder(out: Path, refuse: Callable[[Path], None] = refuse_existing_folde
 
 def upload(folder: Path, fs: Filesystem, last: str) -> None:
     """Copy the files of a folder to storage, ``last`` behind the others; what holds the same bytes already stays.
-
-    Raises:
-        ConflictError: ``file-exists``, a name holds other bytes.
-        StorageError: disk or storage refused.
-    """
+    Raises ConflictError: ``file-exists``, a name holds other bytes; StorageError: disk or storage refused."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     for name in sorted(names, key=lambda name: (name == last, name)):
         file = fs.create(name)
@@ -122,11 +110,8 @@ def upload(folder: Path, fs: Filesystem, last: str) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Give ``path`` new bytes in one step: a reader sees the old ones or the new ones.
-
-    Raises:
-        StorageError: the disk refused; the old bytes stay.
-    """
+    """Give ``path`` new bytes in one step: a reader sees the old ones or the new ones. Raises StorageError: the disk
+    refused; the old bytes stay."""
     hidden = path.with_name(_hidden_name(path))
     try:
         with hidden.open("xb") as file:

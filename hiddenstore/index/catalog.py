@@ -286,11 +286,8 @@ def read_catalog(fs: Filesystem, use_index: bool = True, visit: Visit = lambda _
 
 
 def read_frozen(fs: Filesystem, snapshot: Snapshot) -> Catalog:
-    """The records that a snapshot names, in its order.
-
-    Raises:
-        CorruptionError: ``commit-missing``, ``snapshot-mismatch`` when one is gone or has other bytes than were frozen.
-    """
+    """The records that a snapshot names, in its order. Raises CorruptionError: ``commit-missing``,
+    ``snapshot-mismatch`` when one is gone or has other bytes than were frozen."""
     names = [entry.record for entry in snapshot.commits]
     files = live_indexes(fs) if len(names) > WORTH_AN_INDEX else []
     gone = set(names) - set(fs.list(layout.COMMITS_DIR))

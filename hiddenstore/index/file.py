@@ -20,7 +20,7 @@ from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError, Kind, NotFoundError
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.table import COLUMNS, ID_BYTES, NUMBERS, Ids, SampleTable
-from schemas.index import IndexHeader
+from schemas.manifest import IndexHeader
 
 GROUP_ROWS = 65_536
 HEADER_KEY = b"hiddenstore.index"
@@ -54,12 +54,8 @@ class IndexFile:
         return layout.index_path(self.number)
 
     def read(self, columns: Sequence[str] = COLUMNS, groups: Iterable[int] | None = None) -> SampleTable:
-        """Samples of some row groups (default: all), sorted by id; ``record`` counts the records of the header.
-
-        Raises:
-            NotFoundError: the file is gone.
-            CorruptionError: ``index-corrupt``.
-        """
+        """Samples of some row groups (default: all), sorted by id; ``record`` counts the records of the header. Raises
+        NotFoundError: the file is gone; CorruptionError: ``index-corrupt``."""
         wanted = list(range(len(self.header.fences)) if groups is None else groups)
         counts = [min(GROUP_ROWS, self.header.rows - group * GROUP_ROWS) for group in wanted]
         arrays = {name: np.empty(sum(counts), np.int32 if name in NUMBERS else np.uint8) for name in columns}

@@ -18,7 +18,7 @@ from hiddenstore.index.catalog import FACTS, WORTH_AN_INDEX, Catalog
 from hiddenstore.index.file import IndexFile, encode_index, index_numbers, live_indexes, renumbered
 from hiddenstore.index.listed import Listed, list_records
 from hiddenstore.index.table import SampleTable, joined
-from schemas.index import IndexHeader
+from schemas.manifest import IndexHeader
 
 EVERY = 256
 """Records that a writer covers at once."""

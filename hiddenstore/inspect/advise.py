@@ -219,19 +219,12 @@ def advise_store(
     rebuilder: Rebuilder | None = None,
 ) -> Advice:
     """Advice for a store, from its calibration slice, or from its own states where these are exact; with a
-    ``rebuilder`` also of the recipe ``rebuilt``, where the store ``holds_its_slice``.
-
-    Raises:
-        ConfigError: ``calibration-missing``, ``store-empty``.
-        CorruptionError: the slice or a sample is damaged.
-    """
+    ``rebuilder`` also of the recipe ``rebuilt``, where the store ``holds_its_slice``. Raises ConfigError:
+    ``calibration-missing``, ``store-empty``; CorruptionError: the slice or a sample is damaged."""
     extent = Extent.of(store)
     if not extent.tokens:
-        raise ConfigError(
-            f"{store.path} holds no sample yet",
-            kind=Kind.STORE_EMPTY,
-            hint=f"hiddenstore collect DATA -o {store.path} --target T",
-        )
+        problem = f"{store.path} holds no sample yet"
+        raise ConfigError(problem, kind=Kind.STORE_EMPTY, hint=f"hiddenstore collect DATA -o {store.path} --target T")
     head = store.head(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     states, rebuilding = raw_slice(store), None
     if rebuilder is not None and holds_its_slice(store):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from hiddenstore.documents import flat
 from schemas.capture import FINAL, NormState
 from schemas.layers import field_name
 
@@ -175,11 +176,8 @@ DEFAULT_SAMPLES = 200
 def compare(
     a: "Store", b: "Store", max_samples: int | None = DEFAULT_SAMPLES, advance: Callable[[int], None] | None = None
 ) -> Comparison:
-    """Compare two stores; numbers on at most ``max_samples`` common samples (None: all), spread evenly.
-
-    Raises:
-        CorruptionError: a sample of one of them cannot be read.
-    """
+    """Compare two stores; numbers on at most ``max_samples`` common samples (None: all), spread evenly. Raises
+    CorruptionError: a sample of one of them cannot be read."""
     set_a, set_b = set(a.sample_ids), set(b.sample_ids)
     result = Comparison(
         schema=schema_differences(a, b),
@@ -213,16 +211,8 @@ def schema_differences(a: "Store", b: "Store") -> list[dict[str, Any]]:
 
 
 def _settings(store: "Store") -> dict[str, Any]:
-    settings = dict(_flat(store.manifest.model_dump(mode="json", exclude={"target_files", "packages"})))
+    settings = dict(flat(store.manifest.model_dump(mode="json", exclude={"target_files", "packages"})))
     return settings | {f"target/{file.path}": file.digest for file in store.manifest.target_files}
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _flat(item, f"{prefix}.{name}" if prefix else name)
-    else:
-        yield prefix, value
 
 
 def _split(store: "Store", sample_id: str) -> str:

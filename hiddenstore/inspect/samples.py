@@ -60,11 +60,8 @@ _CONTEXT_TOKENS = 4
 
 
 def parse_where(conditions: Iterable[str], split: str | None = None) -> Test:
-    """A test of one sample; with no condition every sample passes.
-
-    Raises:
-        ConfigError: ``option-invalid`` naming the condition and the fields there are.
-    """
+    """A test of one sample; with no condition every sample passes. Raises ConfigError: ``option-invalid`` naming the
+    condition and the fields there are."""
     tests = [_parse(condition.strip()) for text in conditions for condition in text.split(",") if condition.strip()]
     if split is not None:
         tests.append(_parse(f"split={split}"))
@@ -115,13 +112,9 @@ def samples(store: "Store", keep: Test | None = None, limit: int | None = None) 
 
 
 def find_sample(store: "Store", key: str) -> str:
-    """The id a person meant: an index from 0 (negative from the end), a full id, or the start of one; digits alone
-    are the start of an id from ``SHORTEST_ID`` on.
-
-    Raises:
-        NotFoundError: ``sample-missing``.
-        ConfigError: ``sample-ambiguous`` listing the candidates.
-    """
+    """The id a person meant: an index from 0 (negative from the end), a full id, or the start of one; digits alone are
+    the start of an id from ``SHORTEST_ID`` on. Raises NotFoundError: ``sample-missing``; ConfigError:
+    ``sample-ambiguous`` listing the candidates."""
     if re.fullmatch(r"-?[0-9]+", key) and key not in store:
         is_index = -len(store) <= int(key) < len(store)
         if is_index or (len(store) and len(key.removeprefix("-")) < SHORTEST_ID):
@@ -156,11 +149,8 @@ class Norms:
 
 
 def view(store: "Store", sample_id: str) -> dict[str, Any]:
-    """Everything ``show`` prints, as one document; the members of ``hiddenstore.show/1``.
-
-    Raises:
-        CorruptionError: bytes of the sample disagree with their checksum.
-    """
+    """Everything ``show`` prints, as one document; the members of ``hiddenstore.show/1``. Raises CorruptionError: bytes
+    of the sample disagree with their checksum."""
     record = store.read(sample_id)
     commit, index = store.locate(sample_id)
     entry = commit.samples[index]

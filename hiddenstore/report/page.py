@@ -211,11 +211,8 @@ def refuse_other_file(path: Path) -> None:
 
 
 def write_page(path: Path, shown: Page) -> int:
-    """Publish a page by one rename; its bytes.
-
-    Raises:
-        ConflictError: ``output-exists``, something lies there that is no report of ours; StorageError.
-    """
+    """Publish a page by one rename; its bytes. Raises ConflictError: ``output-exists``, something lies there that is no
+    report of ours; StorageError."""
     data = shown.html().encode()
     refuse_other_file(path)
     try:

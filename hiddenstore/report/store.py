@@ -85,12 +85,8 @@ def spread_ids(store: Store, most: int) -> list[str]:
 
 def store_page(store: Store, samples: int = 40, measured: int = 64, begin: Begin = unseen) -> Page:
     """The page of a store. ``samples`` are shown with their text, 0 shows none; the states of ``measured`` are read.
-    Samples and records that are damaged are shown as that.
-
-    Raises:
-        CorruptionError: store.json, or what is needed of the target's files, is damaged.
-        StorageError: the storage refused to read.
-    """
+    Samples and records that are damaged are shown as that. Raises CorruptionError: store.json, or what is needed of the
+    target's files, is damaged; StorageError: the storage refused to read."""
     info, stats = facts.info(store), facts.stats(store)
     spread, ids = Spread(), spread_ids(store, measured)
     advance = begin("read samples", len(ids), "samples")

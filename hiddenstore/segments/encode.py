@@ -34,11 +34,7 @@ def encode_records(
     ``joins`` is the unit that these samples become part of: they are encoded by its channel statistics.
 
     The codes of ``bf16`` and ``lossless`` may be views of the records: their memory must not change before they are
-    written.
-
-    Raises:
-        ValueError: a record's shapes or types are not those of the capture.
-    """
+    written. Raises ValueError: a record's shapes or types are not those of the capture."""
     for record in records:
         _check_record(record, capture)
     stats: dict[str, LayerStats] = {}

@@ -18,10 +18,18 @@ from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind, 
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.records import Record, Sample, mask_fault, spans_fault, tokens_fault
 from hiddenstore.segments import CONTAINERS
-from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, EncodedUnit, groups_of
+from hiddenstore.segments.base import (
+    FINAL_ROWS,
+    INPUT_IDS,
+    LOSS_MASK,
+    SPANS,
+    EncodedUnit,
+    groups_of,
+    rows_fault,
+    top_tokens_fault,
+)
 from hiddenstore.segments.files import CHUNK_CORRUPT
 from hiddenstore.segments.many import MANY_BYTES, ManyReader, Samples, ends_of, plain_of_many, sample_places
-from hiddenstore.segments.values import rows_fault, top_tokens_fault
 from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry, SampleEntry
 
 DEFAULT_CONTAINER = "zarr"

@@ -37,12 +37,12 @@ from hiddenstore.segments.base import (
     FieldGroup,
     Overhead,
     groups_of,
+    small_fault,
     small_of_rows,
     unit_attributes,
 )
 from hiddenstore.segments.files import CHUNK_CORRUPT, HashedFile, SegmentFiles, write_bytes
 from hiddenstore.segments.many import ends_of, sample_places
-from hiddenstore.segments.values import small_fault
 from schemas import CaptureSpec, CommitRecord, FileEntry, SampleEntry
 
 TAR = "samples.tar"

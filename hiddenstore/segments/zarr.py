@@ -27,11 +27,11 @@ from hiddenstore.segments.base import (
     FieldGroup,
     Overhead,
     groups_of,
+    small_fault,
     unit_attributes,
 )
 from hiddenstore.segments.files import SegmentFiles
 from hiddenstore.segments.many import MANY_BYTES, row_numbers, sample_places
-from hiddenstore.segments.values import small_fault
 from hiddenstore.segments.zarr_read import ShardReader, read_small
 from hiddenstore.segments.zarr_write import METADATA, ArraySpec, parse_metadata, write_array, write_group, write_sharded
 from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry

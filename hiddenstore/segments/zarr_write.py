@@ -122,11 +122,8 @@ class ArraySpec:
 
 
 def parse_metadata(data: bytes, where: str) -> ArraySpec:
-    """The spec an array's ``zarr.json`` describes.
-
-    Raises:
-        FormatError: ``array-invalid`` for anything but the arrays of format 1.
-    """
+    """The spec an array's ``zarr.json`` describes. Raises FormatError: ``array-invalid`` for anything but the arrays of
+    format 1."""
     try:
         document = json.loads(data)
         spec = _parse(document)

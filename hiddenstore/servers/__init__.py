@@ -1,1 +1,148 @@
 """Servers of other engines on this machine: how a Python that has one is found, and its process."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+
+from hiddenstore.errors import ConfigError, InterruptError, Kind, StorageError
+from hiddenstore.fs.seam import storage_error
+
+_OPENMP = "libiomp5.so"
+
+
+@dataclass(frozen=True)
+class VllmPython:
+    """``path`` None: the Python that runs this."""
+
+    path: str | None = None
+
+    @property
+    def program(self) -> str:
+        return self.path or sys.executable
+
+    @property
+    def has_vllm(self) -> bool:
+        code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+        try:
+            return not subprocess.run([self.program, "-c", code], check=False, capture_output=True).returncode
+        except OSError:
+            return False
+
+    def require(self) -> None:
+        """Raises ConfigError: ``not-installed``: there is no such Python, or it lacks vLLM."""
+        if not self.has_vllm:
+            raise ConfigError(
+                f"{self.program} has no vLLM",
+                kind=Kind.NOT_INSTALLED,
+                hint="install vLLM into an environment of its own, and name it: --engine-python ENV/bin/python",
+            )
+
+    def command(self, model: str, flags: Sequence[str]) -> tuple[str, ...]:
+        """The command of a server of ``model``: builds without the engine's own program have its module."""
+        return (self.program, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags)
+
+    def environment(self) -> dict[str, str]:
+        """What a server needs to share the cores of this machine with its neighbour, where it computes on them; what is
+        set already stays."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        # The engine's own process spins on a core beside its worker: with a thread on every core a token of
+        # SmolLM2 takes 1.6 times as long (two cores, benchmarks/results/demo-llm-2026-11-22.md).
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(max(1, cores - 1))}
+        # The CPU build is ten times slower under another OpenMP than its own, which has to be loaded first.
+        own = Path(self.program).parent.parent / "lib" / _OPENMP
+        return {**variables, **({"LD_PRELOAD": str(own)} if own.is_file() else {}), **os.environ}
+
+
+def engine_flags(words: Iterable[str]) -> tuple[str, ...]:
+    """``KEY=VALUE`` words as flags of an engine; a switch is ``KEY`` or ``KEY=true``."""
+    flags: list[str] = []
+    for name, equals, value in (word.partition("=") for word in words):
+        flags += [f"--{name}"] if value == "true" or not equals else [f"--{name}", value]
+    return tuple(flags)
+
+
+START_S = 600
+_POLL_S = 0.5
+_WATCHED = Path(__file__).with_name("watched.py")
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A server to start: ``command`` without host and port, ``environment`` all of it; ``log``: what it says."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+
+
+@contextmanager
+def running(servers: Sequence[ServerProcess], stopping: Callable[[], bool] = lambda: False) -> Iterator[list[str]]:
+    """Their URLs, on free ports of this machine, all up until the block ends or this process does. Raises StorageError:
+    ``server-unreachable``: one ended, or is not up after ten minutes; InterruptError: ``interrupted``: ``stopping`` was
+    true before they were up."""
+    ports = _free_ports(len(servers))
+    with ExitStack() as stack:
+        started = [
+            (f"http://127.0.0.1:{port}", stack.enter_context(_process(server, port)), server.log)
+            for port, server in zip(ports, servers, strict=True)
+        ]
+        for url, process, log in started:
+            _wait_until_up(url, process, log, stopping)
+        yield [url for url, _, _ in started]
+
+
+@contextmanager
+def _process(server: ServerProcess, port: int) -> Iterator["subprocess.Popen[bytes]"]:
+    try:
+        with server.log.open("w", encoding="utf-8") as said:
+            # A session of its own: Ctrl-C is for this process, whose end the other one notices.
+            process = subprocess.Popen(
+                [sys.executable, str(_WATCHED), *server.command, "--host", "127.0.0.1", "--port", str(port)],
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=dict(server.environment),
+            )
+    except OSError as error:
+        raise storage_error(error, str(server.log)) from error
+    with process:
+        yield process
+
+
+def _wait_until_up(
+    url: str, process: "subprocess.Popen[bytes]", log: Path, stopping: Callable[[], bool] = lambda: False
+) -> None:
+    end = time.monotonic() + START_S
+    # No proxy of the environment reaches this machine's own ports.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while time.monotonic() < end and process.poll() is None:
+        with suppress(OSError, HTTPException), opener.open(f"{url}/health", timeout=5):
+            return
+        if stopping():
+            raise InterruptError(
+                "stopped as asked, before the server was up", kind=Kind.INTERRUPTED, hint="the same command starts anew"
+            )
+        time.sleep(_POLL_S)
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    how = f"is not up after {START_S} s" if process.poll() is None else f"ended with exit code {process.returncode}"
+    last = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "it said nothing")
+    problem = f"the server that was started {how}: {last.strip()[-300:]}"
+    raise StorageError(problem, kind=Kind.SERVER_UNREACHABLE, hint=f"less {log}")
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]

@@ -49,13 +49,10 @@ class _File:
 
 def pull(remote: Remote, out: Path, begin: Begin) -> PullReport:
     """Bring what ``remote`` holds to the folder ``out``; the same pull again continues, or brings what was added.
-
-    Raises:
-        NotFoundError: ``push-unfinished``, nothing whole was pushed there.
-        ConflictError: ``output-exists``: the folder holds something else, or another pull writes it.
-        CorruptionError: ``file-corrupt``: bytes came twice that are not those that were pushed.
-        StorageError: disk or place refused; ``disk-full`` before the first byte where it can be known.
-    """
+    Raises NotFoundError: ``push-unfinished``, nothing whole was pushed there; ConflictError: ``output-exists``: the
+    folder holds something else, or another pull writes it; CorruptionError: ``file-corrupt``: bytes came twice that are
+    not those that were pushed; StorageError: disk or place refused; ``disk-full`` before the first byte where it can be
+    known."""
     digests = read_sums(remote)
     sizes = {path: remote.size(path) for path in digests}
     absent = SUMS if not digests else next((path for path, size in sizes.items() if size is None), None)

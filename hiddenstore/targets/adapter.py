@@ -61,11 +61,8 @@ class Adapter:
 
 
 def open_adapter(folder: str, packed: bool = False) -> Adapter:
-    """Read the two files of an adapter; ``packed``: the weights it is for are quantised.
-
-    Raises:
-        ConfigError: ``adapter-unfit``: a file is missing or damaged, or the adapter is more than such pairs.
-    """
+    """Read the two files of an adapter; ``packed``: the weights it is for are quantised. Raises ConfigError:
+    ``adapter-unfit``: a file is missing or damaged, or the adapter is more than such pairs."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

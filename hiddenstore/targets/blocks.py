@@ -61,11 +61,8 @@ def require_rebuildable(codecs: Codecs, aux_layers: Sequence[int], num_layers: i
 
 def block_files(folder: TargetFolder, layers: Sequence[int], dtype: str) -> dict[str, bytes]:
     """What the bundle of a store keeps so that ``layers`` can run: ``blocks.safetensors``, in the target's ``dtype``
-    but for tensors that transformers runs in float32.
-
-    Raises:
-        ConfigError: ``blocks-unsupported``; ``target-unreadable``, ``target-incomplete``, ``target-damaged``.
-    """
+    but for tensors that transformers runs in float32. Raises ConfigError: ``blocks-unsupported``;
+    ``target-unreadable``, ``target-incomplete``, ``target-damaged``."""
     wanted = getattr(torch, dtype)
     require_blocks(folder, layers, wanted.itemsize)
     (backbone, blocks), files = _empty(folder.config), file_of_tensor(folder)
@@ -101,23 +98,18 @@ def require_blocks(folder: TargetFolder, layers: Sequence[int], value_bytes: int
     if layers and folder.adapter is not None:
         raise _unsupported(folder.config.model_type, f"the adapter {folder.adapter.label} is not in its checkpoint")
     if size > MOST_BYTES:
-        raise _unsupported(
-            folder.config.model_type,
-            f"blocks {_listed(layers)} take {size / 1e9:.1f} GB, more than the {MOST_BYTES / 1e9:.0f} GB that a store "
-            "keeps and a trainer loads",
-        )
+        need = f"blocks {', '.join(map(str, layers))} take {size / 1e9:.1f} GB"
+        limit = f"more than the {MOST_BYTES / 1e9:.0f} GB that a store keeps and a trainer loads"
+        raise _unsupported(folder.config.model_type, f"{need}, {limit}")
 
 
 class TargetBlocks:
     """Some decoder blocks of a target on one device; safe to use from many threads, one of which runs at a time."""
 
     def __init__(self, config: Any, weights: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
-        """``config``: the text config; ``weights``: tensors named ``<layer>.<name in the block>``.
-
-        Raises:
-            ConfigError: ``blocks-unsupported``: this transformers cannot build them.
-            CorruptionError: ``head-corrupt``: the weights are not those of the config.
-        """
+        """``config``: the text config; ``weights``: tensors named ``<layer>.<name in the block>``. Raises ConfigError:
+        ``blocks-unsupported``: this transformers cannot build them; CorruptionError: ``head-corrupt``: the weights are
+        not those of the config."""
         require_plain_blocks(config)
         self._backbone, blocks = _empty(config)
         self._blocks, self._lock = blocks, threading.Lock()
@@ -282,13 +274,6 @@ def _read(folder: TargetFolder, files: Mapping[str, str], name: str) -> Tensor:
     return tensor
 
 
-def _listed(layers: Sequence[int]) -> str:
-    return ", ".join(str(layer) for layer in layers)
-
-
 def _unsupported(model_type: str, detail: str) -> ConfigError:
-    return ConfigError(
-        f"states of a {model_type} target cannot be rebuilt: {detail}",
-        kind=Kind.BLOCKS_UNSUPPORTED,
-        hint="--recipe compact, which stores every layer",
-    )
+    problem = f"states of a {model_type} target cannot be rebuilt: {detail}"
+    return ConfigError(problem, kind=Kind.BLOCKS_UNSUPPORTED, hint="--recipe compact, which stores every layer")

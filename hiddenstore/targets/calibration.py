@@ -87,11 +87,8 @@ def write_slice(fs: Filesystem, states: Slice, capture: CaptureSpec) -> bool:
 
 
 def read_slice(fs: Filesystem, capture: CaptureSpec) -> Slice | None:
-    """The slice of a store, None when it has none.
-
-    Raises:
-        CorruptionError: ``document-corrupt``, or ``calibration-corrupt``: the states are not those the document names.
-    """
+    """The slice of a store, None when it has none. Raises CorruptionError: ``document-corrupt``, or
+    ``calibration-corrupt``: the states are not those the document names."""
     document = slice_document(fs)
     if document is None:
         return None

@@ -39,11 +39,8 @@ def weights_bytes(folder: TargetFolder) -> int | None:
 
 
 def weight_files(folder: TargetFolder) -> list[str]:
-    """Names of the safetensors files that hold the weights, in order; none where it has no safetensors.
-
-    Raises:
-        ConfigError: ``target-damaged``: the index of several files cannot be read.
-    """
+    """Names of the safetensors files that hold the weights, in order; none where it has no safetensors. Raises
+    ConfigError: ``target-damaged``: the index of several files cannot be read."""
     index = _index(folder)
     if index is not None:
         return sorted(set(index["weight_map"].values()))
@@ -51,11 +48,8 @@ def weight_files(folder: TargetFolder) -> list[str]:
 
 
 def file_of_tensor(folder: TargetFolder) -> dict[str, str]:
-    """Tensor name to the safetensors file that holds it.
-
-    Raises:
-        ConfigError: ``target-incomplete``: no safetensors; ``target-damaged``, ``target-unreadable``.
-    """
+    """Tensor name to the safetensors file that holds it. Raises ConfigError: ``target-incomplete``: no safetensors;
+    ``target-damaged``, ``target-unreadable``."""
     index = _index(folder)
     if index is not None:
         return dict(index["weight_map"])
@@ -73,10 +67,7 @@ def file_of_tensor(folder: TargetFolder) -> dict[str, str]:
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """The table of a safetensors file: ``dtype``, ``shape`` and ``data_offsets`` by tensor, and where its data begins.
-
-    Raises:
-        ValueError, LookupError, TypeError, AttributeError: it has none, or not one that can be read.
-    """
+    Raises ValueError, LookupError, TypeError, AttributeError: it has none, or not one that can be read."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length) if length <= _LONGEST_HEADER else b"")
@@ -91,11 +82,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 def unreadable(folder: TargetFolder, detail: str) -> ConfigError:
     """``target-unreadable``: weights in a form that only transformers knows."""
-    return ConfigError(
-        f"the checkpoint of target {folder.label} {detail}",
-        kind=Kind.TARGET_UNREADABLE,
-        hint="--engine hf, which reads what transformers can",
-    )
+    problem = f"the checkpoint of target {folder.label} {detail}"
+    return ConfigError(problem, kind=Kind.TARGET_UNREADABLE, hint="--engine hf, which reads what transformers can")
 
 
 def require_applied(folder: TargetFolder, hint: str) -> None:
@@ -131,12 +119,18 @@ def _require_packages(folder: TargetFolder, stated: Mapping[str, Any], hint: str
     try:
         AutoHfQuantizer.from_config(dict(stated), pre_quantized=True).validate_environment(device_map=None)
     except Exception as error:  # every method checks its own packages and devices, and a config may hold anything
-        raise ConfigError(
-            f"target {folder.label} is quantised ({stated['quant_method']}), which cannot be applied here: "
-            f"{first_line(error)}",
-            kind=Kind.QUANTISATION_UNSUPPORTED,
-            hint=f"install what it names; {hint}; or name the checkpoint it was made from",
-        ) from error
+        raise inapplicable(folder, error, f"install what it names; {hint}") from error
+
+
+def inapplicable(folder: TargetFolder, error: Exception, hint: str) -> ConfigError:
+    """What to raise where transformers knows a quantisation and cannot apply it here, for ``error`` of its own."""
+    stated = folder.quantisation
+    method = stated.get("quant_method") if isinstance(stated, Mapping) else stated
+    return ConfigError(
+        f"target {folder.label} is quantised ({method}), which cannot be applied here: {first_line(error)}",
+        kind=Kind.QUANTISATION_UNSUPPORTED,
+        hint=f"{hint}; or name the checkpoint it was made from",
+    )
 
 
 def require_complete(folder: TargetFolder, report: Mapping[str, Any]) -> None:
@@ -163,11 +157,8 @@ def require_complete(folder: TargetFolder, report: Mapping[str, Any]) -> None:
         if names
     ]
     if parts:
-        raise ConfigError(
-            f"config and checkpoint of target {folder.label} do not belong together: {'; '.join(parts)}",
-            kind=Kind.TARGET_INCOMPLETE,
-            hint=_fetch(folder),
-        )
+        problem = f"config and checkpoint of target {folder.label} do not belong together: {'; '.join(parts)}"
+        raise ConfigError(problem, kind=Kind.TARGET_INCOMPLETE, hint=_fetch(folder))
 
 
 def _name(entry: Any) -> str:

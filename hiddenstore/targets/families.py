@@ -150,8 +150,5 @@ def _bias(module: nn.Module) -> Tensor | None:
 
 
 def unsupported(model_type: str, detail: str) -> ConfigError:
-    return ConfigError(
-        f"cannot capture model type {model_type!r}: {detail}",
-        kind=Kind.FAMILY_UNSUPPORTED,
-        hint="add a row to hiddenstore/targets/families.py",
-    )
+    problem = f"cannot capture model type {model_type!r}: {detail}"
+    return ConfigError(problem, kind=Kind.FAMILY_UNSUPPORTED, hint="add a row to hiddenstore/targets/families.py")

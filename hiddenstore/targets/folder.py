@@ -66,9 +66,10 @@ class TargetFolder:
 
     @property
     def label(self) -> str:
-        """The name for people: the last part of a folder, the id of a hub model; never a path of this machine."""
+        """The name for people: the last part of a folder, the id of a hub model; never a path of this machine. A plus
+        begins the adapter, so that a folder's own is written as a minus."""
         path = Path(self.name)
-        own = path.resolve().name if path.exists() else self.name
+        own = path.resolve().name.replace("+", "-") if path.exists() else self.name
         return own if self.adapter is None else f"{own}+{self.adapter.label}"
 
     def identity(self, width: int, vocab_size: int, **weights: str | None) -> TargetIdentity:
@@ -110,11 +111,8 @@ class TargetFolder:
 
 
 def _is_offline(name: str, revision: str | None) -> bool:
-    """Whether the hub is out of reach; transformers would find that out in six tries and half a minute.
-
-    Raises:
-        ConfigError: ``target-unreadable``, and its cache on this machine does not hold the target either.
-    """
+    """Whether the hub is out of reach; transformers would find that out in six tries and half a minute. Raises
+    ConfigError: ``target-unreadable``, and its cache on this machine does not hold the target either."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     host = urlsplit(constants.ENDPOINT).hostname
@@ -148,11 +146,8 @@ def open_target(
     """Read config and tokenizer of a local folder, a GGUF file or a hub id; no weights.
 
     ``template`` is the text of a chat template that stands in for the target's own; ``adapter`` a folder of peft's.
-
-    Raises:
-        NotFoundError: ``target-missing``: a path that does not exist.
-        ConfigError: ``target-incomplete``, ``target-unreadable``, ``code-unpinned``, ``adapter-unfit``.
-    """
+    Raises NotFoundError: ``target-missing``: a path that does not exist; ConfigError: ``target-incomplete``,
+    ``target-unreadable``, ``code-unpinned``, ``adapter-unfit``."""
     path = Path(name := target_folder(name))
     if path.is_dir() and not (path / CONFIG_FILE).is_file():
         raise ConfigError(
@@ -185,7 +180,7 @@ def open_target(
     beside = {"code_sha256": code, "adapter_sha256": merged and merged.sha256}
     return TargetFolder(
         name=name,
-        revision=getattr(config, "_commit_hash", None) or revision,
+        revision=revision if path.exists() else _commit(name, revision),
         config=config.get_text_config(decoder=True),
         tokenizer=tokenizer,
         config_sha256=config_sha256(raw | {member: digest for member, digest in beside.items() if digest}),
@@ -250,6 +245,14 @@ def _file(target: str, revision: str | None, name: str, fetch: bool = True) -> P
         _raise_exceptions_for_connection_errors=False,
     )
     return None if path is None else Path(path)
+
+
+def _commit(name: str, revision: str | None) -> str | None:
+    """The commit at which the cache holds what was read of a hub id; ``revision`` where that cannot be told."""
+    from transformers.utils.hub import extract_commit_hash
+
+    path = _file(name, revision, CONFIG_FILE, fetch=False)
+    return extract_commit_hash(path and str(path), None) or revision
 
 
 def _code_sha256(name: str, revision: str | None, config: Mapping[str, Any]) -> str | None:

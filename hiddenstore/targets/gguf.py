@@ -51,13 +51,9 @@ _SAME_AS = {
 
 def target_folder(name: str) -> str:
     """The folder or hub id that stands for a target: a GGUF file, or a folder whose only content is one, as what it was
-    converted into; everything else as it is.
-
-    Raises:
-        NotFoundError: ``target-missing``: no such file.
-        ConfigError: ``target-unreadable``: several GGUF files, one of a split file, or one that transformers cannot
-            read or would read otherwise than it was written.
-    """
+    converted into; everything else as it is. Raises NotFoundError: ``target-missing``: no such file; ConfigError:
+    ``target-unreadable``: several GGUF files, one of a split file, or one that transformers cannot read or would read
+    otherwise than it was written."""
     path = Path(name)
     if path.is_dir() and not (path / "config.json").exists():
         files = sorted(path.glob(f"*{SUFFIX}"))

@@ -79,11 +79,7 @@ def tokenizer_rules_sha256(serialised: str | bytes) -> str:
     """Digest of a ``tokenizer.json``: its vocabulary, merges, normaliser, pre-tokeniser and added tokens.
 
     Whitespace, order of members and of added tokens, members that are left at nothing and the older way to write a
-    merge do not change it.
-
-    Raises:
-        ValueError: it is no JSON object.
-    """
+    merge do not change it. Raises ValueError: it is no JSON object."""
     document = json.loads(serialised)
     if not isinstance(document, dict):
         raise ValueError("expected an object")
@@ -125,19 +121,19 @@ def target_argument(identity: TargetIdentity) -> str:
 def target_words(identity: TargetIdentity) -> list[str]:
     """``--target X``, with ``--adapter DIR`` where one was merged, for hints of commands that take both options."""
     if has_adapter(identity):
-        return ["--target", identity.name.partition("+")[0], "--adapter", "DIR"]
+        base = identity.name.partition("+")[0] if _is_of_hub(identity) else "TARGET"
+        return ["--target", base, "--adapter", "DIR"]
     return ["--target", target_argument(identity)]
 
 
 def has_adapter(identity: TargetIdentity) -> bool:
-    """Whether the name says that an adapter was merged; of a folder it cannot, whose own name may have a plus."""
-    return _is_of_hub(identity) and "+" in identity.name
+    """Whether the name says that an adapter was merged."""
+    return "+" in identity.name
 
 
 def captured_from(identity: TargetIdentity) -> str:
-    """What to say of ``--target`` to commands without ``--adapter``: which target it has to be."""
-    words = f"--target {target_argument(identity)}: the one called {identity.name}"
-    return words + "; decode takes --adapter DIR, if one was merged" * ("+" in identity.name)
+    """What to say of ``--target``: which target it has to be."""
+    return f"{' '.join(target_words(identity))}: the one called {identity.name}"
 
 
 def _is_of_hub(identity: TargetIdentity) -> bool:

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.targets.checkpoint import damage, require_applied, require_complete
+from hiddenstore.targets.checkpoint import damage, inapplicable, require_applied, require_complete
 from hiddenstore.targets.folder import TargetFolder, first_line
 
 if TYPE_CHECKING:
@@ -15,22 +15,16 @@ def load_model(folder: TargetFolder, device: "str | torch.device", other_way: st
     """The ``…ForCausalLM`` of a target on ``device``, quantised as the checkpoint's own config says.
 
     ``settings`` reach ``from_pretrained``; with ``device_map`` accelerate places the blocks. ``other_way`` is what to
-    do about a quantisation that transformers leaves out.
-
-    Raises:
-        ConfigError: ``not-installed``, ``target-unreadable``; as ``damage``, ``require_applied``, ``require_complete``.
-    """
+    do about a quantisation that transformers leaves out. Raises ConfigError: ``not-installed``, ``target-unreadable``;
+    as ``damage``, ``require_applied``, ``require_complete``."""
     from transformers.utils import logging
 
     if folder.quantised:
         # A quantised model cannot be moved once it is made.
         settings.setdefault("device_map", {"": device})
     if "device_map" in settings and find_spec("accelerate") is None:
-        raise ConfigError(
-            "a target over several devices, or a quantised one, needs accelerate",
-            kind=Kind.NOT_INSTALLED,
-            hint="pip install 'hiddenstore[hf]'",
-        )
+        problem = "a target over several devices, or a quantised one, needs accelerate"
+        raise ConfigError(problem, kind=Kind.NOT_INSTALLED, hint="pip install 'hiddenstore[hf]'")
     require_applied(folder, other_way)
     logging.disable_progress_bar()
     settings |= {"revision": folder.revision, "trust_remote_code": folder.trust_remote_code}
@@ -44,9 +38,23 @@ def load_model(folder: TargetFolder, device: "str | torch.device", other_way: st
             f"cannot load the weights of target {folder.name}: {first_line(error)}", kind=Kind.TARGET_UNREADABLE
         ) from error
     require_complete(folder, report)
+    if folder.quantised:
+        _require_runs(folder, model, other_way)
     if folder.adapter is not None:
         folder.adapter.merge_into(model)
     return model if "device_map" in settings else model.to(device)
+
+
+def _require_runs(folder: TargetFolder, model: Any, other_way: str) -> None:
+    """Call the whole model once: some forms (compressed-tensors) unpack their weights then, where engines call only the
+    part below the head; and a form's kernels may refuse this machine or a shape."""
+    import torch
+
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device))
+    except Exception as error:  # every form has its own kernels
+        raise inapplicable(folder, error, other_way) from error
 
 
 def model_class(folder: TargetFolder) -> Any:

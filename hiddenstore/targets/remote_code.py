@@ -24,11 +24,8 @@ def require_pinned(name: str, revision: str | None) -> None:
 
 def code_sha256(name: str, documents: list[Mapping[str, Any]], find: Callable[[str], Path | None]) -> str | None:
     """Digest of every Python file that the ``auto_map`` of ``documents`` names, and those that they import from beside
-    themselves; None where none names any. ``find`` gives a file of the target by its name.
-
-    Raises:
-        ConfigError: ``code-unpinned``: it is code of another repository; ``target-incomplete``: a file is not there.
-    """
+    themselves; None where none names any. ``find`` gives a file of the target by its name. Raises ConfigError:
+    ``code-unpinned``: it is code of another repository; ``target-incomplete``: a file is not there."""
     lines: dict[str, str] = {}
     waiting = [module for document in documents for module in _modules(name, document)]
     while waiting:

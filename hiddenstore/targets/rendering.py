@@ -31,11 +31,8 @@ def limited_rendering(location: str, fix: str = "give another template: --templa
             # Jinja may stumble over an error that comes from nowhere, and raise its own.
             if not overtime.is_over:
                 raise
-            raise FormatError(
-                f"{location}: the chat template has not rendered it after {RENDER_S:g} s",
-                kind=Kind.TEMPLATE_ENDLESS,
-                hint=fix,
-            ) from error
+            problem = f"{location}: the chat template has not rendered it after {RENDER_S:g} s"
+            raise FormatError(problem, kind=Kind.TEMPLATE_ENDLESS, hint=fix) from error
 
 
 class _Overtime:

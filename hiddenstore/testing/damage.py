@@ -84,11 +84,8 @@ class Sweep:
                 yield f"{path} of another store", {path: replayed}
 
     def check(self, changes: Changes) -> None:
-        """Damage files, demand exact data or an error that names what is wrong, heal them.
-
-        Raises:
-            AssertionError: other data was read, nothing noticed, or the error names something else.
-        """
+        """Damage files, demand exact data or an error that names what is wrong, heal them. Raises AssertionError: other
+        data was read, nothing noticed, or the error names something else."""
         try:
             for path, data in changes.items():
                 _write(self.fs, path, data)

@@ -94,11 +94,8 @@ class Workload:
         return replace(self, done=list(self.done))
 
     def check(self, fs: Filesystem, expected: tuple[dict[str, object], dict[str, str]]) -> None:
-        """What a stop left in ``fs`` is sound, holds all that was promised, and the same work finishes the job.
-
-        Raises:
-            AssertionError: it does not; HiddenstoreError: nor can it be read.
-        """
+        """What a stop left in ``fs`` is sound, holds all that was promised, and the same work finishes the job. Raises
+        AssertionError: it does not; HiddenstoreError: nor can it be read."""
         stored, read = expected
         if fs.size(layout.STORE_JSON) is not None:
             store = Store.open(fs)

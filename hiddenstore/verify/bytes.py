@@ -1,5 +1,7 @@
 """Is every byte intact: the digest of every file, the crc32c of every chunk, and the samples that a damage costs."""
 
+import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,12 +19,12 @@ from hiddenstore.digests import digest_for, mismatch
 from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inspect.facts import advice_numbers, read_advice
-from hiddenstore.segments.base import groups_of
-from hiddenstore.segments.tar import TAR, WEBDATASET
-from hiddenstore.segments.values import codes_fault
+from hiddenstore.segments.base import codes_fault, groups_of
+from hiddenstore.segments.files import SegmentFiles
+from hiddenstore.segments.tar import BLOCK_BYTES as TAR_BLOCK_BYTES
+from hiddenstore.segments.tar import INDEX, TAR, UNIT_PREFIX, WEBDATASET
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import slice_document
-from hiddenstore.verify.headers import TarHeaders
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
 from hiddenstore.verify.report import Advance, Finding, Report
 from schemas.manifest import CommitRecord, FileEntry
@@ -33,6 +35,49 @@ BLOCK_BYTES = 8 << 20
 """A multiple of a tar's blocks: no header lies in two."""
 Watch = Callable[[int, bytes], None]
 ABSENT_OR_SHORT = ("file-missing", "file-size", "file-short")
+_NAME, _SIZE = slice(0, 100), slice(124, 136)
+
+
+class TarHeaders:
+    """What the index of a tar says of its headers: others read by the headers, we by the index. Both have their digest,
+    so that only a program which wrote one of them wrong makes them differ. ``fault`` says in words where the first one
+    does. Raises CorruptionError, FormatError: the index cannot be read."""
+
+    def __init__(self, fs: Filesystem, record: CommitRecord) -> None:
+        files = SegmentFiles(fs, record.segment, record)
+        self.fault: str | None = None
+        try:
+            index = json.loads(files.read(INDEX))
+            members = [(f"{UNIT_PREFIX}{name}", row[0], row[1]) for name, row in index["unit"].items()]
+            for name, field in index["fields"].items():
+                for sample, offset, size in zip(record.samples, field["offset"], field["size"], strict=True):
+                    members.append((f"{sample.id}.{name}", offset, size))
+            self._headers = sorted(
+                (int(offset) - TAR_BLOCK_BYTES, name.encode(), int(size)) for name, offset, size in members
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise files.misfit(INDEX, f"it is no index of {TAR} ({error})") from error
+
+    def look(self, start: int, data: bytes | memoryview) -> None:
+        """Compare the headers in whole blocks of the tar, from byte ``start`` on."""
+        for offset, name, size in self._headers[bisect_left(self._headers, (start,)) :]:
+            place = offset - start
+            if place >= len(data) or self.fault is not None:
+                return
+            block = bytes(data[place : place + TAR_BLOCK_BYTES])
+            if block[_NAME].rstrip(b"\0") != name or _octal(block[_SIZE]) != size:
+                stored = block[_NAME].rstrip(b"\0").decode("ascii", "replace")
+                self.fault = (
+                    f"{INDEX} calls what lies behind the header at byte {offset:,} {name.decode()} of {size:,} bytes, "
+                    f"the header {stored!r} of {_octal(block[_SIZE]):,}"
+                )
+
+
+def _octal(text: bytes) -> int:
+    try:
+        return int(text.strip(b" \0"), 8)
+    except ValueError:
+        return -1
 
 
 def check_content(store: Store, report: Report, advance: Advance) -> None:
@@ -87,11 +132,7 @@ def unit_damage(store: Store, record: CommitRecord, advance: Advance = lambda _:
     """What is damaged of a unit: every file against its record, every chunk of every sample against its crc32c.
 
     Where a first look finds anything, a second one reads all of the unit past the page cache, and what both found
-    counts.
-
-    Raises:
-        StorageError: the storage refused, or a file is not there but not known to be gone.
-    """
+    counts. Raises StorageError: the storage refused, or a file is not there but not known to be gone."""
     first = _look(store, record, advance)
     if not first.files and not first.samples:
         return first

@@ -1,32 +1,38 @@
-"""Is everything there: documents, target files, commits, their files in their sizes, units of the inputs.
+"""Is everything there: documents, target files, commits, their files in their sizes, units of the inputs; do indexes
+say what the records say; and what is there that nothing names.
 
 Reads metadata only, never a segment's bytes.
 """
 
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
+
+import numpy as np
 
 from hiddenstore import layout
-from hiddenstore.commit import committed_units, lost_samples
+from hiddenstore.commit import committed_units, lost_samples, missing_commit, read_commit
 from hiddenstore.console.text import plural
 from hiddenstore.damage import DAMAGE, drop_caches, require_absent, twice
 from hiddenstore.documents import load
 from hiddenstore.errors import ConfigError, CorruptionError, Kind
-from hiddenstore.fs.seam import TEMP_PREFIX, Filesystem
+from hiddenstore.fs.seam import TEMP_PREFIX, Filesystem, is_temporary
 from hiddenstore.index.catalog import Catalog, read_catalog, read_frozen
+from hiddenstore.index.file import IndexFile, index_numbers, renumbered
 from hiddenstore.index.listed import Listed
 from hiddenstore.index.publish import replaced_indexes
+from hiddenstore.index.table import SampleTable, joined
 from hiddenstore.inputs import RegisteredInput, registered_inputs
+from hiddenstore.layout import CommitName
 from hiddenstore.store import Store, load_snapshot
 from hiddenstore.targets.calibration import SLICE_PATH, slice_document, unnamed_slices
-from hiddenstore.verify.garbage import leftovers, unnamed_segments
-from hiddenstore.verify.indexes import check_indexes
 from hiddenstore.verify.report import Finding, Report
-from schemas.manifest import CommitHead, StoreManifest
+from schemas.manifest import CommitHead, Snapshot, StoreManifest
 
 THREADS = 8
 AT_ONCE = 512
@@ -276,3 +282,184 @@ def _garbage(fs: Filesystem, segments: Mapping[str, str]) -> Iterator[Finding]:
 def _some(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+Fate = Literal["orphan", "superseded", "frozen", "unfinished"]
+"""``orphan`` lost its race, ``superseded`` was replaced by a later revision, ``frozen`` too but a snapshot names it,
+``unfinished`` can still be committed."""
+
+_FOLDERS = (
+    "",
+    layout.COMMITS_DIR,
+    layout.INPUTS_DIR,
+    layout.TARGET_DIR,
+    layout.SNAPSHOTS_DIR,
+    layout.CALIBRATION_DIR,
+    layout.ADVICE_DIR,
+    layout.INDEX_DIR,
+)
+
+
+@dataclass
+class _Unit:
+    """What is known of a unit: segments by revision; ``is_certain`` False where a record cannot be read."""
+
+    segments: dict[int, str] = field(default_factory=dict)
+    is_certain: bool = True
+    frozen: set[int] = field(default_factory=set)
+
+    @property
+    def last(self) -> int:
+        return max(self.segments, default=-1)
+
+
+def unnamed_segments(fs: Filesystem, named: Mapping[str, str]) -> dict[str, Fate]:
+    """Segments that no record names which counts, with what became of them; ``named`` are those that do, by the file
+    name of the record, as the record itself says.
+
+    Left out are all of a unit of which any record cannot be read: it may name any of them. Raises CorruptionError,
+    FormatError: a snapshot cannot be read: it may name anything."""
+    units = _units(fs, named)
+    fates: dict[str, Fate] = {}
+    for name in fs.list(layout.SEGMENTS_DIR):
+        claims, path = layout.segment_claims(name), f"{layout.SEGMENTS_DIR}/{name}"
+        if not claims or not all(units[claim.unit].is_certain for claim in claims):
+            continue
+        fate = _fate(path, claims, units)
+        if fate is not None:
+            fates[path] = fate
+    return fates
+
+
+def _fate(path: str, claims: tuple[CommitName, ...], units: "dict[str, _Unit]") -> Fate | None:
+    for unit in (units[claim.unit] for claim in claims):
+        revisions = {revision for revision, segment in unit.segments.items() if segment == path}
+        if unit.last in revisions:
+            return None
+        if revisions:
+            return "frozen" if unit.frozen & revisions else "superseded"
+    if all(claim.revision in units[claim.unit].segments or claim.revision < units[claim.unit].last for claim in claims):
+        return "orphan"
+    return "unfinished"
+
+
+def _units(fs: Filesystem, named: Mapping[str, str]) -> "dict[str, _Unit]":
+    units: dict[str, _Unit] = defaultdict(_Unit)
+    for name in fs.list(layout.COMMITS_DIR):
+        parsed = layout.parse_commit(name)
+        if parsed is not None:
+            segment = named.get(name) or _segment(fs, name)
+            if segment is None:
+                units[parsed.unit].is_certain = False
+            else:
+                units[parsed.unit].segments[parsed.revision] = segment
+    for parsed in _frozen(fs):
+        unit = units[parsed.unit]
+        unit.frozen.add(parsed.revision)
+        unit.is_certain &= parsed.revision in unit.segments
+    return units
+
+
+def _segment(fs: Filesystem, name: str) -> str | None:
+    try:
+        return twice(fs, lambda: read_commit(fs, name), f"{layout.COMMITS_DIR}/{name}").record.segment
+    except DAMAGE:
+        return None
+
+
+def _frozen(fs: Filesystem) -> Iterator[CommitName]:
+    """The records that saved snapshots name."""
+    for name in fs.list(layout.SNAPSHOTS_DIR):
+        if name.endswith(".json") and not is_temporary(name):
+            path = f"{layout.SNAPSHOTS_DIR}/{name}"
+            snapshot = twice(fs, partial(load, fs, path, Snapshot), path)
+            parsed = (layout.parse_commit(entry.record) for entry in snapshot.commits)
+            yield from (commit for commit in parsed if commit is not None)
+
+
+def leftovers(fs: Filesystem) -> Iterator[str]:
+    """Temporary files that an interrupted publication left."""
+    for folder in _FOLDERS:
+        for name in fs.list(folder):
+            if is_temporary(name):
+                yield f"{folder}/{name}".lstrip("/")
+
+
+@dataclass
+class IndexCheck:
+    """What is wrong with the index files; ``inputs`` are those that they name."""
+
+    findings: list[Finding] = field(default_factory=list)
+    inputs: set[str] = field(default_factory=set)
+
+
+def check_indexes(fs: Filesystem, catalog: Catalog) -> IndexCheck:
+    """Compare every index file with ``catalog``, for which every record was read. Entries of a record that a later
+    revision replaced are not looked at: no reader believes them."""
+    check, look = IndexCheck(), _IndexLook(fs, catalog)
+    replaced: set[int] = set()
+    for number in reversed(index_numbers(fs)):
+        path = layout.index_path(number)
+        if number in replaced:
+            continue
+        try:
+            file = twice(fs, partial(IndexFile.open, fs, number), path)
+            replaced.update(file.header.replaces)
+            check.inputs.update(file.header.inputs)
+            check.findings += look.findings(file, twice(fs, file.read, path))
+        except DAMAGE as error:
+            check.findings.append(Finding.of(error, path))
+    return check
+
+
+class _IndexLook:
+    def __init__(self, fs: Filesystem, catalog: Catalog) -> None:
+        self._fs = fs
+        self._listed = set(fs.list(layout.COMMITS_DIR))
+        self._last: dict[str, int] = {}
+        for name in self._listed:
+            if parsed := layout.parse_commit(name):
+                self._last[parsed.unit] = max(parsed.revision, self._last.get(parsed.unit, 0))
+        self._places = {name: place for place, name in enumerate(catalog.names)}
+        self._digests = catalog.digests
+        self._truth = catalog.table
+        if len(catalog.dropped):
+            self._truth = joined([part.take(np.arange(len(part))) for part in (catalog.table, catalog.dropped)])
+
+    def findings(self, file: IndexFile, table: SampleTable) -> list[Finding]:
+        findings, numbers = [], np.full(file.covered, -1, dtype=np.int32)
+        other = 0
+        for row, (name, digest) in enumerate(zip(file.header.records, file.header.sha256s, strict=True)):
+            place = self._places.get(name)
+            if place is not None and self._digests[place] == digest:
+                numbers[row] = place
+            elif place is not None:
+                other += 1
+            elif self._is_gone(name):
+                samples = table.take(table.record == row).ids[:]
+                detail = (
+                    f"{file.path} names it with {plural(len(samples), 'sample')}, but it is gone; the same collect "
+                    "captures its unit again"
+                )
+                error = missing_commit(self._fs, name)
+                findings.append(Finding(error.kind, error.path, tuple(samples), detail))
+        if other:
+            detail = f"{plural(other, 'commit record')} that it covers have another sha256 than it names"
+            findings.append(Finding(Kind.INDEX_STALE, file.path, (), detail))
+        elif not self._agrees(renumbered(table, numbers), numbers):
+            findings.append(Finding(Kind.INDEX_STALE, file.path, (), "its samples are not those of the records"))
+        return findings
+
+    def _is_gone(self, name: str) -> bool:
+        parsed = layout.parse_commit(name)
+        return parsed is not None and name not in self._listed and self._last.get(parsed.unit, -1) < parsed.revision
+
+    def _agrees(self, table: SampleTable, numbers: np.ndarray) -> bool:
+        covers = np.zeros(len(self._places), dtype=bool)
+        covers[numbers[numbers >= 0]] = True
+        expected = self._truth.take(covers[self._truth.record])
+        if bool(table.repeats().any()):
+            table, expected = (part.take(part.order()) for part in (table, expected))
+        if len(table) != len(expected) or table.ids != expected.ids:
+            return False
+        return all(np.array_equal(column, expected.columns[name]) for name, column in table.columns.items())

@@ -98,10 +98,22 @@ def test_an_adapter_is_a_target_of_its_own_from_collect_to_decode(
     decode = ("decode", trained, "--target", base, "--prompts", store, "-n", "2", "--max-new-tokens", "8")
     capsys.readouterr()
     assert run(*decode) == 4
-    fix = "--target TARGET: the one called target+lora; decode takes --adapter DIR, if one was merged"
-    assert error_of(capsys.readouterr().err)[1] == fix
+    assert error_of(capsys.readouterr().err)[1] == "--target TARGET --adapter DIR: the one called target+lora"
     assert run(*decode, "--adapter", adapters[0], "--json") == 0
     assert json.loads(capsys.readouterr().out)["target"] == "target+lora"
+    costs = ("eval", trained, store, "--costs", "--target", base)
+    assert run(*costs) == 4
+    capsys.readouterr()
+    assert run(*costs, "--adapter", adapters[0]) == 0
+    said = capsys.readouterr()
+    assert "of plain decoding on this machine" in said.out
+    assert f"hiddenstore decode {trained} --target TARGET --adapter DIR --prompts {store}" in said.err
+    assert run("eval", "--engine", "vllm", "--server", "http://127.0.0.1:1", "--adapter", adapters[0]) == 2
+    assert "--adapter: --engine and --serve measure servers" in capsys.readouterr().err
+
+
+def test_a_plus_in_the_name_of_a_folder_begins_no_adapter(tmp_path: Path) -> None:
+    assert open_target(save_target(tmp_path / "my+target")).label == "my-target"
 
 
 def test_states_of_an_adapter_are_not_rebuilt_with_the_blocks_of_the_base(

@@ -21,6 +21,7 @@ from hiddenstore.process import Rank
 from hiddenstore.targets.checkpoint import weights_bytes
 from hiddenstore.targets.folder import open_target
 from tests.collectors.tiny import CONFIGS, VOCAB, save_target
+from tests.hiddenstore.hub_double import Repo, in_place_of_the_hub
 
 AUX = (-1, 1, 3)
 needs_transformers_5 = pytest.mark.skipif(
@@ -216,6 +217,26 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @needs_transformers_5
+@needs_transformers_5
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:(httpx2|huggingface_hub).*")
+def test_a_private_target_of_the_hub_is_opened_with_the_token_of_the_environment(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants as constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with in_place_of_the_hub(monkeypatch) as hub:
+        hub.repos["org/private"] = Repo(True, [{path.name: (path.read_bytes(), False) for path in llama.iterdir()}])
+        opened = load_target("org/private", device="cpu").identity
+        assert (opened.name, opened.revision) == ("org/private", hub.repos["org/private"].sha("main"))
+        assert opened.checkpoint_sha256 == load_target(str(llama), device="cpu").identity.checkpoint_sha256
+        monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
+        with pytest.raises(ConfigError) as caught:
+            open_target("org/another")
+    assert caught.value.kind == "target-unreadable"
+    assert "hf_of_somebody_else" not in f"{caught.value}{caught.value.hint}"
+
+
 def test_a_targets_own_code_runs_at_a_pinned_commit_only(hub: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the config"):
         open_target("org/own", COMMIT)

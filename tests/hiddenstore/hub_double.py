@@ -163,7 +163,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     def _create(self, body: bytes) -> None:
         asked = json.loads(body)
@@ -239,11 +240,16 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _resolve(self, body: bytes, name: str, revision: str, path: str) -> None:
-        data = self.hub.repos[name].at(revision)[path][0]
+        repo = self.hub.repos[name]
+        if path not in repo.at(revision):
+            self._answer(404, {"error": f"no {path}"}, {"X-Error-Code": "EntryNotFound"})
+            return
+        data = repo.at(revision)[path][0]
+        about = {"X-Repo-Commit": repo.sha(revision), "ETag": f'"{_blob(data)}"'}
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         part = data if match is None else data[int(match[1]) : int(match[2]) + 1]
         self.hub.sent_bytes += len(part)
-        self._answer(200 if match is None else 206, part)
+        self._answer(200 if match is None else 206, part, about)
 
 
 def _blob(data: bytes) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from hiddenstore.care.copy_unit import copy_verbatim
+from hiddenstore.care.stored_unit import copy_verbatim
 from hiddenstore.digests import PIECE_BYTES, TreeDigest, content_mismatch
 from hiddenstore.documents import sha256_hex
 from hiddenstore.errors import CorruptionError

@@ -128,3 +128,12 @@ def test_an_error_about_a_folder_is_printed_as_any_other(place: Path) -> None:
     result = CliRunner().invoke(main, ["info", str(place / "run")])
     assert result.exit_code == 2
     assert f"error: {place / 'run'} is no store: it is a training run  [store-missing]" in result.stderr
+
+
+def test_a_checkpoint_that_is_not_there_says_which_are(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step-3").mkdir(parents=True)
+    error = missing("run", tmp_path / "run" / "checkpoints" / "step-9")
+    assert error.message.endswith(f"{tmp_path}/run/checkpoints holds step-3")
+    assert error.hint == f"hiddenstore eval {tmp_path}/run STORE"
+    error = missing("run", tmp_path / "other" / "checkpoints" / "LATEST")
+    assert error.hint == f"hiddenstore train STORE -o {tmp_path}/other"

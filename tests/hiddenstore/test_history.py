@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from hiddenstore.care.recapture import recapture_unit
 from hiddenstore.care.repair import repair
+from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.cli import main
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (

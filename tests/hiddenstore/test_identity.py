@@ -145,7 +145,7 @@ def test_identities_differ_only_in_what_decides_the_states():
         ("org/model", None, "org/model", ["org/model"]),
         ("gpt2", "abc", "gpt2", ["gpt2"]),
         ("folder", None, "TARGET", ["TARGET"]),
-        ("my+folder", None, "TARGET", ["TARGET"]),
+        ("folder+lora", None, "TARGET", ["TARGET", "--adapter", "DIR"]),
         ("org/model+lora", None, "TARGET", ["org/model", "--adapter", "DIR"]),
         ("gpt2+lora", "abc", "TARGET", ["gpt2", "--adapter", "DIR"]),
     ],

@@ -8,8 +8,8 @@ import pytest
 
 from hiddenstore import layout
 from hiddenstore.care.gc import gc
-from hiddenstore.care.recapture import recapture_unit
 from hiddenstore.care.repair import repair
+from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.commit import publish_commit, read_commit
 from hiddenstore.documents import seal
 from hiddenstore.errors import CorruptionError

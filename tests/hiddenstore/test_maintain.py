@@ -12,8 +12,8 @@ import torch
 from hiddenstore import layout
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.care.gc import gc
-from hiddenstore.care.recapture import recapture_unit
 from hiddenstore.care.repair import repair
+from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.commit import DAMAGED, lost_samples, publish_commit
 from hiddenstore.documents import canonical, sha256_hex
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, StorageError

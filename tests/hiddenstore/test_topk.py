@@ -27,7 +27,7 @@ from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import HEAD, VOCAB, capture_spec, make_samples, make_store, random_records
 from hiddenstore.testing.invariants import contents
-from hiddenstore.verify.run import verify
+from hiddenstore.verify import verify
 
 WIDTH, K = 32, 4
 

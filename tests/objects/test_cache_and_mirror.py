@@ -18,7 +18,7 @@ from hiddenstore.layout import SEGMENTS_DIR
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from hiddenstore.testing.invariants import contents
-from hiddenstore.verify.run import verify
+from hiddenstore.verify import verify
 from tests.objects.proxy import FaultProxy
 from tests.tiny_world import TRAIN, World, run, tree
 

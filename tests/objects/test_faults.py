@@ -14,7 +14,7 @@ from hiddenstore.fs.objects import ObjectFilesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from hiddenstore.testing.invariants import contents, fingerprint, garbage, problems
-from hiddenstore.verify.run import verify
+from hiddenstore.verify import verify
 from tests.objects.proxy import Fault, FaultProxy, Plan, Request
 
 pytestmark = pytest.mark.objects

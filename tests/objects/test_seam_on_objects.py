@@ -13,7 +13,7 @@ from hiddenstore.fs.objects import PART_BYTES, ObjectFilesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from hiddenstore.testing.invariants import contents, garbage, problems
-from hiddenstore.verify.run import verify
+from hiddenstore.verify import verify
 from tests.objects.conftest import SECRETS
 from tests.objects.proxy import FaultProxy
 from tests.tiny_world import LAYERS, TRAIN, chat, run, save_target, tree, write_rows

@@ -14,7 +14,7 @@ import pytest
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.suite import Tally
-from hiddenstore.verify.garbage import unnamed_segments
+from hiddenstore.verify.structure import unnamed_segments
 from tests.collectors.prepared import data_for_tiny, segment_bytes
 from tests.collectors.tiny import save_target
 from tests.reliability.figures import Figures

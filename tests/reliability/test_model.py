@@ -26,8 +26,8 @@ from hypothesis.stateful import (
 from hiddenstore import layout
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.care.gc import gc
-from hiddenstore.care.recapture import recapture_unit
 from hiddenstore.care.repair import repair
+from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.commit import committed_units
 from hiddenstore.errors import CorruptionError, Kind, StorageError
 from hiddenstore.segments.base import EncodedUnit
@@ -37,7 +37,7 @@ from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, HEAD, capture_spec, memory_input, random_records, target_files
 from hiddenstore.testing.invariants import contents, problems, sample_digest
 from hiddenstore.testing.suite import SimulatedCrash, Tally
-from hiddenstore.verify import garbage, verify
+from hiddenstore.verify import structure, verify
 from hiddenstore.writer import create_store, pending_units, publish_segment, register_input, write_encoded_unit
 from schemas.manifest import CommitRecord
 from tests.faults import SURVIVALS, Fault, FaultFilesystem, ReadFault
@@ -312,7 +312,7 @@ def test_every_schedule_of_two_suspended_writers_ends_with_each_sample_once(
 
 
 def test_the_model_notices_a_gc_that_sweeps_what_can_still_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = garbage.unnamed_segments
+    honest = structure.unnamed_segments
 
     def forgetful(*words: Any) -> dict[str, str]:
         return dict.fromkeys(honest(*words), "orphan")

@@ -8,7 +8,7 @@ from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError, FormatError
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import make_store
-from hiddenstore.verify.same_target import target_differences
+from hiddenstore.verify.profile import target_differences
 from schemas.capture import HeadSpec
 from trainer.drafters import refuse_target
 from trainer.drafters.base import DrafterInUse, Verified

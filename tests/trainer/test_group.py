@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from hiddenstore.errors import ConfigError
+from hiddenstore.errors import ConfigError, StorageError
 from hiddenstore.process import Rank
 from tests.trainer.runs import WORDS, tiny_store
 from trainer.parallel.group import process_group, usable_cores
@@ -179,10 +180,44 @@ def test_a_rank_that_is_killed_does_not_leave_the_other_waiting(tmp_path: Path) 
     ],
 )
 def test_ranks_that_do_not_know_where_to_meet_are_told(environment: dict[str, str], fix: str) -> None:
-    with pytest.raises(ConfigError, match="MASTER_PORT") as caught, process_group(Rank(0, 2, 0), environment):
+    with pytest.raises(ConfigError, match="MASTER_PORT") as caught, process_group(Rank(0, 2, 0), None, environment):
         pass
     assert caught.value.kind == "rank-rendezvous"
     assert fix in str(caught.value.hint)
+
+
+def as_the_first_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("named_by", ["a word", "a file", "the run that is resumed"])
+def test_a_rank_waits_for_the_others_as_long_as_is_set(
+    named_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, word, document = tmp_path / "run", "train.dist_timeout_minutes=0.005", "train: {dist_timeout_minutes: 0.005}"
+    run.mkdir()
+    named: dict[str, Any] = {"words": [word]}
+    if named_by == "a file":
+        (tmp_path / "settings.yaml").write_text(document)
+        named = {"file": tmp_path / "settings.yaml"}
+    elif named_by == "the run that is resumed":
+        (run / "config.yaml").write_text(document)
+        named = {"resume": True}
+    # The other rank never comes.
+    as_the_first_of_two(monkeypatch)
+    with pytest.raises(StorageError) as caught:
+        train(tmp_path / "store", run, **named)
+    assert caught.value.kind == "rank-lost"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_nccl_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_the_first_of_two(monkeypatch)
+    with pytest.raises(ConfigError, match="no GPU with NCCL") as caught:
+        train(tmp_path / "store", tmp_path / "run", words=["train.dist_backend=nccl"])
+    assert caught.value.hint == "train.dist_backend=auto"
 
 
 def test_a_container_quota_lowers_the_cores(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trainer.train.intervals import paired_difference
+from trainer.train.paired import paired_difference
 
 
 def test_the_error_is_that_of_the_mean_of_the_differences_over_seeds() -> None:

@@ -63,6 +63,13 @@ def test_samples_are_cut_and_taught_as_the_settings_say_and_a_resume_goes_on_so(
     assert whole[0]["lr"] == pytest.approx(whole[1]["lr"] / 2)  # type: ignore[operator]
 
 
+def test_a_cut_that_leaves_nothing_to_teach_is_refused_before_the_first_step(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.max_tokens=2 .* leave no token") as caught:
+        train(store.path, tmp_path / "run", words=[*WORDS, "data.max_tokens=2"])
+    assert caught.value.kind == "mask-empty"
+    assert not (tmp_path / "run").exists()
+
+
 def test_packs_accumulate_to_the_gradient_of_the_whole_batch(store: Store, tmp_path: Path) -> None:
     words = [*WORDS, "train.max_steps=3", "train.validate_every=0"]
     train(store.path, tmp_path / "packs", words=words)

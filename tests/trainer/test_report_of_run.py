@@ -16,7 +16,7 @@ from trainer.evaluate.acceptance import AcceptanceTally, walk
 from trainer.report.compare import compare_page, short_names
 from trainer.report.run import _article, _settings, measure, run_page
 from trainer.settings import load_config
-from trainer.train.curves import Curves, read_curves
+from trainer.train.log import Curves, read_curves
 from trainer.train.run_folder import describe, training_store
 
 

@@ -18,8 +18,7 @@ from serve_cases import write_exports
 
 from hiddenstore.cli import main
 from hiddenstore.errors import HiddenstoreError
-from hiddenstore.servers.process import ServerProcess, _wait_until_up, running
-from hiddenstore.servers.python import VllmPython, engine_flags
+from hiddenstore.servers import ServerProcess, VllmPython, _wait_until_up, engine_flags, running
 from trainer.serve import ENGINES
 from trainer.serve.launch import server_of
 from trainer.serve.plan import ServeOptions
@@ -170,8 +169,8 @@ def test_a_server_ends_with_the_process_that_started_it_even_by_a_kill(tmp_path:
     program = f"""if True:
         import time
         from pathlib import Path
-        from hiddenstore.servers.process import ServerProcess, running
-        from hiddenstore.servers.python import VllmPython
+        from hiddenstore.servers import ServerProcess, running
+        from hiddenstore.servers import VllmPython
         python, log = VllmPython({engine(tmp_path)!r}), Path({str(tmp_path / "said.log")!r})
         with running([ServerProcess(python.command("target", ()), python.environment(), log)]) as (url,):
             print(url, flush=True)
@@ -192,8 +191,8 @@ def test_a_server_ends_with_the_process_that_started_it_even_by_a_kill(tmp_path:
 def test_a_proxy_of_the_environment_and_a_garbled_answer_do_not_hide_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hiddenstore.servers.process.START_S", 20)
-    monkeypatch.setattr("hiddenstore.servers.process._POLL_S", 0.01)
+    monkeypatch.setattr("hiddenstore.servers.START_S", 20)
+    monkeypatch.setattr("hiddenstore.servers._POLL_S", 0.01)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)

@@ -9,8 +9,7 @@ from click.testing import CliRunner
 from hiddenstore.cli import main
 from hiddenstore.errors import ConfigError
 from hiddenstore.store import Store
-from hiddenstore.verify.profile import make_profile, write_profile
-from hiddenstore.verify.same_target import target_differences
+from hiddenstore.verify.profile import make_profile, target_differences, write_profile
 from tests.trainer.runs import WORDS, tiny_store
 from trainer.train.loop import train
 

@@ -3,15 +3,18 @@
 import ast
 import json
 import shlex
+import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hiddenstore.errors import ConfigError
-from tests.trainer.serve_cases import planned, the_file, write_exports
+from tests.trainer.serve_cases import asked, planned, published, the_file, write_exports
 from trainer.serve import ENGINES
-from trainer.serve.launch import shell_lines, smoke_test
+from trainer.serve.launch import script, shell_lines, smoke_test
 from trainer.serve.vllm import speculative_config
 
 
@@ -225,3 +228,55 @@ def test_the_smoke_test_calls_the_port_and_name_that_flags_chose() -> None:
     assert words[1] == "http://localhost:31000/v1/completions"
     assert json.loads(words[-1])["model"] == "it's"
     assert planned("sglang", method="mtp").port == 30000
+
+
+@pytest.mark.parametrize("engine", ["sglang", "trtllm", "vllm"])
+def test_the_smoke_test_that_is_printed_reaches_the_server(engine: str) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    class Completions(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))) | {"path": self.path})
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"choices": [{"text": " Paris"}]}')
+
+        def log_message(self, *_words: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Completions) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        resolved, plan = asked(engine, method="ngram", flags=("--port", str(server.server_port)))
+        printed = script(resolved.request, plan).partition("# once it is up, from another terminal:\n")[2]
+        command = "\n".join(line.removeprefix("# ") for line in printed.splitlines())
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+        server.shutdown()
+    assert json.loads(done.stdout)["choices"][0]["text"] == " Paris"
+    (body,) = bodies
+    assert (body["path"], body["model"]) == ("/v1/completions", "maker/target")
+
+
+@pytest.mark.parametrize("engine", ["sglang", "trtllm", "vllm"])
+def test_a_quantised_target_and_drafter_are_served_as_they_are_named(engine: str, tmp_path: Path) -> None:
+    folder = published(tmp_path / "fp8", quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    for target in (folder, "nvidia/Llama-3.3-70B-Instruct-FP4"):
+        small = "nvidia/Llama-3.1-8B-Instruct-FP4"
+        resolved, plan = asked(engine, target=target, drafter=small, method="draft-target")
+        assert resolved.warnings == []
+        assert target in plan.command
+        assert small in " ".join([*plan.command, *plan.files.values()])
+
+
+def test_flags_of_the_engine_come_last_and_as_they_were_written() -> None:
+    flags = ("--dtype", "bfloat16", "--tp-size", "2")
+    assert planned("sglang", method="mtp", flags=flags).command[-4:] == flags
+
+
+@pytest.mark.parametrize("engine", ["sglang", "trtllm", "vllm"])
+def test_a_container_gets_the_token_of_the_hub_by_name_and_nothing_shows_it(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_canary")
+    resolved, plan = asked(engine, method="ngram", form="container")
+    assert plan.command[plan.command.index("HF_TOKEN") - 1] == "-e"
+    assert "hf_canary" not in script(resolved.request, plan)

@@ -11,6 +11,8 @@ import click
 
 from hiddenstore.cli.words import RUN, same_target_option, target_options
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.console.progress import Progress
+from hiddenstore.console.text import percent
 from trainer.cli.evaluate import acceptance_rows, draft_len_option, floor_members, judge, shape_text
 
 if TYPE_CHECKING:
@@ -70,7 +72,6 @@ def decode(
     Prompts whose greedy answer loops (over 30 % repeated 4-grams) are left out and counted. The same answers are also
     decoded one token at a time, for comparison.
     """
-    from hiddenstore.console.progress import Progress
     from hiddenstore.targets.folder import open_target
     from trainer.evaluate import speculate
     from trainer.evaluate.prompts import read_prompts
@@ -114,7 +115,7 @@ def decode(
 
 def _training_store(info: "RunInfo", live: "LiveTarget") -> "Store | None":
     """The store of the run, once the target was found to give its states; None where it is gone."""
-    from hiddenstore.verify.same_target import NO_PROFILE, is_another_checkpoint, unstated_warning
+    from hiddenstore.verify.profile import NO_PROFILE, is_another_checkpoint, unstated_warning
     from trainer.drafters import refuse_target
     from trainer.evaluate.target import require_stored_states
     from trainer.train.run_folder import training_store
@@ -202,8 +203,6 @@ def _row(decoded: "ShapeResult", simulated: float | None, temperature: float, pl
 
 
 def _show(document: dict[str, Any]) -> None:
-    from hiddenstore.console.text import percent
-
     drafts, ties = len(document["sweep"]), len(document["ties"])
     departed = f", {ties} more first differ at a tie" if ties else ""
     identical = document["prompts"] * drafts - len(document["differences"]) - ties

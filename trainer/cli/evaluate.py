@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 import click
 from click.core import ParameterSource
 
-from hiddenstore.cli.words import RUN, STORE, remote_code_option, revision_option, same_target_option
+from hiddenstore.cli.words import RUN, STORE, cache_options, same_target_option, target_options
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import ConfigError, CorruptionError, Kind
-from trainer.cli.cache import cache_options
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -76,7 +75,7 @@ def floor_members(floor: "NgramFloor | None") -> dict[str, Any]:
 
 def judge(document: dict[str, Any], info: "RunInfo") -> None:
     """Warn where a table of what usually comes next is accepted as much as the drafter, and where the run overfits."""
-    from trainer.train.curves import read_curves
+    from trainer.train.log import read_curves
 
     try:
         overfit = read_curves(info.run).overfit(document["step"])
@@ -129,8 +128,8 @@ def positions_text(shares: Sequence[float]) -> str:
 
 
 ENGINES = ("vllm", "sglang", "trtllm", "llamacpp", "http")
-_OF_TEXT = ("split", "shapes", "best", "untrained", "device", "costs", "same_target", "cache", "cache_bytes")
-_OF_TARGET = ("target", "revision", "trust_remote_code")
+_OF_TEXT = ("split", "shapes", "best", "untrained", "device", "costs", "adapter", "same_target", "cache", "cache_bytes")
+_OF_TARGET = ("target", "revision", "trust_remote_code", "adapter")
 _OF_SERVERS = (
     *("servers", "baseline_server", "rounds", "engine_python", "engine_args", "prompts", "api_key_env", "model"),
     *("count", "max_new_tokens", "temperature", "concurrency", "markdown"),
@@ -148,6 +147,7 @@ class _ServerOptions(TypedDict):
     target: str | None
     revision: str | None
     trust_remote_code: bool
+    adapter: str | None
     count: int | None
     max_new_tokens: int
     temperature: float
@@ -196,8 +196,7 @@ class _ServerOptions(TypedDict):
 @click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the servers' key.")
 @click.option("--model", help="The served model, where a server has several.")
 @click.option("--target", help="Render prompts by its tokenizer here, and send token ids; what --serve serves.")
-@revision_option
-@remote_code_option
+@target_options
 @click.option("-n", "--count", type=click.IntRange(min=1), help="Questions of each task. Default: all.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per answer.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
@@ -262,7 +261,8 @@ def _refuse(names: Sequence[str], reason: str) -> None:
 def _opened(options: _ServerOptions) -> "TargetFolder":
     from hiddenstore.targets.folder import open_target
 
-    return open_target(str(options["target"]), options["revision"], None, options["trust_remote_code"])
+    opening = options["revision"], None, options["trust_remote_code"], options["adapter"]
+    return open_target(str(options["target"]), *opening)
 
 
 def _simulate(
@@ -329,7 +329,7 @@ def _require_its_target(
 ) -> None:
     """Refuse a store of another target than the drafter's."""
     from hiddenstore.targets.identity import cast_hint
-    from hiddenstore.verify.same_target import share_profile, target_differences, unstated_warning
+    from hiddenstore.verify.profile import share_profile, target_differences, unstated_warning
     from trainer.drafters import refuse_target
 
     trained_for = info.spec.target
@@ -425,8 +425,7 @@ def _measure_servers(engine: str, options: _ServerOptions) -> None:
 @contextmanager
 def _started(engine: str, options: _ServerOptions) -> Iterator[tuple[str, str]]:
     """URLs of a server without the drafter and one with it, both started here."""
-    from hiddenstore.servers.process import running
-    from hiddenstore.servers.python import VllmPython, engine_flags
+    from hiddenstore.servers import VllmPython, engine_flags, running
     from hiddenstore.targets.gguf import target_folder
     from trainer.serve import ENGINES as SERVING
     from trainer.serve.launch import server_of

@@ -4,10 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import RUN, STORE
+from hiddenstore.cli.words import RUN, STORE, layers_option
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.dumps import LAYOUTS, SHORT_NAMES
-from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.fs import require_local
 
 if TYPE_CHECKING:
@@ -180,7 +179,7 @@ def _list(engine: str | None, version: str | None) -> None:
     help="Whose layout; specforge is specforge-eagle3, modelopt is modelopt-hf.",
 )
 @click.option("-o", "--out", required=True, help="Folder to write.")
-@click.option("--layers", help="Layers to write, such as 1,15,28. Default: all the store holds.")
+@layers_option
 @click.option(
     "--missing-final",
     type=click.Choice(["refuse", "zeros"]),
@@ -189,7 +188,7 @@ def _list(engine: str | None, version: str | None) -> None:
     help="What to do where the store holds no final hidden: zeros are right only for a trainer that masks its loss.",
 )
 @common_options
-def export_data(store: str, name: str, out: str, layers: str | None, missing_final: "MissingFinal") -> None:
+def export_data(store: str, name: str, out: str, layers: tuple[int, ...] | None, missing_final: "MissingFinal") -> None:
     """Write captured states in the layout another project trains on.
 
     Where that project reads the final hidden after the target's final norm, a store that holds it before is normed on
@@ -203,7 +202,7 @@ def export_data(store: str, name: str, out: str, layers: str | None, missing_fin
 
     source = Store.open(store)
     total = sum(entry.tokens for _, entry in source.entries)
-    scope = get_layout(name), _numbers(layers), missing_final
+    scope = get_layout(name), layers, missing_final
     with Progress("export-data", total=total, unit="tokens") as progress:
         exported = export_samples(source, require_local(out, "an export of data"), *scope, progress.advance)
     output().data(_document(store, exported), human=lambda: output().pairs(_lines(exported)))
@@ -239,17 +238,6 @@ def _lines(exported: "ExportedData") -> list[tuple[str, str]]:
         ("layers", f"{exported.layer_ids} as {exported.layout} counts{final}"),
         ("validation", f"the last {exported.validation_samples:,} samples"),
     ]
-
-
-def _numbers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(
-            f"--layers {text!r} is no list of numbers such as 1,15,28", kind=Kind.LAYERS_INVALID
-        ) from error
 
 
 @click.command(

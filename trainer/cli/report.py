@@ -8,8 +8,10 @@ from rich.text import Text
 
 from hiddenstore.cli.words import RUN, STORE, Place, open_store
 from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.console.progress import Progress
 from hiddenstore.errors import Kind, NotFoundError
 from hiddenstore.folders import kind_of
+from hiddenstore.report.page import refuse_other_file, write_page
 
 if TYPE_CHECKING:
     from hiddenstore.report.page import Page
@@ -87,8 +89,6 @@ def compare(runs: tuple[str, ...], out: str | None) -> None:
 
 def _file(out: str) -> Path:
     """Where to write, refused before the minutes that measuring may take."""
-    from hiddenstore.report.page import refuse_other_file
-
     refuse_other_file(Path(out))
     return Path(out)
 
@@ -96,7 +96,6 @@ def _file(out: str) -> Path:
 def _store_page(path: str, samples: int, measure: int) -> "Page":
     from contextlib import ExitStack
 
-    from hiddenstore.console.progress import Progress
     from hiddenstore.report.store import store_page
 
     with ExitStack() as shown:
@@ -109,7 +108,6 @@ def _store_page(path: str, samples: int, measure: int) -> "Page":
 
 
 def _run_page(path: str, samples: int, measure: int, draft_len: int) -> "Page":
-    from hiddenstore.console.progress import Progress
     from trainer.report.run import measure as measure_run
     from trainer.report.run import run_page
     from trainer.train.run_folder import describe, training_store
@@ -126,8 +124,6 @@ def _run_page(path: str, samples: int, measure: int, draft_len: int) -> "Page":
 
 
 def _write(made: "Page", out: Path, about: dict[str, Any]) -> None:
-    from hiddenstore.report.page import write_page
-
     size = write_page(out, made)
     verdicts = [
         {"section": section.title, "level": verdict.level, "text": verdict.text} for section, verdict in made.verdicts

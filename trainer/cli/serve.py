@@ -9,6 +9,7 @@ import click
 from hiddenstore.cli.words import Name
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.folders import kind_of
 from trainer.serve import ENGINES
 
 _FLAGS = "hiddenstore.serve.flags"
@@ -67,7 +68,6 @@ def serve(drafter: str | None, engine: str | None, print_only: bool, checked: st
     if checked:
         _check(checked, options["version"])
         return
-    from trainer.serve import ENGINES
     from trainer.serve.launch import become, document_of, plan_of, require_installed, resolve, script, show, write_files
     from trainer.serve.plan import ServeOptions
 
@@ -102,8 +102,6 @@ def serve(drafter: str | None, engine: str | None, print_only: bool, checked: st
 
 def _run_at(drafter: str) -> str | None:
     """The run or checkpoint that ``drafter`` is; None where it is none."""
-    from hiddenstore.folders import kind_of
-
     path = Path(drafter)
     is_checkpoint = (path / "state.json").is_file() or (path.name == "LATEST" and path.is_file())
     return drafter if is_checkpoint or kind_of(path) == "run" else None

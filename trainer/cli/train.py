@@ -1,20 +1,25 @@
 """``hiddenstore vocab`` and ``hiddenstore train``."""
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from pydantic import BaseModel
 
 from hiddenstore.cli.peers import translated
-from hiddenstore.cli.words import STORE, Name, split_snapshot
+from hiddenstore.cli.words import STORE, Name, cache_options, open_store, split_snapshot
 from hiddenstore.console.output import common_options, examples, output
-from hiddenstore.errors import HiddenstoreError, Kind
-from hiddenstore.folders import missing
+from hiddenstore.console.text import Column, bar, percent
+from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, Kind
+from hiddenstore.folders import kind_of, missing
 from hiddenstore.fs import open_filesystem
+from hiddenstore.fs.publish import replace_file
+from hiddenstore.fs.seam import storage_error
 from hiddenstore.layout import DATA_JSON, STORE_JSON
-from trainer.cli.cache import cache_options
-from trainer.cli.settings import show_settings
+from hiddenstore.process import from_environment
+from hiddenstore.settings import assignments, check, key_paths
 from trainer.drafters import ALIASES, DRAFTERS
 from trainer.presets import preset_names, settings_file
 
@@ -117,8 +122,6 @@ def _train(
     target: str | None,
     **storage: Any,
 ) -> None:
-    from hiddenstore.fs.seam import storage_error
-    from hiddenstore.process import from_environment
 
     words = (*words, "train.follow=true") if follow else words
     rank = from_environment()
@@ -183,8 +186,6 @@ def _in_our_words(
     drafter: str | None, file: str | None, words: tuple[str, ...], ranks: int = 1
 ) -> tuple[str | None, str | None, tuple[str, ...]]:
     """Drafter, file and words; a file of another project as words of ours, its map printed."""
-    from trainer.presets import settings_file
-
     theirs = None if file is None else translated(settings_file(file), words, ranks)
     if theirs is None:
         return drafter, file, words
@@ -194,7 +195,6 @@ def _in_our_words(
 
 def _refuse_settings(drafter: str | None, file: str | None, words: tuple[str, ...]) -> None:
     """Wrong settings cost what it takes to see them: those that no drafter has a part in do not wait for torch."""
-    from hiddenstore.settings import assignments, check
     from trainer.config import TrainConfig
 
     path = None if file is None else settings_file(file)
@@ -210,8 +210,6 @@ def _document(report: "TrainReport") -> dict[str, Any]:
 
 
 def _rows(report: "TrainReport") -> list[tuple[str, str]]:
-    from hiddenstore.console.text import percent
-
     rows = [
         ("drafter", f"{report.trainable_parameters:,} trainable parameters"),
         ("draft vocabulary", f"covers {percent(report.vocab_coverage)} of the supervised tokens"),
@@ -293,7 +291,6 @@ def vocab(store: str, size: int, out: str | None, existing: str | None, curve: b
 
 def _token_counts(location: str) -> "tuple[np.ndarray, bool]":
     """How often each token of the target is supervised in the training split of a store, or of prepared data."""
-    from hiddenstore.folders import kind_of
     from hiddenstore.inputs import PreparedInput
     from hiddenstore.store import Store
     from trainer.vocab import count_store, count_tokens
@@ -307,9 +304,6 @@ def _token_counts(location: str) -> "tuple[np.ndarray, bool]":
 
 
 def _write(path: Path, data: bytes) -> None:
-    from hiddenstore.errors import ConflictError
-    from hiddenstore.fs.publish import replace_file
-
     if path.exists() and path.read_bytes() != data:
         raise ConflictError(f"{path} exists and holds something else", kind=Kind.FILE_EXISTS)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -317,8 +311,6 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _show(document: dict[str, Any], with_curve: bool) -> None:
-    from hiddenstore.console.text import bar, percent
-
     output().pairs(
         [
             ("draft vocabulary", f"{document['size']:,} of {document['target_size']:,} tokens"),
@@ -339,8 +331,6 @@ def _show(document: dict[str, Any], with_curve: bool) -> None:
 
 def _draw(path: Path, points: list[tuple[int, float]], size: int) -> None:
     from io import BytesIO
-
-    from hiddenstore.errors import ConfigError
 
     if path.suffix not in (".png", ".svg"):
         raise ConfigError(f"{path} is neither .png nor .svg", kind=Kind.OPTION_INVALID, hint="--plot coverage.png")
@@ -364,3 +354,53 @@ def _draw(path: Path, points: list[tuple[int, float]], size: int) -> None:
     data = BytesIO()
     figure.savefig(data, format=path.suffix[1:], dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     _write(path, data.getvalue())
+
+
+DEFAULT, DERIVED = "default", "store"
+
+
+def show_settings(store: str, drafter: str | None, file: str | Path | None, words: Sequence[str]) -> None:
+    """Print what a run with these arguments would take; nothing is written. Raises ConfigError: a wrong setting."""
+    from trainer.settings import derived, load_config
+    from trainer.train.run_folder import configured_start
+
+    opened = open_store(store)
+    start = configured_start(file, words)
+    config = load_config(opened, drafter, file, words, start.spec.drafter if start else None)
+    name = config.drafter.name
+    rows = _setting_rows(config, type(config), derived(opened, name), file, words)
+    document = {"drafter": name, "settings": rows}
+
+    def human() -> None:
+        cells = [[row["key"], _text(row["value"]), row["origin"], row["why"]] for row in rows]
+        output().table(["setting", "value", "origin", Column("what it is", wide=True)], cells)
+
+    output().data(document, human=human, quiet="\n".join(f"{row['key']}={_text(row['value'])}" for row in rows))
+
+
+def _setting_rows(
+    config: BaseModel,
+    model: type[BaseModel],
+    derived: Mapping[str, Mapping[str, Any]],
+    file: str | Path | None,
+    words: Sequence[str],
+) -> list[dict[str, Any]]:
+    values, rows = config.model_dump(mode="json"), []
+    # The parts of a scaling are one setting, as a person gives it.
+    keys = dict.fromkeys(".".join(path.split(".")[:2]) for path in key_paths(model))
+    for key in keys:
+        section, name = key.split(".")
+        set_by = [origin for origin, _ in assignments(key, file, words)]
+        origin = set_by[-1] if set_by else DERIVED if name in derived.get(section, {}) else DEFAULT
+        field = type(getattr(config, section)).model_fields[name]
+        why = " ".join((field.description or "").split())
+        rows.append({"key": key, "value": values[section][name], "origin": origin, "why": why})
+    return rows
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

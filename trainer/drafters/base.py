@@ -171,11 +171,8 @@ def require_width(config: DrafterConfig, target: TargetInterface, why: str) -> N
     """Refuse a drafter of another width than its target. Raises ConfigError: ``drafter-shape``."""
     width = target.head.hidden_size
     if config.hidden_size != width:
-        raise ConfigError(
-            f"{why}: drafter.hidden_size is {config.hidden_size}, the target's is {width}",
-            kind=Kind.DRAFTER_SHAPE,
-            hint=f"drafter.hidden_size={width}",
-        )
+        problem = f"{why}: drafter.hidden_size is {config.hidden_size}, the target's is {width}"
+        raise ConfigError(problem, kind=Kind.DRAFTER_SHAPE, hint=f"drafter.hidden_size={width}")
 
 
 class LiveTree(Protocol):
@@ -259,11 +256,7 @@ class DrafterKind(ABC, Generic[M, C, S]):
         """The drafter beside a live target."""
 
     def tree(self, model: M, target: TargetInterface, width: int) -> LiveTree:
-        """The drafter beside a live target, drafting trees.
-
-        Raises:
-            ConfigError: this kind drafts no trees.
-        """
+        """The drafter beside a live target, drafting trees. Raises ConfigError: this kind drafts no trees."""
         raise ConfigError(f"{self.name} drafts no trees", kind=Kind.NO_TREE, hint="--draft-len 3")
 
 
@@ -288,11 +281,8 @@ class DrafterInUse:
         ``tokens`` at a time."""
         longest = self.kind.longest_draft(self.config)
         if longest is not None and tokens > longest:
-            raise ConfigError(
-                f"this {self.kind.name} drafter proposes at most {longest} tokens at a time, not {tokens}",
-                kind=Kind.OPTION_INVALID,
-                hint=f"--draft-len {longest}",
-            )
+            problem = f"this {self.kind.name} drafter proposes at most {longest} tokens at a time, not {tokens}"
+            raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=f"--draft-len {longest}")
 
     @torch.no_grad()
     def hits(self, pack: PackedBatch, draft_len: int) -> Tensor:

@@ -244,11 +244,8 @@ class SglangServer(Server):
 
 class TrtllmServer(Server):
     """TensorRT-LLM, whose ``/metrics`` hands out the statistics of every iteration once, as JSON, where its file says
-    ``enable_iter_perf_stats: true``. Sources: trtllm-serve's page and ``SpecDecodingStats``; read, not run.
-
-    Raises:
-        CaptureError: ``server-answer``: the server dropped iterations before they were read.
-    """
+    ``enable_iter_perf_stats: true``. Sources: trtllm-serve's page and ``SpecDecodingStats``; read, not run. Raises
+    CaptureError: ``server-answer``: the server dropped iterations before they were read."""
 
     def __init__(self, client: HttpClient, model: str | None = None, render: Render | None = None) -> None:
         super().__init__(client, model, render)
@@ -271,11 +268,8 @@ class TrtllmServer(Server):
         return self._total
 
     def no_counts(self) -> ConfigError:
-        return ConfigError(
-            f"the server at {self.client.url} does not say what it drafts: its /metrics has no specDecodingStats",
-            kind=Kind.NO_SPECULATION,
-            hint=self._command(),
-        )
+        problem = f"the server at {self.client.url} does not say what it drafts: its /metrics has no specDecodingStats"
+        return ConfigError(problem, kind=Kind.NO_SPECULATION, hint=self._command())
 
     def _command(self) -> str:
         counting = "--set enable_iter_perf_stats=true --set iter_stats_max_iterations=-1"
@@ -284,12 +278,8 @@ class TrtllmServer(Server):
 
 class LlamacppServer(Server):
     """llama.cpp's ``llama-server``, whose ``/metrics`` counts under vLLM's names with a prefix of its own. Source:
-    ``tools/server/server-task.cpp`` of b11434; run.
-
-    Raises:
-        CaptureError: ``server-answer``: its counters were so high from the start that it rounds them; where they become
-            so later, ``lost`` says it and what was measured stays.
-    """
+    ``tools/server/server-task.cpp`` of b11434; run. Raises CaptureError: ``server-answer``: its counters were so high
+    from the start that it rounds them; where they become so later, ``lost`` says it and what was measured stays."""
 
     _is_read = False
 

@@ -243,11 +243,8 @@ def split_packs(store: Store, split: Split, needs: "Needs") -> Iterator[PackedBa
     lengths = [entry.tokens for _, entry in store.entries if entry.split == split]
     if not lengths:
         others = sorted({entry.split for _, entry in store.entries})
-        raise ConfigError(
-            f"{store.path} holds no {split} samples, only: {', '.join(others) or 'none at all'}",
-            kind=Kind.SPLIT_EMPTY,
-            hint=f"--split {others[0]}" if others else None,
-        )
+        problem = f"{store.path} holds no {split} samples, only: {', '.join(others) or 'none at all'}"
+        raise ConfigError(problem, kind=Kind.SPLIT_EMPTY, hint=f"--split {others[0]}" if others else None)
     batches = TokenBatches(
         store,
         split=split,

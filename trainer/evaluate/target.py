@@ -21,7 +21,7 @@ from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import captured_from, cast_hint, identity_differences, weights_sha256
 from hiddenstore.targets.load import load_model
 from hiddenstore.targets.tensors import checkpoint_sha256
-from hiddenstore.verify.same_target import require_states
+from hiddenstore.verify.profile import require_states
 from schemas.capture import HeadSpec, TargetIdentity
 from trainer.drafters import refuse_target
 from trainer.drafters.base import Verified
@@ -119,11 +119,8 @@ class LiveTarget:
 
     @torch.inference_mode()
     def forward_tree(self, root: int, tree: "DraftTree", cache: DynamicCache) -> Forward:
-        """Run ``root`` and below it every node of ``tree`` at once; a node sees the text and its own ancestors.
-
-        Raises:
-            ConfigError: the target has sliding-window layers, for which one mask does not do.
-        """
+        """Run ``root`` and below it every node of ``tree`` at once; a node sees the text and its own ancestors. Raises
+        ConfigError: the target has sliding-window layers, for which one mask does not do."""
         if self._has_windows():
             raise ConfigError(
                 "a target with sliding-window layers checks no trees", kind=Kind.NO_TREE, hint="--draft-len 3"

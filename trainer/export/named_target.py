@@ -37,12 +37,8 @@ def target_differences(expected: Mapping[str, Any], folder: Path, config: Mappin
     """What tells ``folder``, whose config.json holds ``config``, from the identity ``expected``.
 
     Weights are compared where config and dtype are those of the capture: a quantised or cast copy of the same config is
-    the same target. What the folder or the identity lacks is not compared.
-
-    Raises:
-        ConfigError: ``target-unreadable``, the tokenizer is none; ``target-damaged``, a file of the weights is not
-            whole.
-    """
+    the same target. What the folder or the identity lacks is not compared. Raises ConfigError: ``target-unreadable``,
+    the tokenizer is none; ``target-damaged``, a file of the weights is not whole."""
     code = _own_code(folder, config)
     lines = config_differences(expected, config, code)
     rules, tokenizer = expected.get("tokenizer_rules_sha256"), folder / TOKENIZER_FILES[0]

@@ -116,11 +116,8 @@ def required(checkpoint: Checkpoint, engine: Engine, version: str) -> Reads:
     entry = row(engine, version, word)
     if not isinstance(entry, Reads):
         answer = support(engine.name, version, word)
-        raise ConfigError(
-            f"{engine.title} {version} cannot serve {word}: {answer.reason}",
-            kind=Kind.EXPORT_UNSUPPORTED,
-            hint=answer.nearest,
-        )
+        problem = f"{engine.title} {version} cannot serve {word}: {answer.reason}"
+        raise ConfigError(problem, kind=Kind.EXPORT_UNSUPPORTED, hint=answer.nearest)
     refused = refusal(checkpoint, engine, entry)
     if refused is not None:
         raise refused

@@ -223,11 +223,8 @@ def stretched(checkpoint: Checkpoint, factor: float, original: int) -> Checkpoin
     if not drafter_export(config.name).has_positions:
         raise ConfigError(f"{config.name} has no positions to stretch", kind=Kind.ROPE_SCALING, hint="leave --yarn out")
     if config.rope_scaling is not None:
-        raise ConfigError(
-            f"the drafter was trained with rope_scaling {config.rope_scaling.rope_type}; YaRN is for one without",
-            kind=Kind.ROPE_SCALING,
-            hint="train with drafter.rope_scaling=none",
-        )
+        problem = f"the drafter was trained with rope_scaling {config.rope_scaling.rope_type}; YaRN is for one without"
+        raise ConfigError(problem, kind=Kind.ROPE_SCALING, hint="train with drafter.rope_scaling=none")
     if not math.isfinite(factor) or factor < 1 or original < 1:
         raise ConfigError(f"YaRN cannot stretch a window of {original} {factor} times", kind=Kind.OPTION_INVALID)
     scaling = RopeScaling(rope_type="yarn", factor=factor, original_max_position_embeddings=original)
@@ -254,11 +251,8 @@ def prove_equal(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Non
     same_layers = list(reloaded.config.aux_layers) == sorted(checkpoint.config.aux_layers)
     if not torch.equal(expected, found) or not same_tokens or not same_layers:
         worst = float((expected - found).abs().max()) if expected.shape == found.shape else float("nan")
-        raise CorruptionError(
-            f"{folder}: the exported files do not give the drafter's logits (largest difference {worst:g})",
-            kind=Kind.EXPORT_DIFFERS,
-            path=str(folder),
-        )
+        problem = f"{folder}: the exported files do not give the drafter's logits (largest difference {worst:g})"
+        raise CorruptionError(problem, kind=Kind.EXPORT_DIFFERS, path=str(folder))
 
 
 def read_back(folder: Path, checkpoint: Checkpoint) -> tuple[Drafter, DraftVocab]:

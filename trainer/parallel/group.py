@@ -20,6 +20,7 @@ from torch import Tensor, distributed
 
 from hiddenstore.errors import ConfigError, HiddenstoreError, Kind, StorageError
 from hiddenstore.process import Rank
+from trainer.config import LoopConfig
 
 
 def pick_device(name: str) -> str:
@@ -89,8 +90,6 @@ def limit_kernel_caches() -> None:
         os.environ.setdefault(name, capacity)
 
 
-TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others: longer than the first one needs to write a large checkpoint."""
 BUCKET_BYTES = 64 << 20
 """Gradients sent as one message: large enough for the full rate of a link, small enough to overlap the copies."""
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
@@ -188,21 +187,35 @@ class ProcessGroup:
 
 
 @contextmanager
-def process_group(rank: Rank, environment: Mapping[str, str] | None = None) -> Iterator[ProcessGroup]:
-    """The group that torchrun's MASTER_ADDR and MASTER_PORT describe; it is left at the end. Raises ConfigError:
-    ``rank-rendezvous``, the environment does not say where; StorageError: ``rank-lost``, the others cannot be
-    reached."""
+def process_group(
+    rank: Rank, settings: LoopConfig | None = None, environment: Mapping[str, str] | None = None
+) -> Iterator[ProcessGroup]:
+    """The group that torchrun's MASTER_ADDR and MASTER_PORT describe, as ``dist_backend`` and ``dist_timeout_minutes``
+    of the settings say; it is left at the end. Raises ConfigError: ``rank-rendezvous``, the environment does not say
+    where; ``device-unavailable``, no NCCL; StorageError: ``rank-lost``, the others cannot be reached."""
     if rank.world_size == 1:
         yield ProcessGroup(rank)
         return
     _check_rendezvous(rank, os.environ if environment is None else environment)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and distributed.is_nccl_available() else "gloo"
+    settings = settings or LoopConfig()
+    backend, timeout = _backend(settings.dist_backend), timedelta(minutes=settings.dist_timeout_minutes)
     with peer_errors():
-        distributed.init_process_group(backend, rank=rank.rank, world_size=rank.world_size, timeout=TIMEOUT)
+        distributed.init_process_group(backend, rank=rank.rank, world_size=rank.world_size, timeout=timeout)
     try:
         yield ProcessGroup(rank)
     finally:
         distributed.destroy_process_group()
+
+
+def _backend(name: str) -> str:
+    has_nccl = torch.cuda.is_available() and distributed.is_nccl_available()
+    if name == "nccl" and not has_nccl:
+        raise ConfigError(
+            "train.dist_backend is nccl, and there is no GPU with NCCL here",
+            kind=Kind.DEVICE_UNAVAILABLE,
+            hint="train.dist_backend=auto",
+        )
+    return "cpu:gloo,cuda:nccl" if has_nccl and name != "gloo" else "gloo"
 
 
 def _check_rendezvous(rank: Rank, environment: Mapping[str, str]) -> None:

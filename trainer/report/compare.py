@@ -10,7 +10,7 @@ from hiddenstore.report import charts, page
 from hiddenstore.report.charts import Bar, Series
 from hiddenstore.report.page import Page, Section, Verdict, table, tag
 from trainer.report.run import flat, read_config
-from trainer.train.curves import Curves, read_curves
+from trainer.train.log import Curves, read_curves
 from trainer.train.run_folder import RunInfo, run_snapshot
 
 _AS_GOOD = 0.02

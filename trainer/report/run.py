@@ -23,7 +23,7 @@ from trainer.evaluate.acceptance import DraftShape, answers, drafts
 from trainer.evaluate.simulate import Evaluation, NgramFloor, evaluate_packs, floor, split_packs
 from trainer.parallel.group import pick_device
 from trainer.settings import config_class, derived, load_config
-from trainer.train.curves import Curves, read_curves, step_seconds
+from trainer.train.log import Curves, read_curves, step_seconds
 from trainer.train.run_folder import (
     CONFIG,
     RunFacts,
@@ -86,11 +86,7 @@ def _first(packs: Iterator[PackedBatch], samples: int) -> Iterator[PackedBatch]:
 
 def run_page(info: RunInfo, store: Store | None, measured: Measured | None, samples: int = 12) -> Page:
     """The page of a run. ``store``: what it was trained on, None where that is gone; ``samples``: texts shown as they
-    were drafted, 0 shows none.
-
-    Raises:
-        CorruptionError: ``run-corrupt``; a file of the run is damaged.
-    """
+    were drafted, 0 shows none. Raises CorruptionError: ``run-corrupt``; a file of the run is damaged."""
     curves, run_facts, config = read_curves(info.run), read_facts(info.run), read_config(info.run)
     step = measured.step if measured is not None else info.spec.step
     tiles = [

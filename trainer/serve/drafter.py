@@ -55,11 +55,8 @@ def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
     drafter = recognised(config, {})
     word = about.get("drafter") or (drafter.word(config) if drafter else None)
     if word is None and method is None:
-        raise ConfigError(
-            f"{folder} does not say which drafter it is: architectures {config.get('architectures')}",
-            kind=Kind.SERVE_SETTING,
-            hint=f"--method {' | '.join((*words(), 'draft-target'))}",
-        )
+        problem = f"{folder} does not say which drafter it is: architectures {config.get('architectures')}"
+        raise ConfigError(problem, kind=Kind.SERVE_SETTING, hint=f"--method {' | '.join((*words(), 'draft-target'))}")
     if word and method and words().get(word) is not words().get(method):
         raise ConfigError(
             f"{folder} is {word}, not {method}", kind=Kind.SERVE_SETTING, hint="leave --method out, or give another DIR"
@@ -107,11 +104,8 @@ def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) ->
     if drafter.engine is None:
         return
     if drafter.engine not in engine.loads:
-        raise FormatError(
-            f"{drafter.path} was exported for {drafter.engine}; {engine.title} reads other layer ids and names",
-            kind=Kind.SERVE_ENGINE,
-            hint=f"hiddenstore export RUN --engine {engine.name} -o DIR",
-        )
+        problem = f"{drafter.path} was exported for {drafter.engine}; {engine.title} reads other layer ids and names"
+        raise FormatError(problem, kind=Kind.SERVE_ENGINE, hint=f"hiddenstore export RUN --engine {engine.name} -o DIR")
     table = ENGINES[drafter.engine]
     written = drafter.version or table.version
     ours, theirs = (row(table, at, drafter.method) for at in (written, version))

@@ -19,8 +19,7 @@ from hiddenstore.console.output import output
 from hiddenstore.console.text import clean
 from hiddenstore.errors import ConfigError, ConflictError, Kind
 from hiddenstore.fs.seam import storage_error
-from hiddenstore.servers.process import ServerProcess
-from hiddenstore.servers.python import VllmPython
+from hiddenstore.servers import ServerProcess, VllmPython
 from hiddenstore.targets.gguf import target_folder
 from trainer.export.support import ENGINES
 from trainer.formats.base import parse_version
@@ -161,11 +160,8 @@ def _drafter(options: ServeOptions) -> ServedDrafter | None:
     """What is in the drafter's folder; a hub id cannot be looked into, so its method has to be said."""
     if options.method is not None and options.method not in methods():
         close = get_close_matches(options.method, methods(), n=1, cutoff=0.4)
-        raise ConfigError(
-            f"no method {options.method!r}; there is: {', '.join(methods())}",
-            kind=Kind.SERVE_UNSUPPORTED,
-            hint=f"--method {close[0]}" if close else None,
-        )
+        problem = f"no method {options.method!r}; there is: {', '.join(methods())}"
+        raise ConfigError(problem, kind=Kind.SERVE_UNSUPPORTED, hint=f"--method {close[0]}" if close else None)
     if options.drafter is None:
         if options.method is None:
             raise ConfigError(
@@ -182,11 +178,8 @@ def _drafter(options: ServeOptions) -> ServedDrafter | None:
             )
         return None
     if options.method is not None and not needs_model(options.method) and options.method != "user-provided":
-        raise ConfigError(
-            f"--method {options.method} takes no drafter, but {options.drafter} was given",
-            kind=Kind.SERVE_SETTING,
-            hint="leave the folder out",
-        )
+        problem = f"--method {options.method} takes no drafter, but {options.drafter} was given"
+        raise ConfigError(problem, kind=Kind.SERVE_SETTING, hint="leave the folder out")
     folder = Path(options.drafter)
     if options.method == "user-provided" or (options.method and not folder.exists()):
         return None
@@ -199,11 +192,8 @@ def _draft_len(options: ServeOptions, drafter: ServedDrafter | None) -> tuple[in
     if options.draft_len is None:
         return trained or DRAFT_LEN, []
     if longest is not None and options.draft_len > longest:
-        raise ConfigError(
-            f"{options.drafter} drafts at most {longest} tokens, asked for {options.draft_len}",
-            kind=Kind.SERVE_SETTING,
-            hint=f"--draft-len {longest}",
-        )
+        problem = f"{options.drafter} drafts at most {longest} tokens, asked for {options.draft_len}"
+        raise ConfigError(problem, kind=Kind.SERVE_SETTING, hint=f"--draft-len {longest}")
     if drafter and drafter.engine and trained and options.draft_len > trained:
         return options.draft_len, [f"the drafter was exported to draft {trained}; further tokens are accepted less"]
     return options.draft_len, []
@@ -280,21 +270,15 @@ def write_files(files: Mapping[str, str]) -> None:
 def require_installed(plan: ServePlan, engine: ServingEngine, form: str) -> None:
     """Raise NotFoundError ``not-installed``, with how to get it, unless the plan's program can be started."""
     if not plan.command:
-        raise ConfigError(
-            "the Python form is a program to keep, not a server to start",
-            kind=Kind.OPTION_INVALID,
-            hint="add --print-only, and redirect it to a file",
-        )
+        problem = "the Python form is a program to keep, not a server to start"
+        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint="add --print-only, and redirect it to a file")
     program = plan.command[0]
     if shutil.which(program) is None:
         how = "install Docker with the NVIDIA container toolkit" if form == "container" else engine.install
         raise ConfigError(f"{program} is not installed here", kind=Kind.NOT_INSTALLED, hint=_hint(how, engine, form))
     if plan.command[1:2] == ("-m",) and not _has_module(program, plan.command[2].partition(".")[0]):
-        raise ConfigError(
-            f"{program} has no module {plan.command[2]}",
-            kind=Kind.NOT_INSTALLED,
-            hint=_hint(engine.install, engine, form),
-        )
+        problem = f"{program} has no module {plan.command[2]}"
+        raise ConfigError(problem, kind=Kind.NOT_INSTALLED, hint=_hint(engine.install, engine, form))
 
 
 def become(plan: ServePlan) -> NoReturn:

@@ -123,11 +123,8 @@ class ServingEngine:
             )
         answer = support(self.name, version, method)
         if not answer.ok:
-            raise ConfigError(
-                f"{self.title} {version} does not serve {methods()[method]}: {answer.reason}",
-                kind=Kind.SERVE_UNSUPPORTED,
-                hint=answer.nearest,
-            )
+            problem = f"{self.title} {version} does not serve {methods()[method]}: {answer.reason}"
+            raise ConfigError(problem, kind=Kind.SERVE_UNSUPPORTED, hint=answer.nearest)
 
 
 def methods() -> dict[str, str]:

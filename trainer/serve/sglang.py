@@ -51,7 +51,7 @@ def speculative_flags(
     """The ``--speculative-*`` flags for a method by our word; none for ``none``. A chain of ``draft_len`` tokens is one
     branch a step (``eagle_topk`` 1) verified with the token before it: ``num_draft_tokens`` = ``draft_len`` + 1, which
     is also DFlash's block. ``settings`` are fields of `Speculation`. Raises ConfigError: ``serve-unsupported``,
-    ``serve-setting`` or ``serve-setting``."""
+    ``serve-setting``."""
     algorithm = SGLANG.method(method, version, model)
     if method == "none":
         return []

@@ -365,11 +365,8 @@ def _user_provided(request: ServeRequest) -> str:
     """The program for a class ``module:Class`` of the user's."""
     module, colon, name = (request.drafter or "").partition(":")
     if request.form != "python":
-        raise ConfigError(
-            "a drafter class of your own is a Python object, which no YAML file can hold",
-            kind=Kind.SERVE_UNSUPPORTED,
-            hint="--form python",
-        )
+        problem = "a drafter class of your own is a Python object, which no YAML file can hold"
+        raise ConfigError(problem, kind=Kind.SERVE_UNSUPPORTED, hint="--form python")
     if not (colon and module and name.isidentifier()):
         raise ConfigError(
             f"user-provided wants module:Class of a tensorrt_llm Drafter, found {request.drafter!r}",
@@ -388,11 +385,8 @@ def _user_provided(request: ServeRequest) -> str:
     if RESOURCES in speculation:
         module, colon, name = str(speculation[RESOURCES]).partition(":")
         if not (colon and module and name.isidentifier()):
-            raise ConfigError(
-                f"{RESOURCES}={speculation[RESOURCES]}: should be module:Class of a tensorrt_llm ResourceManager",
-                kind=Kind.SERVE_SETTING,
-                hint=f"--set {RESOURCES}=my_drafters:MyResources",
-            )
+            problem = f"{RESOURCES}={speculation[RESOURCES]}: should be module:Class of a tensorrt_llm ResourceManager"
+            raise ConfigError(problem, kind=Kind.SERVE_SETTING, hint=f"--set {RESOURCES}=my_drafters:MyResources")
         imports.append(f"from {module} import {name}")
         speculation[RESOURCES] = _Source(f"{name}()")
     named = any(word.startswith(f"{PROFILE}=") for word in request.settings)

@@ -173,11 +173,8 @@ def load(path: Path) -> Checkpoint:
     for name, digest in state.files.items():
         data = _read(path / name)
         if sha256_hex(data) != digest:
-            raise CorruptionError(
-                f"{path / name}: sha256 {sha256_hex(data)[:12]}…, {STATE_JSON} expects {digest[:12]}…",
-                kind=Kind.CHECKPOINT_CORRUPT,
-                path=str(path / name),
-            )
+            problem = f"{path / name}: sha256 {sha256_hex(data)[:12]}…, {STATE_JSON} expects {digest[:12]}…"
+            raise CorruptionError(problem, kind=Kind.CHECKPOINT_CORRUPT, path=str(path / name))
         contents[name] = data
     return Checkpoint(path, state, load_tensors(contents[DRAFTER]), load_tensors(contents[OPTIMIZER]))
 

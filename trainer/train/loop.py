@@ -22,12 +22,13 @@ from hiddenstore.fs import require_local
 from hiddenstore.index.table import SPLITS
 from hiddenstore.process import Drain, drain_on_signal, from_environment
 from trainer.parallel.group import ProcessGroup, process_group
-from trainer.settings import derived
+from trainer.presets import settings_file
+from trainer.settings import derived, rank_settings
 from trainer.train import checkpoint
 from trainer.train.lock import RunLock
 from trainer.train.log import METRICS, RunLog
 from trainer.train.optim import orthogonal
-from trainer.train.run_folder import TrainOptions, read_facts
+from trainer.train.run_folder import CONFIG, TrainOptions, read_facts
 from trainer.train.state import TrainState, build_state, save_checkpoint, token_batches
 from trainer.train.step import autocast, some_of, steps, validate
 from trainer.train.storage import CACHE_BYTES, Mirror
@@ -161,7 +162,8 @@ def train(
     was saved; HiddenstoreError: ``another-rank``, another rank failed and said why.
     """
     local, room = require_local(run, "RUN"), (cache, cache_bytes, mirror)
-    with process_group(from_environment()) as group:
+    named = local / CONFIG if resume and (local / CONFIG).is_file() else file and settings_file(file)
+    with process_group(from_environment(), rank_settings(named, words)) as group:
         # Before a signal waits for the end of a step: this may copy or download for long.
         with group.all_or_none():
             words = (*words, *prepare()) if group.is_first else tuple(words)

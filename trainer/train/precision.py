@@ -22,11 +22,8 @@ _ROUNDS = 5
 
 def resolved(config: TrainConfig, *, measure: bool = True) -> TrainConfig:
     """The settings with ``train.precision`` of ``auto`` replaced on a CPU; on other devices it stays, and means bf16.
-    Without ``measure`` it is fp32, as in the runs of earlier versions that say ``auto``.
-
-    Raises:
-        ConfigError: ``device-unavailable``.
-    """
+    Without ``measure`` it is fp32, as in the runs of earlier versions that say ``auto``. Raises ConfigError:
+    ``device-unavailable``."""
     if config.train.precision != "auto" or torch.device(pick_device(config.train.device)).type != "cpu":
         return config
     precision = "bf16" if measure and is_faster_in_bf16(config.drafter) else "fp32"

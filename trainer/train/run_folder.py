@@ -23,7 +23,7 @@ from hiddenstore.records import facts_table
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import identity_differences
-from hiddenstore.verify.same_target import share_profile, target_differences, unstated_warning
+from hiddenstore.verify.profile import share_profile, target_differences, unstated_warning
 from hiddenstore.verify.structure import require_files
 from schemas.base import Document
 from schemas.capture import CaptureSpec, NormState, TargetIdentity
@@ -247,11 +247,8 @@ def refuse_existing(run: Path, hint: str) -> None:
     newest = checkpoint.latest(run)
     if newest is not None or (run / RUN_JSON).exists():
         at = f"with {newest.name} its newest checkpoint" if newest is not None else "without a checkpoint yet"
-        raise ConflictError(
-            f"{run} holds a run already, {at}; --resume continues it, another -o starts a new one",
-            kind=Kind.OUTPUT_EXISTS,
-            hint=hint,
-        )
+        problem = f"{run} holds a run already, {at}; --resume continues it, another -o starts a new one"
+        raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint=hint)
 
 
 def open_new(options: TrainOptions) -> tuple[Store, TrainConfig]:
@@ -367,11 +364,8 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
     """The store at the run's snapshot and its settings; ``train.*`` alone may change, and the change is saved."""
     path = options.run
     if not (path / RUN_JSON).is_file():
-        raise NotFoundError(
-            f"{path} is no run to resume: {RUN_JSON} is missing",
-            kind=Kind.RUN_MISSING,
-            hint=f"hiddenstore train {options.store} -o {path}",
-        )
+        problem = f"{path} is no run to resume: {RUN_JSON} is missing"
+        raise NotFoundError(problem, kind=Kind.RUN_MISSING, hint=f"hiddenstore train {options.store} -o {path}")
     refused = [word for word in options.words if not word.startswith("train.") or word.startswith("train.init_from")]
     if options.file is not None or refused:
         changes = ", ".join([*([f"-c {options.file}"] if options.file is not None else []), *refused])
@@ -485,12 +479,8 @@ def _head_of_store(spec: checkpoint.DrafterSpec) -> HeadBundle:
 
 def branch(earlier: Path, run: Path) -> None:
     """Make ``run`` what the run of the checkpoint ``earlier`` was when it was saved; a resume drops the metrics that
-    came after.
-
-    Raises:
-        ConflictError: ``output-exists``: ``run`` holds a run.
-        CorruptionError: the checkpoint is damaged. NotFoundError: ``checkpoint-missing``: there is none.
-    """
+    came after. Raises ConflictError: ``output-exists``: ``run`` holds a run; CorruptionError: the checkpoint is
+    damaged. NotFoundError: ``checkpoint-missing``: there is none."""
     start = checkpoint.resolve(earlier)
     checkpoint.load(start)
     left_out = shutil.ignore_patterns(checkpoint.FOLDER, EXPORTS, "wandb", "mlflow.db", ".*")

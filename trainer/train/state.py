@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hiddenstore.console.output import output
 from hiddenstore.data import Cursor, TokenBatches
+from hiddenstore.data.view import WHOLE
 from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.store import Store
@@ -225,9 +226,20 @@ def _choose_vocabulary(options: TrainOptions, store: Store, config: TrainConfig,
     if options.resume:
         return DraftVocab.load(options.run / checkpoint.VOCAB, size), read_facts(options.run).vocab_coverage
     init_from, file = config.train.init_from, config.drafter.vocab_file
-    if init_from is None and file is None and config.drafter.vocab_size >= store.capture.target.vocab_size:
+    view = view_of(config)
+    is_full = init_from is None and file is None and config.drafter.vocab_size >= store.capture.target.vocab_size
+    if is_full and view == WHOLE:
         return DraftVocab.full(size), 1.0
-    counts = count_store(store, size, view=view_of(config))
+    counts = count_store(store, size, view=view)
+    if view != WHOLE and len(store.sample_ids) and not counts.any():
+        raise ConfigError(
+            f"data.max_tokens={config.data.max_tokens} and data.loss_on={config.data.loss_on} leave no token of the "
+            "training split that teaches",
+            kind=Kind.MASK_EMPTY,
+            hint="a larger data.max_tokens, or none",
+        )
+    if is_full:
+        return DraftVocab.full(size), 1.0
     if init_from is not None:
         vocab = describe(init_from).vocab(size)
     elif file is not None:
@@ -246,11 +258,8 @@ def _device(config: TrainConfig, group: ProcessGroup) -> torch.device:
         # A launcher that shows each task its own GPU alone numbers it 0.
         device = torch.device("cuda", 0 if count == 1 else local)
         if local >= count > 1:
-            raise ConfigError(
-                f"{group.rank} is number {local} on this machine, which has {count} GPUs",
-                kind=Kind.DEVICE_UNAVAILABLE,
-                hint=f"torchrun --nproc-per-node {count} …",
-            )
+            problem = f"{group.rank} is number {local} on this machine, which has {count} GPUs"
+            raise ConfigError(problem, kind=Kind.DEVICE_UNAVAILABLE, hint=f"torchrun --nproc-per-node {count} …")
     torch.cuda.set_device(device)
     return device
 

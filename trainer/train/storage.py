@@ -70,11 +70,8 @@ class Mirror:
             self.behind = None
 
     def restore(self) -> None:
-        """Make the run folder from the mirror, with its newest checkpoint, where this machine has none.
-
-        Raises:
-            NotFoundError: ``checkpoint-missing``: the mirror holds no whole checkpoint.
-        """
+        """Make the run folder from the mirror, with its newest checkpoint, where this machine has none. Raises
+        NotFoundError: ``checkpoint-missing``: the mirror holds no whole checkpoint."""
         newest = max(self._whole(), key=lambda name: int(name.rpartition("-")[2]), default=None)
         if newest is None:
             raise NotFoundError(f"{self.location} holds no whole checkpoint", kind=Kind.CHECKPOINT_MISSING)

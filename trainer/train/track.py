@@ -165,8 +165,5 @@ def _require(package: str) -> Any:
     try:
         return import_module(package)
     except ImportError as error:
-        raise ConfigError(
-            f"train.tracker={package} is set, but {package} is not installed",
-            kind=Kind.NOT_INSTALLED,
-            hint=f"pip install 'hiddenstore[{package}]'",
-        ) from error
+        problem = f"train.tracker={package} is set, but {package} is not installed"
+        raise ConfigError(problem, kind=Kind.NOT_INSTALLED, hint=f"pip install 'hiddenstore[{package}]'") from error

@@ -13,6 +13,7 @@ from torch import Tensor
 from collectors.engines import Captured, CaptureRequest, Refusal, raise_if_stopped
 from collectors.engines.dump.matching import rows_of
 from collectors.engines.dump.peer import PeerSample, PeerSource, Unusable
+from collectors.targets.layers import listed, require_inside
 from collectors.targets.load import EngineTarget
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.targets import LAYER_RULES
@@ -41,8 +42,8 @@ class Columns:
         """One line for people: our numbers and the peer's."""
         if not self.aux_layers:
             return "no aux layers: the dump holds the final hidden only"
-        peers = _listed(to_convention(self.aux_layers, source.numbering))
-        text = f"aux layers {_listed(self.aux_layers)} of {num_layers}"
+        peers = listed(to_convention(self.aux_layers, source.numbering))
+        text = f"aux layers {listed(self.aux_layers)} of {num_layers}"
         if source.numbering != "output":
             text += f" ({peers} as {source.name} counts)"
         if self.repeated:
@@ -93,36 +94,23 @@ class Claims:
             layers = list(LAYER_RULES[self.layers].published(num_layers, None))
         else:
             layers = _numbers(self.layers, "--layers")
-        outside = [layer for layer in layers if not -1 <= layer < num_layers]
-        if outside:
-            raise ConfigError(
-                f"layers {_listed(outside)} are outside -1…{num_layers - 1}: the target has {num_layers} layers, "
-                "counted from 0 by their output, and -1 is the embedding output",
-                kind=Kind.LAYERS_INVALID,
-                hint="--peer-layers takes the numbers as the peer's own command named them",
-            )
+        require_inside(layers, num_layers, "--peer-layers takes the numbers as the peer's own command named them")
         return tuple(layers)
 
 
 def choose_columns(
     source: PeerSource, claims: Claims, stated: Sequence[int] | None, count: int, num_layers: int
 ) -> Columns:
-    """The layer of each of ``count`` columns; ``stated`` are ids in the dump itself, in the peer's numbering.
-
-    Raises:
-        ConfigError: ``dump-unclear``, ``layers-invalid``, or ``layers-differ``: the person and the dump disagree.
-    """
+    """The layer of each of ``count`` columns; ``stated`` are ids in the dump itself, in the peer's numbering. Raises
+    ConfigError: ``dump-unclear``, ``layers-invalid``, or ``layers-differ``: the person and the dump disagree."""
     claimed = claims.columns(source, num_layers)
     if count == 0:
         return Columns(())
     if stated is not None:
         layers = tuple(from_convention(stated, source.numbering))
         if claimed not in (None, layers):
-            raise FormatError(
-                f"the dump says its layers are {_listed(layers)}, not {_listed(claimed or ())}",
-                kind=Kind.LAYERS_DIFFER,
-                hint="leave --layers out",
-            )
+            problem = f"the dump says its layers are {listed(layers)}, not {listed(claimed or ())}"
+            raise FormatError(problem, kind=Kind.LAYERS_DIFFER, hint="leave --layers out")
         return _fitted(source, layers, count, num_layers, "the dump names")
     if claimed is not None:
         return _fitted(source, claimed, count, num_layers, "you named")
@@ -144,7 +132,7 @@ def _fitted(source: PeerSource, layers: tuple[int, ...], count: int, num_layers:
     if source.numbering == "vllm" and len(layers) == count + 1 and layers[-1] == last:
         return Columns(layers[:-1])  # vLLM's own list ends in the id of the final hidden
     raise ConfigError(
-        f"the dump holds {count} layers, {who} {len(layers)}: {_listed(layers)}",
+        f"the dump holds {count} layers, {who} {len(layers)}: {listed(layers)}",
         kind=Kind.LAYERS_INVALID,
         hint=f"name {count} layers, in the order of the dump: --layers {','.join(map(str, range(count)))}",
     )
@@ -155,7 +143,7 @@ def _needed(source: PeerSource, count: int, num_layers: int) -> ConfigError:
     for name in ("eagle3", "dflash"):
         layers = published_aux_layers(name, num_layers)
         if len(layers) == count and min(layers) >= 0:
-            guesses.append(f"--layers {name} means {_listed(layers)}")
+            guesses.append(f"--layers {name} means {listed(layers)}")
     is_vllm = source.numbering == "vllm"
     numbers = "as vLLM does, one more than by their output" if is_vllm else "by their output, from 0"
     text = (
@@ -178,10 +166,6 @@ def _numbers(text: str, option: str) -> list[int]:
         raise ConfigError(
             f"{option} {text!r} is no list of numbers such as 1,15,28", kind=Kind.LAYERS_INVALID
         ) from None
-
-
-def _listed(layers: Sequence[int]) -> str:
-    return ", ".join(str(layer) for layer in layers)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

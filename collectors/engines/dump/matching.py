@@ -50,11 +50,8 @@ class PreparedTokens:
             entries.sort(key=lambda entry: -entry.tokens)
 
     def match(self, peer: PeerSample) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
-        """Tokens, mask, spans and split of the longest prepared sample that the row is, padding aside.
-
-        Raises:
-            Unusable: ``not-in-data``; ``mask-mismatch``: the dump's own mask is another one.
-        """
+        """Tokens, mask, spans and split of the longest prepared sample that the row is, padding aside. Raises Unusable:
+        ``not-in-data``; ``mask-mismatch``: the dump's own mask is another one."""
         lost = peer.first_row
         for length in range(min(_KEY_TOKENS, len(peer.input_ids)), 0, -1):
             for entry in self._samples.get((_digest(peer.input_ids[:length]), lost), ()):

@@ -76,12 +76,8 @@ def normed_share(head: HeadBundle, final: Tensor) -> float:
 def settle_norm(
     source: PeerSource, claimed: NormState | None, filed: set[NormState | None], share: float | None
 ) -> NormState:
-    """What a person claims, else the files say, else the format; the data must agree.
-
-    Raises:
-        ConfigError: ``dump-unclear``: the files disagree among themselves.
-        FormatError: ``dump-norm``, with what was measured.
-    """
+    """What a person claims, else the files say, else the format; the data must agree. Raises ConfigError:
+    ``dump-unclear``: the files disagree among themselves; FormatError: ``dump-norm``, with what was measured."""
     stated = filed - {None}
     if len(stated) > 1:
         raise ConfigError(
@@ -116,12 +112,8 @@ def settle_norm(
 
 
 def check_meaning(head: HeadBundle, norm: NormState, probed: Sequence[Probed], columns: Columns) -> Evidence:
-    """Do the states belong to their tokens, at their places?
-
-    Raises:
-        FormatError: ``row-shift``: the final hidden predicts another place than the next token; ``layers-differ``: what
-            is named embeddings is not.
-    """
+    """Do the states belong to their tokens, at their places? Raises FormatError: ``row-shift``: the final hidden
+    predicts another place than the next token; ``layers-differ``: what is named embeddings is not."""
     evidence = Evidence(samples=len(probed), typical_norms=_typical(probed))
     if -1 in columns.aux_layers:
         _require_embeddings(head, probed, columns.aux_layers.index(-1))
@@ -157,7 +149,7 @@ def check_meaning(head: HeadBundle, norm: NormState, probed: Sequence[Probed], c
 
 
 def require_fit(head: HeadBundle, source: PeerSource, samples: Sequence[PeerSample] = ()) -> None:
-    """Refuse a dump of another target: FormatError ``target-mismatch``, ``target-mismatch``."""
+    """Refuse a dump of another target: FormatError ``target-mismatch``."""
     width, vocab_size = source.stated.width, source.stated.vocab_size
     if width not in (None, head.hidden_size):
         raise wrong_width(f"{width} wide", head)
@@ -285,13 +277,9 @@ class DumpMeaning:
 def settle_meaning(
     source: PeerSource, claims: Claims, target: EngineTarget, matcher: Matcher, note: Callable[[str], None]
 ) -> DumpMeaning:
-    """Read the first samples of a dump, settle layers and norm, and probe what they mean.
-
-    Raises:
-        ConfigError: ``input-empty``, ``nothing-usable``, and as ``choose_columns`` and ``settle_norm``.
-        FormatError: the dump is of another target (``target-mismatch``) or does not mean what its
-            format says (``dump-norm``, ``dump-shift``).
-    """
+    """Read the first samples of a dump, settle layers and norm, and probe what they mean. Raises ConfigError:
+    ``input-empty``, ``nothing-usable``, and as ``choose_columns`` and ``settle_norm``; FormatError: the dump is of
+    another target (``target-mismatch``) or does not mean what its format says (``dump-norm``, ``dump-shift``)."""
     head, num_layers = target.head, target.folder.num_layers
     require_fit(head, source)
     locations = source.locations()

@@ -117,12 +117,8 @@ class Scan:
     tally: ScanTally = field(default_factory=ScanTally)
 
     def run(self, locations: Sequence[str]) -> PreparedInput | None:
-        """Read tokens and masks at ``locations``; None where there is no sample among them.
-
-        Raises:
-            CaptureError: ``too-many-rejects``; nothing is left behind.
-            InterruptError: asked to stop; the pass begins anew next time.
-        """
+        """Read tokens and masks at ``locations``; None where there is no sample among them. Raises CaptureError:
+        ``too-many-rejects``; nothing is left behind; InterruptError: asked to stop; the pass begins anew next time."""
         # On object storage a kill may leave a part of a pass: its number is not given again.
         number = 1 + max((int(name.rpartition("-")[2]) for name in _names(self.store, self.key)), default=-1)
         out = f"{self.store.root}/{FOLDER}/{self.key}-{number:03d}"

@@ -57,10 +57,8 @@ def require_safe_torch() -> None:
 
 def read_dicts(path: Path, is_list: bool = False) -> list[Mapping[str, Any]]:
     """The one dict of a file, or its list of dicts, with tensors on the disk until they are used, but for ``.gz``.
-
-    Raises:
-        Unusable: ``refused`` (more than tensors), ``truncated``, ``unreadable``, ``too-large``, ``wrong-content``.
-    """
+    Raises Unusable: ``refused`` (more than tensors), ``truncated``, ``unreadable``, ``too-large``,
+    ``wrong-content``."""
     try:
         _read_tail(path)
         packed = _unpacked(path) if path.suffix == ".gz" else None
