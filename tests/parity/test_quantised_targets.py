@@ -122,10 +122,10 @@ def test_a_quantised_target_is_captured_as_its_weights_decode(case: str, tmp_pat
     pytest.importorskip(package)
     # bitsandbytes takes no rows of 96 on a CPU.
     folders = save_packed(tmp_path, form, quantisation, ("down_proj",))
-    found, expected, whole = map(captured, folders)
+    quantised, decoded, original = map(captured, folders)
     # bf16 products, summed in another order by the kernels of NF4.
-    torch.testing.assert_close(found, expected, rtol=2**-5, atol=5e-2)
-    assert (found - whole).abs().mean() > 10 * (found - expected).abs().mean()
+    torch.testing.assert_close(quantised, decoded, rtol=2**-5, atol=5e-2)
+    assert (quantised - original).abs().mean() > 10 * (quantised - decoded).abs().mean()
 
 
 def test_a_form_whose_kernels_refuse_a_shape_is_refused_by_name(tmp_path: Path) -> None:

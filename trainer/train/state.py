@@ -226,20 +226,10 @@ def _choose_vocabulary(options: TrainOptions, store: Store, config: TrainConfig,
     if options.resume:
         return DraftVocab.load(options.run / checkpoint.VOCAB, size), read_facts(options.run).vocab_coverage
     init_from, file = config.train.init_from, config.drafter.vocab_file
-    view = view_of(config)
-    is_full = init_from is None and file is None and config.drafter.vocab_size >= store.capture.target.vocab_size
-    if is_full and view == WHOLE:
+    _require_taught(store, config)
+    if init_from is None and file is None and config.drafter.vocab_size >= store.capture.target.vocab_size:
         return DraftVocab.full(size), 1.0
-    counts = count_store(store, size, view=view)
-    if view != WHOLE and len(store.sample_ids) and not counts.any():
-        raise ConfigError(
-            f"data.max_tokens={config.data.max_tokens} and data.loss_on={config.data.loss_on} leave no token of the "
-            "training split that teaches",
-            kind=Kind.MASK_EMPTY,
-            hint="a larger data.max_tokens, or none",
-        )
-    if is_full:
-        return DraftVocab.full(size), 1.0
+    counts = count_store(store, size, view=view_of(config))
     if init_from is not None:
         vocab = describe(init_from).vocab(size)
     elif file is not None:
@@ -247,6 +237,20 @@ def _choose_vocabulary(options: TrainOptions, store: Store, config: TrainConfig,
     else:
         vocab = DraftVocab.of_counts(counts, config.drafter.vocab_size)
     return vocab, coverage(vocab, counts)
+
+
+def _require_taught(store: Store, config: TrainConfig) -> None:
+    """Refuse a view of the samples in which none teaches a token; mostly the first one does."""
+    view, ids = view_of(config), store.sample_ids
+    samples = (store.sample(one) for one in ids)
+    taught = (view.mask(one)[: view.max_tokens].any() for one in samples if one.split == "train")
+    if view != WHOLE and len(ids) and not any(taught):
+        raise ConfigError(
+            f"data.max_tokens={config.data.max_tokens} and data.loss_on={config.data.loss_on} leave no token of the "
+            "training split that teaches",
+            kind=Kind.MASK_EMPTY,
+            hint="a larger data.max_tokens, or none",
+        )
 
 
 def _device(config: TrainConfig, group: ProcessGroup) -> torch.device:
