@@ -8,12 +8,13 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo demo-llm demo-llm-quick test check docs test-parity test-engines test-llamacpp test-objects test-pages test-ray test-transformers-457 reliability release wheel-smoke bench bench-storage bench-train schemas clean
+.PHONY: install engines demo demo-llm demo-llm-quick test check docs test-parity test-engines test-llamacpp test-objects test-pages test-ray test-transformers-457 reliability release wheel-smoke bench bench-storage bench-train schemas clean
 
 install: $(VENV)/.installed
 
 # torch first and pinned: resolved by another package it would be the newest build with gigabytes of CUDA.
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(VENV): about 2 GB, some minutes, and nothing is said meanwhile"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -c constraints.txt $(TORCH)
 	$(PIP) -c constraints.txt -e '.[dev]'
@@ -85,7 +86,10 @@ test-engines: $(VENV)-engines/.installed
 		VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_NO_USAGE_STATS=1 \
 		$(VENV)-engines/bin/python -m pytest -q -m engines -n 2 --dist loadfile tests/engines $(if $(RESULTS),--results $(RESULTS))
 
+# A vLLM for CPU, beside ours: its pins of torch and transformers are not ours.
 # torchvision and its like come built for CUDA and break every import of transformers beside a torch for CPU.
+engines: $(VENV)-engines/.installed
+
 $(VENV)-engines/.installed: pyproject.toml tests/engines/requirements.txt tests/engines/requirements-no-deps.txt constraints.txt
 	$(PYTHON) -m venv $(VENV)-engines
 	$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)

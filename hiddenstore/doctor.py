@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 from hiddenstore.console.text import plural, seconds, size
-from hiddenstore.errors import HiddenstoreError, Kind, StorageError
+from hiddenstore.errors import HiddenstoreError
 from hiddenstore.fs import is_address, open_filesystem
+from hiddenstore.packages import elsewhere
 
-PACKAGES = ("schemas", "hiddenstore", "collectors", "trainer")
 GROUP = "hiddenstore.doctor"
 TRIAL_BYTES = 32 << 20
 _SYNCS = 8
@@ -30,34 +30,6 @@ _NETWORK_FILESYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"}
 _ONE_LINE_EACH = ("torch", "transformers", "zarr")
 
 Status = Literal["ok", "absent", "warning", "problem"]
-
-
-def package_parents() -> dict[str, str | None]:
-    """The folder each of our packages lies in; None when it cannot be found. Imports nothing."""
-    parents: dict[str, str | None] = {}
-    for name in PACKAGES:
-        spec = util.find_spec(name)
-        parents[name] = str(Path(spec.origin).parent.parent) if spec is not None and spec.origin else None
-    return parents
-
-
-def _elsewhere() -> tuple[str | None, list[str]]:
-    """Where hiddenstore lies, and each of our packages that lies in another folder."""
-    parents = package_parents()
-    home = parents["hiddenstore"]
-    return home, [f"{name} from {parent or 'nowhere'}" for name, parent in parents.items() if parent != home]
-
-
-def check_packages() -> None:
-    """Raise StorageError ``packages-scattered`` unless the four packages share one parent folder."""
-    home, strangers = _elsewhere()
-    if strangers:
-        raise StorageError(
-            f"hiddenstore is loaded from {home}, but {', '.join(strangers)}\n"
-            "another distribution ships a package of that name, or this installation is incomplete",
-            kind=Kind.PACKAGES_SCATTERED,
-            hint="an environment of its own: python -m venv fresh && fresh/bin/pip install hiddenstore",
-        )
 
 
 @dataclass(frozen=True)
@@ -94,7 +66,7 @@ def installation_checks() -> Iterator[DoctorCheck]:
 
 
 def _packages() -> DoctorCheck:
-    home, strangers = _elsewhere()
+    home, strangers = elsewhere()
     version = version_of("hiddenstore")
     if strangers:
         fix = "python -m venv fresh && fresh/bin/pip install hiddenstore"

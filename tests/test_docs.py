@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.collectors.chat_double import ChatDouble, chat_double
+from tests.collectors.tiny import tiny_tokenizer
 from tests.doc_blocks import NEEDS, PAGES, ROOT, Block, blocks, require_parses, small, target_of_eight_layers
 from tests.hiddenstore.hub_double import in_place_of_the_hub
 from tests.test_guides import GUIDES, rows
 from tests.tiny_world import TRAIN, chat, run, write_rows
+from tests.trainer.mtp_target import make_mimo, save_mimo
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 OPEN = sorted({block.page for block in BLOCKS if not block.how}, key=str)
@@ -69,6 +71,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_rows(folder / name, [chat(number) for number in range(40)])
     for name in ("questions.jsonl", "prompts.jsonl", "held-out.jsonl", "mt_bench.jsonl"):
         write_rows(folder / name, [{"prompt": f"What is {number}?"} for number in range(4)])
+    save_mimo(folder / "MiMo-7B-RL", make_mimo(layers=8))
+    tiny_tokenizer().save_pretrained(folder / "MiMo-7B-RL")
     store, made = str(folder / "store"), str(folder / "run")
     for words in (
         ("prepare", folder / "chats.jsonl", "-o", folder / "data", "--target", target, "--val", "20%"),
@@ -101,7 +105,7 @@ def test_the_untagged_blocks_of_a_page_run_in_its_order(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     own = [block for block in blocks(page) if not block.how]
-    words_of_page = [word for block in own for words in block.commands for word in words]
+    words_of_page = [word.removeprefix("./") for block in own for words in block.commands for word in words]
     for thing in shared.iterdir():
         uses = [index for index, word in enumerate(words_of_page) if word == thing.name]
         # What the page makes itself is not there before.

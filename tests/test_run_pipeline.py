@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hiddenstore.cli import run as pipeline
 from hiddenstore.cli.run import DoneStage
 from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import CaptureError, Kind
+from hiddenstore.settings import written
 from tests.tiny_world import LAYERS, World, error_of, run, tree
 
 USAGE, CORRUPT, CONFLICT = 2, 3, 6
@@ -134,11 +136,16 @@ def test_a_killed_run_trains_on_to_the_drafter_of_an_uninterrupted_one(world: Wo
 
 def test_a_layer_of_the_target_begins_at_the_target_but_for_a_resume_or_another_start(tmp_path: Path) -> None:
     elsewhere = {"drafter": "mtp", "settings": {"train": {"init_from": "runs/mtp"}}}
+    (tmp_path / "mine.yaml").write_text("drafter: {name: mtp}\nloss: {steps: 2}\n")
+    file = {"config": str(tmp_path / "mine.yaml")}
+    nowhere = {**file, "settings": {"train": {"init_from": None}}}
     drafters = {"a": {"drafter": "mtp"}, "b": {"config": "mtp"}, "c": elsewhere, "d": {"drafter": "eagle3"}}
+    drafters |= {"e": file, "f": nowhere, "g": {**file, "drafter": "eagle3"}}
     settings = pipeline.Pipeline(target="T", out=str(tmp_path), inputs=["chats.jsonl"], drafters=drafters)
     with main.make_context("hiddenstore", ["run"]):
         stages = [stage for stage in pipeline._Builder(settings).stages() if stage.command == "train"]
-    assert [stage.words[-2:] == ("--target", "T") for stage in stages] == [True, True, False, False]
+    starts = [("--target", "T") in pairwise(stage.words) for stage in stages]
+    assert starts == [True, True, False, False, True, True, False]
     assert all("--target" not in stage.resume for stage in stages)
 
 
@@ -161,6 +168,11 @@ def test_a_value_that_an_option_does_not_take_is_refused_before_anything_is_done
     assert "fp12" in message
     assert fix == "hiddenstore export --help"
     assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_a_value_that_every_setting_of_a_pipeline_can_have() -> None:
+    words = list(pipeline.setting_words({"train": {"tracker": None, "patience": None}, "optim": {"clip": None}}))
+    assert written(None, words) == {"train.tracker": None, "train.patience": None, "optim.clip": None}
 
 
 def test_every_mistake_of_a_pipeline_is_named_at_once_before_anything_is_done(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn, TextIO, cast
 
@@ -20,6 +20,7 @@ import click
 from hiddenstore.cli.translate import INTERRUPTED_EXIT, PIPE_EXIT, RUN_AGAIN, as_hiddenstore_error, usage_error
 from hiddenstore.console.output import Output
 from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind
+from hiddenstore.packages import PACKAGES, check_packages
 
 __all__ = ["main"]
 
@@ -76,14 +77,18 @@ _SUMMARIES: Mapping[str, Mapping[str, str]] = {
 SECTIONS = (*_SUMMARIES, _ADDED)
 OUR_COMMANDS = frozenset(name for commands in _SUMMARIES.values() for name in commands)
 
-# Commands of this package by module. Those of the upper packages come from entry points: nothing points upward.
-_BUILT_IN = {
-    "look": ("info", "ls", "show", "stats", "diff"),
-    "care": ("verify", "copy", "repair", "gc", "doctor"),
-    "history": ("log", "snapshot"),
-    "advise": ("advise",),
-    "share": ("push", "pull"),
-    "run": ("run",),
+# Where the commands of this package lie. Those of the upper packages come from entry points: nothing points upward.
+_BUILT_IN: Mapping[str, str] = {
+    name: f"hiddenstore.cli.{module}:{name}"
+    for module, names in {
+        "look": ("info", "ls", "show", "stats", "diff"),
+        "care": ("verify", "copy", "repair", "gc", "doctor"),
+        "history": ("log", "snapshot"),
+        "advise": ("advise",),
+        "share": ("push", "pull"),
+        "run": ("run",),
+    }.items()
+    for name in names
 }
 
 
@@ -134,20 +139,28 @@ def find_commands() -> Mapping[str, CommandSpec]:
 
     A foreign entry point never replaces a command of ours.
     """
-    targets: dict[str, tuple[str, str]] = {}
+    from importlib import metadata
+
+    points: dict[str, metadata.EntryPoint] = {}
     for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
-        owner = point.dist.name if point.dist is not None else "another package"
-        if point.name not in targets or owner == "hiddenstore":
-            targets[point.name] = (point.value, owner)
-    for module, names in _BUILT_IN.items():
-        targets |= {name: (f"hiddenstore.cli.{module}:{name}", "hiddenstore") for name in names}
-    added = {name: f"From {targets[name][1]}." for name in sorted(targets.keys() - OUR_COMMANDS)}
+        if point.name not in points or point.module.partition(".")[0] in PACKAGES:
+            points[point.name] = point
+    targets = {**{name: point.value for name, point in points.items()}, **_BUILT_IN}
+    # The name of a distribution is parsed from all that it says of itself: ours are not asked.
+    owners = {name: points[name].dist for name in sorted(targets.keys() - OUR_COMMANDS)}
+    added = {name: f"From {owner.name if owner is not None else 'another package'}." for name, owner in owners.items()}
     return {
-        name: CommandSpec(name, section, summary, targets[name][0])
+        name: CommandSpec(name, section, summary, targets[name])
         for section, summaries in {**_SUMMARIES, _ADDED: added}.items()
         for name, summary in summaries.items()
         if name in targets
     }
+
+
+def _target_of(name: str) -> str | None:
+    """Where a command lies. Our own are known without a look at what is installed, which takes a while."""
+    spec = None if name in _BUILT_IN else find_commands().get(name)
+    return spec.target if spec is not None else _BUILT_IN.get(name)
 
 
 class CommandGroup(click.Group):
@@ -157,28 +170,28 @@ class CommandGroup(click.Group):
         return list(find_commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        spec = find_commands().get(cmd_name)
-        if spec is None:
+        target = _target_of(cmd_name)
+        if target is None:
             return None
-        module_name, _, attribute = spec.target.partition(":")
+        module_name, _, attribute = target.partition(":")
         try:
             command = getattr(import_module(module_name), attribute)
         except ModuleNotFoundError as error:
             if error.name is None or not module_name.startswith(error.name):
                 raise
             raise ConfigError(
-                f"the command {cmd_name!r} is announced as {spec.target}, but {error.name} is not installed",
+                f"the command {cmd_name!r} is announced as {target}, but {error.name} is not installed",
                 kind=Kind.NOT_INSTALLED,
                 hint="pip install --force-reinstall hiddenstore",
             ) from error
-        assert isinstance(command, click.Command), f"{spec.target} is no click command"
+        assert isinstance(command, click.Command), f"{target} is no click command"
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name not in find_commands() and not name.startswith("-"):
+        if _target_of(name) is None and not name.startswith("-"):
             raise _unknown_command(name)
         return super().resolve_command(ctx, args)
 
@@ -210,8 +223,6 @@ class CommandGroup(click.Group):
 
 def _run(click_main: Any, arguments: list[str], *rest: Any, **extra: Any) -> int:
     """Run the command; the exit code. Every error is printed here and nowhere else."""
-    from hiddenstore.doctor import check_packages
-
     printer = _printer_of(arguments)
     try:
         _make_streams_forgiving()

@@ -23,7 +23,7 @@ from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import replace_file
-from hiddenstore.settings import all_problems
+from hiddenstore.settings import all_problems, written
 from hiddenstore.settings import load as load_settings
 from schemas.base import FORMAT_VERSION, Document
 
@@ -169,9 +169,15 @@ class _Builder:
 
 
 def _begins_at_target(section: DrafterSection, settings: Sequence[str]) -> bool:
-    """Whether the drafter is a layer of the target itself, and no other checkpoint is named to start from."""
-    is_named = any(word.startswith("train.init_from=") for word in settings)
-    return (section.drafter or section.config) == "mtp" and not is_named
+    """Whether the drafter is a layer of the target itself, and no other checkpoint is named to start from.
+
+    Raises:
+        ConfigError: the section's ``config`` is a file that cannot be read.
+    """
+    file = section.config if section.config is not None and Path(section.config).is_file() else None
+    said = written(file, settings)
+    name = section.drafter or said.get("drafter.name") or section.config
+    return name == "mtp" and said.get("train.init_from") is None
 
 
 def _option_words(option: str, parameter: click.Option, value: Any) -> list[str]:
@@ -194,7 +200,7 @@ def setting_words(tree: Mapping[str, Any], path: Sequence[str] = ()) -> Iterator
         if isinstance(value, Mapping):
             yield from setting_words(value, (*path, str(key)))
         else:
-            text = ",".join(map(str, value)) if isinstance(value, list) else "none" if value is None else str(value)
+            text = ",".join(map(str, value)) if isinstance(value, list) else "null" if value is None else str(value)
             yield f"{'.'.join((*path, str(key)))}={text}"
 
 

@@ -6,7 +6,6 @@ import platform
 import tempfile
 import traceback
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 import click
@@ -103,6 +102,8 @@ def write_crash_log(error: BaseException, arguments: Sequence[str]) -> Path:
 
 
 def _version(name: str) -> str:
+    from importlib import metadata
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -112,9 +112,9 @@ class Output:
         self._show(pairs(rows))
 
     def note(self, text: str) -> None:
-        """A remark on stderr; only in human mode."""
+        """A remark on stderr; only in human mode. A terminal breaks its lines between words."""
         if self.is_human:
-            self._say(text, "dim")
+            self._say(text, "dim", soft_wrap=not self.err.is_terminal)
 
     def detail(self, text: str) -> None:
         """A remark on stderr that only ``-v`` shows, in any mode."""
@@ -161,10 +161,10 @@ class Output:
         for line in lines:
             self.err.print(line, soft_wrap=True)
 
-    def _say(self, text: str, style: str) -> None:
+    def _say(self, text: str, style: str, soft_wrap: bool = True) -> None:
         from rich.text import Text
 
-        self.err.print(Text(clean(text), style=style), soft_wrap=True)
+        self.err.print(Text(clean(text), style=style), soft_wrap=soft_wrap)
 
     def _show(self, renderable: Any, soft_wrap: bool = False) -> None:
         """Print to stdout; into a file or pipe without the blanks that tables are padded with."""

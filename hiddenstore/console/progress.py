@@ -6,6 +6,7 @@ Lines: ``12:04:31 collect samples=126480/207865 rate=6214/s eta=3h41m rank=0``.
 
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -127,8 +128,14 @@ class Progress:
         rate = f"{size(self.rate)}/s" if in_bytes else f"{amount(self.rate)} {self.unit or 'steps'}/s"
         left = f"{seconds(self.eta_s)} left" if self.eta_s else ""
         fields = (f"{key.replace('_', ' ')} {_shown(value)}" for key, value in self._fields.items())
-        more = "  ".join(word for word in (rate, left, *fields) if word)
-        self._live.update(self._task, completed=self.done, numbers=numbers, more=clean_line(more))
+        words = [clean_line(word) for word in (rate, left, *fields) if word]
+        # Columns are a blank apart, and nothing is written into the last one.
+        room = self._live.console.width - len(self.label) - self._bar_width - len(numbers) - 4
+        self._live.update(self._task, completed=self.done, numbers=numbers, more=_in_lines(words, room))
+
+    @property
+    def _bar_width(self) -> int:
+        return 24 if self._output.err.width >= 120 else 10
 
     def _make_live(self) -> "RichProgress":
         from rich.progress import BarColumn, TextColumn
@@ -137,7 +144,7 @@ class Progress:
 
         return RichProgress(
             TextColumn("{task.description}", style="bold", markup=False, table_column=Column(no_wrap=True)),
-            BarColumn(24 if self._output.err.width >= 120 else 10, "bright_black", "cyan", "green"),
+            BarColumn(self._bar_width, "bright_black", "cyan", "green"),
             TextColumn("{task.fields[numbers]}", markup=False, table_column=Column(no_wrap=True)),
             # What does not fit goes on under itself: a cut figure would be a wrong one.
             TextColumn("{task.fields[more]}", "dim", markup=False, table_column=Column(overflow="ellipsis", ratio=1)),
@@ -145,6 +152,16 @@ class Progress:
             refresh_per_second=_REDRAWS_PER_S,
             transient=False,
         )
+
+
+def _in_lines(words: Sequence[str], room: int) -> str:
+    """Words two blanks apart, each whole in its line: a name away from its figure is read with another's."""
+    lines = [""]
+    for word in words:
+        if lines[-1] and len(lines[-1]) + 2 + len(word) > room:
+            lines.append("")
+        lines[-1] += f"  {word}" if lines[-1] else word
+    return "\n".join(lines)
 
 
 def _shown(value: Any) -> str:

@@ -18,7 +18,7 @@ from hiddenstore.errors import ConfigError, HiddenstoreError, Kind, NotFoundErro
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.http import retry_wait_s
-from hiddenstore.share.remote import Advance, LocalFile, Remote, StorageRemote, read_sums
+from hiddenstore.share.remote import SUMS, Advance, LocalFile, Remote, StorageRemote, parse_sums, read_sums
 
 MOST_FILES, MOST_IN_FOLDER, MOST_BYTES = 100_000, 10_000, 50_000_000_000
 """Of a repository, of one of its folders, of one file: beyond these the hub refuses or advises against it."""
@@ -74,6 +74,10 @@ class HubRemote:
         if not (is_private or public):
             message = f"{self.address} can be read by everybody, and --public was not given"
             raise ConfigError(message, kind=Kind.OPTION_INVALID, hint="--public, or another name")
+        if is_private and public:
+            message = f"{self.address} is private, and --public is of a new repository"
+            hint = "without --public; the repository's own settings on the hub open it to everybody"
+            raise ConfigError(message, kind=Kind.OPTION_INVALID, hint=hint)
 
     def digests(self, files: Sequence[LocalFile]) -> dict[str, str]:
         try:
@@ -94,12 +98,21 @@ class HubRemote:
                     if number == TRIES or error.kind not in (Kind.SERVER_FAILING, Kind.SERVER_UNREACHABLE):
                         raise
                     time.sleep(retry_wait_s(number))
+                finally:
+                    # A commit whose answer was lost may have been made.
+                    for name in ("_tree", "_commit"):
+                        self.__dict__.pop(name, None)
             advance(sum(file.size for file in batch))
-        for name in ("_tree", "_commit"):
-            self.__dict__.pop(name, None)
+
+    def _left_behind(self, files: Sequence[LocalFile]) -> list[str]:
+        """What was pushed of an older drafter and is no part of the newer one."""
+        sums = next((file.source for file in files if file.path == SUMS), b"")
+        if self.kind != "model" or not isinstance(sums, bytes) or not sums:
+            return []
+        return sorted((read_sums(self).keys() & self._tree.keys()) - parse_sums(sums, SUMS).keys())
 
     def _commit_files(self, files: Sequence[LocalFile]) -> None:
-        from huggingface_hub import CommitOperationAdd
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         message = f"hiddenstore push: {len(files)} files, {files[0].path} …"
         with self._asking():
@@ -108,6 +121,7 @@ class HubRemote:
                 _ = isinstance(file.source, bytes) or file.source.stat()
             # An operation that was sent is spent; files the hub has by then are not sent again.
             operations = [CommitOperationAdd(file.path, file.source) for file in files]
+            operations += [CommitOperationDelete(path) for path in self._left_behind(files)]
             self._api.create_commit(**self._where, operations=operations, commit_message=message)
 
     def size(self, path: str) -> int | None:

@@ -233,6 +233,8 @@ class _Handler(BaseHTTPRequestHandler):
                 if value["oid"] not in self.hub.objects:
                     return self._answer(400, {"error": f"LFS pointer to {value['path']} points to nothing"})
                 tree[value["path"]] = (self.hub.objects[value["oid"]], True)
+            elif item["key"] == "deletedFile":
+                del tree[value["path"]]
         repo.history.append(tree)
         sha = repo.sha("main")
         return self._answer(

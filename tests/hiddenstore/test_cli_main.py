@@ -17,7 +17,6 @@ from click.testing import CliRunner, Result
 from hiddenstore.cli import CommandSpec, find_commands, main
 from hiddenstore.cli.translate import usage_error
 from hiddenstore.console.output import common_options, output
-from hiddenstore.doctor import check_packages
 from hiddenstore.errors import (
     CaptureError,
     ConfigError,
@@ -29,6 +28,7 @@ from hiddenstore.errors import (
     Kind,
     StorageError,
 )
+from hiddenstore.packages import check_packages
 from hiddenstore.testing.builders import make_store
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "80"}

@@ -13,13 +13,13 @@ from packaging.requirements import Requirement
 from hiddenstore.cli import main
 from hiddenstore.doctor import (
     GROUP,
-    PACKAGES,
     DoctorCheck,
     _added,
     compute_checks,
     install_command,
     installation_checks,
 )
+from hiddenstore.packages import PACKAGES
 
 
 def needing(monkeypatch: pytest.MonkeyPatch, *lines: str) -> dict[str, DoctorCheck]:

@@ -1,14 +1,16 @@
 """Progress: lines in a log file, nothing when quiet, rates and time left."""
 
+import io
 import re
 from collections.abc import Callable
 
 import click
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from hiddenstore.console import progress as progress_module
-from hiddenstore.console.output import common_options
+from hiddenstore.console.output import Output, common_options
 from hiddenstore.console.progress import Progress
 
 
@@ -105,3 +107,23 @@ def test_parts_of_units_and_a_clock_that_starts_with_the_first_of_them_give_a_ti
 
     (line,) = run(body).stderr.splitlines()
     assert "answers=0/10 rate=0.05/s eta=2m30s" in line
+
+
+def test_a_name_and_its_figure_stay_in_one_line_of_a_narrow_terminal(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    monkeypatch.setattr(Output, "err", terminal)
+
+    def body() -> None:
+        with Progress("train", total=1378, unit="steps") as progress:
+            clock[0] += 90
+            fields = {"loss": 6.197, "acc": "0.52/0.49/0.48", "tok/s": 5563, "gradient_norm": "1.30 (clip 0.5)"}
+            progress.update(448, **fields)
+
+    run(body)
+    written = terminal.file.getvalue()
+    lines = [line.rstrip() for line in re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", written)]
+    assert max(map(len, lines)) <= 80
+    for field in ("448 / 1,378 steps", "3 m 07 s left", "loss 6.197", "acc 0.52/0.49/0.48", "tok/s 5,563"):
+        assert any(field in line for line in lines), field

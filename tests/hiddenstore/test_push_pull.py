@@ -323,6 +323,27 @@ def test_a_public_repository_is_not_filled_unless_that_was_said(hub: HubDouble, 
         push(store, open_remote(PLACE), "---\n---\n# More\n")
 
 
+def test_a_private_repository_does_not_stay_private_unsaid(hub: HubDouble, store: Store) -> None:
+    push(store, open_remote(PLACE))
+    with pytest.raises(ConfigError, match="is private, and --public is of a new repository"):
+        push_store(store, open_remote(PLACE), "---\n---\n# More\n", True, silent)  # type: ignore[arg-type]
+    assert hub.repos["me/states"].private
+
+
+def test_what_a_newer_drafter_no_longer_has_goes_and_what_others_put_there_stays(
+    hub: HubDouble, world: World, tmp_path: Path
+) -> None:
+    place, older = "hf://me/drafter", tmp_path / "older"
+    shutil.copytree(Path(world / "exported"), older)
+    (older / "second.safetensors").write_bytes(bytes(4_000))
+    assert run("push", str(older), place, "-q") == 0
+    history = hub.repos["me/drafter"].history
+    history.append({**history[-1], "notes.txt": (b"theirs", False)})
+    assert run("push", world / "exported", place, "-q") == 0
+    assert set(history[-2]) - set(history[-1]) == {"second.safetensors"}
+    assert "notes.txt" in history[-1]
+
+
 def test_neither_the_token_nor_a_signed_address_is_ever_shown(
     hub: HubDouble, store: Store, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

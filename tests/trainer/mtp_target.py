@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_target import make_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+from tests.trainer.tiny_target import make_tokenizer
 
 PREFIX = "model.mtp_layers.0."
 

@@ -220,6 +220,7 @@ def test_a_drafter_that_cannot_be_served_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text('{"prompt": "one"}\n')
     words = ["eval", "--serve", "maker/drafter", "--target", str(tmp_path), "--prompts", "p.jsonl"]
     result = CliRunner().invoke(main, [*words, "--engine-python", engine(tmp_path)])
     assert "maker/drafter/config.json does not exist" in result.stderr

@@ -166,6 +166,13 @@ def test_rows_that_ask_nothing_are_counted_and_named(prompts, tmp_path):
     assert "and 1 more" in said
 
 
+def test_questions_that_are_not_there_are_missed_before_a_server_starts(tmp_path):
+    words = ["--serve", str(tmp_path), "--target", str(tmp_path), "--prompts", str(tmp_path / "none.jsonl")]
+    said = run(words, 2).stderr
+    assert "none.jsonl" in said
+    assert "starting" not in said
+
+
 def test_an_answer_recorded_with_the_question_is_not_shown_to_the_server(tmp_path):
     file = tmp_path / "chats.jsonl"
     turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]

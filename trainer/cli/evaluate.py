@@ -412,14 +412,23 @@ def _measure_servers(engine: str, options: _ServerOptions) -> None:
     if options["drafter"] is not None:
         if options["servers"] or options["baseline_server"] or options["target"] is None:
             raise click.UsageError("--serve starts both servers itself: give --target T, and no server")
-        with _started(engine, options) as (plain, drafted):
-            _measure_running(engine, {**options, "baseline_server": plain, "servers": (drafted,), "target": None})
-        return
-    if not options["servers"]:
+    elif not options["servers"]:
         raise ConfigError(f"eval --engine {engine} needs --server URL", kind=Kind.USAGE, hint="--server URL")
-    if options["rounds"] > 1 and options["baseline_server"] is None:
+    elif options["rounds"] > 1 and options["baseline_server"] is None:
         raise click.UsageError("--rounds ask two servers in turn: give --baseline-server URL")
-    _measure_running(engine, options)
+    from trainer.evaluate.prompts import left_out, read_questions
+
+    # Before servers start, which takes minutes.
+    unusable: list[str] = []
+    questions = read_questions(options["prompts"], unusable, options["count"])
+    if unusable:
+        output().warn(left_out(unusable))
+    if options["drafter"] is None:
+        _measure_running(engine, options, questions, len(unusable))
+        return
+    with _started(engine, options) as (plain, drafted):
+        options = {**options, "baseline_server": plain, "servers": (drafted,), "target": None}
+        _measure_running(engine, options, questions, len(unusable))
 
 
 @contextmanager
@@ -447,14 +456,9 @@ def _started(engine: str, options: _ServerOptions) -> Iterator[tuple[str, str]]:
         yield first, second
 
 
-def _measure_running(engine: str, options: _ServerOptions) -> None:
-    from trainer.evaluate.prompts import left_out, read_questions
+def _measure_running(engine: str, options: _ServerOptions, questions: "list[Question]", unusable: int) -> None:
     from trainer.evaluate.server import require_one_model
 
-    unusable: list[str] = []
-    questions = read_questions(options["prompts"], unusable, options["count"])
-    if unusable:
-        output().warn(left_out(unusable))
     render = _renderer(options["target"], options) if options["target"] else None
     servers = [_open(engine, options, url, render) for url in options["servers"]]
     baseline = _open(engine, options, options["baseline_server"], render) if options["baseline_server"] else None
@@ -469,7 +473,7 @@ def _measure_running(engine: str, options: _ServerOptions) -> None:
         "model": servers[0].model,
         "server": options["servers"][0],
         "prompts_from": list(options["prompts"]),
-        "prompts_unusable": len(unusable),
+        "prompts_unusable": unusable,
         **{name: options[name] for name in names},  # type: ignore[literal-required]
         **_measured(engine, servers, baseline, questions, options),
     }

@@ -105,10 +105,11 @@ def export(
 
 
 def _show(done: "ExportedDrafter", step: int) -> None:
-    output().table(
-        ["tensor", "dtype", "shape"],
-        [(name, kind, " × ".join(str(n) for n in shape)) for name, (kind, shape) in done.tensors.items()],
-    )
+    if output().verbose:
+        output().table(
+            ["tensor", "dtype", "shape"],
+            [(name, kind, " × ".join(str(n) for n in shape)) for name, (kind, shape) in done.tensors.items()],
+        )
     reads = f"{done.layer_ids} in {done.engine}'s numbering" if done.layer_ids else "none: the final hidden only"
     output().pairs(
         [
