@@ -33,7 +33,7 @@ demo-llm-quick: install $(VENV)-engines/.installed
 	$(BIN)/hiddenstore demo --target smollm2 --quick $(if $(MODEL),--model $(MODEL)) --engine-python $(VENV)-engines/bin/python
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 check: install
 	$(BIN)/ruff check .

@@ -50,17 +50,15 @@ def latest_names(fs: Filesystem) -> list[str]:
 def latest_revisions(fs: Filesystem) -> dict[str, tuple[int, str]]:
     """The highest revision of each unit and the name of its record, from the folder listing alone."""
     latest: dict[str, tuple[int, str]] = {}
-    for name in fs.list(layout.COMMITS_DIR):
-        parsed = layout.parse_commit(name)
-        if parsed is not None and parsed.revision >= latest.get(parsed.unit, (-1, ""))[0]:
-            latest[parsed.unit] = (parsed.revision, name)
+    for unit, revision, name in layout.parse_commits(fs.list(layout.COMMITS_DIR)):
+        if revision >= latest.get(unit, (-1, ""))[0]:
+            latest[unit] = (revision, name)
     return latest
 
 
 def committed_units(fs: Filesystem) -> set[str]:
     """Names of the units that have a record, from the folder listing alone."""
-    parsed = (layout.parse_commit(name) for name in fs.list(layout.COMMITS_DIR))
-    return {name.unit for name in parsed if name is not None}
+    return {unit for unit, _, _ in layout.parse_commits(fs.list(layout.COMMITS_DIR))}
 
 
 def lost_samples(record: CommitHead) -> frozenset[str]:

@@ -9,6 +9,7 @@ commits/<unit>[.rN].json · segments/<unit>[-rN]-<8 hex>/ (a Zarr group, or samp
 
 import re
 import secrets
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from hiddenstore.errors import ConfigError, Kind
@@ -35,6 +36,7 @@ DATA_JSON = "data.json"
 
 _UNIT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,119}")
 _COMMIT = re.compile(rf"({_UNIT.pattern})(?:\.r([1-9][0-9]{{0,8}}))?\.json")
+_COMMITS = re.compile(f"^{_COMMIT.pattern}$", re.MULTILINE)
 _SEGMENT = re.compile(rf"({_UNIT.pattern})-[0-9a-f]{{8}}")
 _REVISED_SEGMENT = re.compile(rf"({_UNIT.pattern})-r([1-9][0-9]{{0,8}})-[0-9a-f]{{8}}")
 _INPUT = re.compile(r"([0-9a-f]{64})\.parquet")
@@ -115,6 +117,13 @@ def part_name(index: int) -> str:
 def parse_commit(name: str) -> CommitName | None:
     """What a name under ``commits/`` says; None for anything that is not a commit record."""
     return CommitName(match[1], int(match[2] or 0)) if (match := _COMMIT.fullmatch(name)) else None
+
+
+def parse_commits(names: Iterable[str]) -> Iterator[tuple[str, int, str]]:
+    """Unit, revision and name of each of the names that is a commit record's: ``parse_commit`` of a whole folder."""
+    lines = "\n".join([name for name in names if "\n" not in name])
+    for unit, revision in _COMMITS.findall(lines):
+        yield unit, int(revision or 0), f"{unit}.r{revision}.json" if revision else f"{unit}.json"
 
 
 def segment_claims(name: str) -> tuple[CommitName, ...]:

@@ -177,7 +177,7 @@ class Store(RecordSequence):
     def locate(self, sample_id: str) -> tuple[CommitRecord, int]:
         """The record that holds a sample and the sample's index in it; NotFoundError ``sample-missing``."""
         number, position = self._place(sample_id)
-        return self.catalog.record_of(number, position, sample_id), position
+        return self.catalog.record_of(number, [position], [sample_id]), position
 
     def index_of(self, sample_id: str) -> int:
         """The place of a sample in ``sample_ids``; NotFoundError ``sample-missing``."""
@@ -256,6 +256,19 @@ class Store(RecordSequence):
         record, index = self.locate(sample_id)
         return self._reader(record), index
 
+    def readers_of(self, sample_ids: Sequence[str]) -> "Iterator[tuple[SegmentReader, np.ndarray, list[int]]]":
+        """The open units that hold samples: for each, int64 [S] the samples' indices in it, ascending, and their
+        places in ``sample_ids``; raises as ``reader_of``."""
+        places = self.catalog.places_of(sample_ids)
+        if places is None:
+            places = np.array([self._place(sample_id) for sample_id in sample_ids], dtype=np.int64).reshape(-1, 2).T
+        order = np.lexsort(places[::-1])
+        for part in np.split(order, np.flatnonzero(np.diff(places[0, order])) + 1) if len(order) else ():
+            indices, rows = places[1, part], part.tolist()
+            ids = [sample_ids[row] for row in rows]
+            record = self.catalog.record_of(int(places[0, part[0]]), indices.tolist(), ids)
+            yield self._reader(record), indices, rows
+
     def _reader(self, record: CommitRecord) -> "SegmentReader":
         with self._lock:
             reader = self._readers.get(record.segment)
@@ -272,9 +285,7 @@ class Store(RecordSequence):
         numbers = table.record[order]
         for rows in np.split(order, np.flatnonzero(np.diff(numbers)) + 1) if len(order) else ():
             positions, number = table.position[rows], int(table.record[rows[0]])
-            for position, sample_id in zip(positions.tolist(), table.ids.take(rows)[:], strict=True):
-                record = self.catalog.record_of(number, position, sample_id)
-            reader = self._reader(record)
+            reader = self._reader(self.catalog.record_of(number, positions.tolist(), table.ids.take(rows)[:]))
             if self.capture.states:
                 yield from (self.read_unit(reader, position) for position in positions.tolist())
             else:

@@ -25,9 +25,19 @@ if TYPE_CHECKING:
     from tests.reliability.figures import Figures
     from tests.tiny_world import World
 
+LONGEST = {
+    "test_damage_sweep", "test_model", "test_crash_points", "test_collect_kill", "test_group", "test_run_lock",
+    "test_other_house", "test_parallel", "test_resume", "test_invent", "test_regenerate", "test_run_pipeline",
+}  # fmt: skip
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", metavar="FOLDER", help="also write what engines accepted, or what was tried, there")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that no worker of `make test` is left with one at the end."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,8 @@
 """``hiddenstore run``: a pipeline file through the whole command line, stopped anywhere and gone on with."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +17,7 @@ from hiddenstore.cli.run import DoneStage
 from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import CaptureError, Kind
 from hiddenstore.settings import written
+from tests.forked import Forked, command
 from tests.tiny_world import LAYERS, World, error_of, run, tree
 
 USAGE, CORRUPT, CONFLICT = 2, 3, 6
@@ -118,13 +116,12 @@ def test_a_killed_run_trains_on_to_the_drafter_of_an_uninterrupted_one(world: Wo
     (tmp_path / "killed").mkdir()
     (tmp_path / "whole").mkdir()
     killed = write_pipeline(world, tmp_path / "killed", drafters=drafters)
-    command = [sys.executable, "-m", "hiddenstore.cli", "run", killed, "-q"]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = Forked(command, "run", killed, "-q")
     checkpoints = tmp_path / "killed" / "out" / "eagle3" / "run" / "checkpoints"
     while process.poll() is None and not (checkpoints / "step-2").exists():
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    assert process.wait(60) == -signal.SIGKILL, "it ended before it could be killed"
     assert run("run", killed, "-q") == 0
     assert run("run", write_pipeline(world, tmp_path / "whole", drafters=drafters), "-q") == 0
     weights = [

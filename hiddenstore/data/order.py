@@ -66,6 +66,8 @@ def balanced(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
     No rank exceeds the mean by more than the longest item, and none is idle while another has two.
     """
+    if ranks == 1:
+        return [list(range(len(lengths)))]
     shares: list[list[int]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -79,14 +81,15 @@ def first_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[i
     """Indices into ``lengths`` per pack: each item goes into the first pack with room, in the order given."""
     packs: list[list[int]] = []
     room: list[int] = []
-    for index, length in enumerate(int(n) for n in lengths):
-        home = next((p for p, free in enumerate(room) if free >= length), None)
-        if home is None:
-            packs.append([index])
-            room.append(capacity - length)
-        else:
-            packs[home].append(index)
-            room[home] -= length
+    for index, length in enumerate(np.asarray(lengths).tolist()):
+        home = 0
+        while home < len(room) and room[home] < length:
+            home += 1
+        if home == len(room):
+            packs.append([])
+            room.append(capacity)
+        packs[home].append(index)
+        room[home] -= length
     return packs
 
 

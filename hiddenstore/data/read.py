@@ -154,23 +154,19 @@ class DecodedFiller:
 
     def fill_many(self, pack: Pack, samples: Sequence[PackedSample]) -> None:
         assert isinstance(pack, PackedBatch)
-        units: dict[SegmentReader, list[tuple[int, PackedSample]]] = {}
-        for sample in samples:
-            reader, index = self._store.reader_of(sample.slot.id)
-            units.setdefault(reader, []).append((index, sample))
         # What is read together passes through memory that no budget counts.
         most = max(1, MANY_BYTES // (2 * self._width * (len(self._layers) + 1)))
-        for reader, places in units.items():
-            places.sort(key=lambda place: place[0])
-            ends = np.cumsum([sample.slot.tokens for _, sample in places])
-            for part in np.split(np.arange(len(places)), np.flatnonzero(np.diff(ends // most)) + 1):
-                indices, part_of_unit = zip(*(places[number] for number in part.tolist()), strict=True)
-                if len(part_of_unit) == 1 or not self._fill_unit(pack, reader, indices, part_of_unit):
+        for reader, indices, numbers in self._store.readers_of([sample.slot.id for sample in samples]):
+            of_unit = [samples[number] for number in numbers]
+            ends = np.cumsum([sample.slot.tokens for sample in of_unit]) // most
+            for part in np.split(np.arange(len(of_unit)), np.flatnonzero(np.diff(ends)) + 1):
+                part_of_unit = of_unit[part[0] : part[-1] + 1]
+                if len(part_of_unit) == 1 or not self._fill_unit(pack, reader, indices[part], part_of_unit):
                     for sample in part_of_unit:
                         self.fill(pack, sample)
 
     def _fill_unit(
-        self, pack: PackedBatch, reader: "SegmentReader", indices: Sequence[int], samples: Sequence[PackedSample]
+        self, pack: PackedBatch, reader: "SegmentReader", indices: np.ndarray, samples: Sequence[PackedSample]
     ) -> bool:
         """Samples of one unit, in its order, at once; False where each has to be read by itself."""
         slots = [(sample.slot.tokens, sample.slot.final_rows, sample.start, sample.final_start) for sample in samples]
@@ -181,7 +177,7 @@ class DecodedFiller:
             return False
         aux = torch.empty((len(self._layers), int(lengths.sum()), self._width), dtype=torch.bfloat16)
         final = torch.empty((int(counts.sum()), self._width), dtype=torch.bfloat16) if self._final else None
-        many = reader.read_many_into(np.array(indices), aux, final, self._layers)
+        many = reader.read_many_into(indices, aux, final, self._layers)
         if many is None:
             return False
         rows, final_rows = row_numbers(starts, lengths), row_numbers(final_starts, counts)
@@ -383,20 +379,19 @@ class Prefetch(Generic[K]):
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _fits(self, used_bytes: int, ahead: int, job: Job[K]) -> bool:
-        return ahead < JOBS_AHEAD and used_bytes + self._size(job) <= self._budget
-
-    def _size(self, job: Job[K]) -> int:
-        return sum(room_bytes(self._filler.members(pack)) for pack in job.packs)
+        size = sum(room_bytes(self._filler.members(slots)) for slots in job.packs)
+        return ahead < JOBS_AHEAD and used_bytes + size <= self._budget
 
     def _start(self, pool: ThreadPoolExecutor, job: Job[K]) -> _Running[K]:
-        packs, reads = [], []
+        packs, reads, size = [], [], 0
         for slots in job.packs:
             pack, samples = self._filler.empty(slots, self._buffers), packed_samples(slots)
-            token_bytes = room_bytes(self._filler.members(slots)) // max(1, sum(slot.tokens for slot in slots))
+            room = room_bytes(self._filler.members(slots))
+            size, token_bytes = size + room, room // max(1, sum(slot.tokens for slot in slots))
             small = [sample for sample in samples if sample.slot.tokens * token_bytes < SMALL_BYTES]
             if len(small) > 1:
                 reads.append(pool.submit(self._filler.fill_many, pack, small))
                 samples = [sample for sample in samples if sample.slot.tokens * token_bytes >= SMALL_BYTES]
             reads += [pool.submit(self._filler.fill, pack, sample) for sample in samples]
             packs.append(pack)
-        return _Running(job.key, packs, reads, self._size(job))
+        return _Running(job.key, packs, reads, size)

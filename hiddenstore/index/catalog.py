@@ -27,7 +27,7 @@ from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.file import IndexFile, live_indexes, renumbered
 from hiddenstore.index.listed import Listed, list_records
-from hiddenstore.index.table import SPLITS, SampleTable, joined, table_of
+from hiddenstore.index.table import SPLITS, Ids, SampleTable, joined, table_of
 from schemas.manifest import CommitRecord, Snapshot, SnapshotEntry
 
 if TYPE_CHECKING:
@@ -211,11 +211,21 @@ class Catalog(Sequence[Commit]):
             return None
         return int(few.record[0]), int(few.position[0])
 
-    def record_of(self, number: int, position: int, sample_id: str) -> CommitRecord:
-        """The record at a place, which must hold this sample where an index says so."""
+    def places_of(self, sample_ids: Sequence[str]) -> np.ndarray | None:
+        """int64 [2, S]: ``locate`` of many at once; None where one is not there or has no packed id."""
+        table, wanted = self.table, Ids.of(sample_ids if all(map(str.isascii, sample_ids)) else [])
+        if not (len(table) and len(wanted) and table.ids.packed and wanted.packed):
+            return None
+        rows = np.searchsorted(table.ids.values, wanted.values).clip(max=len(table) - 1)
+        are_there = np.array_equal(table.ids.values[rows], wanted.values)
+        return np.stack([table.record[rows], table.position[rows]]).astype(np.int64) if are_there else None
+
+    def record_of(self, number: int, positions: Sequence[int], sample_ids: Sequence[str]) -> CommitRecord:
+        """The record at a place, which must hold these samples where an index says so."""
         record = self[number].record
-        if position >= len(record.samples) or record.samples[position].id != sample_id:
-            raise self.stale(f"an index file says that {self.names[number]} holds sample {sample_id} at {position}")
+        for position, sample_id in zip(positions, sample_ids, strict=True):
+            if position >= len(record.samples) or record.samples[position].id != sample_id:
+                raise self.stale(f"an index file says that {self.names[number]} holds sample {sample_id} at {position}")
         return record
 
     @property

@@ -92,9 +92,8 @@ def indexed_revisions(fs: Filesystem) -> dict[str, int]:
     """The highest revision of each unit that an index file names."""
     revisions: dict[str, int] = {}
     for file in live_indexes(fs):
-        for name in file.header.records:
-            if parsed := layout.parse_commit(name):
-                revisions[parsed.unit] = max(parsed.revision, revisions.get(parsed.unit, 0))
+        for unit, revision, _ in layout.parse_commits(file.header.records):
+            revisions[unit] = max(revision, revisions.get(unit, 0))
     return revisions
 
 

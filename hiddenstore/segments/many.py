@@ -60,7 +60,9 @@ def row_numbers(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def ends_of(lengths: np.ndarray) -> np.ndarray:
     """int64 [n + 1]: where ranges of these lengths start when they lie end to end, and the end."""
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    ends = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    return ends
 
 
 def plain_of_many(unit: ManyReader, indices: np.ndarray, places: np.ndarray, vocab: int, final: bool) -> Samples | None:

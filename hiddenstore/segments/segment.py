@@ -147,9 +147,9 @@ class SegmentReader:
             return None
         return samples
 
-    def ends_of(self, indices: Sequence[int], final: bool) -> tuple[np.ndarray, np.ndarray]:
+    def ends_of(self, indices: np.ndarray, final: bool) -> tuple[np.ndarray, np.ndarray]:
         """Where the tokens and the final rows of samples start when they lie end to end, and the end: int64 [S + 1]."""
-        places = self._places[list(indices)]
+        places = self._places[indices]
         return ends_of(places[:, 1]), ends_of(places[:, 3] * final)
 
     def records(self, indices: np.ndarray) -> Iterator[Record]:

@@ -261,18 +261,21 @@ class _Member(NamedTuple):
 
 
 class _Index(NamedTuple):
-    """``unit`` int64 [3] of offset, size and crc32c; ``fields`` the same per sample: int64 [3, S]."""
+    """``unit`` int64 [3] of offset, size, crc32c; ``fields`` the same per sample: int64 [3, S], rows of ``table``."""
 
     unit: dict[str, np.ndarray]
     fields: dict[str, np.ndarray]
+    table: np.ndarray
 
 
 class _LastSamples(threading.local):
-    """What a thread read last of many samples: its fields are asked for one after the other."""
+    """What a thread read last of many samples, whose fields are asked for one after the other: the first byte and the
+    bytes of the run of each, and by field offset, size and crc32c of each."""
 
     members: "TarMembers | None" = None
     indices: np.ndarray | None = None
-    samples: Sequence[tuple[int, memoryview]] = ()
+    runs: Sequence[tuple[int, memoryview]]
+    places: dict[str, list[list[int]]]
 
 
 _LAST = _LastSamples()
@@ -304,37 +307,37 @@ class TarMembers:
     def of_samples(self, indices: np.ndarray, fields: Sequence[str]) -> list[list[memoryview]]:
         """Members of some samples, at ascending int64 [S], by field; the samples stay in memory of this thread until it
         reads others."""
-        stored = self._read_index().fields
-        if absent := [name for name in fields if name not in stored]:
+        index = self._read_index()
+        if absent := [name for name in fields if name not in index.fields]:
             raise self._files.misfit(INDEX, f"it names no member {absent[0]}")
         if _LAST.members is not self or _LAST.indices is not indices:
-            _LAST.samples = self._read_samples(indices)
+            columns = index.table[:, :, indices]
+            _LAST.runs, _LAST.places = self._read_runs(columns), dict(zip(index.fields, columns.tolist(), strict=True))
             _LAST.members, _LAST.indices = self, indices
         members = []
         for name in fields:
-            offsets, sizes, crcs = stored[name][:, indices].tolist()
+            offsets, sizes, crcs = _LAST.places[name]
             parts = [
                 data[offset - first : offset - first + size]
-                for (first, data), offset, size in zip(_LAST.samples, offsets, sizes, strict=True)
+                for (first, data), offset, size in zip(_LAST.runs, offsets, sizes, strict=True)
             ]
             if [crc32c(part) for part in parts] != crcs:
                 raise self._files.damaged(TAR, CHUNK_CORRUPT, f"a member {name} has another crc32c")
             members.append(parts)
         return members
 
-    def _read_samples(self, indices: np.ndarray) -> list[tuple[int, memoryview]]:
-        """First byte of each sample's run in the tar, and the bytes of that run: near neighbours are one."""
-        columns = np.stack([field[:, indices] for field in self._read_index().fields.values()])
+    def _read_runs(self, columns: np.ndarray) -> list[tuple[int, memoryview]]:
+        """The run of each sample whose members lie at ``columns`` int64 [fields, 3, S]: near neighbours share one."""
         starts, stops = columns[:, 0].min(axis=0), (columns[:, 0] + columns[:, 1]).max(axis=0)
         if (starts[1:] < stops[:-1]).any():
             raise self._files.misfit(INDEX, "samples do not lie one after the other")
-        samples = []
-        for run in np.split(np.arange(len(indices)), np.flatnonzero(starts[1:] - stops[:-1] > _GAP_BYTES) + 1):
+        runs = []
+        for run in np.split(np.arange(len(starts)), np.flatnonzero(starts[1:] - stops[:-1] > _GAP_BYTES) + 1):
             first = int(starts[run[0]])
             data = np.empty(int(stops[run[-1]]) - first, dtype=np.uint8).data
             self._read_into(first, [data])
-            samples += [(first, data)] * len(run)
-        return samples
+            runs += [(first, data)] * len(run)
+        return runs
 
     def of_unit(self, field: str) -> np.ndarray:
         """A member that all samples share, uint8 [size]."""
@@ -383,16 +386,15 @@ class TarMembers:
 
 def _parse(document: dict[str, Any], samples: int, tar_bytes: int) -> _Index:
     unit = {name: _columns([[value] for value in row], 1, tar_bytes)[:, 0] for name, row in document["unit"].items()}
-    fields = {
-        name: _columns([field["offset"], field["size"], field["crc32c"]], samples, tar_bytes)
-        for name, field in document["fields"].items()
-    }
-    return _Index(unit, fields)
+    fields = document["fields"]
+    rows = [_columns([one["offset"], one["size"], one["crc32c"]], samples, tar_bytes) for one in fields.values()]
+    table = np.array(rows, dtype=np.int64).reshape(len(fields), 3, samples)
+    return _Index(unit, dict(zip(fields, table, strict=True)), table)
 
 
 def _columns(rows: list[list[int]], count: int, tar_bytes: int) -> np.ndarray:
     """Offset, size and crc32c int64 [3, count]; ValueError for members that the tar cannot hold."""
-    if [len(row) for row in rows] != [count] * 3 or not all(type(value) is int for row in rows for value in row):
+    if [len(row) for row in rows] != [count] * 3 or any(set(map(type, row)) - {int} for row in rows):
         raise ValueError("a member has no whole offset, size and crc32c")
     columns = np.array(rows, dtype=np.int64).reshape(3, count)
     offset, size, crc = columns
@@ -452,15 +454,13 @@ class TarUnit:
             self.encoded(group, index, layers, list(out.view(torch.uint16)))
 
     def plain_many(self, name: str, indices: np.ndarray) -> np.ndarray:
-        (members,), dtype = (
-            self._members.of_samples(indices, [f"{name}.npy"]),
-            "uint8" if name == LOSS_MASK else "int32",
-        )
+        (members,) = self._members.of_samples(indices, [f"{name}.npy"])
+        dtype = "uint8" if name == LOSS_MASK else "int32"
         if name != SPANS:
             lengths = self._sample_places[indices, 3 if name == FINAL_ROWS else 1].tolist()
-            return self._joined(name, members, dtype, [(length,) for length in lengths])
+            return self._joined(name, members, dtype, lengths, {length: (length,) for length in lengths})
         counts = [(len(member) - HEADER_BYTES) // _SPAN_BYTES for member in members]
-        spans = self._joined(name, members, dtype, [(count, 3) for count in counts]).reshape(-1, 3)
+        spans = self._joined(name, members, dtype, counts, {count: (count, 3) for count in counts}).reshape(-1, 3)
         return np.insert(spans, 0, np.repeat(np.arange(len(counts)), counts), 1)
 
     def decode_many(self, group: FieldGroup, indices: np.ndarray, layers: Sequence[int], out: Tensor) -> None:
@@ -473,9 +473,10 @@ class TarUnit:
                 self.decode(group, index, layers, out[:, ends[number] : ends[number + 1]])
             return
         names, columns = [_code_name(group, layer) for layer in layers], codec.code_columns(self._width)
-        shapes = [(length, columns) for length in lengths.tolist()]
+        counts, dtype = lengths.tolist(), codec.code_dtype
+        shapes = {count: (count, columns) for count in counts}
         codes = [
-            torch.from_numpy(self._joined(name, members, codec.code_dtype, shapes).reshape(-1, columns))
+            torch.from_numpy(self._joined(name, members, dtype, counts, shapes).reshape(-1, columns))
             for name, members in zip(names, self._members.of_samples(indices, names), strict=True)
         ]
         if not codec.small:
@@ -489,18 +490,16 @@ class TarUnit:
         """The small arrays of a group as if the samples were one."""
         arrays = {name: self._shared_array(group, name) for name in _of_unit(group)}
         names, ends, depth = _of_samples(group), ends_of(lengths), len(group.fields)
-        fields = dict(
-            zip(names, self._members.of_samples(indices, [_small_name(group, n) for n in names]), strict=True)
-        )
+        stored = self._members.of_samples(indices, [_small_name(group, name) for name in names])
+        fields = dict(zip(names, stored, strict=True))
         counts: list[int] = []
         if RAW_INDEX in fields:
             counts = [(len(member) - HEADER_BYTES) // _RAW_INDEX_BYTES for member in fields[RAW_INDEX]]
         for name, members in fields.items():
             spec = group.codec.small[name]
-            sizes = [{"L": depth, "D": self._width, "T": length} for length in lengths.tolist()]
-            if "N" in spec.axes:
-                sizes = [{"N": count, "D": self._width} for count in counts]
-            values = self._joined(name, members, spec.dtype, [spec.shape(size) for size in sizes])
+            letter, numbers = ("N", counts) if "N" in spec.axes else ("T", lengths.tolist())
+            shapes = {n: spec.shape({"L": depth, "D": self._width, letter: n}) for n in set(numbers)}
+            values = self._joined(name, members, spec.dtype, numbers, shapes)
             if "N" in spec.axes:
                 arrays[name] = values.reshape(spec.shape({"N": sum(counts), "D": self._width}))
                 continue
@@ -516,13 +515,16 @@ class TarUnit:
             arrays[RAW_INDEX], arrays[RAW_ROWS] = index[order], arrays[RAW_ROWS][order]
         return arrays
 
-    def _joined(self, name: str, members: Sequence[memoryview], dtype: str, shapes: Sequence[Shape]) -> np.ndarray:
-        """The values of ``.npy`` members of these shapes, end to end."""
+    def _joined(
+        self, name: str, members: Sequence[memoryview], dtype: str, counts: Sequence[int], shapes: Mapping[int, Shape]
+    ) -> np.ndarray:
+        """The values of ``.npy`` members end to end, each of the shape that its count has in ``shapes``."""
         little = np.dtype(dtype).newbyteorder("<")
-        for member, shape in zip(members, shapes, strict=True):
-            is_whole = len(member) == HEADER_BYTES + math.prod(shape) * little.itemsize
-            if not is_whole or member[:HEADER_BYTES] != npy_header(dtype, shape):
-                raise self._files.misfit(TAR, f"{name} is not {dtype} {list(shape)}")
+        sizes = {count: HEADER_BYTES + math.prod(shape) * little.itemsize for count, shape in shapes.items()}
+        heads = {count: npy_header(dtype, shape) for count, shape in shapes.items()}
+        are_whole = list(map(len, members)) == [sizes[count] for count in counts]
+        if not are_whole or b"".join([m[:HEADER_BYTES] for m in members]) != b"".join([heads[n] for n in counts]):
+            raise self._files.misfit(TAR, f"a member {name} is not {dtype} of the length of its sample")
         data = bytearray().join([member[HEADER_BYTES:] for member in members])
         return np.frombuffer(data, little).astype(dtype, copy=False)
 

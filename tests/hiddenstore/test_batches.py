@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,7 +74,12 @@ class MemoryStore:
     def reader_of(self, sample_id: str) -> "tuple[MemoryStore, int]":
         return self, list(self.records).index(sample_id)
 
-    def ends_of(self, indices: Sequence[int], final: bool) -> tuple[np.ndarray, np.ndarray]:
+    def readers_of(self, sample_ids: Sequence[str]) -> "Iterator[tuple[MemoryStore, np.ndarray, list[int]]]":
+        places = np.array([self.reader_of(sample_id)[1] for sample_id in sample_ids])
+        order = np.argsort(places)
+        yield self, places[order], order.tolist()
+
+    def ends_of(self, indices: np.ndarray, final: bool) -> tuple[np.ndarray, np.ndarray]:
         """Nothing is read together here."""
         return np.zeros(0), np.zeros(0)
 

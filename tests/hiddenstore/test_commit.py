@@ -167,6 +167,10 @@ def test_names_parse_back_to_what_they_were_made_from() -> None:
     assert unit == "abababababab-000042"
     assert layout.parse_commit(layout.commit_path(unit).split("/")[1]) == (unit, 0)
     assert layout.parse_commit(layout.commit_path(unit, 3).split("/")[1]) == (unit, 3)
+    records = [(unit, 0, f"{unit}.json"), (unit, 3, f"{unit}.r3.json")]
+    others = ["x.json\ny.json", "x.r0.json", "x.json.tmp", ".json", f"{unit}.json\n", " x.json", "x.JSON", "x.r.json"]
+    assert list(layout.parse_commits([*others[:4], *(name for *_, name in records), *others[4:]])) == records
+    assert [layout.parse_commit(name) for name in others] == [None] * len(others)
     assert layout.segment_claims(layout.segment_path(unit, layout.new_attempt()).split("/")[1]) == ((unit, 0),)
     revised = layout.segment_path(unit, layout.new_attempt(), 3).split("/")[1]
     assert layout.segment_claims(revised) == ((unit, 3), (f"{unit}-r3", 0))

@@ -9,7 +9,7 @@ import torch
 
 from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.data import SampleView, TokenBatches
-from hiddenstore.errors import CorruptionError
+from hiddenstore.errors import CorruptionError, NotFoundError
 from hiddenstore.records import Record
 from hiddenstore.segments.segment import SegmentReader
 from hiddenstore.store import Store
@@ -57,6 +57,23 @@ def test_an_iteration_gives_the_records_that_reading_by_id_gives(
         assert record.aux.untyped_storage().nbytes() == record.aux.nbytes
     # Top tokens, and states that are rebuilt, are read sample by sample.
     assert (max(together, default=0) > 1) == (recipe not in ("tiny", "rebuilt"))
+
+
+def test_the_units_of_many_samples_are_those_of_each(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=12)
+    names = sorted(store.sample_ids)
+    units = list(store.readers_of(names))
+    assert len(units) > 1
+    assert sorted(number for *_, numbers in units for number in numbers) == list(range(len(names)))
+    for reader, indices, numbers in units:
+        assert indices.tolist() == sorted(indices.tolist())
+        for index, number in zip(indices.tolist(), numbers, strict=True):
+            assert (reader, index) == store.reader_of(names[number])
+    assert list(store.readers_of([])) == []
+    for absent in ("0" * 32, "not-packed", "é"):
+        with pytest.raises(NotFoundError) as error:
+            list(store.readers_of([*names, absent]))
+        assert (error.value.kind, absent in error.value.message) == ("sample-missing", True)
 
 
 @pytest.mark.parametrize("container", CONTAINERS)

@@ -1,5 +1,6 @@
 """The local cache of training, and the mirror of its checkpoints."""
 
+import json
 import os
 import shutil
 import signal
@@ -109,6 +110,32 @@ def test_a_cache_is_for_object_storage_and_of_some_size(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             cached(address, tmp_path / "cache", most_bytes)
         assert refused.value.kind == "option-invalid"
+
+
+def test_what_an_evaluation_read_the_next_one_does_not_ask_for_again(
+    place: str, proxy: FaultProxy, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert run("copy", world / "store", f"{place}/store") == 0
+
+    def evaluated(*words: str) -> tuple[object, int]:
+        """What it answers, and how often it asked for a part of a segment."""
+        capsys.readouterr()
+        proxy.set_plan(None)
+        assert run("eval", world / "run", f"{place}/store", *words, "--json") == 0
+        return json.loads(capsys.readouterr().out), gets(proxy)
+
+    expected, straight = evaluated()
+    words = ("--cache", "cache", "--cache-bytes", str(LEAST_BYTES))
+    first, again = evaluated(*words), evaluated(*words)
+    assert first[0] == again[0] == expected
+    assert (0 < first[1] <= straight, again[1]) == (True, 0)
+    assert 0 < kept_bytes(tmp_path / "cache") <= LEAST_BYTES
+    # What a kill in the middle of writing a block would leave, had the block its name by then.
+    torn = next(path for path in (tmp_path / "cache").glob("*/*") if path.is_file())
+    torn.write_bytes(torn.read_bytes()[:-9])
+    assert evaluated(*words) == (expected, 1)
 
 
 def test_a_run_that_is_gone_goes_on_from_its_mirror(

@@ -1,10 +1,7 @@
 """Crashes before and after every put, and kills of real processes, on object storage."""
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,19 +9,26 @@ from typing import Any, TypeVar
 
 import pytest
 
+from hiddenstore.errors import NotFoundError
 from hiddenstore.fs.objects import ObjectFilesystem
+from hiddenstore.fs.seam import is_temporary
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.store import Store
 from hiddenstore.testing.invariants import fingerprint, garbage, problems
 from tests.collectors.prepared import data_for_tiny
 from tests.collectors.tiny import save_target
 from tests.faults import SimulatedCrash
+from tests.forked import Forked, command
+from tests.objects.proxy import Fault, FaultProxy, Request
+from tests.reliability.collect_worker import finish, start_collect
 from tests.reliability.test_crash_points import Plan, Workload, check_survivor
+from tests.tiny_world import chat, run, write_rows
 
 pytestmark = pytest.mark.objects
 
-ROOT = Path(__file__).parents[2]
 PLAN = Plan(container="webdataset")
 T = TypeVar("T")
+SIDES: tuple[Fault, Fault] = ("refused", "lost")
 
 
 class CrashingFilesystem(ObjectFilesystem):
@@ -91,41 +95,22 @@ class Killing:
 
     def __init__(self, place: str, folder: Path) -> None:
         self.data, self.target = data_for_tiny(folder / "data", samples=80), save_target(folder / "target")
-        self.finish(f"{place}/straight")
+        finish(start_collect(self.data, f"{place}/straight", self.target))
         self.expected = fingerprint(ObjectFilesystem(f"{place}/straight"))
-
-    def start(self, store: str, rank: int = 0, world_size: int = 1) -> "subprocess.Popen[str]":
-        arguments = [str(self.data), store, str(self.target), str(rank), str(world_size)]
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "tests.reliability.collect_worker", *arguments],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert worker.stdout is not None
-        assert worker.stdout.readline()
-        return worker
-
-    def finish(self, store: str) -> None:
-        _out, errors = (worker := self.start(store)).communicate()
-        assert worker.returncode == 0, errors
 
     def kill_and_resume(self, store: str, dice: random.Random, kills: int) -> int:
         """The kills that hit work; the store finished afterwards equals the straight one."""
         hits, fs = 0, ObjectFilesystem(store)
         for _ in range(kills):
             world_size = dice.choice((1, 2))
-            worker = self.start(store, dice.randrange(world_size), world_size)
+            worker = start_collect(self.data, store, self.target, dice.randrange(world_size), world_size)
             wanted = len(fs.list("commits")) + dice.randrange(4)
             while worker.poll() is None and len(fs.list("commits")) < wanted:
                 time.sleep(0.002)
             time.sleep(dice.uniform(0, 0.05))
             worker.send_signal(signal.SIGKILL)
-            worker.communicate()
-            hits += worker.returncode == -signal.SIGKILL
-        self.finish(store)
+            hits += worker.wait(120) == -signal.SIGKILL
+        finish(start_collect(self.data, store, self.target))
         assert problems(Store.open(store), finished=True) == []
         assert fingerprint(fs) == self.expected
         return hits
@@ -140,3 +125,49 @@ def test_a_collect_killed_twice_resumes_to_the_uninterrupted_store(direct: str, 
 def test_collects_killed_25_times_over_several_stores_resume_each(direct: str, tmp_path: Path) -> None:
     killing, dice = Killing(direct, tmp_path), random.Random(25)
     assert sum(killing.kill_and_resume(f"{direct}/killed-{n}", dice, kills=5) for n in range(5)) >= 15
+
+
+def data_files(place: str) -> dict[str, bytes]:
+    fs = ObjectFilesystem(place)
+    return {name: fs.read(name) for name in fs.list("") if not is_temporary(name)}
+
+
+def test_a_prepare_killed_at_any_put_leaves_no_data_and_the_same_command_goes_on(
+    place: str, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    chats = write_rows(tmp_path / "chats.jsonl", [*(chat(i) for i in range(12)), {"messages": []}])
+    words = ("prepare", chats, "--target", str(save_target(tmp_path / "target")), "--val", "20%", "-q", "-o")
+    proxy.set_plan(None)
+    assert run(*words, f"{place}/whole") == 0
+    keys = [request.key for request in proxy.requests if request.method == "PUT"]
+    expected, last = data_files(f"{place}/whole"), len(keys) - 1
+    assert keys[last].endswith("/data.json")
+    # Of the put that makes DATA of what lies there, both sides; of those before, one.
+    for at, fault in [*((at, SIDES[at % 2]) for at in range(last)), *((last, side) for side in SIDES)]:
+        out = f"{place}/{at}-{fault}"
+        kill_at_put(proxy, at, fault, Forked(command, *words, out))
+        is_whole = (at, fault) == (last, "lost")
+        if not is_whole:
+            with pytest.raises(NotFoundError):
+                PreparedInput.open(out)
+        assert run(*words, out) == (6 if is_whole else 0)
+        assert data_files(out) == expected
+
+
+def kill_at_put(proxy: FaultProxy, at: int, fault: Fault, process: Forked) -> None:
+    """SIGKILL a process when its put number ``at`` comes: ``refused`` before it is done, ``lost`` after."""
+    puts: list[str] = []
+
+    def plan(request: Request) -> Fault | None:
+        puts.extend([request.key] if request.method == "PUT" else [])
+        if request.method != "PUT" or len(puts) != at + 1:
+            return None
+        process.send_signal(signal.SIGKILL)
+        return fault
+
+    proxy.set_plan(plan)
+    assert process.wait(60) == -signal.SIGKILL
+    proxy.set_plan(None)
+    folder, _, name = puts[at].lstrip("/").rpartition("/")
+    while fault == "lost" and ObjectFilesystem(f"s3://{folder}").size(name) is None:
+        time.sleep(0.01)

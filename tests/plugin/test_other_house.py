@@ -3,7 +3,6 @@
 import gc
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 from hiddenstore.layout import STORE_JSON
 from hiddenstore.registry import Registry
 from tests.collectors.tiny import save_target
+from tests.forked import Forked, command
 from tests.tiny_world import chat, error_of, run, write_rows
 
 HOUSE = Path(__file__).parent
@@ -23,11 +23,15 @@ TRAIN = ("train.max_steps=2", "data.batch_tokens=512", "data.pack_tokens=256", "
 
 def call(site: Path, *words: str) -> Any:
     """The document of ``hiddenstore WORDS`` in a process of its own, which finds the package in ``site``."""
-    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "hiddenstore.cli", *words, "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = Forked(with_package, str(site), *words, "--json", PYTHONPATH=str(site))
+    printed, said = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    return json.loads(printed)
+
+
+def with_package(site: str, *words: str) -> None:
+    sys.path.insert(0, site)
+    command(*words)
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +61,22 @@ def world(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def _installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process finds the package too, in every table, and in none of them afterwards."""
-    tables = [table for table in gc.get_objects() if type(table) is Registry]
-    before = [dict(vars(table)) for table in tables]
+    before = {table: dict(vars(table)) for table in tables()}
     monkeypatch.syspath_prepend(site)
-    for table in tables:
+    for table in before:
         vars(table).pop("packages", None)
     yield
-    for table, members in zip(tables, before, strict=True):
+    # Those too whose modules a test was the first to import.
+    for table in tables():
+        members = before.get(table, vars(table)) | {"_loaded": {}}
+        if table not in before:
+            members.pop("packages", None)
         vars(table).clear()
-        vars(table).update(members, _loaded={})
+        vars(table).update(members)
+
+
+def tables() -> list[Registry[Any]]:
+    return [table for table in gc.get_objects() if type(table) is Registry]
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:

@@ -1,22 +1,32 @@
-"""A real collect process with small units, for killing: DATA STORE TARGET RANK WORLD_SIZE."""
+"""A real collect with small units in a process of its own, for killing."""
 
-import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 from collectors.capture.job import CollectOptions, collect
 from hiddenstore import inputs
 from hiddenstore.process import Rank
-
-UNIT_TOKENS = 120
-
-
-def main() -> None:
-    data, store, target, rank, world_size = sys.argv[1:]
-    inputs.UNIT_TOKENS = UNIT_TOKENS
-    # Imports are over: the parent kills from here on.
-    sys.stdout.write("started\n")
-    sys.stdout.flush()
-    collect(CollectOptions(data, store, target), Rank(int(rank), int(world_size)), note=lambda _text: None)
+from tests.forked import Forked
 
 
-if __name__ == "__main__":
-    main()
+def start_collect(data: Path, store: str | Path, target: Path, rank: int = 0, world_size: int = 1) -> Forked:
+    options = CollectOptions(str(data), str(store), str(target))
+    return Forked(in_small_units, partial(collect, note=_silent), options, Rank(rank, world_size))
+
+
+def in_small_units(body: Callable[..., object], *arguments: object) -> None:
+    """``body(*arguments)`` where a unit holds few samples."""
+    inputs.UNIT_TOKENS = 120
+    body(*arguments)
+
+
+def finish(*workers: Forked) -> None:
+    """Wait for workers that are to end well."""
+    for worker in workers:
+        _out, errors = worker.communicate(240)
+        assert worker.returncode == 0, errors
+
+
+def _silent(_text: str) -> None:
+    """No note is shown."""

@@ -1,11 +1,8 @@
 """SIGKILL at random moments: the resumed store equals the uninterrupted one, byte for byte."""
 
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,9 +14,10 @@ from hiddenstore.testing.suite import Tally
 from hiddenstore.verify.structure import unnamed_segments
 from tests.collectors.prepared import data_for_tiny, segment_bytes
 from tests.collectors.tiny import save_target
+from tests.forked import Forked, command
+from tests.reliability.collect_worker import finish, in_small_units, start_collect
 from tests.reliability.figures import Figures
 
-ROOT = Path(__file__).parents[2]
 SAMPLES = 200
 
 
@@ -30,23 +28,12 @@ class Place:
         self.data = data_for_tiny(folder / "data", samples=SAMPLES)
         self.target = save_target(folder / "target")
         self.straight = folder / "straight"
-        worker = self.start(self.straight)
-        _wait_until_started(worker)
-        _out, errors = worker.communicate()
-        assert worker.returncode == 0, errors
+        finish(self.start(self.straight))
         self.expected = segment_bytes(self.straight)
         self.units = _commits(self.straight)
 
-    def start(self, store: Path, rank: int = 0, world_size: int = 1) -> "subprocess.Popen[str]":
-        arguments = [str(self.data), str(store), str(self.target), str(rank), str(world_size)]
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.reliability.collect_worker", *arguments],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(self, store: Path, rank: int = 0, world_size: int = 1) -> Forked:
+        return start_collect(self.data, store, self.target, rank, world_size)
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +41,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("kill"))
 
 
-def _wait_until_started(worker: "subprocess.Popen[str]") -> None:
-    assert worker.stdout is not None
-    assert worker.stdout.readline()
-
-
 def _commits(store: Path) -> int:
     return len(list((store / "commits").glob("*.json")))
 
 
-def _wait_for_progress(worker: "subprocess.Popen[str]", store: Path, commits: int) -> None:
+def _wait_for_progress(worker: Forked, store: Path, commits: int) -> None:
     """Until the store holds this many commits or the worker ends: counted, since no clock fits two machines."""
     while worker.poll() is None and _commits(store) < commits:
         time.sleep(0.0005)
@@ -75,17 +57,12 @@ def _kill_and_resume(place: Place, store: Path, dice: random.Random, kills: int)
     for _ in range(kills):
         world_size = dice.choice((1, 1, 2, 3))
         worker = place.start(store, dice.randrange(world_size), world_size)
-        _wait_until_started(worker)
         _wait_for_progress(worker, store, _commits(store) + dice.randrange(place.units // kills))
         time.sleep(dice.uniform(0, 0.02))
         worker.send_signal(signal.SIGKILL)
-        worker.communicate()
-        hits += worker.returncode == -signal.SIGKILL
+        hits += worker.wait(120) == -signal.SIGKILL
     world_size = dice.choice((1, 2))
-    workers = [place.start(store, rank, world_size) for rank in range(world_size)]
-    for worker in workers:
-        _out, errors = worker.communicate()
-        assert worker.returncode == 0, errors
+    finish(*(place.start(store, rank, world_size) for rank in range(world_size)))
     return hits
 
 
@@ -136,12 +113,10 @@ def test_half_of_the_workers_preempted_again_and_again_lose_at_most_their_open_u
         committed = {path.name for path in (store / "commits").glob("*.json")}
         for rank in dice.sample(sorted(workers), 2):
             workers[rank].send_signal(signal.SIGKILL)
-            workers[rank].communicate()
+            workers[rank].wait(60)
             workers[rank] = place.start(store, rank, 4)
         assert committed <= {path.name for path in (store / "commits").glob("*.json")}
-    for worker in workers.values():
-        _out, errors = worker.communicate()
-        assert worker.returncode == 0, errors
+    finish(*workers.values())
     _check_equal(place, store)
     # A worker writes one unit while it captures the next.
     lost = unnamed_segments(LocalFilesystem(store), Store.open(store).commit_files)
@@ -150,32 +125,14 @@ def test_half_of_the_workers_preempted_again_and_again_lose_at_most_their_open_u
 
 
 def test_sigterm_drops_the_open_unit_and_exits_75(place: Place, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hiddenstore.cli", "collect", str(place.data), "-o", str(tmp_path / "store")]
-    program = (
-        "import sys; from hiddenstore import inputs; inputs.UNIT_TOKENS = 120;"
-        "from hiddenstore.cli import main; sys.argv[0] = 'hiddenstore'; main()"
-    )
-    worker = subprocess.Popen(
-        [command[0], "-c", program, *command[3:], "--target", str(place.target)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    commits = tmp_path / "store" / "commits"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (commits.is_dir() and len(list(commits.glob("*.json"))) > 1):
+    words = ("collect", str(place.data), "-o", str(tmp_path / "store"), "--target", str(place.target), "-q")
+    worker = Forked(in_small_units, command, *words)
+    while worker.poll() is None and _commits(tmp_path / "store") < 2:
         time.sleep(0.005)
     worker.send_signal(signal.SIGTERM)
-    _out, errors = worker.communicate(timeout=60)
+    _out, errors = worker.communicate(60)
     assert worker.returncode == 75, errors
     done = len(Store.open(tmp_path / "store"))
     assert 0 < done < SAMPLES
-    subprocess.run(
-        [command[0], "-c", program, *command[3:], "--target", str(place.target), "-q"],
-        cwd=ROOT,
-        check=True,
-        timeout=120,
-    )
+    finish(Forked(in_small_units, command, *words))
     _check_equal(place, tmp_path / "store")

@@ -21,12 +21,13 @@ EXHAUSTIVE = [pytest.mark.slow, pytest.mark.timeout(1800)]
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("bf16", 1), id="bf16"),
+        pytest.param(("bf16", 5), id="bf16-every-5th"),
         pytest.param(("q8", 7), id="q8-every-7th"),
         pytest.param(("lossless", 7), id="lossless-every-7th"),
         pytest.param(("q8", 61, "webdataset"), id="q8-webdataset-every-61st"),
         pytest.param(("q8", 1, "webdataset"), id="q8-webdataset", marks=EXHAUSTIVE),
         pytest.param(("lossless", 1, "webdataset"), id="lossless-webdataset", marks=EXHAUSTIVE),
+        pytest.param(("bf16", 1), id="bf16", marks=pytest.mark.slow),
         pytest.param(("q8", 1), id="q8", marks=pytest.mark.slow),
         pytest.param(("lossless", 1), id="lossless", marks=pytest.mark.slow),
         pytest.param(("q4", 7), id="q4-every-7th", marks=pytest.mark.slow),

@@ -3,63 +3,53 @@
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hiddenstore.errors import ConfigError, StorageError
+from hiddenstore.data import TokenBatches
+from hiddenstore.errors import ConfigError, CorruptionError, Kind, StorageError
 from hiddenstore.process import Rank
+from tests.forked import Forked, command
 from tests.trainer.runs import WORDS, tiny_store
+from tests.trainer.two_ranks import free_ports
 from trainer.parallel.group import process_group, usable_cores
 from trainer.train import checkpoint
 from trainer.train.loop import train
 
-COMMAND = "from hiddenstore.cli import main; main()"
-FAILING = """
-import os, sys
-from hiddenstore.data import TokenBatches
-from hiddenstore.errors import CorruptionError, Kind
-real = TokenBatches.__iter__
-def broken(self):
-    for index, batch in enumerate(real(self)):
-        if index == 2 and os.environ["RANK"] == "1":
-            raise CorruptionError("a chunk is damaged", kind=Kind.CHUNK_CORRUPT)
-        yield batch
-TokenBatches.__iter__ = broken
-from hiddenstore.cli import main
-main()
-"""
+
+def failing(*words: str) -> None:
+    """``hiddenstore WORDS`` whose second rank meets a damaged chunk in its third batch."""
+    real = TokenBatches.__iter__
+
+    def broken(self: TokenBatches) -> Iterator[Any]:
+        for index, batch in enumerate(real(self)):
+            if index == 2 and os.environ["RANK"] == "1":
+                raise CorruptionError("a chunk is damaged", kind=Kind.CHUNK_CORRUPT)
+            yield batch
+
+    TokenBatches.__iter__ = broken  # type: ignore[method-assign]
+    command(*words)
 
 
-def start_two(*arguments: str, code: str = COMMAND) -> list[subprocess.Popen[str]]:
+def start_two(*arguments: str, body: Callable[..., None] = command) -> list[Forked]:
     """Two ranks as torchrun starts them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", code, "train", *arguments],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
-            cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    (port,) = free_ports(1)
+    ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    return [Forked(body, "train", *arguments, **ranks, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
 
 
-def ended(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], list[str]]:
+def ended(processes: list[Forked]) -> tuple[list[int | None], list[str], list[str]]:
     """Exit codes, stdout and stderr of both."""
     said = [process.communicate(timeout=120) for process in processes]
     return [process.returncode for process in processes], [out for out, _ in said], [err for _, err in said]
 
 
-def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> None:
+def wait_for_steps(run: Path, count: int, process: Forked) -> None:
     metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= count):
         assert time.monotonic() < deadline
@@ -155,7 +145,7 @@ def train_until(store: str, run: Path, words: list[str], step: int) -> int:
 
 def test_a_rank_that_fails_stops_the_other_and_says_why(tmp_path: Path) -> None:
     store = tiny_store(tmp_path).path
-    codes, _out, err = ended(start_two(store, "-o", str(tmp_path / "two"), "-q", *WORDS, code=FAILING))
+    codes, _out, err = ended(start_two(store, "-o", str(tmp_path / "two"), "-q", *WORDS, body=failing))
     assert codes == [1, 3], err
     assert "another rank failed  [another-rank]" in err[0]
     assert "a chunk is damaged" in err[1]

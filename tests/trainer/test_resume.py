@@ -1,26 +1,18 @@
 """Sixty steps straight against thirty, SIGKILL, and the rest: the same losses, bit for bit."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+from tests.forked import Forked, command
 from tests.trainer.runs import WORDS, tiny_store
 
 SETTINGS = [*WORDS, "train.max_steps=60", "train.checkpoint_every=10", "train.validate_every=25"]
 
 
-def command(store: str, run: Path, *words: str) -> list[str]:
-    start = "from hiddenstore.cli import main; main()"
-    return [sys.executable, "-c", start, "train", store, "-o", str(run), "-q", *words]
-
-
-def start(store: str, run: Path, *words: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return subprocess.Popen(command(store, run, *words), env=environment, cwd=Path(__file__).parents[2])
+def start(store: str, run: Path, *words: str) -> Forked:
+    return Forked(command, "train", store, "-o", str(run), "-q", *words)
 
 
 def records(run: Path) -> list[tuple[int, str]]:

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hiddenstore.errors import ConfigError, ConflictError, StorageError
+from tests.forked import Forked
 from tests.trainer.runs import WORDS, tiny_store
 from tests.trainer.test_resume import start
 from trainer.train.lock import WRITER, RunLock
@@ -25,7 +25,7 @@ LONG = [*WORDS, "train.max_steps=100000", "train.checkpoint_every=5", "train.val
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+def running(tmp_path: Path) -> Iterator[tuple[Forked, str, Path]]:
     """A training in another process that has written a checkpoint and goes on."""
     store, run = tiny_store(tmp_path).path, tmp_path / "run"
     process = start(store, run, *LONG)
@@ -41,7 +41,7 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a8_a_second_training_is_told_which_process_writes_the_folder(
-    running: tuple[subprocess.Popen[bytes], str, Path], resume: bool
+    running: tuple[Forked, str, Path], resume: bool
 ) -> None:
     process, store, run = running
     with pytest.raises(ConflictError) as caught:
@@ -52,7 +52,7 @@ def test_a8_a_second_training_is_told_which_process_writes_the_folder(
 
 
 def test_a8_a_killed_training_leaves_a_folder_that_resumes(
-    running: tuple[subprocess.Popen[bytes], str, Path],
+    running: tuple[Forked, str, Path],
 ) -> None:
     process, store, run = running
     process.send_signal(signal.SIGKILL)
