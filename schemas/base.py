@@ -8,4 +8,4 @@ FORMAT_VERSION = 1
 class Document(BaseModel):
     """A frozen pydantic model that refuses unknown fields, so that nothing stored is ever ignored."""
 
-    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())

@@ -136,7 +136,8 @@ def _frame(across: Scale, up: Scale, x: str, y: str) -> list[Html]:
         at = up(value)
         parts.append(tag("line", x1=across.start, x2=WIDTH - _RIGHT, y1=at, y2=at, class_="grid"))
         parts.append(tag("text", short(value), x=across.start - 6, y=at + 4, class_="end"))
-    for value in across.ticks():
+    # Steps, positions and tokens are whole: between two of them there is nothing.
+    for value in (value for value in across.ticks() if float(value).is_integer()):
         parts.append(tag("text", short(value), x=across(value), y=bottom + 16, class_="middle"))
     parts.append(tag("line", x1=across.start, x2=WIDTH - _RIGHT, y1=bottom, y2=bottom, class_="axis"))
     parts.append(tag("text", x, x=WIDTH - _RIGHT, y=HEIGHT - 6, class_="end name"))

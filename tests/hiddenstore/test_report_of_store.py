@@ -315,3 +315,8 @@ def test_bars_are_as_long_as_their_values_say() -> None:
     drawn = charts.bars("t", [Bar("a", 4.0, "4"), Bar("b", 2.0, "2")])
     full, half = (float(width) for width in re.findall(r'width="([\d.]+)" height="8" rx="4" class="fill', drawn))
     assert half / full == pytest.approx(0.5, abs=0.01)
+
+
+def test_an_axis_of_steps_names_no_half_step() -> None:
+    drawn = str(charts.lines("Loss", [Series("training", [1, 2, 3], [7.0, 5.0, 4.5])], "step", "loss"))
+    assert re.findall(r'class="middle">([^<]+)<', drawn) == ["1", "2", "3"]
