@@ -17,8 +17,8 @@ import torch
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch._dynamo: the first optimizer imports it.
 _PRELOADED = (
-    "tests.conftest", "hiddenstore.cli", "hiddenstore.testing.suite", "trainer.train.loop", "collectors.capture.job",
-    "torch._dynamo", "transformers.models.llama.modeling_llama",
+    "hiddenstore.cli", "hiddenstore.testing.suite", "trainer.train.loop", "collectors.capture.job", "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 
 

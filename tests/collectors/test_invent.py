@@ -1,6 +1,7 @@
 """Questions that the target asks itself: different, ended, the same after a kill, and answered like any others."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -22,13 +23,21 @@ def options(tmp_path: Path) -> RegenerateOptions:
     return RegenerateOptions((), tmp_path / "answers.jsonl", str(TARGET_DIR), batch_size=12, seed=1)
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RegenerateOptions, Counter[str]]:
+    """An uninterrupted run of 20 questions, and what it dropped by reason."""
+    out = tmp_path_factory.mktemp("straight") / "answers.jsonl"
+    options = RegenerateOptions((), out, str(TARGET_DIR), batch_size=12, seed=1)
+    return options, invent(options, 20)
+
+
 def questions(options: RegenerateOptions) -> list[str]:
     rows = map(json.loads, questions_file(options.out).read_text().splitlines())
     return [row["messages"][-1]["content"] for row in rows]
 
 
-def test_the_target_asks_what_it_was_tuned_on(options: RegenerateOptions) -> None:
-    dropped = invent(options, 20)
+def test_the_target_asks_what_it_was_tuned_on(straight: tuple[RegenerateOptions, Counter[str]]) -> None:
+    options, dropped = straight
     asked = questions(options)
     assert len(asked) == len({text.casefold() for text in asked}) == 20
     # The bundled target was taught questions about the standard library, whose names stand in backticks.
@@ -37,8 +46,10 @@ def test_the_target_asks_what_it_was_tuned_on(options: RegenerateOptions) -> Non
     assert set(dropped) <= {"cut", "looping", "short", "duplicate"}
 
 
-def test_a_stopped_run_goes_on_to_the_same_questions(options: RegenerateOptions, tmp_path: Path) -> None:
-    invent(options, 20)
+def test_a_stopped_run_goes_on_to_the_same_questions(
+    straight: tuple[RegenerateOptions, Counter[str]], tmp_path: Path
+) -> None:
+    options, _ = straight
     stopped, calls = replace(options, out=tmp_path / "stopped.jsonl"), count()
     with pytest.raises(InterruptError):
         invent(stopped, 20, lambda: next(calls) == 0)

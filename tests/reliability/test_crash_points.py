@@ -61,7 +61,7 @@ def survivors(plan: Plan) -> tuple[list[tuple[FaultFilesystem, Workload]], int]:
     "plan",
     [
         pytest.param(Plan("bf16", True), id="bf16"),
-        pytest.param(Plan("bf16", False), id="bf16-registered-last"),
+        pytest.param(Plan("bf16", False), id="bf16-registered-last", marks=pytest.mark.slow),
         pytest.param(Plan("bf16", True, "webdataset"), id="bf16-webdataset"),
         pytest.param(Plan("q8", True, "webdataset"), id="q8-webdataset", marks=pytest.mark.slow),
         pytest.param(Plan("q8", True), id="q8", marks=pytest.mark.slow),

@@ -269,7 +269,7 @@ def count_steps(figures: Figures, part: str, variant: str, work: Callable[[], No
 
 
 def test_a_store_is_what_its_model_is(figures: Figures) -> None:
-    count_steps(figures, "steps of drawn histories", "25 steps each", lambda: play(30, 25))
+    count_steps(figures, "steps of drawn histories", "25 steps each", lambda: play(15, 25))
 
 
 @pytest.mark.slow

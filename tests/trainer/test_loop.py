@@ -2,12 +2,13 @@
 
 import json
 import math
+import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hiddenstore.data import TokenBatches
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
+from tests.forked import Forked
 from tests.trainer.runs import WORDS, tiny_store
 from trainer.train import step as step_module
 from trainer.train.log import _norm_text
@@ -270,28 +272,27 @@ def test_an_unknown_setting_is_answered_with_the_one_that_was_meant(
     assert not (tmp_path / "run").exists()
 
 
-TRACE = """
-import sys
-opened = []
-def hook(event, args):
-    if event == "open" and isinstance(args[0], (str, bytes)):
-        opened.append(args[0] if isinstance(args[0], str) else args[0].decode())
-sys.addaudithook(hook)
-from trainer.train.loop import train
-train(sys.argv[1], sys.argv[2], words=sys.argv[3:])
-print("\\n".join(name for name in opened if name.startswith(sys.argv[1])))
-"""
+def traced(store: str, run: Path, words: list[str]) -> None:
+    """Train, and print every file of the store that was opened."""
+    opened: list[str] = []
+
+    def hook(event: str, values: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(values[0], str | bytes):
+            opened.append(os.fsdecode(values[0]))
+
+    sys.addaudithook(hook)
+    train(store, run, words=words)
+    sys.stdout.write("\n".join(name for name in opened if name.startswith(store)))
 
 
 def test_nothing_of_the_target_is_opened_but_config_and_head_bundle(store: Store, tmp_path: Path) -> None:
     """A folder of target weights lies beside the head bundle; the file trace must not name it."""
     (Path(store.path) / "target" / "model.safetensors").write_bytes(b"weights")
     words = [*WORDS, "train.max_steps=2"]
-    done = subprocess.run(
-        [sys.executable, "-c", TRACE, store.path, str(tmp_path / "run"), *words],
-        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=True,
-    )  # fmt: skip
-    opened = {line.removeprefix(store.path).lstrip("/") for line in done.stdout.splitlines()}
+    process = Forked(traced, store.path, tmp_path / "run", words)
+    printed, said = process.communicate(240)
+    assert process.returncode == 0, said
+    opened = {line.removeprefix(store.path).lstrip("/") for line in printed.splitlines()}
     of_target = {name for name in opened if name.startswith("target/")}
     assert of_target == {"target/head.safetensors", "target/config.json"}
     assert opened - of_target
