@@ -70,12 +70,8 @@ class RegisteredInput:
 
     @cached_property
     def table(self) -> pa.Table:
-        """Columns sample_id, unit, tokens, split in input order.
-
-        Raises:
-            NotFoundError: ``input-missing``.
-            CorruptionError: ``file-corrupt``.
-        """
+        """Columns sample_id, unit, tokens, split in input order. Raises NotFoundError: ``input-missing``;
+        CorruptionError: ``file-corrupt``."""
         path = layout.input_path(self.digest)
         if self.fs.size(path) is None:
             raise NotFoundError(f"{self.fs.root} has no input {self.digest}", kind=Kind.PATH_MISSING)
@@ -227,12 +223,8 @@ class PreparedInput:
 
     @classmethod
     def open(cls, data_dir: str | Path | Filesystem) -> "PreparedInput":
-        """Read ``data.json`` and check that every part is there with its size.
-
-        Raises:
-            NotFoundError: no folder or no ``data.json``.
-            CorruptionError: ``file-corrupt``, naming the part.
-        """
+        """Read ``data.json`` and check that every part is there with its size. Raises NotFoundError: no folder or no
+        ``data.json``; CorruptionError: ``file-corrupt``, naming the part."""
         fs = open_filesystem(data_dir)
         if fs.size(layout.DATA_JSON) is None:
             raise missing("data", fs.root)
@@ -246,11 +238,8 @@ class PreparedInput:
         return cls(fs, info)
 
     def samples(self) -> Iterator[Sample]:
-        """Every sample in file order; the sha256 of a part is checked before its first row is given out.
-
-        Raises:
-            FormatError: ``array-invalid``, a part is whole and a row of it none that ``prepare`` writes.
-        """
+        """Every sample in file order; the sha256 of a part is checked before its first row is given out. Raises
+        FormatError: ``array-invalid``, a part is whole and a row of it none that ``prepare`` writes."""
         for batch in self._batches(PREPARED.names):
             for sample in _samples(batch):
                 fault = self._fault(sample)

@@ -81,15 +81,10 @@ class Store(RecordSequence):
         """The store at a path, or only what a snapshot of it names.
 
         With ``strict`` off every commit record is read, whatever an index covers, and those that cannot be are listed
-        in ``damaged`` instead of raised.
-
-        Raises:
-            NotFoundError: no store or no such snapshot.
-            CorruptionError: a document is damaged; the message names the file.
-            FormatError: ``format-future``; ``plugin-missing``, a codec or the container is of a package that is not
-                installed.
-            ConfigError: ``scheme-unsupported``, ``address-invalid``.
-        """
+        in ``damaged`` instead of raised. Raises NotFoundError: no store or no such snapshot; CorruptionError: a
+        document is damaged; the message names the file; FormatError: ``format-future``; ``plugin-missing``, a codec or
+        the container is of a package that is not installed; ConfigError: ``scheme-unsupported``,
+        ``address-invalid``."""
         fs = open_filesystem(location)
         manifest = load_manifest(fs)
         if snapshot is None:
@@ -193,11 +188,8 @@ class Store(RecordSequence):
 
     def read(self, sample_id: str, layers: Sequence[int] | None = None, final: bool = True) -> "Record":
         """One record: aux bfloat16 [L, T, D] of the layers asked for (default all, ascending), final bfloat16 [R, D].
-
-        Raises:
-            NotFoundError: ``sample-missing``.
-            CorruptionError: bytes disagree with their checksum; names file and samples.
-        """
+        Raises NotFoundError: ``sample-missing``; CorruptionError: bytes disagree with their checksum; names file and
+        samples."""
         reader, index = self.reader_of(sample_id)
         return self.read_unit(reader, index, layers, final)
 
@@ -223,12 +215,9 @@ class Store(RecordSequence):
         return reader.read_into(index, aux, final, layers)
 
     def rebuilder(self, device: "torch.device | str" = "cpu") -> "Rebuilder | None":
-        """What brings back the states that are not stored, on ``device``; None where all are.
-
-        Raises:
-            CorruptionError: a file of ``target/`` is damaged.
-            ConfigError: ``blocks-unsupported``, this transformers lacks the target's blocks.
-        """
+        """What brings back the states that are not stored, on ``device``; None where all are. Raises CorruptionError: a
+        file of ``target/`` is damaged; ConfigError: ``blocks-unsupported``, this transformers lacks the target's
+        blocks."""
         if not self.capture.states:
             return None
         from hiddenstore.targets.blocks import BLOCKS_FILE, TargetBlocks
@@ -298,12 +287,8 @@ class Store(RecordSequence):
         return SegmentReader(self.fs, record.segment, record, self.capture, self.manifest.container)
 
     def target_file(self, name: str) -> bytes:
-        """One file of ``target/``, checked against ``store.json``.
-
-        Raises:
-            NotFoundError: ``target-file-missing``, the store names no such file.
-            CorruptionError: ``target-file-corrupt``.
-        """
+        """One file of ``target/``, checked against ``store.json``. Raises NotFoundError: ``target-file-missing``, the
+        store names no such file; CorruptionError: ``target-file-corrupt``."""
         entry = next((file for file in self.manifest.target_files if file.path == name), None)
         path = f"{layout.TARGET_DIR}/{name}"
         if entry is None:
@@ -324,11 +309,8 @@ class Store(RecordSequence):
         )
 
     def head(self, device: "torch.device | str | None" = None) -> "HeadBundle":
-        """What turns final hiddens into logits: ``target/head.safetensors``, on ``device`` (default: CPU).
-
-        Raises:
-            CorruptionError: the bytes disagree with store.json, or a tensor is missing.
-        """
+        """What turns final hiddens into logits: ``target/head.safetensors``, on ``device`` (default: CPU). Raises
+        CorruptionError: the bytes disagree with store.json, or a tensor is missing."""
         from hiddenstore.targets.head import HEAD_FILE, HeadBundle
 
         head = HeadBundle.from_bytes(self.target_file(HEAD_FILE), self.manifest.head, where=f"target/{HEAD_FILE}")
@@ -336,12 +318,8 @@ class Store(RecordSequence):
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer of the target, as transformers loads it from ``target/``; no code of the target runs.
-
-        Raises:
-            NotFoundError: ``target-file-missing``, the target came without one.
-            ConfigError: ``target-unreadable``.
-        """
+        """The tokenizer of the target, as transformers loads it from ``target/``; no code of the target runs. Raises
+        NotFoundError: ``target-file-missing``, the target came without one; ConfigError: ``target-unreadable``."""
         names = [file.path for file in self.manifest.target_files]
         if not any(name.startswith("tokenizer") or name == "vocab.json" for name in names):
             message = f"{self.path}/{layout.TARGET_DIR} holds no tokenizer"
@@ -409,11 +387,8 @@ class Store(RecordSequence):
 
     def zarr(self, unit: str) -> "zarr.Group":
         """The arrays of a committed unit as a stock ``zarr.Group``, read-only; docs/format.md says what they hold.
-
-        Raises:
-            NotFoundError: ``unit-missing``, no such unit, or one that holds no sample.
-            ConfigError: ``container-mismatch``, the store holds tars; ``store-remote``, it is not on a local disk.
-        """
+        Raises NotFoundError: ``unit-missing``, no such unit, or one that holds no sample; ConfigError:
+        ``container-mismatch``, the store holds tars; ``store-remote``, it is not on a local disk."""
         self._require_container("zarr")
         import zarr
 
@@ -422,12 +397,9 @@ class Store(RecordSequence):
     def webdataset(self, unit: str | None = None) -> "webdataset.WebDataset":
         """The samples as a stock ``webdataset.WebDataset`` over the tars of one unit or, in order, of all.
 
-        Nothing is shuffled; docs/webdataset.md says what a sample holds.
-
-        Raises:
-            NotFoundError: ``unit-missing``, no such unit, or one that holds no sample.
-            ConfigError: ``container-mismatch``, the store holds Zarr groups; ``store-empty``; ``store-remote``.
-        """
+        Nothing is shuffled; docs/webdataset.md says what a sample holds. Raises NotFoundError: ``unit-missing``, no
+        such unit, or one that holds no sample; ConfigError: ``container-mismatch``, the store holds Zarr groups;
+        ``store-empty``; ``store-remote``."""
         self._require_container("webdataset")
         import webdataset
 
@@ -453,11 +425,8 @@ class Store(RecordSequence):
         for number, name in enumerate(self.catalog.names):
             if (parsed := layout.parse_commit(name)) and parsed.unit == unit and self.commits()[number].files:
                 return self.commits()[number]
-        raise NotFoundError(
-            f"{self.path} holds no samples of a unit {unit!r}",
-            kind=Kind.UNIT_MISSING,
-            hint=shlex.join(["hiddenstore", "ls", self.path]),
-        )
+        problem = f"{self.path} holds no samples of a unit {unit!r}"
+        raise NotFoundError(problem, kind=Kind.UNIT_MISSING, hint=shlex.join(["hiddenstore", "ls", self.path]))
 
 
 def tables_of(capture: CaptureSpec, container: str) -> dict[PackageRole, tuple[Registry[Any], str]]:
@@ -477,11 +446,8 @@ def _require_tables(fs: Filesystem, manifest: StoreManifest) -> None:
         package = manifest.packages.get(role)
         source = f"{package.name} {package.version} brings it" if package else "store.json names no package for it"
         wanted = f"{package.name}=={package.version}" if package else "--upgrade hiddenstore"
-        raise FormatError(
-            f"{fs.root} is stored with the {table.thing} {name!r}, which is not installed: {source}",
-            kind=Kind.PLUGIN_MISSING,
-            hint=f"pip install {wanted}",
-        )
+        problem = f"{fs.root} is stored with the {table.thing} {name!r}, which is not installed: {source}"
+        raise FormatError(problem, kind=Kind.PLUGIN_MISSING, hint=f"pip install {wanted}")
 
 
 def load_manifest(fs: Filesystem) -> StoreManifest:

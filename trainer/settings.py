@@ -8,20 +8,18 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field, create_model
 
 from hiddenstore import settings
 from hiddenstore.errors import ConfigError, FormatError, Kind
+from hiddenstore.store import Store
 from trainer.attention.rope import inherited_scaling
 from trainer.config import DrafterConfig, LoopConfig, TrainConfig
 from trainer.drafters import drafter_kind
 from trainer.drafters.base import TargetFacts
 from trainer.vocab import count_store
-
-if TYPE_CHECKING:
-    from hiddenstore.store import Store
 
 FULL_VOCAB_LIMIT = 32768
 """Targets up to this size are drafted with their whole vocabulary."""

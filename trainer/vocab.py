@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +17,7 @@ from torch import Tensor
 
 from hiddenstore.data import WHOLE, SampleView
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
-
-if TYPE_CHECKING:
-    from hiddenstore.store import Store
+from hiddenstore.store import Store
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +16,10 @@ from hiddenstore.data.read import DecodedFiller, EncodedFiller, Job, Prefetch, S
 from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import ConfigError, ConflictError, Kind
 from hiddenstore.index.table import SPLITS, Ids
+from hiddenstore.store import Store
 from hiddenstore.targets.identity import target_words
 from hiddenstore.targets.rebuild import layers_to_read
 from schemas.manifest import Split
-
-if TYPE_CHECKING:
-    from hiddenstore.store import Store
 
 PREFETCH_BYTES = 1 << 30
 CHECKED_SAMPLES = 32

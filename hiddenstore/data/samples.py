@@ -6,7 +6,7 @@ resumes at a cursor); this one is for trainers that shuffle and batch by themsel
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +17,8 @@ from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.index.table import SPLITS
 from hiddenstore.records import Record, TopK
+from hiddenstore.store import Store
 from schemas.manifest import Split
-
-if TYPE_CHECKING:
-    from hiddenstore.store import Store
 
 
 class SampleDataset(Dataset[Record]):

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +17,11 @@ from hiddenstore.damage import DAMAGE
 from hiddenstore.documents import load
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.table import SPLITS, SampleTable
+from hiddenstore.store import Store
 from schemas.advice import Advice
 from schemas.capture import FINAL, CaptureSpec
 from schemas.layers import field_name
 from schemas.manifest import CommitRecord, LayerStats
-
-if TYPE_CHECKING:
-    from hiddenstore.store import Store
 
 BYTES_PER_VALUE = 2
 HISTOGRAM_BINS = 12

@@ -10,17 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from hiddenstore import layout
 from hiddenstore.commit import Commit, lost_samples, read_commit
 from hiddenstore.damage import DAMAGE, twice
 from hiddenstore.errors import HiddenstoreError
 from hiddenstore.fs.seam import Filesystem, is_temporary
-from hiddenstore.store import load_snapshot
-
-if TYPE_CHECKING:
-    from hiddenstore.store import Store
+from hiddenstore.store import Store, load_snapshot
 
 ONE_GO_S = 3600.0
 """Records of one kind, input and engine that are this close in time are one line: one capture, on many machines."""

@@ -6,16 +6,14 @@ No word of a sample stands in it unless asked for, no path of this machine, and 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from hiddenstore.console.text import size
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.inspect.facts import info
-
-if TYPE_CHECKING:
-    from hiddenstore.store import Store
+from hiddenstore.store import Store
 
 _SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M"))
 _IDS = (

@@ -173,10 +173,6 @@ def _sha256(root: Path, path: str, entry: FileEntry | None, advance: Advance) ->
     except OSError as error:
         raise storage_error(error, str(root / path)) from error
     if entry is not None and recorded is not None and (fault := mismatch(entry, recorded)):
-        raise CorruptionError(
-            f"{root / path} is damaged: {fault}; nothing was pushed",
-            kind=Kind.FILE_CORRUPT,
-            path=path,
-            hint=f"hiddenstore verify {root} --full",
-        )
+        problem = f"{root / path} is damaged: {fault}; nothing was pushed"
+        raise CorruptionError(problem, kind=Kind.FILE_CORRUPT, path=path, hint=f"hiddenstore verify {root} --full")
     return digest.hexdigest()

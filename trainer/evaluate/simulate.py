@@ -11,7 +11,6 @@ Shapes: T tokens of one sample, C distinct contexts of one order.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,12 +18,9 @@ from hiddenstore.data import PackedBatch, TokenBatches
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.store import Store
 from schemas.manifest import Split
+from trainer.drafters.base import DrafterInUse, Needs
 from trainer.evaluate.acceptance import AcceptanceTally, DraftShape, hits_of_next_token, walk
 from trainer.evaluate.speculate import replay
-
-if TYPE_CHECKING:
-    from trainer.drafters.base import DrafterInUse, Needs
-
 
 ORDERS = 4
 MAX_TRAINING_TOKENS = 20_000_000

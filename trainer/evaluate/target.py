@@ -7,7 +7,7 @@ Shapes: T new tokens of one forward, L aux layers, D target width, V target voca
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,7 @@ from hiddenstore.targets.tensors import checkpoint_sha256
 from hiddenstore.verify.profile import require_states
 from schemas.capture import HeadSpec, TargetIdentity
 from trainer.drafters import refuse_target
-from trainer.drafters.base import Verified
-
-if TYPE_CHECKING:
-    from trainer.drafters.base import DraftTree
+from trainer.drafters.base import DraftTree, Verified
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import yaml
@@ -30,7 +29,7 @@ from schemas.capture import CaptureSpec, NormState, TargetIdentity
 from schemas.manifest import Snapshot
 from trainer.config import DrafterConfig, TrainConfig
 from trainer.drafters import check_store, drafter_kind, refuse_target
-from trainer.drafters.base import DrafterInUse
+from trainer.drafters.base import Drafter, DrafterInUse
 from trainer.losses.teacher import TargetInterface
 from trainer.presets import settings_file
 from trainer.settings import config_class, load_config
@@ -42,10 +41,6 @@ from trainer.train.precision import resolved
 from trainer.train.storage import CACHE_BYTES, Mirror, through_cache
 from trainer.train.track import require_trackers
 from trainer.vocab import DraftVocab
-
-if TYPE_CHECKING:
-    from trainer.drafters.base import Drafter
-
 
 CONFIG, SNAPSHOT, RUN_JSON = "config.yaml", "snapshot.json", "run.json"
 
