@@ -9,6 +9,7 @@ from hiddenstore.cli.words import DATA, remote_code_option, revision_option
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import count, plural, seconds, size
+from hiddenstore.inspect.expect import expectation
 from hiddenstore.segments import CONTAINERS
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def _show(needs: "Plan") -> None:
     ]
     out.table(["recipe", ">size", ">on disk", ">smaller", ">bytes/token", ">segments", ">files", "fits"], rows)
     _note_of_blocks(needs)
+    out.note(f"for scale: {expectation(needs.info.tokens)}")
 
 
 def _note_of_blocks(needs: "Plan") -> None:

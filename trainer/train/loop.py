@@ -20,6 +20,7 @@ from hiddenstore.data import GlobalBatch, PackedBatch
 from hiddenstore.errors import ConfigError, CorruptionError, InterruptError, Kind
 from hiddenstore.fs import require_local
 from hiddenstore.index.table import SPLITS
+from hiddenstore.inspect.expect import EXPECTED_DRAFTER, expectation
 from hiddenstore.process import Drain, drain_on_signal, from_environment
 from trainer.parallel.group import ProcessGroup, process_group
 from trainer.presets import settings_file
@@ -50,6 +51,8 @@ def print_summary(state: TrainState) -> None:
     out.err.print(Padding(_settings_grid(state), (0, 0, 0, 2), expand=False))
     if state.group.is_single:
         out.note(forecast(state))
+    if state.config.drafter.name == EXPECTED_DRAFTER:
+        out.note(f"for scale: {expectation(state.total_steps * state.config.data.batch_tokens)}")
 
 
 def _summary_lines(state: TrainState) -> list[str]:
