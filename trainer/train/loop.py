@@ -29,7 +29,7 @@ from trainer.train import checkpoint
 from trainer.train.lock import RunLock
 from trainer.train.log import METRICS, RunLog
 from trainer.train.optim import orthogonal
-from trainer.train.run_folder import CONFIG, TrainOptions, read_facts
+from trainer.train.run_folder import CONFIG, TrainOptions, drafter_name, read_facts
 from trainer.train.state import TrainState, build_state, save_checkpoint, token_batches
 from trainer.train.step import autocast, some_of, steps, validate
 from trainer.train.storage import CACHE_BYTES, Mirror
@@ -165,7 +165,11 @@ def train(
     was saved; HiddenstoreError: ``another-rank``, another rank failed and said why.
     """
     local, room = require_local(run, "RUN"), (cache, cache_bytes, mirror)
-    named = local / CONFIG if resume and (local / CONFIG).is_file() else file and settings_file(file)
+    named = file and settings_file(file)
+    if resume and (local / CONFIG).is_file():
+        named = local / CONFIG
+        # A damaged one is no wrong setting.
+        drafter_name(local)
     with process_group(from_environment(), rank_settings(named, words)) as group:
         # Before a signal waits for the end of a step: this may copy or download for long.
         with group.all_or_none():

@@ -18,6 +18,7 @@ from hiddenstore.console.output import output
 from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.publish import new_folder, replace_file
+from hiddenstore.fs.seam import storage_error
 from hiddenstore.records import facts_table
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
@@ -388,11 +389,13 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
 
 
 def drafter_name(run: Path) -> str:
-    """The kind of drafter a run trains. Raises CorruptionError: ``run-corrupt``."""
+    """The kind of drafter a run trains. Raises CorruptionError: ``run-corrupt``; StorageError: the disk refused."""
     try:
         return str(yaml.safe_load((run / CONFIG).read_bytes())["drafter"]["name"])
-    except (yaml.YAMLError, KeyError, TypeError, OSError) as error:
+    except (yaml.YAMLError, KeyError, TypeError, FileNotFoundError) as error:
         raise CorruptionError(f"{run / CONFIG} names no drafter: {error}", kind=Kind.RUN_CORRUPT) from error
+    except OSError as error:
+        raise storage_error(error, str(run / CONFIG)) from error
 
 
 def _same_store(options: TrainOptions) -> Store:
