@@ -217,7 +217,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @needs_transformers_5
-@needs_transformers_5
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:(httpx2|huggingface_hub).*")
 def test_a_private_target_of_the_hub_is_opened_with_the_token_of_the_environment(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -237,6 +236,7 @@ def test_a_private_target_of_the_hub_is_opened_with_the_token_of_the_environment
     assert "hf_of_somebody_else" not in f"{caught.value}{caught.value.hint}"
 
 
+@needs_transformers_5
 def test_a_targets_own_code_runs_at_a_pinned_commit_only(hub: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the config"):
         open_target("org/own", COMMIT)
