@@ -56,7 +56,7 @@ def demo(folder: str | None, target: str, quick: bool, seed: int, model: str | N
     """The whole path on CPU: conversations, states, a trained drafter, its accepted length, an export.
 
     Writes a pipeline into FOLDER (default: hiddenstore-demo) and runs it: five minutes on two cores with the bundled
-    target of 2.85 M parameters, which downloads nothing; within the hour with --target smollm2, a real instruct model
+    target of 2.85 M parameters, which downloads nothing; about an hour with --target smollm2, a real instruct model
     of 135 M. After a stop, whatever the reason, the same command goes on; when all is done it shows what is there.
     """
     if target == "bundled" and (model or engine_python):

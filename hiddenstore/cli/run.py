@@ -169,11 +169,8 @@ class _Builder:
 
 
 def _begins_at_target(section: DrafterSection, settings: Sequence[str]) -> bool:
-    """Whether the drafter is a layer of the target itself, and no other checkpoint is named to start from.
-
-    Raises:
-        ConfigError: the section's ``config`` is a file that cannot be read.
-    """
+    """Whether the drafter is a layer of the target itself, and no other checkpoint is named to start from. Raises
+    ConfigError: the section's ``config`` is a file that cannot be read."""
     file = section.config if section.config is not None and Path(section.config).is_file() else None
     said = written(file, settings)
     name = section.drafter or said.get("drafter.name") or section.config

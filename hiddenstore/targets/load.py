@@ -53,6 +53,9 @@ def _require_runs(folder: TargetFolder, model: Any, other_way: str) -> None:
     try:
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device))
+    except (MemoryError, torch.OutOfMemoryError):
+        # The machine is too small for it, which says nothing of the form.
+        raise
     except Exception as error:  # every form has its own kernels
         raise inapplicable(folder, error, other_way) from error
 

@@ -23,11 +23,7 @@ def checkpoint_sha256(folder: TargetFolder) -> str | None:
 
     Of what was converted from a GGUF file, the digest of that file. None without safetensors: of torch's own files
     (``.bin``) nothing can be said without unpickling them; and where the target runs elsewhere and not all are here.
-
-    Raises:
-        ConfigError: ``target-damaged``.
-        StorageError: a file cannot be read.
-    """
+    Raises ConfigError: ``target-damaged``; StorageError: a file cannot be read."""
     origin = folder.file(RECORD_FILE)
     record = (read_object(origin) if origin is not None else None) or {}
     if "sha256_of_blocks" in record:

@@ -58,7 +58,11 @@ def questions_of(path: Path, unusable: list[str]) -> Iterator[Question]:
     user's turns), ``question`` (GSM8K) or ``problem`` (MATH). Its task is ``task``, else ``category``, else the file's
     name. Raises NotFoundError: ``path-missing``."""
     if not path.is_file():
-        raise NotFoundError(f"no prompts at {path}: expected a JSONL file", kind=Kind.PATH_MISSING)
+        raise NotFoundError(
+            f"no prompts at {path}: expected a JSONL file",
+            kind=Kind.PATH_MISSING,
+            hint="--prompts FILE.jsonl, a question a line: prompt, turns, messages, question or problem",
+        )
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
