@@ -193,7 +193,7 @@ def test_a_rank_waits_for_the_others_as_long_as_is_set(
         (tmp_path / "settings.yaml").write_text(document)
         named = {"file": tmp_path / "settings.yaml"}
     elif named_by == "the run that is resumed":
-        (run / "config.yaml").write_text(document)
+        (run / "config.yaml").write_text(f"drafter: {{name: eagle3}}\n{document}\n")
         named = {"resume": True}
     # The other rank never comes.
     as_the_first_of_two(monkeypatch)
