@@ -151,7 +151,7 @@ def store_of(name: str) -> Any:
     capture = capture_spec(final="all").model_copy(update={"target": target, "aux_layers": tuple(held)})
     files = {"config.json": json.dumps(published).encode()}
     # More supervised tokens than any draft vocabulary holds.
-    sample = SimpleNamespace(split="train", input_ids=np.arange(33000), loss_mask=np.ones(33000, dtype=np.uint8))
+    sample = SimpleNamespace(split="train", input_ids=np.arange(34000), loss_mask=np.ones(34000, dtype=np.uint8))
     return _Captured(
         path=name,
         sample_ids=["a"],
@@ -193,12 +193,18 @@ def test_llama_3_1_keeps_every_number_of_its_scaling() -> None:
     assert found.written() == LLAMA31
 
 
-def test_the_draft_vocabulary_covers_what_is_supervised_and_a_small_store_is_cut_into_small_batches() -> None:
+@pytest.mark.parametrize(("often", "rare", "size"), [(0, 20000, 19648), (10, 5000, 8960), (200, 5000, 4928)])
+def test_the_draft_vocabulary_covers_98_percent_of_what_is_supervised(often: int, rare: int, size: int) -> None:
+    """5,000 tokens stand ``often`` times beside ``rare`` ones that stand once."""
     store = store_of("Qwen3-8B")
-    few = SimpleNamespace(split="train", input_ids=np.arange(5000) * 3, loss_mask=np.ones(5000, dtype=np.uint8))
-    store.sample = lambda sample_id: few
+    ids = np.concatenate([np.tile(np.arange(5000) * 3, often), 30000 + np.arange(rare)])
+    store.sample = lambda _: SimpleNamespace(split="train", input_ids=ids, loss_mask=np.ones(len(ids), dtype=np.uint8))
+    assert derived(store)["drafter"]["vocab_size"] == size
+
+
+def test_a_small_store_is_cut_into_small_batches() -> None:
+    store = store_of("Qwen3-8B")
     values = derived(store)
-    assert values["drafter"]["vocab_size"] == 5056
     assert values["data"]["batch_tokens"] == 2048
     store.entries = [(None, SimpleNamespace(tokens=1500, split="train")) for _ in range(4000)]
     assert derived(store)["data"]["batch_tokens"] == 4000 * 1500 // 400
