@@ -111,6 +111,8 @@ def _losses(logs: Mapping[str, Curves]) -> Section:
 
 
 def _cost(logs: Mapping[str, Curves]) -> Section:
+    # Steps are rarely skipped, and a phone has no room for a column of zeros.
+    has_skipped = any(log.skipped for log in logs.values())
     rows = [
         (
             name,
@@ -118,11 +120,11 @@ def _cost(logs: Mapping[str, Curves]) -> Section:
             seconds(log.seconds) if log.steps else "–",
             f"{sum(row['tokens'] for row in log.steps) / log.seconds:,.0f}" if log.seconds else "–",
             f"{100 * log.wait_share:.1f} %",
-            count(log.skipped),
+            *([count(log.skipped)] if has_skipped else []),
         )
         for name, log in logs.items()
     ]
-    columns = ("run", ">steps", ">took", ">tokens/s", ">waited", ">skipped")
+    columns = ("run", ">steps", ">took", ">tokens/s", ">waited", *([">skipped"] if has_skipped else []))
     return Section("Cost", table(columns, rows), "the better run is worth what it cost.", wide=True)
 
 
