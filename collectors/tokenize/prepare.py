@@ -20,6 +20,7 @@ from collectors.conversations.rows import NO_ANSWER, Row, Source
 from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
 from collectors.tokenize.template import NOT_STABLE, ChatTemplate, check_template, read_template, refuse_if_unstable
 from collectors.tokenize.write import Tally, data_files, new_data, refuse_existing_data, write_document
+from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
 from hiddenstore.documents import seal
@@ -144,6 +145,7 @@ def prepare(
     try:
         return _prepare(inputs, out, target, options, stopping)
     except _NoneHeldOut as few:
+        output().note(f"{USUAL_SHARE:.0%} holds none of them out: {few.share:.3g} of them instead")
         return _prepare(inputs, out, target, replace(options, validation=few.share), stopping)
 
 
