@@ -268,6 +268,8 @@ def _write(
             progress.advance(batch.rows if progress.unit == "rows" else batch.size, **fields)
         if not tally.samples:
             raise _nothing_usable(tally)
+        # A file has bytes around its rows.
+        progress.update(progress.total or progress.done)
         rejects.close()
         return parts.close()
 
