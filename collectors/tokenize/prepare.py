@@ -145,7 +145,7 @@ def prepare(
     try:
         return _prepare(inputs, out, target, options, stopping)
     except _NoneHeldOut as few:
-        output().note(f"{USUAL_SHARE:.0%} holds none of them out: {few.share:.3g} of them instead")
+        output().note(f"{USUAL_SHARE:.0%} of so few samples holds none out: {few.share:.3g} of them instead")
         return _prepare(inputs, out, target, replace(options, validation=few.share), stopping)
 
 
