@@ -145,8 +145,9 @@ def prepare(
     try:
         return _prepare(inputs, out, target, options, stopping)
     except _NoneHeldOut as few:
-        output().note(f"{USUAL_SHARE:.0%} of so few samples holds none out: {few.share:.3g} of them instead")
-        return _prepare(inputs, out, target, replace(options, validation=few.share), stopping)
+        share = few.share
+    output().note(f"{USUAL_SHARE:.0%} of so few samples holds none out: {share:.3g} of them instead")
+    return _prepare(inputs, out, target, replace(options, validation=share), stopping)
 
 
 class _NoneHeldOut(Exception):  # noqa: N818 - no error: the samples are few, and are split again
