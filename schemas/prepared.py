@@ -12,9 +12,6 @@ LossChoice = Literal["stored", "assistant", "last-turn", "all"]
 Overlong = Literal["cut", "drop"]
 MaskFrom = Literal["generation-tags", "prefixes", "all"]
 
-ROLES = ("system", "user", "assistant", "tool")
-"""Role of a turn span; a span stores the index into this tuple."""
-
 
 class RejectCount(Document):
     """Rows refused for one reason, with the first few places (``file:line``) as examples."""

@@ -86,7 +86,11 @@ TOKEN_OPTIONS = (
     help="What becomes of longer conversations; both are counted.",
 )
 @click.option(
-    "--val", "validation", type=Share(), default="1%", show_default=True, help="Share held out, by sample id."
+    "--val",
+    "validation",
+    type=Share(),
+    show_default="1%, or 10% of a few",
+    help="Share held out, by sample id.",
 )
 @click.option("--workers", type=click.IntRange(min=1), metavar="W", help="Processes; default: all cores when worth it.")
 @click.option(

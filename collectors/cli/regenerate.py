@@ -109,7 +109,7 @@ def regenerate(
             report = take_answered(request, Path(take))
         else:
             with _served(request, engine_python, lambda: drain.requested) as served:
-                report = run(served, out.note, lambda: drain.requested)
+                report = run(served, lambda: drain.requested)
     names = ("out", "read", "written", "answers", "tokens", "cut", "short", "resumed")
     document = {name: getattr(report, name) for name in names} | {
         "dropped": dict(report.dropped),

@@ -34,7 +34,7 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages with ``role`` (of ``schemas.ROLES``), ``content`` text, maybe ``tool_calls`` and ``MEMBERS_OF_TEXT``.
+    """Messages with ``role`` (of ``ROLES``), ``content`` text, maybe ``tool_calls`` and ``MEMBERS_OF_TEXT``.
 
     ``cut``: indices of answers that their token limit ended, so that the target never wrote their end.
     """

@@ -29,11 +29,7 @@ COUNTED_BYTES = 64 << 20
 """Inputs up to this size are read through once before the first answer, to say how many there will be."""
 
 
-def regenerate(
-    options: RegenerateOptions,
-    note: Callable[[str], None] = print,
-    stopping: Callable[[], bool] = lambda: False,
-) -> RegenerateReport:
+def regenerate(options: RegenerateOptions, stopping: Callable[[], bool] = lambda: False) -> RegenerateReport:
     """Rewrite the answers and write rows of ``messages``, in input order, all of it or nothing. Raises ConflictError:
     ``output-exists``, ``answers-running`` or ``answers-differ``; ConfigError: ``nothing-usable``: no conversation has
     an answer to rewrite; or an option is out of range; StorageError: ``server-unreachable`` or ``server-failing``; what
@@ -74,8 +70,6 @@ def regenerate(
         report.resumed, report.new_tokens = shard_report.resumed, shard_report.new_tokens
         folder.remove()
     report.seconds = time.monotonic() - began
-    if report.dropped and not report.waiting:
-        note("dropped: " + ", ".join(f"{count} {reason}" for reason, count in sorted(report.dropped.items())))
     return report
 
 

@@ -6,7 +6,8 @@ that finds exact duplicates, nothing else.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import nextafter
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from collectors.conversations.rows import NO_ANSWER, Row, Source
 from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
 from collectors.tokenize.template import NOT_STABLE, ChatTemplate, check_template, read_template, refuse_if_unstable
 from collectors.tokenize.write import Tally, data_files, new_data, refuse_existing_data, write_document
+from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
 from hiddenstore.documents import seal
@@ -31,21 +33,26 @@ from hiddenstore.targets.folder import TargetFolder, open_target
 from schemas.manifest import FileEntry
 from schemas.prepared import LossOn, Overlong, PreparedData, SourceCount
 
+USUAL_SHARE, SHARE_OF_FEW = 0.01, 0.1
+"""Of the validation split, where none is named."""
+WORTH_A_SPLIT = 10
+
 
 @dataclass(frozen=True)
 class PrepareOptions:
     """How to prepare. ``max_tokens`` None is the target's context; ``workers`` None is every core, when worth it.
 
-    ``validation`` is the share of samples in the validation split, in [0, 1]; ``template`` a file that stands in for
-    the target's own chat template; ``think_loss`` False leaves the reasoning of answers unsupervised; ``dataset_root``
-    holds local copies of datasets by name. ``revision`` and ``trust_remote_code`` are those of the target, as for
-    capture. Raises ConfigError: ``option-invalid``."""
+    ``validation`` is the share of samples in the validation split, in [0, 1]; None is 1 %, and 10 % or one sample where
+    that holds none of ``WORTH_A_SPLIT`` out. ``template`` is a file that stands in for the target's own chat template;
+    ``think_loss`` False leaves the reasoning of answers unsupervised; ``dataset_root`` holds local copies of datasets
+    by name. ``revision`` and ``trust_remote_code`` are those of the target, as for capture. Raises ConfigError:
+    ``option-invalid``."""
 
     loss_on: LossOn = "assistant"
     think_loss: bool = True
     max_tokens: int | None = None
     overlong: Overlong = "cut"
-    validation: float = 0.01
+    validation: float | None = 0.01
     template: str | None = None
     workers: int | None = None
     dataset_root: str | None = None
@@ -54,7 +61,7 @@ class PrepareOptions:
 
     def __post_init__(self) -> None:
         problem = None
-        if not 0 <= self.validation <= 1:
+        if self.validation is not None and not 0 <= self.validation <= 1:
             problem = f"the validation share must lie in 0…1, not {self.validation:g}"
         elif self.max_tokens is not None and self.max_tokens < 2:
             problem = f"max tokens must be at least 2, not {self.max_tokens}"
@@ -135,6 +142,24 @@ def prepare(
         StorageError: the disk refused or a worker died.
     """
     options = options or PrepareOptions()
+    try:
+        return _prepare(inputs, out, target, options, stopping)
+    except _NoneHeldOut as few:
+        share = few.share
+    output().note(f"{USUAL_SHARE:.0%} of so few samples holds none out: {share:.3g} of them instead")
+    return _prepare(inputs, out, target, replace(options, validation=share), stopping)
+
+
+class _NoneHeldOut(Exception):  # noqa: N818 - no error: the samples are few, and are split again
+    def __init__(self, lowest_id: bytes) -> None:
+        super().__init__()
+        self.share = max(SHARE_OF_FEW, nextafter(int.from_bytes(lowest_id[:8]) / 2.0**64, 1.0))
+
+
+def _prepare(
+    inputs: Sequence[str] | Mix, out: str | Path, target: str, options: PrepareOptions, stopping: Callable[[], bool]
+) -> PreparedData:
+    """Raises _NoneHeldOut: the usual share holds none of the samples out; nothing is written."""
     if not is_address(out):
         refuse_existing_data(Path(out))
     mixed = open_inputs(inputs, options.dataset_root)
@@ -144,11 +169,14 @@ def prepare(
     template, tally = ChatTemplate(folder.tokenizer, options.loss_on, text, options.think_loss), BatchTally()
     check_template(template)
     limit = _max_tokens(folder, options.max_tokens)
-    rules = SampleRules(template, limit, options.overlong, options.validation)
+    share = USUAL_SHARE if options.validation is None else options.validation
+    rules = SampleRules(template, limit, options.overlong, share)
     with new_data(out) as fs:
         sources = [entry.source for entry in mixed]
         batches = ordered_batches(rules, batches_of(_rows(sources, tally.read)), options.workers, stopping)
         files = _write(fs, _checked(batches, folder, template), _progress(sources), tally)
+        if options.validation is None and not tally.totals["validation"] and tally.samples >= WORTH_A_SPLIT:
+            raise _NoneHeldOut(min(tally.ids))
         tokenizer_sha256, chat_template_sha256 = template.digests
         document = PreparedData(
             digest=input_digest(_names(fs, files)),
@@ -241,6 +269,8 @@ def _write(
             progress.advance(batch.rows if progress.unit == "rows" else batch.size, **fields)
         if not tally.samples:
             raise _nothing_usable(tally)
+        # A file has bytes around its rows.
+        progress.update(progress.total or progress.done)
         rejects.close()
         return parts.close()
 

@@ -24,7 +24,8 @@ from collectors.conversations.rows import Problem
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.targets.rendering import limited_rendering
-from schemas.prepared import ROLES, LossOn, MaskFrom
+from schemas.manifest import ROLES
+from schemas.prepared import LossOn, MaskFrom
 
 Range = tuple[int, int]
 ASSISTANT = ROLES.index("assistant")
@@ -33,7 +34,7 @@ _SHOWN = 24
 
 @dataclass(frozen=True)
 class Turn:
-    """A range of the text: ``role`` indexes ``schemas.ROLES``; an assistant turn is exactly what the target writes."""
+    """A range of the text: ``role`` indexes ``ROLES``; an assistant turn is exactly what the target writes."""
 
     role: int
     start: int

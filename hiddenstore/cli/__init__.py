@@ -26,6 +26,8 @@ __all__ = ["main"]
 
 # Threads that spin while they wait cost up to 15x on a shared CPU; OpenMP reads this once, when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Pydantic would read what every installed package says of itself, in search of plug-ins.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 ENTRY_POINT_GROUP = "hiddenstore.commands"
 _ADDED = "Added"

@@ -120,8 +120,9 @@ def _show_findings(document: Mapping[str, Any]) -> None:
 
 
 def _well(text: str) -> None:
-    """One line whatever the width, so that it can be grepped."""
-    output().out.print(Text.assemble(("✓ ", "green"), text), soft_wrap=True)
+    """One line in a file or pipe, so that it can be grepped."""
+    out = output().out
+    out.print(Text.assemble(("✓ ", "green"), text), soft_wrap=not out.is_terminal)
 
 
 def _place(finding: Mapping[str, Any]) -> str:

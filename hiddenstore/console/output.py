@@ -123,7 +123,7 @@ class Output:
 
     def warn(self, text: str) -> None:
         """A warning on stderr, in every mode: something was skipped, guessed or is about to surprise."""
-        self._say(f"warning: {text}", "yellow")
+        self._say(f"warning: {text}", "yellow", soft_wrap=not self.err.is_terminal)
 
     def hint(self, *command: str | PathLike[str], label: str = "next") -> None:
         """``next: …`` on stderr after a success; several words are quoted as a shell would need them. Inside a larger
@@ -156,10 +156,11 @@ class Output:
         first, *rest = clean(error.message).splitlines() or [""]
         lines = [Text.assemble(("error: ", "bold red"), first, (f"  [{error.kind}]", "dim"))]
         lines += [Text(f"  {more.removeprefix('  ')}") for more in rest]
-        if error.hint:
-            lines.append(Text.assemble(("  fix: ", "cyan"), clean(error.hint)))
         for line in lines:
-            self.err.print(line, soft_wrap=True)
+            self.err.print(line, soft_wrap=not self.err.is_terminal)
+        if error.hint:
+            # Whole, to be copied.
+            self.err.print(Text.assemble(("  fix: ", "cyan"), clean(error.hint)), soft_wrap=True)
 
     def _say(self, text: str, style: str, soft_wrap: bool = True) -> None:
         from rich.text import Text

@@ -10,7 +10,8 @@ import torch
 
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.records import Record, Sample
-from schemas.prepared import ROLES, LossChoice
+from schemas.manifest import ROLES
+from schemas.prepared import LossChoice
 
 _ASSISTANT = ROLES.index("assistant")
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.fs.address import is_address, parse_address
 from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.fs.objects import ObjectFilesystem, is_address, parse_address
 from hiddenstore.fs.seam import Filesystem
 
 
@@ -13,7 +13,11 @@ def open_filesystem(location: "str | Path | Filesystem") -> Filesystem:
     ConfigError: ``scheme-unsupported``, ``address-invalid``."""
     if not isinstance(location, str | Path):
         return location
-    return ObjectFilesystem(str(location)) if is_address(location) else LocalFilesystem(location)
+    if is_address(location):
+        from hiddenstore.fs.objects import ObjectFilesystem
+
+        return ObjectFilesystem(str(location))
+    return LocalFilesystem(location)
 
 
 def require_local(location: str | Path, what: str) -> Path:

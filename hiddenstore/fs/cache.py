@@ -16,7 +16,8 @@ from pathlib import Path
 from awscrt.checksums import crc32c
 
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.fs.objects import ObjectFilesystem, is_address
+from hiddenstore.fs.address import is_address
+from hiddenstore.fs.objects import ObjectFilesystem
 from hiddenstore.fs.seam import storage_error
 
 BLOCK_BYTES = 1 << 20

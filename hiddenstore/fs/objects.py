@@ -23,6 +23,7 @@ from random import SystemRandom
 from typing import Any, NamedTuple, TypeVar
 
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
+from hiddenstore.fs.address import CREDENTIALS, parse_address
 from hiddenstore.fs.seam import TEMP_PREFIX, WritableFile, is_inside, storage_error
 
 DEADLINE_S = 120.0
@@ -36,40 +37,15 @@ _MOST_KNOWN = 1 << 16
 _WINDOW_BYTES = 1 << 16
 # S3 takes 5 GiB in one request.
 _LARGEST_PUT = 5 << 30
-_ADDRESS = re.compile(r"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]{1,254})((?:/[^/?#]+)*)/*")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _WITHOUT_ROLE = re.compile(r"169\.254\.|metadata\.google|instance metadata", re.IGNORECASE)
 _JITTER = SystemRandom()
-_CREDENTIALS = "credentials come from the environment or the provider's own chain, see docs/object-storage.md"
 _REFUSING = {401, 403}
 _PASSING = {408, 409, 425, 429}
 
 T = TypeVar("T")
 Entries = list[Any]
-
-
-def is_address(location: object) -> bool:
-    """Whether a location is written as a URL, of whatever scheme."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(location)) is not None
-
-
-def parse_address(text: str) -> tuple[str, str, str]:
-    """Scheme, bucket and prefix of an address. Raises ConfigError: ``scheme-unsupported``; ``address-invalid``: user,
-    password or query, or no bucket. Neither is quoted: it may be a secret."""
-    scheme = text.partition("://")[0]
-    if scheme not in ("s3", "gs", "az"):
-        raise ConfigError(
-            f"{scheme}:// cannot be opened: expected a local path, s3://, gs:// or az://", kind=Kind.SCHEME_UNSUPPORTED
-        )
-    match = _ADDRESS.fullmatch(text)
-    if match is None or not is_inside(match[3][1:] or "x"):
-        raise ConfigError(
-            f"{scheme}://… is no address of a bucket: expected {scheme}://BUCKET/PATH without user, password or query",
-            kind=Kind.ADDRESS_INVALID,
-            hint=_CREDENTIALS,
-        )
-    return scheme, match[2], match[3][1:]
 
 
 class RefusedError(StorageError):
@@ -466,7 +442,7 @@ def _meaning(error: Exception) -> tuple[int | None, str]:
 
 def _refusal(where: str, status: int | None, reason: str, is_unanswered: bool) -> "RefusedError":
     if status in _REFUSING or reason in (_NO_ROLE, _NO_HTTP):
-        return RefusedError(f"{where}: {reason}", kind=Kind.PERMISSION_DENIED, hint=_CREDENTIALS, status=status)
+        return RefusedError(f"{where}: {reason}", kind=Kind.PERMISSION_DENIED, hint=CREDENTIALS, status=status)
     kind, hint = Kind.REPLY_LOST if is_unanswered else Kind.IO_ERROR, "run it again: what is committed stays"
     return RefusedError(f"{where}: {reason}", kind=kind, hint=hint, status=status)
 

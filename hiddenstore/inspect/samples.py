@@ -18,8 +18,7 @@ import numpy as np
 
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from schemas.capture import FINAL
-from schemas.manifest import CommitRecord, SampleEntry
-from schemas.prepared import ROLES
+from schemas.manifest import ROLES, CommitRecord, SampleEntry
 
 if TYPE_CHECKING:
     import torch

@@ -25,8 +25,7 @@ from hiddenstore.store import Store
 from hiddenstore.verify import verify
 from hiddenstore.verify.report import Begin, unseen
 from schemas.capture import REBUILT, Codecs, not_rebuildable
-from schemas.manifest import CommitRecord
-from schemas.prepared import ROLES
+from schemas.manifest import ROLES, CommitRecord
 
 FIRST_POSITIONS = 32
 TEMPLATE = "template"

@@ -28,8 +28,8 @@ from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.rebuild import Rebuilder
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.capture import CaptureSpec, Codecs, FinalMode, HeadSpec, TargetIdentity
-from schemas.manifest import Container, Engine, FileEntry
-from schemas.prepared import ROLES, PreparedData
+from schemas.manifest import ROLES, Container, Engine, FileEntry
+from schemas.prepared import PreparedData
 
 VOCAB = 64
 NUM_LAYERS = 8

@@ -14,7 +14,7 @@ from hiddenstore.records import TopK
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.verify.profile import signs
 from schemas.capture import NormState
-from schemas.prepared import ROLES
+from schemas.manifest import ROLES
 
 ASSISTANT = ROLES.index("assistant")
 OFFSETS = (0, 1, 2)

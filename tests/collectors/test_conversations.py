@@ -17,7 +17,7 @@ from collectors.conversations.mix import open_sources
 from collectors.conversations.parse import Conversation, parse_row
 from collectors.conversations.rows import Problem, Row
 from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError, StorageError
-from schemas.prepared import ROLES
+from schemas.manifest import ROLES
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 

@@ -197,6 +197,21 @@ def test_everything_can_be_held_out(tmp_path: Path, target: str) -> None:
     assert {sample.split for sample in PreparedInput.open(tmp_path / "data").samples()} == {"validation"}
 
 
+@pytest.mark.parametrize("count", [9, 12])
+def test_of_ten_samples_or_more_some_are_held_out_where_no_share_is_named(
+    tmp_path: Path, target: str, count: int
+) -> None:
+    source = write_rows(tmp_path / "a.jsonl", rows(count))
+    assert prepare([source], tmp_path / "usual", target, ONE).validation_samples == 0
+    info = prepare([source], tmp_path / "data", target, options(validation=None))
+    held_out = sorted(s.id for s in PreparedInput.open(tmp_path / "data").samples() if s.split == "validation")
+    lowest = sorted(s.id for s in PreparedInput.open(tmp_path / "usual").samples())[: len(held_out)]
+    assert held_out == lowest
+    assert info.validation_samples == len(held_out)
+    assert (len(held_out) > 0) == (count >= 10)
+    assert info.validation_share == 0.01 if count < 10 else info.validation_share >= 0.1
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.binary(min_size=16, max_size=16), st.floats(0, 1), st.floats(0, 1))
 def test_a_larger_validation_share_only_adds_samples(name: bytes, one: float, other: float) -> None:

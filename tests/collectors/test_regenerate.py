@@ -51,7 +51,7 @@ def options(chats: Path, tmp_path: Path, target: Path) -> RegenerateOptions:
 
 
 def run(options: RegenerateOptions) -> RegenerateReport:
-    return regenerate(options, note=lambda _text: None)
+    return regenerate(options)
 
 
 def rows(path: str | Path) -> list[list[dict[str, str]]]:
@@ -181,7 +181,7 @@ def answers_kept(options: RegenerateOptions) -> int:
 
 def stop_after(options: RegenerateOptions, answers: int) -> None:
     with pytest.raises(InterruptError):
-        regenerate(options, lambda _text: None, lambda: answers_kept(options) >= answers)
+        regenerate(options, lambda: answers_kept(options) >= answers)
 
 
 def test_a_stopped_run_goes_on_and_ends_with_the_same_bytes(options: RegenerateOptions, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_keeps_the_answers(options: Reg
         return False
 
     with pytest.raises(StorageError) as caught:
-        regenerate(replace(options, workers=2, max_new_tokens=64), lambda _text: None, kill_a_worker)
+        regenerate(replace(options, workers=2, max_new_tokens=64), kill_a_worker)
     assert caught.value.kind == "worker-died"
     assert answers_kept(options) > 0
 

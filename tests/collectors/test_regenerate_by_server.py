@@ -66,7 +66,7 @@ def options(tmp_path: Path, server: ChatDouble, conversations: Any = None, **mor
 
 
 def run(chosen: RegenerateOptions) -> RegenerateReport:
-    return regenerate(chosen, note=lambda _text: None)
+    return regenerate(chosen)
 
 
 def texts(path: str | Path) -> list[list[str]]:

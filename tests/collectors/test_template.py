@@ -40,7 +40,8 @@ from collectors.tokenize.template import (
 from hiddenstore.errors import ConfigError, FormatError, NotFoundError
 from hiddenstore.targets import rendering
 from hiddenstore.targets.folder import open_target
-from schemas.prepared import ROLES, LossOn
+from schemas.manifest import ROLES
+from schemas.prepared import LossOn
 
 TWO_TURNS = chat("What is two and two?", "It is four.", "How many apples?", "There are 12 🙂")
 TEMPLATES = {"chatml": CHATML, "chatml-tagged": CHATML_TAGGED, "llama3": LLAMA3}

@@ -1,9 +1,11 @@
 """The printer: numbers, tables, modes."""
 
+import io
 import json
 import math
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import click
@@ -14,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hiddenstore.console import text as terminal
-from hiddenstore.console.output import INNER, common_options, json_text, output, swapped_output
+from hiddenstore.console.output import INNER, Output, common_options, json_text, output, swapped_output
 from hiddenstore.console.text import Column
+from hiddenstore.errors import Kind, StorageError
 
 
 def run(body: object, *arguments: str) -> Result:
@@ -193,3 +196,26 @@ def test_inside_a_larger_command_nothing_is_said_of_what_comes_next(monkeypatch:
     assert CliRunner().invoke(outer).stderr == "next: hiddenstore outer\n"
     monkeypatch.setenv(INNER, "1")
     assert CliRunner().invoke(outer).stderr == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_a_terminal_breaks_lines_between_words_but_no_command(
+    monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO]
+) -> None:
+    shown, text, fix = stream(), "words that do not fit " * 5 + "here", "hiddenstore repair " + "store/" * 20
+    # Of 80 columns, whatever COLUMNS says, and without colours.
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys, "stderr", shown)
+    Output().warn(text)
+    Output().error(StorageError(text, kind=Kind.DISK_FULL, hint=fix))
+    *lines, last = shown.getvalue().splitlines()
+    assert last == f"  fix: {fix}"
+    whole = [f"warning: {text}", f"error: {text}  [disk-full]"]
+    assert " ".join(lines).split() == " ".join(whole).split()
+    assert (lines == whole) == (stream is io.StringIO)
+    assert stream is io.StringIO or max(map(len, lines)) <= 80

@@ -32,8 +32,7 @@ from hiddenstore.verify.meaning import affordable_share
 from hiddenstore.verify.profile import LayerProfile, make_profile, write_profile
 from hiddenstore.writer import create_store, write_unit
 from schemas.capture import CaptureSpec, Codecs, FinalMode, HeadSpec, NormState, TargetIdentity
-from schemas.manifest import Engine
-from schemas.prepared import ROLES
+from schemas.manifest import ROLES, Engine
 
 N, D, VOCAB, B, T = 6, 64, 96, 20, 72
 AUX = (1, 2, 4)

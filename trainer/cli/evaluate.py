@@ -485,7 +485,7 @@ def _measure_running(engine: str, options: _ServerOptions, questions: "list[Ques
             f"an answer differs that is no tie: “{row['question']}”, turn {row['turn'] + 1}, {row['plain']!r} without "
             f"and {row['drafted']!r} with the drafter, at a logit gap of {_text_of(row['logit_gap'])}"
         )
-    if not options["markdown"] or baseline is None:
+    if baseline is None:
         output().hint("--baseline-server URL gives the speed-up, --markdown FILE the table for a report")
 
 

@@ -253,8 +253,12 @@ def _time(curves: Curves) -> Section:
 
 
 def flat(config: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """``section.key`` to the value as text."""
-    return {f"{section}.{key}": str(value) for section, values in config.items() for key, value in values.items()}
+    """``section.key`` to the value as a word of the command line."""
+    return {
+        f"{section}.{key}": str(value).lower() if isinstance(value, bool) else str(value)
+        for section, values in config.items()
+        for key, value in values.items()
+    }
 
 
 def _settings(store: Store | None, config: Mapping[str, Mapping[str, Any]]) -> Section:

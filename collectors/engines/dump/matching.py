@@ -16,7 +16,7 @@ from collectors.tokenize.batches import is_validation
 from hiddenstore.dumps.common import SAMPLES_FILE
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.records import Sample, sample_id
-from schemas.prepared import ROLES
+from schemas.manifest import ROLES
 
 _KEY_TOKENS = 16
 _ASSISTANT = ROLES.index("assistant")
