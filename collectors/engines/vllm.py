@@ -251,7 +251,7 @@ class VllmProcess:
                 f"vLLM {vllm.__version__} does not start for target {folder.label}: {type(error).__name__}: "
                 f"{first_line(error)}",
                 kind=Kind.ENGINE_START,
-                hint="its own log above says more; its settings are --engine-arg KEY=VALUE",
+                hint="its log above says more; its settings are --engine-arg KEY=VALUE; --engine hf needs neither",
             ) from error
 
     def describe(self) -> Engine:
