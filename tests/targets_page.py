@@ -5,7 +5,7 @@ from pathlib import Path
 from tests import test_family_pipeline as pipeline
 from tests.collectors import test_families as families
 from tests.collectors.tiny import CONFIGS
-from tests.collectors.tiny_families import MORE, RUNNING_STATE, WITH_VISION, more_config
+from tests.collectors.tiny_families import IN_VLLM, MORE, RUNNING_STATE, WITH_VISION, more_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "targets.md"
 BEGIN, END = "<!-- python -m tests.targets_page -->\n", "<!-- end -->\n"
@@ -45,7 +45,7 @@ def table() -> str:
         kind = f"`{config.model_type}`" + (f" › `{inner}`" if family in WITH_VISION else "")
         captured = f"{'own' if family in CONFIGS else 'saved'}[{family}]"
         decoded = "no: running state" if family in RUNNING_STATE else f"path[{family}]"
-        engines = "hf, vllm, trtllm" if family == "llama" else "hf"
+        engines = "hf, vllm, trtllm" if family == "llama" else f"hf, in vllm[{family}]" if family in IN_VLLM else "hf"
         example = PUBLISHED.get(family, "")
         lines.append(f"| {kind} | {example} | {captured} | path[{family}] | {decoded} | {engines} |")
     ids = {word: f"{test.__module__.replace('.', '/')}.py::{test.__name__}" for word, test in TESTS.items()}
@@ -56,6 +56,8 @@ def table() -> str:
 TESTS = {"own": OWN, "saved": SAVED, "path": PATH}
 # Their modules need an engine, or a double of it.
 OF_ENGINES = {
+    "in vllm": "tests/engines/test_engine_families.py::"
+    "test_vllm_captures_what_hugging_face_does_and_accepts_what_decode_and_eval_foretell",
     "vllm": "tests/engines/test_capture.py::test_every_layer_equals_hugging_face",
     "trtllm": "tests/collectors/test_engine_trtllm.py::"
     "test_the_store_is_that_of_hugging_face_with_the_final_hidden_after_the_norm",

@@ -126,6 +126,18 @@ def test_imports_whose_values_are_known_are_filled_in_and_others_refused(tmp_pat
         ours(tmp_path, {**DFLASH, "dflash": {"$import": "mine"}})
 
 
+def test_mixed_hidden_states_are_a_setting_and_its_mode_may_come_first(tmp_path: Path) -> None:
+    mixing = "loss.mix_hidden_states"
+    assert ours(tmp_path, EAGLE3).values[mixing] == "none"
+    assert ours(tmp_path, EAGLE3, "eagle.eagle_hsm_mode=no_replace").values[mixing] == "none"
+    words = ("eagle.eagle_hidden_state_distillation=true", "eagle.eagle_reuse_base_decoder=true")
+    assert ours(tmp_path, EAGLE3, "eagle.eagle_mix_hidden_states=true", *words).values[mixing] == "sparse_replace"
+    mode = {"eagle_hsm_mode": "uniform_layer_sample", **EAGLE3["eagle"], "eagle_mix_hidden_states": True}
+    found = ours(tmp_path, {**EAGLE3, "eagle": mode})
+    assert found.values[mixing] == "uniform_layer_sample"
+    check_settings(found.drafter, None, found.words())
+
+
 def test_words_may_be_in_their_names_or_in_ours(tmp_path: Path) -> None:
     found = ours(tmp_path, EAGLE3, "training.cp_size=2", "data.data_path=other.jsonl", "optim.lr=5e-3", "data.seed=7")
     assert (found.values["train.context_parallel"], found.values["inputs"]) == ("2", "other.jsonl")
@@ -133,11 +145,11 @@ def test_words_may_be_in_their_names_or_in_ours(tmp_path: Path) -> None:
 
 
 def test_what_is_not_offered_is_refused_by_name_all_at_once(tmp_path: Path) -> None:
-    words = ("eagle.eagle_mix_hidden_states=true", "eagle.eagle_decoder_type=kimik2", "training.bf16=true")
+    words = ("eagle.eagle_share_kv=true", "eagle.eagle_decoder_type=kimik2", "training.bf16=true")
     with pytest.raises(ConfigError) as raised:
         ours(tmp_path, EAGLE3, *words)
-    assert "eagle_mix_hidden_states=true: mixed hidden states are not offered" in raised.value.message
-    assert "eagle_decoder_type=kimik2" in raised.value.message
+    assert "eagle_share_kv=true: shared keys and values are not offered" in raised.value.message
+    assert "eagle_decoder_type=kimik2: its block with latent attention" in raised.value.message
     restore = {**AUTOMODEL, "checkpoint": {"restore_from": "epoch_0_step_3000"}}
     with pytest.raises(ConfigError, match="--resume-from RUN/checkpoints/step-N"):
         ours(tmp_path, restore)

@@ -182,6 +182,8 @@ def open_vllm(target: EngineTarget, options: EngineOptions) -> CaptureEngine:
 OLDEST_HERE = (0, 32)
 _POLL_S = 0.001
 FIXED_ARGUMENTS = ("model", "revision", "dtype", "trust_remote_code", "speculative_config", "kv_transfer_config")
+# What vLLM's model classes raise over a config or layer they were not written for.
+START_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionError)
 # The last version whose extraction was measured against Hugging Face, or whose connector is the same file.
 NEWEST = (0, 33)
 CONNECTOR_FILE = "distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
@@ -244,11 +246,12 @@ class VllmProcess:
                 kv_transfer_config=memory_transfer_config(),
                 **settings,
             )
-        except (TypeError, ValueError, RuntimeError, OSError) as error:
+        except (*START_ERRORS, RuntimeError, OSError) as error:
             raise ConfigError(
-                f"vLLM {vllm.__version__} does not start for target {folder.label}: {first_line(error)}",
+                f"vLLM {vllm.__version__} does not start for target {folder.label}: {type(error).__name__}: "
+                f"{first_line(error)}",
                 kind=Kind.ENGINE_START,
-                hint="its own log above says more; its settings are --engine-arg KEY=VALUE",
+                hint="its log above says more; its settings are --engine-arg KEY=VALUE; --engine hf needs neither",
             ) from error
 
     def describe(self) -> Engine:

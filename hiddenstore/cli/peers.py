@@ -19,6 +19,7 @@ from hiddenstore.settings import all_problems, written
 
 _SETTINGS = ("data", "drafter", "loss", "optim", "train")
 _YARN = "eagle.eagle_export_rope_scaling"
+_MIX, _MIX_MODE = "eagle.eagle_mix_hidden_states", "eagle.eagle_hsm_mode"
 _IMPORT, _IMPORTS = "$import", "imports"
 
 
@@ -79,6 +80,8 @@ def translated(file: str | Path, words: Sequence[str] = (), ranks: int = 1) -> T
     theirs = [word for word in words if _is_theirs(peer, word.partition("=")[0])]
     fields |= written(None, theirs)
     fields = {**_imported(peer, fields), **fields}
+    if str(fields.get(_MIX)).lower() == "true" and fields.get(_MIX_MODE):
+        fields[_MIX] = fields[_MIX_MODE]
     translation = Translation(peer["title"], _drafter(peer, fields), dict(peer["implied"]))
     translation.rest = tuple(word for word in words if word not in theirs)
     problems = [problem for name, value in fields.items() if (problem := _take(translation, peer, name, value))]

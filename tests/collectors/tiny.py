@@ -95,8 +95,12 @@ def tiny_tokenizer() -> Any:
 
 def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A random model whose norm weights all differ."""
+    return model_of(CONFIGS[family]() if family in CONFIGS else more_config(family), seed, dtype)
+
+
+def model_of(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """The same for any config."""
     torch.manual_seed(seed)
-    config = CONFIGS[family]() if family in CONFIGS else more_config(family)
     whole = type(config) in hf.AutoModelForImageTextToText._model_mapping
     model = (hf.AutoModelForImageTextToText if whole else hf.AutoModelForCausalLM).from_config(config, dtype=dtype)
     with torch.no_grad():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_world import NEW_TOKENS, EngineWorld
+from engine_world import EngineWorld
 from safetensors.torch import load_file, save_file
 from vllm_engine import Served, Settings, serve
 
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 def served_answers(world: EngineWorld, prompts: list[list[int]], speculative: Settings | None) -> Served:
     """The engine's greedy answers to prompts, none longer than those ``decode`` gave."""
-    return serve(world.target, prompts, NEW_TOKENS, speculative)
+    return serve(world.target, prompts, world.new_tokens, speculative)
 
 
 def agreement(world: EngineWorld, run: str, method: str, lengths: tuple[int, ...], folder: str = "") -> list[Row]:

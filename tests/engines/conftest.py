@@ -24,7 +24,7 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 def engine_world(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> EngineWorld:
     """Made once, whichever worker of the run needs it first; read only."""
     base = tmp_path_factory.getbasetemp()
-    return make_engine_world(Path(base if worker_id == "master" else base.parent) / "engine_world")
+    return make_engine_world(EngineWorld(Path(base if worker_id == "master" else base.parent) / "engine_world"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -47,10 +47,13 @@ def hiddenstore(*words: str) -> Document:
 
 @dataclass(frozen=True)
 class EngineWorld:
-    """A folder of things that belong together; what a test adds goes below ``root`` under a lock of its own."""
+    """A folder of things that belong together; what a test adds goes below ``root`` under a lock of its own. Up to
+    ``count`` questions, answered with up to ``new_tokens`` tokens."""
 
     root: Path
     target: str = str(TARGET_DIR)
+    count: int = QUESTIONS
+    new_tokens: int = NEW_TOKENS
 
     @property
     def questions(self) -> str:
@@ -94,7 +97,7 @@ class EngineWorld:
         with FileLock(f"{file}.lock"):
             if not file.exists():
                 answers = file.with_suffix(".jsonl")
-                count = ("-n", str(QUESTIONS), "--max-new-tokens", str(NEW_TOKENS), "--answers", str(answers))
+                count = ("-n", str(self.count), "--max-new-tokens", str(self.new_tokens), "--answers", str(answers))
                 words = ("--target", self.target, "--prompts", self.questions, "--draft-len", lengths)
                 document = hiddenstore("decode", run, *words, *count)
                 rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
@@ -128,34 +131,34 @@ class Decoded:
         return {row["draft_len"]: row for row in self.document["sweep"]}
 
 
-def make_engine_world(root: Path) -> EngineWorld:
+def make_engine_world(world: EngineWorld, layers: str = "all-drafters") -> EngineWorld:
     """Questions about the standard library, the target's greedy answers, and their states."""
-    world = EngineWorld(root)
+    root = world.root
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{root}/world.lock"):
         if Path(world.store).exists():
             return world
         unique = {row["messages"][0]["content"] for row in conversations()}
-        chosen = sorted(unique, key=lambda text: sha256(text.encode()).digest())[:ASKED]
-        rows = _greedy_answers(world.target, chosen)
+        chosen = sorted(unique, key=lambda text: sha256(text.encode()).digest())[: ASKED * world.count // QUESTIONS]
+        rows = _greedy_answers(world, chosen)
         (root / "greedy.json").write_text(json.dumps(rows), encoding="utf-8")
         lines = [json.dumps({"messages": row["messages"]}) for row in rows]
         Path(world.questions).write_text("\n".join(lines) + "\n", encoding="utf-8")
         data = str(root / "data")
         hiddenstore("prepare", world.questions, "-o", data, "--target", world.target, "--val", "0")
-        how = ("--layers", "all-drafters", "--dtype", "fp32", "--recipe", "lossless", "--engine", "hf")
+        how = ("--layers", layers, "--dtype", "fp32", "--recipe", "lossless", "--engine", "hf")
         hiddenstore("collect", data, "-o", world.store, "--target", world.target, *how)
     return world
 
 
-def _greedy_answers(target: str, questions: Sequence[str]) -> list[Document]:
+def _greedy_answers(world: EngineWorld, questions: Sequence[str]) -> list[Document]:
     """Questions that the target answers at length and without looping, with their answers, all asked in one batch."""
-    tokenizer = AutoTokenizer.from_pretrained(target, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(world.target, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(world.target, dtype=torch.float32).eval()
     asked = [[{"role": "user", "content": question}] for question in questions]
     how = {"add_generation_prompt": True, "return_dict": True, "padding": True, "return_tensors": "pt"}
     batch = tokenizer.apply_chat_template(asked, **how)
-    found = model.generate(**batch, do_sample=False, max_new_tokens=NEW_TOKENS)
+    found = model.generate(**batch, do_sample=False, max_new_tokens=world.new_tokens)
     rows = []
     for messages, mask, text in zip(asked, batch["attention_mask"], found.tolist(), strict=True):
         width = len(mask)
@@ -166,4 +169,4 @@ def _greedy_answers(target: str, questions: Sequence[str]) -> list[Document]:
             said = tokenizer.decode(answer, skip_special_tokens=True)
             spoken = [*messages, {"role": "assistant", "content": said}]
             rows.append({"prompt": prompt, "answer": answer, "messages": spoken})
-    return rows[:QUESTIONS]
+    return rows[: world.count]

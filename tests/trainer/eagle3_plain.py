@@ -4,6 +4,7 @@ Every slot is computed on its own with Python loops and lists; far too slow for 
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -67,11 +68,21 @@ class PlainEagle3:
         gate, up = w[f"{name}.mlp.gate_proj.weight"] @ m, w[f"{name}.mlp.up_proj.weight"] @ m
         return h + w[f"{name}.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
 
+    @property
+    def layer_names(self) -> list[str]:
+        return ["midlayer", *sorted({".".join(n.split(".")[:2]) for n in self.w if n.startswith("layers.")})]
+
+    def layer_projections(self, name: str, hidden: Tensor, token: int, position: int) -> KeysValues:
+        if name == "midlayer":
+            return self.projections(hidden, token, position)
+        x = normalised(hidden, self.w[f"{name}.input_layernorm.weight"], self.eps)
+        return self.turned_projections(name, x, position)
+
     def log_probabilities(self, tokens: list[int], aux: Tensor, steps: int) -> list[list[Tensor]]:
         """For one document: [step][slot] over the draft vocabulary; aux [L, T, D]. Slots past the text end early."""
         count = len(tokens)
         g = [self.first(list(aux[:, t])) for t in range(count)]
-        names = ["midlayer", *sorted({".".join(n.split(".")[:2]) for n in self.w if n.startswith("layers.")})]
+        names = self.layer_names
         prefix: dict[str, list[tuple[list[Tensor], list[Tensor]]]] = {name: [] for name in names}
         own: dict[tuple[str, int], list[tuple[list[Tensor], list[Tensor]]]] = {
             (name, t): [] for name in names for t in range(count)
@@ -83,11 +94,7 @@ class PlainEagle3:
             for t in range(count - 1 - i):
                 hidden = g[t]
                 for name in names:
-                    if name == "midlayer":
-                        q, k, v = self.projections(hidden, tokens[t + 1 + i], t + i)
-                    else:
-                        x = normalised(hidden, self.w[f"{name}.input_layernorm.weight"], self.eps)
-                        q, k, v = self.turned_projections(name, x, t + i)
+                    q, k, v = self.layer_projections(name, hidden, tokens[t + 1 + i], t + i)
                     (prefix[name] if i == 0 else own[name, t]).append((k, v))
                     hidden = self.layer(name, hidden, q, prefix[name][: t + 1] + own[name, t])
                 out = normalised(hidden, self.w["norm.weight"], self.eps)
@@ -95,6 +102,34 @@ class PlainEagle3:
                 upcoming[t] = out if self.norm_output else hidden
             g = upcoming
             result.append(row)
+        return result
+
+
+class MixedEagle3(PlainEagle3):
+    """Every step reads all rows again. ``choices[step][t]`` of the next document: which state its row t reads after
+    that step, 0 the target's, k what step k-1 said at t-1, None the one it read before."""
+
+    choices: Iterator[list[list[int | None]]]
+
+    def log_probabilities(self, tokens: list[int], aux: Tensor, steps: int) -> list[list[Tensor]]:
+        count, choices, result = len(tokens), next(self.choices), []
+        history = [[self.first(list(aux[:, t])) for t in range(count)]]
+        read = list(history[0])
+        for i in range(steps):
+            seen: dict[str, list[tuple[list[Tensor], list[Tensor]]]] = {name: [] for name in self.layer_names}
+            said, row = [history[0][0]], []
+            for t in range(count - 1):
+                hidden = read[t]
+                for name in self.layer_names:
+                    q, k, v = self.layer_projections(name, hidden, tokens[t + 1], t)
+                    seen[name].append((k, v))
+                    hidden = self.layer(name, hidden, q, seen[name])
+                out = normalised(hidden, self.w["norm.weight"], self.eps)
+                row.append((self.w["lm_head.weight"] @ out).log_softmax(0))
+                said.append(out if self.norm_output else hidden)
+            result.append(row[i:])
+            history.append(said)
+            read = [read[t] if pick is None else history[pick][t] for t, pick in enumerate(choices[i])]
         return result
 
 

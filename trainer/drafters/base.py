@@ -4,6 +4,7 @@ Shapes: T tokens of a pack or of one forward, L aux layers, D target width, K de
 U draft vocabulary, n rows of logits.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,12 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+def sample_generator(rng_key: tuple[int, int], sample: str, device: torch.device) -> torch.Generator:
+    """A generator for one sample at one step, see `Drafter`."""
+    digest = hashlib.blake2b(f"{rng_key[0]}:{rng_key[1]}:{sample}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def rms_weight(head: HeadBundle) -> Tensor:
@@ -205,13 +212,11 @@ S = TypeVar("S", bound=LossConfig)
 
 class DrafterKind(ABC, Generic[M, C, S]):
     """One kind of drafter. ``layers``: its rule in ``hiddenstore.targets``, which is the ``--layers`` word
-    that captures what it reads. ``splits_context``: its objective takes a rank's shard of a pack
-    (`trainer.parallel.context`). ``begins_as_the_target_s``: a part of the target itself, never trained from random
+    that captures what it reads. ``begins_as_the_target_s``: a part of the target itself, never trained from random
     weights. ``export``: what engines, imports and servers know of it."""
 
     name: str
     layers: str
-    splits_context: bool = False
     begins_as_the_target_s: bool = False
     config: type[C]
     loss: type[S]
@@ -241,6 +246,10 @@ class DrafterKind(ABC, Generic[M, C, S]):
     @abstractmethod
     def objective(self, model: M, target: TargetInterface, loss: S) -> Objective[Any]:
         """What the loop optimises."""
+
+    def splits_context(self, loss: S) -> bool:
+        """Whether that objective takes a rank's shard of a pack (`trainer.parallel.context`)."""
+        return False
 
     @abstractmethod
     def hits(self, model: M, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:

@@ -12,7 +12,6 @@ Shapes: T tokens, R taught slots, D target width, K drafted tokens, A active slo
 G key heads, E head width.
 """
 
-import hashlib
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -28,7 +27,16 @@ from hiddenstore.targets.matmul import Linear
 from trainer.attention.cache import KVCache, attend_cached
 from trainer.attention.ttt import ttt_attention
 from trainer.config import DrafterConfig, LossConfig
-from trainer.drafters.base import Drafter, LossInputs, Needs, TargetFacts, Verified, require_width, seeded
+from trainer.drafters.base import (
+    Drafter,
+    LossInputs,
+    Needs,
+    TargetFacts,
+    Verified,
+    require_width,
+    sample_generator,
+    seeded,
+)
 from trainer.drafters.blocks import DecoderLayer, RMSNorm, Rotary, recomputed, rotate
 from trainer.drafters.live import RecurrentKind, recurrent_hits
 from trainer.formats.eagle1 import EAGLE1 as EAGLE1_EXPORT
@@ -114,7 +122,8 @@ class RegressionObjective:
         lengths = torch.bincount(inputs.batch.document, minlength=len(inputs.batch.sample_ids)).tolist()
         for sample, sample_noise in zip(inputs.batch.sample_ids, noise.split(lengths), strict=True):
             width = self.loss.noise * (self.loss.noise_tokens or len(sample_noise)) / max(1, len(sample_noise))
-            sample_noise.uniform_(-width / 2, width / 2, generator=_generator(self.model.rng_key, sample, noise.device))
+            generator = sample_generator(self.model.rng_key, sample, noise.device)
+            sample_noise.uniform_(-width / 2, width / 2, generator=generator)
         return inputs.features + noise
 
 
@@ -129,12 +138,6 @@ def require_every_final(batch: PackedBatch) -> None:
         kind=Kind.FINAL_MISSING,
         hint="hiddenstore collect DATA -o STORE --target T --layers eagle1",
     )
-
-
-def _generator(rng_key: tuple[int, int], sample: str, device: torch.device) -> torch.Generator:
-    """A generator for one sample at one step: the same after a resume and under any number of ranks."""
-    digest = hashlib.blake2b(f"{rng_key[0]}:{rng_key[1]}:{sample}".encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 class Eagle1Config(DrafterConfig):

@@ -26,6 +26,7 @@ from trainer.config import DrafterConfig, LossConfig
 from trainer.drafters.base import Drafter, LossInputs, Needs, TargetFacts, Verified, quiet_scale, rms_weight, seeded
 from trainer.drafters.blocks import DecoderLayer, RMSNorm, Rotary, recomputed, rotate
 from trainer.drafters.live import RecurrentKind, recurrent_hits
+from trainer.drafters.mixing import Mixing, draw_shares, mixed, moved
 from trainer.formats.eagle3 import EAGLE3 as EAGLE3_EXPORT
 from trainer.losses.fused_head import StepLosses, Supervision, head_losses, step_scales, step_weights
 from trainer.losses.kinds import LOSSES
@@ -134,11 +135,15 @@ class TttObjective:
 
     def losses(self, inputs: TttInputs, denominators: Tensor) -> StepLosses:
         """What this pack adds to the loss of the global batch."""
-        states = self.model.unroll(inputs.batch, inputs.slot_map, self.loss.steps)
+        states = self._states(inputs)
         active = inputs.slot_map.active.shape[0]
         step_offset = torch.arange(self.loss.steps, device=states.device) * active
         slots = torch.where(inputs.slot_map.slots >= 0, inputs.slot_map.slots + step_offset, -1)
         return self._compared(states, slots, inputs.teacher, denominators)
+
+    def _states(self, inputs: TttInputs) -> Tensor:
+        """After the final norm at every TTT step, step by step: [K*A, H]."""
+        return self.model.unroll(inputs.batch, inputs.slot_map, self.loss.steps)
 
     def _compared(self, states: Tensor, slots: Tensor, teacher: TeacherRows, denominators: Tensor) -> StepLosses:
         """Losses of states [S, H], which ``slots`` int64 [R, K] names."""
@@ -216,6 +221,34 @@ def unrolled(model: "Eagle3", batch: PackedBatch, slot_map: SlotMap, steps: int)
         out = model.norm(hidden)
         outputs.append(out)
         hidden = out if model.config.norm_output else hidden
+    return torch.cat(outputs)
+
+
+def unrolled_mixed(model: "Eagle3", batch: PackedBatch, slot_map: SlotMap, steps: int, how: Mixing) -> Tensor:
+    """As `unrolled`, where every step is a causal pass over all rows that read mixed hidden states."""
+    stages, tables = stages_of(model), model.rotary.at(batch.positions)
+    everyone, shares = document_ranges(batch.document), draw_shares(batch, steps, model.rng_key)
+    from_tokens = project_tokens(model, F.pad(batch.input_ids[1:], (0, 1)))
+
+    def causal_pass(hidden: Tensor) -> Tensor:
+        tokens: Tensor | None = from_tokens
+        for stage in stages:
+            normed = stage.norm(hidden)
+            q, k, v = stage.layer.self_attn.split(stage.project(normed, tokens))
+            attended = ttt_attention(rotate(q, *tables), rotate(k, *tables), v, [], everyone)
+            hidden, tokens = stage.finish(hidden, normed, attended), None
+        return hidden
+
+    read = model.start(batch.aux)
+    history, outputs = [read], []
+    for i in range(steps):
+        if i > 0:
+            read = mixed(how, read, history, shares[i - 1], batch.document)
+        hidden = recomputed(model.recompute, causal_pass, read)
+        out = model.norm(hidden)
+        # A slot that TTT keeps in place over i steps stands i rows further on here.
+        outputs.append(gather_pieces(F.pad(out, (0, 0, 0, steps)), _pieces(slot_map.ranges, i)))
+        history.append(moved(out if model.config.norm_output else hidden))
     return torch.cat(outputs)
 
 
@@ -336,6 +369,29 @@ class Eagle3Config(DrafterConfig):
     """Train the LM head; it starts as the target's rows of the draft vocabulary."""
 
 
+class Eagle3Loss(TttLoss):
+    """What the steps are taught, and what they read."""
+
+    mix_hidden_states: Mixing = "none"
+    """What later steps read while training, as Model Optimizer's eagle_mix_hidden_states: the drafter's output at a few
+    rows (``sparse_replace``), at each row the target's state or the output of any step before
+    (``uniform_layer_sample``) or the last output everywhere (``no_replace``), in causal passes over whole samples; with
+    ``none`` a slot's own output, and the keys of the first step, as when drafting."""
+
+
+class MixedObjective(TttObjective):
+    """What the loop optimises where later steps read mixed hidden states. Without gradients, steps are those of a
+    drafter in use."""
+
+    model: "Eagle3"
+    loss: Eagle3Loss
+
+    def _states(self, inputs: TttInputs) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super()._states(inputs)
+        return unrolled_mixed(self.model, inputs.batch, inputs.slot_map, self.loss.steps, self.loss.mix_hidden_states)
+
+
 class MidLayer(DecoderLayer):
     """Layer 0: attention reads [embedding; hidden], 2H wide; everything after is H wide."""
 
@@ -446,25 +502,28 @@ class Eagle3(Drafter):
         return [self.midlayer, *(layer for layer in self.layers.values() if isinstance(layer, DecoderLayer))]
 
 
-class _Eagle3Kind(RecurrentKind[Eagle3, Eagle3Config, TttLoss]):
+class _Eagle3Kind(RecurrentKind[Eagle3, Eagle3Config, Eagle3Loss]):
     name = layers = "eagle3"
-    splits_context = True
-    config, loss = Eagle3Config, TttLoss
+    config, loss = Eagle3Config, Eagle3Loss
     export = EAGLE3_EXPORT
 
     def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
         """The field's three layers where the store holds them, else all it holds."""
         return {"drafter": {"aux_layers": self.default_aux_layers(facts)}, "optim": {"kind": "muon"}}
 
-    def needs(self, config: Eagle3Config, loss: TttLoss | None) -> Needs:
+    def needs(self, config: Eagle3Config, loss: Eagle3Loss | None) -> Needs:
         reads_final = loss is not None and LOSSES[loss.kind].teacher != "text"
         return Needs(config.aux_layers, "supervised" if reads_final else "none")
 
     def build(self, config: Eagle3Config, target: TargetInterface, seed: int) -> Eagle3:
         return Eagle3.build(config, target.head, target.vocab, seed)
 
-    def objective(self, model: Eagle3, target: TargetInterface, loss: TttLoss) -> TttObjective:
-        return TttObjective(model, Teacher(target.head, target.vocab, target.final_norm, loss.drop_off_vocab), loss)
+    def objective(self, model: Eagle3, target: TargetInterface, loss: Eagle3Loss) -> TttObjective:
+        kind = TttObjective if loss.mix_hidden_states == "none" else MixedObjective
+        return kind(model, Teacher(target.head, target.vocab, target.final_norm, loss.drop_off_vocab), loss)
+
+    def splits_context(self, loss: Eagle3Loss) -> bool:
+        return loss.mix_hidden_states == "none"
 
     def hits(self, model: Eagle3, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
         return recurrent_hits(partial(model.unroll, pack), model.lm_head.weight, target.vocab, pack, draft_len)

@@ -136,11 +136,11 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: RunLock) -> Tr
 
 
 def _check_context(config: TrainConfig) -> None:
-    if config.train.context_parallel > 1 and not drafter_kind(config.drafter.name).splits_context:
-        able = [name for name in DRAFTERS if drafter_kind(name).splits_context]
+    if config.train.context_parallel > 1 and not drafter_kind(config.drafter.name).splits_context(config.loss):
+        able = [name for name in DRAFTERS if drafter_kind(name).splits_context(drafter_kind(name).loss())]
         raise ConfigError(
             f"{config.drafter.name} cannot split a sequence over ranks (train.context_parallel="
-            f"{config.train.context_parallel}); these can: {', '.join(able)}",
+            f"{config.train.context_parallel}) with this loss; with their default losses these can: {', '.join(able)}",
             kind=Kind.OPTION_INVALID,
             hint="train.context_parallel=1",
         )
