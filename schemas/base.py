@@ -3,6 +3,8 @@
 from pydantic import BaseModel, ConfigDict
 
 FORMAT_VERSION = 1
+IMAGES_FORMAT = 2
+"""What a document of samples with images says, so that a reader without them refuses it."""
 
 
 class Document(BaseModel):

@@ -86,11 +86,20 @@ class Codecs(Document):
         return self
 
 
+class ImageSpec(Document):
+    """What makes tokens of an image: ``token_id`` stands at each of its places, and ``processor_sha256`` is the digest
+    of the target's image processor."""
+
+    token_id: int = Field(ge=0)
+    processor_sha256: str
+
+
 class CaptureSpec(Document):
     """Everything that must agree for two units to live in one store.
 
     ``states`` says of every field whether it is ``stored`` or ``rebuilt`` through the target's own blocks; it is absent
     where all are stored. With codecs of the recipe ``rebuilt`` it follows from the layers: ``rebuilt_states``.
+    ``images`` is absent where samples hold none.
     """
 
     target: TargetIdentity
@@ -100,11 +109,12 @@ class CaptureSpec(Document):
     state_dtype: StateDtype = "bfloat16"
     codecs: Codecs
     states: dict[str, Kept] = Field(default_factory=dict)
+    images: ImageSpec | None = None
 
     @model_serializer(mode="wrap")
-    def _without_states_if_all_are_stored(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_what_is_plain(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         members: dict[str, Any] = dump(self)
-        return {name: value for name, value in members.items() if name != "states" or value}
+        return {name: value for name, value in members.items() if name not in ("states", "images") or value}
 
     @model_validator(mode="after")
     def _layers_are_ascending_and_in_range(self) -> "CaptureSpec":

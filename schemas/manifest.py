@@ -80,10 +80,25 @@ class Engine(Document):
     settings: dict[str, str] = Field(default_factory=dict)
 
 
+class ImageEntry(Document):
+    """An image of a sample: the digest of its file, and the ``height`` x ``width`` tokens from ``start`` on that stand
+    for it, row by row."""
+
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    start: int = Field(ge=0)
+    height: int = Field(gt=0, lt=MAX_TOKENS)
+    width: int = Field(gt=0, lt=MAX_TOKENS)
+
+    @property
+    def tokens(self) -> int:
+        return self.height * self.width
+
+
 class SampleEntry(Document):
     """Where one sample lies in its segment.
 
     ``start`` and ``tokens`` count rows of the aux arrays; ``final_start`` and ``final_rows`` rows of the final array.
+    ``images`` is absent where there is none.
     """
 
     id: str
@@ -93,6 +108,12 @@ class SampleEntry(Document):
     supervised: int = Field(ge=0, lt=MAX_TOKENS)
     final_start: int = Field(ge=0)
     final_rows: int = Field(ge=0, lt=MAX_TOKENS)
+    images: tuple[ImageEntry, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_no_images(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        members: dict[str, Any] = dump(self)
+        return {name: value for name, value in members.items() if name != "images" or value}
 
 
 class Reject(Document):

@@ -1,10 +1,11 @@
 """What ``hiddenstore prepare`` writes: ``data.json`` beside parquet parts."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from schemas.base import FORMAT_VERSION, Document
+from schemas.capture import ImageSpec
 from schemas.manifest import FileEntry
 
 LossOn = Literal["assistant", "last-turn", "all"]
@@ -36,12 +37,20 @@ class SourceCount(Document):
     weight: float | None = None
 
 
+class PreparedImages(ImageSpec):
+    """The images of DATA: how many samples hold some, and the parquet files that hold theirs."""
+
+    samples: int
+    files: tuple[FileEntry, ...]
+
+
 class PreparedData(Document):
     """``data.json``. ``digest`` = sha256 over (sample id, split) in file order: the name of this input in a store.
     ``tokenizer_rules_sha256`` as in ``TargetIdentity``.
 
     ``think_loss`` False: thoughts are not supervised. ``reasoning_lost`` counts samples whose last answer has reasoning
-    that the chat template left out. ``mix_seed`` chose the rows where a mix took a part of a source.
+    that the chat template left out. ``mix_seed`` chose the rows where a mix took a part of a source. ``images`` is
+    absent where no sample has any.
     """
 
     format: int = FORMAT_VERSION
@@ -70,3 +79,9 @@ class PreparedData(Document):
     mix_seed: int | None = None
     rejects: tuple[RejectCount, ...] = ()
     files: tuple[FileEntry, ...] = Field(default_factory=tuple)
+    images: PreparedImages | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_no_images(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        members: dict[str, Any] = dump(self)
+        return {name: value for name, value in members.items() if name != "images" or value}

@@ -23,6 +23,8 @@ from trainer.vocab import count_store
 
 FULL_VOCAB_LIMIT = 32768
 """Targets up to this size are drafted with their whole vocabulary."""
+IMAGE_TOKEN = "image_token_id"
+"""The setting of drafters that are trained beside images."""
 USUAL_VOCAB, FEWEST_VOCAB = 32000, 4096
 STEPS_OF_AN_EPOCH = 400
 """A small store is cut into so many batches, as far as they stay above ``FEWEST_BATCH_TOKENS``."""
@@ -49,8 +51,9 @@ def load_config(
     name = _drafter_name(drafter, file, words, start)
     cuts = [str(value) for _, value in settings.assignments("data.max_tokens", file, words)[-1:]]
     defaults = derived(store, name, next((int(cut) for cut in cuts if cut.isdecimal()), None))
+    images = {key: value for key, value in defaults["drafter"].items() if key == IMAGE_TOKEN}
     if start is not None:
-        defaults["drafter"] = start.model_dump(mode="json", exclude={"vocab_file"})
+        defaults["drafter"] = start.model_dump(mode="json", exclude={"vocab_file"}) | images
     if settings.assignments("drafter.rope_scaling", file, words):
         # One scaling is not the other with a key changed.
         defaults["drafter"]["rope_scaling"] = None
@@ -108,6 +111,7 @@ def derived(store: "Store", drafter: str = "eagle3", max_tokens: int | None = No
         shape,
         tuple(store.capture.aux_layers),
         partial(_target_file, store),
+        None if store.capture.images is None else store.capture.images.token_id,
     )
     longest = int(store.catalog.table.tokens.max(initial=1))
     longest = min(longest, max_tokens or longest)
@@ -119,6 +123,14 @@ def derived(store: "Store", drafter: str = "eagle3", max_tokens: int | None = No
         "loss": {},
         "optim": {"lr": default_lr(target.hidden_size)},
     }
+    if facts.image_token_id is not None:
+        if not drafter_kind(drafter).takes_images:
+            raise ConfigError(
+                f"samples of {store.path} hold images, beside which no {drafter} is drafted with",
+                kind=Kind.STORE_LACKS_STATES,
+                hint="--drafter eagle3; or a store of text alone",
+            )
+        common["drafter"][IMAGE_TOKEN] = facts.image_token_id
     for section, values in drafter_kind(drafter).derive(facts).items():
         common.setdefault(section, {}).update(values)
     if "vocab_size" not in common["drafter"]:

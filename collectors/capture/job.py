@@ -17,7 +17,14 @@ from pathlib import Path
 import numpy as np
 
 from collectors.capture.estimate import final_rows, shortage
-from collectors.capture.options import AUTO, CollectOptions, engine_options, require_data_fits, resolve_recipe
+from collectors.capture.options import (
+    AUTO,
+    CollectOptions,
+    engine_options,
+    require_data_fits,
+    require_images_fit,
+    resolve_recipe,
+)
 from collectors.checks.capture import CheckSpec, RejectBudget, check_unit
 from collectors.checks.crosscheck import CrossCheck
 from collectors.checks.reference import (
@@ -57,7 +64,7 @@ from hiddenstore.targets.identity import CHECKPOINT
 from hiddenstore.targets.rebuild import Rebuilder
 from hiddenstore.writer import PendingUnit, create_store, pending_units, register_input, write_unit
 from schemas.advice import Advice
-from schemas.capture import REBUILT, CaptureSpec, Codecs, FinalMode, TargetIdentity
+from schemas.capture import REBUILT, CaptureSpec, Codecs, FinalMode, ImageSpec, TargetIdentity
 from schemas.manifest import CommitRecord, Container, Reject
 from schemas.prepared import PreparedData
 
@@ -98,7 +105,10 @@ def requests_of(samples: Sequence[Sample], final: FinalMode, has_final: bool = T
         rows = [np.array([sample.tokens - 1], dtype=np.int32) for sample in samples]
     else:
         rows = [final_row_positions(sample.loss_mask, final) for sample in samples]
-    return [CaptureRequest(sample.input_ids, row, sample.source) for sample, row in zip(samples, rows, strict=True)]
+    return [
+        CaptureRequest(sample.input_ids, row, sample.source, tuple(zip(sample.images, sample.image_files, strict=True)))
+        for sample, row in zip(samples, rows, strict=True)
+    ]
 
 
 def records_of(unit: UnitStates, final: FinalMode) -> Iterator[Record]:
@@ -229,6 +239,14 @@ def stored_identity(options: CollectOptions, identity: TargetIdentity) -> Target
     return identity if stored is None else identity.model_copy(update={CHECKPOINT: stored.target.checkpoint_sha256})
 
 
+def images_of(location: str | Path, info: PreparedData) -> ImageSpec | None:
+    """What makes tokens of the images of DATA, or of those that a store holds beside which text is put."""
+    if info.images is not None:
+        return ImageSpec(**info.images.model_dump(include=set(ImageSpec.model_fields)))
+    stored = _stored_capture(location)
+    return None if stored is None else stored.images
+
+
 def _stored_codecs(location: str | Path) -> Codecs | None:
     stored = _stored_capture(location)
     return None if stored is None else stored.codecs
@@ -316,8 +334,12 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
     folder = open_target(options.target, options.revision, template, options.trust_remote_code, adapter)
     folder = replace(folder, runs_elsewhere=options.server is not None)
     require_data_fits(prepared.info, folder)
+    require_images_fit(options, prepared.info, folder)
     choice = choose_layers(options.layers, options.final, folder.num_layers)
-    recipe, parity = resolve_recipe(options.recipe, choice, folder.num_layers), parse_check(options.check)
+    recipe, parity = (
+        resolve_recipe(options.recipe, choice, folder.num_layers, prepared.info.images is not None),
+        parse_check(options.check),
+    )
     say_once(choice.explained)
     settings = engine_options(options, choice, prepared.info.longest, rank)
     with closing(open_engine(options.engine, EngineTarget(folder, options.dtype), settings)) as engine:
@@ -331,6 +353,7 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
             final=choice.final,
             final_norm=engine.final_norm or "pre_norm",
             codecs=get_recipe(recipe),
+            images=images_of(options.store, prepared.info),
         )
         profile = None if reference.target is None else profile_target(reference.target, prepared, choice.final)
         norms = typical_norms(profile, choice.aux_layers, target.head.hidden_size)

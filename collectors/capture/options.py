@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import yaml
 
-from collectors.engines import EngineOptions
+from collectors.engines import ENGINES, EngineOptions
+from collectors.targets.images import open_images
 from collectors.targets.layers import LayerChoice
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPES, get_recipe, recipe_name
 from hiddenstore.errors import ConfigError, FormatError, Kind
@@ -64,7 +65,7 @@ class CollectOptions:
         return replace(self, **absolute)
 
 
-def resolve_recipe(recipe: str, choice: LayerChoice, num_layers: int) -> str:
+def resolve_recipe(recipe: str, choice: LayerChoice, num_layers: int, has_images: bool) -> str:
     """The recipe's own name, of the default for ``auto``. Raises ConfigError: ``final-unfit``: a drafter reads the
     final hidden, the recipe stores top tokens; as ``get_recipe`` and ``require_rebuildable``."""
     codecs = get_recipe(DEFAULT_RECIPE if recipe == AUTO else recipe)
@@ -74,7 +75,7 @@ def resolve_recipe(recipe: str, choice: LayerChoice, num_layers: int) -> str:
             kind=Kind.FINAL_UNFIT,
             hint=f"--recipe {recipe_name(codecs.model_copy(update={'final': RECIPES[DEFAULT_RECIPE][1]}))}",
         )
-    require_rebuildable(codecs, choice.aux_layers, num_layers)
+    require_rebuildable(codecs, choice.aux_layers, num_layers, has_images)
     return recipe_name(codecs)
 
 
@@ -92,6 +93,29 @@ def require_data_fits(info: PreparedData, folder: TargetFolder) -> None:
         hint += "; or, if prepare was given a template, collect with the same --template FILE"
     problem = f"the data was prepared for {info.target} and does not fit target {folder.label}: {'; '.join(wrong)}"
     raise FormatError(problem, kind=Kind.TOKENIZER_MISMATCH, hint=hint)
+
+
+def require_images_fit(options: CollectOptions, info: PreparedData, folder: TargetFolder) -> None:
+    """Refuse images where they cannot be run again as ``prepare`` read them. Raises ConfigError: ``engine-arg``, the
+    engine runs tokens alone; FormatError: ``target-mismatch``, the target's image processor is another one."""
+    if info.images is None:
+        return
+    if not ENGINES[options.engine].images:
+        raise ConfigError(
+            f"engine {options.engine} runs token ids alone, and {info.images.samples} samples of the data hold images",
+            kind=Kind.ENGINE_ARG,
+            hint=f"--engine {ENGINES.default}",
+        )
+    images = open_images(folder)
+    actual = None if images is None else images.spec.processor_sha256
+    if actual != info.images.processor_sha256:
+        found = "none" if actual is None else f"{actual:.8}…"
+        raise FormatError(
+            f"the images of the data were read by the image processor {info.images.processor_sha256:.8}…, the one of "
+            f"target {folder.label} is {found}",
+            kind=Kind.TARGET_MISMATCH,
+            hint=f"hiddenstore prepare INPUT -o DATA --target {folder.name}",
+        )
 
 
 def read_engine_args(pairs: Sequence[str]) -> dict[str, Any]:

@@ -103,8 +103,12 @@ def profile_target(target: LoadedTarget, prepared: PreparedInput, final: FinalMo
     sample = next(iter(prepared.samples()), None)
     if sample is None:
         raise ConfigError(f"{prepared.folder} holds no samples", kind=Kind.INPUT_EMPTY)
-    ids = sample.input_ids[:PROFILED_TEXT]
-    final_rows = final_row_positions(sample.loss_mask, final)
+    # The profile is of text: what the target computes from tokens alone.
+    is_text = np.ones(sample.tokens, dtype=bool)
+    for image in sample.images:
+        is_text[image.start : image.start + image.tokens] = False
+    ids = sample.input_ids[is_text][:PROFILED_TEXT]
+    final_rows = final_row_positions(sample.loss_mask[is_text], final)
     final_rows = final_rows[final_rows < len(ids)]
     batch = torch.from_numpy(ids.astype(np.int64))[None].to(target.device)
     probe = verify_parts(target.model, target.parts, batch, target.identity.model_type)

@@ -18,6 +18,7 @@ from collectors.engines import ENGINES, Captured, CaptureRequest, EngineOptions,
 from collectors.engines.resources import optional_package
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
 from collectors.targets.probe import first_tensor
+from collectors.targets.vision import forward_with_images
 from hiddenstore.codecs.base import fresh
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import ConfigError, Kind
@@ -182,11 +183,15 @@ class HfEngine:
         final_rows = sum(placement.final_rows for placement in placements)
         tap = StateTap(self.target.parts, self._options.aux_layers, sum(lengths), final_rows)
         with tap, torch.inference_mode():
-            for batch in plan_batches(lengths, self._options.batch_tokens, self._boundary):
+            for batch in self._batches(requests):
                 raise_if_stopped(stop)
                 ids = _pad([requests[i].input_ids for i in batch])
                 tap.batch = [placements[i] for i in batch]
-                last = self._forward(torch.from_numpy(ids).to(self.target.device))
+                images = requests[batch[0]].images
+                if images:
+                    last = forward_with_images(self.target, ids[0], images)
+                else:
+                    last = self._forward(torch.from_numpy(ids).to(self.target.device))
                 for row, placement in enumerate(tap.batch):
                     end = placement.start + placement.tokens
                     token_ids[placement.start : end] = ids[row, : placement.tokens]
@@ -194,6 +199,14 @@ class HfEngine:
                 next_rows.append(rows)
                 next_tokens.append(tokens)
         return Captured(token_ids, tap.aux, tap.final, torch.cat(next_rows), torch.cat(next_tokens))
+
+    def _batches(self, requests: Sequence[CaptureRequest]) -> Iterator[list[int]]:
+        """Batches of text, and samples with images one by one: every row of a batch has positions of its own there."""
+        texts = [number for number, request in enumerate(requests) if not request.images]
+        lengths = [len(requests[number].input_ids) for number in texts]
+        for batch in plan_batches(lengths, self._options.batch_tokens, self._boundary):
+            yield [texts[place] for place in batch]
+        yield from ([number] for number, request in enumerate(requests) if request.images)
 
     def _require_stateless_positions(self, longest: int) -> None:
         """Refuse what cannot be exact: ``dynamic`` rotary embeddings remember the longest sequence run before."""

@@ -136,7 +136,7 @@ class Survey:
         expected = final_row_positions(sample.loss_mask, self.capture.final)
         if fault is not None:
             self.note(fault[0], sample.id, "loss_mask", fault[1])
-        elif sample_id(sample.input_ids, sample.loss_mask) != sample.id:
+        elif sample_id(sample.input_ids, sample.loss_mask, sample.images) != sample.id:
             self.note("sample-id", sample.id, "", "its id is not the digest of its tokens and mask")
         elif not np.array_equal(expected, record.final_rows):
             detail = f"final hiddens at {len(record.final_rows)} positions, not at the {len(expected)} of its mask"

@@ -188,7 +188,8 @@ class LiveTree(Protocol):
 @dataclass(frozen=True)
 class TargetFacts:
     """What defaults follow from: ``shape`` is the text part of the target's ``config.json``, ``aux_layers`` those of
-    the store; ``file`` gives the bytes of a file of its ``target/``, None where it holds none."""
+    the store; ``file`` gives the bytes of a file of its ``target/``, None where it holds none; ``image_token_id``
+    stands at the images of its samples, None where there are none."""
 
     hidden_size: int
     num_layers: int
@@ -196,6 +197,7 @@ class TargetFacts:
     shape: Mapping[str, Any]
     aux_layers: tuple[int, ...]
     file: Callable[[str], bytes | None] = lambda name: None
+    image_token_id: int | None = None
 
 
 M = TypeVar("M", bound=Drafter)
@@ -205,12 +207,14 @@ S = TypeVar("S", bound=LossConfig)
 
 class DrafterKind(ABC, Generic[M, C, S]):
     """One kind of drafter. ``layers``: its rule in ``hiddenstore.targets``, which is the ``--layers`` word
-    that captures what it reads. ``splits_context``: its objective takes a rank's shard of a pack
+    that captures what it reads. ``takes_images``: it is trained and served beside
+    images. ``splits_context``: its objective takes a rank's shard of a pack
     (`trainer.parallel.context`). ``begins_as_the_target_s``: a part of the target itself, never trained from random
     weights. ``export``: what engines, imports and servers know of it."""
 
     name: str
     layers: str
+    takes_images: bool = False
     splits_context: bool = False
     begins_as_the_target_s: bool = False
     config: type[C]

@@ -334,6 +334,8 @@ class Eagle3Config(DrafterConfig):
     """Train and save embeddings of the drafter instead of reading the target's."""
     train_head: bool = True
     """Train the LM head; it starts as the target's rows of the draft vocabulary."""
+    image_token_id: int | None = Field(None, ge=0)
+    """The token whose embedding stood at images; none where the store holds text alone."""
 
 
 class MidLayer(DecoderLayer):
@@ -448,7 +450,7 @@ class Eagle3(Drafter):
 
 class _Eagle3Kind(RecurrentKind[Eagle3, Eagle3Config, TttLoss]):
     name = layers = "eagle3"
-    splits_context = True
+    takes_images = splits_context = True
     config, loss = Eagle3Config, TttLoss
     export = EAGLE3_EXPORT
 
