@@ -33,6 +33,14 @@ def drafter_positions(tokens: int, images: Sequence[ImageEntry]) -> np.ndarray:
     return image_positions(tokens, images)[0] if images else np.arange(tokens)
 
 
+def is_text(tokens: int, images: Sequence[ImageEntry]) -> np.ndarray:
+    """Which tokens of a sample stand for no image: bool [T]."""
+    text = np.ones(tokens, dtype=bool)
+    for image in images:
+        text[image.start : image.start + image.tokens] = False
+    return text
+
+
 def images_fault(input_ids: np.ndarray, images: Sequence[ImageEntry], token_id: int | None) -> str | None:
     """What is wrong with the images of a sample, or None: every one lies on tokens ``token_id``, and no such token
     elsewhere. A sample without images may hold that token as text."""

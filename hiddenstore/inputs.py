@@ -51,11 +51,8 @@ PREPARED = pa.schema(
 """Columns of the parts of DATA."""
 IMAGES = pa.schema(
     [
-        ("sample_id", pa.string()),
-        ("sha256", pa.string()),
-        ("start", pa.int32()),
-        ("height", pa.int32()),
-        ("width", pa.int32()),
+        *((name, pa.string()) for name in ("sample_id", "sha256")),
+        *((name, pa.int32()) for name in ("start", "height", "width")),
         ("data", pa.binary()),
     ]
 )
@@ -299,7 +296,7 @@ class PreparedInput:
             tokens_fault(sample.input_ids, self.info.vocab_size)
             or mask_fault(sample.loss_mask, sample.supervised)
             or spans_fault(sample.spans, sample.tokens)
-            or images_fault(sample.input_ids, sample.images, None if images is None else images.token_id)
+            or images_fault(sample.input_ids, sample.images, None if images is None else images.spec.token_id)
         )
 
     def _misfit(self, reason: str) -> FormatError:

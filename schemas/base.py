@@ -1,6 +1,8 @@
 """The strict base every stored document derives from."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 FORMAT_VERSION = 1
 IMAGES_FORMAT = 2
@@ -11,3 +13,14 @@ class Document(BaseModel):
     """A frozen pydantic model that refuses unknown fields, so that nothing stored is ever ignored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Sparse(Document):
+    """A document that leaves out members of ``absent`` while they are empty."""
+
+    absent: ClassVar[tuple[str, ...]]
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        members: dict[str, Any] = dump(self)
+        return {name: value for name, value in members.items() if value or name not in self.absent}

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from schemas.base import Document
+from schemas.base import Document, Sparse
 from schemas.layers import field_name
 
 FinalMode = Literal["supervised", "all", "none"]
@@ -94,7 +94,7 @@ class ImageSpec(Document):
     processor_sha256: str
 
 
-class CaptureSpec(Document):
+class CaptureSpec(Sparse):
     """Everything that must agree for two units to live in one store.
 
     ``states`` says of every field whether it is ``stored`` or ``rebuilt`` through the target's own blocks; it is absent
@@ -102,6 +102,7 @@ class CaptureSpec(Document):
     ``images`` is absent where samples hold none.
     """
 
+    absent = ("states", "images")
     target: TargetIdentity
     aux_layers: tuple[int, ...]
     final: FinalMode
@@ -110,11 +111,6 @@ class CaptureSpec(Document):
     codecs: Codecs
     states: dict[str, Kept] = Field(default_factory=dict)
     images: ImageSpec | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_what_is_plain(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        members: dict[str, Any] = dump(self)
-        return {name: value for name, value in members.items() if name not in ("states", "images") or value}
 
     @model_validator(mode="after")
     def _layers_are_ascending_and_in_range(self) -> "CaptureSpec":

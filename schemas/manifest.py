@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from schemas.base import FORMAT_VERSION, Document
+from schemas.base import FORMAT_VERSION, Document, Sparse
 from schemas.capture import CaptureSpec, HeadSpec
 
 Container = str
@@ -47,13 +47,14 @@ class Package(Document):
     version: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.!+_-]*$")
 
 
-class StoreManifest(Document):
+class StoreManifest(Sparse):
     """``store.json``: immutable, written once before anything else is trusted.
 
     ``packages``: which distribution brings a codec or the container, where hiddenstore does not have it itself: by
     ``aux``, ``final`` or ``container``. Absent where there is none.
     """
 
+    absent = ("packages",)
     format: int = FORMAT_VERSION
     container: Container = "zarr"
     recipe: str
@@ -61,11 +62,6 @@ class StoreManifest(Document):
     head: HeadSpec
     target_files: tuple[FileEntry, ...]
     packages: dict[PackageRole, Package] = Field(default_factory=dict)
-
-    @model_serializer(mode="wrap")
-    def _without_empty_packages(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        members: dict[str, Any] = dump(self)
-        return {name: value for name, value in members.items() if name != "packages" or value}
 
 
 class Engine(Document):
@@ -94,13 +90,14 @@ class ImageEntry(Document):
         return self.height * self.width
 
 
-class SampleEntry(Document):
+class SampleEntry(Sparse):
     """Where one sample lies in its segment.
 
     ``start`` and ``tokens`` count rows of the aux arrays; ``final_start`` and ``final_rows`` rows of the final array.
     ``images`` is absent where there is none.
     """
 
+    absent = ("images",)
     id: str
     split: Split
     start: int = Field(ge=0)
@@ -109,11 +106,6 @@ class SampleEntry(Document):
     final_start: int = Field(ge=0)
     final_rows: int = Field(ge=0, lt=MAX_TOKENS)
     images: tuple[ImageEntry, ...] = ()
-
-    @model_serializer(mode="wrap")
-    def _without_no_images(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        members: dict[str, Any] = dump(self)
-        return {name: value for name, value in members.items() if name != "images" or value}
 
 
 class Reject(Document):
@@ -143,12 +135,13 @@ class LayerStats(Document):
     raw_rows: int = 0
 
 
-class CommitHead(Document):
+class CommitHead(Sparse):
     """What a commit record says beside its samples.
 
     ``engine`` captured every sample that no member of ``recaptured`` names; that is absent where there is none.
     """
 
+    absent = ("recaptured",)
     format: int = FORMAT_VERSION
     unit: str
     input: str
@@ -158,11 +151,6 @@ class CommitHead(Document):
     rejects: tuple[Reject, ...] = ()
     stats: dict[str, LayerStats] = Field(default_factory=dict)
     recaptured: tuple[Recapture, ...] = ()
-
-    @model_serializer(mode="wrap")
-    def _without_empty_recaptures(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        members: dict[str, Any] = dump(self)
-        return {name: value for name, value in members.items() if name != "recaptured" or value}
 
     @property
     def bytes_stored(self) -> int:

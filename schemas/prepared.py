@@ -1,10 +1,10 @@
 """What ``hiddenstore prepare`` writes: ``data.json`` beside parquet parts."""
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
-from schemas.base import FORMAT_VERSION, Document
+from schemas.base import FORMAT_VERSION, Document, Sparse
 from schemas.capture import ImageSpec
 from schemas.manifest import FileEntry
 
@@ -37,14 +37,15 @@ class SourceCount(Document):
     weight: float | None = None
 
 
-class PreparedImages(ImageSpec):
+class PreparedImages(Document):
     """The images of DATA: how many samples hold some, and the parquet files that hold theirs."""
 
+    spec: ImageSpec
     samples: int
     files: tuple[FileEntry, ...]
 
 
-class PreparedData(Document):
+class PreparedData(Sparse):
     """``data.json``. ``digest`` = sha256 over (sample id, split) in file order: the name of this input in a store.
     ``tokenizer_rules_sha256`` as in ``TargetIdentity``.
 
@@ -53,6 +54,7 @@ class PreparedData(Document):
     absent where no sample has any.
     """
 
+    absent = ("images",)
     format: int = FORMAT_VERSION
     digest: str
     target: str
@@ -80,8 +82,3 @@ class PreparedData(Document):
     rejects: tuple[RejectCount, ...] = ()
     files: tuple[FileEntry, ...] = Field(default_factory=tuple)
     images: PreparedImages | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_no_images(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        members: dict[str, Any] = dump(self)
-        return {name: value for name, value in members.items() if name != "images" or value}

@@ -111,7 +111,6 @@ def derived(store: "Store", drafter: str = "eagle3", max_tokens: int | None = No
         shape,
         tuple(store.capture.aux_layers),
         partial(_target_file, store),
-        None if store.capture.images is None else store.capture.images.token_id,
     )
     longest = int(store.catalog.table.tokens.max(initial=1))
     longest = min(longest, max_tokens or longest)
@@ -123,14 +122,8 @@ def derived(store: "Store", drafter: str = "eagle3", max_tokens: int | None = No
         "loss": {},
         "optim": {"lr": default_lr(target.hidden_size)},
     }
-    if facts.image_token_id is not None:
-        if not drafter_kind(drafter).takes_images:
-            raise ConfigError(
-                f"samples of {store.path} hold images, beside which no {drafter} is drafted with",
-                kind=Kind.STORE_LACKS_STATES,
-                hint="--drafter eagle3; or a store of text alone",
-            )
-        common["drafter"][IMAGE_TOKEN] = facts.image_token_id
+    if (images := store.capture.images) is not None and drafter_kind(drafter).takes_images:
+        common["drafter"][IMAGE_TOKEN] = images.token_id
     for section, values in drafter_kind(drafter).derive(facts).items():
         common.setdefault(section, {}).update(values)
     if "vocab_size" not in common["drafter"]:

@@ -22,7 +22,7 @@ from collectors.capture.options import (
     CollectOptions,
     engine_options,
     require_data_fits,
-    require_images_fit,
+    require_engine_fits,
     resolve_recipe,
 )
 from collectors.checks.capture import CheckSpec, RejectBudget, check_unit
@@ -64,7 +64,7 @@ from hiddenstore.targets.identity import CHECKPOINT
 from hiddenstore.targets.rebuild import Rebuilder
 from hiddenstore.writer import PendingUnit, create_store, pending_units, register_input, write_unit
 from schemas.advice import Advice
-from schemas.capture import REBUILT, CaptureSpec, Codecs, FinalMode, ImageSpec, TargetIdentity
+from schemas.capture import REBUILT, CaptureSpec, Codecs, FinalMode, TargetIdentity
 from schemas.manifest import CommitRecord, Container, Reject
 from schemas.prepared import PreparedData
 
@@ -239,14 +239,6 @@ def stored_identity(options: CollectOptions, identity: TargetIdentity) -> Target
     return identity if stored is None else identity.model_copy(update={CHECKPOINT: stored.target.checkpoint_sha256})
 
 
-def images_of(location: str | Path, info: PreparedData) -> ImageSpec | None:
-    """What makes tokens of the images of DATA, or of those that a store holds beside which text is put."""
-    if info.images is not None:
-        return ImageSpec(**info.images.model_dump(include=set(ImageSpec.model_fields)))
-    stored = _stored_capture(location)
-    return None if stored is None else stored.images
-
-
 def _stored_codecs(location: str | Path) -> Codecs | None:
     stored = _stored_capture(location)
     return None if stored is None else stored.codecs
@@ -334,12 +326,10 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
     folder = open_target(options.target, options.revision, template, options.trust_remote_code, adapter)
     folder = replace(folder, runs_elsewhere=options.server is not None)
     require_data_fits(prepared.info, folder)
-    require_images_fit(options, prepared.info, folder)
+    require_engine_fits(options.engine, prepared.info)
     choice = choose_layers(options.layers, options.final, folder.num_layers)
-    recipe, parity = (
-        resolve_recipe(options.recipe, choice, folder.num_layers, prepared.info.images is not None),
-        parse_check(options.check),
-    )
+    recipe = resolve_recipe(options.recipe, choice, folder.num_layers, prepared.info.images is not None)
+    parity = parse_check(options.check)
     say_once(choice.explained)
     settings = engine_options(options, choice, prepared.info.longest, rank)
     with closing(open_engine(options.engine, EngineTarget(folder, options.dtype), settings)) as engine:
@@ -347,13 +337,16 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
         reference = open_reference(parity, target, LoadOptions(options.dtype, options.device), rank)
         if reference.explained is not None:
             say_once(reference.explained)
+        # Text may join a store that holds images.
+        stored = _stored_capture(options.store)
+        beside = None if stored is None else stored.images
         capture = CaptureSpec(
             target=stored_identity(options, target.identity),
             aux_layers=choice.aux_layers,
             final=choice.final,
             final_norm=engine.final_norm or "pre_norm",
             codecs=get_recipe(recipe),
-            images=images_of(options.store, prepared.info),
+            images=beside if prepared.info.images is None else prepared.info.images.spec,
         )
         profile = None if reference.target is None else profile_target(reference.target, prepared, choice.final)
         norms = typical_norms(profile, choice.aux_layers, target.head.hidden_size)

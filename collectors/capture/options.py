@@ -86,35 +86,25 @@ def require_data_fits(info: PreparedData, folder: TargetFolder) -> None:
     if is_other_template:
         digests = info.chat_template_sha256, folder.chat_template_sha256
         wrong.append("chat template {:.8}… in the data, {:.8}… of the target".format(*digests))
+    images = None if info.images is None else open_images(folder)
+    if info.images is not None and (images is None or images.spec != info.images.spec):
+        wrong.append(f"image processor {info.images.spec.processor_sha256:.8}… in the data, another one of the target")
     if not wrong:
         return
     hint = f"hiddenstore prepare INPUT -o DATA --target {folder.name}"
-    if tokenizer_fits:
+    if is_other_template and tokenizer_fits:
         hint += "; or, if prepare was given a template, collect with the same --template FILE"
     problem = f"the data was prepared for {info.target} and does not fit target {folder.label}: {'; '.join(wrong)}"
     raise FormatError(problem, kind=Kind.TOKENIZER_MISMATCH, hint=hint)
 
 
-def require_images_fit(options: CollectOptions, info: PreparedData, folder: TargetFolder) -> None:
-    """Refuse images where they cannot be run again as ``prepare`` read them. Raises ConfigError: ``engine-arg``, the
-    engine runs tokens alone; FormatError: ``target-mismatch``, the target's image processor is another one."""
-    if info.images is None:
-        return
-    if not ENGINES[options.engine].images:
+def require_engine_fits(engine: str, info: PreparedData) -> None:
+    """Refuse images where the engine runs tokens alone: ConfigError ``engine-arg``."""
+    if info.images is not None and not ENGINES[engine].images:
         raise ConfigError(
-            f"engine {options.engine} runs token ids alone, and {info.images.samples} samples of the data hold images",
+            f"engine {engine} runs token ids alone, and {info.images.samples} samples of the data hold images",
             kind=Kind.ENGINE_ARG,
             hint=f"--engine {ENGINES.default}",
-        )
-    images = open_images(folder)
-    actual = None if images is None else images.spec.processor_sha256
-    if actual != info.images.processor_sha256:
-        found = "none" if actual is None else f"{actual:.8}…"
-        raise FormatError(
-            f"the images of the data were read by the image processor {info.images.processor_sha256:.8}…, the one of "
-            f"target {folder.label} is {found}",
-            kind=Kind.TARGET_MISMATCH,
-            hint=f"hiddenstore prepare INPUT -o DATA --target {folder.name}",
         )
 
 

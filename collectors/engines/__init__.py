@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from collectors.targets.load import EngineTarget
-    from schemas.capture import NormState
-    from schemas.manifest import Engine, ImageEntry
+    from schemas.manifest import ImageEntry
 
 
 @dataclass(frozen=True, eq=False)

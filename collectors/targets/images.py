@@ -3,16 +3,16 @@
 Shapes: P patches of an image, C numbers of a patch.
 """
 
-import hashlib
 import io
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from hiddenstore.documents import canonical, sha256_hex
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.targets.checkpoint import read_object
 from hiddenstore.targets.folder import TargetFolder, first_line
 from schemas.capture import ImageSpec
 
@@ -33,7 +33,11 @@ class Pixels:
 
 
 class ImageError(Exception):
-    """Bytes that are no image, or one that the processor refuses; its text says why."""
+    """An image that cannot be read, or that the processor refuses; ``reason``: what counts such rows."""
+
+    def __init__(self, detail: str, reason: str = "image-unreadable") -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,16 +53,19 @@ class TargetImages:
 
     @cached_property
     def spec(self) -> ImageSpec:
-        """The token and the digest of the processor's settings. Raises ConfigError: ``target-incomplete``."""
-        path = next((path for name in _FILES if (path := self.folder.file(name)) is not None), None)
-        if path is None:
+        """The token and the digest of the processor's settings. Raises ConfigError: ``target-incomplete``,
+        ``target-unreadable``."""
+        paths = [path for name in _FILES if (path := self.folder.file(name)) is not None]
+        if not paths:
             raise ConfigError(
                 f"target {self.folder.label} has neither {' nor '.join(_FILES)}, and the conversations hold images",
                 kind=Kind.TARGET_INCOMPLETE,
                 hint="AutoProcessor.from_pretrained(ORIGINAL).save_pretrained(TARGET)",
             )
-        settings = json.dumps(json.loads(path.read_bytes()), sort_keys=True).encode()
-        return ImageSpec(token_id=self.token_id, processor_sha256=hashlib.sha256(settings).hexdigest())
+        settings = [read_object(path) for path in paths]
+        if None in settings:
+            raise self._unreadable("its settings are no JSON object")
+        return ImageSpec(token_id=self.token_id, processor_sha256=sha256_hex(canonical(settings)))
 
     @cached_property
     def _processor(self) -> Any:
@@ -71,16 +78,17 @@ class TargetImages:
 
         # One resampling everywhere: that of torchvision, where it is installed, rounds otherwise.
         backend = {"use_fast": False} if transformers.__version__.startswith("4.") else {"backend": "pil"}
-        self.spec  # noqa: B018  # names what is missing better
+        # What it says of a target without settings is clearer than what transformers does.
+        assert self.spec
+        name, revision = self.folder.name, self.folder.revision
         try:
-            return transformers.AutoImageProcessor.from_pretrained(
-                self.folder.name, revision=self.folder.revision, **backend
-            )
+            return transformers.AutoImageProcessor.from_pretrained(name, revision=revision, **backend)
         except Exception as error:  # its file may hold anything
-            raise ConfigError(
-                f"cannot read the image processor of target {self.folder.label}: {first_line(error)}",
-                kind=Kind.TARGET_UNREADABLE,
-            ) from error
+            raise self._unreadable(first_line(error)) from error
+
+    def _unreadable(self, reason: str) -> ConfigError:
+        problem = f"cannot read the image processor of target {self.folder.label}: {reason}"
+        return ConfigError(problem, kind=Kind.TARGET_UNREADABLE)
 
     def read(self, data: bytes) -> Pixels:
         """What the processor makes of the bytes of an image file. Raises ImageError."""

@@ -155,9 +155,7 @@ def prepare(
         tokenizer_sha256, chat_template_sha256 = template.digests
         prepared_images = None
         if images is not None and image_files:
-            prepared_images = PreparedImages(
-                **images.spec.model_dump(), samples=tally.totals["images"], files=image_files
-            )
+            prepared_images = PreparedImages(spec=images.spec, samples=tally.totals["images"], files=image_files)
         document = PreparedData(
             format=FORMAT_VERSION if prepared_images is None else IMAGES_FORMAT,
             images=prepared_images,

@@ -75,7 +75,7 @@ def test_a_path_a_uri_and_a_part_of_hugging_face_give_the_tokens_of_the_target_s
     ]
     samples = list(prepared(tmp_path, target, rows).samples())
     pictures = [Image.open(tmp_path / "a.png"), Image.open(io.BytesIO(other))]
-    shown = [([0], "<s>z|yx"), ([0, 1], "<s>z|y or z|yWhat is this?"), ([0], "<s>z|yWhat is this?")]
+    shown = [([0], "<s>z|yx>"), ([0, 1], "<s>z|y or z|yWhat is this?>"), ([0], "<s>z|yWhat is this?>")]
     for sample, (numbers, question) in zip(samples, shown, strict=True):
         made = processor(text=[question], images=[pictures[n] for n in numbers], return_tensors="np")
         ids = made["input_ids"][0]
@@ -83,7 +83,7 @@ def test_a_path_a_uri_and_a_part_of_hugging_face_give_the_tokens_of_the_target_s
         assert not sample.loss_mask[: len(ids)].any()
         assert sample.loss_mask[len(ids) :].all()
         # The turns end where their tokens do, behind the images.
-        assert sample.spans.tolist() == [[1, 0, len(ids)], [2, len(ids), sample.tokens]]
+        assert sample.spans.tolist() == [[1, 0, len(ids) - 1], [2, len(ids), sample.tokens]]
         grids = made["image_grid_thw"] // [1, 2, 2]
         assert [(image.height, image.width) for image in sample.images] == [(h, w) for _, h, w in grids.tolist()]
 
@@ -183,7 +183,7 @@ def test_a_limit_inside_an_image_rejects_the_row_and_one_behind_it_cuts_the_answ
 ) -> None:
     # Two tokens, 3 x 5 of the image, then a question of 14 and the answer.
     short = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
-    for limit, lengths in ((16, [9]), (35, [35, 9])):
+    for limit, lengths in ((16, [10]), (35, [35, 10])):
         (folder := tmp_path / str(limit)).mkdir()
         data = prepared(folder, target, [about(openai_part("a.png")), short], max_tokens=limit)
         assert [sample.tokens for sample in data.samples()] == lengths

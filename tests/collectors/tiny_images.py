@@ -12,11 +12,12 @@ from tests.collectors.tiny import save_target, tiny_tokenizer
 
 TOKEN, TOKEN_TEXT = 95, "|"
 """The placeholder of ``tiny_families``' Qwen2.5-VL, and what the tiny tokenizer calls it."""
+# As the family's own it has no generation tags: answers are found by comparing prefixes.
 TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{{ eos_token }}"
-    "{% endgeneration %}{% else %}{{ bos_token }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}>{{ m['content'] }}{{ eos_token }}{% else %}"
+    "{{ bos_token }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for part in m['content'] %}{{ 'z|y' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
-    "{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 )
 
 

@@ -188,8 +188,7 @@ class LiveTree(Protocol):
 @dataclass(frozen=True)
 class TargetFacts:
     """What defaults follow from: ``shape`` is the text part of the target's ``config.json``, ``aux_layers`` those of
-    the store; ``file`` gives the bytes of a file of its ``target/``, None where it holds none; ``image_token_id``
-    stands at the images of its samples, None where there are none."""
+    the store; ``file`` gives the bytes of a file of its ``target/``, None where it holds none."""
 
     hidden_size: int
     num_layers: int
@@ -197,7 +196,6 @@ class TargetFacts:
     shape: Mapping[str, Any]
     aux_layers: tuple[int, ...]
     file: Callable[[str], bytes | None] = lambda name: None
-    image_token_id: int | None = None
 
 
 M = TypeVar("M", bound=Drafter)

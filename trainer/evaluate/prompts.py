@@ -123,7 +123,7 @@ def _from_messages(task: str, turns: Sequence[Mapping[str, Any]]) -> Question | 
         role = str(turn.get("role", turn.get("from", "user")))
         text = _text(turn.get("content", turn.get("value")))
         if text is None:
-            return f"message {number} holds no text"
+            return f"message {number} holds no text, or something beside it"
         messages.append({"role": _ROLES.get(role, role), "content": text})
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
@@ -133,10 +133,10 @@ def _from_messages(task: str, turns: Sequence[Mapping[str, Any]]) -> Question | 
 
 
 def _text(content: Any) -> str | None:
-    """The text of a message; of a list of contents, as chat APIs have them, those that are text."""
+    """The text of a message, or of a list of texts as chat APIs have them; None where it holds an image."""
     if isinstance(content, list) and all(isinstance(item, dict) for item in content):
         texts = [item["text"] for item in content if isinstance(item.get("text"), str)]
-        return "\n".join(texts) if texts else None
+        return "\n".join(texts) if texts and len(texts) == len(content) else None
     return content if isinstance(content, str) else None
 
 
