@@ -16,11 +16,12 @@ class Document(BaseModel):
 
 
 class Sparse(Document):
-    """A document that leaves out members of ``absent`` while they are empty."""
+    """A document without those members of ``absent`` that are null or empty: written as older readers know it."""
 
     absent: ClassVar[tuple[str, ...]]
 
     @model_serializer(mode="wrap")
     def _without_empty(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         members: dict[str, Any] = dump(self)
-        return {name: value for name, value in members.items() if value or name not in self.absent}
+        empty = (None, (), [], {})
+        return {name: value for name, value in members.items() if name not in self.absent or value not in empty}

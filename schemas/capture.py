@@ -1,9 +1,9 @@
 """What a store holds and where it came from: target identity, captured layers, norm state, codecs, head."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from schemas.base import Document, Sparse
 from schemas.layers import field_name
@@ -24,7 +24,7 @@ STATED = ("checkpoint_sha256", "tokenizer_rules_sha256")
 """Digests of a target that are compared where both sides state them."""
 
 
-class TargetIdentity(Document):
+class TargetIdentity(Sparse):
     """Fingerprint of the target; compared wherever two things meet.
 
     ``weights_sha256`` covers embeddings, final norm and LM head as bf16 values, ``checkpoint_sha256`` every tensor of
@@ -32,6 +32,7 @@ class TargetIdentity(Document):
     in stores of older writers and where the checkpoint does not say. ``name`` is for people and never compared.
     """
 
+    absent = STATED
     name: str
     revision: str | None = None
     model_type: str
@@ -45,12 +46,6 @@ class TargetIdentity(Document):
     weights_sha256: str
     checkpoint_sha256: str | None = None
     tokenizer_rules_sha256: str | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_unstated(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Written as older readers know it where nothing more is known."""
-        members = dict(serialise(self))
-        return {name: value for name, value in members.items() if value is not None or name not in STATED}
 
 
 class HeadSpec(Document):

@@ -1,8 +1,8 @@
 """The documents of a store: store.json, commit records, snapshots and the headers of index files."""
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from schemas.base import FORMAT_VERSION, Document, Sparse
 from schemas.capture import CaptureSpec, HeadSpec
@@ -14,10 +14,11 @@ MAX_TOKENS = 1 << 31
 """A sample is shorter, so that columns of samples hold 32 bits."""
 
 
-class FileEntry(Document):
+class FileEntry(Sparse):
     """One file of a segment or of ``target/``: path relative to its folder, size in bytes, and either the sha256 of the
     bytes or, of shards and tars, ``tree``: the sha256 over the crc32c of every 2^20 bytes."""
 
+    absent = ("sha256", "tree")
     path: str
     size: int = Field(ge=0)
     sha256: str | None = None
@@ -28,11 +29,6 @@ class FileEntry(Document):
         if (self.sha256 is None) == (self.tree is None):
             raise ValueError(f"{self.path} names not exactly one of sha256 and tree")
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_the_other(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        members: dict[str, Any] = dump(self)
-        return {name: value for name, value in members.items() if value is not None}
 
     @property
     def digest(self) -> str:
