@@ -23,5 +23,5 @@ class Sparse(Document):
     @model_serializer(mode="wrap")
     def _without_empty(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         members: dict[str, Any] = dump(self)
-        empty = (None, (), [], {})
+        empty: tuple[object, ...] = (None, (), [], {})
         return {name: value for name, value in members.items() if name not in self.absent or value not in empty}
