@@ -4,6 +4,7 @@ not fit."""
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ import hiddenstore
 from hiddenstore.data.packed import Buffers
 from hiddenstore.data.read import DecodedFiller, EncodedFiller, SampleSlot, packed_samples
 from hiddenstore.data.samples import pack
-from hiddenstore.images import image_positions
+from hiddenstore.data.view import SampleView
+from hiddenstore.images import image_positions, is_text
 from hiddenstore.store import Store
 from tests.collectors.tiny_images import about, data_uri, noise, openai_part, save_image_target
 from tests.tiny_world import LAYERS, World, chat, error_of, run, tree, write_rows
@@ -111,6 +113,25 @@ def test_samples_that_were_lost_come_back_with_their_images(images: World, tmp_p
     for name, record in before.items():
         assert again.read(name).sample.images == record.sample.images
         torch.testing.assert_close(again.read(name).aux, record.aux, rtol=0, atol=0)
+
+
+def test_no_token_of_an_image_is_taught_where_everything_is(
+    images: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, store = str(tmp_path / "data"), str(tmp_path / "store")
+    words = ("prepare", images / "rows.jsonl", "-o", data, "--target", images / "target", "--loss-on", "all")
+    assert run(*words, "--val", "0", "-q") == 0
+    assert run("collect", data, "-o", store, *collect(images, "store")[4:], "-q") == 0
+    # A random target is found to be untrained; its mask is found to be right.
+    run("verify", store, "--meaning")
+    assert "mask-outside" not in capsys.readouterr().out
+    for name in hiddenstore.open(store).sample_ids:
+        sample = hiddenstore.open(store).sample(name)
+        text = is_text(sample.tokens, sample.images)
+        np.testing.assert_array_equal(sample.loss_mask, text)
+        turns = SampleView(loss_on="all").mask(replace(sample, loss_mask=np.zeros_like(sample.loss_mask)))
+        assert turns.any()
+        assert not turns[~text].any()
 
 
 def test_info_and_show_say_where_images_are_and_what_was_captured_means_what_the_store_says(

@@ -79,7 +79,7 @@ class TargetImages:
         # One resampling everywhere: that of torchvision, where it is installed, rounds otherwise.
         backend = {"use_fast": False} if transformers.__version__.startswith("4.") else {"backend": "pil"}
         # What it says of a target without settings is clearer than what transformers does.
-        assert self.spec
+        _ = self.spec
         name, revision = self.folder.name, self.folder.revision
         try:
             return transformers.AutoImageProcessor.from_pretrained(name, revision=revision, **backend)
