@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.layout import COMMITS_DIR, STORE_JSON
-from schemas.base import FORMAT_VERSION, Document
+from schemas.base import IMAGES_FORMAT, Document
 
 MAX_DOCUMENT_BYTES = 256 << 20
 MAX_DEPTH = 64
@@ -63,8 +63,8 @@ def unseal(data: bytes, model: type[M], where: str) -> M:
 def parsed(body: bytes, model: type[M], where: str) -> M:
     """The document in canonical bytes without their seal; raises as ``unseal``."""
     version = _parse(body, where).get("format")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        problem = f"{where} has format {version}; this version of hiddenstore reads formats up to {FORMAT_VERSION}"
+    if isinstance(version, int) and version > IMAGES_FORMAT:
+        problem = f"{where} has format {version}; this version of hiddenstore reads formats up to {IMAGES_FORMAT}"
         raise FormatError(problem, kind=Kind.FORMAT_FUTURE, hint="pip install --upgrade hiddenstore")
     try:
         # Strict: a number in quotes is another document, and a format in quotes would pass the look above.

@@ -9,9 +9,10 @@ sees damage there.
 import hashlib
 import io
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic import ValidationError
 
 from hiddenstore import layout
 from hiddenstore.documents import load
@@ -26,9 +28,10 @@ from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind, 
 from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, is_inside, storage_error
+from hiddenstore.images import images_fault
 from hiddenstore.records import Sample, mask_fault, spans_fault, tokens_fault
 from hiddenstore.records import sample_id as id_of
-from schemas.manifest import FileEntry, Split
+from schemas.manifest import FileEntry, ImageEntry, Split
 from schemas.prepared import PreparedData
 
 UNIT_TOKENS = 32_768
@@ -46,11 +49,21 @@ PREPARED = pa.schema(
     ]
 )
 """Columns of the parts of DATA."""
+IMAGES = pa.schema(
+    [
+        *((name, pa.string()) for name in ("sample_id", "sha256")),
+        *((name, pa.int32()) for name in ("start", "height", "width")),
+        ("data", pa.binary()),
+    ]
+)
+"""Columns of the files of its images, which lie in the order of the samples."""
+IMAGES_PER_BATCH = 16
 REGISTERED = pa.schema(
     [("sample_id", pa.string()), ("unit", pa.string()), ("tokens", pa.int32()), ("split", pa.string())]
 )
 _SHA256_KEY = b"hiddenstore.sha256"
 _NO_SHA256 = b"0" * 64
+_NO_IMAGES: tuple[str | None, Iterable[dict[str, Any]]] = (None, ())
 
 
 def input_digest(rows: Iterable[tuple[str, str]]) -> str:
@@ -229,7 +242,7 @@ class PreparedInput:
         if fs.size(layout.DATA_JSON) is None:
             raise missing("data", fs.root)
         info = load(fs, layout.DATA_JSON, PreparedData)
-        for file in info.files:
+        for file in (*info.files, *(info.images.files if info.images else ())):
             if not is_inside(file.path):
                 raise _corrupt(f"{fs.root}/{layout.DATA_JSON}", f"it names {file.path!r}, not inside the folder")
             size = fs.size(file.path)
@@ -240,12 +253,32 @@ class PreparedInput:
     def samples(self) -> Iterator[Sample]:
         """Every sample in file order; the sha256 of a part is checked before its first row is given out. Raises
         FormatError: ``array-invalid``, a part is whole and a row of it none that ``prepare`` writes."""
+        images = groupby(self._image_rows(), key=itemgetter("sample_id"))
+        name, rows = next(images, _NO_IMAGES)
         for batch in self._batches(PREPARED.names):
             for sample in _samples(batch):
+                if sample.id == name:
+                    sample = self._with_images(sample, rows)
+                    name, rows = next(images, _NO_IMAGES)
                 fault = self._fault(sample)
                 if fault is not None:
                     raise self._misfit(f"sample {sample.id[:32]!r}: {fault}")
                 yield sample
+        if name is not None:
+            raise self._misfit(f"images of {name[:32]!r}, which is no sample after the one with images before it")
+
+    def _image_rows(self) -> Iterator[dict[str, Any]]:
+        for file in self.info.images.files if self.info.images else ():
+            for batch in self._part(file, IMAGES.names, IMAGES, IMAGES_PER_BATCH):
+                yield from batch.to_pylist()
+
+    def _with_images(self, sample: Sample, rows: Iterable[dict[str, Any]]) -> Sample:
+        listed = list(rows)
+        try:
+            entries = tuple(ImageEntry(**{name: row[name] for name in ImageEntry.model_fields}) for row in listed)
+        except ValidationError as error:
+            raise self._misfit(f"an image of sample {sample.id}: {error.errors()[0]['msg']}") from error
+        return replace(sample, images=entries, image_files=tuple(row["data"] for row in listed))
 
     def _fault(self, sample: Sample) -> str | None:
         """A digest proves who wrote a row, not that it makes sense."""
@@ -253,12 +286,17 @@ class PreparedInput:
             return f"its split is {sample.split!r}"
         if not sample.tokens or len(sample.loss_mask) != sample.tokens:
             return f"it has {sample.tokens:,} tokens and a mask of {len(sample.loss_mask):,}"
-        if id_of(sample.input_ids, sample.loss_mask) != sample.id:
-            return "its id is not the digest of its tokens and mask"
+        if id_of(sample.input_ids, sample.loss_mask, sample.images) != sample.id:
+            return "its id is not the digest of its tokens, mask and images"
+        digests = [hashlib.sha256(data).hexdigest() for data in sample.image_files]
+        if digests != [image.sha256 for image in sample.images]:
+            return "an image does not have the sha256 that it is listed with"
+        images = self.info.images
         return (
             tokens_fault(sample.input_ids, self.info.vocab_size)
             or mask_fault(sample.loss_mask, sample.supervised)
             or spans_fault(sample.spans, sample.tokens)
+            or images_fault(sample.input_ids, sample.images, None if images is None else images.spec.token_id)
         )
 
     def _misfit(self, reason: str) -> FormatError:
@@ -292,20 +330,24 @@ class PreparedInput:
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         rows = 0
         for file in self.info.files:
-            with self.fs.local_copy(file.path) as path:
-                try:
-                    with self._verified_part(path, file) as parquet:
-                        for batch in parquet.iter_batches(ROWS_PER_BATCH, columns=columns):
-                            rows += batch.num_rows
-                            yield self._typed(batch, columns)
-                except OSError as error:
-                    raise storage_error(error, f"{self.folder}/{file.path}") from error
+            for batch in self._part(file, columns, PREPARED, ROWS_PER_BATCH):
+                rows += batch.num_rows
+                yield batch
         if rows != self.info.samples:
             raise _corrupt(self.folder, f"expected {self.info.samples:,} samples, found {rows:,}")
 
-    def _typed(self, batch: pa.RecordBatch, columns: list[str]) -> pa.RecordBatch:
+    def _part(self, file: FileEntry, columns: list[str], schema: pa.Schema, at_once: int) -> Iterator[pa.RecordBatch]:
+        with self.fs.local_copy(file.path) as path:
+            try:
+                with self._verified_part(path, file) as parquet:
+                    for batch in parquet.iter_batches(at_once, columns=columns):
+                        yield self._typed(batch, columns, schema)
+            except OSError as error:
+                raise storage_error(error, f"{self.folder}/{file.path}") from error
+
+    def _typed(self, batch: pa.RecordBatch, columns: list[str], schema: pa.Schema) -> pa.RecordBatch:
         try:
-            typed = batch.select(columns).cast(pa.schema([PREPARED.field(name) for name in columns]))
+            typed = batch.select(columns).cast(pa.schema([schema.field(name) for name in columns]))
         except (pa.ArrowException, KeyError) as error:
             raise self._misfit(f"{error}") from error
         for name in columns:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from schemas.capture import FinalMode
-from schemas.manifest import ROLES
+from schemas.manifest import ROLES, ImageEntry
 
 if TYPE_CHECKING:
     import torch
@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 SHOWN_TURNS = 8
 
 
-def sample_id(input_ids: np.ndarray, loss_mask: np.ndarray) -> str:
-    """blake2b-128 over int32-LE tokens then one mask byte per token, as 32 hex digits."""
+def sample_id(input_ids: np.ndarray, loss_mask: np.ndarray, images: Sequence[ImageEntry] = ()) -> str:
+    """blake2b-128 over int32-LE tokens, one mask byte per token and the sha256 of each image, as 32 hex digits."""
     digest = hashlib.blake2b(np.ascontiguousarray(input_ids, dtype="<i4").tobytes(), digest_size=16)
     digest.update(np.ascontiguousarray(loss_mask, dtype=np.uint8).tobytes())
+    for image in images:
+        digest.update(bytes.fromhex(image.sha256))
     return digest.hexdigest()
 
 
@@ -34,7 +36,8 @@ class Sample:
     """One tokenised conversation, unshifted.
 
     input_ids int32 [T]; loss_mask uint8 [T], 1 where a token is supervised; spans int32 [n, 3] of (role index into
-    ``ROLES``, start, end) with end exclusive; split ``train`` or ``validation``; source ``file:line``.
+    ``ROLES``, start, end) with end exclusive; split ``train`` or ``validation``; source ``file:line``. images:
+    ascending; ``image_files`` their bytes, which DATA holds and a store does not.
     """
 
     id: str
@@ -43,6 +46,8 @@ class Sample:
     spans: np.ndarray
     split: str = "train"
     source: str = ""
+    images: tuple[ImageEntry, ...] = ()
+    image_files: tuple[bytes, ...] = ()
 
     def __repr__(self) -> str:
         return f"Sample({self.id}, {self.split}, {self.tokens:,} tokens, {self.supervised:,} supervised)"
@@ -54,7 +59,9 @@ class Sample:
         """What a person wants to know of it first."""
         turns = ", ".join(f"{ROLES[role]} {start}–{end}" for role, start, end in self.spans[:SHOWN_TURNS].tolist())
         more = f" and {len(self.spans) - SHOWN_TURNS} more" if len(self.spans) > SHOWN_TURNS else ""
-        return {"split": self.split, "tokens": self.tokens, "supervised": self.supervised, "turns": turns + more}
+        counts = {"tokens": self.tokens, "supervised": self.supervised}
+        counts |= {"images": len(self.images)} if self.images else {}
+        return {"split": self.split, **counts, "turns": turns + more}
 
     @property
     def tokens(self) -> int:

@@ -20,6 +20,7 @@ from hiddenstore.index.publish import indexed_revisions
 from hiddenstore.segments import default_container
 from hiddenstore.store import Store, tables_of
 from hiddenstore.targets.identity import cast_hint
+from schemas.base import FORMAT_VERSION, IMAGES_FORMAT
 from schemas.capture import STATED, CaptureSpec, HeadSpec
 from schemas.manifest import CommitRecord, Container, Engine, FileEntry, Package, PackageRole, Reject, StoreManifest
 
@@ -52,6 +53,7 @@ def create_store(
         FileEntry(path=name, size=len(data), sha256=sha256_hex(data)) for name, data in sorted(target_files.items())
     )
     manifest = StoreManifest(
+        format=FORMAT_VERSION if capture.images is None else IMAGES_FORMAT,
         container=container or default_container(fs),
         recipe=recipe,
         capture=capture,

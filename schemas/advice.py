@@ -1,11 +1,10 @@
 """The documents of ``calibration/`` and ``advice/``: a raw slice of a capture, and what each recipe does to it."""
 
 from math import inf
-from typing import Any
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
-from schemas.base import FORMAT_VERSION, Document
+from schemas.base import FORMAT_VERSION, Document, Sparse
 
 
 class SliceSample(Document):
@@ -101,13 +100,14 @@ class PairedRow(Document):
         return inf if self.half_width is None else self.half_width - self.difference
 
 
-class Advice(Document):
+class Advice(Sparse):
     """``advice/<n>.json``: the recipes measured on one slice; the highest n is the latest.
 
     ``tokens`` and ``final_rows`` were measured on; ``chosen`` is the smallest recipe of states within the limits.
     ``max_loss``, acceptance as a share, is absent where nothing was trained.
     """
 
+    absent = ("max_loss",)
     format: int = FORMAT_VERSION
     tokens: int
     final_rows: int
@@ -117,12 +117,6 @@ class Advice(Document):
     chosen: str
     rows: tuple[AdviceRow, ...]
     paired: tuple[PairedRow, ...] = ()
-
-    @model_serializer(mode="wrap")
-    def _without_unstated(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Written as older readers know it where nothing was trained."""
-        members: dict[str, Any] = serialise(self)
-        return {name: value for name, value in members.items() if name != "max_loss" or value is not None}
 
     @model_validator(mode="after")
     def _one_row_is_chosen(self) -> "Advice":

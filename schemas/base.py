@@ -1,11 +1,27 @@
 """The strict base every stored document derives from."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 FORMAT_VERSION = 1
+IMAGES_FORMAT = 2
+"""What a document of samples with images says, so that a reader without them refuses it."""
 
 
 class Document(BaseModel):
     """A frozen pydantic model that refuses unknown fields, so that nothing stored is ever ignored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Sparse(Document):
+    """A document without those members of ``absent`` that are null or empty: written as older readers know it."""
+
+    absent: ClassVar[tuple[str, ...]]
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        members: dict[str, Any] = dump(self)
+        empty: tuple[object, ...] = (None, (), [], {})
+        return {name: value for name, value in members.items() if name not in self.absent or value not in empty}

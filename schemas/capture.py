@@ -1,11 +1,11 @@
 """What a store holds and where it came from: target identity, captured layers, norm state, codecs, head."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
-from schemas.base import Document
+from schemas.base import Document, Sparse
 from schemas.layers import field_name
 
 FinalMode = Literal["supervised", "all", "none"]
@@ -24,7 +24,7 @@ STATED = ("checkpoint_sha256", "tokenizer_rules_sha256")
 """Digests of a target that are compared where both sides state them."""
 
 
-class TargetIdentity(Document):
+class TargetIdentity(Sparse):
     """Fingerprint of the target; compared wherever two things meet.
 
     ``weights_sha256`` covers embeddings, final norm and LM head as bf16 values, ``checkpoint_sha256`` every tensor of
@@ -32,6 +32,7 @@ class TargetIdentity(Document):
     in stores of older writers and where the checkpoint does not say. ``name`` is for people and never compared.
     """
 
+    absent = STATED
     name: str
     revision: str | None = None
     model_type: str
@@ -45,12 +46,6 @@ class TargetIdentity(Document):
     weights_sha256: str
     checkpoint_sha256: str | None = None
     tokenizer_rules_sha256: str | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_unstated(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Written as older readers know it where nothing more is known."""
-        members = dict(serialise(self))
-        return {name: value for name, value in members.items() if value is not None or name not in STATED}
 
 
 class HeadSpec(Document):
@@ -86,13 +81,23 @@ class Codecs(Document):
         return self
 
 
-class CaptureSpec(Document):
+class ImageSpec(Document):
+    """What makes tokens of an image: ``token_id`` stands at each of its places, and ``processor_sha256`` is the digest
+    of the target's image processor."""
+
+    token_id: int = Field(ge=0)
+    processor_sha256: str
+
+
+class CaptureSpec(Sparse):
     """Everything that must agree for two units to live in one store.
 
     ``states`` says of every field whether it is ``stored`` or ``rebuilt`` through the target's own blocks; it is absent
     where all are stored. With codecs of the recipe ``rebuilt`` it follows from the layers: ``rebuilt_states``.
+    ``images`` is absent where samples hold none.
     """
 
+    absent = ("states", "images")
     target: TargetIdentity
     aux_layers: tuple[int, ...]
     final: FinalMode
@@ -100,11 +105,7 @@ class CaptureSpec(Document):
     state_dtype: StateDtype = "bfloat16"
     codecs: Codecs
     states: dict[str, Kept] = Field(default_factory=dict)
-
-    @model_serializer(mode="wrap")
-    def _without_states_if_all_are_stored(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        members: dict[str, Any] = dump(self)
-        return {name: value for name, value in members.items() if name != "states" or value}
+    images: ImageSpec | None = None
 
     @model_validator(mode="after")
     def _layers_are_ascending_and_in_range(self) -> "CaptureSpec":

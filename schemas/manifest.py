@@ -1,10 +1,10 @@
 """The documents of a store: store.json, commit records, snapshots and the headers of index files."""
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
-from schemas.base import FORMAT_VERSION, Document
+from schemas.base import FORMAT_VERSION, Document, Sparse
 from schemas.capture import CaptureSpec, HeadSpec
 
 Container = str
@@ -16,10 +16,11 @@ MAX_TOKENS = 1 << 31
 """A sample is shorter, so that columns of samples hold 32 bits."""
 
 
-class FileEntry(Document):
+class FileEntry(Sparse):
     """One file of a segment or of ``target/``: path relative to its folder, size in bytes, and either the sha256 of the
     bytes or, of shards and tars, ``tree``: the sha256 over the crc32c of every 2^20 bytes."""
 
+    absent = ("sha256", "tree")
     path: str
     size: int = Field(ge=0)
     sha256: str | None = None
@@ -30,11 +31,6 @@ class FileEntry(Document):
         if (self.sha256 is None) == (self.tree is None):
             raise ValueError(f"{self.path} names not exactly one of sha256 and tree")
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_the_other(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        members: dict[str, Any] = dump(self)
-        return {name: value for name, value in members.items() if value is not None}
 
     @property
     def digest(self) -> str:
@@ -49,13 +45,14 @@ class Package(Document):
     version: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.!+_-]*$")
 
 
-class StoreManifest(Document):
+class StoreManifest(Sparse):
     """``store.json``: immutable, written once before anything else is trusted.
 
     ``packages``: which distribution brings a codec or the container, where hiddenstore does not have it itself: by
     ``aux``, ``final`` or ``container``. Absent where there is none.
     """
 
+    absent = ("packages",)
     format: int = FORMAT_VERSION
     container: Container = "zarr"
     recipe: str
@@ -63,11 +60,6 @@ class StoreManifest(Document):
     head: HeadSpec
     target_files: tuple[FileEntry, ...]
     packages: dict[PackageRole, Package] = Field(default_factory=dict)
-
-    @model_serializer(mode="wrap")
-    def _without_empty_packages(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        members: dict[str, Any] = dump(self)
-        return {name: value for name, value in members.items() if name != "packages" or value}
 
 
 class Engine(Document):
@@ -82,12 +74,28 @@ class Engine(Document):
     settings: dict[str, str] = Field(default_factory=dict)
 
 
-class SampleEntry(Document):
+class ImageEntry(Document):
+    """An image of a sample: the digest of its file, and the ``height`` x ``width`` tokens from ``start`` on that stand
+    for it, row by row."""
+
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    start: int = Field(ge=0)
+    height: int = Field(gt=0, lt=MAX_TOKENS)
+    width: int = Field(gt=0, lt=MAX_TOKENS)
+
+    @property
+    def tokens(self) -> int:
+        return self.height * self.width
+
+
+class SampleEntry(Sparse):
     """Where one sample lies in its segment.
 
     ``start`` and ``tokens`` count rows of the aux arrays; ``final_start`` and ``final_rows`` rows of the final array.
+    ``images`` is absent where there is none.
     """
 
+    absent = ("images",)
     id: str
     split: Split
     start: int = Field(ge=0)
@@ -95,6 +103,7 @@ class SampleEntry(Document):
     supervised: int = Field(ge=0, lt=MAX_TOKENS)
     final_start: int = Field(ge=0)
     final_rows: int = Field(ge=0, lt=MAX_TOKENS)
+    images: tuple[ImageEntry, ...] = ()
 
 
 class Reject(Document):
@@ -124,12 +133,13 @@ class LayerStats(Document):
     raw_rows: int = 0
 
 
-class CommitHead(Document):
+class CommitHead(Sparse):
     """What a commit record says beside its samples.
 
     ``engine`` captured every sample that no member of ``recaptured`` names; that is absent where there is none.
     """
 
+    absent = ("recaptured",)
     format: int = FORMAT_VERSION
     unit: str
     input: str
@@ -139,11 +149,6 @@ class CommitHead(Document):
     rejects: tuple[Reject, ...] = ()
     stats: dict[str, LayerStats] = Field(default_factory=dict)
     recaptured: tuple[Recapture, ...] = ()
-
-    @model_serializer(mode="wrap")
-    def _without_empty_recaptures(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        members: dict[str, Any] = dump(self)
-        return {name: value for name, value in members.items() if name != "recaptured" or value}
 
     @property
     def bytes_stored(self) -> int:

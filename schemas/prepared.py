@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from schemas.base import FORMAT_VERSION, Document
+from schemas.base import FORMAT_VERSION, Document, Sparse
+from schemas.capture import ImageSpec
 from schemas.manifest import FileEntry
 
 LossOn = Literal["assistant", "last-turn", "all"]
@@ -33,14 +34,24 @@ class SourceCount(Document):
     weight: float | None = None
 
 
-class PreparedData(Document):
+class PreparedImages(Document):
+    """The images of DATA: how many samples hold some, and the parquet files that hold theirs."""
+
+    spec: ImageSpec
+    samples: int
+    files: tuple[FileEntry, ...]
+
+
+class PreparedData(Sparse):
     """``data.json``. ``digest`` = sha256 over (sample id, split) in file order: the name of this input in a store.
     ``tokenizer_rules_sha256`` as in ``TargetIdentity``.
 
     ``think_loss`` False: thoughts are not supervised. ``reasoning_lost`` counts samples whose last answer has reasoning
-    that the chat template left out. ``mix_seed`` chose the rows where a mix took a part of a source.
+    that the chat template left out. ``mix_seed`` chose the rows where a mix took a part of a source. ``images`` is
+    absent where no sample has any.
     """
 
+    absent = ("images",)
     format: int = FORMAT_VERSION
     digest: str
     target: str
@@ -67,3 +78,4 @@ class PreparedData(Document):
     mix_seed: int | None = None
     rejects: tuple[RejectCount, ...] = ()
     files: tuple[FileEntry, ...] = Field(default_factory=tuple)
+    images: PreparedImages | None = None

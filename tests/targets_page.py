@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from collectors.targets.images import FAMILIES as WITH_IMAGES
 from tests import test_family_pipeline as pipeline
 from tests.collectors import test_families as families
 from tests.collectors.tiny import CONFIGS
@@ -44,6 +45,7 @@ def table() -> str:
         inner = config.get_text_config(decoder=True).model_type
         kind = f"`{config.model_type}`" + (f" › `{inner}`" if family in WITH_VISION else "")
         captured = f"{'own' if family in CONFIGS else 'saved'}[{family}]"
+        captured += ", images" if config.model_type in WITH_IMAGES else ""
         decoded = "no: running state" if family in RUNNING_STATE else f"path[{family}]"
         engines = "hf, vllm, trtllm" if family == "llama" else f"hf, in vllm[{family}]" if family in IN_VLLM else "hf"
         example = PUBLISHED.get(family, "")
@@ -54,10 +56,12 @@ def table() -> str:
 
 
 TESTS = {"own": OWN, "saved": SAVED, "path": PATH}
-# Their modules need an engine, or a double of it.
+# Their modules need an engine, a double of it, or Pillow.
 OF_ENGINES = {
     "in vllm": "tests/engines/test_engine_families.py::"
     "test_vllm_captures_what_hugging_face_does_and_accepts_what_decode_and_eval_foretell",
+    "images": "tests/collectors/test_images.py::"
+    "test_captured_states_equal_those_of_transformers_in_a_unit_of_images_and_text",
     "vllm": "tests/engines/test_capture.py::test_every_layer_equals_hugging_face",
     "trtllm": "tests/collectors/test_engine_trtllm.py::"
     "test_the_store_is_that_of_hugging_face_with_the_final_hidden_after_the_norm",

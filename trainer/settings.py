@@ -24,6 +24,8 @@ from trainer.vocab import count_store
 
 FULL_VOCAB_LIMIT = 32768
 """Targets up to this size are drafted with their whole vocabulary."""
+IMAGE_TOKEN = "image_token_id"
+"""The setting of drafters that are trained beside images."""
 USUAL_VOCAB, FEWEST_VOCAB = 32000, 4096
 VOCAB_COVERAGE = 0.98
 """Share of the supervised tokens that a derived draft vocabulary holds. On SmolLM2 after 100,000 tokens, vocabularies
@@ -54,8 +56,9 @@ def load_config(
     name = _drafter_name(drafter, file, words, start)
     cuts = [str(value) for _, value in settings.assignments("data.max_tokens", file, words)[-1:]]
     defaults = derived(store, name, next((int(cut) for cut in cuts if cut.isdecimal()), None))
+    images = {key: value for key, value in defaults["drafter"].items() if key == IMAGE_TOKEN}
     if start is not None:
-        defaults["drafter"] = start.model_dump(mode="json", exclude={"vocab_file"})
+        defaults["drafter"] = start.model_dump(mode="json", exclude={"vocab_file"}) | images
     if settings.assignments("drafter.rope_scaling", file, words):
         # One scaling is not the other with a key changed.
         defaults["drafter"]["rope_scaling"] = None
@@ -124,6 +127,8 @@ def derived(store: "Store", drafter: str = "eagle3", max_tokens: int | None = No
         "loss": {},
         "optim": {"lr": default_lr(target.hidden_size)},
     }
+    if (images := store.capture.images) is not None and drafter_kind(drafter).takes_images:
+        common["drafter"][IMAGE_TOKEN] = images.token_id
     for section, values in drafter_kind(drafter).derive(facts).items():
         common.setdefault(section, {}).update(values)
     if "vocab_size" not in common["drafter"]:

@@ -215,6 +215,9 @@ def _matcher(options: ImportOptions, target: EngineTarget) -> Matcher:
     if options.tokens_from is not None:
         data = PreparedInput.open(options.tokens_from)
         require_data_fits(data.info, target.folder)
+        if data.info.images is not None:
+            problem = f"{data.folder} holds images, and no dump says which image its states are of"
+            raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=f"hiddenstore collect {data.folder} -o STORE")
         prepared = PreparedTokens(data)
     return Matcher(prepared, exported_turns(Path(options.source)), options.loss_on == "all", options.validation)
 

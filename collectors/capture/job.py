@@ -17,7 +17,14 @@ from pathlib import Path
 import numpy as np
 
 from collectors.capture.estimate import final_rows, shortage
-from collectors.capture.options import AUTO, CollectOptions, engine_options, require_data_fits, resolve_recipe
+from collectors.capture.options import (
+    AUTO,
+    CollectOptions,
+    engine_options,
+    require_data_fits,
+    require_engine_fits,
+    resolve_recipe,
+)
 from collectors.checks.capture import CheckSpec, RejectBudget, check_unit
 from collectors.checks.crosscheck import CrossCheck
 from collectors.checks.reference import (
@@ -98,7 +105,10 @@ def requests_of(samples: Sequence[Sample], final: FinalMode, has_final: bool = T
         rows = [np.array([sample.tokens - 1], dtype=np.int32) for sample in samples]
     else:
         rows = [final_row_positions(sample.loss_mask, final) for sample in samples]
-    return [CaptureRequest(sample.input_ids, row, sample.source) for sample, row in zip(samples, rows, strict=True)]
+    return [
+        CaptureRequest(sample.input_ids, row, sample.source, tuple(zip(sample.images, sample.image_files, strict=True)))
+        for sample, row in zip(samples, rows, strict=True)
+    ]
 
 
 def records_of(unit: UnitStates, final: FinalMode) -> Iterator[Record]:
@@ -316,8 +326,10 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
     folder = open_target(options.target, options.revision, template, options.trust_remote_code, adapter)
     folder = replace(folder, runs_elsewhere=options.server is not None)
     require_data_fits(prepared.info, folder)
+    require_engine_fits(options.engine, prepared.info)
     choice = choose_layers(options.layers, options.final, folder.num_layers)
-    recipe, parity = resolve_recipe(options.recipe, choice, folder.num_layers), parse_check(options.check)
+    recipe = resolve_recipe(options.recipe, choice, folder.num_layers, prepared.info.images is not None)
+    parity = parse_check(options.check)
     say_once(choice.explained)
     settings = engine_options(options, choice, prepared.info.longest, rank)
     with closing(open_engine(options.engine, EngineTarget(folder, options.dtype), settings)) as engine:
@@ -325,12 +337,16 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
         reference = open_reference(parity, target, LoadOptions(options.dtype, options.device), rank)
         if reference.explained is not None:
             say_once(reference.explained)
+        # Text may join a store that holds images.
+        stored = _stored_capture(options.store)
+        beside = None if stored is None else stored.images
         capture = CaptureSpec(
             target=stored_identity(options, target.identity),
             aux_layers=choice.aux_layers,
             final=choice.final,
             final_norm=engine.final_norm or "pre_norm",
             codecs=get_recipe(recipe),
+            images=beside if prepared.info.images is None else prepared.info.images.spec,
         )
         profile = None if reference.target is None else profile_target(reference.target, prepared, choice.final)
         norms = typical_norms(profile, choice.aux_layers, target.head.hidden_size)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import yaml
 
-from collectors.engines import EngineOptions
+from collectors.engines import ENGINES, EngineOptions
+from collectors.targets.images import open_images
 from collectors.targets.layers import LayerChoice
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPES, get_recipe, recipe_name
 from hiddenstore.errors import ConfigError, FormatError, Kind
@@ -64,7 +65,7 @@ class CollectOptions:
         return replace(self, **absolute)
 
 
-def resolve_recipe(recipe: str, choice: LayerChoice, num_layers: int) -> str:
+def resolve_recipe(recipe: str, choice: LayerChoice, num_layers: int, has_images: bool) -> str:
     """The recipe's own name, of the default for ``auto``. Raises ConfigError: ``final-unfit``: a drafter reads the
     final hidden, the recipe stores top tokens; as ``get_recipe`` and ``require_rebuildable``."""
     codecs = get_recipe(DEFAULT_RECIPE if recipe == AUTO else recipe)
@@ -74,7 +75,7 @@ def resolve_recipe(recipe: str, choice: LayerChoice, num_layers: int) -> str:
             kind=Kind.FINAL_UNFIT,
             hint=f"--recipe {recipe_name(codecs.model_copy(update={'final': RECIPES[DEFAULT_RECIPE][1]}))}",
         )
-    require_rebuildable(codecs, choice.aux_layers, num_layers)
+    require_rebuildable(codecs, choice.aux_layers, num_layers, has_images)
     return recipe_name(codecs)
 
 
@@ -85,13 +86,26 @@ def require_data_fits(info: PreparedData, folder: TargetFolder) -> None:
     if is_other_template:
         digests = info.chat_template_sha256, folder.chat_template_sha256
         wrong.append("chat template {:.8}… in the data, {:.8}… of the target".format(*digests))
+    images = None if info.images is None else open_images(folder)
+    if info.images is not None and (images is None or images.spec != info.images.spec):
+        wrong.append(f"image processor {info.images.spec.processor_sha256:.8}… in the data, another one of the target")
     if not wrong:
         return
     hint = f"hiddenstore prepare INPUT -o DATA --target {folder.name}"
-    if tokenizer_fits:
+    if is_other_template and tokenizer_fits:
         hint += "; or, if prepare was given a template, collect with the same --template FILE"
     problem = f"the data was prepared for {info.target} and does not fit target {folder.label}: {'; '.join(wrong)}"
     raise FormatError(problem, kind=Kind.TOKENIZER_MISMATCH, hint=hint)
+
+
+def require_engine_fits(engine: str, info: PreparedData) -> None:
+    """Refuse images where the engine runs tokens alone: ConfigError ``engine-arg``."""
+    if info.images is not None and not ENGINES[engine].images:
+        raise ConfigError(
+            f"engine {engine} runs token ids alone, and {info.images.samples} samples of the data hold images",
+            kind=Kind.ENGINE_ARG,
+            hint=f"--engine {ENGINES.default}",
+        )
 
 
 def read_engine_args(pairs: Sequence[str]) -> dict[str, Any]:

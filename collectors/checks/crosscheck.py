@@ -8,6 +8,7 @@ Shapes: T tokens of one sample, R final rows of it, n rows of one field, N decod
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from collectors.checks.capture import CheckSpec, require_matching
 from collectors.engines import Captured, CaptureRequest
+from collectors.engines.hf import forward_with_images
 from collectors.targets.load import LoadedTarget
 from collectors.targets.probe import Probe, probe_states
 from hiddenstore.errors import CaptureError, Kind
@@ -264,8 +266,10 @@ class CrossCheck:
         )
 
     def _probe(self, sample: Sample) -> Probe:
-        ids = torch.from_numpy(sample.input_ids.astype(np.int64))[None].to(self._reference.device)
-        return probe_states(self._reference.parts, ids, self._reference.identity.model_type)
+        target, images = self._reference, list(zip(sample.images, sample.image_files, strict=True))
+        ids = torch.from_numpy(sample.input_ids.astype(np.int64))[None].to(target.device)
+        forward = partial(forward_with_images, target, sample.input_ids, images) if images else None
+        return probe_states(target.parts, ids, target.identity.model_type, forward)
 
 
 def _is_nearest(field: Field, probe: Probe, error: float) -> bool:

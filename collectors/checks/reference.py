@@ -14,6 +14,7 @@ from collectors.engines import CaptureEngine, CaptureRequest
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
 from collectors.targets.probe import probe_states, verify_parts
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.images import is_text
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Rank
 from hiddenstore.records import final_row_positions
@@ -103,8 +104,10 @@ def profile_target(target: LoadedTarget, prepared: PreparedInput, final: FinalMo
     sample = next(iter(prepared.samples()), None)
     if sample is None:
         raise ConfigError(f"{prepared.folder} holds no samples", kind=Kind.INPUT_EMPTY)
-    ids = sample.input_ids[:PROFILED_TEXT]
-    final_rows = final_row_positions(sample.loss_mask, final)
+    # The profile is of text: what the target computes from tokens alone.
+    text = is_text(sample.tokens, sample.images)
+    ids = sample.input_ids[text][:PROFILED_TEXT]
+    final_rows = final_row_positions(sample.loss_mask[text], final)
     final_rows = final_rows[final_rows < len(ids)]
     batch = torch.from_numpy(ids.astype(np.int64))[None].to(target.device)
     probe = verify_parts(target.model, target.parts, batch, target.identity.model_type)

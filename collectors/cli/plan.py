@@ -51,7 +51,7 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
     folder = open_target(target, options["revision"], text, options["trust_remote_code"])
     require_data_fits(info, folder)
     choice = choose_layers(options["layers"], options["final"], folder.num_layers)
-    recipe = resolve_recipe(options["recipe"], choice, folder.num_layers)
+    recipe = resolve_recipe(options["recipe"], choice, folder.num_layers, info.images is not None)
     needs = make_plan(info, folder, choice, recipe, options["out"], options["rate"], options["container"])
     document = {
         "samples": info.samples,

@@ -195,13 +195,14 @@ def _show_data(answer: dict[str, Any]) -> None:
     limit = f"{answer['max_tokens']:,}" if answer["max_tokens"] is not None else "none"
     masks = {"generation-tags": "generation tags", "prefixes": "rendered prefixes", "all": "every token"}
     learned = f"{answer['loss_on']}{'' if answer['think_loss'] else ', without thoughts'}"
-    stored = sum(file["size"] for file in answer["files"])
+    stored = sum(file["size"] for file in (*answer["files"], *answer.get("images", {}).get("files", ())))
     output().pairs(
         [
             ("rows read", f"{rows:,}  ({rows / max(answer['elapsed_s'], 1e-3):,.0f} rows/s)"),
             ("samples", f"{samples:,}  (train {samples - validation:,}, validation {validation:,})"),
             ("tokens", f"{tokens:,}  (mean {tokens / samples:,.0f}, longest {longest:,}, limit {limit})"),
             ("supervised", f"{percent(supervised / tokens)}  ({learned}, mask from {masks[answer['mask_from']]})"),
+            *([("images", f"in {plural(answer['images']['samples'], 'sample')}")] if answer.get("images") else []),
             ("cut", f"{answer['cut']:,}"),
             ("duplicates", f"{answer['duplicates']:,} dropped"),
             ("rejected", f"{sum(reject['rows'] for reject in answer['rejects']):,}"),

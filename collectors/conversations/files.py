@@ -111,7 +111,7 @@ def _line_rows(path: Path, label: str) -> Iterator[Row]:
                 payload = Problem(location, "row-too-large", _TOO_LARGE)
             elif not line.strip(_SPACE):
                 continue
-            yield Row(location, payload, stream.consumed(length))
+            yield Row(location, payload, stream.consumed(length), path.parent)
 
 
 def _array_rows(path: Path, label: str) -> Iterator[Row]:
@@ -135,7 +135,7 @@ def _array_rows(path: Path, label: str) -> Iterator[Row]:
                     raise _broken_array(path, line, "it is nested too deeply")
                 builder.event(event, value)
                 if depth == 1 and builder.value:
-                    yield Row(f"{label}:{start}", builder.value.pop(), stream.consumed(size))
+                    yield Row(f"{label}:{start}", builder.value.pop(), stream.consumed(size), path.parent)
                     size = 0
             if size > MAX_ROW_BYTES:
                 raise _broken_array(path, line, _TOO_LARGE)
@@ -192,7 +192,7 @@ def _parquet_rows(path: Path, label: str, columns: list[str]) -> Iterator[Row]:
             size = path.stat().st_size // max(1, file.metadata.num_rows)
             for batch in file.iter_batches(batch_size=TABLE_BATCH_ROWS, columns=columns):
                 for value in batch.to_pylist():
-                    yield Row(f"{label}:{next(numbers)}", value, size)
+                    yield Row(f"{label}:{next(numbers)}", value, size, path.parent)
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
 

@@ -25,6 +25,9 @@ ROLE_OF = {name: role for role, names in _ROLE_NAMES.items() for name in names.s
 """What sources call the four roles; anything else is refused."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
+IMAGE_PARTS = ("image", "image_url", "input_image")
+IMAGE_MEMBERS = ("image_url", "image", "path", "url", "bytes")
+"""Where an image part says which image it is: OpenAI's, then those of Hugging Face."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 MEMBERS_OF_TEXT = ("name", "tool_call_id", *REASONING)
 FINISH_REASON, CUT = "finish_reason", "length"
@@ -36,13 +39,16 @@ _SHOWN = 80
 class Conversation:
     """Messages with ``role`` (of ``ROLES``), ``content`` text, maybe ``tool_calls`` and ``MEMBERS_OF_TEXT``.
 
-    ``cut``: indices of answers that their token limit ended, so that the target never wrote their end.
+    ``cut``: indices of answers that their token limit ended, so that the target never wrote their end. ``images``: what
+    the image parts name, in order, a path, URI or the bytes of a file; the content of messages with some is a list of
+    parts.
     """
 
     location: str
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     cut: frozenset[int] = frozenset()
+    images: tuple[str | bytes, ...] = ()
 
     @property
     def has_answer(self) -> bool:
@@ -53,16 +59,17 @@ class _UnusableError(Exception):
     """Its arguments are the reason and the detail of a ``Problem``."""
 
 
-def parse_row(row: Row) -> Conversation | Problem:
-    """What one row says, or why it cannot be used."""
+def parse_row(row: Row, takes_images: bool = False) -> Conversation | Problem:
+    """What one row says, or why it cannot be used; ``takes_images``: the target reads images."""
     value = decoded_row(row)
     if isinstance(value, Problem):
         return value
     try:
         entries = _entries(value)
-        messages = [_message(entry, f"message {number}") for number, entry in enumerate(entries, start=1)]
+        images: list[str | bytes] | None = [] if takes_images else None
+        messages = [_message(entry, f"message {number}", images) for number, entry in enumerate(entries, start=1)]
         cut = frozenset(index for index, entry in enumerate(entries) if entry.get(FINISH_REASON) == CUT)
-        return Conversation(row.location, messages, _tools(value.get(TOOLS_COLUMN)), cut)
+        return Conversation(row.location, messages, _tools(value.get(TOOLS_COLUMN)), cut, tuple(images or ()))
     except _UnusableError as error:
         return Problem(row.location, *error.args)
     except RecursionError as error:
@@ -127,7 +134,7 @@ def _entries_of_pair(row: dict[str, Any], columns: list[str]) -> list[Any]:
     return turns
 
 
-def _message(entry: Any, title: str) -> Message:
+def _message(entry: Any, title: str, images: list[str | bytes] | None) -> Message:
     if not isinstance(entry, dict):
         raise _UnusableError("message-not-an-object", f"{title} is {_kind(entry)}")
     name = entry.get("role") if entry.get("role") is not None else entry.get("from")
@@ -135,14 +142,43 @@ def _message(entry: Any, title: str) -> Message:
     if role is None:
         raise _UnusableError("unknown-role", f"{title} has role {_short(repr(name))}")
     content = entry.get("content") if entry.get("content") is not None else entry.get("value")
-    message: Message = {"role": role, "content": _text(content, title)}
+    message: Message = {"role": role, "content": _content(content, title, None if role == "assistant" else images)}
     if calls := _tool_calls(entry.get("tool_calls"), title):
         message["tool_calls"] = calls
     message.update({key: _unicode(entry[key], title) for key in MEMBERS_OF_TEXT if isinstance(entry.get(key), str)})
     # An empty system message or tool answer says something; an empty turn is a hole in the data.
-    if role in ("user", "assistant") and not message["content"].strip() and not calls:
+    if role in ("user", "assistant") and not calls and isinstance(text := message["content"], str) and not text.strip():
         raise _UnusableError("empty-content", f"{title} ({role}) is empty")
     return message
+
+
+def _content(content: Any, title: str, images: list[str | bytes] | None) -> str | list[dict[str, str]]:
+    """The text of a message, or its parts where one is an image, which is named behind ``images``."""
+    if images is None or not isinstance(content, list) or not any(map(_is_image, content)):
+        return _text(content, title)
+    parts = []
+    for part in content:
+        if _is_image(part):
+            images.append(_image(part, title))
+            parts.append({"type": "image"})
+        else:
+            parts.append({"type": "text", "text": _text_part(part, title)})
+    return parts
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
+
+
+def _image(part: dict[str, Any], title: str) -> str | bytes:
+    """What an image part names; a table gives each part every member, and of an image its path and maybe its bytes."""
+    for name in IMAGE_MEMBERS:
+        value = part.get(name)
+        if isinstance(value, dict):
+            value = next((value[member] for member in ("bytes", "url", "path") if value.get(member)), None)
+        if value and isinstance(value, str | bytes):
+            return value
+    raise _UnusableError("image-missing", f"{title} holds an image part that names no image")
 
 
 def _text(content: Any, title: str) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hiddenstore.errors import ConfigError, Kind
@@ -30,11 +31,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Row:
-    """One row at ``file:line``, ``size`` bytes; ``payload`` is bytes, a decoded value, or the problem of reading it."""
+    """One row at ``file:line``, ``size`` bytes; ``payload`` is bytes, a decoded value, or the problem of reading it.
+    ``folder``: where paths in it begin, None where it comes from no file."""
 
     location: str
     payload: Any
     size: int
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from collectors.targets.load import EngineTarget
-    from schemas.capture import NormState
-    from schemas.manifest import Engine
+    from schemas.manifest import ImageEntry
 
 
 @dataclass(frozen=True, eq=False)
 class CaptureRequest:
-    """input_ids int32 [T]; final_rows int32 [r], ascending positions; ``source``: where the sample came from."""
+    """input_ids int32 [T]; final_rows int32 [r], ascending positions; ``source``: where the sample came from;
+    ``images`` in order, each with its file."""
 
     input_ids: "np.ndarray"
     final_rows: "np.ndarray"
     source: str = ""
+    images: "Sequence[tuple[ImageEntry, bytes]]" = ()
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class EngineRow:
 
     ``opener``: ``module:callable`` of (EngineTarget, EngineOptions). ``doctor``: ``module:function`` that yields its
     checks. ``flags``: settings of this engine that are options of ``collect`` too, with their help. ``server`` and
-    ``tensor_parallel``: whether it takes these options; ``server`` is the help of ``--server``.
+    ``tensor_parallel``: whether it takes these options; ``server`` is the help of ``--server``. ``images``: whether it
+    runs samples with images.
     """
 
     opener: str
@@ -120,6 +122,7 @@ class EngineRow:
     flags: Mapping[str, str] = field(default_factory=dict)
     server: str = ""
     tensor_parallel: bool = False
+    images: bool = False
 
 
 _ROWS: dict[str, str | EngineRow] = {
@@ -130,6 +133,7 @@ _ROWS: dict[str, str | EngineRow] = {
             "device_map": "auto spreads the blocks over every GPU (accelerate).",
             "attention": "sdpa, eager or flash_attention_2; default: transformers' own choice.",
         },
+        images=True,
     ),
     "vllm": EngineRow(
         "collectors.engines.vllm:open_vllm",

@@ -16,14 +16,16 @@ from torch.utils.hooks import RemovableHandle
 
 from collectors.engines import ENGINES, Captured, CaptureRequest, EngineOptions, raise_if_stopped, read_settings
 from collectors.engines.resources import optional_package
+from collectors.targets.images import ImageError
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
 from collectors.targets.probe import first_tensor
 from hiddenstore.codecs.base import fresh
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.errors import CaptureError, ConfigError, Kind
+from hiddenstore.images import image_positions
 from hiddenstore.targets.families import Parts
 from schemas.capture import NormState
-from schemas.manifest import Engine
+from schemas.manifest import Engine, ImageEntry
 
 # Below this share of real tokens a batch is closed: a padded token costs as much as a real one.
 MIN_FILL = 0.75
@@ -133,6 +135,8 @@ class StateTap:
                 out.copy_(states[row, placement.rows])
 
 
+Images = Sequence[tuple[ImageEntry, bytes]]
+"""The images of a sample in order, each with its file."""
 CHECKED_ROWS = 2
 SETTINGS = dict.fromkeys(ENGINES["hf"].flags)
 
@@ -182,11 +186,15 @@ class HfEngine:
         final_rows = sum(placement.final_rows for placement in placements)
         tap = StateTap(self.target.parts, self._options.aux_layers, sum(lengths), final_rows)
         with tap, torch.inference_mode():
-            for batch in plan_batches(lengths, self._options.batch_tokens, self._boundary):
+            for batch in self._batches(requests):
                 raise_if_stopped(stop)
                 ids = _pad([requests[i].input_ids for i in batch])
                 tap.batch = [placements[i] for i in batch]
-                last = self._forward(torch.from_numpy(ids).to(self.target.device))
+                images = requests[batch[0]].images
+                if images:
+                    last = forward_with_images(self.target, ids[0], images)
+                else:
+                    last = self._forward(torch.from_numpy(ids).to(self.target.device))
                 for row, placement in enumerate(tap.batch):
                     end = placement.start + placement.tokens
                     token_ids[placement.start : end] = ids[row, : placement.tokens]
@@ -194,6 +202,14 @@ class HfEngine:
                 next_rows.append(rows)
                 next_tokens.append(tokens)
         return Captured(token_ids, tap.aux, tap.final, torch.cat(next_rows), torch.cat(next_tokens))
+
+    def _batches(self, requests: Sequence[CaptureRequest]) -> Iterator[list[int]]:
+        """Batches of text, and samples with images one by one: every row of a batch has positions of its own there."""
+        texts = [number for number, request in enumerate(requests) if not request.images]
+        lengths = [len(requests[number].input_ids) for number in texts]
+        for batch in plan_batches(lengths, self._options.batch_tokens, self._boundary):
+            yield [texts[place] for place in batch]
+        yield from ([number] for number, request in enumerate(requests) if request.images)
 
     def _require_stateless_positions(self, longest: int) -> None:
         """Refuse what cannot be exact: ``dynamic`` rotary embeddings remember the longest sequence run before."""
@@ -225,6 +241,38 @@ class HfEngine:
         picked = last[torch.tensor(batch_rows, dtype=torch.long), torch.tensor(positions, dtype=torch.long)]
         tokens = self.target.lm_head(picked).argmax(dim=-1)
         return torch.tensor(final_rows, dtype=torch.long), tokens.cpu()
+
+
+def forward_with_images(target: LoadedTarget, input_ids: np.ndarray, images: Images) -> Tensor:
+    """Post-norm last hidden [1, T, D] of one sample int32 [T] with its images; hooks on the target's parts fire inside.
+    Raises CaptureError: ``engine-request``, an image is not what ``prepare`` made of it."""
+    entries, made = [entry for entry, _ in images], []
+    for entry, data in images:
+        try:
+            pixels = target.images.read(data)
+        except ImageError as error:
+            raise _changed(entry, str(error)) from error
+        if (pixels.height, pixels.width) != (entry.height, entry.width):
+            found = f"it takes {pixels.height} x {pixels.width} tokens here, not {entry.height} x {entry.width}"
+            raise _changed(entry, found)
+        made.append(pixels)
+    # Not the backbone: the whole model below the head puts the images where their tokens are.
+    states: Tensor = target.model.model(
+        input_ids=torch.from_numpy(input_ids.astype(np.int64))[None].to(target.device),
+        pixel_values=torch.from_numpy(np.concatenate([pixels.values for pixels in made])).to(target.device),
+        image_grid_thw=torch.from_numpy(np.concatenate([pixels.grid for pixels in made])).to(target.device),
+        position_ids=torch.from_numpy(image_positions(len(input_ids), entries))[:, None].to(target.device),
+        use_cache=False,
+    ).last_hidden_state
+    return states
+
+
+def _changed(entry: ImageEntry, reason: str) -> CaptureError:
+    return CaptureError(
+        f"image {entry.sha256[:12]} is not what prepare made of it: {reason}",
+        kind=Kind.ENGINE_REQUEST,
+        hint="the versions of Pillow and transformers that prepare ran with; or prepare INPUT again",
+    )
 
 
 def _placements(requests: Sequence[CaptureRequest], device: torch.device) -> list[Placement]:

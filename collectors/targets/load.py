@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from collectors.targets.images import TargetImages
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets.checkpoint import damage, damaged, file_of_tensor, unreadable
 from hiddenstore.targets.families import Parts, find_parts, head_names
@@ -89,6 +90,11 @@ class LoadedTarget(EngineTarget):
         """The model's own LM head module: final hidden after the norm [..., D] to raw logits [..., V]."""
         module: nn.Module = self.model.get_output_embeddings()
         return module
+
+    @cached_property
+    def images(self) -> TargetImages:
+        """How it reads images, where it does."""
+        return TargetImages(self.folder)
 
     def eos_token_ids(self) -> list[int]:
         """Every token that ends an answer: of the generation config, the config and the tokenizer."""

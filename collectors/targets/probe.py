@@ -66,9 +66,13 @@ def verify_parts(model: nn.Module, parts: Parts, token_ids: Tensor, model_type: 
 
 
 @torch.no_grad()
-def probe_states(parts: Parts, token_ids: Tensor, model_type: str) -> Probe:
-    """Every layer of one sample, int64 [1, T], from a plain forward: no padding, no batch, no LM head."""
-    inputs, outputs, _ = _watch(parts, lambda: parts.backbone(input_ids=token_ids, use_cache=False), model_type)
+def probe_states(
+    parts: Parts, token_ids: Tensor, model_type: str, forward: Callable[[], object] | None = None
+) -> Probe:
+    """Every layer of one sample, int64 [1, T], from a plain forward: no padding, no batch, no LM head. ``forward``: one
+    that reads more than the tokens."""
+    plain = partial(parts.backbone, input_ids=token_ids, use_cache=False)
+    inputs, outputs, _ = _watch(parts, forward or plain, model_type)
     return Probe(torch.cat(inputs), outputs[-1][0])
 
 

@@ -14,12 +14,15 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from collectors.conversations.parse import Conversation, parse_row
 from collectors.conversations.rows import NO_ANSWER, Problem, Row
+from collectors.targets.images import TargetImages
+from collectors.tokenize.images import Picture, expanded, pictures_of
 from collectors.tokenize.template import ChatTemplate, Tokenised
 from hiddenstore.errors import InterruptError, Kind, StorageError
 from hiddenstore.inputs import PREPARED
@@ -32,30 +35,37 @@ WORTH_WORKERS_BYTES = 8 << 20
 MOST_WORKERS = 32
 
 FACTS = np.dtype(
-    [("tokens", "i8"), ("supervised", "i8"), ("validation", "?"), ("cut", "?"), ("reasoning_lost", "?")],
+    [
+        *(("tokens", "i8"), ("supervised", "i8"), ("validation", "?")),
+        *(("cut", "?"), ("reasoning_lost", "?"), ("images", "?")),
+    ],
 )
-"""What is counted of a sample: its length and its supervised tokens, its split, and what it lost."""
+"""What is counted of a sample: its length and its supervised tokens, its split, what it lost, and whether it holds
+images."""
 
 
 @dataclass(frozen=True, eq=False)
 class SampleRules:
-    """Everything a row's sample depends on besides the row. ``max_tokens`` None means no limit."""
+    """Everything a row's sample depends on besides the row. ``max_tokens`` None means no limit, ``images`` None that
+    the target's text alone is read."""
 
     template: ChatTemplate
     max_tokens: int | None
     overlong: Overlong
     validation: float
+    images: TargetImages | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class SampleBatch:
     """What one batch of rows became.
 
-    samples has the columns of ``PREPARED`` and n rows, facts ``FACTS`` [n]; ``size`` is the bytes of the rows in their
-    source, ``highest_id`` the largest token id, -1 when n = 0.
+    samples has the columns of ``PREPARED`` and n rows, facts ``FACTS`` [n]; images holds rows of ``IMAGES`` for every
+    sample; ``size`` is the bytes of the rows in their source, ``highest_id`` the largest token id, -1 when n = 0.
     """
 
     samples: pa.RecordBatch
+    images: list[list[dict[str, Any]]]
     facts: np.ndarray
     problems: list[Problem]
     rows: int
@@ -81,7 +91,7 @@ def make_batch(rules: SampleRules, rows: Sequence[Row]) -> SampleBatch:
     """Parse, render, tokenise, mask and cut a batch of rows."""
     results = [item if isinstance(item, Problem) else _limited(item, rules) for item in _tokenised(rules, rows)]
     samples = [item for item in results if not isinstance(item, Problem)]
-    ids = [sample_id(sample.input_ids, sample.loss_mask) for sample in samples]
+    ids = [sample_id(sample.input_ids, sample.loss_mask, sample.images) for sample in samples]
     facts = [
         (
             len(sample.input_ids),
@@ -89,11 +99,19 @@ def make_batch(rules: SampleRules, rows: Sequence[Row]) -> SampleBatch:
             is_validation(name, rules.validation),
             sample.is_cut,
             sample.is_reasoning_lost,
+            bool(sample.images),
         )
         for name, sample in zip(ids, samples, strict=True)
     ]
     return SampleBatch(
         samples=_record_batch(samples, ids, rules.validation),
+        images=[
+            [
+                {"sample_id": name, **entry.model_dump(), "data": data}
+                for entry, data in zip(sample.images, sample.image_files, strict=True)
+            ]
+            for name, sample in zip(ids, samples, strict=True)
+        ],
         facts=np.array(facts, dtype=FACTS),
         problems=[item for item in results if isinstance(item, Problem)],
         rows=len(rows),
@@ -202,7 +220,8 @@ def _work(rows: list[Row]) -> SampleBatch:
 
 
 def _tokenised(rules: SampleRules, rows: Sequence[Row]) -> list[Tokenised | Problem]:
-    parsed = [parse_row(row) for row in rows]
+    images = rules.images
+    parsed = [parse_row(row, images is not None) for row in rows]
     if rules.template.loss_on != "all":
         parsed = [
             Problem(item.location, NO_ANSWER, "no message of the assistant to learn from")
@@ -210,8 +229,20 @@ def _tokenised(rules: SampleRules, rows: Sequence[Row]) -> list[Tokenised | Prob
             else item
             for item in parsed
         ]
+    pictures: dict[int, list[Picture]] = {}
+    for number, item in enumerate(parsed):
+        if images is not None and isinstance(item, Conversation) and item.images:
+            made = pictures_of(item, rows[number].folder, images)
+            if isinstance(made, Problem):
+                parsed[number] = made
+            else:
+                pictures[number] = made
     tokenised = iter(rules.template.tokenise([item for item in parsed if isinstance(item, Conversation)]))
-    return [item if isinstance(item, Problem) else next(tokenised) for item in parsed]
+    results = [item if isinstance(item, Problem) else next(tokenised) for item in parsed]
+    for number, made in pictures.items():
+        if images is not None and isinstance(sample := results[number], Tokenised):
+            results[number] = expanded(sample, made, images.token_id)
+    return results
 
 
 def _limited(sample: Tokenised, rules: SampleRules) -> Tokenised | Problem:
@@ -220,6 +251,8 @@ def _limited(sample: Tokenised, rules: SampleRules) -> Tokenised | Problem:
         return sample
     if rules.overlong == "drop":
         return Problem(sample.location, "overlong", f"{length:,} tokens, at most {limit:,} are kept")
+    if sample.images and sample.images[-1].start + sample.images[-1].tokens > limit:
+        return Problem(sample.location, "image-cut", f"its last image ends behind the first {limit:,} tokens")
     mask = sample.loss_mask[:limit]
     if not mask.any():
         detail = f"of {length:,} tokens none of the first {limit:,} is supervised"

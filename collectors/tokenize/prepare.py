@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from collectors.conversations.datasets import find_dataset
 from collectors.conversations.mix import Mix, MixedSource, open_inputs
 from collectors.conversations.rows import NO_ANSWER, Row, Source
+from collectors.targets.images import open_images
 from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
 from collectors.tokenize.template import NOT_STABLE, ChatTemplate, check_template, read_template, refuse_if_unstable
 from collectors.tokenize.write import Tally, data_files, new_data, refuse_existing_data, write_document
@@ -27,11 +28,12 @@ from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.fs import is_address
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.inputs import input_digest
+from hiddenstore.inputs import IMAGES, input_digest
 from hiddenstore.layout import DATA_JSON
 from hiddenstore.targets.folder import TargetFolder, open_target
+from schemas.base import FORMAT_VERSION, IMAGES_FORMAT
 from schemas.manifest import FileEntry
-from schemas.prepared import LossOn, Overlong, PreparedData, SourceCount
+from schemas.prepared import LossOn, Overlong, PreparedData, PreparedImages, SourceCount
 
 USUAL_SHARE, SHARE_OF_FEW = 0.01, 0.1
 """Of the validation split, where none is named."""
@@ -170,15 +172,21 @@ def _prepare(
     check_template(template)
     limit = _max_tokens(folder, options.max_tokens)
     share = USUAL_SHARE if options.validation is None else options.validation
-    rules = SampleRules(template, limit, options.overlong, share)
+    images = open_images(folder)
+    rules = SampleRules(template, limit, options.overlong, share, images)
     with new_data(out) as fs:
         sources = [entry.source for entry in mixed]
         batches = ordered_batches(rules, batches_of(_rows(sources, tally.read)), options.workers, stopping)
-        files = _write(fs, _checked(batches, folder, template), _progress(sources), tally)
+        files, image_files = _write(fs, _checked(batches, folder, template), _progress(sources), tally)
         if options.validation is None and not tally.totals["validation"] and tally.samples >= WORTH_A_SPLIT:
             raise _NoneHeldOut(min(tally.ids))
         tokenizer_sha256, chat_template_sha256 = template.digests
+        prepared_images = None
+        if images is not None and image_files:
+            prepared_images = PreparedImages(spec=images.spec, samples=tally.totals["images"], files=image_files)
         document = PreparedData(
+            format=FORMAT_VERSION if prepared_images is None else IMAGES_FORMAT,
+            images=prepared_images,
             digest=input_digest(_names(fs, files)),
             files=files,
             target=folder.label,
@@ -257,14 +265,18 @@ def _progress(sources: list[Source]) -> Progress:
 
 def _write(
     fs: Filesystem, batches: Iterator[SampleBatch], progress: Progress, tally: BatchTally
-) -> tuple[FileEntry, ...]:
-    with data_files(fs) as (parts, rejects), progress:
+) -> tuple[tuple[FileEntry, ...], tuple[FileEntry, ...]]:
+    with data_files(fs) as (parts, images, rejects), progress:
         for batch in batches:
             is_new = tally.add(batch)
             for problem in batch.problems:
                 rejects.write(problem)
             samples = batch.samples if is_new.all() else batch.samples.filter(pa.array(is_new))
             parts.write(samples, int(batch.facts["tokens"][is_new].sum()))
+            rows = [row for number in np.flatnonzero(is_new) for row in batch.images[number]]
+            if rows:
+                size = sum(len(row["data"]) for row in rows)
+                images.write(pa.RecordBatch.from_pylist(rows, schema=IMAGES), size >> 4)
             fields = {"samples": tally.samples, "rejects": tally.rejects.total(), "duplicates": tally.duplicates}
             progress.advance(batch.rows if progress.unit == "rows" else batch.size, **fields)
         if not tally.samples:
@@ -272,7 +284,7 @@ def _write(
         # A file has bytes around its rows.
         progress.update(progress.total or progress.done)
         rejects.close()
-        return parts.close()
+        return parts.close(), images.close()
 
 
 def _nothing_usable(tally: BatchTally) -> ConfigError:

@@ -24,7 +24,7 @@ from collectors.conversations.rows import Problem
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.targets.rendering import limited_rendering
-from schemas.manifest import ROLES
+from schemas.manifest import ROLES, ImageEntry
 from schemas.prepared import LossOn, MaskFrom
 
 Range = tuple[int, int]
@@ -194,7 +194,7 @@ class Tokenised:
     """input_ids int32 [T]; loss_mask uint8 [T]; spans int32 [n, 3] of (role, start, end), ascending and disjoint.
 
     ``is_reasoning_lost``: the last answer has reasoning in a member of its own, and the template wrote none of it.
-    ``is_cut``: it was longer.
+    ``is_cut``: it was longer. ``images`` with the bytes of each in ``image_files``: ascending.
     """
 
     location: str
@@ -203,6 +203,8 @@ class Tokenised:
     spans: np.ndarray
     is_reasoning_lost: bool = False
     is_cut: bool = False
+    images: tuple[ImageEntry, ...] = ()
+    image_files: tuple[bytes, ...] = ()
 
 
 def read_template(file: str | Path) -> str:
@@ -368,7 +370,8 @@ class ChatTemplate:
     ) -> tuple[str, str] | None:
         """What the target wrote and the template does not: a tool call, or all of an answer; reason and detail."""
         for index, message in enumerate(conversation.messages):
-            calls, content = message.get("tool_calls") or [], message["content"].strip()
+            calls, content = message.get("tool_calls") or [], message["content"]
+            content = content.strip() if isinstance(content, str) else ""
             if calls:
                 start, end = prefixes.end(index), prefixes.end(index + 1)
                 written = prefixes.text[start or 0 : end if start is not None else None]

@@ -19,7 +19,7 @@ from hiddenstore.errors import ConflictError, HiddenstoreError, Kind
 from hiddenstore.fs import is_address, open_filesystem
 from hiddenstore.fs.publish import new_folder, upload
 from hiddenstore.fs.seam import Filesystem, WritableFile
-from hiddenstore.inputs import PREPARED
+from hiddenstore.inputs import IMAGES, PREPARED
 from hiddenstore.layout import DATA_JSON
 from schemas.manifest import FileEntry
 from schemas.prepared import RejectCount
@@ -78,15 +78,15 @@ class Tally:
 
 
 @contextmanager
-def data_files(fs: Filesystem) -> Iterator[tuple["PartWriter", "RejectsWriter"]]:
-    """The writers of parts and rejects, for the caller to close; an error lets go of what is open."""
-    parts, rejects = PartWriter(fs), RejectsWriter(fs)
+def data_files(fs: Filesystem) -> Iterator[tuple["PartWriter", "PartWriter", "RejectsWriter"]]:
+    """The writers of parts, images and rejects, for the caller to close; an error lets go of what is open."""
+    writers = PartWriter(fs), PartWriter(fs, IMAGES, "images"), RejectsWriter(fs)
     try:
-        yield parts, rejects
+        yield writers
     except BaseException:
-        with suppress(HiddenstoreError):
-            parts.abort()
-            rejects.abort()
+        for writer in writers:
+            with suppress(HiddenstoreError):
+                writer.abort()
         raise
 
 
@@ -123,17 +123,17 @@ def _existing_data(out: str | Path, content: str) -> ConflictError:
 
 
 class PartWriter:
-    """Parquet parts ``part-00000.parquet`` …; holds at most one row group of samples."""
+    """Parquet parts ``part-00000.parquet`` …; holds at most one row group, of samples or of what ``schema`` says."""
 
-    def __init__(self, fs: Filesystem) -> None:
-        self._fs = fs
+    def __init__(self, fs: Filesystem, schema: pa.Schema = PREPARED, name: str = "part") -> None:
+        self._fs, self._schema, self._name = fs, schema, name
         self._files: list[FileEntry] = []
         self._group: list[pa.RecordBatch] = []
         self._group_tokens = self._group_rows = self._part_tokens = 0
         self._part: tuple[_HashedSink, pq.ParquetWriter] | None = None
 
     def write(self, samples: pa.RecordBatch, tokens: int) -> None:
-        """Append samples (columns of ``PREPARED``) that hold ``tokens`` tokens in all."""
+        """Append rows that hold ``tokens`` tokens in all, or as many times 16 bytes of images."""
         self._group.append(samples)
         self._group_tokens += tokens
         self._group_rows += samples.num_rows
@@ -157,9 +157,9 @@ class PartWriter:
         if not self._group_rows:
             return
         if self._part is None:
-            sink = _HashedSink(self._fs, f"part-{len(self._files):05d}.parquet")
-            self._part = sink, pq.ParquetWriter(sink, PREPARED, compression="zstd", write_page_checksum=True)
-        table = pa.Table.from_batches(self._group, PREPARED).combine_chunks()
+            sink = _HashedSink(self._fs, f"{self._name}-{len(self._files):05d}.parquet")
+            self._part = sink, pq.ParquetWriter(sink, self._schema, compression="zstd", write_page_checksum=True)
+        table = pa.Table.from_batches(self._group, self._schema).combine_chunks()
         self._part[1].write_table(table, row_group_size=table.num_rows)
         self._part_tokens += self._group_tokens
         self._group, self._group_tokens, self._group_rows = [], 0, 0

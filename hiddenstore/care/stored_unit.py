@@ -64,6 +64,7 @@ def samples_of(unit: EncodedUnit, capture: CaptureSpec) -> Iterator[StoredSample
             loss_mask=unit.loss_mask[tokens],
             spans=unit.spans[unit.spans[:, 0] == number, 1:],
             split=entry.split,
+            images=entry.images,
         )
         final_rows = unit.final_rows[entry.final_start : entry.final_start + entry.final_rows]
         yield StoredSample(entry, sample, _rows_of(*aux, entry), _rows_of(*final, entry), final_rows)

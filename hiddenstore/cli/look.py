@@ -107,6 +107,8 @@ def _engine_line(engines: Sequence[Mapping[str, Any]]) -> str:
 def _samples_line(document: Mapping[str, Any]) -> str:
     splits = " · ".join(f"{name} {count(n)}" for name, n in document["splits"].items())
     text = f"{count(document['samples'])}   {splits}".rstrip()
+    if document["samples_with_images"]:
+        text += f"   {count(document['samples_with_images'])} with images"
     if document["duplicates"]:
         text += f"   {count(document['duplicates'])} stored twice"
     if document["rejects"]:
@@ -214,7 +216,9 @@ def _show_sample(document: Mapping[str, Any], most_tokens: int) -> None:
     _heading(document["id"], f"sample {count(document['index'])} · {document['split']} · unit {document['unit']}")
     trained = f"{count(document['supervised'])} trained ({percent(document['supervised'] / document['tokens'])})"
     final = f"final hidden at {plural(document['final_rows'], 'token')}"
-    out.pairs([("tokens", f"{count(document['tokens'])}   {trained}   {final}")])
+    images = ", ".join(f"{i['height']} × {i['width']} from token {count(i['start'])}" for i in document["images"])
+    rows = [("tokens", f"{count(document['tokens'])}   {trained}   {final}")]
+    out.pairs(rows + ([("images", images)] if images else []))
     out.print()
     for turn in _turns(document["pieces"], most_tokens):
         out.print(turn)

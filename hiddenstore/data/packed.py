@@ -105,7 +105,8 @@ def _pages(size: int) -> np.ndarray:
 class PackedBatch:
     """Samples end to end; attention stays inside one ``document``.
 
-    input_ids int64 [T]; loss_mask bool [T], unshifted; positions int64 [T], restarting at every sample; document
+    input_ids int64 [T]; loss_mask bool [T], unshifted; positions int64 [T], restarting at every sample, those
+    of an image's tokens alike; document
     int64 [T], index of the sample in the pack; aux bfloat16 [L, T, D]; final bfloat16 [R, D]; final_rows int64 [R],
     the row of the pack each final hidden belongs to, ascending. With ``topk`` [R, k] the target's top tokens stand at
     those rows in place of the hidden, and final is [0, D].

@@ -20,8 +20,10 @@ from hiddenstore.codecs.base import Encoded, first_rows
 from hiddenstore.data.packed import Buffers, EncodedPack, Members, PackedBatch, carve, room_bytes
 from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import CorruptionError, Kind
+from hiddenstore.images import drafter_positions
 from hiddenstore.records import Sample, TopK
 from hiddenstore.segments.many import MANY_BYTES, ends_of, row_numbers
+from schemas.manifest import ImageEntry
 
 if TYPE_CHECKING:
     from hiddenstore.segments.segment import SegmentReader
@@ -150,7 +152,7 @@ class DecodedFiller:
             pack.topk.log_probs[sample.final_rows] = record.topk.log_probs
             pack.topk.lse[sample.final_rows] = record.topk.lse
         mask = _mask(self._view, record.sample, self._final and self._store.capture.final == "supervised")
-        _put(vars(pack), sample, record.sample.input_ids, mask, record.final_rows)
+        _put(vars(pack), sample, record.sample.input_ids, mask, record.final_rows, record.sample.images)
 
     def fill_many(self, pack: Pack, samples: Sequence[PackedSample]) -> None:
         assert isinstance(pack, PackedBatch)
@@ -172,6 +174,8 @@ class DecodedFiller:
         slots = [(sample.slot.tokens, sample.slot.final_rows, sample.start, sample.final_start) for sample in samples]
         lengths, counts, starts, final_starts = np.array(slots, dtype=np.int64).T
         if self._view.loss_on != "stored" or self._view.max_tokens in lengths:
+            return False
+        if any(reader.record.samples[index].images for index in indices.tolist()):
             return False
         if not all(map(np.array_equal, reader.ends_of(indices, self._final), (ends_of(lengths), ends_of(counts)))):
             return False
@@ -247,7 +251,8 @@ class EncodedFiller:
         _require(slot, (len(input_ids), slot.tokens, len(final_rows), len(final_rows)))
         pack.aux_small[sample.document] = aux.small
         pack.final_small[sample.document] = final.small
-        _put(pack.tensors, sample, input_ids, loss_mask, final_rows)
+        images = reader.record.samples[index].images
+        _put(pack.tensors, sample, input_ids, loss_mask, final_rows, images)
 
     def fill_many(self, pack: Pack, samples: Sequence[PackedSample]) -> None:
         for sample in samples:
@@ -294,12 +299,13 @@ def _put(
     input_ids: np.ndarray,
     loss_mask: np.ndarray,
     final_rows: np.ndarray,
+    images: Sequence[ImageEntry],
 ) -> None:
     # numpy starts a short copy in a tenth of the time torch takes.
     rows = sample.rows
     tensors["input_ids"].numpy()[rows] = input_ids
     np.not_equal(loss_mask, 0, out=tensors["loss_mask"].numpy()[rows])
-    tensors["positions"].numpy()[rows] = np.arange(len(input_ids))
+    tensors["positions"].numpy()[rows] = drafter_positions(len(input_ids), images)
     tensors["document"].numpy()[rows] = sample.document
     tensors["final_rows"].numpy()[sample.final_rows] = final_rows + np.int64(sample.start)
 

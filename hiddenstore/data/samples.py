@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from hiddenstore.data.packed import PackedBatch
 from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.images import drafter_positions
 from hiddenstore.index.table import SPLITS
 from hiddenstore.records import Record, TopK
 from hiddenstore.store import Store
@@ -59,12 +60,13 @@ def pack(records: Sequence[Record]) -> PackedBatch:
     """Records end to end, as a ``collate_fn``; attention should stay inside one ``document``."""
     lengths = [record.sample.tokens for record in records]
     starts = np.cumsum([0, *lengths[:-1]])
+    places = [drafter_positions(record.sample.tokens, record.sample.images) for record in records]
     rows = [record.final_rows.astype(np.int64) + start for record, start in zip(records, starts, strict=True)]
     tops = [record.topk for record in records if record.topk is not None]
     return PackedBatch(
         input_ids=torch.from_numpy(np.concatenate([r.sample.input_ids for r in records]).astype(np.int64)),
         loss_mask=torch.from_numpy(np.concatenate([r.sample.loss_mask for r in records]) != 0),
-        positions=torch.cat([torch.arange(length) for length in lengths]),
+        positions=torch.from_numpy(np.concatenate(places)),
         document=torch.repeat_interleave(torch.arange(len(records)), torch.tensor(lengths)),
         aux=torch.cat([record.aux for record in records], dim=1),
         final=torch.cat([record.final for record in records]),

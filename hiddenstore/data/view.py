@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.images import is_text
 from hiddenstore.records import Record, Sample
 from schemas.manifest import ROLES
 from schemas.prepared import LossChoice
@@ -40,6 +41,7 @@ class SampleView:
             turns = turns[turns[:, 0] == _ASSISTANT]
         for _role, start, end in turns[-1:] if self.loss_on == "last-turn" else turns:
             mask[start:end] = 1
+        mask[~is_text(sample.tokens, sample.images)] = 0
         return mask
 
     def require_rows(self, sample: Sample) -> None:

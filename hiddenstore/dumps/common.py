@@ -231,6 +231,9 @@ def _write_about(store: Store, folder: Path, report: ExportedData) -> None:
 
 
 def _layers_to_write(store: Store, layout: PeerLayout, layers: Sequence[int] | None) -> list[int]:
+    if store.capture.images is not None:
+        problem = f"samples of {store.path} hold images, for which {layout.name} has no place"
+        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint="a store of text alone")
     stored = list(store.capture.aux_layers)
     picked = sorted(set(stored if layers is None else layers))
     missing = [layer for layer in picked if layer not in stored]

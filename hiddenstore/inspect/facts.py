@@ -34,8 +34,9 @@ def info(store: "Store") -> dict[str, Any]:
     tokens = int(table.tokens.sum(dtype=np.int64))
     rejects: Counter[str] = Counter()
     units: Counter[str] = Counter()
-    segments = 0
+    segments = with_images = 0
     for record in store.commits():
+        with_images += sum(bool(entry.images) for entry in record.samples) if capture.images else 0
         rejects.update(reject.reason for reject in record.rejects)
         units.update(_engines(record))
         segments += bool(record.files)
@@ -47,6 +48,7 @@ def info(store: "Store") -> dict[str, Any]:
         "samples": len(table),
         "tokens": tokens,
         "supervised_tokens": int(table.supervised.sum(dtype=np.int64)),
+        "samples_with_images": with_images,
         "splits": {split: len(rows) for split, rows in _splits(table)},
         "lengths": length_summary(table.tokens),
         "units": len(store.catalog),

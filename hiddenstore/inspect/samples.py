@@ -163,6 +163,7 @@ def view(store: "Store", sample_id: str) -> dict[str, Any]:
         "tokens": entry.tokens,
         "supervised": entry.supervised,
         "final_rows": entry.final_rows,
+        "images": [image.model_dump() for image in entry.images],
         "pieces": [asdict(piece) for piece in pieces(record.sample, load_tokenizer(store))],
         "norms": [asdict(norms) for norms in layer_norms(record, store.capture.aux_fields)],
         "input_ids": record.sample.input_ids.tolist(),

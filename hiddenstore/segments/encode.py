@@ -185,6 +185,7 @@ def _sample_entries(records: Sequence[Record]) -> Iterator[SampleEntry]:
             supervised=sample.supervised,
             final_start=final_start,
             final_rows=len(record.final_rows),
+            images=sample.images,
         )
         start += sample.tokens
         final_start += len(record.final_rows)

@@ -79,7 +79,7 @@ class SegmentReader:
         with self._named(entry):
             spans = self._unit.plain(SPANS, index)
         self._require(SPANS, entry, spans_fault(spans, entry.tokens))
-        return Sample(id=entry.id, input_ids=input_ids, loss_mask=loss_mask, spans=spans, split=entry.split)
+        return Sample(entry.id, input_ids, loss_mask, spans, entry.split, images=entry.images)
 
     def tokens(self, index: int, is_counted: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """The ``index``-th sample's tokens int32 [t] and mask uint8 [t] alone; ``is_counted`` False where the record is
@@ -183,6 +183,7 @@ class SegmentReader:
                 loss_mask=many.loss_mask[tokens].copy(),
                 spans=many.spans[spans[number] : spans[number + 1], 1:].copy(),
                 split=entry.split,
+                images=entry.images,
             )
             yield Record(sample, aux[:, tokens].clone(), final[finals].clone(), many.final_rows[finals].copy())
 

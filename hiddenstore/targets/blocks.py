@@ -45,12 +45,16 @@ def require_plain_blocks(config: Any) -> None:
 
 def recoded(capture: CaptureSpec, codecs: Codecs) -> CaptureSpec:
     """The same states under other codecs; raises as ``require_rebuildable``."""
-    require_rebuildable(codecs, capture.aux_layers, capture.target.num_layers)
+    require_rebuildable(codecs, capture.aux_layers, capture.target.num_layers, capture.images is not None)
     return capture.with_codecs(codecs)
 
 
-def require_rebuildable(codecs: Codecs, aux_layers: Sequence[int], num_layers: int) -> None:
-    """Refuse codecs of rebuilt states for layers that do not reach near enough: ConfigError ``blocks-unsupported``."""
+def require_rebuildable(codecs: Codecs, aux_layers: Sequence[int], num_layers: int, has_images: bool = False) -> None:
+    """Refuse codecs of rebuilt states for layers that do not reach near enough, and beside images, whose states do not
+    follow from tokens: ConfigError ``blocks-unsupported``."""
+    if codecs.final == REBUILT and has_images:
+        problem = "recipe rebuilt brings states back from tokens alone, and samples hold images"
+        raise ConfigError(problem, kind=Kind.BLOCKS_UNSUPPORTED, hint="--recipe compact")
     if codecs.final == REBUILT and (reason := not_rebuildable(aux_layers, num_layers)) is not None:
         raise ConfigError(
             f"recipe rebuilt does not go with these layers: {reason}",

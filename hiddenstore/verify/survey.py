@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hiddenstore.codecs import get_codec
 from hiddenstore.console.text import plural
+from hiddenstore.images import is_text
 from hiddenstore.records import Record, Sample, TopK, final_row_positions, sample_id
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
@@ -132,11 +133,13 @@ class Survey:
 
     def _check_tokens(self, record: Record) -> None:
         sample = record.sample
-        fault = mask_of_turns_fault(sample.loss_mask, sample.spans)
+        # No token of an image is taught, not even where everything is.
+        is_everything = sample.loss_mask[is_text(sample.tokens, sample.images)].all()
+        fault = None if is_everything else mask_of_turns_fault(sample.loss_mask, sample.spans)
         expected = final_row_positions(sample.loss_mask, self.capture.final)
         if fault is not None:
             self.note(fault[0], sample.id, "loss_mask", fault[1])
-        elif sample_id(sample.input_ids, sample.loss_mask) != sample.id:
+        elif sample_id(sample.input_ids, sample.loss_mask, sample.images) != sample.id:
             self.note("sample-id", sample.id, "", "its id is not the digest of its tokens and mask")
         elif not np.array_equal(expected, record.final_rows):
             detail = f"final hiddens at {len(record.final_rows)} positions, not at the {len(expected)} of its mask"
@@ -165,7 +168,8 @@ class Survey:
         name, declared, profile = field.name, field.declared, self.profile
         if profile is None or declared not in profile.names:
             return
-        is_profiled = sample.id == profile.sample_id
+        # The profile of a sample with images is of its text alone.
+        is_profiled = sample.id == profile.sample_id and not sample.images
         shared = len(profile.positions) if is_profiled else profile.common_prefix(sample.input_ids)
         common = np.intersect1d(field.positions, np.asarray(profile.positions[:shared]), return_indices=True)
         _, rows, indices = common
@@ -239,6 +243,6 @@ def _top_token_fault(topk: TopK) -> str | None:
 
 
 def _rows_from(sample: Sample, states: Tensor, positions: np.ndarray, lead: int) -> Rows:
-    """The rows from token ``lead`` on."""
-    after = positions >= lead
+    """The rows of text from token ``lead`` on: those of images share their token with other pictures."""
+    after = (positions >= lead) & is_text(sample.tokens, sample.images)[positions]
     return Rows(states[torch.from_numpy(after)], positions[after], sample.input_ids)

@@ -47,9 +47,21 @@ def refuse_target(differences: Sequence[str], problem: str, hint: str | None = N
         raise FormatError(f"{problem}:\n" + "\n".join(differences), kind=Kind.TARGET_MISMATCH, hint=hint)
 
 
+def refuse_images(name: str, capture: "CaptureSpec", where: str) -> None:
+    """Refuse a store of samples with images where no engine is known to draft so beside them: ConfigError
+    ``store-lacks-states``."""
+    if capture.images is not None and not drafter_kind(name).takes_images:
+        raise ConfigError(
+            f"samples of {where} hold images, and no engine is known to draft beside them with {name}",
+            kind=Kind.STORE_LACKS_STATES,
+            hint="--drafter eagle3, or a store of text alone",
+        )
+
+
 def check_store(name: str, needs: "Needs", capture: "CaptureSpec", where: str) -> None:
     """Refuse a store that lacks what the drafter reads. Raises ConfigError: naming what is missing and the command that
     captures it."""
+    refuse_images(name, capture, where)
     missing = [layer for layer in needs.aux_layers if layer not in capture.aux_layers]
     lacks = [f"aux layers {missing} (held: {list(capture.aux_layers)})"] if missing else []
     final = None

@@ -367,6 +367,8 @@ class Eagle3Config(DrafterConfig):
     """Train and save embeddings of the drafter instead of reading the target's."""
     train_head: bool = True
     """Train the LM head; it starts as the target's rows of the draft vocabulary."""
+    image_token_id: int | None = Field(None, ge=0)
+    """The token whose embedding stood at images; none where the store holds text alone."""
 
 
 class Eagle3Loss(TttLoss):
@@ -504,6 +506,7 @@ class Eagle3(Drafter):
 
 class _Eagle3Kind(RecurrentKind[Eagle3, Eagle3Config, Eagle3Loss]):
     name = layers = "eagle3"
+    takes_images = True
     config, loss = Eagle3Config, Eagle3Loss
     export = EAGLE3_EXPORT
 

@@ -123,7 +123,7 @@ def _from_messages(task: str, turns: Sequence[Mapping[str, Any]]) -> Question | 
         role = str(turn.get("role", turn.get("from", "user")))
         text = _text(turn.get("content", turn.get("value")))
         if text is None:
-            return f"message {number} holds no text"
+            return f"message {number} holds no text, or something beside it"
         messages.append({"role": _ROLES.get(role, role), "content": text})
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
@@ -133,10 +133,10 @@ def _from_messages(task: str, turns: Sequence[Mapping[str, Any]]) -> Question | 
 
 
 def _text(content: Any) -> str | None:
-    """The text of a message; of a list of contents, as chat APIs have them, those that are text."""
+    """The text of a message, or of a list of texts as chat APIs have them; None where it holds an image."""
     if isinstance(content, list) and all(isinstance(item, dict) for item in content):
         texts = [item["text"] for item in content if isinstance(item.get("text"), str)]
-        return "\n".join(texts) if texts else None
+        return "\n".join(texts) if texts and len(texts) == len(content) else None
     return content if isinstance(content, str) else None
 
 
@@ -172,11 +172,11 @@ def read_prompts(
         samples = (sample for sample in prepared.samples() if sample.split == split)
     elif is_address(source) or not path.is_file():
         raise NotFoundError(f"no prompts at {source}: expected a JSONL file, DATA or a store", kind=Kind.PATH_MISSING)
-    prompts = _from_jsonl(path, tokenizer, unusable) if samples is None else _cut_before_answers(samples)
+    prompts = _from_jsonl(path, tokenizer, unusable) if samples is None else _cut_before_answers(samples, unusable)
     first = next(prompts, None)
     if first is not None:
         return chain([first], prompts)
-    if samples is None:
+    if samples is None or unusable:
         raise no_prompt(source, unusable)
     raise ConfigError(
         f"{source} holds no {split} sample with an answer",
@@ -201,8 +201,11 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message], location: str, fix: 
     return [int(token) for token in ids]
 
 
-def _cut_before_answers(samples: Iterable[Sample]) -> Iterator[Prompt]:
+def _cut_before_answers(samples: Iterable[Sample], unusable: list[str]) -> Iterator[Prompt]:
     for sample in samples:
+        if sample.images:
+            unusable.append(f"sample {sample.id}: it holds images, and prompts are decoded from tokens alone")
+            continue
         supervised = sample.loss_mask.nonzero()[0]
         if len(supervised) and supervised[0]:
             yield Prompt([int(token) for token in sample.input_ids[: int(supervised[0])]])

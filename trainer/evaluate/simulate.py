@@ -18,6 +18,7 @@ from hiddenstore.data import PackedBatch, TokenBatches
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.store import Store
 from schemas.manifest import Split
+from trainer.drafters import refuse_images
 from trainer.drafters.base import DrafterInUse, Needs
 from trainer.evaluate.acceptance import AcceptanceTally, DraftShape, hits_of_next_token, walk
 from trainer.evaluate.speculate import replay
@@ -185,6 +186,7 @@ def evaluate(
     the split is empty or has nothing to draft, or the store lacks a layer."""
     if min((shape.length for shape in shapes), default=0) < 1:
         raise ConfigError("a draft needs at least one token", kind=Kind.OPTION_INVALID)
+    refuse_images(drafters[0].kind.name, store.capture, store.path)
     packs = split_packs(store, split, drafters[0].needs)
     results = evaluate_packs(drafters, packs, shapes, device=device, on_pack=on_pack)
     if not results[0].tally.drafts:

@@ -36,6 +36,12 @@ _OWN_EMBEDDINGS = Lack(
 _NOT_THREE_LAYERS = Lack(
     lambda c: len(c.config.aux_layers) != 3, "its fc reads three aux layers", "train with three drafter.aux_layers"
 )
+_AS_VLLM_AT_IMAGES = Lack(
+    lambda c: c.config.image_token_id is not None,
+    "it is not known to give a drafter at images what this one was taught, the embedding of their token and places in "
+    "time (SGLang gives other ones)",
+    "--engine vllm, or train on a store of text alone",
+)
 _AS_WIDE_AS_ITS_STATES = Lack(
     lambda c: len(c.config.aux_layers) * c.identity.hidden_size == c.config.hidden_size,
     "it tells states that fc has fused from those it has not by their width, which are equal here",
@@ -168,7 +174,13 @@ _SGLANG = Reads(
     "EAGLE3",
     "llama_eagle3.py",
     since="0.5.23",
-    lacks=(_NORM_BEFORE_RESIDUAL, _OWN_EMBEDDINGS, _AS_WIDE_AS_ITS_STATES, base.EMBEDDINGS_AS_A_LAYER),
+    lacks=(
+        _NORM_BEFORE_RESIDUAL,
+        _OWN_EMBEDDINGS,
+        _AS_VLLM_AT_IMAGES,
+        _AS_WIDE_AS_ITS_STATES,
+        base.EMBEDDINGS_AS_A_LAYER,
+    ),
     quirks=Quirks(later_norm="hidden_norm"),
 )
 _EARLIER_SGLANG = replace(
@@ -184,7 +196,10 @@ _TRTLLM = Reads(
     "Eagle3",
     "modeling_speculative.py",
     since="1.3",
-    lacks=(_NORM_BEFORE_RESIDUAL, _OWN_EMBEDDINGS, _ONE_LAYER, _AS_WIDE_AS_ITS_STATES, base.EMBEDDINGS_AS_A_LAYER),
+    lacks=(
+        *(_NORM_BEFORE_RESIDUAL, _OWN_EMBEDDINGS, _AS_VLLM_AT_IMAGES),
+        *(_ONE_LAYER, _AS_WIDE_AS_ITS_STATES, base.EMBEDDINGS_AS_A_LAYER),
+    ),
     quirks=Quirks(later_norm="hidden_norm", stacked=True, t2d=False),
 )
 _LLAMACPP = Reads(
@@ -192,7 +207,7 @@ _LLAMACPP = Reads(
     "draft-eagle3",
     "src/models/eagle3.cpp",
     ran="11434",
-    lacks=(_NOT_THREE_LAYERS, _MORE_THAN_ITS_ONE_LAYER, *base.OF_LLAMACPP),
+    lacks=(_NOT_THREE_LAYERS, _MORE_THAN_ITS_ONE_LAYER, _AS_VLLM_AT_IMAGES, *base.OF_LLAMACPP),
     quirks=Quirks(top_level_ids=True),
 )
 _SPECULATORS = Reads(

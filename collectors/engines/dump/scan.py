@@ -125,7 +125,7 @@ class Scan:
         self.tally.rows = len(locations)
         try:
             with new_data(out) as fs:
-                with data_files(fs) as (parts, rejects):
+                with data_files(fs) as (parts, _images, rejects):
                     self._read(locations, parts, rejects)
                     rejects.close()
                     files = parts.close()
