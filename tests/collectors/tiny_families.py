@@ -172,5 +172,6 @@ MORE = [
 RUNNING_STATE = ("minimax", "qwen3-next", "qwen3.5", "granitemoe-hybrid", "bamba", "jamba", "nemotron-h", "lfm2")
 """Families with layers that fold the text into a state, from which no token can be taken back."""
 
-IN_VLLM = ("gpt-oss",)
-"""Families that tests/engines runs in a real vLLM: experts, attention sinks, biases, a window in every other layer."""
+IN_VLLM = ("qwen3-moe", "gpt-oss")
+"""Families that tests/engines runs in a real vLLM: norms of queries and keys; attention sinks, biases and a window in
+every other layer; experts in both."""
