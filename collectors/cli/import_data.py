@@ -79,6 +79,8 @@ def import_data(norm: str | None, **options: Any) -> None:
     out.data(_document(report), human=lambda: out.pairs(_lines(report)))
     if report.rounded:
         out.warn(f"{report.rounded:,} samples held wider numbers than bf16 and were rounded")
+    if report.units and options["validation"] > 0:
+        _warn_of_no_validation(report.store)
     if options["delete_source"] and report.remaining_files:
         out.note(f"{report.remaining_files:,} source files stay: not everything in them is in the store")
     if report.units or report.resumed_units:
@@ -86,6 +88,14 @@ def import_data(norm: str | None, **options: Any) -> None:
     elif report.skipped and "already-stored" not in report.skipped:
         why = ", ".join(f"{count:,} {reason}" for reason, count in report.skipped.items())
         raise ConfigError(f"nothing of {options['source']} can be used: {why}", kind=Kind.NOTHING_USABLE)
+
+
+def _warn_of_no_validation(location: str) -> None:
+    from hiddenstore.index.table import SPLITS
+    from hiddenstore.store import Store
+
+    if not (Store.open(location).catalog.table.split == SPLITS.index("validation")).any():
+        output().warn("no sample fell into the validation split, which eval reads; a larger --val gives it some")
 
 
 def _document(report: "ImportReport") -> dict[str, Any]:

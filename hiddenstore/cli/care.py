@@ -13,7 +13,7 @@ from rich.text import Text
 
 from hiddenstore.cli.words import STORE, Name, layers_option, open_store, same_target_option
 from hiddenstore.codecs.recipes import RECIPE_HELP, RECIPES, get_recipe
-from hiddenstore.console.output import common_options, examples, output
+from hiddenstore.console.output import common_options, examples, is_piped, output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import Column, clean, clean_line, count, percent, plural, seconds, size
 from hiddenstore.doctor import examine
@@ -122,7 +122,7 @@ def _show_findings(document: Mapping[str, Any]) -> None:
 def _well(text: str) -> None:
     """One line in a file or pipe, so that it can be grepped."""
     out = output().out
-    out.print(Text.assemble(("✓ ", "green"), text), soft_wrap=not out.is_terminal)
+    out.print(Text.assemble(("✓ ", "green"), text), soft_wrap=is_piped(out))
 
 
 def _place(finding: Mapping[str, Any]) -> str:

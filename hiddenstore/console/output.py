@@ -49,6 +49,11 @@ _NOISY = (
 )
 
 
+def is_piped(console: "Console") -> bool:
+    """Whether its lines stay whole, to be read by a program: FORCE_COLOR makes no terminal of a file."""
+    return not console.file.isatty()
+
+
 class Output:
     """What a command prints through: ``mode`` human, json, quiet or silent; ``verbose`` counts ``-v``."""
 
@@ -114,7 +119,7 @@ class Output:
     def note(self, text: str) -> None:
         """A remark on stderr; only in human mode. A terminal breaks its lines between words."""
         if self.is_human:
-            self._say(text, "dim", soft_wrap=not self.err.is_terminal)
+            self._say(text, "dim", soft_wrap=is_piped(self.err))
 
     def detail(self, text: str) -> None:
         """A remark on stderr that only ``-v`` shows, in any mode."""
@@ -123,7 +128,7 @@ class Output:
 
     def warn(self, text: str) -> None:
         """A warning on stderr, in every mode: something was skipped, guessed or is about to surprise."""
-        self._say(f"warning: {text}", "yellow", soft_wrap=not self.err.is_terminal)
+        self._say(f"warning: {text}", "yellow", soft_wrap=is_piped(self.err))
 
     def hint(self, *command: str | PathLike[str], label: str = "next") -> None:
         """``next: …`` on stderr after a success; several words are quoted as a shell would need them. Inside a larger
@@ -157,7 +162,7 @@ class Output:
         lines = [Text.assemble(("error: ", "bold red"), first, (f"  [{error.kind}]", "dim"))]
         lines += [Text(f"  {more.removeprefix('  ')}") for more in rest]
         for line in lines:
-            self.err.print(line, soft_wrap=not self.err.is_terminal)
+            self.err.print(line, soft_wrap=is_piped(self.err))
         if error.hint:
             # Whole, to be copied.
             self.err.print(Text.assemble(("  fix: ", "cyan"), clean(error.hint)), soft_wrap=True)

@@ -210,6 +210,7 @@ def test_a_terminal_breaks_lines_between_words_but_no_command(
     shown, text, fix = stream(), "words that do not fit " * 5 + "here", "hiddenstore repair " + "store/" * 20
     # Of 80 columns, whatever COLUMNS says, and without colours.
     monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(sys, "stderr", shown)
     Output().warn(text)
     Output().error(StorageError(text, kind=Kind.DISK_FULL, hint=fix))

@@ -165,6 +165,7 @@ def test_a_given_vocabulary_is_used(store: Store, tmp_path: Path) -> None:
         store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=1", f"drafter.vocab_file={tmp_path / 'd2t.pt'}"]
     )
     assert DraftVocab.load(tmp_path / "run/vocab.safetensors", 64).target_ids.tolist() == list(range(5, 50))
+    assert "\n  vocab_size: 45\n" in (tmp_path / "run/config.yaml").read_text()
 
 
 def test_other_width_and_trainable_embeddings_train(store: Store, tmp_path: Path) -> None:

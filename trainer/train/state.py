@@ -94,6 +94,9 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: RunLock) -> Tr
         device = _device(config, group)
         head = store.head(device)
     vocab, covered = _vocabulary(options, store, config, head.vocab_size, group)
+    # A vocabulary that is read from a file has a size of its own.
+    drafter = config.drafter.model_copy(update={"vocab_size": vocab.size})
+    config = config.model_copy(update={"drafter": drafter})
     with group.all_or_none():
         kind = drafter_kind(config.drafter.name)
         target = TargetInterface(head, vocab.to(device), store.capture.final_norm)
