@@ -34,6 +34,7 @@ PUBLISHED = {
     "mistral3": "Mistral Small 3.1, 3.2",
     "qwen2.5-vl": "Qwen2.5-VL",
     "qwen3-vl": "Qwen3-VL",
+    "mllama": "Llama 3.2 Vision 11B, 90B",
 }
 
 

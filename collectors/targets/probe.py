@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, N decoder blocks, D target width.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -101,6 +102,9 @@ def _watch(parts: Parts, forward: Callable[[], Any], model_type: str) -> tuple[l
             handle.remove()
     if len(inputs) != len(modules) or len(outputs) != len(modules):
         raise unsupported(model_type, "a decoder block or the final norm did not run")
+    for index, (before, module) in enumerate(pairwise(modules), start=1):
+        if module is before:
+            inputs[index] = outputs[index - 1]
     return [inputs[index] for index in sorted(inputs)], [outputs[index] for index in sorted(outputs)], answer
 
 

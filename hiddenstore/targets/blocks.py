@@ -29,6 +29,7 @@ MOST_BYTES = 4_000_000_000
 
 _SHARED = {
     "num_kv_shared_layers": "its blocks share keys and values",
+    "cross_attention_layers": "some of its blocks wait for an image",
     "hidden_size_per_layer_input": "its blocks read embeddings of their own (per-layer embeddings)",
 }
 

@@ -67,7 +67,8 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The modules that capture touches; ``backbone`` maps token ids to the post-norm last hidden without logits."""
+    """The modules that capture touches; ``backbone`` maps token ids to the post-norm last hidden without logits. A block
+    that text passes by stands as the one before it, whose output is the state there."""
 
     backbone: nn.Module
     blocks: list[nn.Module]
@@ -115,7 +116,17 @@ def find_parts(model: nn.Module, config: Any) -> Parts:
         _bias(norm),
         _bias(lm_head),
     )
-    return Parts(backbone, list(blocks), norm, head)
+    return Parts(backbone, _run_on_text(blocks, config), norm, head)
+
+
+def _run_on_text(blocks: nn.ModuleList, config: Any) -> list[nn.Module]:
+    """The block whose output is the state after each layer: where a block waits for an image (Mllama's cross-attention),
+    text passes it by, and that is the block before it."""
+    running = list(blocks)
+    for index in sorted(getattr(config, "cross_attention_layers", None) or ()):
+        if 0 < index < len(running):
+            running[index] = running[index - 1]
+    return running
 
 
 def head_names(model_type: str) -> dict[str, str]:

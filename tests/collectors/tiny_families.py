@@ -133,18 +133,18 @@ WITH_VISION: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-}
-MLLAMA = (
-    "MllamaConfig",
-    {
-        "text_config": {**_TEXT, "cross_attention_layers": [1]},
-        "vision_config": {
-            **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_global_layers": 1},
-            **{"attention_heads": 2, "image_size": 16, "patch_size": 4, "vision_output_dim": 64},
-            "intermediate_layers_indices": [0],
+    "mllama": (
+        "MllamaConfig",
+        {
+            "text_config": {**_TEXT, "cross_attention_layers": [1]},
+            "vision_config": {
+                **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_global_layers": 1},
+                **{"attention_heads": 2, "image_size": 16, "patch_size": 4, "vision_output_dim": 64},
+                "intermediate_layers_indices": [0],
+            },
         },
-    },
-)
+    ),
+}
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -156,14 +156,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def more_config(family: str) -> Any:
-    """The config of a family of ``TEXT``, ``WITH_VISION`` or ``REFUSED``, or of ``mllama``."""
-    name, settings = {**TEXT, **REFUSED, **WITH_VISION, "mllama": MLLAMA}[family]
-    is_whole = family in WITH_VISION or family == "mllama"
-    return getattr(hf, name)(**(settings if is_whole else _TEXT | settings))
+    """The config of a family of ``TEXT``, ``WITH_VISION`` or ``REFUSED``."""
+    name, settings = {**TEXT, **REFUSED, **WITH_VISION}[family]
+    return getattr(hf, name)(**(settings if family in WITH_VISION else _TEXT | settings))
 
 
 # transformers 4 spells the rotary embedding of the first two otherwise; the kernels of the third are asked for by name.
-_OTHERWISE_IN_4 = ("qwen2.5-vl", "qwen3-vl", "jamba", "llama4-vision")
+_OTHERWISE_IN_4 = ("qwen2.5-vl", "qwen3-vl", "jamba", "llama4-vision", "mllama")
 MORE = [
     family
     for family, (name, _) in {**TEXT, **WITH_VISION}.items()

@@ -67,7 +67,7 @@ def test_rows_do_not_depend_on_what_follows_them(tmp_path: Path) -> None:
     assert torch.allclose(short, long, rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize("member", ["num_kv_shared_layers", "hidden_size_per_layer_input"])
+@pytest.mark.parametrize("member", ["num_kv_shared_layers", "hidden_size_per_layer_input", "cross_attention_layers"])
 def test_blocks_that_read_more_than_states_are_refused_by_name(member: str) -> None:
     config = hf.LlamaConfig()
     setattr(config, member, 4)
