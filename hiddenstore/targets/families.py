@@ -67,8 +67,8 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The modules that capture touches; ``backbone`` maps token ids to the post-norm last hidden without logits. A block
-    that text passes by stands as the one before it, whose output is the state there."""
+    """The modules that capture touches; ``backbone`` maps token ids to the post-norm last hidden without logits. In place
+    of a block that text passes by stands the one before it, whose output is the state there."""
 
     backbone: nn.Module
     blocks: list[nn.Module]
@@ -120,8 +120,8 @@ def find_parts(model: nn.Module, config: Any) -> Parts:
 
 
 def _run_on_text(blocks: nn.ModuleList, config: Any) -> list[nn.Module]:
-    """The block whose output is the state after each layer: where a block waits for an image (Mllama's cross-attention),
-    text passes it by, and that is the block before it."""
+    """The block whose output is the state after each layer: text passes by those that wait for an image (Mllama's
+    cross-attention), so there it is the block before."""
     running = list(blocks)
     for index in sorted(getattr(config, "cross_attention_layers", None) or ()):
         if 0 < index < len(running):
