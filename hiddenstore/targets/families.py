@@ -67,8 +67,8 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The modules that capture touches; ``backbone`` maps token ids to the post-norm last hidden without logits. In place
-    of a block that text passes by stands the one before it, whose output is the state there."""
+    """The modules that capture touches; ``backbone`` maps token ids to the post-norm last hidden without logits. In
+    place of a block that text passes by stands the one before it, whose output is the state there."""
 
     backbone: nn.Module
     blocks: list[nn.Module]
