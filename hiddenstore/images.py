@@ -9,6 +9,9 @@ import numpy as np
 
 from schemas.manifest import ImageEntry
 
+WITHOUT_IMAGES = "prepare and collect the conversations without images into a store of their own"
+"""What to do where images have no place."""
+
 
 def image_positions(tokens: int, images: Sequence[ImageEntry]) -> np.ndarray:
     """int64 [3, T] of (time, row, column): text counts on along all three, the tokens of an image stand at its rows and

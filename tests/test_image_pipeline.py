@@ -107,12 +107,35 @@ def test_samples_that_were_lost_come_back_with_their_images(images: World, tmp_p
     assert run("repair", str(store), "-y", "--accept-loss", "2", "-q") == 0
     lost = set(before) - set(hiddenstore.open(store).sample_ids)
     assert any(before[name].sample.images for name in lost)
+    # The record of the repair is damaged too: the older one knows the images of what the segment still proves.
+    spoil(*(path for path in (store / "commits").iterdir() if ".r1" in path.name))
+    assert run("repair", str(store), "-y", "--accept-loss", "2", "-q") == 0
+    assert set(before) - set(hiddenstore.open(store).sample_ids) == lost
     assert run("collect", images / "data", "-o", str(store), *collect(images, "store")[4:], "-q") == 0
     again = hiddenstore.open(store)
     assert sorted(again.sample_ids) == sorted(before)
     for name, record in before.items():
         assert again.read(name).sample.images == record.sample.images
         torch.testing.assert_close(again.read(name).aux, record.aux, rtol=0, atol=0)
+
+
+def test_text_is_proved_where_the_only_record_of_images_is_damaged(images: World, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(images / "store", store)
+    opened = hiddenstore.open(store)
+    text = {name: opened.read(name) for name in opened.sample_ids if not opened.sample(name).images}
+    spoil(*(store / "commits").iterdir())
+    assert run("repair", str(store), "-y", "--accept-loss", "4", "-q") == 0
+    again = hiddenstore.open(store)
+    assert set(again.sample_ids) == set(text)
+    for name, record in text.items():
+        torch.testing.assert_close(again.read(name).final, record.final, rtol=0, atol=0)
+
+
+def spoil(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
 
 
 def test_no_token_of_an_image_is_taught_where_everything_is(

@@ -88,7 +88,8 @@ def require_data_fits(info: PreparedData, folder: TargetFolder) -> None:
         wrong.append("chat template {:.8}… in the data, {:.8}… of the target".format(*digests))
     images = None if info.images is None else open_images(folder)
     if info.images is not None and (images is None or images.spec != info.images.spec):
-        wrong.append(f"image processor {info.images.spec.processor_sha256:.8}… in the data, another one of the target")
+        ours = "none" if images is None else images.spec
+        wrong.append(f"image processor {info.images.spec} in the data, {ours} of the target")
     if not wrong:
         return
     hint = f"hiddenstore prepare INPUT -o DATA --target {folder.name}"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from collectors.engines import Captured
 from hiddenstore.errors import CaptureError, Kind
+from hiddenstore.images import is_text
 from hiddenstore.records import Sample
 from hiddenstore.targets.head import HeadBundle
 from schemas.capture import FINAL, NormState
@@ -65,7 +66,8 @@ def check_unit(
         final_span = slice(final_start, final_start + len(rows))
         named = [(field_name(k), norms.aux[slot, span], sample.input_ids) for slot, k in enumerate(spec.aux_layers)]
         named.append((FINAL, norms.final[final_span], sample.input_ids[rows]))
-        fault = _norm_fault(named, head, spec) or _repeated(sample, captured, norms, span, spec)
+        fault = _norm_fault(named, is_text(sample.tokens, sample.images), head, spec)
+        fault = fault or _repeated(sample, captured, norms, span, spec)
         fault = fault or _wrong_next(captured, disagreeing, final_span)
         if fault is not None:
             reason, detail = fault
@@ -132,9 +134,9 @@ def require_matching(
 
 
 def _norm_fault(
-    named: Sequence[tuple[str, np.ndarray, np.ndarray]], head: HeadBundle, spec: CheckSpec
+    named: Sequence[tuple[str, np.ndarray, np.ndarray]], text: np.ndarray, head: HeadBundle, spec: CheckSpec
 ) -> tuple[str, str] | None:
-    """``named``: field name, row norms and token ids of one sample, aux fields first."""
+    """``named``: field name, row norms and token ids of one sample, aux fields first; ``text``: as ``is_text``."""
     for name, norms, tokens in named:
         if not np.isfinite(norms).all():
             return "non-finite", f"{name} holds NaN or infinity at {_where(~np.isfinite(norms))}"
@@ -145,8 +147,10 @@ def _norm_fault(
         if zero.any():
             return "zero-rows", f"{name} is all zero at {_where(zero)}"
     for (name, norms, _), expected in zip(named, spec.reference, strict=False):
-        typical = float(np.median(norms))
-        if len(norms) >= MIN_PROFILED_TOKENS and not expected / NORM_FACTOR <= typical <= expected * NORM_FACTOR:
+        if text.sum() < MIN_PROFILED_TOKENS:
+            break
+        typical = float(np.median(norms[text]))
+        if not expected / NORM_FACTOR <= typical <= expected * NORM_FACTOR:
             return "norm-profile", f"{name} has a median row norm of {typical:.3g}, expected {expected:.3g}"
     return None
 

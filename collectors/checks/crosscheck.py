@@ -268,7 +268,7 @@ class CrossCheck:
     def _probe(self, sample: Sample) -> Probe:
         target, images = self._reference, list(zip(sample.images, sample.image_files, strict=True))
         ids = torch.from_numpy(sample.input_ids.astype(np.int64))[None].to(target.device)
-        forward = partial(forward_with_images, target, sample.input_ids, images) if images else None
+        forward = partial(forward_with_images, target, sample.input_ids, images, sample.source) if images else None
         return probe_states(target.parts, ids, target.identity.model_type, forward)
 
 

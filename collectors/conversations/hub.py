@@ -10,7 +10,15 @@ from typing import Any
 
 from collectors.conversations.files import open_file
 from collectors.conversations.parse import decoded_row
-from collectors.conversations.rows import TABLE_BATCH_ROWS, ColumnFilter, Problem, Row, Source, conversation_columns
+from collectors.conversations.rows import (
+    IMAGE_KEYS,
+    TABLE_BATCH_ROWS,
+    ColumnFilter,
+    Problem,
+    Row,
+    Source,
+    conversation_columns,
+)
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 
 _ID = re.compile(r"(?P<name>[^\[\]:]+)(?:\[(?P<config>[^\[\]]+)\])?(?::(?P<split>.+))?")
@@ -99,8 +107,10 @@ def open_json_split(split: HubSplit, columns: ColumnFilter, label: str) -> Sourc
 def _table_rows(table: Any, label: str) -> Iterator[Row]:
     batches = table.with_format("arrow").iter(batch_size=TABLE_BATCH_ROWS)
     for number, value in enumerate((value for batch in batches for value in batch.to_pylist()), start=1):
+        # Of these columns only whether they hold anything matters, and decoding would need Pillow.
+        images = {name: value.pop(name) for name in IMAGE_KEYS if name in value}
         # datasets 5 keeps objects of unlike members, such as turns with and without tool calls, as JSON text.
-        yield Row(f"{label}:{number}", table.features.decode_example(value), 1)
+        yield Row(f"{label}:{number}", table.features.decode_example(value) | images, 1)
 
 
 def _load(split: HubSplit) -> Any:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from collectors.conversations.rows import ANSWERS, MESSAGE_COLUMNS, TOOLS_COLUMN, Problem, Row, pair_columns
+from collectors.conversations.rows import ANSWERS, IMAGE_KEYS, MESSAGE_COLUMNS, TOOLS_COLUMN, Problem, Row, pair_columns
 
 Message = dict[str, Any]
 
@@ -26,8 +26,8 @@ ROLE_OF = {name: role for role, names in _ROLE_NAMES.items() for name in names.s
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 IMAGE_PARTS = ("image", "image_url", "input_image")
-IMAGE_MEMBERS = ("image_url", "image", "path", "url", "bytes")
-"""Where an image part says which image it is: OpenAI's, then those of Hugging Face."""
+IMAGE_MEMBERS = ("bytes", "image_url", "image", "path", "url")
+"""Where an image part says which image it is, as OpenAI and Hugging Face have them; bytes before their former path."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 MEMBERS_OF_TEXT = ("name", "tool_call_id", *REASONING)
 FINISH_REASON, CUT = "finish_reason", "length"
@@ -68,6 +68,7 @@ def parse_row(row: Row, takes_images: bool = False) -> Conversation | Problem:
         entries = _entries(value)
         images: list[str | bytes] | None = [] if takes_images else None
         messages = [_message(entry, f"message {number}", images) for number, entry in enumerate(entries, start=1)]
+        _require_named(value, images)
         cut = frozenset(index for index, entry in enumerate(entries) if entry.get(FINISH_REASON) == CUT)
         return Conversation(row.location, messages, _tools(value.get(TOOLS_COLUMN)), cut, tuple(images or ()))
     except _UnusableError as error:
@@ -108,7 +109,7 @@ def _entries(row: dict[str, Any]) -> list[Any]:
         return _entries_of_pair(row, pair)
     if name is None:
         names = ", ".join(sorted(str(key) for key in row)[:8]) or "nothing"
-        raise _UnusableError("no-messages", f"expected messages, conversations or a prompt, found {_short(names)}")
+        raise _UnusableError("no-messages", f"expected messages, conversations or a prompt, found {shortened(names)}")
     messages = row[name]
     if isinstance(messages, str):
         messages = _json(messages, "messages-not-a-list")
@@ -140,7 +141,7 @@ def _message(entry: Any, title: str, images: list[str | bytes] | None) -> Messag
     name = entry.get("role") if entry.get("role") is not None else entry.get("from")
     role = ROLE_OF.get(name.strip().lower()) if isinstance(name, str) else None
     if role is None:
-        raise _UnusableError("unknown-role", f"{title} has role {_short(repr(name))}")
+        raise _UnusableError("unknown-role", f"{title} has role {shortened(repr(name))}")
     content = entry.get("content") if entry.get("content") is not None else entry.get("value")
     message: Message = {"role": role, "content": _content(content, title, None if role == "assistant" else images)}
     if calls := _tool_calls(entry.get("tool_calls"), title):
@@ -159,26 +160,38 @@ def _content(content: Any, title: str, images: list[str | bytes] | None) -> str 
     parts = []
     for part in content:
         if _is_image(part):
-            images.append(_image(part, title))
+            image = _image(part)
+            if image is None:
+                raise _UnusableError("image-missing", f"{title} holds an image part that names no image")
+            images.append(image)
             parts.append({"type": "image"})
         else:
             parts.append({"type": "text", "text": _text_part(part, title)})
     return parts
 
 
+def _require_named(row: dict[str, Any], images: list[str | bytes] | None) -> None:
+    """Refuse a row with more images beside its messages than its parts name: it would be taught as text alone."""
+    columns = [row.get(name) for name in IMAGE_KEYS]
+    beside = [image for value in columns for image in (value if isinstance(value, list) else [value]) if image]
+    if len(beside) > len(images or ()):
+        reason = "content-not-text" if images is None else "image-missing"
+        raise _UnusableError(reason, "an image beside the messages, named by no part of them")
+
+
 def _is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
 
 
-def _image(part: dict[str, Any], title: str) -> str | bytes:
+def _image(part: dict[str, Any]) -> str | bytes | None:
     """What an image part names; a table gives each part every member, and of an image its path and maybe its bytes."""
     for name in IMAGE_MEMBERS:
         value = part.get(name)
         if isinstance(value, dict):
-            value = next((value[member] for member in ("bytes", "url", "path") if value.get(member)), None)
-        if value and isinstance(value, str | bytes):
+            value = _image(value)
+        if value and (isinstance(value, bytes) or (isinstance(value, str) and name != "bytes")):
             return value
-    raise _UnusableError("image-missing", f"{title} holds an image part that names no image")
+    return None
 
 
 def _text(content: Any, title: str) -> str:
@@ -195,7 +208,7 @@ def _text_part(part: Any, title: str) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else None
     if kind in TEXT_PARTS and isinstance(part.get("text"), str):
         return _unicode(part["text"], title)
-    content = f"a part of type {_short(repr(kind))}" if kind is not None else _kind(part)
+    content = f"a part of type {shortened(repr(kind))}" if kind is not None else _kind(part)
     raise _UnusableError("content-not-text", f"{title} holds {content}; only text can be used")
 
 
@@ -253,5 +266,6 @@ def _kind(value: Any) -> str:
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
-def _short(text: str) -> str:
+def shortened(text: str) -> str:
+    """What a message shows of a text that may be long."""
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

@@ -12,6 +12,7 @@ NO_ANSWER = "no-assistant"
 TABLE_BATCH_ROWS = 64
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
 TOOLS_COLUMN = "tools"
+IMAGE_KEYS = ("image", "images")
 QUESTIONS = ("prompt", "instruction", "question")
 ANSWERS = ("completion", "response", "output", "answer")
 BESIDE_QUESTION = ("input", "system")
@@ -51,17 +52,16 @@ class Source:
 
 
 def conversation_columns(names: Sequence[str], table: str) -> list[str]:
-    """The columns of a table that hold a conversation and its tools, or a question and its answer; ConfigError
-    ``input-columns``."""
+    """The columns of a table that hold a conversation and its tools, or a question and its answer, and the images
+    beside either; ConfigError ``input-columns``."""
     column = next((name for name in MESSAGE_COLUMNS if name in names), None)
-    if column is None and (pair := pair_columns(names)):
-        return pair
-    if column is None:
+    read = pair_columns(names) if column is None else [column, TOOLS_COLUMN]
+    if not read:
         raise ConfigError(
             f"{table} has no column {' or '.join((*MESSAGE_COLUMNS, *QUESTIONS))}; it has {', '.join(names) or 'none'}",
             kind=Kind.INPUT_COLUMNS,
         )
-    return [column, TOOLS_COLUMN] if TOOLS_COLUMN in names else [column]
+    return [name for name in (*read, *IMAGE_KEYS) if name in names]
 
 
 def pair_columns(names: Iterable[str]) -> list[str]:

@@ -192,7 +192,7 @@ class HfEngine:
                 tap.batch = [placements[i] for i in batch]
                 images = requests[batch[0]].images
                 if images:
-                    last = forward_with_images(self.target, ids[0], images)
+                    last = forward_with_images(self.target, ids[0], images, requests[batch[0]].source)
                 else:
                     last = self._forward(torch.from_numpy(ids).to(self.target.device))
                 for row, placement in enumerate(tap.batch):
@@ -243,18 +243,18 @@ class HfEngine:
         return torch.tensor(final_rows, dtype=torch.long), tokens.cpu()
 
 
-def forward_with_images(target: LoadedTarget, input_ids: np.ndarray, images: Images) -> Tensor:
-    """Post-norm last hidden [1, T, D] of one sample int32 [T] with its images; hooks on the target's parts fire inside.
-    Raises CaptureError: ``engine-request``, an image is not what ``prepare`` made of it."""
+def forward_with_images(target: LoadedTarget, input_ids: np.ndarray, images: Images, source: str) -> Tensor:
+    """Post-norm last hidden [1, T, D] of a sample int32 [T] of ``source`` with its images; hooks on the target's parts
+    fire inside. Raises CaptureError: ``engine-request``, an image is not what ``prepare`` made of it."""
     entries, made = [entry for entry, _ in images], []
     for entry, data in images:
         try:
             pixels = target.images.read(data)
         except ImageError as error:
-            raise _changed(entry, str(error)) from error
+            raise _changed(source, entry, str(error)) from error
         if (pixels.height, pixels.width) != (entry.height, entry.width):
             found = f"it takes {pixels.height} x {pixels.width} tokens here, not {entry.height} x {entry.width}"
-            raise _changed(entry, found)
+            raise _changed(source, entry, found)
         made.append(pixels)
     # Not the backbone: the whole model below the head puts the images where their tokens are.
     states: Tensor = target.model.model(
@@ -267,9 +267,9 @@ def forward_with_images(target: LoadedTarget, input_ids: np.ndarray, images: Ima
     return states
 
 
-def _changed(entry: ImageEntry, reason: str) -> CaptureError:
+def _changed(source: str, entry: ImageEntry, reason: str) -> CaptureError:
     return CaptureError(
-        f"image {entry.sha256[:12]} is not what prepare made of it: {reason}",
+        f"{source or 'a sample'}: image {entry.sha256[:12]} is not what prepare made of it: {reason}",
         kind=Kind.ENGINE_REQUEST,
         hint="the versions of Pillow and transformers that prepare ran with; or prepare INPUT again",
     )

@@ -75,9 +75,11 @@ class TargetImages:
             problem = "conversations with images need Pillow"
             raise ConfigError(problem, kind=Kind.NOT_INSTALLED, hint="pip install 'hiddenstore[images]'") from error
         import transformers
+        from transformers.models.auto import image_processing_auto
 
         # One resampling everywhere: that of torchvision, where it is installed, rounds otherwise.
-        backend = {"use_fast": False} if transformers.__version__.startswith("4.") else {"backend": "pil"}
+        has_backends = hasattr(image_processing_auto, "_resolve_backend")
+        backend = {"backend": "pil"} if has_backends else {"use_fast": False}
         # What it says of a target without settings is clearer than what transformers does.
         _ = self.spec
         name, revision = self.folder.name, self.folder.revision
@@ -91,19 +93,38 @@ class TargetImages:
         return ConfigError(problem, kind=Kind.TARGET_UNREADABLE)
 
     def read(self, data: bytes) -> Pixels:
-        """What the processor makes of the bytes of an image file. Raises ImageError."""
+        """What the processor makes of the bytes of an image file. Raises ImageError; ConfigError:
+        ``target-unreadable``, the processor fails on what is an image, as its settings make it; as ``spec``."""
         processor = self._processor
-        from PIL import Image, ImageOps
-
+        image = _upright(data)
         try:
-            with Image.open(io.BytesIO(data)) as image:
-                # As transformers and vLLM load one.
-                upright = ImageOps.exif_transpose(image).convert("RGB")
-            made = processor(images=[upright], return_tensors="np")
-        except (OSError, ValueError, SyntaxError, ArithmeticError, Image.DecompressionBombError) as error:
-            raise ImageError(first_line(error)) from error
+            made = processor(images=[image], return_tensors="np")
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            if "aspect ratio" in str(error):
+                raise ImageError(first_line(error)) from error
+            raise self._unreadable(f"it fails on an image: {first_line(error)}") from error
         merge, (_time, rows, columns) = self.folder.whole.vision_config.spatial_merge_size, made["image_grid_thw"][0]
         return Pixels(made["pixel_values"], made["image_grid_thw"], int(rows) // merge, int(columns) // merge)
+
+
+def _upright(data: bytes) -> Any:
+    """The picture of an image file in RGB, as vLLM loads one: upright, transparency on white. Raises ImageError."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(data)) as file:
+            image = ImageOps.exif_transpose(file)
+        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+            clear = image.convert("RGBA")
+            image = Image.new("RGB", clear.size, "white")
+            image.paste(clear, mask=clear.getchannel("A"))
+        return image.convert("RGB")
+    except UnidentifiedImageError as error:
+        raise ImageError("Pillow knows no such format") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # its decoders raise what they like, AVIF's a RuntimeError
+        raise ImageError(first_line(error)) from error
 
 
 def open_images(folder: TargetFolder) -> TargetImages | None:

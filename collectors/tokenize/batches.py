@@ -29,7 +29,8 @@ from hiddenstore.inputs import PREPARED
 from hiddenstore.records import sample_id
 from schemas.prepared import Overlong
 
-BATCH_ROWS = 64
+BATCH_ROWS, IMAGE_BATCH_ROWS = 64, 4
+"""The fewer where rows may hold images, whose files a batch carries whole."""
 BATCH_BYTES = 1 << 20
 WORTH_WORKERS_BYTES = 8 << 20
 MOST_WORKERS = 32
@@ -73,14 +74,15 @@ class SampleBatch:
     highest_id: int
 
 
-def batches_of(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Consecutive rows, at most ``BATCH_ROWS`` and about ``BATCH_BYTES`` in all."""
+def batches_of(rows: Iterable[Row], takes_images: bool = False) -> Iterator[list[Row]]:
+    """Consecutive rows, at most ``BATCH_ROWS`` (``IMAGE_BATCH_ROWS``) and about ``BATCH_BYTES`` in all."""
+    most = IMAGE_BATCH_ROWS if takes_images else BATCH_ROWS
     batch: list[Row] = []
     size = 0
     for row in rows:
         batch.append(row)
         size += row.size
-        if len(batch) == BATCH_ROWS or size >= BATCH_BYTES:
+        if len(batch) == most or size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
     if batch:
@@ -251,14 +253,16 @@ def _limited(sample: Tokenised, rules: SampleRules) -> Tokenised | Problem:
         return sample
     if rules.overlong == "drop":
         return Problem(sample.location, "overlong", f"{length:,} tokens, at most {limit:,} are kept")
-    if sample.images and sample.images[-1].start + sample.images[-1].tokens > limit:
-        return Problem(sample.location, "image-cut", f"its last image ends behind the first {limit:,} tokens")
+    images = tuple(image for image in sample.images if image.start < limit)
+    if images and images[-1].start + images[-1].tokens > limit:
+        return Problem(sample.location, "image-cut", f"image {len(images)} ends behind the first {limit:,} tokens")
     mask = sample.loss_mask[:limit]
     if not mask.any():
         detail = f"of {length:,} tokens none of the first {limit:,} is supervised"
         return Problem(sample.location, "nothing-supervised-after-cut", detail)
     spans = sample.spans[sample.spans[:, 1] < limit]
     spans = np.concatenate([spans[:, :2], np.minimum(spans[:, 2:], limit)], axis=1)
+    sample = replace(sample, images=images, image_files=sample.image_files[: len(images)])
     return replace(sample, input_ids=sample.input_ids[:limit], loss_mask=mask, spans=spans, is_cut=True)
 
 

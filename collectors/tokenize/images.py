@@ -11,14 +11,13 @@ from urllib.request import url2pathname
 
 import numpy as np
 
-from collectors.conversations.parse import Conversation
+from collectors.conversations.parse import Conversation, shortened
 from collectors.conversations.rows import Problem
 from collectors.targets.images import ImageError, TargetImages
 from collectors.tokenize.template import Tokenised
 from schemas.manifest import ImageEntry
 
 MAX_IMAGE_BYTES = 64 << 20
-_SHOWN = 80
 
 Picture = tuple[bytes, int, int]
 """An image file, and the height and width of what it takes in tokens."""
@@ -29,35 +28,36 @@ def pictures_of(conversation: Conversation, folder: Path | None, images: TargetI
     Raises ConfigError: the target lacks its processor, or this machine Pillow."""
     pictures = []
     for number, named in enumerate(conversation.images, start=1):
+        shown = "bytes" if isinstance(named, bytes) else repr(shortened(named))
         try:
             data = named if isinstance(named, bytes) else _file(named, folder)
             pixels = images.read(data)
         except ImageError as error:
-            return Problem(conversation.location, error.reason, f"image {number}: {error}")
+            return Problem(conversation.location, error.reason, f"image {number}, {shown}: {error}")
         pictures.append((data, pixels.height, pixels.width))
     return pictures
 
 
 def _file(named: str, folder: Path | None) -> bytes:
     """The bytes behind a path or URI; ImageError."""
-    shown = repr(named if len(named) <= _SHOWN else f"{named[: _SHOWN - 1]}…")
     try:
         if named.startswith(("http://", "https://")):
-            raise ImageError(f"{shown} is not fetched; download it, and name the file", "image-remote")
+            raise ImageError("it is not fetched; download it, and name the file", "image-remote")
         if named.startswith("data:"):
             head, _, body = named.partition(",")
             return base64.b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
         path = Path(url2pathname(urlsplit(named).path) if named.startswith("file://") else named)
         if not path.is_absolute() and folder is None:
-            raise ImageError(f"{shown} begins at no folder; name an absolute path", "image-missing")
+            raise ImageError("it begins at no folder; name an absolute path", "image-missing")
         path = (folder or path) / path
         if not path.is_file():
-            raise ImageError(f"there is no file {shown}", "image-missing")
+            raise ImageError("there is no such file", "image-missing")
         if path.stat().st_size > MAX_IMAGE_BYTES:
-            raise ImageError(f"{shown} has more than {MAX_IMAGE_BYTES >> 20} MiB")
+            raise ImageError(f"it has more than {MAX_IMAGE_BYTES >> 20} MiB")
         return path.read_bytes()
     except (OSError, ValueError) as error:
-        raise ImageError(f"{shown}: {error}") from error
+        # The whole of an OSError repeats its path, which may be a file written out.
+        raise ImageError(getattr(error, "strerror", None) or str(error)) from error
 
 
 def expanded(sample: Tokenised, pictures: Sequence[Picture], token_id: int) -> Tokenised | Problem:

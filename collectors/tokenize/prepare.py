@@ -176,7 +176,8 @@ def _prepare(
     rules = SampleRules(template, limit, options.overlong, share, images)
     with new_data(out) as fs:
         sources = [entry.source for entry in mixed]
-        batches = ordered_batches(rules, batches_of(_rows(sources, tally.read)), options.workers, stopping)
+        rows = batches_of(_rows(sources, tally.read), images is not None)
+        batches = ordered_batches(rules, rows, options.workers, stopping)
         files, image_files = _write(fs, _checked(batches, folder, template), _progress(sources), tally)
         if options.validation is None and not tally.totals["validation"] and tally.samples >= WORTH_A_SPLIT:
             raise _NoneHeldOut(min(tally.ids))
@@ -273,10 +274,9 @@ def _write(
                 rejects.write(problem)
             samples = batch.samples if is_new.all() else batch.samples.filter(pa.array(is_new))
             parts.write(samples, int(batch.facts["tokens"][is_new].sum()))
-            rows = [row for number in np.flatnonzero(is_new) for row in batch.images[number]]
-            if rows:
-                size = sum(len(row["data"]) for row in rows)
-                images.write(pa.RecordBatch.from_pylist(rows, schema=IMAGES), size >> 4)
+            # One by one: an array of bytes holds less than 2 GiB.
+            for row in (row for number in np.flatnonzero(is_new) for row in batch.images[number]):
+                images.write(pa.RecordBatch.from_pylist([row], schema=IMAGES), len(row["data"]) >> 4)
             fields = {"samples": tally.samples, "rejects": tally.rejects.total(), "duplicates": tally.duplicates}
             progress.advance(batch.rows if progress.unit == "rows" else batch.size, **fields)
         if not tally.samples:

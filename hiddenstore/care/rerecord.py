@@ -1,7 +1,8 @@
 """A commit record that cannot be read is made again from a segment whose content proves itself.
 
-A sample proves itself when its tokens and mask have the digest that is its id, its final rows are those of its mask and
-every chunk passes its crc32c. Which samples a unit has is known from the input, or from an older record.
+A sample proves itself when its tokens, mask and images have the digest that is its id, its final rows are those of its
+mask and every chunk passes its crc32c. Which samples a unit has is known from the input, or from an older record; their
+images from an older record alone.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from hiddenstore.segments import CONTAINERS
 from hiddenstore.segments.segment import SegmentReader
 from hiddenstore.store import Store
 from schemas.capture import FinalMode
-from schemas.manifest import CommitRecord, Engine, FileEntry, Reject, SampleEntry, Split
+from schemas.manifest import CommitRecord, Engine, FileEntry, ImageEntry, Reject, SampleEntry, Split
 
 UNKNOWN = Engine(name="unknown", version="unknown")
 BLOCK_BYTES = 8 << 20
@@ -39,6 +40,7 @@ class Expected:
     id: str
     tokens: int
     split: Split
+    images: tuple[ImageEntry, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def unit_facts(store: Store, unit: str, text: str) -> UnitFacts | None:
     older = _older_record(store.fs, unit)
     rejects = () if older is None else older.rejects
     engine = None if older is None else older.engine
+    images = {} if older is None else {entry.id: entry.images for entry in older.samples}
     if _SEVERAL_ENGINES in text or (older is not None and older.recaptured):
         engine = UNKNOWN
     for digest, registered in store.inputs().items():
@@ -83,11 +86,12 @@ def unit_facts(store: Store, unit: str, text: str) -> UnitFacts | None:
             continue  # an older record may know the unit
         rows = [row for row in table.to_pylist() if row["unit"] == unit]
         if rows:
-            samples = tuple(Expected(row["sample_id"], row["tokens"], row["split"]) for row in rows)
+            named = ((row["sample_id"], row["tokens"], row["split"]) for row in rows)
+            samples = tuple(Expected(name, tokens, split, images.get(name, ())) for name, tokens, split in named)
             return UnitFacts(unit, digest, samples, rejects, engine or _engine(store, digest))
     if older is None:
         return None
-    samples = tuple(Expected(entry.id, entry.tokens, entry.split) for entry in older.samples)
+    samples = tuple(Expected(entry.id, entry.tokens, entry.split, entry.images) for entry in older.samples)
     return UnitFacts(unit, older.input, samples, rejects, engine or UNKNOWN)
 
 
@@ -162,7 +166,7 @@ def _spelt(store: Store, facts: UnitFacts, segment: str, files: tuple[FileEntry,
     stored, start = [], 0
     for sample in facts.samples:
         rows = slice(start, start + sample.tokens)
-        if sample_id(input_ids[rows], mask[rows]) == sample.id:
+        if sample_id(input_ids[rows], mask[rows], sample.images) == sample.id:
             stored.append(sample)
             start = rows.stop
     return tuple(stored) if start == len(input_ids) else ()
@@ -201,10 +205,16 @@ def _look(
     final = store.capture.final
     entries = _entries(samples, [None] * len(samples), final)
     reader = store.open_unit(_record(facts, segment, files, entries))
-    masks = [_mask(reader, index, sample) for index, sample in enumerate(samples)]
+    tokens = [_tokens(reader, index) for index in range(len(samples))]
+    # What does not prove itself still says where the final rows of the next begin.
+    masks = [None if pair is None else pair[1] for pair in tokens]
     proven = _record(facts, segment, files, _entries(samples, masks, final))
     reader = store.open_unit(proven)
-    intact = [index for index, mask in enumerate(masks) if mask is not None and _reads(reader, index, mask)]
+    intact = [
+        index
+        for index, (sample, pair) in enumerate(zip(samples, tokens, strict=True))
+        if pair is not None and sample_id(*pair, sample.images) == sample.id and _reads(reader, index, pair[1])
+    ]
     return ProvenUnit(proven, tuple(intact)) if intact else None
 
 
@@ -230,19 +240,18 @@ def _entries(
             supervised=0 if mask is None else int(mask.sum()),
             final_start=final_start,
             final_rows=0 if mask is None else len(final_row_positions(mask, final)),
+            images=sample.images,
         )
         entries.append(entry)
         start, final_start = start + entry.tokens, final_start + entry.final_rows
     return tuple(entries)
 
 
-def _mask(reader: SegmentReader, index: int, sample: Expected) -> np.ndarray | None:
-    """The mask of a sample whose tokens and mask are those of its id."""
+def _tokens(reader: SegmentReader, index: int) -> tuple[np.ndarray, np.ndarray] | None:
     try:
-        input_ids, mask = reader.tokens(index, is_counted=False)
+        return reader.tokens(index, is_counted=False)
     except DAMAGE:
         return None
-    return mask if sample_id(input_ids, mask) == sample.id else None
 
 
 def _reads(reader: SegmentReader, index: int, mask: np.ndarray) -> bool:

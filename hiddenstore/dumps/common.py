@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, StorageError
 from hiddenstore.fs.publish import new_folder, refuse_existing_folder
+from hiddenstore.images import WITHOUT_IMAGES
 from hiddenstore.inputs import TURNS
 from hiddenstore.records import Record, Sample
 from hiddenstore.store import Store
@@ -233,7 +234,7 @@ def _write_about(store: Store, folder: Path, report: ExportedData) -> None:
 def _layers_to_write(store: Store, layout: PeerLayout, layers: Sequence[int] | None) -> list[int]:
     if store.capture.images is not None:
         problem = f"samples of {store.path} hold images, for which {layout.name} has no place"
-        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint="a store of text alone")
+        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=WITHOUT_IMAGES)
     stored = list(store.capture.aux_layers)
     picked = sorted(set(stored if layers is None else layers))
     missing = [layer for layer in picked if layer not in stored]

@@ -12,7 +12,7 @@ from collectors.targets.load import LoadedTarget
 from hiddenstore.errors import CaptureError
 from hiddenstore.records import Sample
 from hiddenstore.testing.builders import make_samples
-from schemas.manifest import Reject
+from schemas.manifest import ImageEntry, Reject
 from tests.collectors.tiny import tiny_target
 
 LAYERS = (-1, 1, 3)
@@ -88,6 +88,20 @@ def test_a_sick_layer_is_rejected_and_named(
     (reject,) = check_unit(samples, captured, rows, target.head, spec)
     assert (reject.id, reject.reason) == (samples[0].id, reason)
     assert reject.detail.startswith(layer)
+
+
+def test_the_profile_is_of_text_and_says_nothing_of_the_rows_of_an_image(
+    target: LoadedTarget, captured: Captured, samples: list[Sample], rows: list[np.ndarray], spec: CheckSpec
+) -> None:
+    number = max(range(len(samples)), key=lambda i: samples[i].tokens)
+    place, first = sum(sample.tokens for sample in samples[:number]), samples[number].tokens - 8
+    image = ImageEntry(sha256="0" * 64, start=0, height=1, width=first)
+    assert first > 8
+    samples[number] = replace(samples[number], images=(image,))
+    captured.aux[1, place : place + first].mul_(100)
+    assert reasons(target, samples, captured, rows, spec) == []
+    captured.aux[1, place + first : place + first + 8].mul_(100)
+    assert reasons(target, samples, captured, rows, spec) == ["norm-profile"]
 
 
 def test_equal_tokens_may_have_equal_rows(

@@ -11,10 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
+from datasets import Dataset, Features
+from datasets import Image as ImageFeature
 from PIL import Image
 
 from collectors.checks.crosscheck import CrossCheck
-from collectors.conversations.parse import parse_row
+from collectors.conversations.mix import open_sources
+from collectors.conversations.parse import Conversation, parse_row
 from collectors.conversations.rows import Row
 from collectors.engines import CaptureRequest, EngineOptions
 from collectors.engines.hf import HfEngine
@@ -145,9 +148,13 @@ def request_of(sample: Sample) -> CaptureRequest:
 def test_an_image_that_takes_other_tokens_than_prepare_counted_is_refused(target: LoadedTarget, tmp_path: Path) -> None:
     (sample,) = prepared(tmp_path, target, [about(openai_part("a.png"))]).samples()
     engine = HfEngine(target, EngineOptions(LAYERS, 256))
-    for data, reason in ((noise(40, 24, seed=1), "it takes 5 x 3 tokens here, not 3 x 5"), (b"no image", "cannot id")):
-        request = CaptureRequest(sample.input_ids, np.zeros(1, np.int32), images=((sample.images[0], data),))
-        with pytest.raises(CaptureError, match=reason) as caught:
+    for data, reason in (
+        (noise(40, 24, seed=1), "it takes 5 x 3 tokens here, not 3 x 5"),
+        (b"no image", "Pillow knows no such format"),
+    ):
+        images = ((sample.images[0], data),)
+        request = CaptureRequest(sample.input_ids, np.zeros(1, np.int32), sample.source, images)
+        with pytest.raises(CaptureError, match=rf"rows\.jsonl:1: image .*{reason}") as caught:
             engine.capture([request])
         assert caught.value.kind == Kind.ENGINE_REQUEST
 
@@ -164,18 +171,89 @@ def test_images_that_cannot_be_read_reject_their_row_by_name(target: LoadedTarge
         {"messages": [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": [openai_part("a.png")]}]},
         about({"type": "video", "video": "a.mp4"}),
         chat(1),
+        about(openai_part("rows.jsonl")),
+        about(openai_part(data_uri(noise(1, 300, seed=1)))),
+        {
+            "image": "a.png",
+            "conversations": [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A."}],
+        },
+        {"images": ["a.png", "b.png"], **about(openai_part("a.png"))},
     ]
     data = prepared(tmp_path, target, rows)
     assert data.info.samples == 1
     assert reasons(data) == {
-        "image-unreadable": 2,
-        "image-missing": 2,
+        "image-unreadable": 4,
+        "image-missing": 4,
         "content-not-text": 2,
         "image-remote": 1,
         "image-placeholders": 1,
     }
     lines = (tmp_path / "data/rejects.jsonl").read_text().splitlines()
-    assert "download it, and name the file" in json.loads(lines[0])["detail"]
+    details = [json.loads(line)["detail"] for line in lines]
+    assert details[0] == "image 1, 'https://example.org/a.png': it is not fetched; download it, and name the file"
+    assert details[8] == "image 1, 'rows.jsonl': Pillow knows no such format"
+    assert "aspect ratio" in details[9]
+    assert details[10] == details[11] == "an image beside the messages, named by no part of them"
+
+
+def test_images_in_a_column_of_a_table_are_not_lost_with_it(target: LoadedTarget, tmp_path: Path) -> None:
+    rows = [{**chat(number), "image": image} for number, image in enumerate([{"bytes": b"x", "path": None}, None])]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    table = Dataset.from_list(rows)
+    table.cast(Features({**table.features, "image": ImageFeature()})).save_to_disk(tmp_path / "saved")
+    for source in (tmp_path / "rows.parquet", tmp_path / "saved"):
+        (opened,) = open_sources([str(source)])
+        for takes_images, reason in ((True, "image-missing"), (False, "content-not-text")):
+            first, second = [parse_row(row, takes_images) for row in opened.rows()]
+            assert first.reason == reason  # type: ignore[union-attr]
+            assert isinstance(second, Conversation)
+
+
+def test_the_bytes_of_an_image_win_over_the_path_where_it_once_lay() -> None:
+    for part in (
+        {"type": "image", "path": "gone.png", "bytes": b"png"},
+        {"type": "image", "image": {"path": "gone.png", "bytes": b"png"}},
+        {"type": "image", "image": {"path": "gone.png", "bytes": None}, "bytes": b"png"},
+    ):
+        conversation = parse_row(Row("x:1", about(part), 1), True)
+        assert conversation.images == (b"png",)  # type: ignore[union-attr]
+    (named,) = parse_row(Row("x:1", about({"type": "image", "path": "a.png", "bytes": "text"}), 1), True).images  # type: ignore[union-attr]
+    assert named == "a.png"
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB"])
+def test_what_is_transparent_is_white_as_vllm_loads_it(target: LoadedTarget, mode: str) -> None:
+    images = open_images(target.folder)
+    assert images is not None
+    made = Image.open(io.BytesIO(noise(16, 24, seed=4))).convert(mode)
+    if mode in ("P", "RGB"):
+        # One colour is said to be transparent.
+        saved = stored(made, transparency=made.getpixel((3, 3)))
+    else:
+        made.putalpha(Image.fromarray(np.arange(16 * 24, dtype=np.uint8).reshape(16, 24)))
+        saved = stored(made)
+    alpha = np.asarray(Image.open(io.BytesIO(saved)).convert("RGBA"), dtype=float)
+    share = alpha[..., 3:] / 255
+    assert (share < 1).any()
+    white = Image.fromarray(np.rint(alpha[..., :3] * share + 255 * (1 - share)).astype(np.uint8))
+    # What is pasted is rounded by 1 of 255 at most.
+    np.testing.assert_allclose(images.read(saved).values, images.read(stored(white)).values, rtol=0, atol=0.02)
+
+
+def stored(image: Image.Image, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
+    return file.getvalue()
+
+
+def test_a_processor_that_fails_on_every_image_is_blamed_and_not_the_images(tmp_path: Path) -> None:
+    folder = save_image_target(tmp_path / "target")
+    settings = folder / "preprocessor_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"size": {"height": 8, "width": 8}}))
+    rows = write_rows(tmp_path / "rows.jsonl", [about(openai_part(data_uri(noise(16, 16, 1))))])
+    with pytest.raises(ConfigError, match="cannot read the image processor of target") as caught:
+        prepare([rows], tmp_path / "data", str(folder))
+    assert caught.value.kind == Kind.TARGET_UNREADABLE
 
 
 def test_a_limit_inside_an_image_rejects_the_row_and_one_behind_it_cuts_the_answer(
@@ -188,6 +266,19 @@ def test_a_limit_inside_an_image_rejects_the_row_and_one_behind_it_cuts_the_answ
         data = prepared(folder, target, [about(openai_part("a.png")), short], max_tokens=limit)
         assert [sample.tokens for sample in data.samples()] == lengths
         assert reasons(data) == ({"image-cut": 1} if limit == 16 else {})
+
+
+def test_a_limit_before_a_later_image_keeps_the_earlier_ones(target: LoadedTarget, tmp_path: Path) -> None:
+    turns = [about(openai_part(data_uri(noise(24, 40, seed))))["messages"] for seed in (1, 2)]
+    rows = [{"messages": turns[0] + turns[1]}]
+    (tmp_path / "whole").mkdir()
+    (whole,) = prepared(tmp_path / "whole", target, rows).samples()
+    for more in (0, 1):
+        (folder := tmp_path / str(more)).mkdir()
+        data = prepared(folder, target, [*rows, chat(1)], max_tokens=whole.images[1].start + more)
+        kept = [(sample.images, sample.image_files) for sample in data.samples()]
+        assert kept == [*([] if more else [(whole.images[:1], whole.image_files[:1])]), ((), ())]
+        assert reasons(data) == ({"image-cut": 1} if more else {})
 
 
 def test_one_text_about_two_images_makes_two_samples_and_a_repeated_row_one(

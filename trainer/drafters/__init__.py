@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore.errors import ConfigError, FormatError, Kind
+from hiddenstore.images import WITHOUT_IMAGES
 from hiddenstore.registry import Registry
 from hiddenstore.targets import LAYER_RULES
 from hiddenstore.targets.identity import target_words
@@ -54,7 +55,7 @@ def refuse_images(name: str, capture: "CaptureSpec", where: str) -> None:
         raise ConfigError(
             f"samples of {where} hold images, and no engine is known to draft beside them with {name}",
             kind=Kind.STORE_LACKS_STATES,
-            hint="--drafter eagle3, or a store of text alone",
+            hint=f"--drafter eagle3; or {WITHOUT_IMAGES}",
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.images import WITHOUT_IMAGES
 from schemas.layers import default_aux_layers, from_convention, to_convention
 from trainer.formats import base
 from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Refused, Target, Tensors
@@ -40,7 +41,7 @@ _AS_VLLM_AT_IMAGES = Lack(
     lambda c: c.config.image_token_id is not None,
     "it is not known to give a drafter at images what this one was taught, the embedding of their token and places in "
     "time (SGLang gives other ones)",
-    "--engine vllm, or train on a store of text alone",
+    f"--engine vllm; or {WITHOUT_IMAGES}, and train on that",
 )
 _AS_WIDE_AS_ITS_STATES = Lack(
     lambda c: len(c.config.aux_layers) * c.identity.hidden_size == c.config.hidden_size,
