@@ -107,12 +107,17 @@ class TargetImages:
         return Pixels(made["pixel_values"], made["image_grid_thw"], int(rows) // merge, int(columns) // merge)
 
 
+# vLLM takes more; what is left out is no picture of the web, or is handed to another program (EPS to Ghostscript).
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+
+
 def _upright(data: bytes) -> Any:
     """The picture of an image file in RGB, as vLLM loads one: upright, transparency on white. Raises ImageError."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(data)) as file:
+        Image.init()
+        with Image.open(io.BytesIO(data), formats=[name for name in FORMATS if name in Image.OPEN]) as file:
             image = ImageOps.exif_transpose(file)
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
             clear = image.convert("RGBA")
@@ -120,7 +125,7 @@ def _upright(data: bytes) -> Any:
             image.paste(clear, mask=clear.getchannel("A"))
         return image.convert("RGB")
     except UnidentifiedImageError as error:
-        raise ImageError("Pillow knows no such format") from error
+        raise ImageError(f"it is none of {', '.join(FORMATS)}") from error
     except MemoryError:
         raise
     except Exception as error:  # its decoders raise what they like, AVIF's a RuntimeError

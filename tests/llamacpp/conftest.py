@@ -13,7 +13,7 @@ collect_ignore_glob = [] if os.environ.get("LLAMACPP") else ["test_*.py"]
 
 @pytest.fixture(scope="session")
 def engine_world(tmp_path_factory: pytest.TempPathFactory) -> EngineWorld:
-    return make_engine_world(tmp_path_factory.getbasetemp() / "engine_world")
+    return make_engine_world(EngineWorld(tmp_path_factory.getbasetemp() / "engine_world"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
