@@ -138,7 +138,6 @@ class StateTap:
 Images = Sequence[tuple[ImageEntry, bytes]]
 """The images of a sample in order, each with its file."""
 CHECKED_ROWS = 2
-SETTINGS = dict.fromkeys(ENGINES["hf"].flags)
 
 
 class HfEngine:
@@ -150,7 +149,7 @@ class HfEngine:
     final_norm: NormState = "pre_norm"
 
     def __init__(self, target: EngineTarget, options: EngineOptions) -> None:
-        settings = read_settings("hf", options.extra, SETTINGS)
+        settings = read_settings("hf", options.extra, dict.fromkeys(ENGINES["hf"].flags))
         if options.tensor_parallel != 1:
             raise ConfigError(
                 "engine hf has no tensor parallelism", kind=Kind.ENGINE_ARG, hint="--device-map auto spreads the layers"

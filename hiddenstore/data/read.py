@@ -175,7 +175,7 @@ class DecodedFiller:
         lengths, counts, starts, final_starts = np.array(slots, dtype=np.int64).T
         if self._view.loss_on != "stored" or self._view.max_tokens in lengths:
             return False
-        if any(reader.record.samples[index].images for index in indices.tolist()):
+        if any(_images_of(self._store, reader, index) for index in indices.tolist()):
             return False
         if not all(map(np.array_equal, reader.ends_of(indices, self._final), (ends_of(lengths), ends_of(counts)))):
             return False
@@ -251,7 +251,7 @@ class EncodedFiller:
         _require(slot, (len(input_ids), slot.tokens, len(final_rows), len(final_rows)))
         pack.aux_small[sample.document] = aux.small
         pack.final_small[sample.document] = final.small
-        images = reader.record.samples[index].images
+        images = _images_of(self._store, reader, index)
         _put(pack.tensors, sample, input_ids, loss_mask, final_rows, images)
 
     def fill_many(self, pack: Pack, samples: Sequence[PackedSample]) -> None:
@@ -291,6 +291,10 @@ def _token_members(T: int, R: int) -> Members:
         "document": ((T,), torch.int64),
         "final_rows": ((R,), torch.int64),
     }
+
+
+def _images_of(store: "Store", reader: "SegmentReader", index: int) -> tuple[ImageEntry, ...]:
+    return () if store.capture.images is None else reader.record.samples[index].images
 
 
 def _put(

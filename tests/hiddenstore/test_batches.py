@@ -41,6 +41,7 @@ class MemoryStore:
             rebuilds_final=False,
             final="supervised",
             holds_topk=False,
+            images=None,
             target=SimpleNamespace(hidden_size=WIDTH, name="tiny", revision=None),
         )
         self.broken: set[str] = set()

@@ -85,8 +85,8 @@ def test_a_url_is_refused() -> None:
 
 
 def test_a_store_of_the_future_is_refused_with_its_format(store: Store) -> None:
-    damage(store, layout.STORE_JSON, seal(store.manifest.model_copy(update={"format": 2})))
-    with pytest.raises(FormatError, match="has format 2"):
+    damage(store, layout.STORE_JSON, seal(store.manifest.model_copy(update={"format": 3})))
+    with pytest.raises(FormatError, match="has format 3"):
         Store.open(store.fs)
 
 
