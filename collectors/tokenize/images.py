@@ -2,6 +2,7 @@
 the image, as the target's own processor expands it."""
 
 import base64
+import errno
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +16,11 @@ from collectors.conversations.parse import Conversation, shortened
 from collectors.conversations.rows import Problem
 from collectors.targets.images import ImageError, TargetImages
 from collectors.tokenize.template import Tokenised
+from hiddenstore.fs.seam import storage_error
 from schemas.manifest import ImageEntry
 
 MAX_IMAGE_BYTES = 64 << 20
+_ABSENT = "there is no such file"
 
 Picture = tuple[bytes, int, int]
 """An image file, and the height and width of what it takes in tokens."""
@@ -25,7 +28,7 @@ Picture = tuple[bytes, int, int]
 
 def pictures_of(conversation: Conversation, folder: Path | None, images: TargetImages) -> list[Picture] | Problem:
     """The images of a conversation as the target reads them, or why it cannot be used; paths begin at ``folder``.
-    Raises ConfigError: the target lacks its processor, or this machine Pillow."""
+    Raises ConfigError: the target lacks its processor, or this machine Pillow; StorageError: the disk refused."""
     pictures = []
     for number, named in enumerate(conversation.images, start=1):
         shown = "bytes" if isinstance(named, bytes) else repr(shortened(named))
@@ -39,25 +42,30 @@ def pictures_of(conversation: Conversation, folder: Path | None, images: TargetI
 
 
 def _file(named: str, folder: Path | None) -> bytes:
-    """The bytes behind a path or URI; ImageError."""
+    """The bytes behind a path or URI. Raises ImageError; StorageError: the disk refused to read them."""
+    if named.startswith(("http://", "https://")):
+        raise ImageError("it is not fetched; download it, and name the file", "image-remote")
     try:
-        if named.startswith(("http://", "https://")):
-            raise ImageError("it is not fetched; download it, and name the file", "image-remote")
         if named.startswith("data:"):
             head, _, body = named.partition(",")
             return base64.b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
         path = Path(url2pathname(urlsplit(named).path) if named.startswith("file://") else named)
-        if not path.is_absolute() and folder is None:
-            raise ImageError("it begins at no folder; name an absolute path", "image-missing")
-        path = (folder or path) / path
+    except ValueError as error:
+        raise ImageError(str(error)) from error
+    if not path.is_absolute() and folder is None:
+        raise ImageError("it begins at no folder; name an absolute path", "image-missing")
+    path = (folder or path) / path
+    try:
         if not path.is_file():
-            raise ImageError("there is no such file", "image-missing")
+            raise ImageError(_ABSENT, "image-missing")
         if path.stat().st_size > MAX_IMAGE_BYTES:
             raise ImageError(f"it has more than {MAX_IMAGE_BYTES >> 20} MiB")
         return path.read_bytes()
-    except (OSError, ValueError) as error:
-        # The whole of an OSError repeats its path, which may be a file written out.
-        raise ImageError(getattr(error, "strerror", None) or str(error)) from error
+    except OSError as error:
+        # An image that is written out where a path belongs makes a name that no file has.
+        if error.errno in (errno.ENOENT, errno.ENAMETOOLONG):
+            raise ImageError(_ABSENT, "image-missing") from error
+        raise storage_error(error, str(path)) from error
 
 
 def expanded(sample: Tokenised, pictures: Sequence[Picture], token_id: int) -> Tokenised | Problem:

@@ -1,7 +1,9 @@
 """Images in conversations: what is read, what tokens they take, and what the target makes of them."""
 
+import errno
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from collectors.targets.load import LoadedTarget, load_target
 from collectors.tokenize.prepare import PrepareOptions, prepare
 from hiddenstore import documents
 from hiddenstore.documents import seal
-from hiddenstore.errors import CaptureError, ConfigError, FormatError, Kind
+from hiddenstore.errors import CaptureError, ConfigError, FormatError, Kind, StorageError
 from hiddenstore.images import image_positions
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.records import Sample
@@ -195,6 +197,28 @@ def test_images_that_cannot_be_read_reject_their_row_by_name(target: LoadedTarge
     assert details[8] == "image 1, 'rows.jsonl': it is none of AVIF, BMP, GIF, JPEG, JPEG2000, PNG, PPM, TIFF, WEBP"
     assert "aspect ratio" in details[9]
     assert details[10] == details[11] == "an image beside the messages, named by no part of them"
+
+
+@pytest.mark.parametrize("refusal", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
+def test_a_disk_that_refuses_an_image_stops_prepare_and_rejects_no_row(
+    refusal: int, target: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path.name == "a.png":
+            raise OSError(refusal, os.strerror(refusal), str(path))
+        return whole(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(StorageError, match=r"a\.png: "):
+        prepared(tmp_path, target, [about(openai_part("a.png")), chat(1)])
+    assert not (tmp_path / "data").exists()
+
+
+def test_an_image_written_out_where_its_path_belongs_rejects_its_row(target: LoadedTarget, tmp_path: Path) -> None:
+    data = prepared(tmp_path, target, [about(openai_part("iVBORw0KGgo" * 1000)), about(openai_part("a\0b")), chat(1)])
+    assert {reject.reason: reject.rows for reject in data.info.rejects} == {"image-missing": 2}
 
 
 def test_images_in_a_column_of_a_table_are_not_lost_with_it(target: LoadedTarget, tmp_path: Path) -> None:
