@@ -17,6 +17,7 @@ from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Form
 from hiddenstore.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
+from hiddenstore.index.catalog import read_replaced
 from hiddenstore.index.file import live_indexes
 from hiddenstore.segments.segment import write_encoded
 from hiddenstore.store import Store, load_snapshot
@@ -210,7 +211,8 @@ def _rewrite(store: Store, plan: _Rewrite) -> None:
 
 
 def damaged_documents(store: Store) -> dict[str, str]:
-    """Files of the target, inputs, snapshots, replaced commit records, calibration and advice that cannot be read.
+    """Files of the target, inputs, snapshots, replaced commit records, calibration and advice that cannot be read, and
+    snapshots of such a record.
 
     Path and reason of each. The segments and the records that count are the business of ``repair``.
     """
@@ -232,7 +234,7 @@ def _readers(store: Store) -> Iterator[tuple[str, Callable[[], object]]]:
         yield layout.input_path(digest), registered.unit_samples
     for name in fs.list(layout.SNAPSHOTS_DIR):
         if name.endswith(".json"):
-            yield f"{layout.SNAPSHOTS_DIR}/{name}", partial(load_snapshot, fs, name.removesuffix(".json"))
+            yield f"{layout.SNAPSHOTS_DIR}/{name}", partial(_read_snapshot, store, name.removesuffix(".json"))
     yield from rarely_read_documents(fs)
     yield SLICE_PATH, partial(_read_slice, fs)
     with suppress(CorruptionError):
@@ -240,6 +242,17 @@ def _readers(store: Store) -> Iterator[tuple[str, Callable[[], object]]]:
         if document is not None:
             # Damaged states go with their document: a new slice may need their name.
             yield layout.slice_path(document.file_sha256), partial(slice_bytes, fs, document)
+
+
+def _read_snapshot(store: Store, name: str) -> None:
+    """A snapshot of which a record is gone or damaged can be read no more: its reader is refused, and so is this."""
+    snapshot = load_snapshot(store.fs, name)
+    try:
+        read_replaced(store.catalog, snapshot)
+    except CorruptionError as error:
+        path, record = layout.snapshot_path(name), Path(getattr(error, "path", "")).name
+        problem = f"{path} is damaged: it names record {record}, which is gone, damaged or another one"
+        raise CorruptionError(problem, kind=error.kind, path=path) from error
 
 
 def _read_slice(fs: Filesystem) -> None:

@@ -283,8 +283,9 @@ def repair(store: str, yes: bool, accept_loss: int | None) -> None:
     """Make a damaged STORE whole by leaving out the samples that cannot be read; the same collect brings them back.
 
     Everything readable is kept bit for bit; old records and segments stay until gc. Damaged files beside the samples
-    (target, inputs, snapshots) move to quarantine/. Damage is what is read wrong twice, or known to be gone; while the
-    disk refuses to read, nothing is changed. Prints a plan unless -y is given.
+    (target, inputs, snapshots, and snapshots of a record that is damaged or gone) move to quarantine/. Damage is what
+    is read wrong twice, or known to be gone; while the disk refuses to read, nothing is changed. Prints a plan unless
+    -y is given.
     """
     from hiddenstore.care.repair import repair as run_repair
 

@@ -313,6 +313,14 @@ def read_frozen(fs: Filesystem, snapshot: Snapshot) -> Catalog:
     return catalog
 
 
+def read_replaced(catalog: Catalog, snapshot: Snapshot) -> Catalog:
+    """The records that a snapshot names and that count in ``catalog`` no more. Raises as ``read_frozen``, and what
+    a damaged one raises."""
+    digests = dict(zip(catalog.names, catalog.digests, strict=True))
+    rest = tuple(entry for entry in snapshot.commits if digests.get(entry.record) != entry.sha256)
+    return read_frozen(catalog.fs, snapshot.model_copy(update={"commits": rest}))
+
+
 class _Reading:
     """A catalog in the making. Every record has the place of its name until those that cannot be read are left out."""
 

@@ -22,7 +22,7 @@ from hiddenstore.damage import DAMAGE, drop_caches, require_absent, twice
 from hiddenstore.documents import load
 from hiddenstore.errors import ConfigError, CorruptionError, Kind
 from hiddenstore.fs.seam import TEMP_PREFIX, Filesystem, is_temporary
-from hiddenstore.index.catalog import Catalog, read_catalog, read_frozen
+from hiddenstore.index.catalog import Catalog, read_catalog, read_replaced
 from hiddenstore.index.file import IndexFile, index_numbers, renumbered
 from hiddenstore.index.listed import Listed
 from hiddenstore.index.publish import replaced_indexes
@@ -214,9 +214,7 @@ class _Frozen:
                     snapshot = twice(fs, partial(load_snapshot, fs, name.removesuffix(".json")), path)
                     known = [entry for entry in snapshot.commits if digests.get(entry.record) == entry.sha256]
                     self.inputs.update(inputs_of[entry.record] for entry in known)
-                    rest = tuple(entry for entry in snapshot.commits if digests.get(entry.record) != entry.sha256)
-                    replaced = read_frozen(fs, snapshot.model_copy(update={"commits": rest}))
-                    self.inputs.update(commit.record.input for commit in replaced)
+                    self.inputs.update(commit.record.input for commit in read_replaced(catalog, snapshot))
                 except (*DAMAGE, ConfigError) as error:
                     self.findings.append(Finding.of(error, path))
 

@@ -246,6 +246,24 @@ def test_a_damaged_snapshot_or_advice_is_set_aside_and_the_store_verifies(tmp_pa
     assert verify(store.path, "bytes").ok
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_snapshot_of_a_record_that_repair_made_again_is_set_aside_with_it(is_lost: bool, tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    store.save_snapshot("v1")
+    record = store.commits()[0]
+    if is_lost:
+        spoil(store, record.samples[0].id)
+    damage(Path(store.path) / layout.commit_path(record.unit))
+    assert repair(store.path).aside == {
+        "snapshots/v1.json": f"it names record {record.unit}.json, which is gone, damaged or another one"
+    }
+    repair(store.path, dry_run=False, accept_loss=100)
+    report = verify(store.path, "bytes")
+    assert report.findings == []
+    assert (Path(store.path) / "quarantine/snapshots/v1.json").exists()
+    assert repair(store.path).aside == {}
+
+
 def test_a_damaged_store_json_says_how_it_is_written_again(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     path = Path(store.path) / "store.json"
