@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -28,8 +29,11 @@ BUNDLED_HELD_OUT = 90
 DRAFTER = "eagle3.1"
 PIPELINE = "pipeline.yaml"
 SMOLLM2_QUESTIONS = 2000
-# A server on CPU: short texts, nothing compiled, the dtype that CPUs with AMX or AVX512-BF16 multiply fastest.
-ENGINE_ARGS = ("dtype=bfloat16", "max-model-len=1024", "enforce-eager=true")
+# A server on CPU: short texts, the dtype that CPUs with AMX or AVX512-BF16 multiply fastest.
+ENGINE_ARGS = ("dtype=bfloat16", "max-model-len=1024")
+# Compiling takes each server about a minute, once, and a C++ compiler; without it drafts cost half as much again
+# (benchmarks/results/what-pays-2026-11-23.md).
+UNCOMPILED = "enforce-eager=true"
 
 
 @click.command(
@@ -64,7 +68,7 @@ def demo(folder: str | None, target: str, quick: bool, seed: int, model: str | N
     name = target + ("-quick" if quick else "")
     usual = "hiddenstore-demo" + {"bundled": "", "smollm2": "-llm"}[target] + ("-quick" if quick else "")
     path = Path(folder or usual)
-    words = _smollm2(model, engine_python) if target == "smollm2" else {}
+    words = _smollm2(model, engine_python, quick) if target == "smollm2" else {}
     _claim(path)
     words = words or _bundled(path)
     file = _pipeline_file(path, name, {**words, "out": str(path), "seed": seed})
@@ -121,7 +125,7 @@ def _bundled(folder: Path) -> dict[str, Any]:
     return {"target": str(TARGET_DIR.resolve()), "ranks": _cores(), **{key: str(file) for key, file in files.items()}}
 
 
-def _smollm2(model: str | None, engine_python: str | None) -> dict[str, Any]:
+def _smollm2(model: str | None, engine_python: str | None, quick: bool) -> dict[str, Any]:
     """Target and questions of the demo on a real model; the engine, where there is one."""
     from collectors.demo.wheel import smollm2
 
@@ -132,8 +136,13 @@ def _smollm2(model: str | None, engine_python: str | None) -> dict[str, Any]:
         "count": SMOLLM2_QUESTIONS,
         "workers": _cores(),
         "engine_python": _engine_python(engine_python),
-        "engine_args": list(ENGINE_ARGS),
+        "engine_args": list(_engine_args(quick)),
     }
+
+
+def _engine_args(quick: bool) -> tuple[str, ...]:
+    compiles = not quick and shutil.which(os.environ.get("CXX", "g++")) is not None
+    return ENGINE_ARGS if compiles else (*ENGINE_ARGS, UNCOMPILED)
 
 
 def _engine_python(named: str | None) -> str | None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
+from hiddenstore.console.progress import Progress
+from hiddenstore.console.text import seconds
 from hiddenstore.errors import ConfigError, InterruptError, Kind, StorageError
 from hiddenstore.fs.seam import storage_error
 
@@ -70,7 +72,8 @@ def engine_flags(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(flags)
 
 
-START_S = 600
+# Some compile their model first: a minute on cores of their own, a quarter of an hour on a share of one.
+START_S = 1800
 _POLL_S = 0.5
 _WATCHED = Path(__file__).with_name("watched.py")
 
@@ -87,16 +90,23 @@ class ServerProcess:
 @contextmanager
 def running(servers: Sequence[ServerProcess], stopping: Callable[[], bool] = lambda: False) -> Iterator[list[str]]:
     """Their URLs, on free ports of this machine, all up until the block ends or this process does. Raises StorageError:
-    ``server-unreachable``: one ended, or is not up after ten minutes; InterruptError: ``interrupted``: ``stopping`` was
-    true before they were up."""
-    ports = _free_ports(len(servers))
+    ``server-unreachable``: one ended, or is not up after half an hour; InterruptError: ``interrupted``: ``stopping``
+    was true before they were up."""
+    ports, began = _free_ports(len(servers)), time.monotonic()
     with ExitStack() as stack:
         started = [
             (f"http://127.0.0.1:{port}", stack.enter_context(_process(server, port)), server.log)
             for port, server in zip(ports, servers, strict=True)
         ]
-        for url, process, log in started:
-            _wait_until_up(url, process, log, stopping)
+        with Progress("start", total=len(servers), unit="servers") as progress:
+
+            def waiting() -> bool:
+                progress.advance(0, waited=seconds(time.monotonic() - began))
+                return stopping()
+
+            for url, process, log in started:
+                _wait_until_up(url, process, log, waiting)
+                progress.advance()
         yield [url for url, _, _ in started]
 
 

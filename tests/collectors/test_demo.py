@@ -211,3 +211,16 @@ def test_a_download_that_fails_says_how_to_do_without_and_repeats_no_address(
     assert caught.value.kind == "target-missing"
     assert "--model FILE.whl" in str(caught.value.hint)
     assert "secret" not in str(caught.value) + str(caught.value.hint)
+
+
+def test_servers_of_the_whole_demo_compile_where_a_compiler_is_and_those_of_the_quick_one_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert command._engine_args(quick=False) == command.ENGINE_ARGS
+    assert command.UNCOMPILED in command._engine_args(quick=True)
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    assert command.UNCOMPILED in command._engine_args(quick=False)
