@@ -338,7 +338,7 @@ class _Flow:
         if not self._running and not self._steps_in_process:
             time.sleep(_POLL_S)
         else:
-            for output in self._engine.step():
+            for output in self._run():
                 if output.finished:
                     self._answer(output)
         for index in self._memory.placed() & self._answered.keys():
@@ -351,7 +351,20 @@ class _Flow:
 
     def abandon(self) -> None:
         """Drop what is under way; nothing of it is put anywhere."""
-        self._engine.abort_request(list(self._running))
+        # An engine that is dead has nothing under way, and why it died is what matters.
+        with suppress(Exception):
+            self._engine.abort_request(list(self._running))
+
+    def _run(self) -> Any:
+        try:
+            return self._engine.step()
+        except Exception as error:  # Whatever vLLM's model classes and its process raise.
+            raise CaptureError(
+                f"vLLM failed with {len(self._running)} requests of a unit under way: {type(error).__name__}: "
+                f"{first_line(error)}",
+                kind=Kind.ENGINE_REQUEST,
+                hint="its log above says where; the same command goes on; --engine hf needs no vLLM",
+            ) from error
 
     def _send(self, index: int, request: CaptureRequest) -> None:
         from vllm import SamplingParams

@@ -341,6 +341,23 @@ def test_a_sample_that_vllm_refuses_ends_the_requests_before_it(
     assert [name.rpartition("-")[2] for name in ended] == ["0"]
 
 
+def test_a_vllm_that_dies_inside_a_step_is_named_with_what_it_said(
+    target: EngineTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise IndexError("layer -1 is out of range\nsecond line")
+
+    vllm = SimpleNamespace(envs=SimpleNamespace(VLLM_ENABLE_V1_MULTIPROCESSING=0), SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    engine = object.__new__(VllmProcess)
+    engine.target, engine._layer_ids = target, LayerIds.of(AUX, LAYERS)
+    dead = SimpleNamespace(add_request=lambda *_: None, step=fail, abort_request=fail)
+    engine._llm = SimpleNamespace(llm_engine=dead)
+    with pytest.raises(CaptureError, match=r"2 requests of a unit under way: IndexError: layer -1 .* range$") as caught:
+        engine.capture(requests((5, 9)))
+    assert caught.value.kind == "engine-request"
+
+
 def test_versions_are_compared_by_their_numbers() -> None:
     assert major_minor("0.9.2") < major_minor("0.22.0rc1") < major_minor("0.32.0+cpu") < major_minor("1.0")
 
