@@ -156,7 +156,11 @@ def open_target(
             hint="point --target at a folder that save_pretrained wrote, or at a hub id",
         )
     if not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
-        raise NotFoundError(f"target {name} does not exist", kind=Kind.TARGET_MISSING)
+        raise NotFoundError(
+            f"target {name} does not exist",
+            kind=Kind.TARGET_MISSING,
+            hint="--target FOLDER, FILE.gguf or ORG/NAME",
+        )
     if trust_remote_code:
         require_pinned(name, revision)
     where: dict[str, Any] = {"revision": revision}
