@@ -218,7 +218,7 @@ def test_the_target_s_own_layer_is_trained_on_and_written_back_under_its_names(w
     run = trained(world, tmp_path / "run")
     before = load_drafter(f"{run}/start").model.state_dict()
     published = load_file(Path(world.target, "model.safetensors"))
-    names = {f"model.{LAYOUTS['mimo'].names(4, name)}": name for name in before}
+    names = {LAYOUTS["mimo"].names(name): name for name in before}
     assert {name for name in published if name.startswith(PREFIX)} == names.keys()
     assert all(torch.equal(published[name], before[ours]) for name, ours in names.items())
     assert torch.equal(load_drafter(run, untrained=True).model.state_dict()["fc.weight"], before["fc.weight"])

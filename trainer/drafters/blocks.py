@@ -30,6 +30,18 @@ class RMSNorm(nn.Module):
         return out
 
 
+class OnePlusNorm(RMSNorm):
+    """As `RMSNorm`, times 1 + weight."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _RmsNorm.apply(x, 1 + self.weight, self.eps)
+        return out
+
+
 class _RmsNorm(torch.autograd.Function):
     """Keeps only x and one scalar per row for the backward; half the passes of the composed form."""
 
