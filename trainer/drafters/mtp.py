@@ -3,7 +3,8 @@
 x_t = fc([hidden_norm(h_t); token_norm(emb(x_{t+1}))]) through one decoder layer and a norm; the target's head reads the
 result, which proposes x_{t+2} and is fed back as the next h. One layer drafts every token, as engines run it. What
 differs from family to family is a `trainer.formats.mtp.Layout`. Sources: docs/design/018; vLLM 0.32 ``mimo_mtp.py`` and
-``qwen3_5_mtp.py``; llama.cpp b11434 ``qwen35.cpp``; speculators 0.9 ``models/mtp`` for the weights of the steps (FastMTP, arXiv 2509.18362).
+``qwen3_5_mtp.py``; llama.cpp b11434 ``qwen35.cpp``; speculators 0.9 ``models/mtp`` for the weights of the steps
+(FastMTP, arXiv 2509.18362).
 
 Shapes: T tokens, D target width, V target vocabulary, K steps, A active slots, n rows, N query heads, E head width.
 """

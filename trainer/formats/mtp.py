@@ -23,7 +23,8 @@ _QUERIES, _GATE = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.gate_p
 @dataclass(frozen=True)
 class Layout:
     """How one family spells its MTP layer and what its layer computes. ``architectures``: pattern of the target's
-    class; ``model_type``: one that transformers knows and that says the same. ``prefix``: of its first MTP layer.
+    class; ``model_type``: one that transformers knows and that says the same, None where it knows the target's own.
+    ``prefix``: of its first MTP layer.
     ``outside``: our names beside the decoder layer and theirs; ``inside``: prefix of
     theirs in it. ``count``: the member of ``config.json`` that says how many layers there are. ``hidden_first``: order
     of the halves of ``fc``. ``blind_first``: the first token's slot reads zeros for an embedding. ``final``: the final
@@ -33,7 +34,7 @@ class Layout:
     turns, where ``config.json`` does not say."""
 
     architectures: str
-    model_type: str
+    model_type: str | None
     prefix: str
     outside: Mapping[str, str]
     inside: str
@@ -84,7 +85,7 @@ LAYOUTS = {
     ),
     "qwen3.5": Layout(
         architectures="Qwen3_5ForCausalLM|Qwen3_5ForConditionalGeneration|Qwen3_5MTP",
-        model_type="qwen3_5_text",
+        model_type=None,
         prefix="mtp.",
         outside={
             "hidden_norm.weight": "pre_fc_norm_hidden.weight",
@@ -179,7 +180,10 @@ def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> 
     # The class that auto_map names lies in the target's folder.
     left_out = ("auto_map", "quantization_config")
     config = {key: value for key, value in checkpoint.target_config.items() if key not in left_out}
-    return Files({**config, "model_type": layout.model_type, layout.count: 1, **base.dtype_words(dtype)}, tensors)
+    one = {layout.count: 1}
+    config |= {"text_config": config["text_config"] | one} if config.get("text_config") else one
+    config |= {"model_type": layout.model_type} if layout.model_type else {}
+    return Files({**config, **base.dtype_words(dtype)}, tensors)
 
 
 _GONE = Lack(
@@ -189,24 +193,19 @@ _GONE = Lack(
 )
 
 
-def _only(layout: str, reason: str, fix: str) -> Lack:
-    return Lack(lambda c: c.config.layout != layout, reason, fix)
-
-
-_VLLM = Reads(
-    "MiMoMTPModel",
-    "mtp",
-    "mimo_mtp.py",
-    ran="0.32",
-    since="0.32",
-    lacks=(_GONE, _only("mimo", "of MTP layers only MiMo's was run there", "--engine llamacpp")),
-)
+_VLLM = Reads("MiMoMTPModel", "mtp", "mimo_mtp.py, qwen3_5_mtp.py", ran="0.32", since="0.32", lacks=(_GONE,))
 _LLAMACPP = Reads(
     "qwen35",
     "draft-mtp",
-    "src/models/qwen35.cpp",
+    "qwen35.cpp",
     ran="11434",
-    lacks=(_only("qwen3.5", "it has no class for this target; of dense MTP layers it runs Qwen3.5's", "--engine vllm"),),
+    lacks=(
+        Lack(
+            lambda c: c.config.layout != "qwen3.5",
+            "of MTP layers with one MLP it drafts only with Qwen3.5's",
+            "hiddenstore export RUN --engine vllm",
+        ),
+    ),
 )
 
 MTP = DrafterExport(
@@ -226,7 +225,7 @@ MTP = DrafterExport(
         ),
     },
     architectures="MiMoMTPModel|Qwen3_5MTP",
-    signs=lambda config, tensors: any(name.startswith("mtp_layers.0.") for name in tensors),
+    signs=lambda config, tensors: any(name.startswith(("mtp_layers.0.", "mtp.fc.")) for name in tensors),
     longest=lambda config: None,
     ids_follow_engine=False,
     has_positions=False,
