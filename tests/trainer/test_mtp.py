@@ -377,6 +377,18 @@ def test_a_layer_of_another_kind_is_refused_with_the_reason(names: list[str], sa
         MTP.export.read(config, tensors, Target(case.target.head, case.target.vocab, 4, None))
 
 
+def test_queries_without_a_gate_and_half_a_pair_of_channels_are_refused() -> None:
+    case = make_case([4])
+    text = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 64, "mtp_num_hidden_layers": 1}  # fmt: skip
+    tensors = {"mtp.layers.0.self_attn.q_proj.weight": torch.ones(16, 16)}
+    config = {"architectures": ["Qwen3_5ForCausalLM"], **text}
+    with pytest.raises(ValueError, match="q_proj has 16 rows; 2 heads of 8 with a gate have 32"):
+        MTP.export.read(config, tensors, Target(case.target.head, case.target.vocab, 4, None))
+    with pytest.raises(ValueError, match="rope turns pairs of channels"):
+        MtpConfig.model_validate({**QWEN, "rotary_share": 0.4})
+
+
 def test_a_target_without_an_mtp_layer_has_nothing_to_train() -> None:
     with pytest.raises(ValueError, match="MTP layers are read of MiMoForCausalLM"):
         published_layout({"architectures": ["LlamaForCausalLM"]})

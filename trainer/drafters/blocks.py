@@ -38,7 +38,9 @@ class OnePlusNorm(RMSNorm):
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _RmsNorm.apply(x, 1 + self.weight, self.eps)
+        # In fp32 at least: bf16 has no room for a small weight beside 1.
+        weight = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        out: Tensor = _RmsNorm.apply(x, 1 + weight, self.eps)
         return out
 
 

@@ -58,10 +58,19 @@ class MtpConfig(DrafterConfig):
     """Share of a head's channels that rope turns, the first ones."""
 
     @model_validator(mode="after")
-    def _layout_is_known(self) -> Self:
+    def _can_be_built(self) -> Self:
         if self.layout not in LAYOUTS:
             raise ValueError(f"unknown layout {self.layout!r}; there are: {', '.join(LAYOUTS)}")
+        if self.turned < 2 or self.turned % 2:
+            raise ValueError(
+                f"rope turns pairs of channels, and {self.rotary_share} of {self.head_dim} are {self.turned}"
+            )
         return self
+
+    @property
+    def turned(self) -> int:
+        """Channels of a head that rope turns."""
+        return int(self.head_dim * self.rotary_share)
 
 
 class MtpAttention(Attention):
@@ -120,8 +129,8 @@ class Mtp(Drafter):
         self.hidden_norm, self.token_norm, self.norm = (_norm_of(config)(width, eps) for _ in range(3))
         self.fc = Linear(2 * width, width)
         self.layers = nn.ModuleList([MtpLayer(config)])
-        self._turned, self._stored_norm = int(config.head_dim * config.rotary_share), stored_norm
-        self._rotary = Rotary(self._turned, config.rope_theta, config.rope_scaling, config.max_position)
+        self._stored_norm = stored_norm
+        self._rotary = Rotary(config.turned, config.rope_theta, config.rope_scaling, config.max_position)
         self._head: HeadBundle
         self.lm_head: FrozenHead
 
@@ -215,8 +224,9 @@ class Mtp(Drafter):
         return out
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        turned = rotate(x[..., : self._turned], *self._rotary.at(positions))
-        return turned if self._turned == x.shape[-1] else torch.cat([turned, x[..., self._turned :]], -1)
+        count = self.config.turned
+        turned = rotate(x[..., :count], *self._rotary.at(positions))
+        return turned if count == x.shape[-1] else torch.cat([turned, x[..., count:]], -1)
 
     def _fed_back(self, out: Tensor, normed: Tensor) -> Tensor:
         return normed if self.layout.feeds_normed else out

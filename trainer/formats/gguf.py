@@ -385,7 +385,7 @@ def _add_target(writer: Any, target: "GGUFReader", path: Path, architecture: str
     depth = fields[count] - fields.get(nextn, 0)
     _add(writer, count, depth + 1)
     _add(writer, nextn, 1)
-    for name in fields.keys() - {count, nextn}:
+    for name in (name for name in fields if name not in (count, nextn)):
         # A file without MTP layers says of its other layers only which of them keep a running state; this one does not.
         is_short = name.endswith(".recurrent_layers") and len(fields[name]) == depth
         _copy(writer, target, name, [False] if is_short else None)
@@ -454,7 +454,7 @@ def _read_config(path: Path, reader: "GGUFReader") -> tuple[dict[str, Any], dict
     except KeyError as error:
         lacking = error.args[0]
         raise _unfit(path, f"lacks the field {lacking if lacking == MASK else prefix + lacking}") from error
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:
         raise _unfit(path, f"cannot be had here: {error}") from error
     if not isinstance(about, dict):
         raise _unfit(path, f"has a field {ABOUT} that is no JSON object")

@@ -24,14 +24,13 @@ _QUERIES, _GATE = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.gate_p
 class Layout:
     """How one family spells its MTP layer and what its layer computes. ``architectures``: pattern of the target's
     class; ``model_type``: one that transformers knows and that says the same, None where it knows the target's own.
-    ``prefix``: of its first MTP layer.
-    ``outside``: our names beside the decoder layer and theirs; ``inside``: prefix of
-    theirs in it. ``count``: the member of ``config.json`` that says how many layers there are. ``hidden_first``: order
-    of the halves of ``fc``. ``blind_first``: the first token's slot reads zeros for an embedding. ``final``: the final
-    hidden that the first step reads; ``feeds_normed``: later ones read the output after the last norm. ``qkv_bias``:
-    queries, keys and values have a bias. ``gated``: heads of queries and keys are normed, and a gate beside the queries
-    is put on what is attended; ``one_plus``: norms are times 1 + weight. ``rotary_share``: of a head's channels rope
-    turns, where ``config.json`` does not say."""
+    ``prefix``: of its first MTP layer. ``outside``: our names beside the decoder layer and theirs; ``inside``: prefix
+    of theirs in it. ``count``: the member of ``config.json`` that says how many layers there are. ``hidden_first``:
+    order of the halves of ``fc``. ``blind_first``: the first token's slot reads zeros for an embedding. ``final``: the
+    final hidden that the first step reads; ``feeds_normed``: later ones read the output after the last norm.
+    ``qkv_bias``: queries, keys and values have a bias. ``gated``: heads of queries and keys are normed, and a gate
+    beside the queries is put on what is attended; ``one_plus``: norms are times 1 + weight. ``rotary_share``: of a
+    head's channels rope turns it, where ``config.json`` does not say."""
 
     architectures: str
     model_type: str | None
@@ -150,7 +149,10 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
             raise ValueError(f"{name} differs from the target's, which an MTP layer shares")
     settings = base.dimensions(text) | {"aux_layers": (), "layout": word}
     if layout.gated:
-        heads = read.pop(_QUERIES).unflatten(0, (settings["num_heads"], 2, settings["head_dim"]))
+        count, width, length = settings["num_heads"], settings["head_dim"], len(read[_QUERIES])
+        if length != count * 2 * width:
+            raise ValueError(f"q_proj has {length} rows; {count} heads of {width} with a gate have {count * 2 * width}")
+        heads = read[_QUERIES].unflatten(0, (count, 2, width))
         read |= {_QUERIES: heads[:, 0].flatten(0, 1), _GATE: heads[:, 1].flatten(0, 1)}
     rope = {**text, **(text.get("rope_parameters") or {})}
     return settings | {"rotary_share": rope.get("partial_rotary_factor", layout.rotary_share)}, read
@@ -191,8 +193,6 @@ _GONE = Lack(
     "its folder holds the target's config.json, and the store that has it is not there any more",
     "hiddenstore export RUN where its store lies",
 )
-
-
 _VLLM = Reads("MiMoMTPModel", "mtp", "mimo_mtp.py, qwen3_5_mtp.py", ran="0.32", since="0.32", lacks=(_GONE,))
 _LLAMACPP = Reads(
     "qwen35",
