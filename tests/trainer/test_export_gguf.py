@@ -190,6 +190,11 @@ def test_an_mtp_layer_of_another_family_or_of_several_is_refused(target: str, tm
     with pytest.raises(ConfigError, match=r"only with Qwen3\.5's") as unsupported:
         written(case("mtp"), tmp_path / "a.gguf", qwen)
     assert unsupported.value.kind is Kind.EXPORT_UNSUPPORTED
+    split = tmp_path / "split.gguf"
+    split.write_bytes(Path(qwen).read_bytes().replace(b"token_embd.weight", b"token_othr.weight"))
+    with pytest.raises(ConfigError, match=r"no token_embd\.weight, .* split one") as lacking:
+        written(case("mtp of Qwen3.5"), tmp_path / "a.gguf", str(split))
+    assert lacking.value.kind is Kind.OPTION_INVALID
     assert not (tmp_path / "a.gguf").exists()
     out = written(case("mtp of Qwen3.5"), tmp_path / "b.gguf", qwen)
     _refused(rewritten(out, tmp_path / "c.gguf", {"qwen35.nextn_predict_layers": 2}), "nextn_predict_layers is 2")

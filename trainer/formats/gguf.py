@@ -324,7 +324,8 @@ def write(
 ) -> dict[str, "Tensor"]:
     """Write the file and give back its tensors by its names. Vectors and norms are fp32, as llama.cpp needs them, the
     others as they are. ``target``: its GGUF file, whose vocabulary is copied, and with a part of the target its fields
-    and tables as well. Raises FormatError ``target-mismatch``: it is none that the part is of."""
+    and tables as well. Raises FormatError ``target-mismatch``: it is none that the part is of; ConfigError
+    ``option-invalid``: it is one file of several."""
     import torch
     from gguf import GGMLQuantizationType, GGUFWriter
 
@@ -387,11 +388,18 @@ def _add_target(writer: Any, target: "GGUFReader", path: Path, architecture: str
     _add(writer, nextn, 1)
     for name in (name for name in fields if name not in (count, nextn)):
         # A file without MTP layers says of its other layers only which of them keep a running state; this one does not.
-        is_short = name.endswith(".recurrent_layers") and len(fields[name]) == depth
+        value = fields[name]
+        is_short = name.endswith(".recurrent_layers") and isinstance(value, list) and len(value) == depth
         _copy(writer, target, name, [False] if is_short else None)
-    for entry in target.tensors:
-        if entry.name in _TABLES:
-            writer.add_tensor(entry.name, entry.data, raw_dtype=entry.tensor_type)
+    tables = {entry.name: entry for entry in target.tensors if entry.name in _TABLES}
+    if lacking := sorted({"token_embd.weight", "output_norm.weight"} - tables.keys()):
+        raise ConfigError(
+            f"{path} has no {' and no '.join(lacking)}, which an MTP layer is written with: is it a part of a split one?",
+            kind=Kind.OPTION_INVALID,
+            hint=f"llama-gguf-split --merge {path} whole.gguf",
+        )
+    for name, entry in tables.items():
+        writer.add_tensor(name, entry.data, raw_dtype=entry.tensor_type)
 
 
 def about_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
