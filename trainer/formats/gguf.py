@@ -394,7 +394,7 @@ def _add_target(writer: Any, target: "GGUFReader", path: Path, architecture: str
     tables = {entry.name: entry for entry in target.tensors if entry.name in _TABLES}
     if lacking := sorted({"token_embd.weight", "output_norm.weight"} - tables.keys()):
         raise ConfigError(
-            f"{path} has no {' and no '.join(lacking)}, which an MTP layer's file holds: is it one of a split one?",
+            f"{path} has no {' and no '.join(lacking)}, which an MTP layer's file holds: is it one file of several?",
             kind=Kind.OPTION_INVALID,
             hint=f"llama-gguf-split --merge {path} whole.gguf",
         )
