@@ -140,7 +140,7 @@ def make_engine_world(world: EngineWorld, layers: str = "all-drafters") -> Engin
             return world
         unique = {row["messages"][0]["content"] for row in conversations()}
         chosen = sorted(unique, key=lambda text: sha256(text.encode()).digest())[: ASKED * world.count // QUESTIONS]
-        rows = _greedy_answers(world, chosen)
+        rows = greedy_answers(world, chosen)
         (root / "greedy.json").write_text(json.dumps(rows), encoding="utf-8")
         lines = [json.dumps({"messages": row["messages"]}) for row in rows]
         Path(world.questions).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -151,7 +151,7 @@ def make_engine_world(world: EngineWorld, layers: str = "all-drafters") -> Engin
     return world
 
 
-def _greedy_answers(world: EngineWorld, questions: Sequence[str]) -> list[Document]:
+def greedy_answers(world: EngineWorld, questions: Sequence[str]) -> list[Document]:
     """Questions that the target answers at length and without looping, with their answers, all asked in one batch."""
     tokenizer = AutoTokenizer.from_pretrained(world.target, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(world.target, dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""What needs no training, in a real vLLM: n-gram lookup, and the target as its own draft."""
+"""What needs no training, in a real vLLM: n-gram lookup, suffix decoding, and the target as its own draft."""
 
 import pytest
 from agreement import VLLM, served_answers
@@ -26,13 +26,16 @@ def test_without_a_drafter_nothing_is_counted_and_answers_are_those_of_transform
     assert plain.answers == [answer for _, answer in engine_world.greedy]
 
 
-def test_ngram_lookup_changes_no_token_and_its_counters_add_up(engine_world, prompts, plain, record_property):
-    served = served_answers(engine_world, prompts, speculative_config("ngram", draft_len=CHAIN, version=VLLM))
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_lookup_changes_no_token_and_its_counters_add_up(method, engine_world, prompts, plain, record_property):
+    if method == "suffix":
+        pytest.importorskip("arctic_inference.suffix_decoding", reason="vLLM drafts by suffixes with arctic-inference")
+    served = served_answers(engine_world, prompts, speculative_config(method, draft_len=CHAIN, version=VLLM))
     assert served.answers == plain.answers
     assert 0 < served.accepted <= served.drafted <= CHAIN * served.drafts
     assert served.accepted == sum(served.accepted_at)
     assert served.accepted_at == sorted(served.accepted_at, reverse=True)
-    record_property("agreement", {"drafter": "n-gram", "draft_len": CHAIN, "engine": served.accepted_length})
+    record_property("agreement", {"drafter": method, "draft_len": CHAIN, "engine": served.accepted_length})
 
 
 def test_the_target_as_its_own_draft_is_accepted_whole(engine_world, prompts, plain, record_property):

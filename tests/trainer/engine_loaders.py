@@ -1,7 +1,7 @@
 """What each engine's loader fills, restated from its published source: every parameter by the file's names, with shape.
 
-vLLM 0.32: ``model_executor/models/{llama_eagle,llama_eagle3,qwen3_dflash,medusa,mimo_mtp}.py``. SGLang 0.5.23:
-``srt/models/{llama_eagle,llama_eagle3,dflash}.py``. TensorRT-LLM, main branch of 2026:
+vLLM 0.32: ``model_executor/models/{llama_eagle,llama_eagle3,qwen3_dflash,medusa,mimo_mtp,qwen3_5_mtp}.py``. SGLang
+0.5.23: ``srt/models/{llama_eagle,llama_eagle3,dflash}.py``. TensorRT-LLM, main branch of 2026:
 ``_torch/models/{modeling_speculative,modeling_dflash}.py``. Joint projections (``qkv_proj``, ``gate_up_proj``) are
 named by their parts, which is what a file holds.
 """
@@ -145,6 +145,29 @@ def vllm_medusa(config: Mapping[str, Any]) -> Shapes:
     return found | {f"lm_heads.{k}.weight": [config["vocab_size"], width] for k in range(lm_heads)}
 
 
+def vllm_mtp(config: Mapping[str, Any]) -> Shapes:
+    """By the class of the target."""
+    return vllm_qwen_mtp(config) if "text_config" in config else vllm_mimo_mtp(config)
+
+
+def vllm_qwen_mtp(config: Mapping[str, Any]) -> Shapes:
+    """A layer of full attention, the gate beside the queries of its heads."""
+    assert (config["architectures"], config["model_type"]) == (["Qwen3_5ForConditionalGeneration"], "qwen3_5")
+    config, layer = config["text_config"], "mtp.layers.0"
+    assert config["mtp_num_hidden_layers"] == 1
+    width, head = config["hidden_size"], config["head_dim"]
+    found = {
+        **llama_layer(layer, config, width),
+        "mtp.fc.weight": [width, 2 * width],
+        "model.embed_tokens.weight": [config["vocab_size"], width],
+        "lm_head.weight": [config["vocab_size"], width],
+    }
+    found[f"{layer}.self_attn.q_proj.weight"] = [2 * config["num_attention_heads"] * head, width]
+    found |= {f"{layer}.self_attn.{name}_norm.weight": [head] for name in "qk"}
+    found |= {f"mtp.{name}.weight": [width] for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    return found | {f"{layer}.input_layernorm.weight": [width]}
+
+
 def vllm_mimo_mtp(config: Mapping[str, Any]) -> Shapes:
     """The first layer, a Qwen2 one."""
     width, layer = config["hidden_size"], "model.mtp_layers.0"
@@ -183,7 +206,7 @@ LOADERS: dict[tuple[str, str], Loader] = {
     ),
     ("vllm", "peagle"): Loader(peagle, midlayer_is_layer_0, frozenset({"embed_tokens.weight"}), frozenset({"t2d"})),
     ("vllm", "dflash"): Loader(vllm_dflash, shared=frozenset({"lm_head.weight"}), passed_over=frozenset({"t2d"})),
-    ("vllm", "mtp"): Loader(vllm_mimo_mtp),
+    ("vllm", "mtp"): Loader(vllm_mtp),
     ("vllm", "medusa"): Loader(vllm_medusa, passed_over=frozenset({"d2t", "t2d"})),
     ("sglang", "eagle1"): Loader(lambda c: eagle1(c, fc_bias=True), shared=frozenset({"embed_tokens.weight"})),
     ("sglang", "eagle3"): Loader(

@@ -35,6 +35,16 @@ MIMO = {
     "num_nextn_predict_layers": 3, "rms_norm_eps": 1e-6, "rope_theta": 5000.0, "vocab_size": V,
 }  # fmt: skip
 """``config.json`` of a target with MTP layers."""
+QWEN = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "vision_config": {},
+    "text_config": {
+        "hidden_size": D, "intermediate_size": F, "max_position_embeddings": 777, "model_type": "qwen3_5_text",
+        "num_attention_heads": N, "head_dim": E, "num_hidden_layers": LAYERS, "num_key_value_heads": G,
+        "mtp_num_hidden_layers": 2, "rms_norm_eps": 1e-6, "vocab_size": V,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+    },
+}  # fmt: skip
+"""Another, with a tower for images around it."""
 
 
 def make_head(seed: int = 0, bias: bool = False) -> HeadBundle:
@@ -75,7 +85,7 @@ def make(
             if name == "embed_tokens.weight":
                 continue
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    target_config = MIMO if drafter == "mtp" else {}
+    target_config = {} if drafter != "mtp" else QWEN if flags else MIMO
     return Checkpoint(model.eval(), vocab, head, IDENTITY, draft_len=draft_len, target_config=target_config)
 
 
@@ -104,6 +114,7 @@ KINDS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
     "peagle": ("peagle", U, {}),
     "peagle of two layers, whole vocabulary": ("peagle", None, {"num_layers": 2, "fc_norm": True}),
     "mtp": ("mtp", None, {}),
+    "mtp of Qwen3.5": ("mtp", None, {"layout": "qwen3.5", "rotary_share": 0.5}),
     "medusa of two blocks": ("medusa", None, {"medusa_layers": 2}),
     "medusa, small vocabulary": ("medusa", U, {}),
     "medusa with the original head": ("medusa", None, {"original_head": True}),

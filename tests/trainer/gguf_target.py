@@ -1,15 +1,19 @@
-"""The target of the export cases as a GGUF file (its dimensions and a vocabulary, no tensors), and files changed."""
+"""The target of the export cases as a GGUF file (its dimensions, a vocabulary, and of Qwen3.5 its tables), and files
+changed."""
 
 from pathlib import Path
 
+import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType, quantize
 
-from tests.trainer.export_cases import LAYERS, D, V
+from tests.trainer.export_cases import LAYERS, D, E, F, G, N, V
 
 
-def write_target(path: Path, layers: int = LAYERS, width: int = D, vocabulary: int = V) -> str:
+def write_target(
+    path: Path, layers: int = LAYERS, width: int = D, vocabulary: int = V, architecture: str = "llama"
+) -> str:
     """The path of the file."""
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, architecture)
     writer.add_block_count(layers)
     writer.add_embedding_length(width)
     writer.add_tokenizer_model("gpt2")
@@ -20,8 +24,27 @@ def write_target(path: Path, layers: int = LAYERS, width: int = D, vocabulary: i
     writer.add_eos_token_id(1)
     writer.add_add_bos_token(False)
     writer.add_chat_template("{{ messages }}")
+    if architecture == "qwen35":
+        _add_qwen(writer, layers)
     finish(writer)
     return str(path)
+
+
+def _add_qwen(writer: GGUFWriter, layers: int) -> None:
+    writer.add_context_length(777)
+    writer.add_feed_forward_length(F)
+    writer.add_head_count(N)
+    writer.add_head_count_kv(G)
+    writer.add_key_length(E)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(5000.0)
+    writer.add_rope_dimension_count(E // 2)
+    writer.add_rope_dimension_sections([2, 1, 1, 0])
+    writer.add_array("qwen35.attention.recurrent_layers", [i % 4 != 3 for i in range(layers)])
+    table = quantize(np.random.default_rng(0).standard_normal((V, D), np.float32), GGMLQuantizationType.Q8_0)
+    writer.add_tensor("token_embd.weight", table, raw_dtype=GGMLQuantizationType.Q8_0)
+    writer.add_tensor("output_norm.weight", np.ones(D, np.float32))
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(D, np.float32))
 
 
 def rewritten(

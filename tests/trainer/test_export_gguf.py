@@ -161,6 +161,45 @@ def test_a_folder_that_cannot_be_made_is_a_storage_error_and_leaves_nothing(targ
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_part_of_the_target_lies_among_the_target_s_own_fields_and_tables(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target.gguf", architecture="qwen35")
+    out = written(case("mtp of Qwen3.5"), tmp_path / "a.gguf", target)
+    own, other = fields(out), fields(target)
+    changed = {name for name, value in own.items() if name.startswith("qwen35.") and value != other.get(name)}
+    assert {name: own[name] for name in changed} == {
+        "qwen35.block_count": LAYERS + 1,
+        "qwen35.nextn_predict_layers": 1,
+        "qwen35.attention.recurrent_layers": [True, True, True, False] * 2 + [False],
+    }
+    tables, theirs = ({tensor.name: tensor for tensor in GGUFReader(file).tensors} for file in (out, target))
+    assert tables["token_embd.weight"].tensor_type == GGMLQuantizationType.Q8_0
+    assert (tables["token_embd.weight"].data == theirs["token_embd.weight"].data).all()
+    assert {name.split(".")[1] for name in tables if name.startswith("blk.")} == {str(LAYERS)}
+    # A target's file that has the layer itself says the same.
+    inside = {"qwen35.block_count": LAYERS + 1, "qwen35.nextn_predict_layers": 1}
+    with_one = rewritten(Path(target), tmp_path / "with.gguf", inside, without="qwen35.attention.recurrent_layers")
+    again = fields(written(case("mtp of Qwen3.5"), tmp_path / "b.gguf", str(with_one)))
+    assert {name: again[name] for name in inside} == inside
+
+
+def test_an_mtp_layer_of_another_family_or_of_several_is_refused(target: str, tmp_path: Path) -> None:
+    qwen = write_target(tmp_path / "qwen.gguf", architecture="qwen35")
+    with pytest.raises(FormatError, match="is llama, and the MTP layer is one of qwen35") as said:
+        written(case("mtp of Qwen3.5"), tmp_path / "a.gguf", target)
+    assert said.value.kind is Kind.TARGET_MISMATCH
+    with pytest.raises(ConfigError, match=r"only with Qwen3\.5's") as unsupported:
+        written(case("mtp"), tmp_path / "a.gguf", qwen)
+    assert unsupported.value.kind is Kind.EXPORT_UNSUPPORTED
+    split = tmp_path / "split.gguf"
+    split.write_bytes(Path(qwen).read_bytes().replace(b"token_embd.weight", b"token_othr.weight"))
+    with pytest.raises(ConfigError, match=r"no token_embd\.weight, .* one file of several") as lacking:
+        written(case("mtp of Qwen3.5"), tmp_path / "a.gguf", str(split))
+    assert lacking.value.kind is Kind.OPTION_INVALID
+    assert not (tmp_path / "a.gguf").exists()
+    out = written(case("mtp of Qwen3.5"), tmp_path / "b.gguf", qwen)
+    _refused(rewritten(out, tmp_path / "c.gguf", {"qwen35.nextn_predict_layers": 2}), "nextn_predict_layers is 2")
+
+
 def _refused(path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=text) as said:
         read_published(path, case("eagle3").head, LAYERS)
@@ -168,7 +207,7 @@ def _refused(path: Path, text: str) -> None:
 
 
 def test_a_file_of_another_kind_or_with_more_than_a_drafter_here_has_is_refused(target: str, tmp_path: Path) -> None:
-    _refused(Path(target), "is llama; drafters are eagle3, dflash")
+    _refused(Path(target), "is llama; drafters are eagle3, dflash, qwen35")
     for name, field, text in (
         ("eagle3", "norm_before_fc", "norms all layers as one"),
         ("dflash", "attention.causal", "which DFlash here has not"),

@@ -24,6 +24,7 @@ from tests.trainer.conftest import VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.eagle3_plain import normalised, turned
 from tests.trainer.live import assert_live_equals_eval, identity_in_memory
 from tests.trainer.mtp_target import PREFIX, make_mimo, save_mimo
+from trainer.attention.cache import KVCache
 from trainer.drafters.base import DrafterInUse
 from trainer.drafters.mtp import MTP, Mtp, MtpConfig, MtpLoss
 from trainer.evaluate.acceptance import DraftShape
@@ -48,14 +49,18 @@ class Case:
     batch: PackedBatch
 
 
-def make_case(lengths: list[int]) -> Case:
+QWEN: dict[str, Any] = {**SHAPE, "layout": "qwen3.5", "rotary_share": 0.5}
+
+
+def make_case(lengths: list[int], shape: Mapping[str, Any] = SHAPE) -> Case:
     """Every weight random, norms unequal, in fp64."""
     head = make_head(dtype=torch.float64)
     target = TargetInterface(head, DraftVocab.full(VOCAB))
-    model = MTP.build(MtpConfig.model_validate(SHAPE), target, 0).double()
+    model = MTP.build(MtpConfig.model_validate(shape), target, 0).double()
+    around = 0.0 if model.layout.one_plus else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.25 + (1.0 if "norm" in name else 0.0))
+            parameter.copy_(torch.randn_like(parameter) * 0.25 + (around if "norm" in name else 0.0))
     model.tie_weights(head)
     return Case(target, model, make_batch(lengths, dtype=torch.float64))
 
@@ -64,29 +69,45 @@ def slot(
     case: Case, w: Mapping[str, Tensor], g: Tensor, token: int, at: int, seen: list[tuple[list[Tensor], list[Tensor]]]
 ) -> Tensor:
     """The layer's output after its last norm at one slot; its keys and values are added to ``seen``."""
-    c, eps = case.model.config, case.model.config.rms_norm_eps
-    embedded = case.target.head.embed_tokens[token] * (at > 0)
-    halves = normalised(g, w["hidden_norm.weight"], eps), normalised(embedded, w["token_norm.weight"], eps)
-    x = w["fc.weight"] @ torch.cat(halves)
-    h = normalised(x, w["layers.0.input_layernorm.weight"], eps)
+    c, layout = case.model.config, case.model.layout
     attention = "layers.0.self_attn."
-    q, k, v = (w[f"{attention}{n}_proj.weight"] @ h + w[f"{attention}{n}_proj.bias"] for n in "qkv")
-    seen.append(([turned(key, at, c.rope_theta) for key in k.chunk(c.num_kv_heads)], list(v.chunk(c.num_kv_heads))))
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return normalised(x, w[f"{name}.weight"] + layout.one_plus, c.rms_norm_eps)
+
+    def heads(n: str, h: Tensor) -> list[Tensor]:
+        found = w[f"{attention}{n}_proj.weight"] @ h + (w[f"{attention}{n}_proj.bias"] if layout.qkv_bias else 0)
+        return list(found.view(-1, c.head_dim))
+
+    def placed(n: str, head: Tensor) -> Tensor:
+        head, turning = normed(head, f"{attention}{n}_norm") if layout.gated else head, int(8 * c.rotary_share)
+        return torch.cat([turned(head[:turning], at, c.rope_theta), head[turning:]])
+
+    embedded = case.target.head.embed_tokens[token] * (at > 0 or not layout.blind_first)
+    halves = [normed(embedded, "token_norm"), normed(g, "hidden_norm")]
+    x = w["fc.weight"] @ torch.cat(halves[::-1] if layout.hidden_first else halves)
+    h = normed(x, "layers.0.input_layernorm")
+    seen.append(([placed("k", key) for key in heads("k", h)], heads("v", h)))
     mixed: list[Any] = []
-    for n, query in enumerate(q.chunk(c.num_heads)):
-        query, group = turned(query, at, c.rope_theta), n // (c.num_heads // c.num_kv_heads)
+    for n, query in enumerate(heads("q", h)):
+        query, group = placed("q", query), n // (c.num_heads // c.num_kv_heads)
         scores = torch.stack([query @ keys[group] for keys, _ in seen]) / math.sqrt(c.head_dim)
         mixed.append(sum(s * values[group] for s, (_, values) in zip(scores.softmax(0), seen, strict=True)))
-    x = x + w[f"{attention}o_proj.weight"] @ torch.cat(mixed)
-    m = normalised(x, w["layers.0.post_attention_layernorm.weight"], eps)
+    attended = torch.cat(mixed)
+    if layout.gated:
+        attended = attended * (w[f"{attention}gate_proj.weight"] @ h).sigmoid()
+    x = x + w[f"{attention}o_proj.weight"] @ attended
+    m = normed(x, "layers.0.post_attention_layernorm")
     gate, up = w["layers.0.mlp.gate_proj.weight"] @ m, w["layers.0.mlp.up_proj.weight"] @ m
-    return normalised(x + w["layers.0.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up), w["norm.weight"], eps)
+    return normed(x + w["layers.0.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up), "norm")
 
 
 def plain_states(case: Case, begin: int, end: int, steps: int, shift: int = 1) -> list[list[Tensor]]:
     """[step][slot] of the document at rows ``begin`` … ``end``, fed back as engines do."""
     w, ids = dict(case.model.named_parameters()), case.batch.input_ids[begin:end].tolist()
-    g, text, own = list(case.batch.final[begin:end]), [], [[] for _ in ids]
+    final = case.batch.final[begin:end]
+    g = list(case.target.head.norm(final) if case.model.layout.final == "post_norm" else final)
+    text, own = [], [[] for _ in ids]
     result = []
     for i in range(steps):
         row = []
@@ -119,9 +140,9 @@ def plain_loss(case: Case, steps: int, kind: str = "soft_ce", shift: int = 1) ->
     return sum(0.6**i * total[i] / counts[i] for i in range(steps))
 
 
-@pytest.mark.parametrize("kind", ["soft_ce", "text_ce"])
-def test_losses_and_gradients_agree_with_the_plain_restatement(kind: str) -> None:
-    case = make_case([11, 3, 8])
+@pytest.mark.parametrize(("kind", "shape"), [("soft_ce", SHAPE), ("text_ce", SHAPE), ("soft_ce", QWEN)])
+def test_losses_and_gradients_agree_with_the_plain_restatement(kind: str, shape: Mapping[str, Any]) -> None:
+    case = make_case([11, 3, 8], shape)
     objective = MTP.objective(case.model, case.target, MtpLoss(kind=kind))
     work = objective.prepare(case.batch)
     result = objective.losses(work, objective.denominators(work))
@@ -155,21 +176,58 @@ def test_recomputing_the_layer_in_the_backward_changes_no_gradient() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.fixture(scope="module")
-def in_memory() -> tuple[LiveTarget, DrafterInUse]:
+def test_a_published_layer_of_qwen_3_5_computes_what_transformers_own_does() -> None:
+    """The order of queries and gate, norms of 1 + weight, and the share of a head that is turned."""
+    own = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5", reason="transformers 4 lacks it")
+    torch.manual_seed(0)
+    config = own.Qwen3_5TextConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, layer_types=["full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+    )  # fmt: skip
+    layer, norms = (
+        own.Qwen3_5DecoderLayer(config, 0),
+        [own.Qwen3_5RMSNorm(WIDTH, config.rms_norm_eps) for _ in range(3)],
+    )
+    fc = torch.nn.Linear(2 * WIDTH, WIDTH, bias=False)
+    for module in (layer, fc, *norms):
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    published = {f"mtp.layers.0.{name}": tensor for name, tensor in layer.state_dict().items()}
+    published |= {f"mtp.{name}.weight": norm.weight for name, norm in zip(names, norms, strict=True)}
+    document = {**config.to_dict(), "architectures": ["Qwen3_5ForCausalLM"], "mtp_num_hidden_layers": 1}
+    target = TargetInterface(make_head(), DraftVocab.full(VOCAB))
+    settings, weights = MTP.export.read(
+        document, {**published, "mtp.fc.weight": fc.weight}, Target(target.head, target.vocab, 1, None)
+    )
+    model = MTP.build(MtpConfig.model_validate({**settings, "vocab_size": VOCAB}), target, 0)
+    model.load_state_dict(weights)
+    g, ids, at = torch.randn(7, WIDTH), torch.arange(3, 10), torch.arange(7)
+    with torch.no_grad():
+        x = fc(torch.cat([norms[0](target.head.embed_tokens[ids].float()), norms[1](g)], -1))[None]
+        mask = torch.full((7, 7), float("-inf")).triu(1)[None, None]
+        tables = own.Qwen3_5TextRotaryEmbedding(config)(x, at[None])
+        expected = norms[2](layer(x, position_embeddings=tables, attention_mask=mask))[0]
+        found, _ = model.step(g, ids, at, KVCache())
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def in_memory(request: pytest.FixtureRequest) -> tuple[LiveTarget, DrafterInUse]:
     model, tokenizer = make_mimo(vocab=12), make_tokenizer()
     target = LiveTarget(model, tokenizer, identity_in_memory(model, tokenizer), ())
     head = bundle_of(model, HeadSpec(norm_flavour="rms", norm_eps=1e-6, tied=False))
     interface = TargetInterface(head, DraftVocab.full(12))
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
-    config = MtpConfig.model_validate(SHAPE | shape | {"vocab_size": 12})
+    config = MtpConfig.model_validate(request.param | shape | {"vocab_size": 12})
     return target, DrafterInUse(MTP, MTP.build(config, interface, 1).eval(), interface)
 
 
-@pytest.mark.parametrize("draft_len", [1, 4])
+@pytest.mark.parametrize(("in_memory", "draft_len"), [(SHAPE, 1), (SHAPE, 4), (QWEN, 4)], indirect=["in_memory"])
 def test_it_decodes_the_greedy_text_and_eval_on_that_text_counts_the_same(in_memory: Any, draft_len: int) -> None:
     generator = torch.Generator().manual_seed(4)
-    prompts = [torch.randint(2, 12, (9,), generator=generator).tolist() for _ in range(12)]
+    prompts = [torch.randint(2, 12, (9,), generator=generator).tolist() for _ in range(8)]
     assert_live_equals_eval(*in_memory, prompts, [DraftShape(draft_len)], DecodeLimits(3, 24))
 
 
@@ -218,7 +276,7 @@ def test_the_target_s_own_layer_is_trained_on_and_written_back_under_its_names(w
     run = trained(world, tmp_path / "run")
     before = load_drafter(f"{run}/start").model.state_dict()
     published = load_file(Path(world.target, "model.safetensors"))
-    names = {f"model.{LAYOUTS['mimo'].names(4, name)}": name for name in before}
+    names = {LAYOUTS["mimo"].names(name): name for name in before}
     assert {name for name in published if name.startswith(PREFIX)} == names.keys()
     assert all(torch.equal(published[name], before[ours]) for name, ours in names.items())
     assert torch.equal(load_drafter(run, untrained=True).model.state_dict()["fc.weight"], before["fc.weight"])
@@ -317,6 +375,18 @@ def test_a_layer_of_another_kind_is_refused_with_the_reason(names: list[str], sa
     tensors = {f"mtp_layers.0.{name}": torch.ones(1) for name in names}
     with pytest.raises(ValueError, match=said):
         MTP.export.read(config, tensors, Target(case.target.head, case.target.vocab, 4, None))
+
+
+def test_queries_without_a_gate_and_half_a_pair_of_channels_are_refused() -> None:
+    case = make_case([4])
+    text = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 64, "mtp_num_hidden_layers": 1}  # fmt: skip
+    tensors = {"mtp.layers.0.self_attn.q_proj.weight": torch.ones(16, 16)}
+    config = {"architectures": ["Qwen3_5ForCausalLM"], **text}
+    with pytest.raises(ValueError, match="q_proj has 16 rows; 2 heads of 8 with a gate have 32"):
+        MTP.export.read(config, tensors, Target(case.target.head, case.target.vocab, 4, None))
+    with pytest.raises(ValueError, match="rope turns pairs of channels"):
+        MtpConfig.model_validate({**QWEN, "rotary_share": 0.4})
 
 
 def test_a_target_without_an_mtp_layer_has_nothing_to_train() -> None:

@@ -64,6 +64,7 @@ def test_vllm_methods_without_training_have_their_published_settings() -> None:
         "model": "small",
         "num_speculative_tokens": 2,
     }
+    assert speculative_config("suffix", draft_len=24) == {"method": "suffix", "num_speculative_tokens": 24}
     assert speculative_config("mtp", draft_len=1) == {"method": "mtp", "num_speculative_tokens": 1}
     assert speculative_config("none") == {}
     assert planned("vllm", method="none", flags=("--tensor-parallel-size", "2")).command == (

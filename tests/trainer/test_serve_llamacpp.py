@@ -26,6 +26,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, out in (("eagle3", root / "eagle3.gguf"), ("dflash", root / "dflash")):
         export(replace(case(name), target_name=found["target"], draft_len=5), "llamacpp", out)
         found[name] = str(out)
+    found["qwen"] = write_target(root / "qwen.gguf", architecture="qwen35")
+    found["mtp"] = str(root / "mtp.gguf")
+    export(replace(case("mtp of Qwen3.5"), target_name=found["qwen"]), "llamacpp", Path(found["mtp"]))
     return found
 
 
@@ -41,6 +44,9 @@ def test_each_drafter_is_served_by_its_own_type_and_length(files: dict[str, str]
     )
     assert command(files, drafter=files["dflash"], flags=("-ngl", "99")) == (
         f"{start} -md IN/dflash/drafter.gguf --spec-type draft-dflash --spec-draft-n-max 3 --metrics -ngl 99"
+    )
+    assert command(files, drafter=files["mtp"], target=files["qwen"]) == (
+        "llama-server -m IN/qwen.gguf -md IN/mtp.gguf --spec-type draft-mtp --spec-draft-n-max 3 --metrics"
     )
     assert command(files, method="none") == f"{start} --metrics"
     assert command(files, method="draft-target", drafter=files["other"]) == (

@@ -30,6 +30,20 @@ class RMSNorm(nn.Module):
         return out
 
 
+class OnePlusNorm(RMSNorm):
+    """As `RMSNorm`, times 1 + weight."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # In fp32 at least: bf16 has no room for a small weight beside 1.
+        weight = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        out: Tensor = _RmsNorm.apply(x, 1 + weight, self.eps)
+        return out
+
+
 class _RmsNorm(torch.autograd.Function):
     """Keeps only x and one scalar per row for the backward; half the passes of the composed form."""
 

@@ -2,10 +2,11 @@
 
 x_t = fc([hidden_norm(h_t); token_norm(emb(x_{t+1}))]) through one decoder layer and a norm; the target's head reads the
 result, which proposes x_{t+2} and is fed back as the next h. One layer drafts every token, as engines run it. What
-differs from family to family is a `trainer.formats.mtp.Layout`. Sources: docs/design/018; vLLM 0.32 ``mimo_mtp.py``;
-speculators 0.9 ``models/mtp`` for the weights of the steps (FastMTP, arXiv 2509.18362).
+differs from family to family is a `trainer.formats.mtp.Layout`. Sources: docs/design/018; vLLM 0.32 ``mimo_mtp.py`` and
+``qwen3_5_mtp.py``; llama.cpp b11434 ``qwen35.cpp``; speculators 0.9 ``models/mtp`` for the weights of the steps
+(FastMTP, arXiv 2509.18362).
 
-Shapes: T tokens, D target width, V target vocabulary, K steps, A active slots, n rows.
+Shapes: T tokens, D target width, V target vocabulary, K steps, A active slots, n rows, N query heads, E head width.
 """
 
 from functools import partial
@@ -25,7 +26,7 @@ from trainer.attention.cache import KVCache, attend_cached
 from trainer.attention.ttt import ttt_attention
 from trainer.config import DrafterConfig
 from trainer.drafters.base import Drafter, Needs, TargetFacts, Verified, require_width, seeded
-from trainer.drafters.blocks import Attention, DecoderLayer, RMSNorm, Rotary, recomputed, rotate
+from trainer.drafters.blocks import Attention, DecoderLayer, OnePlusNorm, RMSNorm, Rotary, recomputed, rotate
 from trainer.drafters.eagle1 import require_every_final
 from trainer.drafters.eagle3 import TttLoss, TttObjective
 from trainer.drafters.live import RecurrentKind, recurrent_hits
@@ -53,29 +54,67 @@ class MtpConfig(DrafterConfig):
     """None: it reads the final hidden alone."""
     layout: str = "mimo"
     """The family whose MTP layer it is: a word of `trainer.formats.mtp`."""
+    rotary_share: float = Field(1.0, gt=0, le=1)
+    """Share of a head's channels that rope turns, the first ones."""
 
     @model_validator(mode="after")
-    def _layout_is_known(self) -> Self:
+    def _can_be_built(self) -> Self:
         if self.layout not in LAYOUTS:
             raise ValueError(f"unknown layout {self.layout!r}; there are: {', '.join(LAYOUTS)}")
+        if self.turned < 2 or self.turned % 2:
+            raise ValueError(
+                f"rope turns pairs of channels, and {self.rotary_share} of {self.head_dim} are {self.turned}"
+            )
         return self
+
+    @property
+    def turned(self) -> int:
+        """Channels of a head that rope turns."""
+        return int(self.head_dim * self.rotary_share)
 
 
 class MtpAttention(Attention):
-    """The projections, with a bias where the target's have one."""
+    """The projections, with the biases, norms of heads, and gate that the target's have."""
 
     def __init__(self, config: DrafterConfig, width_in: int) -> None:
         super().__init__(config, width_in)
         assert isinstance(config, MtpConfig)
-        if LAYOUTS[config.layout].qkv_bias:
+        self.layout = LAYOUTS[config.layout]
+        if self.layout.qkv_bias:
             for name in ("q_proj", "k_proj", "v_proj"):
                 setattr(self, name, nn.Linear(width_in, getattr(self, name).out_features))
+        if self.layout.gated:
+            norm = _norm_of(config)
+            self.q_norm, self.k_norm = (norm(self.head_dim, config.rms_norm_eps) for _ in range(2))
+            self.gate_proj = Linear(width_in, self.q_width)
+
+    def queries(self, x: Tensor) -> Tensor:
+        q = super().queries(x)
+        return self.q_norm(q).to(q.dtype) if self.layout.gated else q
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = super().keys_values(x)
+        return (self.k_norm(k).to(k.dtype) if self.layout.gated else k), v
+
+    def gated(self, attended: Tensor, x: Tensor) -> Tensor:
+        """Attended values [n, N, E] as the target lets them through, by its inputs x [n, D]."""
+        return attended * self.gate_proj(x).view_as(attended).sigmoid() if self.layout.gated else attended
 
 
 class MtpLayer(DecoderLayer):
     """The decoder layer."""
 
     attention = MtpAttention
+    self_attn: MtpAttention
+
+    def __init__(self, config: MtpConfig) -> None:
+        super().__init__(config)
+        norm, width, eps = _norm_of(config), config.hidden_size, config.rms_norm_eps
+        self.input_layernorm, self.post_attention_layernorm = norm(width, eps), norm(width, eps)
+
+
+def _norm_of(config: MtpConfig) -> type[RMSNorm]:
+    return OnePlusNorm if LAYOUTS[config.layout].one_plus else RMSNorm
 
 
 class Mtp(Drafter):
@@ -87,11 +126,11 @@ class Mtp(Drafter):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.config, self.layout = config, LAYOUTS[config.layout]
-        self.hidden_norm, self.token_norm = RMSNorm(width, eps), RMSNorm(width, eps)
+        self.hidden_norm, self.token_norm, self.norm = (_norm_of(config)(width, eps) for _ in range(3))
         self.fc = Linear(2 * width, width)
         self.layers = nn.ModuleList([MtpLayer(config)])
-        self.norm = RMSNorm(width, eps)
-        self._rotary, self._stored_norm = Rotary.of(config), stored_norm
+        self._stored_norm = stored_norm
+        self._rotary = Rotary(config.turned, config.rope_theta, config.rope_scaling, config.max_position)
         self._head: HeadBundle
         self.lm_head: FrozenHead
 
@@ -119,12 +158,13 @@ class Mtp(Drafter):
         ``begin`` of verified rows, or what ``step`` returned for the slot before. next_ids int64 [n]: the token after
         each row. positions int64 [n] of the rows. ``last``: make the logits of so many last slots only."""
         x = self._fuse(g, next_ids, positions)
-        layer, tables = self._layer, self._rotary.at(positions)
-        q, k, v = layer.self_attn.project(layer.input_layernorm(x))
-        out = layer.finish(x, attend_cached(rotate(q, *tables), rotate(k, *tables), v, cache))
+        layer, read = self._layer, self._layer.input_layernorm(x)
+        q, k, v = layer.self_attn.project(read)
+        attended = attend_cached(self._rotate(q, positions), self._rotate(k, positions), v, cache)
+        out = layer.finish(x, layer.self_attn.gated(attended, read))
         normed: Tensor = self.norm(out)
-        read = normed if last is None else normed[-last:]
-        return self._fed_back(out, normed), self._head.logits(read, norm_state="post_norm")
+        proposing = normed if last is None else normed[-last:]
+        return self._fed_back(out, normed), self._head.logits(proposing, norm_state="post_norm")
 
     def unroll(self, batch: PackedBatch, slot_map: SlotMap, steps: int) -> Tensor:
         """States of the active slots as ``lm_head`` reads them, step by step: [K*A, D]. From the second step on a slot
@@ -139,18 +179,20 @@ class Mtp(Drafter):
             x = self._fuse(states, ids[1 : batch.tokens + 1], batch.positions)
             normed = layer.input_layernorm(x)
             k, v = layer.self_attn.keys_values(normed)
-            k = rotate(k, *self._rotary.at(batch.positions))
+            k = self._rotate(k, batch.positions)
             # Only what is taught or proposed is computed past the keys.
-            q = rotate(layer.self_attn.queries(gather_pieces(normed, pieces)), *self._rotary.at(positions))
-            return layer.finish(gather_pieces(x, pieces), ttt_attention(q, k, v, [], slot_map.ranges)), k, v
+            x, normed = gather_pieces(x, pieces), gather_pieces(normed, pieces)
+            q = self._rotate(layer.self_attn.queries(normed), positions)
+            attended = ttt_attention(q, k, v, [], slot_map.ranges)
+            return layer.finish(x, layer.self_attn.gated(attended, normed)), k, v
 
         def later(i: int, g: Tensor, *before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             x = self._fuse(g, ids[slot_map.active + 1 + i], positions + i)
-            tables = self._rotary.at(positions + i)
-            q, k, v = layer.self_attn.project(layer.input_layernorm(x))
-            keys = [*zip(before[2::2], before[3::2], strict=True), (rotate(k, *tables), v)]
-            attended = ttt_attention(rotate(q, *tables), before[0], before[1], keys, slot_map.ranges)
-            return layer.finish(x, attended), *keys[-1]
+            normed = layer.input_layernorm(x)
+            q, k, v = layer.self_attn.project(normed)
+            keys = [*zip(before[2::2], before[3::2], strict=True), (self._rotate(k, positions + i), v)]
+            attended = ttt_attention(self._rotate(q, positions + i), before[0], before[1], keys, slot_map.ranges)
+            return layer.finish(x, layer.self_attn.gated(attended, normed)), *keys[-1]
 
         out, *keys = recomputed(self.recompute, first, self._first(batch.final, self._stored_norm))
         outputs = [self.norm(out)]
@@ -181,13 +223,18 @@ class Mtp(Drafter):
         out: Tensor = self.fc(torch.cat(halves[::-1] if self.layout.hidden_first else halves, -1))
         return out
 
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        count = self.config.turned
+        turned = rotate(x[..., :count], *self._rotary.at(positions))
+        return turned if count == x.shape[-1] else torch.cat([turned, x[..., count:]], -1)
+
     def _fed_back(self, out: Tensor, normed: Tensor) -> Tensor:
         return normed if self.layout.feeds_normed else out
 
     @property
-    def _layer(self) -> DecoderLayer:
+    def _layer(self) -> MtpLayer:
         layer = self.layers[0]
-        assert isinstance(layer, DecoderLayer)
+        assert isinstance(layer, MtpLayer)
         return layer
 
 

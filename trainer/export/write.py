@@ -170,9 +170,9 @@ def _write_gguf(file: Path, checkpoint: Checkpoint, reads: Reads, made: Files, a
     if differences:
         problem = f"--target {target} is not the target the drafter was trained for ({checkpoint.identity.name})"
         raise FormatError(f"{problem}:\n" + "\n".join(differences), kind=Kind.TARGET_MISMATCH)
-    tensors = gguf.write(file, reads.architecture, made.config, made.tensors, tokenizer=target, about=about)
+    tensors = gguf.write(file, reads.architecture, made.config, made.tensors, target=target, about=about)
     fields = gguf.fields_of(reads.architecture, made.config)
-    return Files({"target_layer_ids": fields[f"{reads.architecture}.target_layers"]}, tensors)
+    return Files({"target_layer_ids": fields.get(f"{reads.architecture}.target_layers")}, tensors)
 
 
 def engine_files(checkpoint: Checkpoint, engine: Engine, version: str, dtype: str) -> Files:

@@ -1,7 +1,7 @@
 """A drafter as one GGUF file of llama.cpp, and back: ``config.json`` becomes fields, tensors get llama.cpp's names, and
 the tokenizer is the target file's own, field by field.
 
-Source: llama.cpp b11434 (``src/models/eagle3.cpp``, ``src/models/dflash.cpp``, ``conversion/``; MIT).
+Source: llama.cpp b11434 (``src/models/eagle3.cpp``, ``dflash.cpp``, ``qwen35.cpp``, ``conversion/``; MIT).
 """
 
 import json
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hiddenstore.errors import ConfigError, Kind, NotFoundError
+from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.fs.seam import storage_error
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ ABOUT = "hiddenstore.export"
 MASK = "tokenizer.ggml.mask_token_id"
 _TOKENS = "tokenizer.ggml.tokens"
 _FREQUENCIES = "rope_freqs.weight"
+_NEXTN = "nextn_predict_layers"
+_TABLES = ("token_embd.weight", "output_norm.weight", "output.weight")
 _YARN = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
 
 Fields = dict[str, Any]
@@ -41,6 +43,7 @@ _LAYER = {
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
 }
+_NORMED_HEADS = {"self_attn.q_norm.weight": "attn_q_norm.weight", "self_attn.k_norm.weight": "attn_k_norm.weight"}
 _OUTSIDE = {
     "fc.weight": "fc.weight",
     "norm.weight": "output_norm.weight",
@@ -62,7 +65,9 @@ class Form:
     """How one of llama.cpp's architectures spells a drafter. ``published``: its class in ``config.json``. ``layer``:
     prefix of the published names of layer i. ``in_layer`` and ``outside``: names below it and beside the layers.
     ``pairs``: it rotates neighbouring channels, so that rows of q and k are interleaved. ``fields`` and ``config``:
-    what it says besides the dimensions, from and into ``config.json``."""
+    what it says besides the dimensions, from and into ``config.json``. ``is_part``: it is the last block of the target,
+    among the target's own fields and tables, and its norms are times the weight where published ones are times
+    1 + weight."""
 
     published: str
     layer: Callable[[int], str]
@@ -71,6 +76,11 @@ class Form:
     pairs: bool
     fields: Callable[[Mapping[str, Any]], Fields]
     config: Callable[[Fields], dict[str, Any]]
+    is_part: bool = False
+
+    def blocks(self, depth: int) -> range:
+        """Its blocks, of so many that its file counts."""
+        return range(depth - 1 if self.is_part else 0, depth)
 
 
 def _eagle3_fields(config: Mapping[str, Any]) -> Fields:
@@ -124,6 +134,16 @@ def _dflash_config(fields: Fields) -> dict[str, Any]:
     return config
 
 
+def _qwen35_config(fields: Fields) -> dict[str, Any]:
+    if fields.get(_NEXTN) != 1:
+        raise ValueError(f"{_NEXTN} is {fields.get(_NEXTN)}, and llama.cpp drafts with one MTP layer of Qwen3.5")
+    return {
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "partial_rotary_factor": fields["rope.dimension_count"] / fields["attention.key_length"],
+    }
+
+
 FORMS: dict[str, Form] = {
     "eagle3": Form(
         "LlamaForCausalLMEagle3",
@@ -137,11 +157,28 @@ FORMS: dict[str, Form] = {
     "dflash": Form(
         "DFlashDraftModel",
         lambda i: f"layers.{i}.",
-        {**_LAYER, "self_attn.q_norm.weight": "attn_q_norm.weight", "self_attn.k_norm.weight": "attn_k_norm.weight"},
+        {**_LAYER, **_NORMED_HEADS},
         {**_OUTSIDE, "hidden_norm.weight": "enc.output_norm.weight", **_DSPARK},
         False,
         _dflash_fields,
         _dflash_config,
+    ),
+    "qwen35": Form(
+        "Qwen3_5MTP",
+        lambda i: "mtp.",
+        {
+            **{f"layers.0.{name}": theirs for name, theirs in (_LAYER | _NORMED_HEADS).items()},
+            "layers.0.post_attention_layernorm.weight": "post_attention_norm.weight",
+            "fc.weight": "nextn.eh_proj.weight",
+            "pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
+            "pre_fc_norm_embedding.weight": "nextn.enorm.weight",
+            "norm.weight": "nextn.shared_head_norm.weight",
+        },
+        {},
+        False,
+        lambda config: {},
+        _qwen35_config,
+        is_part=True,
     ),
 }
 """By ``general.architecture``."""
@@ -160,7 +197,10 @@ _DIMENSIONS = {
 
 
 def fields_of(architecture: str, config: Mapping[str, Any]) -> Fields:
-    """What the file says of a drafter, by its full names: of ``config.json`` as vLLM reads it."""
+    """What the file says of a drafter, by its full names: of ``config.json`` as vLLM reads it; nothing of a part of the
+    target, whose file says it."""
+    if FORMS[architecture].is_part:
+        return {}
     own = {theirs: config[ours] for ours, theirs in _DIMENSIONS.items()}
     own |= {"attention.value_length": config["head_dim"], **FORMS[architecture].fields(config)}
     rope = config.get("rope_scaling") or {}
@@ -187,6 +227,8 @@ def tensors_of(architecture: str, config: Mapping[str, Any], tensors: Mapping[st
             tensor = tensor + torch.arange(len(tensor))
         elif (heads := _heads(form, name, config)) is not None:
             tensor = _swapped(tensor, (heads, 2, -1))
+        elif form.is_part and tensor.ndim == 1:
+            tensor = 1 + tensor.float()
         renamed[names[name]] = tensor.contiguous()
     if (factors := _stretched(config)) is not None:
         renamed[_FREQUENCIES] = factors
@@ -197,7 +239,7 @@ def _names(form: Form, layers: int) -> Iterable[tuple[str, str]]:
     """llama.cpp's name and the published one of every tensor there may be."""
     for ours, theirs in form.outside.items():
         yield theirs, ours
-    for i in range(layers):
+    for i in form.blocks(layers):
         for ours, theirs in form.in_layer.items():
             yield f"blk.{i}.{theirs}", form.layer(i) + ours
 
@@ -256,7 +298,7 @@ def target_differences(target: Path, expected: Mapping[str, Any]) -> list[str]:
     own = {name.removeprefix(prefix): value for name, value in read_fields(reader, prefix).items()}
     found = {
         "hidden_size": own.get("embedding_length"),
-        "num_layers": own.get("block_count", 0) - own.get("nextn_predict_layers", 0),
+        "num_layers": own.get("block_count", 0) - own.get(_NEXTN, 0),
         "vocab_size": len(read_fields(reader, _TOKENS).get(_TOKENS) or ()),
     }
     return [
@@ -277,11 +319,13 @@ def write(
     config: Mapping[str, Any],
     tensors: Mapping[str, "Tensor"],
     *,
-    tokenizer: Path,
+    target: Path,
     about: Mapping[str, Any],
 ) -> dict[str, "Tensor"]:
     """Write the file and give back its tensors by its names. Vectors and norms are fp32, as llama.cpp needs them, the
-    others as they are. ``tokenizer``: the target's GGUF file, whose vocabulary is copied."""
+    others as they are. ``target``: its GGUF file, whose vocabulary is copied, and with a part of the target its fields
+    and tables as well. Raises FormatError ``target-mismatch``: it is none that the part is of; ConfigError
+    ``option-invalid``: it is one file of several."""
     import torch
     from gguf import GGMLQuantizationType, GGUFWriter
 
@@ -289,9 +333,12 @@ def write(
     renamed = tensors_of(architecture, config, tensors)
     writer = GGUFWriter(path, architecture)
     writer.add_type("model")
-    _add_tokenizer(writer, open_gguf(tokenizer))
+    reader = open_gguf(target)
+    _add_tokenizer(writer, reader)
     for name, value in fields_of(architecture, config).items():
         _add(writer, name, value)
+    if FORMS[architecture].is_part:
+        _add_target(writer, reader, target, architecture)
     writer.add_string(ABOUT, json.dumps({**about, "rope_scaling": config.get("rope_scaling")}))
     for name, tensor in renamed.items():
         if tensor.ndim == 1 and tensor.is_floating_point():
@@ -313,12 +360,46 @@ def _add(writer: Any, name: str, value: Any) -> None:
 
 
 def _add_tokenizer(writer: Any, target: "GGUFReader") -> None:
+    for name in target.fields:
+        if name.startswith("tokenizer.") and name != MASK:
+            _copy(writer, target, name)
+
+
+def _copy(writer: Any, target: "GGUFReader", name: str, more: list[Any] | None = None) -> None:
+    """Copy a field; a list gets ``more`` at its end."""
     from gguf import GGUFValueType
 
-    for name, field in target.fields.items():
-        if name.startswith("tokenizer.") and name != MASK:
-            is_list = field.types[0] == GGUFValueType.ARRAY
-            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if is_list else None)
+    field = target.fields[name]
+    is_list = field.types[0] == GGUFValueType.ARRAY
+    value = [*field.contents(), *(more or ())] if is_list else field.contents()
+    writer.add_key_value(name, value, field.types[0], field.types[-1] if is_list else None)
+
+
+def _add_target(writer: Any, target: "GGUFReader", path: Path, architecture: str) -> None:
+    """What the target's file says of the target and its tables, as it has them, with one MTP layer."""
+    if _architecture(target) != architecture:
+        raise FormatError(
+            f"{path} is {_architecture(target)}, and the MTP layer is one of {architecture}", kind=Kind.TARGET_MISMATCH
+        )
+    fields = read_fields(target, f"{architecture}.")
+    count, nextn = f"{architecture}.block_count", f"{architecture}.{_NEXTN}"
+    depth = fields[count] - fields.get(nextn, 0)
+    _add(writer, count, depth + 1)
+    _add(writer, nextn, 1)
+    for name in (name for name in fields if name not in (count, nextn)):
+        # A file without MTP layers says of its other layers only which of them keep a running state; this one does not.
+        value = fields[name]
+        is_short = name.endswith(".recurrent_layers") and isinstance(value, list) and len(value) == depth
+        _copy(writer, target, name, [False] if is_short else None)
+    tables = {entry.name: entry for entry in target.tensors if entry.name in _TABLES}
+    if lacking := sorted({"token_embd.weight", "output_norm.weight"} - tables.keys()):
+        raise ConfigError(
+            f"{path} has no {' and no '.join(lacking)}, which an MTP layer's file holds: is it one file of several?",
+            kind=Kind.OPTION_INVALID,
+            hint=f"llama-gguf-split --merge {path} whole.gguf",
+        )
+    for name, entry in tables.items():
+        writer.add_tensor(name, entry.data, raw_dtype=entry.tensor_type)
 
 
 def about_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -337,12 +418,14 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, "Tensor"]]:
     config, _ = _read_config(path, reader)
     form, layers = FORMS[_architecture(reader)], config["num_hidden_layers"]
     # Before names are made: a number out of somebody's file must not decide how many.
-    if type(layers) is not int or layers > len(reader.tensors):
+    if type(layers) is not int or len(form.blocks(layers)) > len(reader.tensors):
         raise _unfit(path, f"names {layers} layers, and holds {len(reader.tensors)} tensors")
     names, tensors = dict(_names(form, layers)), {}
     for entry in reader.tensors:
         if entry.name == _FREQUENCIES:
             _require_rule(path, config, torch.from_numpy(entry.data.copy()))
+            continue
+        if form.is_part and entry.name in _TABLES:
             continue
         name = names.get(entry.name)
         if name is None:
@@ -354,6 +437,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, "Tensor"]]:
         tensor = torch.from_numpy(dequantize(entry.data, entry.tensor_type).copy())
         heads = _heads(form, name, config)
         tensors[name] = tensor if heads is None else _swapped(tensor, (heads, -1, 2))
+        if form.is_part and tensor.ndim == 1:
+            tensors[name] -= 1
     config["draft_vocab_size"] = len(tensors["d2t"]) if "d2t" in tensors else config["vocab_size"]
     return config, tensors
 
@@ -377,7 +462,7 @@ def _read_config(path: Path, reader: "GGUFReader") -> tuple[dict[str, Any], dict
     except KeyError as error:
         lacking = error.args[0]
         raise _unfit(path, f"lacks the field {lacking if lacking == MASK else prefix + lacking}") from error
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:
         raise _unfit(path, f"cannot be had here: {error}") from error
     if not isinstance(about, dict):
         raise _unfit(path, f"has a field {ABOUT} that is no JSON object")

@@ -1,9 +1,9 @@
 """A target's own MTP layer outside: under the target's names, out of its checkpoint and into a folder of that form.
 
-Names, order of the two halves, masking and norms follow vLLM 0.32, which drafts every token with the first MTP layer:
-``mimo_mtp.py`` and ``v1/spec_decode/llm_base_proposer.py``.
+Names, order of the two halves, masking and norms follow vLLM 0.32, which drafts every token with the first MTP layer
+(``mimo_mtp.py``, ``qwen3_5_mtp.py``, ``v1/spec_decode/llm_base_proposer.py``), and llama.cpp b11434 (``qwen35.cpp``).
 
-Shapes: V target vocabulary, D target width.
+Shapes: V target vocabulary, D target width, N query heads, E head width.
 """
 
 import re
@@ -17,20 +17,23 @@ from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack,
 
 _LAYER = "layers.0."
 _PUBLISHED = "model."
+_QUERIES, _GATE = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.gate_proj.weight"
 
 
 @dataclass(frozen=True)
 class Layout:
     """How one family spells its MTP layer and what its layer computes. ``architectures``: pattern of the target's
-    class; ``model_type``: one that transformers knows and that says the same. ``prefix``: of its first MTP layer, {n}
-    the target's number of layers. ``outside``: our names beside the decoder layer and theirs; ``inside``: prefix of
-    theirs in it. ``count``: the member of ``config.json`` that says how many layers there are. ``hidden_first``: order
-    of the halves of ``fc``. ``blind_first``: the first token's slot reads zeros for an embedding. ``final``: the final
-    hidden that the first step reads; ``feeds_normed``: later ones read the output after the last norm. ``qkv_bias``:
-    queries, keys and values have a bias."""
+    class; ``model_type``: one that transformers knows and that says the same, None where it knows the target's own.
+    ``prefix``: of its first MTP layer. ``outside``: our names beside the decoder layer and theirs; ``inside``: prefix
+    of theirs in it. ``count``: the member of ``config.json`` that says how many layers there are. ``hidden_first``:
+    order of the halves of ``fc``. ``blind_first``: the first token's slot reads zeros for an embedding. ``final``: the
+    final hidden that the first step reads; ``feeds_normed``: later ones read the output after the last norm.
+    ``qkv_bias``: queries, keys and values have a bias. ``gated``: heads of queries and keys are normed, and a gate
+    beside the queries is put on what is attended; ``one_plus``: norms are times 1 + weight. ``rotary_share``: of a
+    head's channels rope turns it, where ``config.json`` does not say."""
 
     architectures: str
-    model_type: str
+    model_type: str | None
     prefix: str
     outside: Mapping[str, str]
     inside: str
@@ -40,27 +43,31 @@ class Layout:
     final: NormState
     feeds_normed: bool
     qkv_bias: bool
+    gated: bool = False
+    one_plus: bool = False
+    rotary_share: float = 1.0
 
-    def names(self, num_layers: int, name: str) -> str:
+    def names(self, name: str) -> str:
         """The published name of one of ours."""
         inner = self.inside + name.removeprefix(_LAYER) if name.startswith(_LAYER) else self.outside[name]
-        return self.prefix.format(n=num_layers) + inner
+        return self.prefix + inner
 
-    def ours(self, num_layers: int, name: str) -> str | None:
+    def ours(self, name: str) -> str | None:
         """Our name of a published one; None where it is not of the layer."""
-        start = self.prefix.format(n=num_layers)
-        if not name.startswith(start):
+        start = self.prefix.removeprefix(_PUBLISHED)
+        inner = name.removeprefix(_PUBLISHED).removeprefix(start)
+        if inner == name.removeprefix(_PUBLISHED):
             return None
-        inner = name.removeprefix(start)
         plain = {theirs: ours for ours, theirs in self.outside.items()}
-        return plain.get(inner) or _LAYER + inner.removeprefix(self.inside)
+        is_inside = inner.startswith(self.inside)
+        return plain.get(inner) or (_LAYER + inner.removeprefix(self.inside) if is_inside else None)
 
 
 LAYOUTS = {
     "mimo": Layout(
         architectures="MiMoForCausalLM|MiMoMTPModel",
         model_type="qwen2",
-        prefix="mtp_layers.0.",
+        prefix="model.mtp_layers.0.",
         outside={
             "hidden_norm.weight": "hidden_layernorm.weight",
             "token_norm.weight": "token_layernorm.weight",
@@ -74,7 +81,28 @@ LAYOUTS = {
         final="pre_norm",
         feeds_normed=True,
         qkv_bias=True,
-    )
+    ),
+    "qwen3.5": Layout(
+        architectures="Qwen3_5ForCausalLM|Qwen3_5ForConditionalGeneration|Qwen3_5MTP",
+        model_type=None,
+        prefix="mtp.",
+        outside={
+            "hidden_norm.weight": "pre_fc_norm_hidden.weight",
+            "token_norm.weight": "pre_fc_norm_embedding.weight",
+            "fc.weight": "fc.weight",
+            "norm.weight": "norm.weight",
+        },
+        inside="layers.0.",
+        count="mtp_num_hidden_layers",
+        hidden_first=False,
+        blind_first=False,
+        final="post_norm",
+        feeds_normed=True,
+        qkv_bias=False,
+        gated=True,
+        one_plus=True,
+        rotary_share=0.25,
+    ),
 }
 """By the word that `trainer.drafters.mtp.MtpConfig` names one with."""
 
@@ -99,18 +127,16 @@ def published_layout(config: Mapping[str, Any]) -> str:
 
 def _is_read(config: Mapping[str, Any], name: str) -> bool:
     """Whether a tensor of a target's folder is its first MTP layer's. KeyError, ValueError: none is known of it."""
-    text = config.get("text_config") or config
-    layout = LAYOUTS[published_layout(config)]
-    name = name.removeprefix(_PUBLISHED)
-    return layout.ours(int(text["num_hidden_layers"]), name) is not None
+    return LAYOUTS[published_layout(config)].ours(name) is not None
 
 
 def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[dict[str, Any], Tensors]:
     word = published_layout(config)
-    named = {LAYOUTS[word].ours(target.num_layers, name): tensor for name, tensor in tensors.items()}
+    layout, text = LAYOUTS[word], config.get("text_config") or config
+    named = {layout.ours(name): tensor for name, tensor in tensors.items()}
     read = {name: tensor for name, tensor in named.items() if name is not None}
     if not read:
-        raise ValueError(f"its weights hold no tensor {LAYOUTS[word].prefix.format(n=target.num_layers)}…")
+        raise ValueError(f"its weights hold no tensor {layout.prefix.removeprefix(_PUBLISHED)}…")
     for pattern, reason in _UNREAD.items():
         if any(re.match(_LAYER + pattern, name) for name in read):
             raise ValueError(reason)
@@ -121,22 +147,45 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
         base.drop_shared(tensors, name, rows)
         if name in tensors:
             raise ValueError(f"{name} differs from the target's, which an MTP layer shares")
-    return base.dimensions(config.get("text_config") or config) | {"aux_layers": (), "layout": word}, read
+    settings = base.dimensions(text) | {"aux_layers": (), "layout": word}
+    if layout.gated:
+        count, width, length = settings["num_heads"], settings["head_dim"], len(read[_QUERIES])
+        if length != count * 2 * width:
+            raise ValueError(f"q_proj has {length} rows; {count} heads of {width} with a gate have {count * 2 * width}")
+        heads = read[_QUERIES].unflatten(0, (count, 2, width))
+        read |= {_QUERIES: heads[:, 0].flatten(0, 1), _GATE: heads[:, 1].flatten(0, 1)}
+    rope = {**text, **(text.get("rope_parameters") or {})}
+    return settings | {"rotary_share": rope.get("partial_rotary_factor", layout.rotary_share)}, read
+
+
+def _published(checkpoint: Checkpoint, dtype: str) -> Tensors:
+    """The layer under the target's names; the gate [N E, D] beside the queries [N E, D], head by head."""
+    layout, own = LAYOUTS[checkpoint.config.layout], base.weights(checkpoint, dtype)
+    if layout.gated:
+        import torch
+
+        heads = [own.pop(name).unflatten(0, (checkpoint.config.num_heads, -1)) for name in (_QUERIES, _GATE)]
+        own[_QUERIES] = torch.cat(heads, 1).flatten(0, 1)
+    return {layout.names(name): tensor for name, tensor in own.items()}
 
 
 def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
     """The layer under the target's names, beside the target's own tables: vLLM asks for embeddings [V, D] and head
-    [V, D] in the folder, and then shares those of the target. ``config.json`` is the target's, with one MTP layer."""
+    [V, D] in the folder, and then shares those of the target. ``config.json`` is the target's, with one MTP layer.
+    llama.cpp's file gets tables and fields from the target's own."""
     layout, head = LAYOUTS[checkpoint.config.layout], checkpoint.head
-    own = base.weights(checkpoint, dtype)
-    layers = checkpoint.identity.num_layers
-    tensors = {_PUBLISHED + layout.names(layers, name): tensor for name, tensor in own.items()}
-    tensors[f"{_PUBLISHED}embed_tokens.weight"] = base.like(own, head.embed_tokens)
-    tensors["lm_head.weight"] = base.like(own, head.output_weight)
+    tensors = _published(checkpoint, dtype)
+    if engine.reads_gguf:
+        return Files({"num_hidden_layers": checkpoint.identity.num_layers + 1}, tensors)
+    tables = {f"{_PUBLISHED}embed_tokens.weight": head.embed_tokens, "lm_head.weight": head.output_weight}
+    tensors |= {name: base.like(tensors, table) for name, table in tables.items()}
     # The class that auto_map names lies in the target's folder.
     left_out = ("auto_map", "quantization_config")
     config = {key: value for key, value in checkpoint.target_config.items() if key not in left_out}
-    return Files({**config, "model_type": layout.model_type, layout.count: 1, **base.dtype_words(dtype)}, tensors)
+    one = {layout.count: 1}
+    config |= {"text_config": config["text_config"] | one} if config.get("text_config") else one
+    config |= {"model_type": layout.model_type} if layout.model_type else {}
+    return Files({**config, **base.dtype_words(dtype)}, tensors)
 
 
 _GONE = Lack(
@@ -144,7 +193,20 @@ _GONE = Lack(
     "its folder holds the target's config.json, and the store that has it is not there any more",
     "hiddenstore export RUN where its store lies",
 )
-_VLLM = Reads("MiMoMTPModel", "mtp", "mimo_mtp.py", ran="0.32", since="0.32", lacks=(_GONE,))
+_VLLM = Reads("MiMoMTPModel", "mtp", "mimo_mtp.py, qwen3_5_mtp.py", ran="0.32", since="0.32", lacks=(_GONE,))
+_LLAMACPP = Reads(
+    "qwen35",
+    "draft-mtp",
+    "qwen35.cpp",
+    ran="11434",
+    lacks=(
+        Lack(
+            lambda c: c.config.layout != "qwen3.5",
+            "of MTP layers with one MLP it drafts only with Qwen3.5's",
+            "hiddenstore export RUN --engine vllm",
+        ),
+    ),
+)
 
 MTP = DrafterExport(
     drafter="mtp",
@@ -154,6 +216,7 @@ MTP = DrafterExport(
         ("vllm", "mtp-tuned"): _VLLM.preceded_by(
             "the first vLLM known to read this format is 0.32", "--engine-version 0.32"
         ),
+        ("llamacpp", "mtp-tuned"): (_LLAMACPP,),
         ("sglang", "mtp-tuned"): (
             Refused(
                 "it reads MTP layers out of the target's own folder only",
@@ -161,8 +224,8 @@ MTP = DrafterExport(
             ),
         ),
     },
-    architectures="MiMoMTPModel",
-    signs=lambda config, tensors: any(name.startswith("mtp_layers.0.") for name in tensors),
+    architectures="MiMoMTPModel|Qwen3_5MTP",
+    signs=lambda config, tensors: any(name.startswith(("mtp_layers.0.", "mtp.fc.")) for name in tensors),
     longest=lambda config: None,
     ids_follow_engine=False,
     has_positions=False,

@@ -14,6 +14,7 @@ from trainer.formats.base import Reads
 UNTRAINED = {
     "draft-target": "a small model of the same vocabulary",
     "ngram": "tokens looked up in the text so far",
+    "suffix": "tokens looked up in the text so far and in earlier answers",
     "mtp": "the target's own multi-token prediction",
     "user-provided": "your own drafter class",
     "none": "no speculation: the baseline",

@@ -2,14 +2,14 @@
 
 Sources: vLLM's ``SpeculativeConfig`` (docs.vllm.ai, api/vllm/config/speculative, 0.12 to 0.33) and its pages
 features/speculative_decoding; field and method names compared with an installed 0.32.0. Run on CPU: eagle, eagle3,
-dflash, medusa, draft_model and ngram of 0.32.
+dflash, medusa, draft_model, ngram and suffix of 0.32.
 """
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from trainer.config import Section
 from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, checked_settings, flag_value, port_of
@@ -41,6 +41,10 @@ class Speculation(Section):
     disable_padded_drafter_batch: bool | None = None
     prompt_lookup_max: PositiveInt | None = None
     prompt_lookup_min: PositiveInt | None = None
+    suffix_decoding_max_tree_depth: PositiveInt | None = None
+    suffix_decoding_max_cached_requests: NonNegativeInt | None = None
+    suffix_decoding_max_spec_factor: float | None = Field(None, ge=0)
+    suffix_decoding_min_token_prob: float | None = Field(None, ge=0, le=1)
 
 
 def speculative_config(
@@ -51,7 +55,7 @@ def speculative_config(
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The value of ``--speculative-config`` (and of ``LLM(speculative_config=…)``); empty for method ``none``.
-    ``method`` is our word (eagle1, eagle3, dflash, medusa, draft-target, ngram, mtp, none), ``model`` the drafter's
+    ``method`` is our word (eagle1, eagle3, dflash, draft-target, ngram, suffix, mtp, none …), ``model`` the drafter's
     folder or hub id, ``draft_len`` the tokens drafted per step, ``settings`` further fields by vLLM's names. Raises
     ConfigError: ``serve-unsupported``: this version lacks the method; ``serve-setting``: the method needs a model and
     none was given."""
@@ -92,7 +96,7 @@ def plan(request: ServeRequest) -> ServePlan:
 VLLM = ServingEngine(
     name="vllm",
     version=VERSION,
-    untrained={"draft-target": "draft_model", "ngram": "ngram", "mtp": "mtp"},
+    untrained={"draft-target": "draft_model", "ngram": "ngram", "suffix": "suffix", "mtp": "mtp"},
     plan=plan,
     install="pip install vllm",
     image=lambda version: f"vllm/vllm-openai:v{version}",
