@@ -46,7 +46,7 @@ def invent(options: RegenerateOptions, count: int, stopping: Callable[[], bool] 
     out = require_local(options.out, "a file of answers")
     refuse_existing(out, options.rows_per_file)
     path, dropped = questions_file(out), Counter[str]()
-    template = None if options.template is None else read_template(options.template)
+    template = read_template(options.template)
     target_name = str(options.target)
     folder = open_target(target_name, options.revision, template, options.trust_remote_code, options.adapter)
     out.parent.mkdir(parents=True, exist_ok=True)
