@@ -11,7 +11,7 @@ import click
 from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.fs.seam import storage_error
+from hiddenstore.fs.seam import storage_errors
 from hiddenstore.http import HttpClient, ServerAccess
 from hiddenstore.servers import VllmPython, engine_flags, running
 from hiddenstore.targets.folder import open_target
@@ -116,10 +116,8 @@ def _measure_running(options: ServerOptions, questions: list[Question], unusable
         **_measured(servers, baseline, questions, options),
     }
     if options.markdown:
-        try:
+        with storage_errors(options.markdown):
             Path(options.markdown).write_text(markdown(document), encoding="utf-8")
-        except OSError as error:
-            raise storage_error(error, options.markdown) from error
     output().data(document, human=lambda: _show(document))
     for row in document["differences"]:
         output().warn(
