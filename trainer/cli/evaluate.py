@@ -252,9 +252,9 @@ def _simulate(
     from hiddenstore.console.progress import Progress
     from hiddenstore.store import Store
     from hiddenstore.targets.identity import target_words
+    from hiddenstore.targets.load import pick_device
     from trainer.evaluate import simulate
     from trainer.evaluate.target import load_live_target
-    from trainer.parallel.group import pick_device
     from trainer.train.checkpoint import best as best_checkpoint
     from trainer.train.run_folder import describe, load_drafter, training_store
     from trainer.train.storage import through_cache
