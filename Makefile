@@ -147,8 +147,8 @@ schemas: install
 	$(BIN)/python -m schemas.generate
 
 bench: install
-	$(BIN)/python benchmarks/collect_overhead.py
-	$(BIN)/python benchmarks/trainer_memory.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.collect --engines hf_bare hf_collect --random-tokens 0
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/trainer/test_memory.py
 
 # Size, read and write beside the formats others use, in an environment of their own; about twenty minutes.
 bench-storage: $(VENV)-bench/.installed

@@ -5,20 +5,21 @@ credentials from the environment. FOLDER gets the local stores and the cache.
 """
 
 import json
-import resource
 import shutil
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from hiddenstore.codecs import recipe_name
+from benchmarks.workers import timed
+from hiddenstore.codecs.recipes import recipe_name
 from hiddenstore.data import TokenBatches
 from hiddenstore.fs.cache import CachedFilesystem
+from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.objects import ObjectFilesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.layout import SEGMENTS_DIR
@@ -54,24 +55,17 @@ def write(fs: Filesystem, container: Container) -> Store:
         rows = [rng.integers(0, VOCAB, TOKENS).astype(np.int32) for _ in range(SAMPLES)]
         samples = [Sample(sample_id(ids, mask), ids, mask, spans, "train", "random") for ids in rows]
         records = random_records(samples, capture)
-        began = measured()
-        write_unit(store, f"unit-{unit:06d}", "0" * 64, records, (), ENGINE)
-        WRITES.append([now - then for now, then in zip(measured(), began, strict=True)])
+        WRITES.update(measured(partial(write_unit, store, f"unit-{unit:06d}", "0" * 64, records, (), ENGINE)))
     return Store.open(fs)
 
 
-WRITES: list[list[float]] = []
+WRITES: Counter[str] = Counter()
 
 
-def measured() -> list[float]:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return [time.perf_counter(), usage.ru_utime + usage.ru_stime, float(REQUESTS["requests"])]
-
-
-def timed(work: Callable[[], object]) -> list[float]:
-    began = measured()
-    work()
-    return [now - then for now, then in zip(measured(), began, strict=True)]
+def measured(work: Callable[[], object]) -> dict[str, float]:
+    """Wall seconds, CPU seconds and requests of it."""
+    requests, answer = REQUESTS["requests"], timed(work)
+    return {"seconds": answer["wall"], "cpu_seconds": answer["cpu"], "requests": REQUESTS["requests"] - requests}
 
 
 def train(fs: Filesystem) -> None:
@@ -84,8 +78,8 @@ def main() -> None:
     shutil.rmtree(folder / "cache", ignore_errors=True)
     rows = {}
     places: dict[str, tuple[Any, Container]] = {
-        "local, zarr": (lambda: local(folder / "zarr"), "zarr"),
-        "local, webdataset": (lambda: local(folder / "webdataset"), "webdataset"),
+        "local, zarr": (lambda: LocalFilesystem(folder / "zarr"), "zarr"),
+        "local, webdataset": (lambda: LocalFilesystem(folder / "webdataset"), "webdataset"),
         "objects, zarr": (lambda: Counting(f"{address}/zarr"), "zarr"),
         "objects, webdataset": (lambda: Counting(f"{address}/webdataset"), "webdataset"),
     }
@@ -93,25 +87,18 @@ def main() -> None:
         WRITES.clear()
         store = write(make(), container)
         stored = sum(record.bytes_stored for record in store.commits()) / GB
-        rows[name, "write"] = per_gb([sum(column) for column in zip(*WRITES, strict=True)], stored)
-        rows[name, "train"] = per_gb(timed(lambda make=make: train(make())), stored)
-        rows[name, "verify --full"] = per_gb(timed(lambda make=make: verify(make(), "bytes")), stored)
+        rows[name, "write"] = per_gb(WRITES, stored)
+        rows[name, "train"] = per_gb(measured(lambda make=make: train(make())), stored)
+        rows[name, "verify --full"] = per_gb(measured(lambda make=make: verify(make(), "bytes")), stored)
     cached = CountingCached(f"{address}/webdataset", folder / "cache", 8 << 30, SEGMENTS_DIR)
     for name in ("train, cache empty", "train, cache full"):
-        rows["objects, webdataset", name] = per_gb(timed(lambda: train(cached)), stored)
+        rows["objects, webdataset", name] = per_gb(measured(lambda: train(cached)), stored)
     document = {f"{place}: {what}": row for (place, what), row in rows.items()}
     print(json.dumps(document | {"GB": round(stored, 3)}, indent=1))
 
 
-def local(path: Path) -> Filesystem:
-    from hiddenstore.fs.local import LocalFilesystem
-
-    return LocalFilesystem(path)
-
-
-def per_gb(values: list[float], stored: float) -> dict[str, float]:
-    names = ("seconds", "cpu_seconds", "requests")
-    return {f"{name}_per_GB": round(value / stored, 2) for name, value in zip(names, values, strict=True)}
+def per_gb(figures: Mapping[str, float], stored: float) -> dict[str, float]:
+    return {f"{name}_per_GB": round(value / stored, 2) for name, value in figures.items()}
 
 
 if __name__ == "__main__":

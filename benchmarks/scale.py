@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 import hiddenstore
+from benchmarks.workers import resident
 from hiddenstore import layout
 from hiddenstore.commit import read_commit
 from hiddenstore.documents import canonical, sha256_hex
@@ -232,13 +232,8 @@ def run_one(name: str, folder: Path) -> dict[str, float]:
     answer = MEASURES[name](folder)
     seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
     # ru_maxrss would be that of the process which started this one, where it is more.
-    peak = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024  # type: ignore[index]
-    return {
-        "seconds": round(answer.pop("seconds", seconds), 4),
-        "cpu_s": round(cpu, 3),
-        "peak_mb": round(peak),
-        **answer,
-    }
+    peak_mb = round(resident("VmHWM") / (1 << 20))
+    return {"seconds": round(answer.pop("seconds", seconds), 4), "cpu_s": round(cpu, 3), "peak_mb": peak_mb, **answer}
 
 
 def main() -> None:
@@ -262,14 +257,7 @@ def main() -> None:
         if options.read:
             store = new_store(options.store, options.container)
             for unit in range(units):
-                write_unit(
-                    store,
-                    f"u-{unit:06d}",
-                    "ab" * 32,
-                    records_of(unit, options.samples),
-                    (),
-                    ENGINE,
-                )
+                write_unit(store, f"u-{unit:06d}", "ab" * 32, records_of(unit, options.samples), (), ENGINE)
         else:
             row["index_s"] = round(write_linked(options.store, options.container, units, options.samples), 2)
             row["index_mb"] = round(sum(f.stat().st_size for f in (options.store / "index").glob("*")) / 1e6, 1)

@@ -18,9 +18,14 @@ from hiddenstore.errors import ConfigError, Kind
 T = TypeVar("T")
 
 
+def nearest(name: str, names: Collection[str]) -> str:
+    """The one of ``names`` that was meant; empty where none is alike."""
+    return next(iter(get_close_matches(name, names, n=1, cutoff=0.5)), "")
+
+
 def unknown(thing: str, name: str, names: Collection[str], option: str = "", default: str = "") -> ConfigError:
     """``name-unknown``: the names there are, the nearest one, and ``option`` with it (or ``default``) as the fix."""
-    near = next(iter(get_close_matches(name, names, n=1, cutoff=0.5)), "")
+    near = nearest(name, names)
     message = f"unknown {thing} {name!r}, expected one of: {', '.join(names)}" + f"; did you mean {near}?" * bool(near)
     hint = f"{option} {near or default}" if option and (near or default) else None
     return ConfigError(message, kind=Kind.NAME_UNKNOWN, hint=hint)

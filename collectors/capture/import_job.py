@@ -15,14 +15,20 @@ import torch
 from collectors.capture.job import CollectJob, CollectReport, JobSettings, new_store
 from collectors.capture.options import require_data_fits
 from collectors.checks.capture import CheckSpec
-from collectors.checks.reference import Reference, open_reference, parse_check, profile_target, reference_states
+from collectors.checks.reference import (
+    compare_with_store,
+    open_reference,
+    parse_check,
+    profile_target,
+    reference_states,
+)
 from collectors.engines.dump import find_format
 from collectors.engines.dump.engine import Claims, DumpEngine
 from collectors.engines.dump.matching import Matcher, PreparedTokens, exported_turns
 from collectors.engines.dump.meaning import DumpMeaning, Evidence, check_layers, settle_meaning
 from collectors.engines.dump.peer import PeerSource
 from collectors.engines.dump.scan import SKIPPED, Scan, count_refused, covered_locations, finished_scans, scan_key
-from collectors.targets.load import EngineTarget, LoadOptions
+from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions
 from collectors.tokenize.template import read_template
 from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe
@@ -36,7 +42,6 @@ from hiddenstore.store import Store
 from hiddenstore.targets.blocks import require_rebuildable
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.identity import CHECKPOINT
-from hiddenstore.verify.profile import require_states, write_profile
 from schemas.capture import CaptureSpec, FinalMode, NormState
 from schemas.manifest import CommitRecord, Container
 
@@ -101,7 +106,7 @@ def import_dump(
     InterruptError: ``drain`` asked to stop; the same command goes on."""
     began = time.monotonic()
     make_source, check = find_format(options.peer), parse_check(options.check)
-    template = None if options.template is None else read_template(options.template)
+    template = read_template(options.template)
     folder = open_target(options.target, options.revision, template, options.trust_remote_code)
     target = EngineTarget(replace(folder, runs_elsewhere=True), None)
     source = make_source(options.peer, Path(options.source), target.head.hidden_size)
@@ -114,39 +119,26 @@ def import_dump(
     elif reference.explained is not None:
         note(reference.explained)
     engine = DumpEngine(target, source, meaning.columns, meaning.norm if source.final else None)
-    report = ImportJob(options, meaning, engine, reference, drain or Drain()).run()
+    report = ImportReport(str(options.store), "", peer=source.name, explained=meaning.explained)
+    report.evidence, report.final_norm = meaning.evidence, engine.final_norm
+    job = ImportJob(options, meaning, engine, drain or Drain(), report)
+    if scans := job.scans():
+        job.collect(scans, reference.target)
     report.seconds = time.monotonic() - began
     return report
 
 
-@dataclass
+@dataclass(frozen=True)
 class ImportJob:
-    """A dump whose meaning is settled, on its way into a store."""
+    """A dump whose meaning is settled, on its way into a store; ``report`` is what was done so far."""
 
     options: ImportOptions
     meaning: DumpMeaning
     engine: DumpEngine
-    reference: Reference
     drain: Drain
+    report: ImportReport
 
-    def __post_init__(self) -> None:
-        self.report = ImportReport(
-            str(self.options.store),
-            "",
-            peer=self.engine.source.name,
-            explained=self.meaning.explained,
-            evidence=self.meaning.evidence,
-            final_norm=self.engine.final_norm,
-        )
-
-    def run(self) -> ImportReport:
-        """Read what no pass has read, then collect what is pending of every pass."""
-        scans = self._scans()
-        if scans:
-            self._collect(scans)
-        return self.report
-
-    def _scans(self) -> list[PreparedInput]:
+    def scans(self) -> list[PreparedInput]:
         """The passes made before, and one over what they do not cover."""
         options, source, matcher = self.options, self.engine.source, self.meaning.matcher
         store = open_filesystem(options.store)
@@ -156,48 +148,30 @@ class ImportJob:
         locations = [location for location in self.meaning.locations if location not in covered]
         if not locations:
             return scans
-        scan = Scan(
-            source,
-            self.engine.target,
-            matcher,
-            store,
-            key,
-            is_stored=_membership(store),
-            max_rejects=options.max_rejects,
-            stop=lambda: self.drain.requested,
-        )
+        stop, target = lambda: self.drain.requested, self.engine.target
+        scan = Scan(source, target, matcher, store, key, _membership(store), options.max_rejects, stop)
         prepared = scan.run(locations)
         self.report.padding = scan.tally.padding
         for reason, rows in scan.tally.rejects.items():
             (self.report.skipped if reason in SKIPPED else self.report.rejects)[reason] += rows
         return scans if prepared is None else [*scans, prepared]
 
-    def _collect(self, scans: list[PreparedInput]) -> None:
-        """Every pass through the collect job."""
-        engine, report, meaning = self.engine, self.report, self.meaning
+    def collect(self, scans: Sequence[PreparedInput], reference: LoadedTarget | None) -> None:
+        """What is pending of every pass, through the collect job."""
+        engine, report, meaning, options = self.engine, self.report, self.meaning, self.options
+        layers, codecs = meaning.columns.aux_layers, get_recipe(options.recipe)
         final: FinalMode = "none" if engine.final_norm is None else "all"
-        # Nothing says which checkpoint made a dump.
+        # Nothing says which checkpoint made a dump, so nobody is warned that it was not compared.
         identity = engine.target.identity.model_copy(update={CHECKPOINT: None})
-        codecs = get_recipe(self.options.recipe)
-        require_rebuildable(codecs, meaning.columns.aux_layers, identity.num_layers)
-        capture = CaptureSpec(
-            target=identity,
-            aux_layers=meaning.columns.aux_layers,
-            final=final,
-            final_norm=meaning.norm,
-            codecs=codecs,
-        )
-        store = new_store(self.options.store, self.options.container, engine.target, capture)
-        reference = self.reference.target
+        require_rebuildable(codecs, layers, identity.num_layers)
+        capture = CaptureSpec(target=identity, aux_layers=layers, final=final, final_norm=meaning.norm, codecs=codecs)
+        store = new_store(options.store, options.container, engine.target, capture)
         profile = None if reference is None else profile_target(reference, scans[0], final)
-        require_states(store, identity, reference_states(reference))
-        if profile is not None:
-            write_profile(store.fs, profile)
-        layers, norms = meaning.columns.aux_layers, meaning.evidence.typical_norms
-        check = CheckSpec(layers, meaning.norm, norms, names_source=True)
-        deleter = SourceDeleter(store, engine.source, meaning.locations) if self.options.delete_source else None
+        compare_with_store(store, identity, reference_states(reference), profile, lambda _warning: None)
+        check = CheckSpec(layers, meaning.norm, meaning.evidence.typical_norms, names_source=True)
+        deleter = SourceDeleter(store, engine.source, meaning.locations) if options.delete_source else None
         for prepared in scans:
-            allowed = max(1, int(prepared.info.rows_read * self.options.max_rejects)) - count_refused(prepared)
+            allowed = max(1, int(prepared.info.rows_read * options.max_rejects)) - count_refused(prepared)
             settings = JobSettings("import", max(0, allowed), None if deleter is None else deleter.on_commit)
             with CollectJob(store, prepared, engine, check, None, Rank(), self.drain, settings) as job:
                 if deleter is not None:
@@ -252,30 +226,27 @@ class SourceDeleter:
         """The same for units of an input that were committed before this run."""
         locations = {sample.id: sample.source for sample in prepared.samples()}
         for commit in Store.open(self._store.fs).commits():
-            if commit.input != digest:
-                continue
-            sources = [locations[sample.id] for sample in commit.samples if sample.id in locations]
-            if any(self._source.file_of(location).is_file() for location in sources):
-                read_back(self._store, commit, ())
-            self._release(sources)
+            if commit.input == digest:
+                sources = [locations[sample.id] for sample in commit.samples if sample.id in locations]
+                if any(self._source.file_of(location).is_file() for location in sources):
+                    read_back(self._store, commit, ())
+                self._release(sources)
 
     def _release(self, locations: Iterable[str]) -> None:
         for location in locations:
             path = self._source.file_of(location)
-            left = self._left.get(path, set())
+            if (left := self._left.get(path)) is None:
+                continue
             left.discard(location)
-            if path in self._left and not left:
-                self._delete(path)
-
-    def _delete(self, path: Path) -> None:
-        del self._left[path]
-        try:
-            self.deleted += path.is_file()
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise StorageError(
-                f"{path} is imported but cannot be deleted: {error}", kind=Kind.SOURCE_UNDELETED
-            ) from error
+            if left:
+                continue
+            del self._left[path]
+            try:
+                self.deleted += path.is_file()
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                problem = f"{path} is imported but cannot be deleted: {error}"
+                raise StorageError(problem, kind=Kind.SOURCE_UNDELETED) from error
 
 
 def read_back(store: Store, commit: CommitRecord, records: Sequence[Record]) -> None:

@@ -321,7 +321,7 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
     """Everything a job needs, opened: engine, store, input; raises as ``collect`` does, before its first unit."""
     say_once = note if rank.is_first else lambda _text: None
     prepared = PreparedInput.open(options.data)
-    template = None if options.template is None else read_template(options.template)
+    template = read_template(options.template)
     adapter = None if options.adapter is None else str(options.adapter)
     folder = open_target(options.target, options.revision, template, options.trust_remote_code, adapter)
     folder = replace(folder, runs_elsewhere=options.server is not None)

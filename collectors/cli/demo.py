@@ -20,7 +20,7 @@ from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import seconds, size
 from hiddenstore.errors import ConflictError, Kind
 from hiddenstore.fs.publish import replace_file
-from hiddenstore.fs.seam import storage_error
+from hiddenstore.fs.seam import storage_errors
 from hiddenstore.servers import VllmPython
 from hiddenstore.settings import load
 
@@ -82,13 +82,11 @@ def demo(folder: str | None, target: str, quick: bool, seed: int, model: str | N
 
 def _claim(folder: Path) -> None:
     """Raises ConflictError: ``output-exists``: the folder holds what no demo made."""
-    try:
+    with storage_errors(folder):
         if folder.exists() and any(folder.iterdir()) and not (folder / "done").is_dir():
             problem = f"{folder} holds things that no demo made"
             raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint=f"hiddenstore demo {shlex.quote(f'{folder}-2')}")
         (folder / "done").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise storage_error(error, str(folder)) from error
 
 
 def _pipeline_file(folder: Path, name: str, words: Mapping[str, Any]) -> Path:

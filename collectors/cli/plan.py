@@ -47,8 +47,7 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
 
     out = output()
     info = PreparedInput.open(data).info
-    text = None if template is None else read_template(template)
-    folder = open_target(target, options["revision"], text, options["trust_remote_code"])
+    folder = open_target(target, options["revision"], read_template(template), options["trust_remote_code"])
     require_data_fits(info, folder)
     choice = choose_layers(options["layers"], options["final"], folder.num_layers)
     recipe = resolve_recipe(options["recipe"], choice, folder.num_layers, info.images is not None)

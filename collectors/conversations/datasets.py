@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from collectors.conversations.hub import HubSplit, open_json_split, open_table
 from collectors.conversations.parse import decoded_row
 from collectors.conversations.rows import MESSAGE_COLUMNS, TOOLS_COLUMN, Problem, Row, Source
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
+from hiddenstore.registry import nearest
 
 Table = dict[str, Any]
 
@@ -237,8 +237,7 @@ def find_dataset(name: str) -> NamedDataset:
     datasets = named_datasets()
     if name in datasets:
         return datasets[name]
-    near = get_close_matches(name, datasets, n=1)
-    problem = f"there is no preset {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+    problem = f"there is no preset {name!r}" + (f"; did you mean {near}?" if (near := nearest(name, datasets)) else "")
     raise ConfigError(problem, kind=Kind.NAME_UNKNOWN, hint="hiddenstore prepare --list-presets")
 
 

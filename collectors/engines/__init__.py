@@ -5,13 +5,12 @@ Shapes: N tokens of the unit end to end, R final rows of the unit, L aux layers,
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hiddenstore.errors import ConfigError, InterruptError, Kind
-from hiddenstore.registry import Registry
+from hiddenstore.registry import Registry, nearest
 from schemas.capture import NormState
 from schemas.manifest import Engine
 
@@ -176,9 +175,9 @@ def read_settings(engine: str, extra: Mapping[str, Any], defaults: Mapping[str, 
     """``defaults`` overridden by ``extra``; ConfigError ``engine-arg`` for a name the engine does not know."""
     for name in extra:
         if name not in defaults:
-            near = get_close_matches(name, defaults, n=1)
+            near = nearest(name, defaults)
             problem = f"engine {engine} has no setting {name!r}, it has: {', '.join(defaults) or 'none'}"
-            raise ConfigError(problem, kind=Kind.ENGINE_ARG, hint=f"--engine-arg {near[0]}=…" if near else None)
+            raise ConfigError(problem, kind=Kind.ENGINE_ARG, hint=f"--engine-arg {near}=…" if near else None)
     return {**defaults, **extra}
 
 

@@ -18,10 +18,22 @@ from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.documents import canonical
 from hiddenstore.errors import ConflictError, CorruptionError, Kind
 from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.fs.seam import storage_error
+from hiddenstore.fs.seam import Filesystem, storage_errors
 
 SETTINGS = "settings.json"
 SYNC_EVERY_S = 2.0
+
+
+def claim_settings(fs: Filesystem, name: str, settings: Mapping[str, Any], problem: str, hint: str) -> None:
+    """Write the settings that answers depend on, or find the same ones there. Raises ConflictError: ``answers-differ``:
+    ``problem``, and each that differs; StorageError: the disk refused."""
+    if fs.put_if_absent(name, canonical(settings)):
+        return
+    recorded = json.loads(fs.read(name))
+    differing = sorted(key for key in {*settings, *recorded} if settings.get(key) != recorded.get(key))
+    if differing:
+        details = ", ".join(f"{key} {recorded.get(key)!r} (now {settings.get(key)!r})" for key in differing)
+        raise ConflictError(f"{problem}: {details}", kind=Kind.ANSWERS_DIFFER, hint=hint)
 
 
 class AnswersFolder:
@@ -34,20 +46,10 @@ class AnswersFolder:
     def claim(self, settings: Mapping[str, Any]) -> None:
         """Make the folder for these settings, or find that it was made for them. Raises ConflictError:
         ``answers-differ`` names what differs; StorageError: the disk refused."""
-        fs = LocalFilesystem(self.path.parent)
-        expected = {**settings, "shards": self.shards}
-        name = f"{self.path.name}/{SETTINGS}"
-        if fs.put_if_absent(name, canonical(expected)):
-            return
-        recorded = json.loads(fs.read(name))
-        differing = sorted(key for key in {*expected, *recorded} if expected.get(key) != recorded.get(key))
-        if differing:
-            details = ", ".join(f"{key} {recorded.get(key)!r} (now {expected.get(key)!r})" for key in differing)
-            raise ConflictError(
-                f"{self.path} holds answers of another run: {details}",
-                kind=Kind.ANSWERS_DIFFER,
-                hint=f"the same settings go on with it; rm -r {self.path} starts anew; or name another file with -o",
-            )
+        hint = f"the same settings go on with it; rm -r {self.path} starts anew; or name another file with -o"
+        problem = f"{self.path} holds answers of another run"
+        fs, name = LocalFilesystem(self.path.parent), f"{self.path.name}/{SETTINGS}"
+        claim_settings(fs, name, {**settings, "shards": self.shards}, problem, hint)
 
     def file(self, shard: int) -> Path:
         """The answers of shard 1 … ``shards``."""
@@ -86,10 +88,8 @@ class AnswerLog:
         self._lock = threading.Lock()
         self._lines: dict[int, list[int]] = {}
         self._synced_s = time.monotonic()
-        try:
+        with storage_errors(path):
             self._file: BinaryIO = path.open("rb" if is_read_only else "a+b")
-        except OSError as error:
-            raise storage_error(error, str(path)) from error
         try:
             if not is_read_only:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,15 +145,13 @@ class AnswerLog:
                 self.is_finished = True
 
     def _write(self, line: dict[str, Any], is_last: bool = False) -> int:
-        try:
+        with storage_errors(self.path, "free some space; the same command goes on"):
             offset = self._file.seek(0, os.SEEK_END)
             self._file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
             self._file.flush()
             if is_last or time.monotonic() - self._synced_s > SYNC_EVERY_S:
                 os.fsync(self._file.fileno())
                 self._synced_s = time.monotonic()
-        except OSError as error:
-            raise storage_error(error, str(self.path), "free some space; the same command goes on") from error
         return offset
 
     def _load(self, is_read_only: bool) -> None:

@@ -55,7 +55,7 @@ def open_in_process(options: RegenerateOptions) -> tuple[str, AnswerAll]:
 
 
 def _opening(options: RegenerateOptions) -> Opening:
-    template = None if options.template is None else read_template(options.template)
+    template = read_template(options.template)
     return str(options.target), options.revision, template, options.trust_remote_code, options.adapter
 
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from collectors.regenerate.answers import claim_settings
 from collectors.regenerate.generate import Sampling, generate_batch
 from collectors.regenerate.options import RegenerateOptions, require_possible
 from collectors.regenerate.output import refuse_existing
 from collectors.targets.load import LoadedTarget, load_target
 from collectors.tokenize.template import read_template
 from hiddenstore.console.progress import Progress
-from hiddenstore.documents import canonical
-from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError, Kind
+from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import replace_file
@@ -46,7 +46,7 @@ def invent(options: RegenerateOptions, count: int, stopping: Callable[[], bool] 
     out = require_local(options.out, "a file of answers")
     refuse_existing(out, options.rows_per_file)
     path, dropped = questions_file(out), Counter[str]()
-    template = None if options.template is None else read_template(options.template)
+    template = read_template(options.template)
     target_name = str(options.target)
     folder = open_target(target_name, options.revision, template, options.trust_remote_code, options.adapter)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -94,17 +94,9 @@ def _claim(path: Path, options: RegenerateOptions, folder: TargetFolder) -> None
         "chat_template_sha256": folder.chat_template_sha256,
         **{name: getattr(options, name) for name in names},
     }
-    fs, name = LocalFilesystem(path.parent), path.with_suffix(".settings.json").name
-    if fs.put_if_absent(name, canonical(asked)):
-        return
-    recorded = json.loads(fs.read(name))
-    differing = sorted(key for key in {*asked, *recorded} if asked.get(key) != recorded.get(key))
-    if differing:
-        raise ConflictError(
-            f"{path} holds questions that were asked otherwise: {', '.join(differing)}",
-            kind=Kind.ANSWERS_DIFFER,
-            hint=f"rm {path} {path.with_name(name)} has new ones asked; or name another file with -o",
-        )
+    beside = path.with_suffix(".settings.json")
+    hint, fs = f"rm {path} {beside} has new ones asked; or name another file with -o", LocalFilesystem(path.parent)
+    claim_settings(fs, beside.name, asked, f"{path} holds questions that were asked otherwise", hint)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import get_args
 
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.registry import nearest
 from hiddenstore.targets import LAYER_RULES
 from schemas.capture import FinalMode
 
@@ -94,9 +94,8 @@ def _numbers(text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers:
-        near = get_close_matches(text, names, n=1)
         problem = f"--layers {text!r} is neither a drafter ({', '.join(names)}) nor layer numbers"
-        raise ConfigError(problem, kind=Kind.LAYERS_INVALID, hint=f"--layers {near[0] if near else 'eagle3'}")
+        raise ConfigError(problem, kind=Kind.LAYERS_INVALID, hint=f"--layers {nearest(text, names) or 'eagle3'}")
     if len(set(numbers)) != len(numbers):
         raise ConfigError(f"--layers {text} names a layer twice", kind=Kind.LAYERS_INVALID)
     return sorted(numbers)

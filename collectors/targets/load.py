@@ -8,17 +8,17 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from collectors.targets.images import TargetImages
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.targets.checkpoint import damage, damaged, file_of_tensor, unreadable
+from hiddenstore.targets.blocks import read_tensor
+from hiddenstore.targets.checkpoint import file_of_tensor, unreadable
 from hiddenstore.targets.families import Parts, find_parts, head_names
 from hiddenstore.targets.folder import TargetFolder, first_line, open_target
 from hiddenstore.targets.head import HEAD_FILE, HeadBundle
 from hiddenstore.targets.identity import weights_sha256
-from hiddenstore.targets.load import load_model, model_class
+from hiddenstore.targets.load import load_model, model_class, pick_device
 from hiddenstore.targets.tensors import checkpoint_sha256
 from schemas.capture import TargetIdentity
 
@@ -123,7 +123,7 @@ def load_target(target: str | TargetFolder, dtype: str | None = None, device: st
 def load_weights(folder: TargetFolder, options: LoadOptions) -> LoadedTarget:
     """Load the weights, quantised as the checkpoint's own config says, and find the parts. Raises ConfigError:
     ``option-invalid``, ``device-unavailable``, ``family-unsupported``; as ``load_model``."""
-    dtype, device = parse_dtype(options.dtype), parse_device(options.device)
+    dtype, device = parse_dtype(options.dtype), torch.device(pick_device(options.device))
     settings: dict[str, Any] = {"dtype": dtype}
     if options.attention is not None:
         if options.attention not in ATTENTION:
@@ -156,21 +156,6 @@ def parse_dtype(dtype: str | None) -> torch.dtype | str:
             kind=Kind.OPTION_INVALID,
         )
     return DTYPES[name]
-
-
-def parse_device(device: str) -> torch.device:
-    """A torch device that exists here; ``auto`` is the GPU where there is one."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        parsed = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"unknown device {device!r}, expected auto, cpu, cuda or cuda:1", kind=Kind.DEVICE_UNAVAILABLE
-        ) from error
-    if parsed.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r} asked for, but there is no GPU here", kind=Kind.DEVICE_UNAVAILABLE)
-    return parsed
 
 
 def _gathered(folder: TargetFolder, head: HeadBundle) -> HeadBundle:
@@ -217,15 +202,8 @@ def _read(
     names = [other for other in (name, *inside) if other in files]
     if not names:
         raise unreadable(folder, f"has no tensor {name}")
-    stored_name, file = names[0], files[names[0]]
-    path = folder.file(file)
-    if path is None:
-        raise damaged(folder, file, "is named by the index and is not there")
-    try:
-        with safe_open(path, framework="pt") as handle:
-            tensor: Tensor = handle.get_tensor(stored_name)
-    except (SafetensorError, OSError) as error:
-        raise damage(folder) or unreadable(folder, f"cannot be read: {path.name}: {error}") from error
+    stored_name = names[0]
+    tensor = read_tensor(folder, files, stored_name)
     if tensor.dtype not in _STORED or tensor.shape != expected.shape:
         raise unreadable(
             folder,

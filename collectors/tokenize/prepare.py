@@ -167,7 +167,7 @@ def _prepare(
     mixed = open_inputs(inputs, options.dataset_root)
     _refuse_prompts(mixed, options.loss_on)
     folder = open_target(target, options.revision, trust_remote_code=options.trust_remote_code)
-    text = read_template(options.template) if options.template is not None else None
+    text = read_template(options.template)
     template, tally = ChatTemplate(folder.tokenizer, options.loss_on, text, options.think_loss), BatchTally()
     check_template(template)
     limit = _max_tokens(folder, options.max_tokens)

@@ -207,8 +207,10 @@ class Tokenised:
     image_files: tuple[bytes, ...] = ()
 
 
-def read_template(file: str | Path) -> str:
-    """The text of a chat template file; NotFoundError ``template-missing``, ConfigError ``template-invalid``."""
+def read_template(file: str | Path | None) -> str | None:
+    """The text of a template file, None for none; NotFoundError ``path-missing``, ConfigError ``template-invalid``."""
+    if file is None:
+        return None
     try:
         text = Path(file).read_text(encoding="utf-8")
     except FileNotFoundError as error:

@@ -19,8 +19,8 @@ import click
 
 from hiddenstore.cli.translate import INTERRUPTED_EXIT, PIPE_EXIT, RUN_AGAIN, as_hiddenstore_error, usage_error
 from hiddenstore.console.output import Output
+from hiddenstore.doctor.packages import PACKAGES, check_packages
 from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind
-from hiddenstore.packages import PACKAGES, check_packages
 
 __all__ = ["main"]
 

@@ -16,7 +16,7 @@ from hiddenstore.codecs.recipes import RECIPE_HELP, RECIPES, get_recipe
 from hiddenstore.console.output import common_options, examples, is_piped, output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import Column, clean, clean_line, count, percent, plural, seconds, size
-from hiddenstore.doctor import examine
+from hiddenstore.doctor.machine import examine
 from hiddenstore.errors import ConfigError, InterruptError, Kind
 from hiddenstore.process import drain_on_signal
 from hiddenstore.segments import CONTAINERS

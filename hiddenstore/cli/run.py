@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import replace_file
+from hiddenstore.registry import nearest
 from hiddenstore.settings import all_problems, written
 from hiddenstore.settings import load as load_settings
 from schemas.base import FORMAT_VERSION, Document
@@ -161,8 +161,8 @@ class _Builder:
             if name in options:
                 words += _option_words(f"--{name}", options[name], value)
                 continue
-            close = get_close_matches(name, options, n=1)
-            advice = f"did you mean {close[0]}?" if close else f"it takes {', '.join(sorted(options))}"
+            close = nearest(name, options)
+            advice = f"did you mean {close}?" if close else f"it takes {', '.join(sorted(options))}"
             problem = f"{section}: hiddenstore {command} takes no {name!r} here; {advice}"
             self.problems[problem] = f"hiddenstore {command} --help"
         return words

@@ -18,7 +18,7 @@ from awscrt.checksums import crc32c
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.fs.address import is_address
 from hiddenstore.fs.objects import ObjectFilesystem
-from hiddenstore.fs.seam import storage_error
+from hiddenstore.fs.seam import storage_errors
 
 BLOCK_BYTES = 1 << 20
 LEAST_BYTES = 16 * BLOCK_BYTES
@@ -43,10 +43,8 @@ class CachedFilesystem(ObjectFilesystem):
         self._folder, self._most_bytes, self._cached_below = Path(folder).absolute(), most_bytes, cached
         # Processes see each other's blocks only when they look: each looks after a small part of the bound.
         self._unseen_bytes = most_bytes
-        try:
+        with storage_errors(folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise storage_error(error, str(folder)) from error
 
     def __reduce__(self) -> tuple[type["CachedFilesystem"], tuple[str, str, int, str]]:  # type: ignore[override]
         return type(self), (self.root, str(self._folder), self._most_bytes, self._cached_below)

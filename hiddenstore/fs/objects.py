@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.address import CREDENTIALS, parse_address
-from hiddenstore.fs.seam import TEMP_PREFIX, WritableFile, is_inside, storage_error
+from hiddenstore.fs.seam import TEMP_PREFIX, WritableFile, is_inside, storage_errors
 
 DEADLINE_S = 120.0
 """How long a request is repeated before it counts as refused."""
@@ -303,13 +303,11 @@ class ObjectFilesystem:
             yield from _pool().map(lambda start, end: self._part(path, start, end - start), batch, ends)
 
     def _download(self, path: str, size: int, copy: Path) -> None:
-        try:
+        with storage_errors(copy):
             copy.parent.mkdir(parents=True, exist_ok=True)
             with copy.open("xb") as file:
                 for part in self._parts(path, 0, size):
                     file.write(part)
-        except OSError as error:
-            raise storage_error(error, str(copy)) from error
 
     def _below(self, path: str) -> Entries:
         """What a listing says of every object below a path."""
@@ -370,12 +368,10 @@ class _NewObject:
         self.write_all([memoryview(data).cast("B")])
 
     def write_all(self, pieces: Sequence[memoryview]) -> None:
-        try:
+        with storage_errors(f"a temporary file in {tempfile.gettempdir()}"):
             for piece in pieces:
                 self._file.write(piece)
                 self._size += len(piece)
-        except OSError as error:
-            raise storage_error(error, f"a temporary file in {tempfile.gettempdir()}") from error
 
     def close(self) -> None:
         if self._file.closed:

@@ -18,7 +18,7 @@ from pathlib import Path
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind
 from hiddenstore.fs.disk import PosixDisk
 from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.fs.seam import Filesystem, WritableFile, storage_error
+from hiddenstore.fs.seam import Filesystem, WritableFile, storage_error, storage_errors
 
 _PIECE_BYTES = 1 << 20
 
@@ -70,12 +70,10 @@ def new_folder(out: Path, refuse: Callable[[Path], None] = refuse_existing_folde
     the disk refused."""
     refuse(out)
     hidden = out.parent / _hidden_name(out)
-    try:
+    with storage_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         sweep_killed(out.parent, out.name)
         hidden.mkdir()
-    except OSError as error:
-        raise storage_error(error, str(out)) from error
     with _locked(hidden):
         try:
             yield hidden

@@ -6,8 +6,8 @@ after ``put_if_absent`` returned, the name holds exactly the given bytes and sur
 
 import errno
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -117,6 +117,15 @@ def storage_error(error: OSError, where: str, hint: str | None = None, room: str
         return StorageError(message, kind=Kind.DISK_FULL, hint=hint or "free some space and run the same command again")
     kind = Kind.PERMISSION_DENIED if error.errno in _DENIED else Kind.IO_ERROR
     return StorageError(f"{where}: {reason}", kind=kind, hint=hint)
+
+
+@contextmanager
+def storage_errors(where: str | Path, hint: str | None = None) -> Iterator[None]:
+    """What the operating system refuses in the block, raised as ``storage_error`` says it."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, str(where), hint) from error
 
 
 def is_temporary(name: str) -> bool:

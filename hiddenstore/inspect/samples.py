@@ -10,13 +10,13 @@ import operator
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
+from hiddenstore.registry import unknown
 from schemas.capture import FINAL
 from schemas.manifest import ROLES, CommitRecord, SampleEntry
 
@@ -86,8 +86,7 @@ def _parse(text: str) -> Test:
             raise _invalid(f"{text!r}: {name} is text, so only = and != apply")
         word = _WORDS[name]
         return lambda record, entry: compare(word(record, entry), value)
-    close = get_close_matches(name, FIELDS, n=1)
-    raise _invalid(f"there is no field {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
+    raise _invalid(unknown("field", name, FIELDS).message)
 
 
 def _invalid(problem: str) -> ConfigError:

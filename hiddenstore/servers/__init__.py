@@ -15,7 +15,7 @@ from pathlib import Path
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import seconds
 from hiddenstore.errors import ConfigError, InterruptError, Kind, StorageError
-from hiddenstore.fs.seam import storage_error
+from hiddenstore.fs.seam import storage_errors
 
 _OPENMP = "libiomp5.so"
 
@@ -112,19 +112,16 @@ def running(servers: Sequence[ServerProcess], stopping: Callable[[], bool] = lam
 
 @contextmanager
 def _process(server: ServerProcess, port: int) -> Iterator["subprocess.Popen[bytes]"]:
-    try:
-        with server.log.open("w", encoding="utf-8") as said:
-            # A session of its own: Ctrl-C is for this process, whose end the other one notices.
-            process = subprocess.Popen(
-                [sys.executable, str(_WATCHED), *server.command, "--host", "127.0.0.1", "--port", str(port)],
-                stdin=subprocess.PIPE,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=dict(server.environment),
-            )
-    except OSError as error:
-        raise storage_error(error, str(server.log)) from error
+    with storage_errors(server.log), server.log.open("w", encoding="utf-8") as said:
+        # A session of its own: Ctrl-C is for this process, whose end the other one notices.
+        process = subprocess.Popen(
+            [sys.executable, str(_WATCHED), *server.command, "--host", "127.0.0.1", "--port", str(port)],
+            stdin=subprocess.PIPE,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=dict(server.environment),
+        )
     with process:
         yield process
 

@@ -16,7 +16,7 @@ from threading import Event
 
 from hiddenstore.errors import ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.publish import replace_file, sweep_killed
-from hiddenstore.fs.seam import TEMP_PREFIX, storage_error
+from hiddenstore.fs.seam import TEMP_PREFIX, storage_errors
 from hiddenstore.layout import STORE_JSON
 from hiddenstore.share.remote import PIECE_BYTES, SUMS, Advance, Begin, Remote, parse_sums, read_sums, sums_text
 
@@ -81,11 +81,9 @@ def _writing(out: Path) -> Iterator[None]:
     """The folder, made and locked: two pulls into one would write into each other's files."""
     if out.exists() and not out.is_dir():
         raise ConflictError(f"{out} is no folder", kind=Kind.OUTPUT_EXISTS, hint="another DEST")
-    try:
+    with storage_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         handle = os.open(out, os.O_RDONLY)
-    except OSError as error:
-        raise storage_error(error, str(out)) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -138,7 +136,7 @@ def _bring_all(remote: Remote, files: list[_File], advance: Advance) -> int:
 def _bring(remote: Remote, file: _File, advance: Advance, over: Event) -> int:
     """One file, on from what an interrupted pull left of it; bytes that came."""
     came = 0
-    try:
+    with storage_errors(file.out, "the same command goes on where it stopped"):
         file.out.parent.mkdir(parents=True, exist_ok=True)
         for _ in (1, 2):
             digest, offset = _begun(file)
@@ -163,8 +161,6 @@ def _bring(remote: Remote, file: _File, advance: Advance, over: Event) -> int:
                 return came
             file.part.unlink()
             advance(-offset)
-    except OSError as error:
-        raise storage_error(error, str(file.out), "the same command goes on where it stopped") from error
     raise CorruptionError(
         f"{remote.address}/{file.path} is not what was pushed: expected sha256 {file.sha256[:12]}…, twice another came",
         kind=Kind.FILE_CORRUPT,

@@ -14,7 +14,7 @@ from hiddenstore.care.copy import Copy, open_copy
 from hiddenstore.digests import digest_for, mismatch
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind
 from hiddenstore.fs import is_address
-from hiddenstore.fs.seam import storage_error
+from hiddenstore.fs.seam import storage_errors
 from hiddenstore.index.file import live_indexes
 from hiddenstore.inspect.samples import Test
 from hiddenstore.share.hub import HubRemote, require_limits
@@ -126,10 +126,8 @@ def _push(
     public: bool,
     begin: Begin,
 ) -> PushReport:
-    try:
+    with storage_errors(root, f"hiddenstore verify {root}"):
         sizes = {path: (root / path).stat().st_size for path in entries}
-    except OSError as error:
-        raise storage_error(error, str(root), f"hiddenstore verify {root}") from error
     if isinstance(remote, HubRemote):
         require_limits([*sizes.items(), (CARD, len(card)), (SUMS, 1)])
     advance = begin("read", sum(sizes.values()))
@@ -163,15 +161,12 @@ def _of_bytes(path: str, data: bytes) -> LocalFile:
 def _sha256(root: Path, path: str, entry: FileEntry | None, advance: Advance) -> str:
     """Of a file as it lies; CorruptionError ``file-corrupt`` where its record says otherwise."""
     digest, recorded = hashlib.sha256(), None if entry is None else digest_for(entry)
-    try:
-        with (root / path).open("rb") as file:
-            while data := file.read(PIECE_BYTES):
-                digest.update(data)
-                if recorded is not None:
-                    recorded.update(data)
-                advance(len(data))
-    except OSError as error:
-        raise storage_error(error, str(root / path)) from error
+    with storage_errors(root / path), (root / path).open("rb") as file:
+        while data := file.read(PIECE_BYTES):
+            digest.update(data)
+            if recorded is not None:
+                recorded.update(data)
+            advance(len(data))
     if entry is not None and recorded is not None and (fault := mismatch(entry, recorded)):
         problem = f"{root / path} is damaged: {fault}; nothing was pushed"
         raise CorruptionError(problem, kind=Kind.FILE_CORRUPT, path=path, hint=f"hiddenstore verify {root} --full")

@@ -76,7 +76,7 @@ def block_files(folder: TargetFolder, layers: Sequence[int], dtype: str) -> dict
     }
     names = {name: _stored_name(folder, files, name) for name in shapes}
     dtypes = {name: torch.float32 if _stays_fp32(backbone, name, wanted) else wanted for name in shapes}
-    tensors = {name: _read(folder, files, names[name]).to(dtypes[name]).contiguous() for name in shapes}
+    tensors = {name: read_tensor(folder, files, names[name]).to(dtypes[name]).contiguous() for name in shapes}
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
             found = list(tensors[name].shape)
@@ -267,7 +267,8 @@ def _stored_name(folder: TargetFolder, files: Mapping[str, str], name: str) -> s
 _BESIDE = re.compile(r"(^|\.)(mtp|\w*(vision|visual|audio|image|speech)\w*)\.")
 
 
-def _read(folder: TargetFolder, files: Mapping[str, str], name: str) -> Tensor:
+def read_tensor(folder: TargetFolder, files: Mapping[str, str], name: str) -> Tensor:
+    """A tensor of the checkpoint as stored; ConfigError ``target-damaged``, ``target-unreadable``."""
     path = folder.file(files[name])
     if path is None:
         raise damaged(folder, files[name], "is named by the index and is not there")

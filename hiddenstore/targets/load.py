@@ -11,6 +11,22 @@ if TYPE_CHECKING:
     import torch
 
 
+def pick_device(name: str) -> str:
+    """``auto`` is the GPU where there is one, else the CPU; ConfigError ``device-unavailable``: it is not here."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        problem = f"unknown device {name!r}, expected auto, cpu, cuda or cuda:1"
+        raise ConfigError(problem, kind=Kind.DEVICE_UNAVAILABLE) from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} asked for, but there is no GPU here", kind=Kind.DEVICE_UNAVAILABLE)
+    return name
+
+
 def load_model(folder: TargetFolder, device: "str | torch.device", other_way: str, **settings: Any) -> Any:
     """The ``…ForCausalLM`` of a target on ``device``, quantised as the checkpoint's own config says.
 

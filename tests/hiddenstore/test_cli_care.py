@@ -214,7 +214,7 @@ def test_an_age_without_a_unit_is_refused(text: str) -> None:
 
 
 def test_doctor_reports_this_machine_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiddenstore.doctor.TRIAL_BYTES", 1 << 20)
+    monkeypatch.setattr("hiddenstore.doctor.machine.TRIAL_BYTES", 1 << 20)
     document = json.loads(run("doctor", str(tmp_path), "--json").stdout)
     checks = {check["name"]: check for check in document["checks"]}
     assert document["ok"] is True

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from hiddenstore.cli import CommandSpec, find_commands, main
 from hiddenstore.cli.translate import usage_error
 from hiddenstore.console.output import common_options, output
+from hiddenstore.doctor.packages import check_packages
 from hiddenstore.errors import (
     CaptureError,
     ConfigError,
@@ -28,7 +29,6 @@ from hiddenstore.errors import (
     Kind,
     StorageError,
 )
-from hiddenstore.packages import check_packages
 from hiddenstore.testing.builders import make_store
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "80"}

@@ -11,15 +11,9 @@ from click.testing import CliRunner, Result
 from packaging.requirements import Requirement
 
 from hiddenstore.cli import main
-from hiddenstore.doctor import (
-    GROUP,
-    DoctorCheck,
-    _added,
-    compute_checks,
-    install_command,
-    installation_checks,
-)
-from hiddenstore.packages import PACKAGES
+from hiddenstore.doctor import DoctorCheck, install_command
+from hiddenstore.doctor.machine import GROUP, _added, compute_checks, installation_checks
+from hiddenstore.doctor.packages import PACKAGES
 
 
 def needing(monkeypatch: pytest.MonkeyPatch, *lines: str) -> dict[str, DoctorCheck]:
@@ -38,7 +32,7 @@ def test_a_dependency_outside_its_bounds_is_a_problem_with_the_command_that_fixe
     assert (found["torch"].status, found["torch"].fix) == ("problem", "pip install 'torch>=99'")
     assert found["libraries"].detail == f"click {metadata.version('click')}"
     assert "nothing-of-that-name" not in found
-    monkeypatch.setattr("hiddenstore.doctor.TRIAL_BYTES", 1 << 20)
+    monkeypatch.setattr("hiddenstore.doctor.machine.TRIAL_BYTES", 1 << 20)
     result = doctor(str(tmp_path), "--json")
     assert result.exit_code == 5
     assert json.loads(result.stdout)["ok"] is False

@@ -73,10 +73,10 @@ def decode(
     decoded one token at a time, for comparison.
     """
     from hiddenstore.targets.folder import open_target
+    from hiddenstore.targets.load import pick_device
     from trainer.evaluate import speculate
     from trainer.evaluate.prompts import read_prompts
     from trainer.evaluate.target import bundle_of, load_live_target
-    from trainer.parallel.group import pick_device
     from trainer.train.run_folder import describe, load_drafter
 
     info, device = describe(run), pick_device(device)

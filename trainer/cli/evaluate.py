@@ -1,25 +1,22 @@
 """``hiddenstore eval``: simulated acceptance over recorded text, or what a running server gets accepted."""
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from hiddenstore.cli.words import RUN, STORE, cache_options, same_target_option, target_options
 from hiddenstore.console.output import common_options, examples, output
-from hiddenstore.errors import ConfigError, CorruptionError, Kind
+from hiddenstore.errors import CorruptionError
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
     from hiddenstore.targets.folder import TargetFolder
     from schemas.manifest import Split
     from trainer.evaluate.acceptance import DraftShape
-    from trainer.evaluate.prompts import Question
-    from trainer.evaluate.server import Render, Server
     from trainer.evaluate.simulate import Evaluation, NgramFloor
     from trainer.evaluate.target import LiveTarget
     from trainer.train.run_folder import LoadedDrafter, RunInfo
@@ -130,33 +127,6 @@ def positions_text(shares: Sequence[float]) -> str:
 ENGINES = ("vllm", "sglang", "trtllm", "llamacpp", "http")
 _OF_TEXT = ("split", "shapes", "best", "untrained", "device", "costs", "adapter", "same_target", "cache", "cache_bytes")
 _OF_TARGET = ("target", "revision", "trust_remote_code", "adapter")
-_OF_SERVERS = (
-    *("servers", "baseline_server", "rounds", "engine_python", "engine_args", "prompts", "api_key_env", "model"),
-    *("count", "max_new_tokens", "temperature", "concurrency", "markdown"),
-)
-
-
-class _ServerOptions(TypedDict):
-    """The options that measure servers."""
-
-    servers: tuple[str, ...]
-    baseline_server: str | None
-    prompts: tuple[str, ...]
-    api_key_env: str | None
-    model: str | None
-    target: str | None
-    revision: str | None
-    trust_remote_code: bool
-    adapter: str | None
-    count: int | None
-    max_new_tokens: int
-    temperature: float
-    concurrency: int
-    markdown: str | None
-    rounds: int
-    drafter: str | None
-    engine_python: str | None
-    engine_args: tuple[str, ...]
 
 
 @click.command(
@@ -215,10 +185,11 @@ def evaluate(
     device: str,
     costs: bool,
     engine: str | None,
+    adapter: str | None,
     same_target: bool,
     cache: str | None,
     cache_bytes: int,
-    **options: Unpack[_ServerOptions],
+    **options: Any,
 ) -> None:
     """How many tokens a target forward yields, simulated over recorded text or measured on a running server.
 
@@ -233,20 +204,28 @@ def evaluate(
         if run is not None or cache is not None:
             raise click.UsageError("--engine and --serve measure servers: leave RUN, STORE and --cache out")
         _refuse(_OF_TEXT, "--engine and --serve measure servers, this is for RUN and STORE")
-        _measure_servers(engine or "vllm", options)
+        from trainer.cli.servers import ServerOptions, measure_servers
+
+        measure_servers(ServerOptions(engine or "vllm", **options))
     elif run is None or store is None or options["servers"]:
         raise click.UsageError("expected RUN and STORE, or --engine with --server and --prompts")
     elif costs and options["target"] is None:
         raise click.UsageError("--costs are measured on the target: give --target T")
     else:
-        _refuse(_OF_SERVERS, "RUN and STORE are walked, this is for servers: --engine or --serve")
-        if not costs:
+        of_servers = options.keys() - set(_OF_TARGET)
+        _refuse(of_servers, "RUN and STORE are walked, this is for servers: --engine or --serve")
+        target = None
+        if costs:
+            from hiddenstore.targets.folder import open_target
+
+            location, revision, trusts = (options[name] for name in ("target", "revision", "trust_remote_code"))
+            target = open_target(location, revision, None, trusts, adapter)
+        else:
             _refuse(_OF_TARGET, "no target is loaded to walk text, only for --costs")
-        target = _opened(options) if costs else None
         _simulate(run, store, (cache, cache_bytes), split, shapes, best, untrained, device, same_target, target)
 
 
-def _refuse(names: Sequence[str], reason: str) -> None:
+def _refuse(names: Collection[str], reason: str) -> None:
     """Refuse options of the command line that would be left unread."""
     context = click.get_current_context()
     given = [
@@ -256,13 +235,6 @@ def _refuse(names: Sequence[str], reason: str) -> None:
     ]
     if given:
         raise click.UsageError(f"{', '.join(given)}: {reason}")
-
-
-def _opened(options: _ServerOptions) -> "TargetFolder":
-    from hiddenstore.targets.folder import open_target
-
-    opening = options["revision"], None, options["trust_remote_code"], options["adapter"]
-    return open_target(str(options["target"]), *opening)
 
 
 def _simulate(
@@ -280,9 +252,9 @@ def _simulate(
     from hiddenstore.console.progress import Progress
     from hiddenstore.store import Store
     from hiddenstore.targets.identity import target_words
+    from hiddenstore.targets.load import pick_device
     from trainer.evaluate import simulate
     from trainer.evaluate.target import load_live_target
-    from trainer.parallel.group import pick_device
     from trainer.train.checkpoint import best as best_checkpoint
     from trainer.train.run_folder import describe, load_drafter, training_store
     from trainer.train.storage import through_cache
@@ -402,188 +374,3 @@ def _show_simulated(document: dict[str, Any]) -> None:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
-
-
-def _measure_servers(engine: str, options: _ServerOptions) -> None:
-    """Ask every question of every server and print what was measured. Raises ConfigError: no server or prompts named; a
-    server that does not draft, or serves another model; StorageError, CaptureError: what HttpClient raises."""
-    if not options["prompts"]:
-        raise ConfigError(f"eval --engine {engine} needs --prompts FILE", kind=Kind.USAGE, hint="--prompts FILE")
-    if options["drafter"] is not None:
-        if options["servers"] or options["baseline_server"] or options["target"] is None:
-            raise click.UsageError("--serve starts both servers itself: give --target T, and no server")
-    elif not options["servers"]:
-        raise ConfigError(f"eval --engine {engine} needs --server URL", kind=Kind.USAGE, hint="--server URL")
-    elif options["rounds"] > 1 and options["baseline_server"] is None:
-        raise click.UsageError("--rounds ask two servers in turn: give --baseline-server URL")
-    from trainer.evaluate.prompts import left_out, read_questions
-
-    # Before servers start, which takes minutes.
-    unusable: list[str] = []
-    questions = read_questions(options["prompts"], unusable, options["count"])
-    if unusable:
-        output().warn(left_out(unusable))
-    if options["drafter"] is None:
-        _measure_running(engine, options, questions, len(unusable))
-        return
-    with _started(engine, options) as (plain, drafted):
-        options = {**options, "baseline_server": plain, "servers": (drafted,), "target": None}
-        _measure_running(engine, options, questions, len(unusable))
-
-
-@contextmanager
-def _started(engine: str, options: _ServerOptions) -> Iterator[tuple[str, str]]:
-    """URLs of a server without the drafter and one with it, both started here."""
-    from hiddenstore.servers import VllmPython, engine_flags, running
-    from hiddenstore.targets.gguf import target_folder
-    from trainer.serve import ENGINES as SERVING
-    from trainer.serve.launch import server_of
-    from trainer.serve.plan import ServeOptions
-
-    python, drafter, serving = VllmPython(options["engine_python"]), str(options["drafter"]), SERVING[engine]
-    flags = engine_flags(options["engine_args"])
-    flags += ("--revision", options["revision"]) if options["revision"] else ()
-    flags += ("--trust-remote-code",) if options["trust_remote_code"] else ()
-    target = target_folder(str(options["target"]))
-    plain = ServeOptions(target=target, method="none", flags=flags)
-    drafted = ServeOptions(target=target, drafter=drafter, flags=flags)
-    # What is no path here has no folder to write beside.
-    place = drafter.rstrip("/") if Path(drafter).exists() else Path(drafter).name
-    logs = [Path(f"{place}.{name}.log") for name in ("plain", "drafted")]
-    servers = [server_of(serving, python, each, log) for each, log in zip((plain, drafted), logs, strict=True)]
-    output().note(f"starting {serving.title} without and with {drafter}; they write {logs[0]} and {logs[1]}")
-    with running(servers) as (first, second):
-        yield first, second
-
-
-def _measure_running(engine: str, options: _ServerOptions, questions: "list[Question]", unusable: int) -> None:
-    from trainer.evaluate.server import require_one_model
-
-    render = _renderer(options["target"], options) if options["target"] else None
-    servers = [_open(engine, options, url, render) for url in options["servers"]]
-    baseline = _open(engine, options, options["baseline_server"], render) if options["baseline_server"] else None
-    for server in servers:
-        if baseline:
-            require_one_model(server, baseline)
-        if engine in ("vllm", "llamacpp") and server.counts() is None:
-            raise server.no_counts()
-    names = ("baseline_server", "temperature", "max_new_tokens", "concurrency", "rounds")
-    document = {
-        "engine": engine,
-        "model": servers[0].model,
-        "server": options["servers"][0],
-        "prompts_from": list(options["prompts"]),
-        "prompts_unusable": unusable,
-        **{name: options[name] for name in names},  # type: ignore[literal-required]
-        **_measured(engine, servers, baseline, questions, options),
-    }
-    if options["markdown"]:
-        _write_markdown(Path(options["markdown"]), document)
-    output().data(document, human=lambda: _show_measured(document))
-    for row in document["differences"]:
-        output().warn(
-            f"an answer differs that is no tie: “{row['question']}”, turn {row['turn'] + 1}, {row['plain']!r} without "
-            f"and {row['drafted']!r} with the drafter, at a logit gap of {_text_of(row['logit_gap'])}"
-        )
-    if baseline is None:
-        output().hint("--baseline-server URL gives the speed-up, --markdown FILE the table for a report")
-
-
-def _text_of(gap: float | None) -> str:
-    return "unknown size: the server did not say, or did not repeat itself" if gap is None else f"{gap:.3g}"
-
-
-def _measured(
-    engine: str,
-    servers: "list[Server]",
-    baseline: "Server | None",
-    questions: "list[Question]",
-    options: _ServerOptions,
-) -> dict[str, Any]:
-    """The rows of all servers, and the total of the first as members of its own, as ``eval`` of a store has them."""
-    from hiddenstore.console.progress import Progress
-    from trainer.evaluate.rounds import departures, measure_rounds, rows_of
-    from trainer.evaluate.server import ALL, SamplingOptions
-
-    sampling = SamplingOptions(options["max_new_tokens"], options["temperature"])
-    everyone, rounds = [*([baseline] if baseline else []), *servers], options["rounds"]
-    with Progress("eval", total=len(questions) * len(everyone) * rounds, unit="questions") as progress:
-        measured = measure_rounds(everyone, questions, sampling, options["concurrency"], rounds, progress.advance)
-    plain, drafted = (measured[0], measured[1:]) if baseline else (None, measured)
-    for server, results in zip(servers, drafted, strict=True):
-        total = results[0][-1].counts
-        # llama.cpp has its counters, at zero, where nothing drafts.
-        if server.lost:
-            output().warn(server.lost)
-        elif engine in ("sglang", "trtllm", "llamacpp") and (total is None or not total.drafts):
-            raise server.no_counts()
-    rows = [row for one, all_of in zip(servers, drafted, strict=True) for row in rows_of(one.client.url, all_of, plain)]
-    parted = []
-    if baseline is not None and plain is not None and not sampling.temperature:
-        parted = [one for all_of in drafted for one in departures(baseline, questions, plain, all_of, sampling)]
-    for row in rows:
-        if row["others_were_served"] and row["task"] != ALL:
-            output().warn(f"{row['server']} drafted for others while {row['task']} ran: its accepted length is mixed")
-    if all(row["accepted_length"] is None for row in rows):
-        output().warn("the server counts no drafts where we can read it: speed only")
-    overall = next(row for row in rows if row["task"] == ALL)
-    names = ("draft_len", "accepted_length", "per_position", "drafts", "tokens_per_s", "baseline_tokens_per_s")
-    return {
-        **{name: overall[name] for name in (*names, "speedup", "speedup_rounds")},
-        "answers": rounds * sum(1 + len(question.more) for question in questions),
-        "ties": [one.document() for one in parted if one.is_tie],
-        "differences": [one.document() for one in parted if not one.is_tie],
-        "rows": rows,
-    }
-
-
-def _open(engine: str, options: _ServerOptions, url: str, render: "Render | None") -> "Server":
-    from hiddenstore.http import HttpClient, ServerAccess
-    from trainer.evaluate.server import SERVERS
-
-    hint = f"start it, or look whether it is up: curl {url}/v1/models"
-    # One try: the time of a failed one would be in the figures.
-    client = HttpClient(ServerAccess(url, tries=1, api_key_env=options["api_key_env"], hint=hint))
-    return SERVERS[engine](client, options["model"], render)
-
-
-def _renderer(target: str, options: _ServerOptions) -> "Render":
-    from trainer.evaluate.prompts import prompt_ids
-
-    tokenizer = _opened(options).tokenizer
-    if tokenizer.chat_template is None:
-        raise ConfigError(f"the tokenizer of {target} has no chat template", kind=Kind.TEMPLATE_MISSING)
-
-    def render(messages: Any) -> list[int]:
-        return prompt_ids(tokenizer, messages, "a prompt", "leave --target out: the server renders by its own")
-
-    return render
-
-
-def _write_markdown(path: Path, document: dict[str, Any]) -> None:
-    from hiddenstore.fs.seam import storage_error
-    from trainer.evaluate.server import markdown
-
-    try:
-        path.write_text(markdown(document), encoding="utf-8")
-    except OSError as error:
-        raise storage_error(error, str(path)) from error
-
-
-def _show_measured(document: dict[str, Any]) -> None:
-    from trainer.evaluate.server import table
-
-    urls = list(dict.fromkeys(row["server"] for row in document["rows"]))
-    for url in urls:
-        if len(urls) > 1:
-            output().print(url)
-        head, cells = table([row for row in document["rows"] if row["server"] == url])
-        output().table([head[0], *(f">{name}" for name in head[1:])], cells)
-    answers = f"{document['answers']:,} answers of at most {document['max_new_tokens']:,} tokens"
-    how = f"{document['concurrency']} at a time, temperature {document['temperature']:g}"
-    pairs = [("model", document["model"]), ("asked", f"{answers}, {how}")]
-    if document["speedup"] is not None and not document["temperature"]:
-        gaps = ", ".join(f"{tie['logit_gap']:.3g}" for tie in document["ties"])
-        parted = f"{len(document['ties'])} questions first differ at a tie" + (f" (logit gaps {gaps})" if gaps else "")
-        pairs.append(("answers", f"{parted}, {len(document['differences'])} otherwise"))
-    output().pairs(pairs)

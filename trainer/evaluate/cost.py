@@ -14,7 +14,7 @@ from typing import Any
 from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.fs.publish import replace_file
-from hiddenstore.fs.seam import storage_error
+from hiddenstore.fs.seam import storage_errors
 from schemas.base import FORMAT_VERSION, Document
 from trainer.drafters.base import DrafterInUse, most_probable
 from trainer.evaluate.target import LiveTarget
@@ -106,9 +106,7 @@ def kept(run: Path, step: int) -> int | None:
     path = run / FILE
     if not path.is_file():
         return None
-    try:
+    with storage_errors(path):
         data = path.read_bytes()
-    except OSError as error:
-        raise storage_error(error, str(path)) from error
     chosen = unseal(data, DraftLength, str(path))
     return chosen.draft_len if chosen.step == step else None

@@ -22,20 +22,6 @@ from hiddenstore.errors import ConfigError, HiddenstoreError, Kind, StorageError
 from hiddenstore.process import Rank
 from trainer.config import LoopConfig
 
-
-def pick_device(name: str) -> str:
-    """``auto`` is the first GPU where there is one, else the CPU; ConfigError for a device that is not there."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device {name!r}", kind=Kind.DEVICE_UNAVAILABLE) from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} asked for, but there is no GPU here", kind=Kind.DEVICE_UNAVAILABLE)
-    return name
-
-
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 

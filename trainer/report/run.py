@@ -18,10 +18,10 @@ from hiddenstore.report.charts import Bar, Series
 from hiddenstore.report.page import Html, Page, Section, Verdict, join, table, tag
 from hiddenstore.report.store import browser_tools
 from hiddenstore.store import Store
+from hiddenstore.targets.load import pick_device
 from schemas.manifest import Split
 from trainer.evaluate.acceptance import DraftShape, answers, drafts
 from trainer.evaluate.simulate import Evaluation, NgramFloor, evaluate_packs, floor, split_packs
-from trainer.parallel.group import pick_device
 from trainer.settings import config_class, derived, load_config
 from trainer.train.log import Curves, read_curves, step_seconds
 from trainer.train.run_folder import (

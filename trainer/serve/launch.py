@@ -11,14 +11,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hiddenstore.console.output import output
 from hiddenstore.console.text import clean
 from hiddenstore.errors import ConfigError, ConflictError, Kind
-from hiddenstore.fs.seam import storage_error
+from hiddenstore.fs.seam import storage_errors
+from hiddenstore.registry import nearest
 from hiddenstore.servers import ServerProcess, VllmPython
 from hiddenstore.targets.gguf import target_folder
 from trainer.export.support import ENGINES
@@ -159,9 +159,9 @@ def _absolute(path: str) -> str:
 def _drafter(options: ServeOptions) -> ServedDrafter | None:
     """What is in the drafter's folder; a hub id cannot be looked into, so its method has to be said."""
     if options.method is not None and options.method not in methods():
-        close = get_close_matches(options.method, methods(), n=1, cutoff=0.4)
+        close = nearest(options.method, methods())
         problem = f"no method {options.method!r}; there is: {', '.join(methods())}"
-        raise ConfigError(problem, kind=Kind.SERVE_UNSUPPORTED, hint=f"--method {close[0]}" if close else None)
+        raise ConfigError(problem, kind=Kind.SERVE_UNSUPPORTED, hint=f"--method {close}" if close else None)
     if options.drafter is None:
         if options.method is None:
             raise ConfigError(
@@ -258,13 +258,11 @@ def write_files(files: Mapping[str, str]) -> None:
     something else; StorageError: the disk refused."""
     for name, text in files.items():
         path = Path(name)
-        try:
+        with storage_errors(name):
             if path.exists() and path.read_bytes() != text.encode():
                 what = f"{path} exists and says something else"
                 raise ConflictError(what, kind=Kind.OUTPUT_EXISTS, hint="-o ANOTHER.yaml")
             path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise storage_error(error, name) from error
 
 
 def require_installed(plan: ServePlan, engine: ServingEngine, form: str) -> None:

@@ -14,7 +14,7 @@ from typing import Self
 
 from hiddenstore.console.output import output
 from hiddenstore.errors import ConflictError, Kind
-from hiddenstore.fs.seam import storage_error
+from hiddenstore.fs.seam import storage_errors
 
 WRITER = ".writer"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -48,7 +48,7 @@ class RunLock:
         """Lock the folder; nothing where this process has it. Raises ConflictError: ``run-in-use``, naming process and
         machine; StorageError: the disk refused."""
         while self._handle is None:
-            try:
+            with storage_errors(self.path):
                 handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 try:
                     self._lock(handle)
@@ -59,8 +59,6 @@ class RunLock:
                 finally:
                     if self._handle is None:
                         os.close(handle)
-            except OSError as error:
-                raise storage_error(error, str(self.path)) from error
 
     def _sign(self, handle: int) -> None:
         try:

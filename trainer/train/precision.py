@@ -7,9 +7,9 @@ import time
 
 import torch
 
+from hiddenstore.targets.load import pick_device
 from hiddenstore.targets.matmul import linear
 from trainer.config import DrafterConfig, TrainConfig
-from trainer.parallel.group import pick_device
 
 ROWS = 512
 """Rows of the product measured, as a pack of short samples has them."""

@@ -2,16 +2,19 @@
 
     LD_PRELOAD=.venv-engines/lib/libiomp5.so OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind PYTHONPATH=. \\
         VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_LOGGING_LEVEL=WARNING \\
-        .venv-engines/bin/python benchmarks/collect_engines.py [--conversations 1700] [--random-tokens 60000]
+        .venv-engines/bin/python -m benchmarks.collect [--conversations 1700] [--random-tokens 60000]
 
 Five processes, each with its own engine, run the same units in turn: Hugging Face's backbone alone, collect with it,
 vLLM's ``generate`` alone, vLLM with its hidden-states connector whose files are deleted unread, collect with vLLM.
 fp32, three aux layers and the final hidden at q8. ``wall`` is by the clock; ``cpu`` leaves out of it the time in which
-the engine's thread waited for a core that another program had. Two targets: the bundled one, and a random one of 55 M
-parameters.
+the engine's thread waited for a core that another program had; ``process_cpu_s`` is of all threads of an engine that
+runs in the worker, and says what collect spends beyond the bare forward. Two targets: the bundled one, and a random one
+of 55 M parameters.
 """
 
+import json
 import os
+import random
 import sys
 import tempfile
 import time
@@ -23,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from benchmarks import report
-from benchmarks.collect_overhead import random_data, random_target
 from benchmarks.commands import demo_chats, prepare
 from benchmarks.workers import Answer, Row, Timing, Turns, WorkerProcess, running, serve
 from collectors.capture.job import open_job
@@ -55,6 +58,7 @@ class Worker:
         self.data, self.target, self.folder = data, target, Path(folder)
         inputs.UNIT_TOKENS = int(unit_tokens)
         self.units = list(PreparedInput.open(data).units(inputs.UNIT_TOKENS))
+        self.process_cpu_s = 0.0
         self.run: RunUnits = OPEN.enter_context(ENGINES[engine](self))
 
     def open(self) -> Answer:
@@ -65,10 +69,15 @@ class Worker:
 
     def turn(self, number: int) -> Answer:
         """Seconds of a turn, by the clock and without waiting for a core."""
-        began, waited = time.perf_counter(), _waited_for_a_core()
+        began, waited, spent = time.perf_counter(), _waited_for_a_core(), time.process_time()
         self.run(self._turn(number))
         wall = time.perf_counter() - began
+        self.process_cpu_s += time.process_time() - spent
         return {"wall": wall, "cpu": wall - (_waited_for_a_core() - waited)}
+
+    def spent(self) -> Answer:
+        """CPU seconds of all threads over the turns."""
+        return {"process_cpu_s": round(self.process_cpu_s, 3)}
 
     def _turn(self, number: int) -> list[Unit]:
         return self.units[1 + number * UNITS_A_TURN :][:UNITS_A_TURN]
@@ -172,19 +181,24 @@ def in_turn(folder: Path, words: list[str], engines: list[str]) -> dict[str, Any
     timings = [Timing(Row(name, name, ("turn",))) for name in engines]
 
     def start(row: Row) -> WorkerProcess:
-        return WorkerProcess(row, "benchmarks.collect_engines", ["worker", row.kind, *words], folder / "errors.log", {})
+        return WorkerProcess(row, "benchmarks.collect", ["worker", row.kind, *words], folder / "errors.log", {})
 
     with running(start, [timing.row for timing in timings]) as workers:
         (tokens, *_) = [worker.demand("open")["tokens"] for worker in workers]
         if not tokens:
             raise SystemExit("too few conversations for a turn")
         Turns(len(tokens), lambda number: {"turn": {"number": number}}).take(timings, workers)
+        for timing, worker in zip(timings, workers, strict=True):
+            timing.facts |= worker.ask("spent")
     names = {timing.row.kind: timing for timing in timings if timing.failed is None}
     shares = {
         f"{ours}_of_{bare}": round(names[ours].ratios(names[bare], "turn")[1], 3)
         for ours, bare in SHARES
         if {ours, bare} <= names.keys()
     }
+    if {"hf_collect", "hf_bare"} <= names.keys():
+        bare, whole = (names[name].facts["process_cpu_s"] for name in ("hf_bare", "hf_collect"))
+        shares["hf_cpu_outside_forward"] = round(1 - bare / whole, 3)
     rates = {
         name: {
             "tokens_per_s": round(sum(tokens) / sum(timing.wall["turn"])),
@@ -196,24 +210,55 @@ def in_turn(folder: Path, words: list[str], engines: list[str]) -> dict[str, Any
     return {"tokens": sum(tokens), **shares, **rates, "turns": turns}
 
 
+def random_target(folder: Path) -> Path:
+    """A random Llama of 55 M parameters with a tokenizer of single characters."""
+    from tests.collectors.tiny import tiny_tokenizer
+
+    config = transformers.LlamaConfig(
+        vocab_size=1024, hidden_size=640, intermediate_size=1728, num_hidden_layers=12, num_attention_heads=10,
+        num_key_value_heads=5, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def random_data(folder: Path, target: Path, tokens: int) -> Path:
+    """Random conversations of single characters, the second half of each supervised; the prepared data."""
+    chance, rows = random.Random(0), []
+    while tokens > 0:
+        half = chance.randrange(20, 200)
+        texts = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=half)) for _ in range(2)]
+        roles = zip(("user", "assistant"), texts, strict=True)
+        rows.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in roles]}))
+        tokens -= 2 * half
+    folder.mkdir()
+    chats, data = folder / "chats.jsonl", folder / "data"
+    chats.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    prepare(chats, data, target)
+    return data
+
+
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--conversations", type=int, default=1700)
-    parser.add_argument("--random-tokens", type=int, default=60_000)
+    parser.add_argument("--random-tokens", type=int, default=60_000, help="0: the bundled target alone")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     arguments = parser.parse_args()
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        target, data = random_target(folder / "target"), folder / "bundled"
-        prepare(demo_chats(folder / "chats.jsonl", arguments.conversations), data)
-        drawn = random_data(folder / "random", target, arguments.random_tokens)
-        for kind, words in (
-            ("bundled", [str(data), str(TARGET_DIR), str(folder / "stores"), "16384"]),
-            ("random", [str(drawn), str(target), str(folder / "random-stores"), "8192"]),
-        ):
-            result[kind] = in_turn(folder, words, arguments.engines)
-    report.publish("collect_engines", result, arguments.results)
+        chats = demo_chats(folder / "chats.jsonl", arguments.conversations)
+        prepare(chats, folder / "data")
+        words = [str(folder / "data"), str(TARGET_DIR), str(folder / "stores"), "16384"]
+        result["bundled"] = in_turn(folder, words, arguments.engines)
+        if arguments.random_tokens:
+            target = random_target(folder / "target")
+            drawn = random_data(folder / "random", target, arguments.random_tokens)
+            words = [str(drawn), str(target), str(folder / "random-stores"), "8192"]
+            result["random"] = in_turn(folder, words, arguments.engines)
+    report.publish("collect", result, arguments.results)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
-"""What ``hiddenstore doctor`` says of this machine and this installation.
-
-Installation, cores, memory, GPUs, the folder a store would go to; others add to it by entry point
-``hiddenstore.doctor``: functions that return checks.
-"""
+"""What ``hiddenstore doctor`` says of this machine and this installation: cores, memory, GPUs, the folder a store would
+go to; others add to it by entry point ``hiddenstore.doctor``: functions that return checks."""
 
 import os
 import platform
@@ -11,15 +8,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
-from typing import Literal
 
 from hiddenstore.console.text import plural, seconds, size
+from hiddenstore.doctor import DoctorCheck, Status, version_of
+from hiddenstore.doctor.packages import elsewhere
 from hiddenstore.errors import HiddenstoreError
 from hiddenstore.fs import is_address, open_filesystem
-from hiddenstore.packages import elsewhere
 
 GROUP = "hiddenstore.doctor"
 TRIAL_BYTES = 32 << 20
@@ -28,34 +24,6 @@ _LOW_DISK_BYTES = 10 * 10**9
 _SLOW_FSYNC_S = 0.05
 _NETWORK_FILESYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"}
 _ONE_LINE_EACH = ("torch", "transformers", "zarr")
-
-Status = Literal["ok", "absent", "warning", "problem"]
-
-
-@dataclass(frozen=True)
-class DoctorCheck:
-    """``absent`` is fine unless a command needs it; ``problem`` stops something from working; ``fix`` is a command."""
-
-    name: str
-    status: Status
-    detail: str
-    fix: str | None = None
-
-
-def version_of(*distributions: str) -> str | None:
-    """The installed version of the first of these distributions that is there."""
-    for name in distributions:
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return None
-
-
-def install_command(distribution: str, extra: str | None = None) -> str:
-    """``pip install`` of what is missing, as our extra where this hiddenstore has it."""
-    with suppress(metadata.PackageNotFoundError):
-        if extra in (metadata.metadata("hiddenstore").get_all("Provides-Extra") or ()):
-            return f"pip install 'hiddenstore[{extra}]'"
-    return f"pip install {distribution}"
 
 
 def installation_checks() -> Iterator[DoctorCheck]:

@@ -1,0 +1,200 @@
+"""``hiddenstore eval --engine`` and ``--serve``: what running servers get accepted, and how fast they answer."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hiddenstore.console.output import output
+from hiddenstore.console.progress import Progress
+from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.fs.seam import storage_errors
+from hiddenstore.http import HttpClient, ServerAccess
+from hiddenstore.servers import VllmPython, engine_flags, running
+from hiddenstore.targets.folder import open_target
+from hiddenstore.targets.gguf import target_folder
+from trainer.evaluate.prompts import Question, left_out, prompt_ids, read_questions
+from trainer.evaluate.rounds import departures, measure_rounds, rows_of
+from trainer.evaluate.server import ALL, SERVERS, Render, SamplingOptions, Server, markdown, require_one_model, table
+from trainer.serve import ENGINES
+from trainer.serve.launch import server_of
+from trainer.serve.plan import ServeOptions
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The options of ``eval`` that measure servers, by the names that its command line gives them."""
+
+    engine: str
+    servers: tuple[str, ...]
+    baseline_server: str | None
+    prompts: tuple[str, ...]
+    api_key_env: str | None
+    model: str | None
+    target: str | None
+    revision: str | None
+    trust_remote_code: bool
+    count: int | None
+    max_new_tokens: int
+    temperature: float
+    concurrency: int
+    markdown: str | None
+    rounds: int
+    drafter: str | None
+    engine_python: str | None
+    engine_args: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            problem = f"eval --engine {self.engine} needs --prompts FILE"
+            raise ConfigError(problem, kind=Kind.USAGE, hint="--prompts FILE")
+        if self.drafter is not None:
+            if self.servers or self.baseline_server or self.target is None:
+                raise click.UsageError("--serve starts both servers itself: give --target T, and no server")
+        elif not self.servers:
+            problem = f"eval --engine {self.engine} needs --server URL"
+            raise ConfigError(problem, kind=Kind.USAGE, hint="--server URL")
+        elif self.rounds > 1 and self.baseline_server is None:
+            raise click.UsageError("--rounds ask two servers in turn: give --baseline-server URL")
+
+
+def measure_servers(options: ServerOptions) -> None:
+    """Ask every question of every server and print what was measured. Raises ConfigError: a server that does not draft,
+    or serves another model; StorageError, CaptureError: what HttpClient raises."""
+    # Before servers start, which takes minutes.
+    unusable: list[str] = []
+    questions = read_questions(options.prompts, unusable, options.count)
+    if unusable:
+        output().warn(left_out(unusable))
+    if options.drafter is None:
+        _measure_running(options, questions, len(unusable))
+        return
+    with _started(options) as (plain, drafted):
+        up = replace(options, drafter=None, baseline_server=plain, servers=(drafted,), target=None)
+        _measure_running(up, questions, len(unusable))
+
+
+@contextmanager
+def _started(options: ServerOptions) -> Iterator[tuple[str, str]]:
+    """URLs of a server without the drafter and one with it, both started here."""
+    python, drafter, serving = VllmPython(options.engine_python), str(options.drafter), ENGINES[options.engine]
+    flags = engine_flags(options.engine_args)
+    flags += ("--revision", options.revision) if options.revision else ()
+    flags += ("--trust-remote-code",) if options.trust_remote_code else ()
+    target = target_folder(str(options.target))
+    plain = ServeOptions(target=target, method="none", flags=flags)
+    drafted = ServeOptions(target=target, drafter=drafter, flags=flags)
+    # What is no path here has no folder to write beside.
+    place = drafter.rstrip("/") if Path(drafter).exists() else Path(drafter).name
+    logs = [Path(f"{place}.{name}.log") for name in ("plain", "drafted")]
+    servers = [server_of(serving, python, each, log) for each, log in zip((plain, drafted), logs, strict=True)]
+    output().note(f"starting {serving.title} without and with {drafter}; they write {logs[0]} and {logs[1]}")
+    with running(servers) as (first, second):
+        yield first, second
+
+
+def _measure_running(options: ServerOptions, questions: list[Question], unusable: int) -> None:
+    render = _renderer(options.target, options) if options.target else None
+    servers = [_open(options, url, render) for url in options.servers]
+    baseline = _open(options, options.baseline_server, render) if options.baseline_server else None
+    for server in servers:
+        if baseline:
+            require_one_model(server, baseline)
+        if options.engine in ("vllm", "llamacpp") and server.counts() is None:
+            raise server.no_counts()
+    names = ("baseline_server", "temperature", "max_new_tokens", "concurrency", "rounds")
+    document = {
+        "engine": options.engine,
+        "model": servers[0].model,
+        "server": options.servers[0],
+        "prompts_from": list(options.prompts),
+        "prompts_unusable": unusable,
+        **{name: getattr(options, name) for name in names},
+        **_measured(servers, baseline, questions, options),
+    }
+    if options.markdown:
+        with storage_errors(options.markdown):
+            Path(options.markdown).write_text(markdown(document), encoding="utf-8")
+    output().data(document, human=lambda: _show(document))
+    for row in document["differences"]:
+        output().warn(
+            f"an answer differs that is no tie: “{row['question']}”, turn {row['turn'] + 1}, {row['plain']!r} without "
+            f"and {row['drafted']!r} with the drafter, at a logit gap of {_text_of(row['logit_gap'])}"
+        )
+    if baseline is None:
+        output().hint("--baseline-server URL gives the speed-up, --markdown FILE the table for a report")
+
+
+def _text_of(gap: float | None) -> str:
+    return "unknown size: the server did not say, or did not repeat itself" if gap is None else f"{gap:.3g}"
+
+
+def _measured(
+    servers: Sequence[Server], baseline: Server | None, questions: list[Question], options: ServerOptions
+) -> dict[str, Any]:
+    """The rows of all servers, and the total of the first as members of its own, as ``eval`` of a store has them."""
+    sampling = SamplingOptions(options.max_new_tokens, options.temperature)
+    everyone, rounds = [*([baseline] if baseline else []), *servers], options.rounds
+    with Progress("eval", total=len(questions) * len(everyone) * rounds, unit="questions") as progress:
+        measured = measure_rounds(everyone, questions, sampling, options.concurrency, rounds, progress.advance)
+    plain, drafted = (measured[0], measured[1:]) if baseline else (None, measured)
+    for server, results in zip(servers, drafted, strict=True):
+        total = results[0][-1].counts
+        # llama.cpp has its counters, at zero, where nothing drafts.
+        if server.lost:
+            output().warn(server.lost)
+        elif options.engine in ("sglang", "trtllm", "llamacpp") and (total is None or not total.drafts):
+            raise server.no_counts()
+    rows = [row for one, all_of in zip(servers, drafted, strict=True) for row in rows_of(one.client.url, all_of, plain)]
+    parted = []
+    if baseline is not None and plain is not None and not sampling.temperature:
+        parted = [one for all_of in drafted for one in departures(baseline, questions, plain, all_of, sampling)]
+    for row in rows:
+        if row["others_were_served"] and row["task"] != ALL:
+            output().warn(f"{row['server']} drafted for others while {row['task']} ran: its accepted length is mixed")
+    if all(row["accepted_length"] is None for row in rows):
+        output().warn("the server counts no drafts where we can read it: speed only")
+    overall = next(row for row in rows if row["task"] == ALL)
+    names = ("draft_len", "accepted_length", "per_position", "drafts", "tokens_per_s", "baseline_tokens_per_s")
+    return {
+        **{name: overall[name] for name in (*names, "speedup", "speedup_rounds")},
+        "answers": rounds * sum(1 + len(question.more) for question in questions),
+        "ties": [one.document() for one in parted if one.is_tie],
+        "differences": [one.document() for one in parted if not one.is_tie],
+        "rows": rows,
+    }
+
+
+def _open(options: ServerOptions, url: str, render: Render | None) -> Server:
+    hint = f"start it, or look whether it is up: curl {url}/v1/models"
+    # One try: the time of a failed one would be in the figures.
+    client = HttpClient(ServerAccess(url, tries=1, api_key_env=options.api_key_env, hint=hint))
+    return SERVERS[options.engine](client, options.model, render)
+
+
+def _renderer(target: str, options: ServerOptions) -> Render:
+    tokenizer = open_target(target, options.revision, None, options.trust_remote_code).tokenizer
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"the tokenizer of {target} has no chat template", kind=Kind.TEMPLATE_MISSING)
+    fix = "leave --target out: the server renders by its own"
+    return lambda messages: prompt_ids(tokenizer, messages, "a prompt", fix)
+
+
+def _show(document: dict[str, Any]) -> None:
+    urls = list(dict.fromkeys(row["server"] for row in document["rows"]))
+    for url in urls:
+        if len(urls) > 1:
+            output().print(url)
+        head, cells = table([row for row in document["rows"] if row["server"] == url])
+        output().table([head[0], *(f">{name}" for name in head[1:])], cells)
+    answers = f"{document['answers']:,} answers of at most {document['max_new_tokens']:,} tokens"
+    how = f"{document['concurrency']} at a time, temperature {document['temperature']:g}"
+    pairs = [("model", document["model"]), ("asked", f"{answers}, {how}")]
+    if document["speedup"] is not None and not document["temperature"]:
+        gaps = ", ".join(f"{tie['logit_gap']:.3g}" for tie in document["ties"])
+        parted = f"{len(document['ties'])} questions first differ at a tie" + (f" (logit gaps {gaps})" if gaps else "")
+        pairs.append(("answers", f"{parted}, {len(document['differences'])} otherwise"))
+    output().pairs(pairs)
