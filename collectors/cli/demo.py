@@ -31,7 +31,7 @@ PIPELINE = "pipeline.yaml"
 SMOLLM2_QUESTIONS = 2000
 # A server on CPU: short texts, the dtype that CPUs with AMX or AVX512-BF16 multiply fastest.
 ENGINE_ARGS = ("dtype=bfloat16", "max-model-len=1024")
-# Compiling takes each server about a minute, once, and a C++ compiler; without it drafts cost half as much again
+# Compiling takes each server about a minute, once, and a C++ compiler; without it drafts cost twice as much
 # (benchmarks/results/what-pays-2026-11-23.md).
 UNCOMPILED = "enforce-eager=true"
 
