@@ -1,6 +1,6 @@
 """Small samples read together are those read one by one, bit for bit, and say as much where they are damaged."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.data import SampleView, TokenBatches
 from hiddenstore.errors import CorruptionError, NotFoundError
 from hiddenstore.records import Record
-from hiddenstore.segments.segment import SegmentReader
+from hiddenstore.segments.segment import SegmentReader, read_together
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 
@@ -22,14 +22,14 @@ CONTAINERS = ("zarr", "webdataset")
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many samples each call read together."""
     counts: list[int] = []
-    inner = SegmentReader.read_many_into
 
-    def counted(self: SegmentReader, indices: np.ndarray, *arguments: object) -> object:
-        many = inner(self, indices, *arguments)  # type: ignore[arg-type]
-        counts.append(0 if many is None else len(indices))
+    def counted(parts: Sequence[tuple[SegmentReader, np.ndarray]], *arguments: object) -> object:
+        many = read_together(parts, *arguments)  # type: ignore[arg-type]
+        counts.append(0 if many is None else sum(len(indices) for _, indices in parts))
         return many
 
-    monkeypatch.setattr(SegmentReader, "read_many_into", counted)
+    for module in ("segments.segment", "data.read"):
+        monkeypatch.setattr(f"hiddenstore.{module}.read_together", counted)
     return counts
 
 
@@ -81,7 +81,7 @@ def test_the_units_of_many_samples_are_those_of_each(tmp_path: Path) -> None:
 def test_packs_of_scattered_samples_hold_the_bits_of_single_records(
     tmp_path: Path, container: str, gap: int, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"hiddenstore.segments.{'zarr' if container == 'zarr' else 'tar'}._GAP_BYTES", gap)
+    monkeypatch.setattr(f"hiddenstore.segments.{'zarr' if container == 'zarr' else 'tar_members'}._GAP_BYTES", gap)
     store = make_store(tmp_path, samples=40, codec="compact", container=container)
     for view in (SampleView(), SampleView(max_tokens=20), SampleView(loss_on="last-turn")):
         together.clear()
