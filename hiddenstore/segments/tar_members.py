@@ -141,21 +141,23 @@ class TarMembers:
 
 
 def _parse(document: dict[str, Any], samples: int, tar_bytes: int) -> _Index:
-    unit = {name: _columns([[value] for value in row], 1, tar_bytes)[:, 0] for name, row in document["unit"].items()}
-    fields = document["fields"]
-    columns = [_columns([one["offset"], one["size"], one["crc32c"]], samples, tar_bytes) for one in fields.values()]
-    table = np.array(columns, dtype=np.int64).reshape(len(fields), 3, samples)
-    return _Index(unit, {name: row for row, name in enumerate(fields)}, table)
-
-
-def _columns(rows: list[list[int]], count: int, tar_bytes: int) -> np.ndarray:
-    """Offset, size and crc32c int64 [3, count]; ValueError for members that the tar cannot hold."""
-    if [len(row) for row in rows] != [count] * 3 or any(set(map(type, row)) - {int} for row in rows):
+    unit, fields = document["unit"], document["fields"]
+    if any(len(row) != 3 for row in unit.values()):
         raise ValueError("a member has no whole offset, size and crc32c")
-    columns = np.array(rows, dtype=np.int64).reshape(3, count)
-    offset, size, crc = columns
-    if (columns < 0).any() or (offset % BLOCK_BYTES).any() or (offset > tar_bytes).any():
+    of_unit = _table([[value] for row in unit.values() for value in row], 1, tar_bytes)[:, :, 0]
+    rows = [one[name] for one in fields.values() for name in ("offset", "size", "crc32c")]
+    numbers = {name: number for number, name in enumerate(fields)}
+    return _Index(dict(zip(unit, of_unit, strict=True)), numbers, _table(rows, samples, tar_bytes))
+
+
+def _table(rows: list[list[int]], count: int, tar_bytes: int) -> np.ndarray:
+    """Offset, size and crc32c int64 [members, 3, count]; ValueError for members that the tar cannot hold."""
+    if any(len(row) != count or set(map(type, row)) - {int} for row in rows):
+        raise ValueError("a member has no whole offset, size and crc32c")
+    table = np.array(rows, dtype=np.int64).reshape(len(rows) // 3, 3, count)
+    offset, size, crc = table.transpose(1, 0, 2)
+    if (table < 0).any() or (offset % BLOCK_BYTES).any() or (offset > tar_bytes).any():
         raise ValueError("a member lies at an offset that is none")
     if (size > tar_bytes - offset).any() or (crc >> 32).any():
         raise ValueError("a member leaves the file")
-    return columns
+    return table
