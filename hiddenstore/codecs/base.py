@@ -193,19 +193,17 @@ def first_rows(
 
 
 def rows_at(fields: Mapping[str, SmallField], part: Encoded, rows: np.ndarray) -> Encoded:
-    """Rows int64 [n], ascending, of a part."""
-    places = torch.from_numpy(rows)
+    """Rows int64 [n], ascending, of a part on the CPU."""
     small = {
         name: np.take(values, rows, fields[name].axes.index("T")) if "T" in fields[name].axes else values
         for name, values in part.small.items()
     }
     if RAW_INDEX in small:
         layer, row = small[RAW_INDEX].T
-        place = np.searchsorted(rows, row).clip(max=len(rows) - 1)
-        kept = rows[place] == row
-        small[RAW_INDEX] = np.stack([layer[kept], place[kept]], axis=1)
+        kept = np.isin(row, rows)
+        small[RAW_INDEX] = np.stack([layer[kept], np.searchsorted(rows, row[kept])], axis=1)
         small[RAW_ROWS] = small[RAW_ROWS][kept]
-    return Encoded([codes.index_select(0, places) for codes in part.codes], small)
+    return Encoded([torch.from_numpy(codes.numpy()[rows]) for codes in part.codes], small)
 
 
 def raw_places(raw_index: np.ndarray, layer: int, rows: range) -> range:

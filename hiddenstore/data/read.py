@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 JOBS_AHEAD = 32
 SMALL_BYTES = 1 << 19
 """Samples that take less room in a pack are read together."""
+# A unit that is read from stays open, with its record and its index.
+UNITS_TOGETHER = 32
 # The first batch does not wait until all that may be ahead of it is queued.
 STARTED_AT_ONCE = 2
 
@@ -101,6 +103,9 @@ class Filler(Protocol):
         """The same of small samples, together where that is cheaper."""
 
 
+_Placed = tuple[SegmentReader, int, PackedSample]
+
+
 class DecodedFiller:
     """Packs of the stored ``layers`` decoded on the CPU, straight into their memory; ``final``: with their final rows,
     whose states are left out where they are rebuilt."""
@@ -158,11 +163,19 @@ class DecodedFiller:
 
     def fill_many(self, pack: Pack, samples: Sequence[PackedSample]) -> None:
         assert isinstance(pack, PackedBatch)
-        placed = [
-            (reader, index, samples[number])
-            for reader, indices, numbers in self._store.readers_of([sample.slot.id for sample in samples])
-            for index, number in zip(indices.tolist(), numbers, strict=True)
-        ]
+        units = self._store.readers_of([sample.slot.id for sample in samples])
+        while some := list(islice(units, UNITS_TOGETHER)):
+            self._fill_from(
+                pack,
+                [
+                    (reader, index, samples[number])
+                    for reader, indices, numbers in some
+                    for index, number in zip(indices.tolist(), numbers, strict=True)
+                ],
+            )
+
+    def _fill_from(self, pack: PackedBatch, placed: Sequence[_Placed]) -> None:
+        """Small samples in the order of their units."""
         # What is read together passes through memory that no budget counts.
         most = max(1, MANY_BYTES // (2 * self._width * (len(self._layers) + 1)))
         ends = np.cumsum([sample.slot.tokens for *_, sample in placed]) // most
@@ -181,11 +194,11 @@ class DecodedFiller:
         is_whole = self._view.loss_on == "stored" and sample.slot.tokens != self._view.max_tokens
         return is_whole and not _images_of(self._store, reader, index)
 
-    def _fill_together(self, pack: PackedBatch, placed: Sequence[tuple[SegmentReader, int, PackedSample]]) -> bool:
+    def _fill_together(self, pack: PackedBatch, placed: Sequence[_Placed]) -> bool:
         """Samples in the order of their units at once; False where each has to be read by itself."""
         samples = [sample for *_, sample in placed]
         slots = [(sample.slot.tokens, sample.slot.final_rows, sample.start, sample.final_start) for sample in samples]
-        lengths, counts, starts, final_starts = np.array(slots, dtype=np.int64).reshape(-1, 4).T
+        lengths, counts, starts, final_starts = np.array(slots, dtype=np.int64).T
         units = [
             (reader, np.array([index for _, index, _ in of_unit], dtype=np.int64))
             for reader, of_unit in groupby(placed, itemgetter(0))

@@ -104,8 +104,10 @@ def joined_states(fields: Mapping[str, SmallField], parts: Sequence[Encoded]) ->
             values = [index + np.array([0, at]) for index, at in zip(values, ends_of(rows), strict=False)]
         axis = next((spec.axes.index(letter) for letter in "TN" if letter in spec.axes), None)
         small[name] = np.stack(values) if axis is None else np.concatenate(values, axis)
+    if len(parts) == 1:
+        return Mixed(Encoded(parts[0].codes, small), rows)
     layers = zip(*(part.codes for part in parts), strict=True)
-    return Mixed(Encoded([codes[0] if len(codes) == 1 else torch.cat(codes) for codes in layers], small), rows)
+    return Mixed(Encoded([torch.from_numpy(np.concatenate(codes)) for codes in layers], small), rows)
 
 
 def decode_states(codec: Codec, states: Mixed, out: Tensor) -> None:
