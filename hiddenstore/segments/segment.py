@@ -160,8 +160,8 @@ class SegmentReader:
     def _cut(self, indices: np.ndarray, many: Samples, aux: Tensor, final: Tensor) -> Iterator[Record]:
         """Records of samples that lie end to end, each with memory of its own."""
         starts, rows = many.tokens.tolist(), many.rows.tolist()
-        states = torch.split_with_sizes_copy(aux, np.diff(many.tokens).tolist(), dim=1)
-        hidden = torch.split_with_sizes_copy(final, np.diff(many.rows).tolist())
+        states = [part.clone() for part in aux.split(np.diff(many.tokens).tolist(), dim=1)]
+        hidden = [part.clone() for part in final.split(np.diff(many.rows).tolist())]
         spans = np.searchsorted(many.spans[:, 0], np.arange(len(indices) + 1)).tolist()
         for number, index in enumerate(indices.tolist()):
             entry, tokens = self.record.samples[index], slice(starts[number], starts[number + 1])
