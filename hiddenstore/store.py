@@ -403,7 +403,7 @@ class Store(RecordSequence):
         self._require_container("webdataset")
         import webdataset
 
-        from hiddenstore.segments.tar import TAR
+        from hiddenstore.segments.tar_members import TAR
 
         records = self.commits() if unit is None else [self._unit_record(unit)]
         tars = [str(self.fs.local_path(f"{record.segment}/{TAR}")) for record in records if record.files]

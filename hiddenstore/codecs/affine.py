@@ -113,28 +113,40 @@ class AffineCodec(ABC):
         out = output(part, out, part.small["channel_scale"].shape[1] if part.codes else 0)
         for layer, codes in enumerate(part.codes):
             self.decode_rows(codes, part.small, layer, 0, out[layer])
-        if part.codes and len(part.small[RAW_INDEX]):
-            where = torch.from_numpy(part.small[RAW_INDEX].astype(np.int64)).to(out.device)
-            out[where[:, 0], where[:, 1]] = bits_to_tensor(part.small[RAW_ROWS], out.device)
+        if part.codes:
+            _put_raw(part.small[RAW_INDEX], part.small[RAW_ROWS], out)
         return out
 
+    def decode_mixed(self, part: Encoded, rows: Sequence[int], out: Tensor) -> None:
+        """``decode`` of rows of several units, so many of each; channel scales and offsets are uint16 [U, L, D]."""
+        owner = torch.from_numpy(np.repeat(np.arange(len(rows)), rows))
+        for layer, codes in enumerate(part.codes):
+            token_scale = bits_to_tensor(part.small["token_scale"][layer], codes.device).float()
+            stored = (part.small[name][:, layer] for name in ("channel_scale", "channel_offset"))
+            scale, offset = (bits_to_tensor(values, codes.device).float()[owner] for values in stored)
+            self._scaled(codes, token_scale, scale, offset, out[layer])
+        _put_raw(part.small[RAW_INDEX], part.small[RAW_ROWS], out)
+
     def decode_rows(self, codes: Tensor, small: Mapping[str, np.ndarray], layer: int, start: int, out: Tensor) -> None:
-        device, stop, width = codes.device, start + codes.shape[0], out.shape[1]
-        token_scale = bits_to_tensor(small["token_scale"][layer, start:stop], device).float()
-        scale = bits_to_tensor(small["channel_scale"][layer], device).float()
-        offset = bits_to_tensor(small["channel_offset"][layer], device).float()
-        step = _block_rows(device, width)
-        scratch = torch.empty((min(step, len(codes)), self.columns(width)), device=device)
+        token_scale = bits_to_tensor(small["token_scale"][layer, start : start + codes.shape[0]], codes.device).float()
+        scale, offset = _stored(small, layer, codes.device)
+        self._scaled(codes, token_scale, scale, offset, out)
+
+    def _scaled(self, codes: Tensor, token_scale: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> None:
+        """Codes [m, C] into ``out`` bf16 [m, D]; token_scale fp32 [m]; scale and offset fp32 [D], or [m, D]."""
+        width, step = out.shape[1], _block_rows(codes.device, out.shape[1])
+        scratch = torch.empty((min(step, len(codes)), self.columns(width)), device=codes.device)
         for low in range(0, len(codes), step):
             rows = slice(low, low + step)
             values = scratch[: len(codes[rows])]
             self.values_of(codes[rows], token_scale[rows], values)
             values = values[:, :width]
+            factor, shift = (part[rows] if part.ndim == 2 else part for part in (scale, offset))
             # Codes and scales are so short that their product is exact: fused or not, only the sum is rounded.
             if codes.is_cuda:
-                torch.addcmul(offset, values, scale, out=out[rows])
+                torch.addcmul(shift, values, factor, out=out[rows])
             else:
-                out[rows].copy_(torch.addcmul(offset, values, scale, out=values))
+                out[rows].copy_(torch.addcmul(shift, values, factor, out=values))
 
     def _quantise(self, parts: Sequence[Tensor], scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [T, C], token scales float32 [T] exact in bf16, raw rows int64 [N] (their codes and scales are 0)."""
@@ -207,6 +219,13 @@ def _stored(shared: Mapping[str, np.ndarray], layer: int, device: torch.device) 
     """Channel scale and offset float32 [D] of a layer of a stored unit."""
     scale, offset = (bits_to_tensor(shared[name][layer], device) for name in ("channel_scale", "channel_offset"))
     return scale.float(), offset.float()
+
+
+def _put_raw(index: np.ndarray, rows: np.ndarray, out: Tensor) -> None:
+    """Rows kept raw into ``out`` bf16 [L, T, D]; index int [N, 2], rows uint16 [N, D]."""
+    if len(index):
+        where = torch.from_numpy(index.astype(np.int64)).to(out.device)
+        out[where[:, 0], where[:, 1]] = bits_to_tensor(rows, out.device)
 
 
 def lower_median(rows: Tensor) -> Tensor:

@@ -192,6 +192,20 @@ def first_rows(
     return part
 
 
+def rows_at(fields: Mapping[str, SmallField], part: Encoded, rows: np.ndarray) -> Encoded:
+    """Rows int64 [n], ascending, of a part on the CPU."""
+    small = {
+        name: np.take(values, rows, fields[name].axes.index("T")) if "T" in fields[name].axes else values
+        for name, values in part.small.items()
+    }
+    if RAW_INDEX in small:
+        layer, row = small[RAW_INDEX].T
+        kept = np.isin(row, rows)
+        small[RAW_INDEX] = np.stack([layer[kept], np.searchsorted(rows, row[kept])], axis=1)
+        small[RAW_ROWS] = small[RAW_ROWS][kept]
+    return Encoded([torch.from_numpy(codes.numpy()[rows]) for codes in part.codes], small)
+
+
 def raw_places(raw_index: np.ndarray, layer: int, rows: range) -> range:
     """Where in ``raw_rows`` lie the raw rows of a layer within ``rows``; the index int32 [N, 2] is sorted."""
     first, last = np.searchsorted(raw_index[:, 0], [layer, layer + 1])

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby, islice, pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -22,17 +24,19 @@ from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.images import drafter_positions
 from hiddenstore.records import Sample, TopK
-from hiddenstore.segments.many import MANY_BYTES, ends_of, row_numbers
+from hiddenstore.segments.many import MANY_BYTES, row_numbers
+from hiddenstore.segments.segment import SegmentReader, read_together
 from schemas.manifest import ImageEntry
 
 if TYPE_CHECKING:
-    from hiddenstore.segments.segment import SegmentReader
     from hiddenstore.store import Store
 
 # Tiny samples would otherwise fill the byte budget with thousands of jobs before the first is handed out.
 JOBS_AHEAD = 32
 SMALL_BYTES = 1 << 19
-"""Samples that take less room in a pack are read together, those of a unit at once."""
+"""Samples that take less room in a pack are read together."""
+# A unit that is read from stays open, with its record and its index.
+UNITS_TOGETHER = 32
 # The first batch does not wait until all that may be ahead of it is queued.
 STARTED_AT_ONCE = 2
 
@@ -96,7 +100,10 @@ class Filler(Protocol):
         """Read a sample into the pack; CorruptionError ``sample-shape`` when it is not as long as its slot."""
 
     def fill_many(self, pack: Pack, samples: Sequence[PackedSample]) -> None:
-        """The same of small samples, those of a unit together where that is cheaper."""
+        """The same of small samples, together where that is cheaper."""
+
+
+_Placed = tuple[SegmentReader, int, PackedSample]
 
 
 class DecodedFiller:
@@ -156,32 +163,53 @@ class DecodedFiller:
 
     def fill_many(self, pack: Pack, samples: Sequence[PackedSample]) -> None:
         assert isinstance(pack, PackedBatch)
+        units = self._store.readers_of([sample.slot.id for sample in samples])
+        while some := list(islice(units, UNITS_TOGETHER)):
+            self._fill_from(
+                pack,
+                [
+                    (reader, index, samples[number])
+                    for reader, indices, numbers in some
+                    for index, number in zip(indices.tolist(), numbers, strict=True)
+                ],
+            )
+
+    def _fill_from(self, pack: PackedBatch, placed: Sequence[_Placed]) -> None:
+        """Small samples in the order of their units."""
         # What is read together passes through memory that no budget counts.
         most = max(1, MANY_BYTES // (2 * self._width * (len(self._layers) + 1)))
-        for reader, indices, numbers in self._store.readers_of([sample.slot.id for sample in samples]):
-            of_unit = [samples[number] for number in numbers]
-            ends = np.cumsum([sample.slot.tokens for sample in of_unit]) // most
-            for part in np.split(np.arange(len(of_unit)), np.flatnonzero(np.diff(ends)) + 1):
-                part_of_unit = of_unit[part[0] : part[-1] + 1]
-                if len(part_of_unit) == 1 or not self._fill_unit(pack, reader, indices[part], part_of_unit):
-                    for sample in part_of_unit:
-                        self.fill(pack, sample)
+        ends = np.cumsum([sample.slot.tokens for *_, sample in placed]) // most
+        cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(placed)]
+        for part in (placed[low:high] for low, high in pairwise(cuts)):
+            together = [one for one in part if self._is_as_stored(*one)]
+            if len(together) < 2 or not self._fill_together(pack, together):
+                together = []
+            done = {sample.document for *_, sample in together}
+            for *_, sample in part:
+                if sample.document not in done:
+                    self.fill(pack, sample)
 
-    def _fill_unit(
-        self, pack: PackedBatch, reader: "SegmentReader", indices: np.ndarray, samples: Sequence[PackedSample]
-    ) -> bool:
-        """Samples of one unit, in its order, at once; False where each has to be read by itself."""
+    def _is_as_stored(self, reader: SegmentReader, index: int, sample: PackedSample) -> bool:
+        """Whether a pack takes a sample with the mask and the length it has, and with positions that count up."""
+        is_whole = self._view.loss_on == "stored" and sample.slot.tokens != self._view.max_tokens
+        return is_whole and not _images_of(self._store, reader, index)
+
+    def _fill_together(self, pack: PackedBatch, placed: Sequence[_Placed]) -> bool:
+        """Samples in the order of their units at once; False where each has to be read by itself."""
+        samples = [sample for *_, sample in placed]
         slots = [(sample.slot.tokens, sample.slot.final_rows, sample.start, sample.final_start) for sample in samples]
         lengths, counts, starts, final_starts = np.array(slots, dtype=np.int64).T
-        if self._view.loss_on != "stored" or self._view.max_tokens in lengths:
-            return False
-        if any(_images_of(self._store, reader, index) for index in indices.tolist()):
-            return False
-        if not all(map(np.array_equal, reader.ends_of(indices, self._final), (ends_of(lengths), ends_of(counts)))):
+        units = [
+            (reader, np.array([index for _, index, _ in of_unit], dtype=np.int64))
+            for reader, of_unit in groupby(placed, itemgetter(0))
+        ]
+        stored = [reader.lengths(indices) for reader, indices in units]
+        tokens, final_rows = (np.concatenate(column) for column in zip(*stored, strict=True))
+        if not np.array_equal(tokens, lengths) or not np.array_equal(final_rows * self._final, counts):
             return False
         aux = torch.empty((len(self._layers), int(lengths.sum()), self._width), dtype=torch.bfloat16)
         final = torch.empty((int(counts.sum()), self._width), dtype=torch.bfloat16) if self._final else None
-        many = reader.read_many_into(indices, aux, final, self._layers)
+        many = read_together(units, aux, final, self._layers)
         if many is None:
             return False
         rows, final_rows = row_numbers(starts, lengths), row_numbers(final_starts, counts)
@@ -293,7 +321,7 @@ def _token_members(T: int, R: int) -> Members:
     }
 
 
-def _images_of(store: "Store", reader: "SegmentReader", index: int) -> tuple[ImageEntry, ...]:
+def _images_of(store: "Store", reader: SegmentReader, index: int) -> tuple[ImageEntry, ...]:
     return () if store.capture.images is None else reader.record.samples[index].images
 
 

@@ -1,37 +1,66 @@
-"""Many small samples of one unit at once: a call costs more than all that such a sample holds.
+"""Many small samples of one or more units at once: a call costs more than all that such a sample holds.
 
 Whatever is wrong with them is said by who reads them one by one: nothing here names a sample.
 
 Shapes: S samples, T tokens of all of them, L layers asked for, D width, R final rows of all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from hiddenstore.codecs.base import RAW_INDEX, Codec, Encoded, SmallField
 from hiddenstore.records import mask_fault, spans_fault, tokens_fault
-from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, ContainerReader, FieldGroup
+from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, Container, FieldGroup
 from schemas import CommitRecord
 
 MANY_BYTES = 1 << 22
 """About how many bytes of decoded states are read at once."""
 
 
+class NotTogetherError(Exception):
+    """Something keeps samples from being read together; reading each by itself gives it, or says what is wrong."""
+
+
+Wanted = tuple[FieldGroup, Sequence[int]]
+"""A group and which of its layers."""
+
+
+class Mixed(NamedTuple):
+    """States of some units end to end: ``rows`` of each. In ``part``, small arrays without a T or N axis have one more
+    axis, first: the unit."""
+
+    part: Encoded
+    rows: Sequence[int]
+
+
+Many = tuple[dict[str, np.ndarray], list[Mixed | None]]
+"""Of samples end to end: plain arrays by name, ``spans`` int32 [n, 4] counting the sample first; and the states of each
+group of which layers were wanted."""
+
+
 @runtime_checkable
-class ManyReader(ContainerReader, Protocol):
-    """A container that reads many samples in few calls. ``indices`` int64 [S] ascend; samples come end to end.
+class ManyContainer(Container, Protocol):
+    """A container that reads many samples in few calls."""
 
-    Raises what reading one by one raises, for any of them.
-    """
+    def read_many(self, parts: Sequence[tuple[Any, np.ndarray]], groups: Sequence[Wanted]) -> Many:
+        """Samples of units that this container opened, each at int64 [S], ascending; ``groups``: aux and final. Of no
+        final layer there are no ``final_rows``.
 
-    def plain_many(self, name: str, indices: np.ndarray) -> np.ndarray:
-        """What samples have in a plain array, joined; ``spans`` int32 [n, 4], counting in ``indices`` first."""
+        Raises NotTogetherError, or what reading any of them raises.
+        """
 
-    def decode_many(self, group: FieldGroup, indices: np.ndarray, layers: Sequence[int], out: Tensor) -> None:
-        """Their states decoded into ``out`` bfloat16 [L, rows of all of them, D] on the CPU."""
+
+@runtime_checkable
+class MixingCodec(Protocol):
+    """A codec that decodes rows of several units in one go."""
+
+    def decode_mixed(self, part: Encoded, rows: Sequence[int], out: Tensor) -> None:
+        """States as ``Mixed`` has them into ``out`` bfloat16 [L, n, D] on the CPU: the bits that ``decode`` gives."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,31 +87,59 @@ def row_numbers(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.repeat(starts - ends_of(lengths)[:-1], lengths) + np.arange(int(lengths.sum()))
 
 
-def ends_of(lengths: np.ndarray) -> np.ndarray:
+def ends_of(lengths: np.ndarray | Sequence[int]) -> np.ndarray:
     """int64 [n + 1]: where ranges of these lengths start when they lie end to end, and the end."""
     ends = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=ends[1:])
     return ends
 
 
-def plain_of_many(unit: ManyReader, indices: np.ndarray, places: np.ndarray, vocab: int, final: bool) -> Samples | None:
-    """What samples have beside their states; None where the format does not allow some of it, or
-    turns do not lie in the order of their samples."""
-    chosen = places[indices]
-    lengths, counts = chosen[:, 1], chosen[:, 3] if final else np.zeros(len(indices), dtype=np.int64)
-    rows = unit.plain_many(FINAL_ROWS, indices) if final else np.zeros(0, dtype=np.int32)
-    input_ids, mask, spans = (unit.plain_many(name, indices) for name in (INPUT_IDS, LOSS_MASK, SPANS))
+def joined_states(fields: Mapping[str, SmallField], parts: Sequence[Encoded]) -> Mixed:
+    """Parts of the same layers, each with small arrays of a unit's own, end to end."""
+    rows = [len(part.codes[0]) for part in parts]
+    small = {}
+    for name, spec in fields.items():
+        values = [part.small[name] for part in parts]
+        if name == RAW_INDEX:
+            values = [index + np.array([0, at]) for index, at in zip(values, ends_of(rows), strict=False)]
+        axis = next((spec.axes.index(letter) for letter in "TN" if letter in spec.axes), None)
+        small[name] = np.stack(values) if axis is None else np.concatenate(values, axis)
+    if len(parts) == 1:
+        return Mixed(Encoded(parts[0].codes, small), rows)
+    layers = zip(*(part.codes for part in parts), strict=True)
+    return Mixed(Encoded([torch.from_numpy(np.concatenate(codes)) for codes in layers], small), rows)
+
+
+def decode_states(codec: Codec, states: Mixed, out: Tensor) -> None:
+    """Decode into ``out`` bfloat16 [L, n, D] on the CPU; NotTogetherError where the codec knows one unit alone."""
+    part, rows = states
+    if codec.small and len(rows) > 1:
+        if not isinstance(codec, MixingCodec):
+            raise NotTogetherError
+        codec.decode_mixed(part, rows, out)
+        return
+    of_unit = {name for name, spec in codec.small.items() if not {"T", "N"} & set(spec.axes)}
+    small = {name: values[0] if name in of_unit else values for name, values in part.small.items()}
+    codec.decode(Encoded(part.codes, small), out)
+
+
+def samples_of(plain: Mapping[str, np.ndarray], places: np.ndarray, vocab: int) -> Samples:
+    """What samples have beside their states; ``places`` as ``sample_places`` has them. Raises NotTogetherError: the
+    format does not allow some of it, or turns do not lie in the order of their samples."""
+    input_ids, mask, spans = (plain[name] for name in (INPUT_IDS, LOSS_MASK, SPANS))
+    lengths, counts = places[:, 1], places[:, 3] * (FINAL_ROWS in plain)
+    rows = plain.get(FINAL_ROWS, np.zeros(0, dtype=np.int32))
     samples = Samples(input_ids, mask, spans, rows, ends_of(lengths), ends_of(counts))
     shifted = rows + np.repeat(samples.tokens[:-1], counts)
     outside = (rows < 0) | (rows >= np.repeat(lengths, counts))
     if outside.any() or (np.diff(shifted) <= 0).any() or tokens_fault(input_ids, vocab):
-        return None
+        raise NotTogetherError
     supervised = np.diff(ends_of(mask)[samples.tokens])
-    if mask_fault(mask, int(supervised.sum())) or (supervised != chosen[:, 4]).any():
-        return None
+    if mask_fault(mask, int(supervised.sum())) or (supervised != places[:, 4]).any():
+        raise NotTogetherError
     if (np.diff(spans[:, 0]) < 0).any():
-        return None
+        raise NotTogetherError
     # A turn ends in its own sample, so each is compared with its own length.
     if spans_fault(spans[:, 1:], int(lengths.max())) or (spans[:, 3] > lengths[spans[:, 0]]).any():
-        return None
+        raise NotTogetherError
     return samples

@@ -29,7 +29,16 @@ from hiddenstore.segments.base import (
     top_tokens_fault,
 )
 from hiddenstore.segments.files import CHUNK_CORRUPT
-from hiddenstore.segments.many import MANY_BYTES, ManyReader, Samples, ends_of, plain_of_many, sample_places
+from hiddenstore.segments.many import (
+    MANY_BYTES,
+    ManyContainer,
+    NotTogetherError,
+    Samples,
+    decode_states,
+    ends_of,
+    sample_places,
+    samples_of,
+)
 from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry, SampleEntry
 
 DEFAULT_CONTAINER = "zarr"
@@ -66,8 +75,8 @@ class SegmentReader:
     ) -> None:
         self.fs, self.path, self.record, self.capture = fs, path, record, capture
         self._aux, self._final = groups_of(capture)
-        self._unit = CONTAINERS[container].open(fs, path, record, capture)
-        self._many = self._unit if isinstance(self._unit, ManyReader) else None
+        self.container = CONTAINERS[container]
+        self._unit = self.container.open(fs, path, record, capture)
 
     def __len__(self) -> int:
         return len(self.record.samples)
@@ -126,31 +135,9 @@ class SegmentReader:
                 self._unit.decode(self._final, index, finals, hidden[None])
             return Record(sample, aux, hidden, self._final_rows(index, final is not None), topk)
 
-    def read_many_into(
-        self, indices: np.ndarray, aux: Tensor, final: Tensor | None, layers: Sequence[int] | None = None
-    ) -> Samples | None:
-        """The samples at ``indices`` int64 [S], ascending, end to end into aux bf16 [L, T, D] and final bf16 [R, D].
-
-        None where they have to be read one by one: the container reads no more, they hold top tokens or lack states
-        that are rebuilt, or something is wrong with them, which the reading of that sample then names.
-        """
-        if self._many is None or self.capture.states or (final is not None and self.capture.holds_topk):
-            return None
-        positions, finals = self._positions(layers), self._finals(final is not None)
-        try:
-            samples = plain_of_many(self._many, indices, self._places, self.capture.target.vocab_size, bool(finals))
-            if samples is not None:
-                self._many.decode_many(self._aux, indices, positions, aux)
-                if final is not None and finals:
-                    self._many.decode_many(self._final, indices, finals, final[None])
-        except (CorruptionError, FormatError, NotFoundError):
-            return None
-        return samples
-
-    def ends_of(self, indices: np.ndarray, final: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Where the tokens and the final rows of samples start when they lie end to end, and the end: int64 [S + 1]."""
-        places = self._places[indices]
-        return ends_of(places[:, 1]), ends_of(places[:, 3] * final)
+    def lengths(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and final rows int64 [S] of samples, by the record."""
+        return self._places[indices, 1], self._places[indices, 3]
 
     def records(self, indices: np.ndarray) -> Iterator[Record]:
         """What ``read`` gives of the samples at ``indices`` int64 [S], ascending, read as many at once as are small."""
@@ -164,7 +151,7 @@ class SegmentReader:
             aux = torch.empty((layers, int(self._places[part, 1].sum()), width), dtype=torch.bfloat16)
             rows = int(self._places[part, 3].sum()) if self.capture.holds_final_hidden else 0
             final = torch.empty((rows, width), dtype=torch.bfloat16)
-            many = self.read_many_into(part, aux, final)
+            many = read_together([(self, part)], aux, final)
             if many is None:
                 yield from map(self.read, part.tolist())
                 continue
@@ -173,6 +160,8 @@ class SegmentReader:
     def _cut(self, indices: np.ndarray, many: Samples, aux: Tensor, final: Tensor) -> Iterator[Record]:
         """Records of samples that lie end to end, each with memory of its own."""
         starts, rows = many.tokens.tolist(), many.rows.tolist()
+        states = [part.clone() for part in aux.split(np.diff(many.tokens).tolist(), dim=1)]
+        hidden = [part.clone() for part in final.split(np.diff(many.rows).tolist())]
         spans = np.searchsorted(many.spans[:, 0], np.arange(len(indices) + 1)).tolist()
         for number, index in enumerate(indices.tolist()):
             entry, tokens = self.record.samples[index], slice(starts[number], starts[number + 1])
@@ -185,7 +174,7 @@ class SegmentReader:
                 split=entry.split,
                 images=entry.images,
             )
-            yield Record(sample, aux[:, tokens].clone(), final[finals].clone(), many.final_rows[finals].copy())
+            yield Record(sample, states[number], hidden[number], many.final_rows[finals].copy())
 
     @cached_property
     def _places(self) -> np.ndarray:
@@ -278,3 +267,33 @@ class SegmentReader:
             path=error.path,
             samples=samples,
         )
+
+
+def read_together(
+    parts: Sequence[tuple[SegmentReader, np.ndarray]],
+    aux: Tensor,
+    final: Tensor | None,
+    layers: Sequence[int] | None = None,
+) -> Samples | None:
+    """Samples of units of one store, each at int64 [S], ascending, end to end into aux bf16 [L, T, D] and final bf16
+    [R, D] (None: without final rows).
+
+    None where they have to be read one by one: the container reads no more, they hold top tokens or lack states that
+    are rebuilt, or something is wrong with one of them, which the reading of that sample then names.
+    """
+    first = parts[0][0]
+    container, capture = first.container, first.capture
+    if not isinstance(container, ManyContainer) or capture.states or (final is not None and capture.holds_topk):
+        return None
+    groups = [(first._aux, first._positions(layers)), (first._final, first._finals(final is not None))]
+    try:
+        plain, states = container.read_many([(reader._unit, indices) for reader, indices in parts], groups)
+        places = np.concatenate([reader._places[indices] for reader, indices in parts])
+        samples = samples_of(plain, places, capture.target.vocab_size)
+        outs = [aux, aux[:0] if final is None else final[None]]
+        for (group, _), mixed, out in zip(groups, states, outs, strict=True):
+            if mixed is not None:
+                decode_states(group.states, mixed, out)
+    except (NotTogetherError, CorruptionError, FormatError, NotFoundError):
+        return None
+    return samples

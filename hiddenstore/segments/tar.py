@@ -10,12 +10,10 @@ Shapes: t rows of one sample, D target width, C columns of the codes, N raw rows
 import json
 import math
 import tarfile
-import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -23,7 +21,7 @@ from awscrt.checksums import crc32c
 from torch import Tensor
 
 from hiddenstore.codecs import blosc_chunks
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, Encoded, fresh, raw_places, select_small
+from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, Encoded, SmallField, fresh, raw_places, select_small
 from hiddenstore.documents import canonical
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, Kind
 from hiddenstore.fs.seam import Filesystem
@@ -42,14 +40,17 @@ from hiddenstore.segments.base import (
     unit_attributes,
 )
 from hiddenstore.segments.files import CHUNK_CORRUPT, HashedFile, SegmentFiles, write_bytes
-from hiddenstore.segments.many import ends_of, sample_places
+from hiddenstore.segments.many import Many, Mixed, NotTogetherError, Wanted, ends_of, sample_places
+from hiddenstore.segments.tar_members import (
+    BLOCK_BYTES,
+    HEADER_BYTES,
+    INDEX,
+    TAR,
+    UNIT_PREFIX,
+    TarMembers,
+)
 from schemas import CaptureSpec, CommitRecord, FileEntry, SampleEntry
 
-TAR = "samples.tar"
-INDEX = "index.json"
-UNIT_PREFIX = "__unit__/"
-HEADER_BYTES = 128
-BLOCK_BYTES = 512
 MAX_MEMBER_BYTES = (1 << 33) - 1
 """The largest size that a ustar header can state."""
 
@@ -57,8 +58,6 @@ _PLAIN_MEMBERS = 4
 _INDEX_BYTES = 30
 # The padding to whole blocks is half a block on average.
 _MEMBER_BYTES = BLOCK_BYTES + HEADER_BYTES + BLOCK_BYTES // 2 + _INDEX_BYTES
-# A gap is read and dropped rather than jumped: a call costs more than this many bytes.
-_GAP_BYTES = 1 << 14
 
 _SPAN_BYTES = 12
 _RAW_INDEX_BYTES = 8
@@ -99,6 +98,9 @@ class WebDatasetContainer:
             if isinstance(error, HiddenstoreError):
                 raise
             raise FormatError(f"{fs.root}/{path}/{INDEX} is no index ({error})", kind=Kind.ARRAY_INVALID) from error
+
+    def read_many(self, parts: "Sequence[tuple[TarUnit, np.ndarray]]", groups: Sequence[Wanted]) -> Many:
+        return _Together(parts, groups).read()
 
     def overhead(self, capture: CaptureSpec, samples: int, segments: int) -> Overhead:
         """Headers, padding and index of every member: about 930 bytes, much beside the states of a narrow target."""
@@ -144,6 +146,12 @@ def _of_samples(group: FieldGroup) -> list[str]:
 def _of_unit(group: FieldGroup) -> list[str]:
     """Small arrays of a group that all samples share."""
     return [name for name, spec in group.codec.small.items() if not {"T", "N"} & set(spec.axes)]
+
+
+def _is_joined(group: FieldGroup) -> bool:
+    """Whether arrays of several samples become those of one."""
+    axes = {spec.axes for spec in group.codec.small.values()}
+    return not axes if group.codec.compressed else axes <= _JOINED_AXES
 
 
 class _TarWriter:
@@ -249,180 +257,21 @@ def _little_endian(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
 
 
-class _Member(NamedTuple):
-    """Bytes of the tar and the kind of the error when they are damaged; ``body`` takes what follows a header."""
-
-    name: str
-    offset: int
-    size: int
-    crc: int
-    kind: Kind
-    body: np.ndarray | None
-
-
-class _Index(NamedTuple):
-    """``unit`` int64 [3] of offset, size, crc32c; ``fields`` the same per sample: int64 [3, S], rows of ``table``."""
-
-    unit: dict[str, np.ndarray]
-    fields: dict[str, np.ndarray]
-    table: np.ndarray
-
-
-class _LastSamples(threading.local):
-    """What a thread read last of many samples, whose fields are asked for one after the other: the first byte and the
-    bytes of the run of each, and by field offset, size and crc32c of each."""
-
-    members: "TarMembers | None" = None
-    indices: np.ndarray | None = None
-    runs: Sequence[tuple[int, memoryview]]
-    places: dict[str, list[list[int]]]
-
-
-_LAST = _LastSamples()
-
-
-class TarMembers:
-    """The members of one tar. Opening reads nothing; the index (24 bytes a member in memory) is read once."""
-
-    def __init__(self, files: SegmentFiles, record: CommitRecord) -> None:
-        self._files, self._record = files, record
-        self._index: _Index | None = None
-
-    def of_sample(self, index: int, fields: Sequence[tuple[str, np.ndarray | None]]) -> list[np.ndarray]:
-        """Members of the ``index``-th sample by field, each uint8 [size] of memory nobody else has.
-
-        A field with a uint8 array beside it is read into that, but for its ``.npy`` header, which is returned.
-        """
-        sample, stored = self._record.samples[index].id, self._read_index().fields
-        members = []
-        for name, body in fields:
-            if name not in stored:
-                raise self._files.misfit(INDEX, f"it names no member {name}")
-            offset, size, crc = stored[name][:, index].tolist()
-            if body is not None and size != HEADER_BYTES + body.size:
-                raise self._files.misfit(TAR, f"{name} has {size} bytes, expected {HEADER_BYTES + body.size}")
-            members.append(_Member(f"{sample}.{name}", offset, size, crc, CHUNK_CORRUPT, body))
-        return self._read(members)
-
-    def of_samples(self, indices: np.ndarray, fields: Sequence[str]) -> list[list[memoryview]]:
-        """Members of some samples, at ascending int64 [S], by field; the samples stay in memory of this thread until it
-        reads others."""
-        index = self._read_index()
-        if absent := [name for name in fields if name not in index.fields]:
-            raise self._files.misfit(INDEX, f"it names no member {absent[0]}")
-        if _LAST.members is not self or _LAST.indices is not indices:
-            columns = index.table[:, :, indices]
-            _LAST.runs, _LAST.places = self._read_runs(columns), dict(zip(index.fields, columns.tolist(), strict=True))
-            _LAST.members, _LAST.indices = self, indices
-        members = []
-        for name in fields:
-            offsets, sizes, crcs = _LAST.places[name]
-            parts = [
-                data[offset - first : offset - first + size]
-                for (first, data), offset, size in zip(_LAST.runs, offsets, sizes, strict=True)
-            ]
-            if [crc32c(part) for part in parts] != crcs:
-                raise self._files.damaged(TAR, CHUNK_CORRUPT, f"a member {name} has another crc32c")
-            members.append(parts)
-        return members
-
-    def _read_runs(self, columns: np.ndarray) -> list[tuple[int, memoryview]]:
-        """The run of each sample whose members lie at ``columns`` int64 [fields, 3, S]: near neighbours share one."""
-        starts, stops = columns[:, 0].min(axis=0), (columns[:, 0] + columns[:, 1]).max(axis=0)
-        if (starts[1:] < stops[:-1]).any():
-            raise self._files.misfit(INDEX, "samples do not lie one after the other")
-        runs = []
-        for run in np.split(np.arange(len(starts)), np.flatnonzero(starts[1:] - stops[:-1] > _GAP_BYTES) + 1):
-            first = int(starts[run[0]])
-            data = np.empty(int(stops[run[-1]]) - first, dtype=np.uint8).data
-            self._read_into(first, [data])
-            runs += [(first, data)] * len(run)
-        return runs
-
-    def of_unit(self, field: str) -> np.ndarray:
-        """A member that all samples share, uint8 [size]."""
-        unit = self._read_index().unit
-        if field not in unit:
-            raise self._files.misfit(INDEX, f"it names no member {UNIT_PREFIX}{field}")
-        offset, size, crc = unit[field].tolist()
-        return self._read([_Member(f"{UNIT_PREFIX}{field}", offset, size, crc, Kind.ARRAY_CORRUPT, None)])[0]
-
-    def _read(self, members: Sequence[_Member]) -> list[np.ndarray]:
-        """Neighbours are read in one call; nothing is given out before its crc32c fits."""
-        heads = [np.empty(member.size if member.body is None else HEADER_BYTES, np.uint8) for member in members]
-        skipped = np.empty(_GAP_BYTES, dtype=np.uint8)
-        ordered = sorted(zip(members, heads, strict=True), key=lambda pair: pair[0].offset)
-        start = end = ordered[0][0].offset
-        buffers: list[memoryview] = []
-        for member, head in ordered:
-            if not 0 <= member.offset - end <= _GAP_BYTES:
-                self._read_into(start, buffers)
-                start = end = member.offset
-                buffers = []
-            buffers += [skipped[: member.offset - end].data, head.data]
-            if member.body is not None:
-                buffers.append(member.body.data)
-            end = member.offset + member.size
-        self._read_into(start, buffers)
-        for member, head in ordered:
-            crc = crc32c(head) if member.body is None else crc32c(member.body, crc32c(head))
-            if crc != member.crc:
-                reason = f"member {member.name} has crc32c {crc:08x}, expected {member.crc:08x}"
-                raise self._files.damaged(TAR, member.kind, reason)
-        return heads
-
-    def _read_into(self, start: int, buffers: list[memoryview]) -> None:
-        self._files.fs.read_scatter(f"{self._files.path}/{TAR}", start, [buffer for buffer in buffers if len(buffer)])
-
-    def _read_index(self) -> _Index:
-        if self._index is None:
-            data, size = self._files.read(INDEX), self._files.entry(TAR).size
-            try:
-                self._index = _parse(json.loads(data), len(self._record.samples), size)
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-                raise self._files.misfit(INDEX, f"it is no index of {TAR} ({error})") from error
-        return self._index
-
-
-def _parse(document: dict[str, Any], samples: int, tar_bytes: int) -> _Index:
-    unit = {name: _columns([[value] for value in row], 1, tar_bytes)[:, 0] for name, row in document["unit"].items()}
-    fields = document["fields"]
-    rows = [_columns([one["offset"], one["size"], one["crc32c"]], samples, tar_bytes) for one in fields.values()]
-    table = np.array(rows, dtype=np.int64).reshape(len(fields), 3, samples)
-    return _Index(unit, dict(zip(fields, table, strict=True)), table)
-
-
-def _columns(rows: list[list[int]], count: int, tar_bytes: int) -> np.ndarray:
-    """Offset, size and crc32c int64 [3, count]; ValueError for members that the tar cannot hold."""
-    if [len(row) for row in rows] != [count] * 3 or any(set(map(type, row)) - {int} for row in rows):
-        raise ValueError("a member has no whole offset, size and crc32c")
-    columns = np.array(rows, dtype=np.int64).reshape(3, count)
-    offset, size, crc = columns
-    if (columns < 0).any() or (offset % BLOCK_BYTES).any() or (offset > tar_bytes).any():
-        raise ValueError("a member lies at an offset that is none")
-    if (size > tar_bytes - offset).any() or (crc >> 32).any():
-        raise ValueError("a member leaves the file")
-    return columns
-
-
-WEBDATASET = WebDatasetContainer()
-
-
 class TarUnit:
     """One tar. Keeps its index and the arrays that all samples share."""
 
     def __init__(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> None:
-        self._record, self._width = record, capture.target.hidden_size
-        self._sample_places = sample_places(record)
+        self._record, self.width = record, capture.target.hidden_size
+        self.sample_places = sample_places(record)
         self._files = SegmentFiles(fs, path, record)
-        self._members = TarMembers(self._files, record)
+        self.members = TarMembers(self._files, record)
         self._shared: dict[str, np.ndarray] = {}
 
     def plain(self, name: str, index: int) -> np.ndarray:
         entry, field = self._record.samples[index], f"{name}.npy"
         shapes: dict[str, Shape] = {SPANS: (-1, 3), FINAL_ROWS: (entry.final_rows,)}
         dtype = "uint8" if name == LOSS_MASK else "int32"
-        (member,) = self._members.of_sample(index, [(field, None)])
+        (member,) = self.members.of_sample(index, [(field, None)])
         return self._values(field, member, dtype, shapes.get(name, (entry.tokens,))).copy()
 
     def encoded(
@@ -431,13 +280,13 @@ class TarUnit:
         if not layers:
             return Encoded([])
         rows, codec = len(group.rows_of(self._record.samples[index])), group.codec
-        shape, dtype = (rows, codec.code_columns(self._width)), codec.code_dtype
+        shape, dtype = (rows, codec.code_columns(self.width)), codec.code_dtype
         codes = [fresh(shape, getattr(torch, dtype)) for _ in layers] if out is None else list(out)
         names = [_code_name(group, layer) for layer in layers]
         targets = [target.numpy().reshape(-1).view(np.uint8) for target in codes]
         bodies = [(name, None if codec.compressed else target) for name, target in zip(names, targets, strict=True)]
         small = [_small_name(group, name) for name in _of_samples(group)]
-        members = self._members.of_sample(index, [*bodies, *((name, None) for name in small)])
+        members = self.members.of_sample(index, [*bodies, *((name, None) for name in small)])
         for name, target, member in zip(names, targets, members, strict=False):
             if codec.compressed:
                 self._decompress(name, member, target)
@@ -453,102 +302,27 @@ class TarUnit:
         else:
             self.encoded(group, index, layers, list(out.view(torch.uint16)))
 
-    def plain_many(self, name: str, indices: np.ndarray) -> np.ndarray:
-        (members,) = self._members.of_samples(indices, [f"{name}.npy"])
-        dtype = "uint8" if name == LOSS_MASK else "int32"
-        if name != SPANS:
-            lengths = self._sample_places[indices, 3 if name == FINAL_ROWS else 1].tolist()
-            return self._joined(name, members, dtype, lengths, {length: (length,) for length in lengths})
-        counts = [(len(member) - HEADER_BYTES) // _SPAN_BYTES for member in members]
-        spans = self._joined(name, members, dtype, counts, {count: (count, 3) for count in counts}).reshape(-1, 3)
-        return np.insert(spans, 0, np.repeat(np.arange(len(counts)), counts), 1)
-
-    def decode_many(self, group: FieldGroup, indices: np.ndarray, layers: Sequence[int], out: Tensor) -> None:
-        codec, lengths = group.codec, self._sample_places[indices, 1 if group.name == AUX else 3]
-        if not layers:
-            return
-        if codec.compressed or {spec.axes for spec in codec.small.values()} - _JOINED_AXES:
-            ends = ends_of(lengths).tolist()
-            for number, index in enumerate(indices.tolist()):
-                self.decode(group, index, layers, out[:, ends[number] : ends[number + 1]])
-            return
-        names, columns = [_code_name(group, layer) for layer in layers], codec.code_columns(self._width)
-        counts, dtype = lengths.tolist(), codec.code_dtype
-        shapes = {count: (count, columns) for count in counts}
-        codes = [
-            torch.from_numpy(self._joined(name, members, dtype, counts, shapes).reshape(-1, columns))
-            for name, members in zip(names, self._members.of_samples(indices, names), strict=True)
-        ]
-        if not codec.small:
-            for target, rows in zip(out.view(torch.uint16), codes, strict=True):
-                target.copy_(rows)
-            return
-        small = self._of_layers(group, layers, out.shape[1], self._small_of_many(group, indices, lengths))
-        group.states.decode(Encoded(codes, small), out)
-
-    def _small_of_many(self, group: FieldGroup, indices: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
-        """The small arrays of a group as if the samples were one."""
-        arrays = {name: self._shared_array(group, name) for name in _of_unit(group)}
-        names, ends, depth = _of_samples(group), ends_of(lengths), len(group.fields)
-        stored = self._members.of_samples(indices, [_small_name(group, name) for name in names])
-        fields = dict(zip(names, stored, strict=True))
-        counts: list[int] = []
-        if RAW_INDEX in fields:
-            counts = [(len(member) - HEADER_BYTES) // _RAW_INDEX_BYTES for member in fields[RAW_INDEX]]
-        for name, members in fields.items():
-            spec = group.codec.small[name]
-            letter, numbers = ("N", counts) if "N" in spec.axes else ("T", lengths.tolist())
-            shapes = {n: spec.shape({"L": depth, "D": self._width, letter: n}) for n in set(numbers)}
-            values = self._joined(name, members, spec.dtype, numbers, shapes)
-            if "N" in spec.axes:
-                arrays[name] = values.reshape(spec.shape({"N": sum(counts), "D": self._width}))
-                continue
-            # Each sample's [L, t] lies behind the one before it.
-            layer = np.arange(depth)[:, None] * np.repeat(lengths, lengths)
-            arrays[name] = values[layer + np.arange(ends[-1]) + np.repeat((depth - 1) * ends[:-1], lengths)]
-        if RAW_INDEX in fields:
-            index, owner = arrays[RAW_INDEX].copy(), np.repeat(np.arange(len(counts)), counts)
-            if ((index[:, 1] < 0) | (index[:, 1] >= lengths[owner])).any():
-                raise self._files.misfit(TAR, f"raw rows of {group.name} do not lie in their sample")
-            index[:, 1] += ends[owner]
-            order = np.lexsort((index[:, 1], index[:, 0]))
-            arrays[RAW_INDEX], arrays[RAW_ROWS] = index[order], arrays[RAW_ROWS][order]
-        return arrays
-
-    def _joined(
-        self, name: str, members: Sequence[memoryview], dtype: str, counts: Sequence[int], shapes: Mapping[int, Shape]
-    ) -> np.ndarray:
-        """The values of ``.npy`` members end to end, each of the shape that its count has in ``shapes``."""
-        little = np.dtype(dtype).newbyteorder("<")
-        sizes = {count: HEADER_BYTES + math.prod(shape) * little.itemsize for count, shape in shapes.items()}
-        heads = {count: npy_header(dtype, shape) for count, shape in shapes.items()}
-        are_whole = list(map(len, members)) == [sizes[count] for count in counts]
-        if not are_whole or b"".join([m[:HEADER_BYTES] for m in members]) != b"".join([heads[n] for n in counts]):
-            raise self._files.misfit(TAR, f"a member {name} is not {dtype} of the length of its sample")
-        data = bytearray().join([member[HEADER_BYTES:] for member in members])
-        return np.frombuffer(data, little).astype(dtype, copy=False)
-
     def _small(
         self, group: FieldGroup, layers: Sequence[int], rows: int, members: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
         """The small arrays of some layers of one sample."""
         fields = group.codec.small
-        sizes = {"L": len(group.fields), "T": rows, "D": self._width, "N": -1}
+        sizes = {"L": len(group.fields), "T": rows, "D": self.width, "N": -1}
         arrays = {}
         for name, spec in fields.items():
             field, shape = _small_name(group, name), spec.shape(sizes)
             if field in members:
                 arrays[name] = self._values(field, members[field], spec.dtype, shape)
             else:
-                arrays[name] = self._shared_array(group, name)
+                arrays[name] = self.shared_array(group, name)
         return self._of_layers(group, layers, rows, arrays)
 
-    def _shared_array(self, group: FieldGroup, name: str) -> np.ndarray:
+    def shared_array(self, group: FieldGroup, name: str) -> np.ndarray:
         """A small array that all samples share; read once."""
         field, spec = _small_name(group, name), group.codec.small[name]
         if field not in self._shared:
-            shape = spec.shape({"L": len(group.fields), "D": self._width})
-            self._shared[field] = self._values(field, self._members.of_unit(field), spec.dtype, shape)
+            shape = spec.shape({"L": len(group.fields), "D": self.width})
+            self._shared[field] = self._values(field, self.members.of_unit(field), spec.dtype, shape)
         return self._shared[field]
 
     def _of_layers(
@@ -598,3 +372,117 @@ class TarUnit:
             raise self._files.damaged(TAR, CHUNK_CORRUPT, f"{field} {error}") from error
         if start != len(member):
             raise self._files.misfit(TAR, f"{field} has more than {target.size} bytes")
+
+
+class _Together:
+    """Samples of some units of one store at once. Field by field they are joined first and looked at then."""
+
+    def __init__(self, parts: Sequence[tuple[TarUnit, np.ndarray]], groups: Sequence[Wanted]) -> None:
+        self._parts, self._groups, self._width = parts, groups, parts[0][0].width
+        self._places = np.concatenate([unit.sample_places[indices] for unit, indices in parts])
+        self._members: dict[str, list[memoryview]] = {}
+
+    def read(self) -> Many:
+        if not all(_is_joined(group) for group, layers in self._groups if layers):
+            raise NotTogetherError
+        names = [INPUT_IDS, LOSS_MASK, SPANS, *([FINAL_ROWS] if self._groups[1][1] else [])]
+        fields = [f"{name}.npy" for name in names]
+        for group, layers in self._groups:
+            if layers and not group.codec.compressed:
+                fields += [_code_name(group, layer) for layer in layers]
+                fields += [_small_name(group, name) for name in _of_samples(group)]
+        self._check(fields)
+        plain = {name: self._plain(name) for name in names}
+        return plain, [self._states(group, layers) if layers else None for group, layers in self._groups]
+
+    def _check(self, fields: Sequence[str]) -> None:
+        """Read members and compare their checksums."""
+        read = [unit.members.of_samples(indices, fields) for unit, indices in self._parts]
+        runs = [run for of_unit, _ in read for run in of_unit]
+        starts, sizes, crcs = np.concatenate([columns for _, columns in read], axis=2).transpose(1, 0, 2)
+        for name, *ends, expected in zip(
+            fields, starts.tolist(), (starts + sizes).tolist(), crcs.tolist(), strict=True
+        ):
+            members = [run[start:stop] for run, start, stop in zip(runs, *ends, strict=True)]
+            if list(map(crc32c, members)) != expected:
+                raise NotTogetherError
+            self._members[name] = members
+
+    def _plain(self, name: str) -> np.ndarray:
+        field, dtype = f"{name}.npy", "uint8" if name == LOSS_MASK else "int32"
+        if name != SPANS:
+            return self._joined(field, dtype, self._places[:, 3 if name == FINAL_ROWS else 1].tolist(), lambda n: (n,))
+        counts = self._counts(field, _SPAN_BYTES)
+        turns = self._joined(field, dtype, counts, lambda n: (n, 3)).reshape(-1, 3)
+        return np.column_stack([np.repeat(np.arange(len(counts), dtype=np.int32), counts), turns])
+
+    def _states(self, group: FieldGroup, layers: Sequence[int]) -> Mixed:
+        codec, lengths = group.codec, self._places[:, 1 if group.name == AUX else 3]
+        columns, counts = codec.code_columns(self._width), lengths.tolist()
+        firsts = ends_of([len(indices) for _, indices in self._parts])[:-1]
+        rows = np.add.reduceat(lengths, firsts).tolist()
+        if codec.compressed:
+            codes = [torch.empty((sum(rows), columns), dtype=getattr(torch, codec.code_dtype)) for _ in layers]
+            slices = iter(pairwise(ends_of(lengths).tolist()))
+            for unit, indices in self._parts:
+                for index, (low, high) in zip(indices.tolist(), slices, strict=False):
+                    unit.encoded(group, index, layers, [of_layer[low:high] for of_layer in codes])
+            return Mixed(Encoded(codes), rows)
+        names = [_code_name(group, layer) for layer in layers]
+        arrays = [self._joined(name, codec.code_dtype, counts, lambda n: (n, columns)) for name in names]
+        codes = [torch.from_numpy(values.reshape(-1, columns)) for values in arrays]
+        return Mixed(Encoded(codes, self._small(group, layers, lengths) if codec.small else {}), rows)
+
+    def _small(self, group: FieldGroup, layers: Sequence[int], lengths: np.ndarray) -> dict[str, np.ndarray]:
+        """The small arrays of some layers, after a check of their values; those of a unit [U, L, D]."""
+        fields, depth, ends, chosen = group.codec.small, len(group.fields), ends_of(lengths), list(layers)
+        small = {n: np.stack([unit.shared_array(group, n) for unit, _ in self._parts]) for n in _of_unit(group)}
+        raw = self._counts(_small_name(group, RAW_INDEX), _RAW_INDEX_BYTES) if RAW_INDEX in fields else []
+        for name in _of_samples(group):
+            spec, field = fields[name], _small_name(group, name)
+            if "N" in spec.axes:
+                shape = partial(_raw_shape, spec, self._width)
+                small[name] = self._joined(field, spec.dtype, raw, shape).reshape(shape(sum(raw)))
+                continue
+            values = self._joined(field, spec.dtype, lengths.tolist(), lambda n: (depth, n))
+            # Each sample's [L, t] lies behind the one before it.
+            first = np.arange(ends[-1]) + np.repeat((depth - 1) * ends[:-1], lengths)
+            small[name] = values[first + np.arange(depth)[:, None] * np.repeat(lengths, lengths)]
+        if raw:
+            owner = np.repeat(np.arange(len(raw)), raw)
+            layer, row = small[RAW_INDEX].T
+            if ((layer < 0) | (layer >= depth) | (row < 0) | (row >= lengths[owner])).any():
+                raise NotTogetherError
+            small[RAW_INDEX] = np.stack([layer, row + ends[owner]], axis=1)
+        if small_fault(fields, small):
+            raise NotTogetherError
+        places = {name: (chosen,) if "T" in spec.axes else (slice(None), chosen) for name, spec in fields.items()}
+        picked = {name: values[places[name]] for name, values in small.items() if "N" not in fields[name].axes}
+        if raw:
+            slots, kept = np.nonzero(np.array(chosen)[:, None] == small[RAW_INDEX][:, 0])
+            picked[RAW_INDEX] = np.stack([slots, small[RAW_INDEX][kept, 1]], axis=1)
+            picked[RAW_ROWS] = small[RAW_ROWS][kept]
+        return picked
+
+    def _counts(self, field: str, row_bytes: int) -> list[int]:
+        """Rows of an array of each sample, by the size of its member."""
+        return [(len(member) - HEADER_BYTES) // row_bytes for member in self._members[field]]
+
+    def _joined(self, field: str, dtype: str, counts: Sequence[int], shape: Callable[[int], Shape]) -> np.ndarray:
+        """The values of an array of each sample end to end, each of the shape of its count."""
+        little, members = np.dtype(dtype).newbyteorder("<"), self._members[field]
+        shapes = {count: shape(count) for count in set(counts)}
+        sizes = {count: HEADER_BYTES + math.prod(of_one) * little.itemsize for count, of_one in shapes.items()}
+        heads = {count: npy_header(dtype, of_one) for count, of_one in shapes.items()}
+        are_whole = list(map(len, members)) == [sizes[count] for count in counts]
+        if not are_whole or b"".join([m[:HEADER_BYTES] for m in members]) != b"".join([heads[n] for n in counts]):
+            raise NotTogetherError
+        data = bytearray().join([member[HEADER_BYTES:] for member in members])
+        return np.frombuffer(data, little).astype(dtype, copy=False)
+
+
+def _raw_shape(spec: SmallField, width: int, rows: int) -> Shape:
+    return spec.shape({"N": rows, "D": width})
+
+
+WEBDATASET = WebDatasetContainer()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, fresh, select_small
+from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, fresh, rows_at, select_small
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.base import (
     AUX,
@@ -31,7 +31,16 @@ from hiddenstore.segments.base import (
     unit_attributes,
 )
 from hiddenstore.segments.files import SegmentFiles
-from hiddenstore.segments.many import MANY_BYTES, row_numbers, sample_places
+from hiddenstore.segments.many import (
+    MANY_BYTES,
+    Many,
+    Mixed,
+    Wanted,
+    ends_of,
+    joined_states,
+    row_numbers,
+    sample_places,
+)
 from hiddenstore.segments.zarr_read import ShardReader, read_small
 from hiddenstore.segments.zarr_write import METADATA, ArraySpec, parse_metadata, write_array, write_group, write_sharded
 from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry
@@ -77,6 +86,19 @@ class ZarrContainer:
     def token_runs(self, fs: Filesystem, path: str) -> list[int]:
         metadata = f"{path}/{INPUT_IDS}/{METADATA}"
         return list(parse_metadata(fs.read(metadata), f"{fs.root}/{metadata}").shape[:1])
+
+    def read_many(self, parts: "Sequence[tuple[ZarrUnit, np.ndarray]]", groups: Sequence[Wanted]) -> Many:
+        names = [INPUT_IDS, LOSS_MASK, SPANS, *([FINAL_ROWS] if groups[1][1] else [])]
+        arrays = {name: [unit.plain_many(name, indices) for unit, indices in parts] for name in names}
+        for spans, first in zip(arrays[SPANS], ends_of([len(indices) for _, indices in parts]), strict=False):
+            spans[:, 0] += first
+        plain = {name: np.concatenate(values) for name, values in arrays.items()}
+        states: list[Mixed | None] = []
+        for group, layers in groups:
+            units = [unit.encoded_many(group, indices, layers) for unit, indices in parts] if layers else []
+            runs = [run for of_unit in units for run in of_unit]
+            states.append(joined_states(group.codec.small, runs) if layers else None)
+        return plain, states
 
     def overhead(self, capture: CaptureSpec, samples: int, segments: int) -> Overhead:
         """Each array is a file of numbers and one of metadata, whose bytes do not count beside them."""
@@ -150,22 +172,22 @@ class ZarrUnit:
     def decode(self, group: FieldGroup, index: int, layers: Sequence[int], out: Tensor) -> None:
         self._decode_rows(group, group.rows_of(self._record.samples[index]), layers, out)
 
-    def decode_many(self, group: FieldGroup, indices: np.ndarray, layers: Sequence[int], out: Tensor) -> None:
+    def encoded_many(self, group: FieldGroup, indices: np.ndarray, layers: Sequence[int]) -> list[Encoded]:
+        """A part for each run of samples that lie near each other."""
         starts, lengths = self._places(group.name == FINAL, indices)
-        gap_rows = _GAP_BYTES // group.codec.code_columns(self._width)
-        most = max(1, MANY_BYTES // (2 * self._width * max(1, len(layers))))
+        codec, columns = group.codec, group.codec.code_columns(self._width)
+        gap_rows, most = _GAP_BYTES // columns, max(1, MANY_BYTES // (2 * self._width * len(layers)))
         cuts = np.flatnonzero((starts[1:] - (starts + lengths)[:-1] > gap_rows) | (np.diff(starts // most) > 0)) + 1
-        done = 0
+        parts = []
         for run, run_lengths in zip(np.split(starts, cuts), np.split(lengths, cuts), strict=True):
             rows = range(int(run[0]), int(run[-1] + run_lengths[-1]))
-            target = out[:, done : done + int(run_lengths.sum())]
-            done += target.shape[1]
-            if len(rows) == target.shape[1]:
-                self._decode_rows(group, rows, layers, target)
-                continue
-            whole = torch.empty((len(layers), len(rows), self._width), dtype=torch.bfloat16)
-            self._decode_rows(group, rows, layers, whole)
-            torch.index_select(whole, 1, torch.from_numpy(row_numbers(run - rows.start, run_lengths)), out=target)
+            codes = [fresh((len(rows), columns), getattr(torch, codec.code_dtype)) for _ in layers]
+            for target, layer in zip(codes, layers, strict=True):
+                self._codes(group, layer).read_rows(rows.start, rows.stop, target.numpy())
+            part = Encoded(codes, self._small_of(group, layers, rows) if codec.small else {})
+            picked = row_numbers(run - rows.start, run_lengths)
+            parts.append(part if len(picked) == len(rows) else rows_at(codec.small, part, picked))
+        return parts
 
     def _decode_rows(self, group: FieldGroup, rows: range, layers: Sequence[int], out: Tensor) -> None:
         if not rows or not layers:

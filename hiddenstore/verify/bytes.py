@@ -21,8 +21,9 @@ from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inspect.facts import advice_numbers, read_advice
 from hiddenstore.segments.base import codes_fault, groups_of
 from hiddenstore.segments.files import SegmentFiles
-from hiddenstore.segments.tar import BLOCK_BYTES as TAR_BLOCK_BYTES
-from hiddenstore.segments.tar import INDEX, TAR, UNIT_PREFIX, WEBDATASET
+from hiddenstore.segments.tar import WEBDATASET
+from hiddenstore.segments.tar_members import BLOCK_BYTES as TAR_BLOCK_BYTES
+from hiddenstore.segments.tar_members import INDEX, TAR, UNIT_PREFIX
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import slice_document
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile

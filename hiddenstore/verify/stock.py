@@ -16,7 +16,7 @@ from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
 from hiddenstore.damage import DAMAGE, raise_refusal
 from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, FieldGroup, groups_of
 from hiddenstore.segments.segment import SegmentReader
-from hiddenstore.segments.tar import TAR, UNIT_PREFIX
+from hiddenstore.segments.tar_members import TAR, UNIT_PREFIX
 from hiddenstore.store import Store
 from hiddenstore.verify.report import Advance, Finding, Report
 from schemas.manifest import CommitRecord, SampleEntry

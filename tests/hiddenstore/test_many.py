@@ -1,17 +1,21 @@
 """Small samples read together are those read one by one, bit for bit, and say as much where they are damaged."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from hiddenstore.codecs.affine import Q4, Q8
+from hiddenstore.codecs.base import Codec, rows_at
 from hiddenstore.codecs.recipes import RECIPES
+from hiddenstore.codecs.verbatim import BF16
 from hiddenstore.data import SampleView, TokenBatches
 from hiddenstore.errors import CorruptionError, NotFoundError
 from hiddenstore.records import Record
-from hiddenstore.segments.segment import SegmentReader
+from hiddenstore.segments.many import decode_states, joined_states
+from hiddenstore.segments.segment import SegmentReader, read_together
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 
@@ -22,14 +26,14 @@ CONTAINERS = ("zarr", "webdataset")
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many samples each call read together."""
     counts: list[int] = []
-    inner = SegmentReader.read_many_into
 
-    def counted(self: SegmentReader, indices: np.ndarray, *arguments: object) -> object:
-        many = inner(self, indices, *arguments)  # type: ignore[arg-type]
-        counts.append(0 if many is None else len(indices))
+    def counted(parts: Sequence[tuple[SegmentReader, np.ndarray]], *arguments: object) -> object:
+        many = read_together(parts, *arguments)  # type: ignore[arg-type]
+        counts.append(0 if many is None else sum(len(indices) for _, indices in parts))
         return many
 
-    monkeypatch.setattr(SegmentReader, "read_many_into", counted)
+    for module in ("segments.segment", "data.read"):
+        monkeypatch.setattr(f"hiddenstore.{module}.read_together", counted)
     return counts
 
 
@@ -77,12 +81,12 @@ def test_the_units_of_many_samples_are_those_of_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("gap", [0, 1 << 20])
+@pytest.mark.parametrize(("gap", "codec"), [(0, "compact"), (1 << 20, "raw")])
 def test_packs_of_scattered_samples_hold_the_bits_of_single_records(
-    tmp_path: Path, container: str, gap: int, together: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, container: str, gap: int, codec: str, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"hiddenstore.segments.{'zarr' if container == 'zarr' else 'tar'}._GAP_BYTES", gap)
-    store = make_store(tmp_path, samples=40, codec="compact", container=container)
+    monkeypatch.setattr(f"hiddenstore.segments.{'zarr' if container == 'zarr' else 'tar_members'}._GAP_BYTES", gap)
+    store = make_store(tmp_path, samples=40, codec=codec, container=container)
     for view in (SampleView(), SampleView(max_tokens=20), SampleView(loss_on="last-turn")):
         together.clear()
         seen = 0
@@ -129,3 +133,30 @@ def test_a_damaged_sample_is_named_and_those_before_it_are_given_out(tmp_path: P
     assert given == before
     with pytest.raises(CorruptionError, match=name):
         list(TokenBatches(fresh, batch_tokens=600, epochs=1))
+
+
+@pytest.mark.parametrize("codec", [BF16, Q8, Q4])
+def test_rows_of_several_units_decode_to_the_bits_they_have_alone(codec: Codec) -> None:
+    states = torch.randn((3, 2, 90, 64), generator=torch.Generator().manual_seed(7)).bfloat16()
+    states[:, :, 20:23] *= 1000
+    rows = [np.array([0, 20, 21, 89]), np.zeros(0, dtype=np.int64), np.array([22, 50])]
+    units = [codec.encode(unit) for unit in states]
+    joined = joined_states(codec.small, [rows_at(codec.small, *pair) for pair in zip(units, rows, strict=True)])
+    out = torch.empty((2, 6, 64), dtype=torch.bfloat16)
+    decode_states(codec, joined, out)
+    alone = torch.cat([codec.decode(unit)[:, at] for unit, at in zip(units, rows, strict=True)], dim=1)
+    assert torch.equal(out.view(torch.int16), alone.view(torch.int16))
+    assert codec.exact or len(joined.part.small["raw_index"]) >= 6
+
+
+def test_units_that_are_open_at_once_are_few_however_many_a_pack_takes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: list[int]
+) -> None:
+    monkeypatch.setattr("hiddenstore.data.read.UNITS_TOGETHER", 2)
+    store = make_store(tmp_path, samples=24, container="webdataset")
+    assert len(store.commits()) > 4
+    (batch,) = TokenBatches(store, batch_tokens=1 << 14, epochs=1)
+    (pack,) = batch.packs
+    assert torch.equal(pack.aux, torch.cat([store.read(name).aux for name in pack.sample_ids], dim=1))
+    assert len(together) >= len(store.commits()) // 2 - 1
+    assert max(together) > 1

@@ -27,7 +27,8 @@ from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.segments.encode import encode_records
 from hiddenstore.segments.segment import SegmentReader, write_encoded
-from hiddenstore.segments.tar import INDEX, TAR, npy_header, tar_header
+from hiddenstore.segments.tar import npy_header, tar_header
+from hiddenstore.segments.tar_members import INDEX, TAR
 from hiddenstore.testing.builders import ENGINE, capture_spec, make_samples, random_records
 from schemas import CaptureSpec, CommitRecord
 from schemas.capture import Codecs
