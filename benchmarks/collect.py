@@ -181,7 +181,7 @@ def in_turn(folder: Path, words: list[str], engines: list[str]) -> dict[str, Any
     timings = [Timing(Row(name, name, ("turn",))) for name in engines]
 
     def start(row: Row) -> WorkerProcess:
-        return WorkerProcess(row, "benchmarks.collect", ["worker", row.kind, *words], folder / "errors.log", {})
+        return WorkerProcess(row, "benchmarks.collect", ["worker", row.kind, *words], folder / "errors.log")
 
     with running(start, [timing.row for timing in timings]) as workers:
         (tokens, *_) = [worker.demand("open")["tokens"] for worker in workers]

@@ -105,7 +105,8 @@ class AnswerLog:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        with self._lock:
+        # What a full disk refused is still in the buffer: closing tries once more.
+        with self._lock, storage_errors(self.path, "free some space; the same command goes on"):
             self._file.close()
 
     def replies(self, rewrite: Rewrite) -> list[Reply]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from hiddenstore import layout
 from hiddenstore.care.copy import Copy, open_copy
 from hiddenstore.digests import digest_for, mismatch
-from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, StorageError
 from hiddenstore.fs import is_address
 from hiddenstore.fs.seam import storage_errors
 from hiddenstore.index.file import live_indexes
@@ -117,6 +117,19 @@ def _files_of_store(store: Store) -> Iterator[tuple[str, FileEntry | None]]:
     yield layout.STORE_JSON, None
 
 
+def _size(root: Path, path: str) -> int:
+    """Bytes of a file. Raises CorruptionError: ``file-missing``; StorageError: it cannot be looked at."""
+    hint = f"hiddenstore verify {root}"
+    try:
+        with storage_errors(root / path, hint):
+            return (root / path).stat().st_size
+    except StorageError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        problem = f"{root / path} is not there; nothing was pushed"
+        raise CorruptionError(problem, kind=Kind.FILE_MISSING, path=path, hint=hint) from error
+
+
 def _push(
     root: Path,
     entries: Mapping[str, FileEntry | None],
@@ -126,8 +139,7 @@ def _push(
     public: bool,
     begin: Begin,
 ) -> PushReport:
-    with storage_errors(root, f"hiddenstore verify {root}"):
-        sizes = {path: (root / path).stat().st_size for path in entries}
+    sizes = {path: _size(root, path) for path in entries}
     if isinstance(remote, HubRemote):
         require_limits([*sizes.items(), (CARD, len(card)), (SUMS, 1)])
     advance = begin("read", sum(sizes.values()))

@@ -237,6 +237,14 @@ def test_damage_is_not_pushed(hub: HubDouble, store: Store) -> None:
     assert hub.repos == {}
 
 
+def test_a_store_that_lacks_a_file_is_not_pushed_and_the_file_is_named(hub: HubDouble, store: Store) -> None:
+    next(Path(store.path).glob("segments/*/samples.tar")).unlink()
+    with pytest.raises(CorruptionError, match=r"samples.tar is not there; nothing was pushed") as caught:
+        push(store, open_remote(PLACE))
+    assert caught.value.kind == "file-missing"
+    assert hub.repos == {}
+
+
 def test_a_pull_that_was_cut_goes_on_at_the_byte_where_it_stopped(
     hub: HubDouble, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

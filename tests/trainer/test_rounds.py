@@ -90,3 +90,11 @@ def test_rounds_without_a_baseline_are_refused(prompts):
     with fake_server(accepts=ACCEPTS) as server:
         result = evaluate("--server", server.url, "--prompts", prompts, "--rounds", "2", code=2)
     assert "--baseline-server" in result.stderr
+
+
+def test_a_table_for_a_folder_that_is_not_there_is_refused_before_anything_is_asked(prompts, tmp_path):
+    with fake_server(accepts=ACCEPTS) as server:
+        words = ("--server", server.url, "--prompts", prompts, "--markdown", str(tmp_path / "none" / "table.md"))
+        result = evaluate(*words, code=2)
+        assert asked_of(server) == []
+    assert f"mkdir -p {tmp_path / 'none'}" in result.stderr

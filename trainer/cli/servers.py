@@ -11,7 +11,7 @@ import click
 from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.fs.seam import storage_errors
+from hiddenstore.fs.publish import replace_file
 from hiddenstore.http import HttpClient, ServerAccess
 from hiddenstore.servers import VllmPython, engine_flags, running
 from hiddenstore.targets.folder import open_target
@@ -51,6 +51,9 @@ class ServerOptions:
         if not self.prompts:
             problem = f"eval --engine {self.engine} needs --prompts FILE"
             raise ConfigError(problem, kind=Kind.USAGE, hint="--prompts FILE")
+        if self.markdown and not (folder := Path(self.markdown).parent).is_dir():
+            problem = f"--markdown {self.markdown}: there is no folder {folder}"
+            raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=f"mkdir -p {folder}")
         if self.drafter is not None:
             if self.servers or self.baseline_server or self.target is None:
                 raise click.UsageError("--serve starts both servers itself: give --target T, and no server")
@@ -115,10 +118,9 @@ def _measure_running(options: ServerOptions, questions: list[Question], unusable
         **{name: getattr(options, name) for name in names},
         **_measured(servers, baseline, questions, options),
     }
-    if options.markdown:
-        with storage_errors(options.markdown):
-            Path(options.markdown).write_text(markdown(document), encoding="utf-8")
     output().data(document, human=lambda: _show(document))
+    if options.markdown:
+        replace_file(Path(options.markdown), markdown(document).encode())
     for row in document["differences"]:
         output().warn(
             f"an answer differs that is no tie: “{row['question']}”, turn {row['turn'] + 1}, {row['plain']!r} without "

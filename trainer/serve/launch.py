@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from hiddenstore.console.output import output
 from hiddenstore.console.text import clean
 from hiddenstore.errors import ConfigError, ConflictError, Kind
+from hiddenstore.fs.publish import replace_file
 from hiddenstore.fs.seam import storage_errors
 from hiddenstore.registry import nearest
 from hiddenstore.servers import ServerProcess, VllmPython
@@ -262,7 +263,7 @@ def write_files(files: Mapping[str, str]) -> None:
             if path.exists() and path.read_bytes() != text.encode():
                 what = f"{path} exists and says something else"
                 raise ConflictError(what, kind=Kind.OUTPUT_EXISTS, hint="-o ANOTHER.yaml")
-            path.write_text(text, encoding="utf-8")
+            replace_file(path, text.encode())
 
 
 def require_installed(plan: ServePlan, engine: ServingEngine, form: str) -> None:
