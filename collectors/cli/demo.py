@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shlex
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -31,7 +30,7 @@ PIPELINE = "pipeline.yaml"
 SMOLLM2_QUESTIONS = 2000
 # A server on CPU: short texts, the dtype that CPUs with AMX or AVX512-BF16 multiply fastest.
 ENGINE_ARGS = ("dtype=bfloat16", "max-model-len=1024")
-# Compiling takes each server about a minute, once, and a C++ compiler; without it drafts cost twice as much
+# Compiling takes each server about a minute, once; without it drafts cost twice as much
 # (benchmarks/results/what-pays-2026-11-23.md).
 UNCOMPILED = "enforce-eager=true"
 
@@ -71,6 +70,9 @@ def demo(folder: str | None, target: str, quick: bool, seed: int, model: str | N
     words = _smollm2(model, engine_python, quick) if target == "smollm2" else {}
     _claim(path)
     words = words or _bundled(path)
+    if "engine_args" in words and (path / PIPELINE).is_file():
+        # Begun with a compiler on PATH and gone on without, or the other way round, it is the same demo.
+        words["engine_args"] = _engine_args(UNCOMPILED not in (path / PIPELINE).read_text(encoding="utf-8"))
     file = _pipeline_file(path, name, {**words, "out": str(path), "seed": seed})
     results = run_pipeline(load(Pipeline, file))
     document = _document(path, results)
@@ -134,13 +136,12 @@ def _smollm2(model: str | None, engine_python: str | None, quick: bool) -> dict[
         "count": SMOLLM2_QUESTIONS,
         "workers": _cores(),
         "engine_python": _engine_python(engine_python),
-        "engine_args": list(_engine_args(quick)),
+        "engine_args": _engine_args(not quick and VllmPython(engine_python).can_compile),
     }
 
 
-def _engine_args(quick: bool) -> tuple[str, ...]:
-    compiles = not quick and shutil.which(os.environ.get("CXX", "g++")) is not None
-    return ENGINE_ARGS if compiles else (*ENGINE_ARGS, UNCOMPILED)
+def _engine_args(compiles: bool) -> list[str]:
+    return [*ENGINE_ARGS, *([] if compiles else [UNCOMPILED])]
 
 
 def _engine_python(named: str | None) -> str | None:

@@ -358,13 +358,18 @@ class _Flow:
     def _run(self) -> Any:
         try:
             return self._engine.step()
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:  # Whatever vLLM's model classes and its process raise.
-            raise CaptureError(
-                f"vLLM failed with {len(self._running)} requests of a unit under way: {type(error).__name__}: "
-                f"{first_line(error)}",
-                kind=Kind.ENGINE_REQUEST,
-                hint="its log above says where; the same command goes on; --engine hf needs no vLLM",
-            ) from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> CaptureError:
+        return CaptureError(
+            f"vLLM failed with {len(self._running)} requests of a unit under way: {type(error).__name__}: "
+            f"{first_line(error)}",
+            kind=Kind.ENGINE_REQUEST,
+            hint="its log above says where; the same command goes on; --engine hf needs no vLLM",
+        )
 
     def _send(self, index: int, request: CaptureRequest) -> None:
         from vllm import SamplingParams
@@ -386,6 +391,8 @@ class _Flow:
                 kind=Kind.ENGINE_REQUEST,
                 hint="hiddenstore prepare INPUT -o DATA --target T --max-tokens N",
             ) from error
+        except Exception as error:  # Its process died since.
+            raise self._failed(error) from error
         self._running[name] = index
 
     def _answer(self, output: Any) -> None:

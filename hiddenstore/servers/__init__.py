@@ -38,6 +38,18 @@ class VllmPython:
         except OSError:
             return False
 
+    @property
+    def can_compile(self) -> bool:
+        """Whether torch's inductor finds what it compiles for a CPU with: a C++ compiler and this Python's headers."""
+        code = (
+            "import os, shutil, sys, sysconfig; header = os.path.join(sysconfig.get_path('include'), 'Python.h'); "
+            "sys.exit(not (shutil.which(os.environ.get('CXX', 'g++')) and os.path.isfile(header)))"
+        )
+        try:
+            return not subprocess.run([self.program, "-c", code], check=False, capture_output=True).returncode
+        except OSError:
+            return False
+
     def require(self) -> None:
         """Raises ConfigError: ``not-installed``: there is no such Python, or it lacks vLLM."""
         if not self.has_vllm:
@@ -102,6 +114,9 @@ def running(servers: Sequence[ServerProcess], stopping: Callable[[], bool] = lam
 
             def waiting() -> bool:
                 progress.advance(0, waited=seconds(time.monotonic() - began))
+                for url, process, log in started:
+                    if process.poll() is not None:
+                        _wait_until_up(url, process, log)
                 return stopping()
 
             for url, process, log in started:

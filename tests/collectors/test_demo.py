@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import sys
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -216,11 +217,21 @@ def test_a_download_that_fails_says_how_to_do_without_and_repeats_no_address(
 def test_servers_of_the_whole_demo_compile_where_a_compiler_is_and_those_of_the_quick_one_never(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = tmp_path / "c++"
+    compiler, python = tmp_path / "c++", tmp_path / "python"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    assert command._engine_args(quick=False) == command.ENGINE_ARGS
-    assert command.UNCOMPILED in command._engine_args(quick=True)
+    monkeypatch.setattr("collectors.demo.wheel.smollm2", lambda model: model)
+    monkeypatch.setattr(command, "_engine_python", lambda named: named)
+
+    def is_compiled(quick: bool, named: str | None = None) -> bool:
+        return command.UNCOMPILED not in command._smollm2("model", named, quick)["engine_args"]
+
+    assert is_compiled(quick=False)
+    assert not is_compiled(quick=True)
+    # A Python without its headers.
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sysconfig; sysconfig.get_path = str; $2"\n')
+    python.chmod(0o755)
+    assert not is_compiled(False, str(python))
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    assert command.UNCOMPILED in command._engine_args(quick=False)
+    assert not is_compiled(quick=False)

@@ -341,8 +341,9 @@ def test_a_sample_that_vllm_refuses_ends_the_requests_before_it(
     assert [name.rpartition("-")[2] for name in ended] == ["0"]
 
 
-def test_a_vllm_that_dies_inside_a_step_is_named_with_what_it_said(
-    target: EngineTarget, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("during", "under_way"), [("step", 2), ("add_request", 0)])
+def test_a_vllm_that_dies_is_named_with_what_it_said(
+    during: str, under_way: int, target: EngineTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise IndexError("layer -1 is out of range\nsecond line")
@@ -351,9 +352,10 @@ def test_a_vllm_that_dies_inside_a_step_is_named_with_what_it_said(
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     engine = object.__new__(VllmProcess)
     engine.target, engine._layer_ids = target, LayerIds.of(AUX, LAYERS)
-    dead = SimpleNamespace(add_request=lambda *_: None, step=fail, abort_request=fail)
-    engine._llm = SimpleNamespace(llm_engine=dead)
-    with pytest.raises(CaptureError, match=r"2 requests of a unit under way: IndexError: layer -1 .* range$") as caught:
+    works = {"add_request": lambda *_: None, "step": list}
+    engine._llm = SimpleNamespace(llm_engine=SimpleNamespace(**(works | {during: fail}), abort_request=fail))
+    said = rf"{under_way} requests of a unit under way: IndexError: layer -1 is out of range$"
+    with pytest.raises(CaptureError, match=said) as caught:
         engine.capture(requests((5, 9)))
     assert caught.value.kind == "engine-request"
 

@@ -180,6 +180,11 @@ def test_a_part_of_the_target_lies_among_the_target_s_own_fields_and_tables(tmp_
     with_one = rewritten(Path(target), tmp_path / "with.gguf", inside, without="qwen35.attention.recurrent_layers")
     again = fields(written(case("mtp of Qwen3.5"), tmp_path / "b.gguf", str(with_one)))
     assert {name: again[name] for name in inside} == inside
+    # And one that has two of them.
+    deep = write_target(tmp_path / "deep.gguf", layers=LAYERS + 2, architecture="qwen35")
+    with_two = rewritten(Path(deep), tmp_path / "two.gguf", {"qwen35.nextn_predict_layers": 2})
+    third = fields(written(case("mtp of Qwen3.5"), tmp_path / "c.gguf", str(with_two)))
+    assert third["qwen35.attention.recurrent_layers"] == [True, True, True, False] * 2 + [False]
 
 
 def test_an_mtp_layer_of_another_family_or_of_several_is_refused(target: str, tmp_path: Path) -> None:

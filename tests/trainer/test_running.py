@@ -212,6 +212,15 @@ def test_a_proxy_of_the_environment_and_a_garbled_answer_do_not_hide_a_server(
             _wait_until_up(f"http://127.0.0.1:{server.getsockname()[1]}", process, log)
 
 
+def test_a_server_that_ends_is_named_while_the_one_before_it_still_starts(tmp_path: Path) -> None:
+    servers = [
+        ServerProcess([sys.executable, "-c", code], os.environ, tmp_path / f"{name}.log")
+        for name, code in (("slow", "import time; time.sleep(60)"), ("bad", "raise SystemExit('Error: no such drafter')"))
+    ]
+    with pytest.raises(HiddenstoreError, match=r"ended with exit code 1: Error: no such drafter"), running(servers):
+        raise AssertionError("both are up")
+
+
 def test_a_switch_of_an_engine_needs_no_value() -> None:
     assert engine_flags(("enforce-eager", "dtype=float32")) == ("--enforce-eager", "--dtype", "float32")
 

@@ -43,7 +43,7 @@ class WithEngineFlags(click.Command):
     "--engine", type=Name(ENGINES.require, ENGINES), metavar="NAME", help=f"{', '.join(ENGINES)}: what serves it."
 )
 @click.option("--engine-version", "version", metavar="V", help="Write the command for this version of the engine.")
-@click.option("--method", metavar="M", help="How to draft without a drafter: ngram, mtp, none; or what DIR is.")
+@click.option("--method", metavar="M", help="How to draft without a drafter: ngram, suffix, mtp, none; or what DIR is.")
 @click.option("--draft-len", type=click.IntRange(min=1), help="Tokens drafted per step. Default: the drafter's own.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the engine's speculation.")
 @click.option(

@@ -144,9 +144,10 @@ def _appearing(out: Path, is_file: bool) -> Iterator[Path]:
         return
     refuse_existing_file(out)
     try:
-        with TemporaryDirectory() as room:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # On the disk of ``out``: with the target's tables it may be gigabytes.
+        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as room:
             yield Path(room)
-            out.parent.mkdir(parents=True, exist_ok=True)
             with new_file(out) as file, Path(room, gguf.FILE_NAME).open("rb") as whole:
                 shutil.copyfileobj(whole, cast(Any, file), 1 << 24)
     except HiddenstoreError:

@@ -365,14 +365,12 @@ def _add_tokenizer(writer: Any, target: "GGUFReader") -> None:
             _copy(writer, target, name)
 
 
-def _copy(writer: Any, target: "GGUFReader", name: str, more: list[Any] | None = None) -> None:
-    """Copy a field; a list gets ``more`` at its end."""
+def _copy(writer: Any, target: "GGUFReader", name: str) -> None:
     from gguf import GGUFValueType
 
     field = target.fields[name]
     is_list = field.types[0] == GGUFValueType.ARRAY
-    value = [*field.contents(), *(more or ())] if is_list else field.contents()
-    writer.add_key_value(name, value, field.types[0], field.types[-1] if is_list else None)
+    writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if is_list else None)
 
 
 def _add_target(writer: Any, target: "GGUFReader", path: Path, architecture: str) -> None:
@@ -387,10 +385,12 @@ def _add_target(writer: Any, target: "GGUFReader", path: Path, architecture: str
     _add(writer, count, depth + 1)
     _add(writer, nextn, 1)
     for name in (name for name in fields if name not in (count, nextn)):
-        # A file without MTP layers says of its other layers only which of them keep a running state; this one does not.
-        value = fields[name]
-        is_short = name.endswith(".recurrent_layers") and isinstance(value, list) and len(value) == depth
-        _copy(writer, target, name, [False] if is_short else None)
+        value, kinds = fields[name], target.fields[name].types
+        if name.endswith(".recurrent_layers") and isinstance(value, list):
+            # Which layers keep a running state, those of MTP with them where the file has some; this one does not.
+            writer.add_key_value(name, [*value[:depth], False], kinds[0], kinds[-1])
+        else:
+            _copy(writer, target, name)
     tables = {entry.name: entry for entry in target.tensors if entry.name in _TABLES}
     if lacking := sorted({"token_embd.weight", "output_norm.weight"} - tables.keys()):
         raise ConfigError(

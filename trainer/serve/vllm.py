@@ -15,6 +15,7 @@ from trainer.config import Section
 from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, checked_settings, flag_value, port_of
 
 VERSION = "0.32.0"
+_SUFFIX = "vLLM drafts by suffixes only beside arctic-inference: pip install arctic-inference==0.1.1"
 # vLLM looks up n-grams of 5 tokens unless told; shorter ones find more, and lookup costs next to nothing.
 NGRAM_DEFAULTS = {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
 
@@ -90,6 +91,7 @@ def plan(request: ServeRequest) -> ServePlan:
         command=("vllm", "serve", request.target, *speculation, *request.flags),
         served_as=served_as,
         port=port_of(request.flags, VLLM.port),
+        notes=(_SUFFIX,) if request.method == "suffix" else (),
     )
 
 
