@@ -94,6 +94,16 @@ def ends_of(lengths: np.ndarray | Sequence[int]) -> np.ndarray:
     return ends
 
 
+def unit_arrays(fields: Mapping[str, SmallField]) -> list[str]:
+    """The small arrays that all samples of a unit share."""
+    return [name for name, spec in fields.items() if not {"T", "N"} & set(spec.axes)]
+
+
+def mixes(codec: Codec) -> bool:
+    """Whether rows of several units decode in one go."""
+    return isinstance(codec, MixingCodec) or not unit_arrays(codec.small)
+
+
 def joined_states(fields: Mapping[str, SmallField], parts: Sequence[Encoded]) -> Mixed:
     """Parts of the same layers, each with small arrays of a unit's own, end to end."""
     rows = [len(part.codes[0]) for part in parts]
@@ -113,12 +123,12 @@ def joined_states(fields: Mapping[str, SmallField], parts: Sequence[Encoded]) ->
 def decode_states(codec: Codec, states: Mixed, out: Tensor) -> None:
     """Decode into ``out`` bfloat16 [L, n, D] on the CPU; NotTogetherError where the codec knows one unit alone."""
     part, rows = states
-    if codec.small and len(rows) > 1:
+    of_unit = unit_arrays(codec.small)
+    if of_unit and len(rows) > 1:
         if not isinstance(codec, MixingCodec):
             raise NotTogetherError
         codec.decode_mixed(part, rows, out)
         return
-    of_unit = {name for name, spec in codec.small.items() if not {"T", "N"} & set(spec.axes)}
     small = {name: values[0] if name in of_unit else values for name, values in part.small.items()}
     codec.decode(Encoded(part.codes, small), out)
 

@@ -36,6 +36,7 @@ from hiddenstore.segments.many import (
     Samples,
     decode_states,
     ends_of,
+    mixes,
     sample_places,
     samples_of,
 )
@@ -286,6 +287,8 @@ def read_together(
     if not isinstance(container, ManyContainer) or capture.states or (final is not None and capture.holds_topk):
         return None
     groups = [(first._aux, first._positions(layers)), (first._final, first._finals(final is not None))]
+    if len(parts) > 1 and not all(mixes(group.states) for group, wanted in groups if wanted):
+        return None
     try:
         plain, states = container.read_many([(reader._unit, indices) for reader, indices in parts], groups)
         places = np.concatenate([reader._places[indices] for reader, indices in parts])

@@ -40,7 +40,7 @@ from hiddenstore.segments.base import (
     unit_attributes,
 )
 from hiddenstore.segments.files import CHUNK_CORRUPT, HashedFile, SegmentFiles, write_bytes
-from hiddenstore.segments.many import Many, Mixed, NotTogetherError, Wanted, ends_of, sample_places
+from hiddenstore.segments.many import Many, Mixed, NotTogetherError, Wanted, ends_of, sample_places, unit_arrays
 from hiddenstore.segments.tar_members import (
     BLOCK_BYTES,
     HEADER_BYTES,
@@ -143,11 +143,6 @@ def _of_samples(group: FieldGroup) -> list[str]:
     return [name for name, spec in group.codec.small.items() if {"T", "N"} & set(spec.axes)]
 
 
-def _of_unit(group: FieldGroup) -> list[str]:
-    """Small arrays of a group that all samples share."""
-    return [name for name, spec in group.codec.small.items() if not {"T", "N"} & set(spec.axes)]
-
-
 def _is_joined(group: FieldGroup) -> bool:
     """Whether arrays of several samples become those of one."""
     axes = {spec.axes for spec in group.codec.small.values()}
@@ -188,7 +183,7 @@ def _unit_members(unit: EncodedUnit, capture: CaptureSpec) -> Iterator[tuple[str
     yield "unit.json", [canonical(unit_attributes(unit.unit, capture))]
     for group in groups_of(capture):
         small = unit.encoded(group).small
-        for name in _of_unit(group):
+        for name in unit_arrays(group.codec.small):
             if name in small:
                 yield _small_name(group, name), _npy(small[name])
 
@@ -436,7 +431,7 @@ class _Together:
     def _small(self, group: FieldGroup, layers: Sequence[int], lengths: np.ndarray) -> dict[str, np.ndarray]:
         """The small arrays of some layers, after a check of their values; those of a unit [U, L, D]."""
         fields, depth, ends, chosen = group.codec.small, len(group.fields), ends_of(lengths), list(layers)
-        small = {n: np.stack([unit.shared_array(group, n) for unit, _ in self._parts]) for n in _of_unit(group)}
+        small = {n: np.stack([unit.shared_array(group, n) for unit, _ in self._parts]) for n in unit_arrays(fields)}
         raw = self._counts(_small_name(group, RAW_INDEX), _RAW_INDEX_BYTES) if RAW_INDEX in fields else []
         for name in _of_samples(group):
             spec, field = fields[name], _small_name(group, name)

@@ -35,6 +35,7 @@ from hiddenstore.segments.many import (
     MANY_BYTES,
     Many,
     Mixed,
+    NotTogetherError,
     Wanted,
     ends_of,
     joined_states,
@@ -175,6 +176,8 @@ class ZarrUnit:
     def encoded_many(self, group: FieldGroup, indices: np.ndarray, layers: Sequence[int]) -> list[Encoded]:
         """A part for each run of samples that lie near each other."""
         starts, lengths = self._places(group.name == FINAL, indices)
+        if (starts[1:] < (starts + lengths)[:-1]).any():
+            raise NotTogetherError
         codec, columns = group.codec, group.codec.code_columns(self._width)
         gap_rows, most = _GAP_BYTES // columns, max(1, MANY_BYTES // (2 * self._width * len(layers)))
         cuts = np.flatnonzero((starts[1:] - (starts + lengths)[:-1] > gap_rows) | (np.diff(starts // most) > 0)) + 1
