@@ -15,6 +15,7 @@ from hiddenstore.digests import content_mismatch
 from hiddenstore.documents import sha256_hex
 from hiddenstore.errors import HiddenstoreError
 from hiddenstore.fs.seam import Filesystem, is_temporary
+from hiddenstore.records import Record
 from hiddenstore.store import Store
 from schemas.manifest import CommitRecord
 
@@ -55,9 +56,13 @@ def contents(store: Store) -> dict[str, str]:
 
 def sample_digest(store: Store, sample_id: str) -> str:
     """Digest of one sample as it reads: tokens, mask, spans, split and states, bit for bit."""
+    return record_digest(store.read(sample_id))
+
+
+def record_digest(record: Record) -> str:
+    """The same of a sample that was read."""
     import torch
 
-    record = store.read(sample_id)
     digest = hashlib.sha256(record.sample.split.encode())
     for array in (record.sample.input_ids, record.sample.loss_mask, record.sample.spans, record.final_rows):
         digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
