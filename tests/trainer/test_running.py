@@ -215,7 +215,10 @@ def test_a_proxy_of_the_environment_and_a_garbled_answer_do_not_hide_a_server(
 def test_a_server_that_ends_is_named_while_the_one_before_it_still_starts(tmp_path: Path) -> None:
     servers = [
         ServerProcess([sys.executable, "-c", code], os.environ, tmp_path / f"{name}.log")
-        for name, code in (("slow", "import time; time.sleep(60)"), ("bad", "raise SystemExit('Error: no such drafter')"))
+        for name, code in (
+            ("slow", "import time; time.sleep(60)"),
+            ("bad", "raise SystemExit('Error: no such drafter')"),
+        )
     ]
     with pytest.raises(HiddenstoreError, match=r"ended with exit code 1: Error: no such drafter"), running(servers):
         raise AssertionError("both are up")
