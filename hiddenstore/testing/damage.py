@@ -101,7 +101,7 @@ class Sweep:
         fs = self.backend("damaged")
         digests, errors = self._read(fs, paths)
         given = [*digests.items()]
-        # Another way through the same bytes, at a share of the points: it names no sample, but must not read them wrong.
+        # Another way through the same bytes, at some points: it names no sample, and must not read them wrong.
         if (self.by_reader + self.by_verify) % TOGETHER_EVERY == 0:
             given += self._read_together(fs)
         wrong = [name for name, digest in given if self.expected.get(name) != digest]
