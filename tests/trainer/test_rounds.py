@@ -8,7 +8,8 @@ from fake_server import fake_server
 from tiny_target import save_target
 
 from hiddenstore.cli import main
-from trainer.evaluate.rounds import TIE_GAP
+from trainer.evaluate.rounds import TIE_GAP, _parting
+from trainer.evaluate.server import Choice
 
 ACCEPTS = (3, 0, 1, 2)
 QUESTION = "which word is next of these"
@@ -84,6 +85,15 @@ def test_an_answer_that_differs_is_listed_with_the_gap_of_the_logits_where_it_pa
     assert row["logit_gap"] == (None if lead is None else pytest.approx(lead))
     assert found["differences" if kind == "ties" else "ties"] == []
     assert ("differs that is no tie" in result.stderr) == (kind == "differences")
+
+
+def test_answers_part_at_the_token_that_begins_alike_though_a_later_letter_is_the_first_to_differ():
+    choices = [Choice("nums", 5.0, "x"), Choice("[", 0.0, "[:"), Choice("i", 2.25, "j"), Choice(" + 1", 3.0, "]")]
+    assert _parting(choices, "nums[:i + 1]", 5).second == "[:"
+    # Where the second choice of that very letter's token is the other's word, it is there.
+    assert _parting(choices, "nums[j]", 5).lead == 2.25
+    assert _parting(choices, "nums[k]", 5).lead == 2.25
+    assert _parting(choices, "nums[i + 1]", 99) is None
 
 
 def test_rounds_without_a_baseline_are_refused(prompts):

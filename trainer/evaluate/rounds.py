@@ -6,12 +6,14 @@ compared, and their spread says how far to trust the ratio.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
 from hiddenstore.errors import HiddenstoreError
 from trainer.evaluate.prompts import Message, Question
 from trainer.evaluate.server import (
+    Choice,
     Completion,
     Row,
     SamplingOptions,
@@ -131,9 +133,8 @@ def _departure(
     except HiddenstoreError:
         # What was measured is not lost over a server that says no more.
         choices = []
-    # The second choice there is the other server's word, as far as rounding alone parts them.
-    repeats = "".join(token for token, _ in choices).startswith(greedy[:at])
-    gap = next((lead for (_, lead), end in zip(choices, _ends(choices), strict=True) if end > at), None)
+    repeats = "".join(choice.token for choice in choices).startswith(greedy[:at])
+    parting = _parting(choices, drafted, at)
     return Departure(
         task=question.task,
         question=question.history[-1]["content"][:80],
@@ -141,12 +142,19 @@ def _departure(
         at=at,
         plain=greedy[at : at + 20],
         drafted=drafted[at : at + 20],
-        logit_gap=gap if repeats else None,
+        logit_gap=parting.lead if repeats and parting else None,
     )
 
 
-def _ends(choices: Sequence[tuple[str, float]]) -> Iterator[int]:
-    end = 0
-    for token, _ in choices:
-        end += len(token)
-        yield end
+def _parting(choices: Sequence[Choice], drafted: str, at: int) -> Choice | None:
+    """The token at which another text begins to differ, given the first letter that does: the token of that letter, or
+    one before it whose second choice begins alike and goes on as the other text does (``[`` and ``[:``)."""
+    ends = list(accumulate(len(choice.token) for choice in choices))
+    last = next((index for index, end in enumerate(ends) if end > at), None)
+    if last is None:
+        return None
+    for choice, end in zip(choices[last::-1], ends[last::-1], strict=True):
+        start = end - len(choice.token)
+        if start + len(choice.second) > at and drafted.startswith(choice.second, start):
+            return choice
+    return choices[last]

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.http import HttpClient, RefusedError
@@ -185,9 +185,8 @@ class Server:
             return self.client.post("/v1/completions", {**body, "prompt": self._render(messages)}, _read_completion)
         return self.client.post("/v1/chat/completions", {**body, "messages": list(messages)}, _read_chat)
 
-    def choices(self, messages: Sequence[Message], sampling: SamplingOptions) -> list[tuple[str, float]]:
-        """The answer once more: each token's text, and its lead over the second choice in logits; empty where the
-        server does not say."""
+    def choices(self, messages: Sequence[Message], sampling: SamplingOptions) -> "list[Choice]":
+        """The answer once more, token by token; empty where the server does not say."""
         body = self._body(sampling)
         if self._render:
             body |= {"prompt": self._render(messages), "logprobs": 2}
@@ -344,22 +343,34 @@ def _read_completion(document: Any) -> Completion:
     return _completion(document, document["choices"][0].get("text"))
 
 
-def _read_chat_choices(document: Any) -> list[tuple[str, float]]:
+class Choice(NamedTuple):
+    """A token of an answer, its lead in logits, and the text of the choice next to it."""
+
+    token: str
+    lead: float
+    second: str
+
+
+def _read_chat_choices(document: Any) -> list[Choice]:
     steps = (document["choices"][0].get("logprobs") or {}).get("content") or []
-    return [(step["token"], _lead(each["logprob"] for each in step["top_logprobs"])) for step in steps]
+    return [
+        _choice(step["token"], [(each.get("token", ""), each["logprob"]) for each in step["top_logprobs"]])
+        for step in steps
+    ]
 
 
-def _read_completion_choices(document: Any) -> list[tuple[str, float]]:
+def _read_completion_choices(document: Any) -> list[Choice]:
     said = document["choices"][0].get("logprobs") or {}
     if said.get("content"):  # llama.cpp's form, of chats and of completions
         return _read_chat_choices(document)
     tops = said.get("top_logprobs") or []
-    return [(token, _lead((top or {}).values())) for token, top in zip(said.get("tokens") or [], tops, strict=True)]
+    tokens = zip(said.get("tokens") or [], tops, strict=True)
+    return [_choice(token, list((top or {}).items())) for token, top in tokens]
 
 
-def _lead(logprobs: Iterable[float]) -> float:
-    first, second = (*sorted(logprobs, reverse=True), -inf, -inf)[:2]
-    return first - second
+def _choice(token: str, tops: Sequence[tuple[str, float]]) -> Choice:
+    first, second = (*sorted((logprob for _, logprob in tops), reverse=True), -inf, -inf)[:2]
+    return Choice(token, first - second, next((text for text, _ in tops if text != token), ""))
 
 
 def _completion(document: Any, text: Any) -> Completion:
