@@ -69,12 +69,7 @@ def new_folder(out: Path, refuse: Callable[[Path], None] = refuse_existing_folde
     ``refuse`` raises where ``out`` is somebody's work already. Raises ConflictError: ``output-exists``; StorageError:
     the disk refused."""
     refuse(out)
-    hidden = out.parent / _hidden_name(out)
-    with storage_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        sweep_killed(out.parent, out.name)
-        hidden.mkdir()
-    with _locked(hidden):
+    with room_beside(out) as hidden:
         try:
             yield hidden
             _sync_tree(hidden)
@@ -87,8 +82,32 @@ def new_folder(out: Path, refuse: Callable[[Path], None] = refuse_existing_folde
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 refuse(out)
             raise storage_error(error, str(out)) from error
+
+
+@contextmanager
+def room_beside(out: Path) -> Iterator[Path]:
+    """A folder on the disk of ``out`` that is gone when the block ends; a killed process's goes with the next writer of
+    ``out``. Raises StorageError: it cannot be made."""
+    hidden = out.parent / _hidden_name(out)
+    with storage_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        sweep_killed(out.parent, out.name)
+        hidden.mkdir()
+    with _locked(hidden):
+        try:
+            yield hidden
         finally:
             shutil.rmtree(hidden, ignore_errors=True)
+
+
+def place_file(whole: Path, out: Path) -> None:
+    """Give a finished file of the same disk its name. Raises ConflictError: ``output-exists``; StorageError: the disk
+    refused."""
+    refuse_existing_file(out)
+    with storage_errors(out):
+        _sync_file(whole)
+        _link(whole, out)
+        PosixDisk().sync_folder(str(out.parent.absolute()))
 
 
 def upload(folder: Path, fs: Filesystem, last: str) -> None:

@@ -154,6 +154,14 @@ def test_a_name_that_is_taken_stays_what_it_was(target: str, tmp_path: Path) -> 
     assert [file.name for file in tmp_path.iterdir()] == ["drafter.gguf"]
 
 
+def test_what_a_killed_export_left_beside_its_file_goes_with_the_next(target: str, tmp_path: Path) -> None:
+    left = tmp_path / "out" / ".a.gguf.writing-0123abcd"
+    left.mkdir(parents=True)
+    (left / "drafter.gguf").write_bytes(b"half")
+    out = written(case("eagle3"), tmp_path / "out" / "a.gguf", target)
+    assert [file.name for file in out.parent.iterdir()] == ["a.gguf"]
+
+
 def test_a_folder_that_cannot_be_made_is_a_storage_error_and_leaves_nothing(target: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match=r"file/drafter\.gguf"):

@@ -6,12 +6,10 @@ Whatever is written is read back and must give the same logits, bit for bit, bef
 
 import json
 import math
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -28,8 +26,8 @@ from hiddenstore.errors import (
     NotFoundError,
     StorageError,
 )
-from hiddenstore.fs.publish import new_file, new_folder, refuse_existing_file, refuse_existing_folder
-from hiddenstore.fs.seam import storage_error
+from hiddenstore.fs.publish import new_folder, place_file, refuse_existing_file, refuse_existing_folder, room_beside
+from hiddenstore.fs.seam import storage_error, storage_errors
 from hiddenstore.store import Store
 from hiddenstore.targets.identity import has_adapter, target_argument
 from trainer.attention.rope import RopeScaling
@@ -143,17 +141,9 @@ def _appearing(out: Path, is_file: bool) -> Iterator[Path]:
             yield folder
         return
     refuse_existing_file(out)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        # On the disk of ``out``: with the target's tables it may be gigabytes.
-        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as room:
-            yield Path(room)
-            with new_file(out) as file, Path(room, gguf.FILE_NAME).open("rb") as whole:
-                shutil.copyfileobj(whole, cast(Any, file), 1 << 24)
-    except HiddenstoreError:
-        raise
-    except OSError as error:
-        raise storage_error(error, str(out)) from error
+    with storage_errors(out), room_beside(out) as room:
+        yield room
+        place_file(room / gguf.FILE_NAME, out)
 
 
 def _write_gguf(file: Path, checkpoint: Checkpoint, reads: Reads, made: Files, about: dict[str, Any]) -> Files:
