@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hiddenstore.codecs import get_codec
-from hiddenstore.codecs.base import RAW_INDEX, EncodedLayers
+from hiddenstore.codecs.base import RAW_INDEX, EncodedLayers, MaskedCodec
 from hiddenstore.codecs.topk import pack_rows
 from hiddenstore.records import Record
 from hiddenstore.segments.base import EncodedUnit
@@ -43,7 +43,11 @@ def encode_records(
     layers = ([record.aux[k] for record in records] for k in slots)
     shared = ({}, {}) if joins is None else (joins.aux.small, joins.final.small)
     names = [field_name(layer) for layer in capture.stored_layers]
-    aux = _encode(_encoder(capture.codecs.aux, shared[0]), names, layers, width, stats)
+    loss_mask = _joined([record.sample.loss_mask for record in records], "uint8", (0,))
+    encoder, codec = _encoder(capture.codecs.aux, shared[0]), get_codec(capture.codecs.aux)
+    if isinstance(codec, MaskedCodec):
+        encoder = partial(encoder, fine=codec.fine_rows(loss_mask, [record.sample.tokens for record in records]))
+    aux = _encode(encoder, names, layers, width, stats)
     final = EncodedLayers([])
     if capture.holds_topk:
         packed = pack_rows([record.topk for record in records if record.topk is not None], capture.topk)
@@ -55,7 +59,7 @@ def encode_records(
         unit=unit,
         samples=tuple(_sample_entries(records)),
         input_ids=_joined([record.sample.input_ids for record in records], "int32", (0,)),
-        loss_mask=_joined([record.sample.loss_mask for record in records], "uint8", (0,)),
+        loss_mask=loss_mask,
         spans=_joined([np.insert(record.sample.spans, 0, i, 1) for i, record in enumerate(records)], "int32", (0, 4)),
         final_rows=_joined([record.final_rows for record in records], "int32", (0,)),
         aux=aux,
