@@ -18,7 +18,7 @@ import pyarrow as pa
 from hiddenstore import layout
 from hiddenstore.care.stored_unit import CopyUnit, copy_codes, copy_decoded, copy_verbatim, stores_by_sample
 from hiddenstore.codecs import get_layout
-from hiddenstore.codecs.base import CodeLayout
+from hiddenstore.codecs.base import CodeLayout, MaskedCodec
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.commit import committed_units, lost_samples
 from hiddenstore.errors import ConfigError, ConflictError, FormatError, Kind, NotFoundError
@@ -185,6 +185,8 @@ def _rounding(old: CodeLayout, new: CodeLayout) -> str | None:
     if REBUILT in (old.name, new.name):
         way = "comes back through the target's last blocks when it is read"
         return way if new.name == REBUILT else "keeps what the target's last blocks made of the decoded top layer"
+    if isinstance(old, MaskedCodec) and new.name != old.name:
+        return f"keeps the error of {old.name}, the larger one at rows that the loss mask leaves out included"
     if not old.exact:
         return f"keeps the error of {old.name}; it does not bring bf16 back" if new.exact else "rounds a second time"
     return None if new.exact else "rounds once"

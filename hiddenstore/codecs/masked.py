@@ -44,12 +44,13 @@ class Q4Q3Codec(Q4Codec, MaskedCodec):
     )
 
     def fine_rows(self, mask: np.ndarray, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-        stops = np.repeat(np.cumsum(lengths, dtype=np.int64), lengths)
+        counts = np.asarray(lengths, dtype=np.int64)
+        stops = np.repeat(np.cumsum(counts), counts)
         rows = np.arange(len(stops))
         supervised = np.zeros(len(stops) + 1, dtype=np.int64)
         np.cumsum(mask != 0, out=supervised[1:])
         ahead = supervised[np.minimum(rows + ROWS_BEFORE + 1, stops)] - supervised[:-1]
-        return (ahead > 0) | (rows - (stops - np.repeat(lengths, lengths)) < FIRST_ROWS)
+        return (ahead > 0) | (rows - (stops - np.repeat(counts, counts)) < FIRST_ROWS)
 
     def pieces(self, fine: np.ndarray) -> np.ndarray:
         return np.where(fine, _FINE, _COARSE)
