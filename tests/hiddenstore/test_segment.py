@@ -22,7 +22,7 @@ from schemas import CaptureSpec, CommitRecord, Engine, FileEntry
 
 FOLDER = "segments/u-00000000"
 # What is stored by the loss mask is for aux layers alone: tests/hiddenstore/test_masked.py.
-STATES = sorted(CODECS.keys() & LAYOUTS.keys())
+STATES = sorted({*CODECS} & {*LAYOUTS})
 
 
 def commit(unit: EncodedUnit, files: tuple[FileEntry, ...]) -> CommitRecord:

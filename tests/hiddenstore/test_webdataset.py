@@ -36,7 +36,7 @@ from schemas.manifest import FileEntry
 
 FOLDER = "segments/u-00000000"
 # What is stored by the loss mask is for aux layers alone: tests/hiddenstore/test_masked.py.
-STATES = sorted(CODECS.keys() & LAYOUTS.keys())
+STATES = sorted({*CODECS} & {*LAYOUTS})
 ALL_CODECS = [*STATES, "tiny"]
 
 
