@@ -21,7 +21,7 @@ ROWS_BEFORE = 16
 """Rows before a supervised one that are fine too: the last of a question lead to its answer."""
 
 _FINE, _COARSE = 17, 13
-_WORST_NIBBLES = 0x88
+_SIGNS_OF_FOUR_BITS = 0x88
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Q4Q3Codec(Q4Codec, MaskedCodec):
         size = codes.shape[1] // _FINE
         if fine.all():
             return codes.reshape(-1, size)
-        stored, first = self._room(fine, size)
+        stored, first = np.empty((int(self.pieces(fine).sum()), size), dtype=np.uint8), self._first(fine)
         _windows(stored, _FINE)[first[fine]] = codes[fine]
         _windows(stored, _COARSE)[first[~fine]] = _narrow(codes[~fine], size)
         return stored
@@ -81,11 +81,8 @@ class Q4Q3Codec(Q4Codec, MaskedCodec):
         out[fine] = _windows(pieces, _FINE)[first[fine]]
         out[~fine] = _wide(_windows(pieces, _COARSE)[first[~fine]], size)
 
-    def _room(self, fine: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Uninitialised pieces for rows of these classes, and the first piece of each row."""
-        return np.empty((int(self.pieces(fine).sum()), size), dtype=np.uint8), self._first(fine)
-
     def _first(self, fine: np.ndarray) -> np.ndarray:
+        """The first piece of each row, int64 [n]."""
         pieces = self.pieces(fine)
         return np.cumsum(pieces) - pieces
 
@@ -99,7 +96,7 @@ def _windows(pieces: np.ndarray, count: int) -> np.ndarray:
 def _narrow(codes: np.ndarray, size: int) -> np.ndarray:
     """Rows of ``q4`` uint8 [n, 17 G] with codes -4 … 3 as coarse ones [n, 13 G]."""
     nibbles = codes[:, : 16 * size]
-    if ((nibbles ^ (nibbles << 1)) & _WORST_NIBBLES).any():
+    if ((nibbles ^ (nibbles << 1)) & _SIGNS_OF_FOUR_BITS).any():
         raise ValueError("a coarse row holds a code outside -4 … 3")
     pairs = (nibbles & 7) | ((nibbles >> 1) & 0x38)
     last = pairs[:, 12 * size :]

@@ -54,19 +54,19 @@ class SampleView:
         ``final``, the final rows. Raises ConfigError: ``store-lacks-states``."""
         if self.loss_on == "stored":
             return
-        lacks, aux = dict[str, str](), get_layout(capture.codecs.aux)
+        reasons, options, aux = list[str](), ["--final all"] if final else [], get_layout(capture.codecs.aux)
         if final and capture.final == "supervised":
-            lacks["--final all"] = "the final hidden is stored at supervised rows alone"
+            reasons.append("the final hidden is stored at supervised rows alone")
         if layers and isinstance(aux, MaskedCodec):
-            recipe = recipe_name(capture.codecs.model_copy(update={"aux": aux.everywhere}))
-            lacks[f"--recipe {recipe}"] = f"{aux.name} stores in fewer bits what no loss is taken at"
-        wider = np.flatnonzero(self.mask(sample) > sample.loss_mask) if lacks else ()
+            reasons.append(f"{aux.name} stores in fewer bits what no loss is taken at")
+            options.append(f"--recipe {recipe_name(capture.codecs.model_copy(update={'aux': aux.everywhere}))}")
+        wider = np.flatnonzero(self.mask(sample) > sample.loss_mask) if reasons else ()
         if len(wider):
             raise ConfigError(
                 f"data.loss_on={self.loss_on} teaches token {wider[0]} of sample {sample.id}, which the stored mask "
-                f"leaves out, and {' and '.join(lacks.values())}",
+                f"leaves out, and {' and '.join(reasons)}",
                 kind=Kind.STORE_LACKS_STATES,
-                hint=f"hiddenstore collect DATA -o NEW_STORE --target T {' '.join(lacks)}, or data.loss_on=stored",
+                hint=f"hiddenstore collect DATA -o NEW_STORE --target T {' '.join(options)}, or data.loss_on=stored",
             )
 
     def cut(self, record: Record) -> Record:

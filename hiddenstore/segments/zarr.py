@@ -122,7 +122,8 @@ ZARR = ZarrContainer()
 
 
 class ZarrUnit:
-    """One group. Keeps the small arrays and shard indexes it read: about (4 L + 11) bytes a token, 4 D a layer."""
+    """One group. Keeps the small arrays and shard indexes it read: about (4 L + 11) bytes a token (9 more of rows by
+    the mask), 4 D a layer."""
 
     def __init__(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> None:
         self._fs, self._path, self._record = fs, path, record

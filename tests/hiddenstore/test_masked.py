@@ -230,9 +230,9 @@ def test_a_repair_keeps_codes_and_a_recapture_joins_them(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("final", "recipe", "options"),
     [
-        ("all", PAIR, "--recipe compact"),
+        ("all", PAIR, "--final all --recipe compact"),
         ("supervised", PAIR, "--final all --recipe compact"),
-        ("all", "rebuilt-q3", "--recipe rebuilt"),
+        ("all", "rebuilt-q3", "--final all --recipe rebuilt"),
     ],
 )
 def test_a_mask_wider_than_the_stored_one_is_refused(tmp_path: Path, final: Any, recipe: str, options: str) -> None:
