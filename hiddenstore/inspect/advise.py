@@ -434,10 +434,11 @@ class _Bench:
         codec = CODECS[name]
         if not isinstance(codec, MaskedCodec) or self.rebuilding is None:
             return None
-        pairs = zip(self.states.samples, self.rebuilding.samples, strict=False)
-        return np.concatenate(
-            [codec.fine_rows(of.loss_mask, [of.tokens])[part.start : part.start + part.tokens] for part, of in pairs]
-        )
+        classes = []
+        for window, sample in zip(self.states.samples, self.rebuilding.samples, strict=False):
+            rows = codec.fine_rows(sample.loss_mask, [sample.tokens])
+            classes.append(rows[window.start : window.start + window.tokens])
+        return np.concatenate(classes)
 
     @cached_property
     def _finite_final(self) -> Tensor:
