@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -372,7 +373,8 @@ class Q4Codec(AffineCodec):
         return RowPart("codes", "|u1", GROUP // 2 * groups), RowPart("group_scale", "|u1", groups)
 
     def codes_of(self, y: Tensor, codes: Tensor, token_scale: Tensor, peak: Tensor, fine: Tensor | None = None) -> None:
-        far_side: float | Tensor = FAR_SIDE if fine is None else torch.where(fine, FAR_SIDE, COARSE_FAR_SIDE)
+        # Any: two numbers are clamped to, or two tensors.
+        far_side: Any = FAR_SIDE if fine is None else torch.where(fine, FAR_SIDE, COARSE_FAR_SIDE)
         rows, columns = y.shape
         half = columns // 2
         grouped = y.view(rows, GROUP, columns // GROUP)

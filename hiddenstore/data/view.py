@@ -60,7 +60,7 @@ class SampleView:
         if layers and isinstance(aux, MaskedCodec):
             reasons.append(f"{aux.name} stores in fewer bits what no loss is taken at")
             options.append(f"--recipe {recipe_name(capture.codecs.model_copy(update={'aux': aux.everywhere}))}")
-        wider = np.flatnonzero(self.mask(sample) > sample.loss_mask) if reasons else ()
+        wider = np.flatnonzero(self.mask(sample) > sample.loss_mask) if reasons else np.zeros(0)
         if len(wider):
             raise ConfigError(
                 f"data.loss_on={self.loss_on} teaches token {wider[0]} of sample {sample.id}, which the stored mask "

@@ -7,6 +7,7 @@ Shapes: L aux layers, T tokens of the unit, t tokens of one sample, R final rows
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,10 +45,10 @@ def encode_records(
     shared = ({}, {}) if joins is None else (joins.aux.small, joins.final.small)
     names = [field_name(layer) for layer in capture.stored_layers]
     loss_mask = _joined([record.sample.loss_mask for record in records], "uint8", (0,))
-    encoder, codec = _encoder(capture.codecs.aux, shared[0]), get_codec(capture.codecs.aux)
+    codec, fine = get_codec(capture.codecs.aux), None
     if isinstance(codec, MaskedCodec):
-        encoder = partial(encoder, fine=codec.fine_rows(loss_mask, [record.sample.tokens for record in records]))
-    aux = _encode(encoder, names, layers, width, stats)
+        fine = codec.fine_rows(loss_mask, [record.sample.tokens for record in records])
+    aux = _encode(_encoder(capture.codecs.aux, shared[0], fine), names, layers, width, stats)
     final = EncodedLayers([])
     if capture.holds_topk:
         packed = pack_rows([record.topk for record in records if record.topk is not None], capture.topk)
@@ -125,11 +126,13 @@ def with_raw_rows(stats: Mapping[str, LayerStats], encoded: EncodedLayers) -> di
     }
 
 
-def _encoder(name: str, shared: Mapping[str, np.ndarray]) -> _Encoder:
-    """How layers are encoded: by their own statistics, or by those of the unit they join where the codec has any."""
+def _encoder(name: str, shared: Mapping[str, np.ndarray], fine: np.ndarray | None = None) -> _Encoder:
+    """How layers are encoded: by their own statistics, or by those of the unit they join where the codec has any; and
+    by the classes of their rows bool [T], where it has some."""
     codec = get_codec(name)
     has_shared = any(not {"T", "N"} & set(spec.axes) for spec in codec.small.values())
-    return partial(codec.encode_layers, shared=shared) if shared and has_shared else codec.encode_layers
+    options: dict[str, Any] = {"shared": shared} if shared and has_shared else {}
+    return partial(codec.encode_layers, **(options if fine is None else {**options, "fine": fine}))
 
 
 def _encode(
