@@ -18,7 +18,8 @@ from hiddenstore.codecs.base import FIXED_CHUNK_TOKENS, MaskedCodec
 FIRST_ROWS = 4
 """Of a sample, fine whatever the mask says: attention sinks are among them."""
 ROWS_BEFORE = 16
-"""Rows before a supervised one that are fine too: the last of a question lead to its answer."""
+"""Rows before a supervised one that are fine too: the last of a question lead to its answer. The row behind one is, as a
+final row is stored there."""
 
 _FINE, _COARSE = 17, 13
 _SIGNS_OF_FOUR_BITS = 0x88
@@ -26,7 +27,7 @@ _SIGNS_OF_FOUR_BITS = 0x88
 
 @dataclass(frozen=True)
 class Q4Q3Codec(Q4Codec, MaskedCodec):
-    """Rows are fine within ``FIRST_ROWS`` of their sample and where a token at t … t + ``ROWS_BEFORE`` is supervised.
+    """Rows are fine within ``FIRST_ROWS`` of their sample and where a token at t - 1 … t + ``ROWS_BEFORE`` is supervised.
 
     A piece is G bytes. A fine row is the 17 G bytes of ``q4``. A coarse row has codes -4 … 3: 12 G bytes of codes, then
     G of group scales. Byte i < 12 G holds in its low six bits the codes of channels i (bits 0 – 2) and i + 16 G (bits
@@ -40,17 +41,17 @@ class Q4Q3Codec(Q4Codec, MaskedCodec):
     formula: str = (
         "rows as G-byte pieces end to end in the order of tokens: 17 of a fine row (a row of q4), 13 of a coarse one; "
         f"fine are the first {FIRST_ROWS} rows of a sample and those with a supervised token at most {ROWS_BEFORE} "
-        "tokens ahead; coarse rows as in docs/format.md, then decoded as q4"
+        "tokens ahead or one behind; coarse rows as in docs/format.md, then decoded as q4"
     )
 
     def fine_rows(self, mask: np.ndarray, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
         counts = np.asarray(lengths, dtype=np.int64)
         stops = np.repeat(np.cumsum(counts), counts)
-        rows = np.arange(len(stops))
+        rows, starts = np.arange(len(stops)), stops - np.repeat(counts, counts)
         supervised = np.zeros(len(stops) + 1, dtype=np.int64)
         np.cumsum(mask != 0, out=supervised[1:])
-        ahead = supervised[np.minimum(rows + ROWS_BEFORE + 1, stops)] - supervised[:-1]
-        return (ahead > 0) | (rows - (stops - np.repeat(counts, counts)) < FIRST_ROWS)
+        near = supervised[np.minimum(rows + ROWS_BEFORE + 1, stops)] - supervised[np.maximum(rows - 1, starts)]
+        return (near > 0) | (rows - starts < FIRST_ROWS)
 
     def pieces(self, fine: np.ndarray) -> np.ndarray:
         return np.where(fine, _FINE, _COARSE)
@@ -59,7 +60,7 @@ class Q4Q3Codec(Q4Codec, MaskedCodec):
         return self.code_columns(width) // _FINE
 
     def mean_row_bits(self, width: int, tokens: int, supervised: int, samples: int) -> float:
-        fine = min(tokens, supervised + samples * (FIRST_ROWS + ROWS_BEFORE))
+        fine = min(tokens, supervised + samples * (FIRST_ROWS + ROWS_BEFORE + 1))
         saved = 8.0 * self.piece_bytes(width) * (_FINE - _COARSE)
         return self.row_bits(width) - saved * (1 - fine / max(1, tokens))
 

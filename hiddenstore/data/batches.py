@@ -251,7 +251,7 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                 f"pack_tokens {self._pack_tokens} must lie in 1…batch_tokens ({self.batch_tokens})",
                 kind=Kind.PACK_INVALID,
             )
-        if self.view.loss_on != "stored":
+        if self.view.shortfall(self.store.capture, self._read, self._final)[0]:
             for slot in self._slots(np.arange(min(CHECKED_SAMPLES, len(self._lengths)))):
                 self.view.require_rows(self.store.sample(slot.id), self.store.capture, self._read, self._final)
         (longest,) = self._slots(np.argmax(self._lengths, keepdims=True))

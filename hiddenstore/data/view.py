@@ -52,14 +52,7 @@ class SampleView:
     def require_rows(self, sample: Sample, capture: CaptureSpec, layers: Sequence[int], final: bool) -> None:
         """Refuse a mask that teaches where a store holds less of what is read: the stored ``layers`` and, with
         ``final``, the final rows. Raises ConfigError: ``store-lacks-states``."""
-        if self.loss_on == "stored":
-            return
-        reasons, options, aux = list[str](), ["--final all"] if final else [], get_layout(capture.codecs.aux)
-        if final and capture.final == "supervised":
-            reasons.append("the final hidden is stored at supervised rows alone")
-        if layers and isinstance(aux, MaskedCodec):
-            reasons.append(f"{aux.name} stores in fewer bits what no loss is taken at")
-            options.append(f"--recipe {recipe_name(capture.codecs.model_copy(update={'aux': aux.everywhere}))}")
+        reasons, options = self.shortfall(capture, layers, final)
         wider = np.flatnonzero(self.mask(sample) > sample.loss_mask) if reasons else np.zeros(0)
         if len(wider):
             raise ConfigError(
@@ -68,6 +61,19 @@ class SampleView:
                 kind=Kind.STORE_LACKS_STATES,
                 hint=f"hiddenstore collect DATA -o NEW_STORE --target T {' '.join(options)}, or data.loss_on=stored",
             )
+
+    def shortfall(self, capture: CaptureSpec, layers: Sequence[int], final: bool) -> tuple[list[str], list[str]]:
+        """What a store holds less of where its mask leaves a token out, and the options of a ``collect`` that does not;
+        no reason where ``layers`` and, with ``final``, the final rows serve any mask of this view."""
+        reasons, options, aux = list[str](), ["--final all"] if final else [], get_layout(capture.codecs.aux)
+        if self.loss_on == "stored":
+            return reasons, options
+        if final and capture.final == "supervised":
+            reasons.append("the final hidden is stored at supervised rows alone")
+        if layers and isinstance(aux, MaskedCodec):
+            reasons.append(f"{aux.name} stores in fewer bits what no loss is taken at")
+            options.append(f"--recipe {recipe_name(capture.codecs.model_copy(update={'aux': aux.everywhere}))}")
+        return reasons, options
 
     def cut(self, record: Record) -> Record:
         """A record without what lies past ``max_tokens``: aux [L, n, D], and the final rows below n."""

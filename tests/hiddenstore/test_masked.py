@@ -57,7 +57,7 @@ def conversations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain_classes(mask: np.ndarray) -> list[bool]:
-    return [t < 4 or bool(mask[t : t + 17].any()) for t in range(len(mask))]
+    return [t < 4 or bool(mask[max(0, t - 1) : t + 17].any()) for t in range(len(mask))]
 
 
 def plain_row(stored: bytes, groups: int) -> list[int]:
@@ -75,7 +75,7 @@ def plain_row(stored: bytes, groups: int) -> list[int]:
     return codes
 
 
-def test_rows_are_fine_at_the_start_of_a_sample_and_up_to_16_before_what_is_taught() -> None:
+def test_rows_are_fine_at_the_start_of_a_sample_up_to_16_before_what_is_taught_and_one_behind() -> None:
     rng = np.random.default_rng(0)
     for _ in range(40):
         masks = [(rng.random(length) < 0.02).astype(np.uint8) for length in rng.integers(0, 90, rng.integers(0, 5))]
@@ -202,8 +202,17 @@ def test_a_copy_of_exact_states_is_what_a_capture_would_hold(tmp_path: Path) -> 
     run_copy(open_copy([raw], tmp_path / "copy", PAIR))
     copied = Store.open(tmp_path / "copy")
     assert all(same_bits(copied[name].aux, made[name].aux) for name in made.sample_ids)
-    notes = open_copy([made], tmp_path / "more", "compact").notes
-    assert any("aux: q4q3 → q4" in note and "loss mask" in note for note in notes)
+
+
+def test_a_copy_in_which_nothing_says_which_rows_are_coarse_is_refused(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "made", codec=PAIR, width=WIDTH)
+    other = make_store(tmp_path / "other", codec="raw", width=WIDTH)
+    for sources, recipe in (([store], "compact"), ([other, store], "raw")):
+        with pytest.raises(ConfigError, match=r"rows in fewer bits .* \(q4q3\)") as refused:
+            open_copy(sources, tmp_path / "more", recipe)
+        assert refused.value.kind == "store-lacks-states"
+        assert "--recipe aux=q4q3" in str(refused.value.hint)
+    assert not (tmp_path / "more").exists()
 
 
 def test_a_repair_keeps_codes_and_a_recapture_joins_them(tmp_path: Path) -> None:
@@ -280,7 +289,8 @@ def test_damage_is_an_error_and_never_other_states(tmp_path: Path) -> None:
 
 def test_at_a_width_of_4096_and_60_percent_taught_a_token_takes_less_than_an_eighth_of_bf16(tmp_path: Path) -> None:
     capture, tokens = capture_spec(layers=(1, 3, 4), width=4096, codec="rebuilt-q3", final="all"), 900
-    ids, mask = np.arange(tokens, dtype=np.int32) % VOCAB, (np.arange(tokens) >= 360).astype(np.uint8)
+    places = np.arange(tokens, dtype=np.int32)
+    ids, mask = places % VOCAB, ((places >= 359) & (places < 899)).astype(np.uint8)
     sample = replace(conversation(0), input_ids=ids, loss_mask=mask)
     states = torch.randn(3, tokens, 4096).bfloat16()
     unit = encode_records("unit", [Record(sample, states, states[0], np.arange(tokens))], capture)
