@@ -18,8 +18,8 @@ from hiddenstore.codecs.base import FIXED_CHUNK_TOKENS, MaskedCodec
 FIRST_ROWS = 4
 """Of a sample, fine whatever the mask says: attention sinks are among them."""
 ROWS_BEFORE = 16
-"""Rows before a supervised one that are fine too: the last of a question lead to its answer. The row behind one is, as a
-final row is stored there."""
+"""Rows before a supervised one that are fine too: the last of a question lead to its answer. So is the row behind one,
+where a final row is stored."""
 
 _FINE, _COARSE = 17, 13
 _SIGNS_OF_FOUR_BITS = 0x88
@@ -27,7 +27,7 @@ _SIGNS_OF_FOUR_BITS = 0x88
 
 @dataclass(frozen=True)
 class Q4Q3Codec(Q4Codec, MaskedCodec):
-    """Rows are fine within ``FIRST_ROWS`` of their sample and where a token at t - 1 … t + ``ROWS_BEFORE`` is supervised.
+    """Rows are fine within ``FIRST_ROWS`` of their sample, and where a token of t - 1 … t + ``ROWS_BEFORE`` is taught.
 
     A piece is G bytes. A fine row is the 17 G bytes of ``q4``. A coarse row has codes -4 … 3: 12 G bytes of codes, then
     G of group scales. Byte i < 12 G holds in its low six bits the codes of channels i (bits 0 – 2) and i + 16 G (bits

@@ -296,6 +296,6 @@ def test_at_a_width_of_4096_and_60_percent_taught_a_token_takes_less_than_an_eig
     unit = encode_records("unit", [Record(sample, states, states[0], np.arange(tokens))], capture)
     write_encoded(LocalFilesystem(tmp_path), "segment", unit, capture)
     sizes = [zarr.open_array(tmp_path / "segment" / name, mode="r").size for name in ("layer_3", "layer_4")]
-    assert sizes == [tokens * (mean_row_bits(Q4Q3, 4096, tokens, 540, 1) - 16) / 8] * 2
+    assert sizes == [round(tokens * (mean_row_bits(Q4Q3, 4096, tokens, 540, 1) - 16) / 8)] * 2
     ids_mask_and_scales = 4 + 1 + 2 * 2
     assert 4 * 2 * 4096 / (sum(sizes) / tokens + ids_mask_and_scales) > 8.2
