@@ -10,6 +10,7 @@ from typing import Any
 
 from collectors.targets.layers import LayerChoice
 from hiddenstore.codecs import get_layout
+from hiddenstore.codecs.base import mean_row_bits
 from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
 from hiddenstore.console.text import size
 from hiddenstore.errors import ConfigError
@@ -154,7 +155,8 @@ def _estimate(
     aux, final = get_layout(codecs.aux), get_layout(codecs.final)
     layers, width = len(capture.stored_layers), capture.target.hidden_size
     rows = final_rows(info, capture.final)
-    bits = info.tokens * layers * aux.row_bits(width) + rows * final.row_bits(width)
+    row_bits = mean_row_bits(aux, width, info.tokens, info.supervised_tokens, info.samples)
+    bits = info.tokens * layers * row_bits + rows * final.row_bits(width)
     stored = int(bits / 8) + info.tokens * BYTES_BESIDE_STATES
     segments = max(1, math.ceil(info.tokens / unit_tokens(capture)))
     extra = container.overhead(capture, info.samples, segments)

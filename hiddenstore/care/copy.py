@@ -18,7 +18,7 @@ import pyarrow as pa
 from hiddenstore import layout
 from hiddenstore.care.stored_unit import CopyUnit, copy_codes, copy_decoded, copy_verbatim, stores_by_sample
 from hiddenstore.codecs import get_layout
-from hiddenstore.codecs.base import CodeLayout
+from hiddenstore.codecs.base import CodeLayout, MaskedCodec
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.commit import committed_units, lost_samples
 from hiddenstore.errors import ConfigError, ConflictError, FormatError, Kind, NotFoundError
@@ -111,6 +111,7 @@ def open_destination(
         codecs = get_recipe(recipe)
         recipe = recipe_name(codecs)
     _require_finals(sources, codecs)
+    _require_classes(sources, codecs)
     captures = [source.capture if layers is None else with_layers(source, layers) for source in sources]
     capture = recoded(captures[0], codecs).model_copy(update={"target": identity.model_copy(update=stated)})
     files = {e.path: first.target_file(e.path) for e in first.manifest.target_files if e.path != BLOCKS_FILE}
@@ -130,7 +131,8 @@ def with_layers(source: Store, layers: Sequence[int]) -> CaptureSpec:
         )
     if capture.codecs.final == REBUILT:
         problem = f"{source.path} rebuilds states from the layers it stores: none of them can be left out"
-        raise ConfigError(problem, kind=Kind.BLOCKS_UNSUPPORTED, hint="copy it with --recipe compact first")
+        stored = recipe_name(capture.codecs.model_copy(update={"final": "q8"}))
+        raise ConfigError(problem, kind=Kind.BLOCKS_UNSUPPORTED, hint=f"copy it with --recipe {stored} first")
     if not layers and not capture.holds_final_hidden:
         raise ConfigError(f"nothing of {source.path} would be left to train from", kind=Kind.FINAL_UNFIT)
     return capture.model_copy(update={"aux_layers": tuple(sorted(set(layers)))})
@@ -150,6 +152,19 @@ def _require_finals(sources: Sequence[Store], codecs: Codecs) -> None:
     if bare is not None and codecs.final == TOPK and not bare.capture.holds_topk:
         problem = f"{bare.path} holds the final hidden alone; top tokens in its place would leave nothing to train from"
         raise ConfigError(problem, kind=Kind.FINAL_UNFIT, hint=f"copy with --recipe {DEFAULT_RECIPE}")
+
+
+def _require_classes(sources: Sequence[Store], codecs: Codecs) -> None:
+    """Rows of fewer bits stay in their codec, which refuses a loss there: in another they would pass for whole ones."""
+    for source in sources:
+        old = source.capture.codecs.aux
+        if old != codecs.aux and isinstance(get_layout(old), MaskedCodec):
+            raise ConfigError(
+                f"{source.path} holds rows in fewer bits where its loss mask leaves them out ({old}); in {codecs.aux} "
+                "nothing would say so",
+                kind=Kind.STORE_LACKS_STATES,
+                hint=f"copy with --recipe {recipe_name(codecs.model_copy(update={'aux': old}))}, or collect again",
+            )
 
 
 def bring_calibration(sources: Sequence[Store], destination: Store) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,13 +85,19 @@ class AffineCodec(ABC):
         return self.encode_layers([layer] for layer in states).joined()
 
     def encode_layers(
-        self, layers: Iterable[Sequence[Tensor]], shared: Mapping[str, np.ndarray] | None = None
+        self,
+        layers: Iterable[Sequence[Tensor]],
+        shared: Mapping[str, np.ndarray] | None = None,
+        fine: np.ndarray | None = None,
     ) -> EncodedLayers:
-        """Elementwise work in float32 blocks that stay in cache; statistics from at most 256 evenly spaced tokens."""
+        """Elementwise work in float32 blocks that stay in cache; statistics from at most 256 evenly spaced tokens.
+
+        ``fine``: the classes of the rows, of a ``MaskedCodec``.
+        """
         codes, scales, channel_scales, offsets, places, rows = [], [], [], [], [], []
         for index, parts in enumerate(layers):
             scale, offset = channel_statistics(*parts) if shared is None else _stored(shared, index, parts[0].device)
-            layer_codes, token_scale, where = self._quantise(parts, scale, offset)
+            layer_codes, token_scale, where = self._quantise(parts, scale, offset, fine)
             codes.append([layer_codes])
             scales.append(bits_to_numpy(token_scale.bfloat16()))
             channel_scales.append(bits_to_numpy(scale.bfloat16()))
@@ -148,13 +155,16 @@ class AffineCodec(ABC):
             else:
                 out[rows].copy_(torch.addcmul(shift, values, factor, out=values))
 
-    def _quantise(self, parts: Sequence[Tensor], scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _quantise(
+        self, parts: Sequence[Tensor], scale: Tensor, offset: Tensor, fine: np.ndarray | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [T, C], token scales float32 [T] exact in bf16, raw rows int64 [N] (their codes and scales are 0)."""
         tokens, width, device = sum(map(len, parts)), len(scale), scale.device
         codes = fresh((tokens, self.code_columns(width)), getattr(torch, self.code_dtype), device)
         peak, token_scale = torch.empty(tokens, device=device), torch.empty(tokens, device=device)
         step = _block_rows(device, width)
         inverse = scale.reciprocal()
+        classes = None if fine is None else torch.from_numpy(fine).to(device)
         # Columns that only fill up a group stay zero: in place, 0 times any scale is 0 again.
         scratch = torch.zeros((min(step, tokens), self.columns(width)), device=device)
         start = 0
@@ -162,7 +172,8 @@ class AffineCodec(ABC):
             rows = slice(start, start + len(block))
             y = scratch[: len(block)]
             y[:, :width].copy_(block).sub_(offset).mul_(inverse)
-            self.codes_of(y, codes[rows], token_scale[rows], peak[rows])
+            is_fine = None if classes is None else classes[rows, None]
+            self.codes_of(y, codes[rows], token_scale[rows], peak[rows], is_fine)
             start = rows.stop
         where = torch.nonzero(_raw_rows(peak, scale)).flatten()
         codes[where] = 0
@@ -178,8 +189,11 @@ class AffineCodec(ABC):
         """Columns of the codes of a row of ``width`` values."""
 
     @abstractmethod
-    def codes_of(self, y: Tensor, codes: Tensor, token_scale: Tensor, peak: Tensor) -> None:
-        """Fill codes [m, C], token_scale and peak = max |y| fp32 [m] from y fp32 [m, columns], which may be spent."""
+    def codes_of(self, y: Tensor, codes: Tensor, token_scale: Tensor, peak: Tensor, fine: Tensor | None = None) -> None:
+        """Fill codes [m, C], token_scale and peak = max |y| fp32 [m] from y fp32 [m, columns], which may be spent.
+
+        ``fine`` bool [m, 1]: rows of all codes, where a codec has others; None: all are.
+        """
 
     @abstractmethod
     def values_of(self, codes: Tensor, token_scale: Tensor, values: Tensor) -> None:
@@ -297,7 +311,7 @@ class Q8Codec(AffineCodec):
     def code_columns(self, width: int) -> int:
         return width
 
-    def codes_of(self, y: Tensor, codes: Tensor, token_scale: Tensor, peak: Tensor) -> None:
+    def codes_of(self, y: Tensor, codes: Tensor, token_scale: Tensor, peak: Tensor, fine: Tensor | None = None) -> None:
         torch.maximum(y.amax(dim=1), y.amin(dim=1).neg_(), out=peak)
         token_scale.copy_(round_up(peak / _LARGEST_CODE).clamp_(min=_SMALLEST_SCALE))
         codes.copy_(y.mul_(token_scale.reciprocal()[:, None]).round_())
@@ -315,8 +329,8 @@ Q8 = Q8Codec()
 
 GROUP = 32
 
-# Values up to half a step beyond the last code are within the bound.
-_FAR_SIDE, _NEAR_SIDE = 8.5, 7.5
+# Values up to half a step beyond the last code are within the bound; the near side reaches one step less.
+FAR_SIDE, COARSE_FAR_SIDE = 8.5, 4.5
 _E4M3_LARGEST, _E4M3_SMALLEST_NORMAL = 448.0, 2.0**-6
 _SMALLEST_TOKEN_SCALE = 2.0**-100
 # float32 bits of a normal E4M3 number, shifted to its 4 + 3 bits, less the difference of the exponent biases.
@@ -345,7 +359,7 @@ class Q4Codec(AffineCodec):
         "low half of byte d if d < 16 G, else the high half of byte d - 16 G"
     )
     nominal_bits: float = 4.5
-    reach: float = _FAR_SIDE * _E4M3_LARGEST
+    reach: float = FAR_SIDE * _E4M3_LARGEST
     same_layer: float = 4e-3
 
     def columns(self, width: int) -> int:
@@ -358,20 +372,22 @@ class Q4Codec(AffineCodec):
         groups = _groups(width)
         return RowPart("codes", "|u1", GROUP // 2 * groups), RowPart("group_scale", "|u1", groups)
 
-    def codes_of(self, y: Tensor, codes: Tensor, token_scale: Tensor, peak: Tensor) -> None:
+    def codes_of(self, y: Tensor, codes: Tensor, token_scale: Tensor, peak: Tensor, fine: Tensor | None = None) -> None:
+        # Any: two numbers are clamped to, or two tensors.
+        far_side: Any = FAR_SIDE if fine is None else torch.where(fine, FAR_SIDE, COARSE_FAR_SIDE)
         rows, columns = y.shape
         half = columns // 2
         grouped = y.view(rows, GROUP, columns // GROUP)
         above, below = grouped.amax(dim=1), grouped.amin(dim=1).neg_()
         far, near = torch.maximum(above, below), torch.minimum(above, below)
         torch.amax(far, dim=1, out=peak)
-        wanted = torch.maximum(far / _FAR_SIDE, near / _NEAR_SIDE)
+        wanted = torch.maximum(far / far_side, near / (far_side - 1))
         token_scale.copy_(round_up(wanted.amax(dim=1) / _E4M3_LARGEST).clamp_(min=_SMALLEST_TOKEN_SCALE))
         # Plus zero: the difference of a group of zeros would be -0.0, whose sign is written.
         group_scale, bits = _round_up_e4m3(wanted.div_(token_scale[:, None]), below.sub_(above).add_(0.0))
         codes[:, half:].view(torch.int8).copy_(bits)
         grouped.mul_(group_scale.mul_(token_scale[:, None]).reciprocal_()[:, None])
-        packed = y.round_().clamp_(-8.0, 7.0).to(torch.int8)
+        packed = y.round_().clamp_(0.5 - far_side, far_side - 1.5).to(torch.int8)
         low, high = packed[:, :half], packed[:, half:]
         torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=codes[:, :half].view(torch.int8))
 

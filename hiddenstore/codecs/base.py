@@ -5,6 +5,7 @@ raw.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -156,6 +157,59 @@ class Codec(CodeLayout, Protocol):
 
         ``small`` is the part's, ``layer`` counts its layers.
         """
+
+
+class MaskedCodec(ABC):
+    """A codec of aux rows of two classes: fine where the loss mask needs them, coarse elsewhere.
+
+    Codes of both are [n, C] in memory; containers store them as pieces of as many bytes, more of a fine row than of a
+    coarse one, row after row: uint8 [P, piece bytes]. Classes are bool [n], True for fine.
+    """
+
+    everywhere: str
+    """The codec that stores all rows as this one stores fine ones."""
+    chunk_pieces: int
+    """Pieces of a chunk of a code array."""
+
+    @abstractmethod
+    def fine_rows(self, mask: np.ndarray, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The classes of samples of these lengths that lie end to end, from their loss mask uint8 [n]."""
+
+    @abstractmethod
+    def pieces(self, fine: np.ndarray) -> np.ndarray:
+        """Pieces of each row, int64 [n]."""
+
+    @abstractmethod
+    def piece_bytes(self, width: int) -> int:
+        """Bytes of a piece at target width ``width``."""
+
+    @abstractmethod
+    def to_pieces(self, codes: np.ndarray, fine: np.ndarray) -> np.ndarray:
+        """Codes [n, C] as they are stored; ValueError where a coarse row is coded as a fine one."""
+
+    @abstractmethod
+    def from_pieces(self, pieces: np.ndarray, fine: np.ndarray, out: np.ndarray) -> None:
+        """The inverse, into ``out`` [n, C]."""
+
+    @abstractmethod
+    def encode_layers(
+        self,
+        layers: Iterable[Sequence[Tensor]],
+        shared: Mapping[str, np.ndarray] | None = None,
+        fine: np.ndarray | None = None,
+    ) -> EncodedLayers:
+        """As ``Codec`` has it, of rows of these classes; None: all fine."""
+
+    @abstractmethod
+    def mean_row_bits(self, width: int, tokens: int, supervised: int, samples: int) -> float:
+        """``row_bits``, about, over the rows of samples of one answer each."""
+
+
+def mean_row_bits(layout: CodeLayout, width: int, tokens: int, supervised: int, samples: int) -> float:
+    """Bits a row of aux states takes, about, in samples of so many tokens, supervised tokens and answers together."""
+    if isinstance(layout, MaskedCodec):
+        return layout.mean_row_bits(width, tokens, supervised, samples)
+    return layout.row_bits(width)
 
 
 def select_small(

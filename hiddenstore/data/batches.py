@@ -109,6 +109,7 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         self.wait_s = 0.0
         self._layers = _layers_of(self.store, self.layers)
         self._final = self.final and self.store.capture.final != "none"
+        self._read = layers_to_read(self.store.capture, self._layers, self._final)
         self._pack_tokens = self.batch_tokens if self.pack_tokens is None else self.pack_tokens
         self._table = self.store.catalog.table
         in_split = self._table.split == SPLITS.index(self.split)
@@ -182,7 +183,7 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         self._reached = self._start
         device = torch.device(self.device)
         filler = (DecodedFiller if device.type == "cpu" else EncodedFiller)(
-            self.store, layers_to_read(self.store.capture, self._layers, self._final), self._final, self.view
+            self.store, self._read, self._final, self.view
         )
         rebuilder = self.store.rebuilder(device)
         prefetch = Prefetch[_JobKey](filler, self.prefetch_bytes, self.threads, pinned=torch.cuda.is_available())
@@ -250,9 +251,9 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                 f"pack_tokens {self._pack_tokens} must lie in 1…batch_tokens ({self.batch_tokens})",
                 kind=Kind.PACK_INVALID,
             )
-        if self.view.loss_on != "stored" and self._final and self.store.capture.final == "supervised":
+        if self.view.shortfall(self.store.capture, self._read, self._final)[0]:
             for slot in self._slots(np.arange(min(CHECKED_SAMPLES, len(self._lengths)))):
-                self.view.require_rows(self.store.sample(slot.id))
+                self.view.require_rows(self.store.sample(slot.id), self.store.capture, self._read, self._final)
         (longest,) = self._slots(np.argmax(self._lengths, keepdims=True))
         if longest.tokens > self._pack_tokens:
             raise ConfigError(

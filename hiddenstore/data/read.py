@@ -23,7 +23,7 @@ from hiddenstore.data.packed import Buffers, EncodedPack, Members, PackedBatch, 
 from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.images import drafter_positions
-from hiddenstore.records import Sample, TopK
+from hiddenstore.records import TopK
 from hiddenstore.segments.many import MANY_BYTES, row_numbers
 from hiddenstore.segments.segment import SegmentReader, read_together
 from schemas.manifest import ImageEntry
@@ -158,7 +158,8 @@ class DecodedFiller:
             pack.topk.ids[sample.final_rows] = record.topk.ids
             pack.topk.log_probs[sample.final_rows] = record.topk.log_probs
             pack.topk.lse[sample.final_rows] = record.topk.lse
-        mask = _mask(self._view, record.sample, self._final and self._store.capture.final == "supervised")
+        self._view.require_rows(record.sample, self._store.capture, self._layers, self._final)
+        mask = self._view.mask(record.sample)
         _put(vars(pack), sample, record.sample.input_ids, mask, record.final_rows, record.sample.images)
 
     def fill_many(self, pack: Pack, samples: Sequence[PackedSample]) -> None:
@@ -268,8 +269,8 @@ class EncodedFiller:
             input_ids, loss_mask = reader.tokens(index)
         else:
             stored = reader.sample(index)
-            rows_are_supervised = self._final and self._store.capture.final == "supervised"
-            input_ids, loss_mask = stored.input_ids, _mask(self._view, stored, rows_are_supervised)
+            self._view.require_rows(stored, self._store.capture, self._layers, self._final)
+            input_ids, loss_mask = stored.input_ids, self._view.mask(stored)
         out = (list(pack.aux_codes[:, sample.rows]), list(pack.final_codes[:, sample.final_rows]))
         if slot.tokens == self._view.max_tokens:
             input_ids, loss_mask = input_ids[: slot.tokens], loss_mask[: slot.tokens]
@@ -303,12 +304,6 @@ class EncodedFiller:
             small = get_layout(getattr(self._codecs, field)).small
             kept.append(Encoded(list(places), first_rows(small, encoded.small, len(encoded.codes), rows)))
         return kept[0], kept[1], final_rows[: slot.final_rows]
-
-
-def _mask(view: SampleView, sample: Sample, rows_are_supervised: bool) -> np.ndarray:
-    if rows_are_supervised and view.loss_on != "stored":
-        view.require_rows(sample)
-    return view.mask(sample)
 
 
 def _token_members(T: int, R: int) -> Members:

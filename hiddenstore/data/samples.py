@@ -19,6 +19,7 @@ from hiddenstore.images import drafter_positions
 from hiddenstore.index.table import SPLITS
 from hiddenstore.records import Record, TopK
 from hiddenstore.store import Store
+from hiddenstore.targets.rebuild import layers_to_read
 from schemas.manifest import Split
 
 
@@ -49,8 +50,8 @@ class SampleDataset(Dataset[Record]):
 
     def __getitem__(self, index: int) -> Record:
         record = self.store.read(self.sample_ids[index], self.layers, self.final)
-        if self.final and self.store.capture.final == "supervised":
-            self.view.require_rows(record.sample)
+        read = layers_to_read(self.store.capture, self.layers, self.final)
+        self.view.require_rows(record.sample, self.store.capture, read, self.final)
         sample = replace(record.sample, loss_mask=self.view.mask(record.sample))
         record = replace(record, sample=sample)
         return record if self.view.max_tokens is None else self.view.cut(record)

@@ -3,14 +3,19 @@
 Shapes: T tokens of a sample, n those kept, L layers, D target width, R final rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from hiddenstore.codecs import get_layout
+from hiddenstore.codecs.base import MaskedCodec
+from hiddenstore.codecs.recipes import recipe_name
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.images import is_text
 from hiddenstore.records import Record, Sample
+from schemas.capture import CaptureSpec
 from schemas.manifest import ROLES
 from schemas.prepared import LossChoice
 
@@ -44,17 +49,31 @@ class SampleView:
         mask[~is_text(sample.tokens, sample.images)] = 0
         return mask
 
-    def require_rows(self, sample: Sample) -> None:
-        """Refuse a mask that teaches where a store of supervised final rows holds none. Raises ConfigError:
-        ``store-lacks-states``."""
-        wider = np.flatnonzero(self.mask(sample) > sample.loss_mask)
+    def require_rows(self, sample: Sample, capture: CaptureSpec, layers: Sequence[int], final: bool) -> None:
+        """Refuse a mask that teaches where a store holds less of what is read: the stored ``layers`` and, with
+        ``final``, the final rows. Raises ConfigError: ``store-lacks-states``."""
+        reasons, options = self.shortfall(capture, layers, final)
+        wider = np.flatnonzero(self.mask(sample) > sample.loss_mask) if reasons else np.zeros(0)
         if len(wider):
             raise ConfigError(
                 f"data.loss_on={self.loss_on} teaches token {wider[0]} of sample {sample.id}, which the stored mask "
-                "leaves out, and the final hidden is stored at supervised rows alone",
+                f"leaves out, and {' and '.join(reasons)}",
                 kind=Kind.STORE_LACKS_STATES,
-                hint="hiddenstore collect DATA -o NEW_STORE --target T --final all, or data.loss_on=stored",
+                hint=f"hiddenstore collect DATA -o NEW_STORE --target T {' '.join(options)}, or data.loss_on=stored",
             )
+
+    def shortfall(self, capture: CaptureSpec, layers: Sequence[int], final: bool) -> tuple[list[str], list[str]]:
+        """What a store holds less of where its mask leaves a token out, and the options of a ``collect`` that does not;
+        no reason where ``layers`` and, with ``final``, the final rows serve any mask of this view."""
+        reasons, options, aux = list[str](), ["--final all"] if final else [], get_layout(capture.codecs.aux)
+        if self.loss_on == "stored":
+            return reasons, options
+        if final and capture.final == "supervised":
+            reasons.append("the final hidden is stored at supervised rows alone")
+        if layers and isinstance(aux, MaskedCodec):
+            reasons.append(f"{aux.name} stores in fewer bits what no loss is taken at")
+            options.append(f"--recipe {recipe_name(capture.codecs.model_copy(update={'aux': aux.everywhere}))}")
+        return reasons, options
 
     def cut(self, record: Record) -> Record:
         """A record without what lies past ``max_tokens``: aux [L, n, D], and the final rows below n."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hiddenstore import layout
-from hiddenstore.codecs import CODECS, blosc_chunks, get_codec, get_layout
+from hiddenstore.codecs import CODECS, LAYOUTS, blosc_chunks, get_codec, get_layout
 from hiddenstore.codecs.affine import channel_statistics
-from hiddenstore.codecs.base import RAW_INDEX, Codec, Encoded, bits_to_tensor
+from hiddenstore.codecs.base import RAW_INDEX, Codec, Encoded, MaskedCodec, bits_to_tensor
 from hiddenstore.codecs.recipes import RECIPES, recipe_name
 from hiddenstore.codecs.topk import TOPK_CODEC, pack_rows, top_tokens, unpack_rows
 from hiddenstore.documents import seal
@@ -136,13 +136,19 @@ Form = Callable[[Tensor], Trial]
 """One layer bfloat16 [T, D], as a unit of its own, encoded and decoded."""
 
 
-def through_codec(name: str, most_rows: int | None = None) -> Form:
-    """The form that codec ``name`` gives a layer; a compressed chunk has at most ``most_rows``, where that is given."""
+def through_codec(name: str, most_rows: int | None = None, fine: np.ndarray | None = None) -> Form:
+    """The form that codec ``name`` gives a layer; a compressed chunk has at most ``most_rows``, where that is given.
+    ``fine`` bool [T]: the classes of the rows, of a ``MaskedCodec``."""
     codec = CODECS[name]
 
     def run(layer: Tensor) -> Trial:
-        encoded = codec.encode([layer])
-        row_bytes, unit_bytes = _sizes(codec, encoded, layer, most_rows or len(layer))
+        if isinstance(codec, MaskedCodec) and fine is not None:
+            encoded = codec.encode_layers([[layer]], fine=fine).joined()
+            stored = codec.to_pieces(encoded.codes[0].cpu().numpy(), fine)
+        else:
+            encoded = codec.encode([layer])
+            stored = encoded.codes[0].cpu().numpy()
+        row_bytes, unit_bytes = _sizes(codec, encoded, stored, layer, most_rows or len(layer))
         raw = len(encoded.small[RAW_INDEX]) if RAW_INDEX in encoded.small else 0
         clipped = 0 if codec.reach is None else clipped_values(layer, encoded, codec.reach)
         return Trial(codec.decode(encoded)[0], row_bytes, unit_bytes, raw, clipped)
@@ -179,12 +185,11 @@ def clipped_values(layer: Tensor, encoded: Encoded, reach: float) -> int:
     return int((y > reach * (1 + 2**-20) * token_scale[:, None])[coded].sum())
 
 
-def _sizes(codec: Codec, encoded: Encoded, layer: Tensor, most_rows: int) -> tuple[float, float]:
-    """Bytes a row takes in a Zarr segment, chunk checksums and index included, and bytes that a unit takes once."""
+def _sizes(codec: Codec, encoded: Encoded, codes: np.ndarray, layer: Tensor, most_rows: int) -> tuple[float, float]:
+    """Bytes a row takes in a Zarr segment, chunk checksums and index included, and bytes that a unit takes once;
+    ``codes`` as they are stored."""
     rows, width = layer.shape
-    chunk = min(codec.chunk_tokens(width), rows, most_rows)
-    codes = encoded.codes[0].cpu().numpy()
-    stored = codes.nbytes
+    chunk, stored = min(codec.chunk_tokens(width), rows, most_rows), codes.nbytes
     if codec.compressed:
         stored = sum(len(blosc_chunks.compress(codes[start : start + chunk])) for start in range(0, rows, chunk))
     row_bytes, unit_bytes = stored / rows + _CHUNK_OVERHEAD / chunk, 0.0
@@ -304,7 +309,7 @@ def _candidates(capture: CaptureSpec, rebuilds: bool) -> dict[str, tuple[str, st
     has_top_tokens = capture.aux_layers and capture.final != "none" and capture.target.vocab_size >= capture.topk
     recipes = {name: codecs for name, codecs in RECIPES.items() if codecs[1] != TOPK or has_top_tokens}
     if not rebuilds:
-        del recipes[REBUILT]
+        recipes = {name: codecs for name, codecs in recipes.items() if codecs[1] != REBUILT}
     added = {recipe_name(Codecs(aux=name, final=name)): (name, name) for name in CODECS.packages}
     return {**recipes, **added, FP8: (FP8, FP8)}
 
@@ -371,7 +376,7 @@ class _Bench:
     def _measure_rebuilt(self, form: str) -> _GroupCost:
         """The final hidden as it comes back from the top aux layer in a form; it takes no byte."""
         assert self.rebuilding is not None
-        top, pairs = through_codec(form)(self.states.aux[-1]).decoded, []
+        top, pairs = through_codec(form, fine=self._fine(form))(self.states.aux[-1]).decoded, []
         for rows, finals, sample in whole_samples(self.states, self.rebuilding.samples):
             pairs.append((self.states.final[finals], self.rebuilding.rebuilder.final_of(sample, top[rows])))
         if self.capture.final == "none" or not pairs:
@@ -408,10 +413,12 @@ class _Bench:
         form: Form = fp8_per_token
         if name != FP8:
             apart = self.container.samples_apart and self.extent.samples > 0
-            form = through_codec(name, max(1, round(rows / self.extent.samples)) if apart else None)
+            fine = None if FINAL in layers else self._fine(name)
+            form = through_codec(name, max(1, round(rows / self.extent.samples)) if apart else None, fine)
         tried = {field: form(layer) for field, layer in layers.items()}
         share, codec = rows / self.extent.tokens, name if name in CODECS else "q8"
-        unit = min(self.extent.tokens, unit_tokens(self._capture_with(codec, codec)))
+        final = codec if codec in LAYOUTS else "q8"
+        unit = min(self.extent.tokens, unit_tokens(self._capture_with(codec, final)))
         cost = _GroupCost(
             token_bytes=sum(trial.row_bytes * share + trial.unit_bytes / unit for trial in tried.values()),
             rows=sum(len(trial.decoded) for trial in tried.values()),
@@ -421,6 +428,17 @@ class _Bench:
             errors={field: channel_error(layers[field], trial.decoded) for field, trial in tried.items()},
         )
         return cost, list(tried.values())
+
+    def _fine(self, name: str) -> np.ndarray | None:
+        """The classes of the rows of the slice by the masks of its samples, of a codec whose rows have any."""
+        codec = CODECS[name]
+        if not isinstance(codec, MaskedCodec) or self.rebuilding is None:
+            return None
+        classes = []
+        for window, sample in zip(self.states.samples, self.rebuilding.samples, strict=False):
+            rows = codec.fine_rows(sample.loss_mask, [sample.tokens])
+            classes.append(rows[window.start : window.start + window.tokens])
+        return np.concatenate(classes)
 
     @cached_property
     def _finite_final(self) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hiddenstore.codecs import get_layout
+from hiddenstore.codecs.base import mean_row_bits
 from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.console.text import amount, count, number, percent, plural, size
 from hiddenstore.damage import DAMAGE
@@ -305,7 +306,9 @@ def nominal_bytes(store: Store) -> dict[str, float]:
     """Bytes of a token's states in each recipe that can hold this capture, by the arithmetic of its codecs."""
     capture, samples = store.capture, store.catalog.table
     width = capture.target.hidden_size
-    share = int(samples.final_rows.sum(dtype=np.int64)) / max(1, int(samples.tokens.sum(dtype=np.int64)))
+    tokens, supervised, rows = (
+        int(column.sum(dtype=np.int64)) for column in (samples.tokens, samples.supervised, samples.final_rows)
+    )
     unable = not_rebuildable(capture.aux_layers, capture.target.num_layers) is not None
     sizes = {}
     for name, (aux, final) in RECIPES.items():
@@ -313,7 +316,8 @@ def nominal_bytes(store: Store) -> dict[str, float]:
             continue
         kept = capture.with_codecs(Codecs(aux=aux, final=final)) if final == REBUILT else capture
         layers = len(kept.stored_layers if final == REBUILT else capture.aux_layers)
-        sizes[name] = (layers * get_layout(aux).row_bits(width) + share * get_layout(final).row_bits(width)) / 8
+        row_bits = mean_row_bits(get_layout(aux), width, tokens, supervised, len(samples.tokens))
+        sizes[name] = (layers * row_bits + rows / max(1, tokens) * get_layout(final).row_bits(width)) / 8
     return sizes
 
 

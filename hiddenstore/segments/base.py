@@ -7,7 +7,7 @@ rows, the rest belongs to the unit.
 Shapes: L aux layers, T tokens of the unit, t tokens of one sample, R final rows of the unit, r of one sample, D width.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from hiddenstore.codecs.base import (
     CodeLayout,
     Encoded,
     EncodedLayers,
+    MaskedCodec,
     SmallField,
     raw_places,
     select_small,
@@ -73,6 +74,31 @@ class FieldGroup:
     def states(self) -> Codec:
         """The codec of a group that holds states; ConfigError for ``topk``, which gives none back."""
         return get_codec(self.codec.name)
+
+    @property
+    def masked(self) -> MaskedCodec | None:
+        """The codec of aux layers whose rows are stored by the loss mask; None: all rows alike."""
+        return self.codec if self.name == AUX and isinstance(self.codec, MaskedCodec) else None
+
+    def fine_rows(self, mask: np.ndarray, lengths: Sequence[int] | np.ndarray) -> np.ndarray | None:
+        """The classes of samples end to end by their loss mask uint8 [n]: bool [n], where rows are ``masked``."""
+        return None if self.masked is None else self.masked.fine_rows(mask, lengths)
+
+    def stored_shape(self, rows: int, fine: np.ndarray | None, width: int) -> tuple[int, int]:
+        """Of the stored array of so many rows of these classes."""
+        if self.masked is None or fine is None:
+            return rows, self.codec.code_columns(width)
+        return int(self.masked.pieces(fine).sum()), self.masked.piece_bytes(width)
+
+    def stored(self, blocks: Iterable[np.ndarray], fine: np.ndarray | None) -> Iterator[np.ndarray]:
+        """Codes [n, C] end to end as they are stored; ``fine``: the classes of all of them."""
+        start = 0
+        for block in blocks:
+            if self.masked is None or fine is None:
+                yield block
+            else:
+                yield self.masked.to_pieces(block, fine[start : start + len(block)])
+            start += len(block)
 
     def rows_of(self, entry: SampleEntry) -> range:
         """Rows of a sample in the code arrays of its unit."""

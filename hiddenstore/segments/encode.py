@@ -7,13 +7,14 @@ Shapes: L aux layers, T tokens of the unit, t tokens of one sample, R final rows
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hiddenstore.codecs import get_codec
-from hiddenstore.codecs.base import RAW_INDEX, EncodedLayers
+from hiddenstore.codecs.base import RAW_INDEX, EncodedLayers, MaskedCodec
 from hiddenstore.codecs.topk import pack_rows
 from hiddenstore.records import Record
 from hiddenstore.segments.base import EncodedUnit
@@ -43,7 +44,11 @@ def encode_records(
     layers = ([record.aux[k] for record in records] for k in slots)
     shared = ({}, {}) if joins is None else (joins.aux.small, joins.final.small)
     names = [field_name(layer) for layer in capture.stored_layers]
-    aux = _encode(_encoder(capture.codecs.aux, shared[0]), names, layers, width, stats)
+    loss_mask = _joined([record.sample.loss_mask for record in records], "uint8", (0,))
+    codec, fine = get_codec(capture.codecs.aux), None
+    if isinstance(codec, MaskedCodec):
+        fine = codec.fine_rows(loss_mask, [record.sample.tokens for record in records])
+    aux = _encode(_encoder(capture.codecs.aux, shared[0], fine), names, layers, width, stats)
     final = EncodedLayers([])
     if capture.holds_topk:
         packed = pack_rows([record.topk for record in records if record.topk is not None], capture.topk)
@@ -55,7 +60,7 @@ def encode_records(
         unit=unit,
         samples=tuple(_sample_entries(records)),
         input_ids=_joined([record.sample.input_ids for record in records], "int32", (0,)),
-        loss_mask=_joined([record.sample.loss_mask for record in records], "uint8", (0,)),
+        loss_mask=loss_mask,
         spans=_joined([np.insert(record.sample.spans, 0, i, 1) for i, record in enumerate(records)], "int32", (0, 4)),
         final_rows=_joined([record.final_rows for record in records], "int32", (0,)),
         aux=aux,
@@ -121,11 +126,13 @@ def with_raw_rows(stats: Mapping[str, LayerStats], encoded: EncodedLayers) -> di
     }
 
 
-def _encoder(name: str, shared: Mapping[str, np.ndarray]) -> _Encoder:
-    """How layers are encoded: by their own statistics, or by those of the unit they join where the codec has any."""
+def _encoder(name: str, shared: Mapping[str, np.ndarray], fine: np.ndarray | None = None) -> _Encoder:
+    """How layers are encoded: by their own statistics, or by those of the unit they join where the codec has any; and
+    by the classes of their rows bool [T], where it has some."""
     codec = get_codec(name)
     has_shared = any(not {"T", "N"} & set(spec.axes) for spec in codec.small.values())
-    return partial(codec.encode_layers, shared=shared) if shared and has_shared else codec.encode_layers
+    options: dict[str, Any] = {"shared": shared} if shared and has_shared else {}
+    return partial(codec.encode_layers, **(options if fine is None else {**options, "fine": fine}))
 
 
 def _encode(

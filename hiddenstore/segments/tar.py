@@ -59,6 +59,7 @@ _INDEX_BYTES = 30
 # The padding to whole blocks is half a block on average.
 _MEMBER_BYTES = BLOCK_BYTES + HEADER_BYTES + BLOCK_BYTES // 2 + _INDEX_BYTES
 
+_MASK = f"{LOSS_MASK}.npy"
 _SPAN_BYTES = 12
 _RAW_INDEX_BYTES = 8
 # Small arrays of several samples that become those of one.
@@ -204,14 +205,14 @@ def _sample_members(
         for name in _of_samples(group):
             yield _small_name(group, name), _npy(small[name])
     for group in groups:
-        rows, codec = group.rows_of(entry), group.codec
+        rows, codec, fine = group.rows_of(entry), group.codec, group.fine_rows(unit.loss_mask[tokens], [entry.tokens])
         for layer, states in enumerate(codes[group.name]):
             parts = states.cut(rows.start, rows.stop)
             if codec.compressed:
                 yield _code_name(group, layer), _compressed(parts, codec.chunk_tokens(width))
             else:
-                header = npy_header(codec.code_dtype, (len(rows), codec.code_columns(width)))
-                yield _code_name(group, layer), [header, *map(_bytes_of, parts)]
+                header = npy_header(codec.code_dtype, group.stored_shape(len(rows), fine, width))
+                yield _code_name(group, layer), [header, *map(_bytes_of, group.stored(parts, fine))]
 
 
 class _Rows:
@@ -279,15 +280,22 @@ class TarUnit:
         codes = [fresh(shape, getattr(torch, dtype)) for _ in layers] if out is None else list(out)
         names = [_code_name(group, layer) for layer in layers]
         targets = [target.numpy().reshape(-1).view(np.uint8) for target in codes]
-        bodies = [(name, None if codec.compressed else target) for name, target in zip(names, targets, strict=True)]
-        small = [_small_name(group, name) for name in _of_samples(group)]
-        members = self.members.of_sample(index, [*bodies, *((name, None) for name in small)])
+        is_direct = not codec.compressed and group.masked is None
+        bodies = [(name, target if is_direct else None) for name, target in zip(names, targets, strict=True)]
+        beside = [_small_name(group, name) for name in _of_samples(group)]
+        beside += [] if group.masked is None else [_MASK]
+        members = self.members.of_sample(index, [*bodies, *((name, None) for name in beside)])
+        read = dict(zip(beside, members[len(layers) :], strict=True))
         for name, target, member in zip(names, targets, members, strict=False):
             if codec.compressed:
                 self._decompress(name, member, target)
+            elif group.masked is not None:
+                fine = group.masked.fine_rows(self._values(_MASK, read[_MASK], "uint8", (rows,)), [rows])
+                pieces = self._values(name, member, dtype, group.stored_shape(rows, fine, self.width))
+                group.masked.from_pieces(pieces, fine, target.reshape(shape))
             elif member.tobytes() != npy_header(dtype, shape):
                 raise self._files.misfit(TAR, f"{name} is not {dtype} {list(shape)}")
-        return Encoded(codes, self._small(group, layers, rows, dict(zip(small, members[len(layers) :], strict=True))))
+        return Encoded(codes, self._small(group, layers, rows, read))
 
     def decode(self, group: FieldGroup, index: int, layers: Sequence[int], out: Tensor) -> None:
         if not layers or not out.shape[1]:
@@ -413,20 +421,30 @@ class _Together:
 
     def _states(self, group: FieldGroup, layers: Sequence[int]) -> Mixed:
         codec, lengths = group.codec, self._places[:, 1 if group.name == AUX else 3]
-        columns, counts = codec.code_columns(self._width), lengths.tolist()
         firsts = ends_of([len(indices) for _, indices in self._parts])[:-1]
         rows = np.add.reduceat(lengths, firsts).tolist()
         if codec.compressed:
-            codes = [torch.empty((sum(rows), columns), dtype=getattr(torch, codec.code_dtype)) for _ in layers]
+            shape, dtype = (sum(rows), codec.code_columns(self._width)), getattr(torch, codec.code_dtype)
+            codes = [torch.empty(shape, dtype=dtype) for _ in layers]
             slices = iter(pairwise(ends_of(lengths).tolist()))
             for unit, indices in self._parts:
                 for index, (low, high) in zip(indices.tolist(), slices, strict=False):
                     unit.encoded(group, index, layers, [of_layer[low:high] for of_layer in codes])
             return Mixed(Encoded(codes), rows)
-        names = [_code_name(group, layer) for layer in layers]
-        arrays = [self._joined(name, codec.code_dtype, counts, lambda n: (n, columns)) for name in names]
-        codes = [torch.from_numpy(values.reshape(-1, columns)) for values in arrays]
+        codes = [torch.from_numpy(self._codes(group, _code_name(group, layer), lengths)) for layer in layers]
         return Mixed(Encoded(codes, self._small(group, layers, lengths) if codec.small else {}), rows)
+
+    def _codes(self, group: FieldGroup, name: str, lengths: np.ndarray) -> np.ndarray:
+        """The codes of one layer [n, C]."""
+        dtype, columns = group.codec.code_dtype, group.codec.code_columns(self._width)
+        if group.masked is None:
+            return self._joined(name, dtype, lengths.tolist(), lambda n: (n, columns)).reshape(-1, columns)
+        fine, size = group.masked.fine_rows(self._plain(LOSS_MASK), lengths), group.masked.piece_bytes(self._width)
+        counts = np.diff(ends_of(group.masked.pieces(fine))[ends_of(lengths)])
+        pieces = self._joined(name, dtype, counts.tolist(), lambda n: (n, size)).reshape(-1, size)
+        codes = np.empty((len(fine), columns), dtype=np.uint8)
+        group.masked.from_pieces(pieces, fine, codes)
+        return codes
 
     def _small(self, group: FieldGroup, layers: Sequence[int], lengths: np.ndarray) -> dict[str, np.ndarray]:
         """The small arrays of some layers, after a check of their values; those of a unit [U, L, D]."""

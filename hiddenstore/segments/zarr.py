@@ -15,7 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, fresh, rows_at, select_small
+from hiddenstore.codecs.base import (
+    RAW_INDEX,
+    RAW_ROWS,
+    CodeLayout,
+    Encoded,
+    MaskedCodec,
+    fresh,
+    rows_at,
+    select_small,
+)
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.base import (
     AUX,
@@ -72,10 +81,11 @@ class ZarrContainer:
             files += write_array(fs, path, name, ArraySpec(values.shape, str(values.dtype), dimensions), values)
         for group in groups_of(capture):
             states = unit.encoded(group)
+            fine = group.fine_rows(unit.loss_mask, [entry.tokens for entry in unit.samples])
             for name, codes in zip(group.fields, states.codes, strict=True):
-                shape = (sum(map(len, codes)), group.codec.code_columns(width))
-                spec = _code_spec(group.codec, shape, name, width)
-                files += write_sharded(fs, path, name, spec, (rows.cpu().numpy() for rows in codes))
+                shape = group.stored_shape(sum(map(len, codes)), fine, width)
+                spec = _code_spec(group, shape, name, width)
+                files += write_sharded(fs, path, name, spec, group.stored((rows.cpu().numpy() for rows in codes), fine))
             for name, values in states.small.items():
                 spec = _small_spec(group.codec, name, values.shape)
                 files += write_array(fs, path, f"{group.name}_{name}", spec, values)
@@ -112,7 +122,8 @@ ZARR = ZarrContainer()
 
 
 class ZarrUnit:
-    """One group. Keeps the small arrays and shard indexes it read: about (4 L + 11) bytes a token, 4 D a layer."""
+    """One group. Keeps the small arrays and shard indexes it read: about (4 L + 11) bytes a token (9 more of rows by
+    the mask), 4 D a layer."""
 
     def __init__(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> None:
         self._fs, self._path, self._record = fs, path, record
@@ -123,6 +134,7 @@ class ZarrUnit:
         self._arrays: dict[str, np.ndarray] = {}
         self._shards: dict[str, ShardReader] = {}
         self._small: dict[str, _SmallArrays] = {}
+        self._fine: tuple[np.ndarray, np.ndarray] | None = None
         # Threads that meet at an unopened array would all open it.
         self._opening = threading.Lock()
 
@@ -166,11 +178,13 @@ class ZarrUnit:
         rows, columns = group.rows_of(self._record.samples[index]), group.codec.code_columns(self._width)
         dtype = getattr(torch, group.codec.code_dtype)
         codes = [fresh((len(rows), columns), dtype) for _ in layers] if out is None else list(out)
-        for target, layer in zip(codes, layers, strict=True):
-            self._codes(group, layer).read_rows(rows.start, rows.stop, target.numpy())
+        self._read_codes(group, layers, rows, codes)
         return Encoded(codes, self._small_of(group, layers, rows) if group.codec.small and layers else {})
 
     def decode(self, group: FieldGroup, index: int, layers: Sequence[int], out: Tensor) -> None:
+        if group.masked is not None and layers:
+            group.states.decode(self.encoded(group, index, layers), out)
+            return
         self._decode_rows(group, group.rows_of(self._record.samples[index]), layers, out)
 
     def encoded_many(self, group: FieldGroup, indices: np.ndarray, layers: Sequence[int]) -> list[Encoded]:
@@ -185,8 +199,7 @@ class ZarrUnit:
         for run, run_lengths in zip(np.split(starts, cuts), np.split(lengths, cuts), strict=True):
             rows = range(int(run[0]), int(run[-1] + run_lengths[-1]))
             codes = [fresh((len(rows), columns), getattr(torch, codec.code_dtype)) for _ in layers]
-            for target, layer in zip(codes, layers, strict=True):
-                self._codes(group, layer).read_rows(rows.start, rows.stop, target.numpy())
+            self._read_codes(group, layers, rows, codes)
             part = Encoded(codes, self._small_of(group, layers, rows) if codec.small else {})
             picked = row_numbers(run - rows.start, run_lengths)
             parts.append(part if len(picked) == len(rows) else rows_at(codec.small, part, picked))
@@ -207,6 +220,25 @@ class ZarrUnit:
         if RAW_INDEX in small and len(small[RAW_INDEX]):
             raw = torch.from_numpy(small[RAW_INDEX].astype(np.int64))
             out[raw[:, 0], raw[:, 1]] = torch.from_numpy(small[RAW_ROWS]).view(torch.bfloat16)
+
+    def _read_codes(self, group: FieldGroup, layers: Sequence[int], rows: range, codes: Sequence[Tensor]) -> None:
+        """The codes of some rows into a tensor [n, C] a layer."""
+        for target, layer in zip(codes, layers, strict=True):
+            if group.masked is None:
+                self._codes(group, layer).read_rows(rows.start, rows.stop, target.numpy())
+                continue
+            fine, ends = self._classes(group.masked)
+            start, stop = int(ends[rows.start]), int(ends[rows.stop])
+            pieces = np.empty((stop - start, group.masked.piece_bytes(self._width)), dtype=np.uint8)
+            self._codes(group, layer).read_rows(start, stop, pieces)
+            group.masked.from_pieces(pieces, fine[rows.start : rows.stop], target.numpy())
+
+    def _classes(self, codec: MaskedCodec) -> tuple[np.ndarray, np.ndarray]:
+        """The class of every row of the unit bool [T], and the pieces before each int64 [T + 1]; made once."""
+        if self._fine is None:
+            fine = codec.fine_rows(self._plain(LOSS_MASK), self._sample_places[:, 1])
+            self._fine = fine, ends_of(codec.pieces(fine))
+        return self._fine
 
     def _small_of(self, group: FieldGroup, layers: Sequence[int], rows: range) -> dict[str, np.ndarray]:
         """The small arrays of some layers and rows; raw rows are counted inside ``rows``."""
@@ -259,6 +291,8 @@ class ZarrUnit:
 
     def _codes(self, group: FieldGroup, layer: int) -> ShardReader:
         shape = (self._rows[group.name], group.codec.code_columns(self._width))
+        if group.masked is not None:
+            shape = (int(self._classes(group.masked)[1][-1]), group.masked.piece_bytes(self._width))
         return self._shard(group.fields[layer], group.codec.code_dtype, shape, group.codec.compressed)
 
     def _shard(self, name: str, dtype: str, shape: tuple[int, ...], compressed: bool) -> ShardReader:
@@ -303,8 +337,12 @@ class _SmallArrays:
     raw_rows: ShardReader | None
 
 
-def _code_spec(codec: CodeLayout, shape: tuple[int, ...], name: str, width: int) -> ArraySpec:
+def _code_spec(group: FieldGroup, shape: tuple[int, ...], name: str, width: int) -> ArraySpec:
+    codec = group.codec
     attributes: dict[str, object] = {"codec": codec.name, "formula": codec.formula}
+    if group.masked is not None:
+        chunk_rows = min(group.masked.chunk_pieces, max(1, shape[0]))
+        return ArraySpec(shape, codec.code_dtype, ("piece", "byte"), chunk_rows, attributes=attributes)
     parts = codec.row_parts(width)
     if codec.exact:
         attributes["hs_dtype"] = "bfloat16"

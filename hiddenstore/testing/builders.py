@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from hiddenstore import layout
-from hiddenstore.codecs import CODECS
+from hiddenstore.codecs import CODECS, LAYOUTS
 from hiddenstore.codecs.recipes import get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.documents import seal, sha256_hex
@@ -42,7 +42,7 @@ HEAD = HeadSpec(norm_flavour="rms", norm_eps=1e-5, tied=False)
 def capture_spec(
     layers: Sequence[int] = (1, 3), width: int = 32, codec: str = "q8", final: FinalMode = "supervised"
 ) -> CaptureSpec:
-    """A capture of an imaginary 8-layer Llama with 64 tokens; ``codec`` of every field, or a recipe."""
+    """A capture of an imaginary 8-layer Llama with 64 tokens; ``codec`` of all fields it is for, or a recipe."""
     target = TargetIdentity(
         name="random",
         model_type="llama",
@@ -60,7 +60,7 @@ def capture_spec(
         aux_layers=tuple(layers),
         final=final,
         final_norm="pre_norm",
-        codecs=Codecs(aux=codec, final=codec) if codec in CODECS else get_recipe(codec),
+        codecs=Codecs(aux=codec, final=codec if codec in LAYOUTS else "q8") if codec in CODECS else get_recipe(codec),
     )
 
 

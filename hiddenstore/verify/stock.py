@@ -15,6 +15,7 @@ from hiddenstore import layout
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
 from hiddenstore.damage import DAMAGE, raise_refusal
 from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, FieldGroup, groups_of
+from hiddenstore.segments.many import ends_of
 from hiddenstore.segments.segment import SegmentReader
 from hiddenstore.segments.tar_members import TAR, UNIT_PREFIX
 from hiddenstore.store import Store
@@ -83,7 +84,9 @@ def _our_arrays(reader: SegmentReader, index: int) -> Arrays:
     if reader.capture.final != "none":
         arrays[FINAL_ROWS] = final_rows
     for group, encoded in zip(groups_of(reader.capture), (aux, final), strict=True):
-        arrays |= {name: codes.numpy() for name, codes in zip(group.fields, encoded.codes, strict=True)}
+        fine = group.fine_rows(sample.loss_mask, [sample.tokens])
+        stored = (next(group.stored([codes.numpy()], fine)) for codes in encoded.codes)
+        arrays |= dict(zip(group.fields, stored, strict=False))
         arrays |= {f"{group.name}_{name}": values for name, values in encoded.small.items()}
     return arrays
 
@@ -94,6 +97,7 @@ def _zarr_samples(store: Store, record: CommitRecord) -> Iterator[tuple[str, Arr
 
     with store.fs.local_copy(record.segment) as folder:
         arrays = {name: np.asarray(array[...]) for name, array in zarr.open_group(folder, mode="r").arrays()}
+    lengths = [entry.tokens for entry in record.samples]
     for number, entry in enumerate(record.samples):
         tokens = slice(entry.start, entry.start + entry.tokens)
         sample = {**arrays, INPUT_IDS: arrays[INPUT_IDS][tokens], LOSS_MASK: arrays[LOSS_MASK][tokens]}
@@ -102,14 +106,18 @@ def _zarr_samples(store: Store, record: CommitRecord) -> Iterator[tuple[str, Arr
             sample[FINAL_ROWS] = arrays[FINAL_ROWS][entry.final_start : entry.final_start + entry.final_rows]
         for group in groups_of(store.capture):
             if group.fields:
-                sample |= _zarr_group(group, arrays, entry)
+                sample |= _zarr_group(group, arrays, entry, group.fine_rows(arrays[LOSS_MASK], lengths))
         yield entry.id, sample
 
 
-def _zarr_group(group: FieldGroup, arrays: Arrays, entry: SampleEntry) -> dict[str, np.ndarray]:
-    """Codes and small arrays of one sample; its raw rows are counted in the sample."""
+def _zarr_group(
+    group: FieldGroup, arrays: Arrays, entry: SampleEntry, fine: np.ndarray | None
+) -> dict[str, np.ndarray]:
+    """Codes and small arrays of one sample, ``fine``: the classes of the unit's rows; raw rows are counted in the
+    sample."""
     rows = group.rows_of(entry)
-    part = {name: arrays[name][rows.start : rows.stop] for name in group.fields}
+    ends = range(rows.stop + 1) if group.masked is None or fine is None else ends_of(group.masked.pieces(fine))
+    part = {name: arrays[name][ends[rows.start] : ends[rows.stop]] for name in group.fields}
     for name, spec in group.codec.small.items():
         array = arrays[f"{group.name}_{name}"]
         if "T" in spec.axes:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hiddenstore.codecs import get_codec
+from hiddenstore.codecs.base import MaskedCodec
 from hiddenstore.console.text import plural
 from hiddenstore.images import is_text
 from hiddenstore.records import Record, Sample, TopK, final_row_positions, sample_id
@@ -172,7 +173,11 @@ class Survey:
         is_profiled = sample.id == profile.sample_id and not sample.images
         shared = len(profile.positions) if is_profiled else profile.common_prefix(sample.input_ids)
         common = np.intersect1d(field.positions, np.asarray(profile.positions[:shared]), return_indices=True)
-        _, rows, indices = common
+        positions, rows, indices = common
+        if isinstance(codec := get_codec(self.capture.codecs.aux), MaskedCodec) and name != FINAL:
+            # Rows that no loss is taken at are too coarse to tell a layer from its neighbour.
+            is_fine = codec.fine_rows(sample.loss_mask, [sample.tokens])[positions]
+            rows, indices = rows[is_fine], indices[is_fine]
         if not len(rows):
             return
         self.profiled.add(name)

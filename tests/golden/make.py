@@ -78,6 +78,8 @@ PLANS = {
 REBUILT_PLANS = {
     "rebuilt-zarr": Plan("rebuilt", "zarr", width=16),
     "rebuilt-webdataset": Plan("rebuilt", "webdataset", final="all", layers=(-1, 2, 5), width=16),
+    "rebuilt-q3-zarr": Plan("rebuilt-q3", "zarr", samples=5, width=36),
+    "rebuilt-q3-webdataset": Plan("rebuilt-q3", "webdataset", samples=5, width=36),
 }
 
 

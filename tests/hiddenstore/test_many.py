@@ -61,7 +61,7 @@ def test_an_iteration_gives_the_records_that_reading_by_id_gives(
         assert dict(bits(record)) == dict(bits(store.read(name)))
         assert record.aux.untyped_storage().nbytes() == record.aux.nbytes
     # Top tokens, and states that are rebuilt, are read sample by sample.
-    assert (max(together, default=0) > 1) == (recipe not in ("tiny", "rebuilt"))
+    assert (max(together, default=0) > 1) == (RECIPES[recipe][1] not in ("topk", "rebuilt"))
 
 
 def test_the_units_of_many_samples_are_those_of_each(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_the_units_of_many_samples_are_those_of_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize(("gap", "codec"), [(0, "compact"), (1 << 20, "compact"), (1 << 20, "raw")])
+@pytest.mark.parametrize(("gap", "codec"), [(0, "compact"), (1 << 20, "compact"), (1 << 20, "raw"), (0, "q4q3")])
 def test_packs_of_scattered_samples_hold_the_bits_of_single_records(
     tmp_path: Path, container: str, gap: int, codec: str, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

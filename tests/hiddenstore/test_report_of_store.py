@@ -235,6 +235,9 @@ def test_the_arithmetic_of_recipes_orders_them_by_size(store: Store) -> None:
     rebuilt, (aux, _) = store.capture.with_codecs(get_recipe("rebuilt")), RECIPES["rebuilt"]
     assert len(rebuilt.stored_layers) == layers - 1
     assert sizes["rebuilt"] == pytest.approx((layers - 1) * get_layout(aux).row_bits(width) / 8)
+    tokens, taught = store.totals["tokens"], store.catalog.table.supervised.sum() + 20 * len(store)
+    saved = (layers - 1) * 4 * -(-width // 32) * (1 - min(1, taught / tokens))
+    assert sizes["rebuilt-q3"] == pytest.approx(sizes["rebuilt"] - saved)
 
 
 def test_a_recipe_that_cannot_hold_the_layers_has_no_arithmetic(tmp_path: Path) -> None:

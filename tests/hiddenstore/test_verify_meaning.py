@@ -203,7 +203,7 @@ def kinds(report: Report) -> set[str]:
     return {finding.kind for finding in report.findings}
 
 
-@pytest.mark.parametrize("codec", ["bf16", "lossless", "q8", "q4"])
+@pytest.mark.parametrize("codec", ["bf16", "lossless", "q8", "q4", "aux=q4q3,final=q8"])
 @pytest.mark.parametrize("norm_state", ["pre_norm", "post_norm"])
 def test_a_healthy_store_gives_no_finding(tmp_path: Path, target: Target, codec: str, norm_state: NormState) -> None:
     records = healthy(target, norm_state=norm_state)
@@ -277,10 +277,10 @@ def test_without_a_profile_meaning_says_what_it_cannot_see(tmp_path: Path, targe
     assert noted(report) == ["profile-absent"]
 
 
-@pytest.mark.parametrize("by", [-1, 1])
-def test_aux_layers_one_off_are_named_layer_shift(tmp_path: Path, target: Target, by: int) -> None:
+@pytest.mark.parametrize(("by", "codec"), [(-1, "q8"), (1, "q8"), (1, "aux=q4q3,final=q8")])
+def test_aux_layers_one_off_are_named_layer_shift(tmp_path: Path, target: Target, by: int, codec: str) -> None:
     records = healthy(target, aux=[k + by for k in AUX])
-    report = looked(store_of(tmp_path, target, records, profile=profile_of(target)))
+    report = looked(store_of(tmp_path, target, records, codec=codec, profile=profile_of(target)))
     assert kinds(report) == {"layer-shift"}
     assert {f.path.rpartition("/")[2] for f in report.findings} == {"layer_1", "layer_2", "layer_4"}
     assert len(report.affected) == B
