@@ -17,14 +17,11 @@ import matplotlib
 
 from benchmarks import report
 from benchmarks.commands import Command
-from benchmarks.drafter_quality import BATCH_TOKENS, Bench, Quality, Row
+from benchmarks.drafter_quality import BATCH_TOKENS, BY_NAME, Bench, Quality, Row
 
 TOKENS = (10_000, 30_000, 100_000, 300_000)
 DRAFT_LEN = "3"
-ROWS = (
-    Row("eagle3.1", ("--drafter", "eagle3", "drafter.fc_norm=true", "drafter.norm_output=true", "loss.steps=3")),
-    Row("dflash", ("--drafter", "dflash", "drafter.num_layers=2", "loss.num_anchors=128")),
-)
+ROWS = (Row("eagle3.1", BY_NAME["eagle3.1 3 TTT steps"].words), BY_NAME["dflash"])
 
 
 @dataclass(frozen=True)

@@ -96,16 +96,20 @@ def plan_of(engine: ServingEngine, request: ServeRequest) -> ServePlan:
 
 
 def server_of(engine: ServingEngine, python: VllmPython, options: ServeOptions, log: Path) -> ServerProcess:
-    """The server that ``options`` describe, to be started by ``python``. Raises ConfigError: ``option-invalid``: only
-    vLLM is started by a Python; ``not-installed``; what cannot be served, as ``resolve`` says it."""
-    if engine.name != "vllm":
+    """The server that ``options`` describe: vLLM's started by ``python``, llama.cpp's found on the PATH. Raises
+    ConfigError: ``option-invalid``: another engine; ``not-installed``; what cannot be served, as ``resolve`` says it."""
+    if engine.name not in ("vllm", "llamacpp"):
         raise ConfigError(
             f"{engine.title} is not started here; start it yourself, and name it",
             kind=Kind.OPTION_INVALID,
             hint=f"hiddenstore eval --engine {engine.name} --server URL --baseline-server URL",
         )
-    python.require()
+    if engine.name == "vllm":
+        python.require()
     plan = plan_of(engine, resolve(engine, options).request)
+    if engine.name == "llamacpp":
+        require_installed(plan, engine, options.form)
+        return ServerProcess(plan.command, {**os.environ, **plan.variables}, log)
     _, _, model, *flags = plan.command
     return ServerProcess(python.command(model, flags), {**python.environment(), **plan.variables}, log)
 
