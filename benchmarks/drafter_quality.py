@@ -3,9 +3,8 @@
 STORE holds what ``hiddenstore collect --layers all-drafters`` makes of answers that the target itself wrote at
 temperature 0.8, with a validation split (``prepare --val 6%``); ``answers.jsonl`` of ``hiddenstore demo`` are such
 answers. Every run takes the same steps of the same batches; learning rates and all else are the defaults that
-``hiddenstore train`` derives, but for drafters of one forward, whose own defaults cost several times an EAGLE-3: they
-have two layers and at most 128 blocks a sample. ``--vocab`` gives all but EAGLE-1 one draft vocabulary. Training and
-judging go through the command line. A finished run is not repeated, so the same command goes on after a stop.
+``hiddenstore train`` derives, but for drafters of one forward: two layers and at most 128 blocks a sample, else they
+cost several times an EAGLE-3. ``--vocab`` gives all but EAGLE-1 one draft vocabulary. A finished run is not repeated.
 Usage: python -m benchmarks.drafter_quality STORE --runs DIR [--seeds 3] [--steps 300] [--target NAME] [--only ROW …]
 [--vocab N] [--settings KEY=VALUE …]
 """
@@ -26,6 +25,7 @@ from benchmarks.report import spread
 BATCH_TOKENS = 1000
 CHAINS = (3, 7)
 RESULT = "quality.json"
+SUMS = {"tokens": "tokens", "skipped_steps": "skipped"}
 
 Quality = dict[str, Any]
 
@@ -91,12 +91,8 @@ class Bench:
             cpu_s = self.command.cpu_s("train", self.store, "-o", str(run), "-q", *words)
             lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             steps = [line for line in map(json.loads, lines) if "loss" in line]
-            facts = {
-                "lr": max(line["lr"] for line in steps),
-                "tokens": sum(line["tokens"] for line in steps),
-                "skipped_steps": sum(line["skipped"] for line in steps),
-                "last_loss": steps[-1]["loss"],
-            }
+            facts = {"lr": max(line["lr"] for line in steps), "last_loss": steps[-1]["loss"]}
+            facts |= {key: sum(line[name] for line in steps) for key, name in SUMS.items()}
             chains = self.judge(run, [min(length, row.longest) for length in CHAINS])
             return {"row": row.name, "train_cpu_s": round(cpu_s, 1), **facts, "chains": chains}
 
@@ -111,10 +107,8 @@ class Bench:
     def floors(self) -> Quality:
         """The n-gram floor of each chain length, over the same text; of any run, as it depends on the text alone."""
         run = min(self.runs.glob(f"*-seed0/{RESULT}")).parent
-        answers = {
-            str(length): self.command.answer("eval", str(run), self.store, "--draft-len", str(length))
-            for length in CHAINS
-        }
+        words = ("eval", str(run), self.store, "--draft-len")
+        answers = {str(length): self.command.answer(*words, str(length)) for length in CHAINS}
         sizes = {name: answers[str(CHAINS[0])][name] for name in ("samples", "tokens")}
         return {"ngram": {key: one["ngram_accepted_length"] for key, one in answers.items()}, "validation": sizes}
 
@@ -134,14 +128,9 @@ def once(run: Path, key: Quality, make: Callable[[], Quality]) -> Quality:
 
 def budget(steps: int, seed: int) -> list[str]:
     """The settings all runs share."""
-    return [
-        f"data.batch_tokens={BATCH_TOKENS}",
-        f"data.pack_tokens={BATCH_TOKENS}",
-        f"train.max_steps={steps}",
-        f"train.seed={seed}",
-        "train.validate_every=0",
-        "train.checkpoint_every=0",
-    ]
+    tokens = [f"data.batch_tokens={BATCH_TOKENS}", f"data.pack_tokens={BATCH_TOKENS}"]
+    steps_only = [f"train.max_steps={steps}", "train.validate_every=0", "train.checkpoint_every=0"]
+    return [*tokens, *steps_only, f"train.seed={seed}"]
 
 
 def table(results: Sequence[Quality]) -> str:
@@ -171,14 +160,12 @@ def publish(bench: Bench, target: str, results: Sequence[Quality], folder: Path 
     floors = bench.floors()
     floor = ", ".join(f"{value:.3f} for chains of {length}" for length, value in floors["ngram"].items())
     page = [
-        f"# Drafters on {target}, {report.today()}",
-        "",
+        f"# Drafters on {target}, {report.today()}\n",
         f"{bench.steps} steps of {BATCH_TOKENS:,} tokens, the same batches for all; median of the seeds, lowest and "
         f"highest in brackets. Accepted length over the {floors['validation']['samples']} held-out answers that the "
         "target wrote itself, bonus token counted, simulated by `hiddenstore eval`.",
         f"N-gram floor: {floor}. CPU s: one thread, median, with some ten to start the command.",
-        f"Settings of all rows: {', '.join(bench.settings) or 'as derived'}.",
-        "",
+        f"Settings of all rows: {', '.join(bench.settings) or 'as derived'}.\n",
         table(results),
     ]
     facts = {"target": target, "steps": bench.steps, "batch_tokens": BATCH_TOKENS, "settings": bench.settings}

@@ -66,6 +66,8 @@ def cell(options: Namespace, engine: str, draft: Path | str, asked: Quality) -> 
     try:
         return once(folder, key, make)
     except RefusedError as error:
+        if engine == "decode":
+            raise SystemExit(f"decode {draft}: {error}") from error
         return {**row, "refused": str(error).partition("\n")[0]}
 
 

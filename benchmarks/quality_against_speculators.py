@@ -51,22 +51,20 @@ class Peer:
 
     def measure(self, seed: int, rate: float) -> Quality:
         """Train, bring back and judge one seed; a finished one is read back."""
-        name = f"{PEER} {self.drafter}"
         run, bench = self.bench.runs / f"{PEER}-{self.drafter}-{rate:.2g}-seed{seed}", self.bench
 
         def make() -> Quality:
             words = [*self._data(), "--max-steps", str(bench.steps), "--seed", str(seed), "--lr", f"{rate:.2g}"]
             words += ["--hidden-states-dtype", PRECISIONS[self.precision], *SIDES[self.drafter][1], *ON_A_CPU]
             script = str(Path(__file__).with_name("speculators_on_cpu.py"))
-            printed, cpu_s = bench.command.run(
-                [self.python, script, *words, "--save-path", str(run / "theirs")], subprocess.PIPE
-            )
+            command = [self.python, script, *words, "--save-path", str(run / "theirs")]
+            printed, cpu_s = bench.command.run(command, subprocess.PIPE)
             trained = json.loads(printed.splitlines()[-1])
             as_ours(Path(trained.pop("checkpoint")), run / "published")
             imported = ("-o", str(run / "run"), "--store", bench.store)
             bench.command.answer("import-drafter", str(run / "published"), *imported)
             chains = bench.judge(run / "run", CHAINS)
-            return {"row": name, **trained, "train_cpu_s": round(cpu_s, 1), "chains": chains}
+            return {"row": f"{PEER} {self.drafter}", **trained, "train_cpu_s": round(cpu_s, 1), "chains": chains}
 
         return once(run, {"seed": seed, "lr": rate, "steps": bench.steps, "precision": self.precision}, make)
 

@@ -28,9 +28,8 @@ class CpuTrainer(trainer.Trainer):
         losses: list[float] = []
         self.model.register_forward_hook(lambda _model, _read, out: losses.append(float(out[1].detach())))
         super().run_training()
-        checkpoint = str(self.checkpointer.path / str(epochs - 1))
         facts = {"tokens": tokens, "first_loss": losses[0], "last_loss": losses[-1]}
-        print(json.dumps({**facts, "checkpoint": checkpoint}))
+        print(json.dumps({**facts, "checkpoint": str(self.checkpointer.path / str(epochs - 1))}))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""``hiddenstore eval`` with ``--engine``, ``--serve`` or ``--method``: what servers get accepted, and how fast they are."""
+"""``hiddenstore eval`` with ``--engine``, ``--serve`` or ``--method``: what servers get accepted, and how fast."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

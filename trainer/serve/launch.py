@@ -97,7 +97,7 @@ def plan_of(engine: ServingEngine, request: ServeRequest) -> ServePlan:
 
 def server_of(engine: ServingEngine, python: VllmPython, options: ServeOptions, log: Path) -> ServerProcess:
     """The server that ``options`` describe: vLLM's started by ``python``, llama.cpp's found on the PATH. Raises
-    ConfigError: ``option-invalid``: another engine; ``not-installed``; what cannot be served, as ``resolve`` says it."""
+    ConfigError: ``option-invalid``: of another engine; ``not-installed``; what cannot be served, as ``resolve``."""
     if engine.name not in ("vllm", "llamacpp"):
         raise ConfigError(
             f"{engine.title} is not started here; start it yourself, and name it",
