@@ -54,11 +54,12 @@ def cell(options: Namespace, engine: str, draft: Path | str, asked: Quality) -> 
         words = ["--target", key["target"], "--max-new-tokens", str(options.max_new_tokens)]
         if engine == "decode":
             words += ["--draft-len", str(key["drafts_of"]), "-n", str(key["questions"]), "--dtype", options.dtype]
-            words += ["--prompts", str(options.cells / "prompts.jsonl"), "--answers", "answers.jsonl"]
-            said = Command(accepts=(0, 3)).demand("decode", str(draft), *words, folder=folder)
+            words += ["--prompts", str(options.cells / "prompts.jsonl"), "--answers", str(folder / "answers.jsonl")]
+            said = Command(accepts=(0, 3)).demand("decode", str(draft), *words)
         else:
             answered = options.cells / "decode" / options.runs[0].name / "answers.jsonl"
-            words += ["--engine", engine, "--rounds", str(options.rounds), "--prompts", str(answered), *key["words"]]
+            words += ["--engine", engine, "--rounds", str(key["rounds"]), "--prompts", str(answered), *key["words"]]
+            # A method's servers write their logs where they are started.
             said = Command().demand("eval", *served(engine, draft, folder, key), *words, folder=folder)
         return {**row, **{member: said[member] for member in MEMBERS if member in said}}
 
@@ -100,7 +101,7 @@ def parsed() -> Namespace:
         parser.add_argument(name, type=lambda path: Path(path).resolve(), required=name == "--cells")
     parser.add_argument("--target", required=True, type=lambda name: str(Path(target_folder(name)).resolve()))
     parser.add_argument("--prompts", required=True, help="JSONL of questions")
-    parser.add_argument("--vllm", help="a Python that has vLLM")
+    parser.add_argument("--vllm", type=lambda path: str(Path(path).absolute()), help="a Python that has vLLM")
     for name in ("--vllm-args", "--llamacpp-args"):
         parser.add_argument(name, nargs="*", default=[], help="KEY=VALUE: flags of the servers")
     for name, value in {"--name": "bundled", "--dtype": "bfloat16", "--count": 1, "--rounds": 3}.items():
@@ -116,10 +117,11 @@ def main() -> None:
     text = "\n".join(json.dumps({"task": one.task, "messages": one.history}) for one in questions) + "\n"
     options.cells.mkdir(parents=True, exist_ok=True)
     (options.cells / "prompts.jsonl").write_text(text, encoding="utf-8")
-    asked: Quality = {name: getattr(options, name) for name in ("target", "max_new_tokens", "rounds", "dtype")}
+    asked: Quality = {name: getattr(options, name) for name in ("target", "max_new_tokens", "dtype")}
     asked |= {"questions": len(questions), "text": hashlib.sha256(text.encode()).hexdigest()}
     decoded = {run.name: cell(options, "decode", run, asked) for run in options.runs}
-    rows, engines = [], {}
+    rows: list[Quality] = []
+    engines: dict[str, tuple[str, list[str], list[str]]] = {}
     if options.vllm:
         flags = [f"dtype={options.dtype}", *options.vllm_args]
         engines["vllm"] = options.target, flags, ["--engine-python", options.vllm]
@@ -129,16 +131,15 @@ def main() -> None:
         engines["llamacpp"] = str(options.gguf), options.llamacpp_args, []
     for engine, (target, flags, words) in engines.items():
         words = [*words, *(word for flag in flags for word in ("--engine-arg", flag))]
-        key = {**asked, "target": target, "words": words}
+        key = {**asked, "target": target, "words": words, "rounds": options.rounds}
         rows += [cell(options, engine, draft, key) for draft in (*options.runs, *METHODS)]
-    first = decoded[options.runs[0].name]
-    flags = "; ".join(f"{engine}: `{' '.join(flags)}`" for engine, (_, flags, _) in engines.items())
+    first, floor = decoded[options.runs[0].name], decoded[options.runs[0].name]["ngram_accepted_length"]
+    how = "; ".join(f"{engine}: `{' '.join(flags)}`" for engine, (_, flags, _) in engines.items())
     page = [
         f"# Drafters in real engines on {options.name}, {report.today()}\n",
         f"{report.machine_line()} `decode` answered {first['prompts']} of {len(questions)} questions without looping, "
         f"{options.dtype}, up to {options.max_new_tokens} tokens; engines were asked the same, greedy, one stream, "
-        f"{options.rounds} rounds with and without in turn. n-gram table over the same answers: "
-        f"{first['ngram_accepted_length']:.3f}. {flags}.\n",
+        f"{options.rounds} rounds with and without in turn. n-gram floor of the same answers: {floor}. {how}.\n",
         report.table(HEAD, [line(row, decoded.get(row["drafter"], {})) for row in rows]),
     ]
     # Where things lie on this machine stays out of the file.

@@ -25,7 +25,7 @@ PEER = "speculators"
 DEFAULT_RATE = 1e-3
 # DSpark's default is full attention in ours; its blocks are counted for a pack there, for a sample in ours.
 BLOCKS = ("--num-layers", "2", "--full-attention-indices", "0", "1", "--block-size", "7", "--max-anchors", "512")
-SIDES = {
+SIDES: dict[str, tuple[str, tuple[str, ...]]] = {
     "eagle3": ("eagle3.1 3 TTT steps", ()),
     "peagle": ("peagle", ("--num-layers", "2", "--num-depths", "7", "--fc-norm")),
     "dspark": ("dspark", BLOCKS),

@@ -61,9 +61,8 @@ CASES = {
     "DFlash, S=512, blocks of 8, 32 anchors, 2 layers, 2 aux layers, V = 4,096": (Case("dflash", 512, layers=2), 1.3),
 }
 """Each with how many times cheaper than the best peer a step is to be."""
-AUX, SMOLLM2 = (1, 14, 26), (49_152, 9_024, 576, 1536, 9, 3, 0.7)
 BF16 = {"EAGLE-3, SmolLM2-135M's shape, T=1,024, 70 % supervised, U=9,024, 3 TTT steps, all in bf16": (
-    Case("eagle3", 1024, *SMOLLM2, steps=3, aux=AUX, precision="bf16"), 1.5)}  # fmt: skip
+    Case("eagle3", 1024, 49_152, 9_024, 576, 1536, 9, 3, 0.7, 3, aux=(1, 14, 26), precision="bf16"), 1.5)}  # fmt: skip
 """Peers under torch's autocast, their own bf16 but SpecForge's, which holds its weights in it; AdamW in fp32."""
 LARGE = {
     "T=2,048, V=32,768, U=8,192, every token supervised": Case("eagle3", 2048, vocab=32768, draft=8192),
@@ -74,8 +73,8 @@ GROWTH = (
     *(replace(SMALL, tokens=tokens) for tokens in (16384, 8192, 4096, 2048, 1024, 512)),
     *(replace(SMALL, steps=steps) for steps in (1, 2, 3, 4, 5, 6, 8)),
 )
-METHOD = """Each engine in a process of its own, in turns of one step (DFlash: eight): forward, backward, clip, AdamW; fp32
-or as the case says, one thread, the same weights and tensors. Medians of **CPU seconds of all threads**, lowest and
+METHOD = """Each engine in a process of its own, in turns of one step (DFlash: eight): forward, backward, clip, AdamW;
+fp32 or as a case says; one thread, the same weights and tensors. Medians of **CPU seconds of all threads**, lowest and
 highest in brackets; how much cheaper ours is: the median ratio of neighbouring turns, the middle half in brackets. Ours
 is the trainer's own loop and reads its batch from a store at every step; the peers' tensors wait in memory in fp32.
 
