@@ -44,23 +44,22 @@ def about(draft: Path | str) -> Quality:
     return {"drafts_of": length, "state": hashlib.sha256((info.checkpoint / "state.json").read_bytes()).hexdigest()}
 
 
-def cell(options: Namespace, engine: str, draft: Path | str, asked: Quality) -> Quality:
+def cell(options: Namespace, engine: str, draft: Path | str, target: str, asked: Quality) -> Quality:
     """What a command says of a run, or of a method without one, in an engine; ``decode`` is our own."""
     name, key = draft if isinstance(draft, str) else draft.name, {**asked, **about(draft)}
     folder, row = options.cells / engine / name, {"drafter": name, "engine": engine}
 
     def make() -> Quality:
         folder.mkdir(parents=True)
-        words = ["--target", key["target"], "--max-new-tokens", str(options.max_new_tokens)]
+        words = ["--target", target, "--max-new-tokens", str(options.max_new_tokens), *key["words"]]
         if engine == "decode":
-            words += ["--draft-len", str(key["drafts_of"]), "-n", str(key["questions"]), "--dtype", options.dtype]
-            words += ["--prompts", str(options.cells / "prompts.jsonl"), "--answers", str(folder / "answers.jsonl")]
+            words += ["--draft-len", str(key["drafts_of"]), "--answers", str(folder / "answers.jsonl")]
             said = Command(accepts=(0, 3)).demand("decode", str(draft), *words)
         else:
             answered = options.cells / "decode" / options.runs[0].name / "answers.jsonl"
-            words += ["--engine", engine, "--rounds", str(key["rounds"]), "--prompts", str(answered), *key["words"]]
+            words += ["--engine", engine, "--prompts", str(answered), *served(engine, draft, folder, target, key)]
             # A method's servers write their logs where they are started.
-            said = Command().demand("eval", *served(engine, draft, folder, key), *words, folder=folder)
+            said = Command().demand("eval", *words, folder=folder)
         return {**row, **{member: said[member] for member in MEMBERS if member in said}}
 
     report.progress(f"{engine}: {name}")
@@ -72,12 +71,13 @@ def cell(options: Namespace, engine: str, draft: Path | str, asked: Quality) -> 
         return {**row, "refused": str(error).partition("\n")[0]}
 
 
-def served(engine: str, draft: Path | str, folder: Path, key: Quality) -> list[str]:
+def served(engine: str, draft: Path | str, folder: Path, target: str, key: Quality) -> list[str]:
     """The words of `eval` that have it served; a run is exported first. Raises RefusedError."""
     if isinstance(draft, str):
-        return ["--method", draft, *(["--serve", key["target"]] if draft == "draft-target" else [])]
+        own = target if engine == "llamacpp" else target_folder(target)
+        return ["--method", draft, *(["--serve", own] if draft == "draft-target" else [])]
     words = ["--draft-len", str(key["drafts_of"]), "--dtype", key["dtype"], "-o", str(folder / "drafter")]
-    words += ["--target", key["target"]] if engine == "llamacpp" else []
+    words += ["--target", target] if engine == "llamacpp" else []
     Command().demand("export", str(draft), "--engine", engine, *words)
     return ["--serve", str(folder / "drafter")]
 
@@ -99,7 +99,7 @@ def parsed() -> Namespace:
     parser.add_argument("runs", type=lambda path: Path(path).resolve(), nargs="+")
     for name in ("--cells", "--llama-server", "--gguf"):
         parser.add_argument(name, type=lambda path: Path(path).resolve(), required=name == "--cells")
-    parser.add_argument("--target", required=True, type=lambda name: str(Path(target_folder(name)).resolve()))
+    parser.add_argument("--target", required=True, type=lambda path: str(Path(path).resolve()))
     parser.add_argument("--prompts", required=True, help="JSONL of questions")
     parser.add_argument("--vllm", type=lambda path: str(Path(path).absolute()), help="a Python that has vLLM")
     for name in ("--vllm-args", "--llamacpp-args"):
@@ -117,9 +117,11 @@ def main() -> None:
     text = "\n".join(json.dumps({"task": one.task, "messages": one.history}) for one in questions) + "\n"
     options.cells.mkdir(parents=True, exist_ok=True)
     (options.cells / "prompts.jsonl").write_text(text, encoding="utf-8")
-    asked: Quality = {name: getattr(options, name) for name in ("target", "max_new_tokens", "dtype")}
-    asked |= {"questions": len(questions), "text": hashlib.sha256(text.encode()).hexdigest()}
-    decoded = {run.name: cell(options, "decode", run, asked) for run in options.runs}
+    asked: Quality = {"questions": len(questions), "text": hashlib.sha256(text.encode()).hexdigest()}
+    asked |= {"max_new_tokens": options.max_new_tokens, "dtype": options.dtype}
+    words = ["--dtype", options.dtype, "-n", str(len(questions)), "--prompts", str(options.cells / "prompts.jsonl")]
+    key = {**asked, "words": words}
+    decoded = {run.name: cell(options, "decode", run, options.target, key) for run in options.runs}
     rows: list[Quality] = []
     engines: dict[str, tuple[str, list[str], list[str]]] = {}
     if options.vllm:
@@ -130,9 +132,9 @@ def main() -> None:
         os.environ["PATH"] = f"{options.llama_server.parent}{os.pathsep}{os.environ['PATH']}"
         engines["llamacpp"] = str(options.gguf), options.llamacpp_args, []
     for engine, (target, flags, words) in engines.items():
-        words = [*words, *(word for flag in flags for word in ("--engine-arg", flag))]
-        key = {**asked, "target": target, "words": words, "rounds": options.rounds}
-        rows += [cell(options, engine, draft, key) for draft in (*options.runs, *METHODS)]
+        words = ["--rounds", str(options.rounds), *words, *(w for flag in flags for w in ("--engine-arg", flag))]
+        key = {**asked, "words": words, "rounds": options.rounds}
+        rows += [cell(options, engine, draft, target, key) for draft in (*options.runs, *METHODS)]
     first, floor = decoded[options.runs[0].name], decoded[options.runs[0].name]["ngram_accepted_length"]
     how = "; ".join(f"{engine}: `{' '.join(flags)}`" for engine, (_, flags, _) in engines.items())
     page = [
@@ -143,10 +145,7 @@ def main() -> None:
         report.table(HEAD, [line(row, decoded.get(row["drafter"], {})) for row in rows]),
     ]
     # Where things lie on this machine stays out of the file.
-    shown = [
-        {name: value for name, value in row.items() if name not in ("target", "words")}
-        for row in (*decoded.values(), *rows)
-    ]
+    shown = [{name: row[name] for name in row if name != "words"} for row in (*decoded.values(), *rows)]
     report.publish(f"engines-{options.name}", {"rows": shown}, options.results, page)
 
 

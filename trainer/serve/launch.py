@@ -279,7 +279,11 @@ def require_installed(plan: ServePlan, engine: ServingEngine, form: str) -> None
     if shutil.which(program) is None:
         how = "install Docker with the NVIDIA container toolkit" if form == "container" else engine.install
         raise ConfigError(f"{program} is not installed here", kind=Kind.NOT_INSTALLED, hint=_hint(how, engine, form))
-    if plan.command[1:2] == ("-m",) and not _has_module(program, plan.command[2].partition(".")[0]):
+    if (
+        program.startswith("python")
+        and plan.command[1:2] == ("-m",)
+        and not _has_module(program, plan.command[2].partition(".")[0])
+    ):
         problem = f"{program} has no module {plan.command[2]}"
         raise ConfigError(problem, kind=Kind.NOT_INSTALLED, hint=_hint(engine.install, engine, form))
 
