@@ -68,7 +68,7 @@ def cell(options: Namespace, engine: str, draft: Path | str, target: str, asked:
     except RefusedError as error:
         if engine == "decode":
             raise SystemExit(f"decode {draft}: {error}") from error
-        return {**row, "refused": str(error).partition("\n")[0]}
+        return {**row, "refused": str(error).partition("\n")[0].replace(target, "TARGET")}
 
 
 def served(engine: str, draft: Path | str, folder: Path, target: str, key: Quality) -> list[str]:
