@@ -118,7 +118,7 @@ def main() -> None:
     options.add_argument("--rates", type=float, nargs="*", default=[3e-3, 1e-2], help="other rates to try for theirs")
     arguments = options.parse_args()
     arguments.settings.append(f"train.precision={arguments.precision}")
-    arguments.only += {SIDES[drafter][0] for drafter in arguments.drafters} - set(arguments.only)
+    arguments.only += [SIDES[one][0] for one in arguments.drafters if SIDES[one][0] not in arguments.only]
     bench, results = measured(arguments)
     for drafter in arguments.drafters:
         peer = Peer(bench, arguments.peer, arguments.model, drafter, arguments.precision)
