@@ -27,7 +27,7 @@ DEFAULT_RATE = 1e-3
 BLOCKS = ("--num-layers", "2", "--full-attention-indices", "0", "1", "--block-size", "7", "--max-anchors", "512")
 SIDES: dict[str, tuple[str, tuple[str, ...]]] = {
     "eagle3": ("eagle3.1 3 TTT steps", ()),
-    "peagle": ("peagle", ("--num-layers", "2", "--num-depths", "7", "--fc-norm")),
+    "peagle": ("peagle", ("--draft-arch", "llama", "--num-layers", "2", "--num-depths", "7", "--fc-norm")),
     "dspark": ("dspark", BLOCKS),
 }
 """The row of ours that a drafter stands beside, and what the peer is told."""
