@@ -22,20 +22,19 @@ from benchmarks.drafter_quality import BATCH_TOKENS, BY_NAME, CHAINS, Bench, Qua
 from trainer.train.run_folder import describe
 
 PEER = "speculators"
+# Rows of padding see nothing in P-EAGLE, which makes its eager attention NaN.
+SAFE = ("--draft-attn-impl", "sdpa")
 DEFAULT_RATE = 1e-3
 # DSpark's default is full attention in ours; its blocks are counted for a pack there, for a sample in ours.
 BLOCKS = ("--num-layers", "2", "--full-attention-indices", "0", "1", "--block-size", "7", "--max-anchors", "512")
 SIDES: dict[str, tuple[str, tuple[str, ...]]] = {
     "eagle3": ("eagle3.1 3 TTT steps", ()),
-    "peagle": ("peagle", ("--draft-arch", "llama", "--num-layers", "2", "--num-depths", "7", "--fc-norm")),
+    "peagle": ("peagle", (*SAFE, "--draft-arch", "llama", "--num-layers", "2", "--num-depths", "7", "--fc-norm")),
     "dspark": ("dspark", BLOCKS),
 }
 """The row of ours that a drafter stands beside, and what the peer is told."""
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
-ON_A_CPU = (
-    *("--draft-attn-impl", "eager", "--loss-implementation", "eager"),
-    *("--num-workers", "0", "--log-freq", "1000000", "--no-resume-from-checkpoint"),
-)
+ON_A_CPU = ("--draft-attn-impl", "eager", "--loss-implementation", "eager", "--num-workers", "0")
 
 
 @dataclass(frozen=True)
@@ -55,14 +54,14 @@ class Peer:
 
         def make() -> Quality:
             words = [*self._data(), "--max-steps", str(bench.steps), "--seed", str(seed), "--lr", f"{rate:.2g}"]
-            words += ["--hidden-states-dtype", PRECISIONS[self.precision], *SIDES[self.drafter][1], *ON_A_CPU]
+            words += ["--hidden-states-dtype", PRECISIONS[self.precision], *ON_A_CPU, *SIDES[self.drafter][1]]
             script = str(Path(__file__).with_name("speculators_on_cpu.py"))
             command = [self.python, script, *words, "--save-path", str(run / "theirs")]
             printed, cpu_s = bench.command.run(command, subprocess.PIPE)
             trained = json.loads(printed.splitlines()[-1])
             as_ours(Path(trained.pop("checkpoint")), run / "published")
-            imported = ("-o", str(run / "run"), "--store", bench.store)
-            bench.command.answer("import-drafter", str(run / "published"), *imported)
+            words = ["-o", str(run / "run"), "--store", bench.store]
+            bench.command.answer("import-drafter", str(run / "published"), *words)
             chains = bench.judge(run / "run", CHAINS)
             return {"row": f"{PEER} {self.drafter}", **trained, "train_cpu_s": round(cpu_s, 1), "chains": chains}
 
@@ -85,7 +84,7 @@ class Peer:
             *("--verifier-name-or-path", self.model, "--speculator-type", self.drafter, "--data-path", str(folder)),
             *("--target-layer-ids", *map(str, facts["aux_hidden_state_layer_ids"])),
             *("--train-data-ratio", f"{facts['train_data_ratio']:.6f}", "--on-missing", "raise"),
-            *("--total-seq-len", str(BATCH_TOKENS)),
+            *("--total-seq-len", str(BATCH_TOKENS), "--log-freq", "1000000", "--no-resume-from-checkpoint"),
             *([] if vocab.is_full else ["--draft-vocab-size", str(vocab.size)]),
             *([] if mask is None else ["--mask-token-id", str(mask)]),
         ]
