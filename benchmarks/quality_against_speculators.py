@@ -25,12 +25,12 @@ PEER = "speculators"
 # Rows of padding see nothing in P-EAGLE, which makes its eager attention NaN.
 SAFE = ("--draft-attn-impl", "sdpa")
 DEFAULT_RATE = 1e-3
-# DSpark's default is full attention in ours; its blocks are counted for a pack there, for a sample in ours.
-BLOCKS = ("--num-layers", "2", "--full-attention-indices", "0", "1", "--block-size", "7", "--max-anchors", "512")
+# DSpark has full attention in ours; the peer counts blocks of a pack, 512 of 8,192 tokens by default, ours of a sample.
+BLOCKS = ("--num-layers", "2", "--full-attention-indices", "0", "1", "--block-size", "7", "--max-anchors", "128")
 SIDES: dict[str, tuple[str, tuple[str, ...]]] = {
     "eagle3": ("eagle3.1 3 TTT steps", ()),
     "peagle": ("peagle", (*SAFE, "--draft-arch", "llama", "--num-layers", "2", "--num-depths", "7", "--fc-norm")),
-    "dspark": ("dspark", BLOCKS),
+    "dspark": ("dspark", (*SAFE, *BLOCKS)),
 }
 """The row of ours that a drafter stands beside, and what the peer is told."""
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
