@@ -203,6 +203,15 @@ def test_a_server_that_ends_is_said_with_its_last_error_and_its_log(tmp_path: Pa
     assert (caught.value.kind, caught.value.hint) == ("server-unreachable", f"less {log}")
 
 
+def test_the_reason_of_a_validation_is_said_and_not_the_page_that_explains_it(tmp_path: Path) -> None:
+    log = tmp_path / "said.log"
+    log.write_text("ValidationError: 1 validation error\n  Value error, no dspark here\n  see https://errors.host/v\n")
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"]) as process:
+        process.wait()
+    with pytest.raises(HiddenstoreError, match="exit code 1: Value error, no dspark here"):
+        _wait_until_up("http://127.0.0.1:1", process, log)
+
+
 def test_a_wish_to_stop_ends_the_wait_for_a_server(tmp_path: Path) -> None:
     log = tmp_path / "said.log"
     with (
