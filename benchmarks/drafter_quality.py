@@ -129,8 +129,8 @@ def once(run: Path, key: Quality, make: Callable[[], Quality]) -> Quality:
 def budget(steps: int, seed: int) -> list[str]:
     """The settings all runs share."""
     tokens = [f"data.batch_tokens={BATCH_TOKENS}", f"data.pack_tokens={BATCH_TOKENS}"]
-    steps_only = [f"train.max_steps={steps}", "train.validate_every=0", "train.checkpoint_every=0"]
-    return [*tokens, *steps_only, f"train.seed={seed}"]
+    length = [f"train.max_steps={steps}", f"train.seed={seed}"]
+    return [*tokens, *length, "train.validate_every=0", "train.checkpoint_every=0"]
 
 
 def table(results: Sequence[Quality]) -> str:
@@ -161,14 +161,15 @@ def publish(bench: Bench, target: str, results: Sequence[Quality], folder: Path 
     floor = ", ".join(f"{value:.3f} for chains of {length}" for length, value in floors["ngram"].items())
     page = [
         f"# Drafters on {target}, {report.today()}\n",
-        f"{bench.steps} steps of {BATCH_TOKENS:,} tokens, the same batches for all; median of the seeds, lowest and "
+        f"{bench.steps} steps of {BATCH_TOKENS:,} tokens, ours from the same batches; median of the seeds, lowest and "
         f"highest in brackets. Accepted length over the {floors['validation']['samples']} held-out answers that the "
         "target wrote itself, bonus token counted, simulated by `hiddenstore eval`.",
         f"N-gram floor: {floor}. CPU s: one thread, median, with some ten to start the command.",
-        f"Settings of all rows: {', '.join(bench.settings) or 'as derived'}.\n",
+        f"Settings of ours: {', '.join(bench.settings) or 'as derived'}; --vocab {bench.vocab or 'as derived'}.\n",
         table(results),
     ]
-    facts = {"target": target, "steps": bench.steps, "batch_tokens": BATCH_TOKENS, "settings": bench.settings}
+    facts: Quality = {"target": target, "steps": bench.steps, "batch_tokens": BATCH_TOKENS}
+    facts |= {"settings": bench.settings, "vocab": bench.vocab}
     report.publish(f"{name or 'drafter_quality'}-{target}", {**facts, **floors, "rows": results}, folder, page)
 
 

@@ -58,7 +58,6 @@ def cell(options: Namespace, engine: str, draft: Path | str, target: str, asked:
         else:
             answered = options.cells / "decode" / options.runs[0].name / "answers.jsonl"
             words += ["--engine", engine, "--prompts", str(answered), *served(engine, draft, folder, target, key)]
-            # A method's servers write their logs where they are started.
             said = Command().demand("eval", *words, folder=folder)
         return {**row, **{member: said[member] for member in MEMBERS if member in said}}
 
@@ -111,8 +110,9 @@ def parsed() -> Namespace:
 
 
 def main() -> None:
-    """Decode with every run, then engine by engine."""
     options = parsed()
+    if len({run.name for run in options.runs}) < len(options.runs) or (options.llama_server and not options.gguf):
+        raise SystemExit("runs need names of their own, and --llama-server needs --gguf")
     questions = read_questions([options.prompts], [], options.count)
     text = "\n".join(json.dumps({"task": one.task, "messages": one.history}) for one in questions) + "\n"
     options.cells.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,6 @@ def main() -> None:
         flags = [f"dtype={options.dtype}", *options.vllm_args]
         engines["vllm"] = options.target, flags, ["--engine-python", options.vllm]
     if options.llama_server:
-        # `eval` finds it on the PATH.
         os.environ["PATH"] = f"{options.llama_server.parent}{os.pathsep}{os.environ['PATH']}"
         engines["llamacpp"] = str(options.gguf), options.llamacpp_args, []
     for engine, (target, flags, words) in engines.items():

@@ -65,7 +65,8 @@ class Peer:
             chains = bench.judge(run / "run", CHAINS)
             return {"row": f"{PEER} {self.drafter}", **trained, "train_cpu_s": round(cpu_s, 1), "chains": chains}
 
-        return once(run, {"seed": seed, "lr": rate, "steps": bench.steps, "precision": self.precision}, make)
+        key = {"seed": seed, "lr": rate, "steps": bench.steps, "precision": self.precision, "vocab": bench.vocab}
+        return once(run, key, make)
 
     def _data(self) -> list[str]:
         """Arguments that name the target, the exported states, which are written first where they are missing, and what

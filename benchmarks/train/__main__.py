@@ -61,7 +61,7 @@ CASES = {
     "DFlash, S=512, blocks of 8, 32 anchors, 2 layers, 2 aux layers, V = 4,096": (Case("dflash", 512, layers=2), 1.3),
 }
 """Each with how many times cheaper than the best peer a step is to be."""
-BF16 = {"EAGLE-3, SmolLM2-135M's shape, T=1,024, 70 % supervised, U=9,024, 3 TTT steps, all in bf16": (
+BF16 = {"EAGLE-3, SmolLM2-135M's shape, T=1,024, 70 % supervised, U=9,024, 3 TTT steps, bf16, peers by autocast": (
     Case("eagle3", 1024, 49_152, 9_024, 576, 1536, 9, 3, 0.7, 3, aux=(1, 14, 26), precision="bf16"), 1.5)}  # fmt: skip
 """Peers under torch's autocast, their own bf16 but SpecForge's, which holds its weights in it; AdamW in fp32."""
 LARGE = {
