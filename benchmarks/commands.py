@@ -15,6 +15,10 @@ from collectors.demo.corpus import conversations
 COMMAND = (sys.executable, "-m", "hiddenstore.cli")
 
 
+class RefusedError(Exception):
+    """What a command said of why it could not."""
+
+
 class Command:
     """``hiddenstore WORDS`` in processes. Raises SystemExit where an exit code is not in ``accepts``."""
 
@@ -29,6 +33,17 @@ class Command:
     def answer(self, *words: str) -> dict[str, Any]:
         """What it answers with ``--json``."""
         return dict(json.loads(self.run([*COMMAND, *words, "--json"], subprocess.PIPE)[0]))
+
+    def demand(self, *words: str, folder: Path | None = None) -> dict[str, Any]:
+        """The same in a folder, of what may be refused. Raises RefusedError."""
+        command = [*COMMAND, *words, "--json"]
+        done = subprocess.run(command, env=self.environment, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode in self.accepts:
+            return dict(json.loads(done.stdout))
+        said = done.stderr.splitlines()[-1:]
+        if not said or not said[0].startswith("{"):
+            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-500:]}")
+        raise RefusedError(json.loads(said[0])["message"])
 
     def run(self, command: Sequence[str], stdout: int | None = None) -> tuple[str, float]:
         """Any command: what it printed, where that is piped, and its CPU seconds."""

@@ -3,14 +3,16 @@
 STORE holds what ``hiddenstore collect --layers all-drafters`` makes of answers that the target itself wrote at
 temperature 0.8, with a validation split (``prepare --val 6%``); ``answers.jsonl`` of ``hiddenstore demo`` are such
 answers. Every run takes the same steps of the same batches; learning rates and all else are the defaults that
-``hiddenstore train`` derives. Training and judging go through the command line. A finished run is not repeated, so the
-same command goes on after a stop.
+``hiddenstore train`` derives, but for drafters of one forward: two layers and at most 128 blocks a sample, else they
+cost several times an EAGLE-3. ``--vocab`` gives all but EAGLE-1 one draft vocabulary. A finished run is not repeated.
 Usage: python -m benchmarks.drafter_quality STORE --runs DIR [--seeds 3] [--steps 300] [--target NAME] [--only ROW …]
+[--vocab N] [--settings KEY=VALUE …]
 """
 
 import json
 import shutil
 import statistics
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,61 +25,74 @@ from benchmarks.report import spread
 BATCH_TOKENS = 1000
 CHAINS = (3, 7)
 RESULT = "quality.json"
+SUMS = {"tokens": "tokens", "skipped_steps": "skipped"}
 
 Quality = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One drafter and recipe. longest: most tokens it drafts at a time."""
+    """One drafter and recipe. longest: most tokens it drafts at a time. whole: it has no draft vocabulary."""
 
     name: str
     words: tuple[str, ...]
     longest: int = max(CHAINS)
+    whole: bool = False
 
     @property
     def folder(self) -> str:
         return "".join(letter if letter.isalnum() or letter == "." else "-" for letter in self.name)
 
 
-EAGLE3 = Row("eagle3", ("--drafter", "eagle3"))
+THREE_STEPS = ("--drafter", "eagle3", "loss.steps=3")
+NORMS = ("drafter.fc_norm=true", "drafter.norm_output=true")
+BLOCKS = ("drafter.num_layers=2", "loss.num_anchors=128")
 ROWS = (
-    Row("eagle1", ("--drafter", "eagle1")),
+    Row("eagle1", ("--drafter", "eagle1"), whole=True),
     Row("medusa", ("--drafter", "medusa"), longest=4),
-    EAGLE3,
-    Row("eagle3.1", ("--drafter", "eagle3", "drafter.fc_norm=true", "drafter.norm_output=true")),
+    Row("eagle3", ("--drafter", "eagle3")),
+    Row("eagle3 3 TTT steps", THREE_STEPS),
+    Row("eagle3.1", ("--drafter", "eagle3", *NORMS)),
+    Row("eagle3.1 3 TTT steps", (*THREE_STEPS, *NORMS)),
     Row("eagle3 2 layers", ("--drafter", "eagle3", "drafter.num_layers=2")),
     Row("eagle3 lk_lambda", ("--drafter", "eagle3", "loss.kind=lk_lambda")),
-    Row("dflash", ("--drafter", "dflash")),
-    Row("dflash dpace", ("--drafter", "dflash", "loss.weighting=dpace")),
-    Row("dflash distilled", ("--drafter", "dflash", "loss.distil=1.0")),
+    Row("peagle", ("--drafter", "peagle", "drafter.num_layers=2", "drafter.fc_norm=true", "loss.steps=7")),
+    Row("dflash", ("--drafter", "dflash", *BLOCKS)),
+    Row("dflash dpace", ("--drafter", "dflash", *BLOCKS, "loss.weighting=dpace")),
+    Row("dflash distilled", ("--drafter", "dflash", *BLOCKS, "loss.distil=1.0")),
+    Row("jetspec", ("--drafter", "dflash", *BLOCKS, "drafter.causal=true", "loss.distil=1.0")),
+    Row("dspark", ("--drafter", "dspark", *BLOCKS)),
 )
+BY_NAME = {row.name: row for row in ROWS}
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where runs lie, what they train on, and for how long."""
+    """Where runs lie, what they train on, and for how long. settings: of every row; vocab: tokens of the draft
+    vocabulary, derived where None."""
 
     store: str
     runs: Path
     steps: int
     command: Command
+    settings: tuple[str, ...] = ()
+    vocab: int | None = None
+
+    def run(self, row: Row, seed: int) -> Path:
+        return self.runs / f"{row.folder}-seed{seed}"
 
     def measure(self, row: Row, seed: int) -> Quality:
         """Train and judge one seed of a row; a finished one is read back."""
-        words = [*row.words, *budget(self.steps, seed)]
-        run = self.runs / f"{row.folder}-seed{seed}"
+        vocab = [] if row.whole or self.vocab is None else [f"drafter.vocab_size={self.vocab}"]
+        words = [*row.words, *vocab, *self.settings, *budget(self.steps, seed)]
+        run = self.run(row, seed)
 
         def make() -> Quality:
             cpu_s = self.command.cpu_s("train", self.store, "-o", str(run), "-q", *words)
             lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             steps = [line for line in map(json.loads, lines) if "loss" in line]
-            facts = {
-                "lr": max(line["lr"] for line in steps),
-                "tokens": sum(line["tokens"] for line in steps),
-                "skipped_steps": sum(line["skipped"] for line in steps),
-                "last_loss": steps[-1]["loss"],
-            }
+            facts = {"lr": max(line["lr"] for line in steps), "last_loss": steps[-1]["loss"]}
+            facts |= {key: sum(line[name] for line in steps) for key, name in SUMS.items()}
             chains = self.judge(run, [min(length, row.longest) for length in CHAINS])
             return {"row": row.name, "train_cpu_s": round(cpu_s, 1), **facts, "chains": chains}
 
@@ -92,10 +107,8 @@ class Bench:
     def floors(self) -> Quality:
         """The n-gram floor of each chain length, over the same text; of any run, as it depends on the text alone."""
         run = min(self.runs.glob(f"*-seed0/{RESULT}")).parent
-        answers = {
-            str(length): self.command.answer("eval", str(run), self.store, "--draft-len", str(length))
-            for length in CHAINS
-        }
+        words = ("eval", str(run), self.store, "--draft-len")
+        answers = {str(length): self.command.answer(*words, str(length)) for length in CHAINS}
         sizes = {name: answers[str(CHAINS[0])][name] for name in ("samples", "tokens")}
         return {"ngram": {key: one["ngram_accepted_length"] for key, one in answers.items()}, "validation": sizes}
 
@@ -115,14 +128,9 @@ def once(run: Path, key: Quality, make: Callable[[], Quality]) -> Quality:
 
 def budget(steps: int, seed: int) -> list[str]:
     """The settings all runs share."""
-    return [
-        f"data.batch_tokens={BATCH_TOKENS}",
-        f"data.pack_tokens={BATCH_TOKENS}",
-        f"train.max_steps={steps}",
-        f"train.seed={seed}",
-        "train.validate_every=0",
-        "train.checkpoint_every=0",
-    ]
+    tokens = [f"data.batch_tokens={BATCH_TOKENS}", f"data.pack_tokens={BATCH_TOKENS}"]
+    length = [f"train.max_steps={steps}", f"train.seed={seed}"]
+    return [*tokens, *length, "train.validate_every=0", "train.checkpoint_every=0"]
 
 
 def table(results: Sequence[Quality]) -> str:
@@ -147,39 +155,49 @@ def table(results: Sequence[Quality]) -> str:
     return report.table(head, lines)
 
 
-def publish(bench: Bench, target: str, results: Sequence[Quality], folder: Path | None) -> None:
-    """Print and write what there is."""
+def publish(bench: Bench, target: str, results: Sequence[Quality], folder: Path | None, name: str = "") -> None:
+    """Print and write what there is, as ``name``, by default this benchmark's."""
     floors = bench.floors()
     floor = ", ".join(f"{value:.3f} for chains of {length}" for length, value in floors["ngram"].items())
     page = [
-        f"# Drafters on {target}, {report.today()}",
-        "",
-        f"{bench.steps} steps of {BATCH_TOKENS:,} tokens, the same batches for all; median of the seeds, lowest and "
+        f"# Drafters on {target}, {report.today()}\n",
+        f"{bench.steps} steps of {BATCH_TOKENS:,} tokens, ours from the same batches; median of the seeds, lowest and "
         f"highest in brackets. Accepted length over the {floors['validation']['samples']} held-out answers that the "
         "target wrote itself, bonus token counted, simulated by `hiddenstore eval`.",
         f"N-gram floor: {floor}. CPU s: one thread, median, with some ten to start the command.",
-        "",
+        f"Settings of ours: {', '.join(bench.settings) or 'as derived'}; --vocab {bench.vocab or 'as derived'}.\n",
         table(results),
     ]
-    facts = {"target": target, "steps": bench.steps, "batch_tokens": BATCH_TOKENS}
-    report.publish(f"drafter_quality-{target}", {**facts, **floors, "rows": results}, folder, page)
+    facts: Quality = {"target": target, "steps": bench.steps, "batch_tokens": BATCH_TOKENS}
+    facts |= {"settings": bench.settings, "vocab": bench.vocab}
+    report.publish(f"{name or 'drafter_quality'}-{target}", {**facts, **floors, "rows": results}, folder, page)
+
+
+def parser(text: str | None) -> ArgumentParser:
+    """Of a command that trains rows."""
+    options = report.parser(text)
+    options.add_argument("store")
+    options.add_argument("--runs", type=Path, required=True, help="folder of the runs")
+    options.add_argument("--target", default="bundled", help="its name in the report")
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--steps", type=int, default=300)
+    options.add_argument("--only", nargs="*", choices=BY_NAME, default=list(BY_NAME), metavar="ROW")
+    options.add_argument("--vocab", type=int, help="tokens of the draft vocabulary; default: as derived")
+    options.add_argument("--settings", nargs="*", default=[], help="of every row, such as train.precision=bf16")
+    return options
+
+
+def measured(arguments: Namespace) -> tuple[Bench, list[Quality]]:
+    """Seed by seed, so that a stop leaves every drafter equally far."""
+    arguments.runs.mkdir(parents=True, exist_ok=True)
+    shared = Command(), tuple(arguments.settings), arguments.vocab
+    bench, seeds = Bench(arguments.store, arguments.runs, arguments.steps, *shared), range(arguments.seeds)
+    return bench, [bench.measure(BY_NAME[name], seed) for seed in seeds for name in arguments.only]
 
 
 def main() -> None:
-    """Seed by seed, so that a stop leaves every drafter equally far."""
-    parser = report.parser(__doc__)
-    parser.add_argument("store")
-    parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--target", default="bundled", help="its name in the report")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
-    names = [row.name for row in ROWS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
-    arguments = parser.parse_args()
-    arguments.runs.mkdir(parents=True, exist_ok=True)
-    bench = Bench(arguments.store, arguments.runs, arguments.steps, Command())
-    rows = [row for row in ROWS if row.name in arguments.only]
-    results = [bench.measure(row, seed) for seed in range(arguments.seeds) for row in rows]
+    arguments = parser(__doc__).parse_args()
+    bench, results = measured(arguments)
     publish(bench, arguments.target, results, arguments.results)
 
 

@@ -17,14 +17,11 @@ import matplotlib
 
 from benchmarks import report
 from benchmarks.commands import Command
-from benchmarks.drafter_quality import BATCH_TOKENS, Bench, Quality, Row
+from benchmarks.drafter_quality import BATCH_TOKENS, BY_NAME, Bench, Quality, Row
 
 TOKENS = (10_000, 30_000, 100_000, 300_000)
 DRAFT_LEN = "3"
-ROWS = (
-    Row("eagle3.1", ("--drafter", "eagle3", "drafter.fc_norm=true", "drafter.norm_output=true", "loss.steps=3")),
-    Row("dflash", ("--drafter", "dflash", "drafter.num_layers=2", "loss.num_anchors=128")),
-)
+ROWS = (Row("eagle3.1", BY_NAME["eagle3.1 3 TTT steps"].words), BY_NAME["dflash"])
 
 
 @dataclass(frozen=True)
@@ -44,15 +41,9 @@ class Point:
     def cells(self) -> list[Any]:
         """A line of the table."""
         cpu_s = statistics.median(one["train_cpu_s"] for one in self.seeds)
-        speeds = [length * self.speed_of_one for length in self.lengths]
-        return [
-            self.row,
-            f"{self.tokens:,}",
-            len(self.seeds),
-            report.spread(self.lengths),
-            f"{statistics.median(speeds):.2f}x",
-            f"{cpu_s:.0f}",
-        ]
+        speed = statistics.median(self.lengths) * self.speed_of_one
+        sizes = [self.row, f"{self.tokens:,}", len(self.seeds)]
+        return [*sizes, report.spread(self.lengths), f"{speed:.2f}x", f"{cpu_s:.0f}"]
 
 
 def measure(arguments: Any) -> tuple[list[Point], Quality]:
@@ -113,14 +104,11 @@ def main() -> None:
     floor = floors["ngram"][DRAFT_LEN]
     head = ["drafter", "tokens", "seeds", "accepted length", "tokens/s over plain", "CPU s to train"]
     page = [
-        f"# What more text gives, {report.today()}",
-        "",
+        f"# What more text gives, {report.today()}\n",
         f"{report.machine_line()} Text read once in steps of {BATCH_TOKENS:,} tokens; drafts of {DRAFT_LEN}, over "
         f"{floors['validation']['samples']} held-out answers; median of the seeds, lowest and highest in brackets. "
-        f"N-gram floor of the largest table: {floor:.3f}. Tokens/s: in process, from what drafts cost here.",
-        "",
-        report.table(head, [point.cells() for point in points]),
-        "",
+        f"N-gram floor of the largest table: {floor:.3f}. Tokens/s: in process, from what drafts cost here.\n",
+        report.table(head, [point.cells() for point in points]) + "\n",
         f"![accepted length over tokens](expect-{report.today()}.svg)",
     ]
     rows = [{"row": p.row, "tokens": p.tokens, "speed_of_one": p.speed_of_one, "seeds": p.seeds} for p in points]

@@ -65,11 +65,7 @@ def million(recipe: str) -> Estimate:
     target = {"num_layers": EIGHT_B.num_hidden_layers, "vocab_size": EIGHT_B.vocab_size}
     identity = capture_spec(width=EIGHT_B.hidden_size).target.model_copy(update=target)
     capture = CaptureSpec(
-        target=identity,
-        aux_layers=layers,
-        final="supervised",
-        final_norm="pre_norm",
-        codecs=get_recipe("raw"),
+        target=identity, aux_layers=layers, final="supervised", final_norm="pre_norm", codecs=get_recipe("raw")
     )
     tokens = SAMPLES * LENGTH
     info = PreparedData.model_construct(samples=SAMPLES, tokens=tokens, supervised_tokens=int(SUPERVISED * tokens))

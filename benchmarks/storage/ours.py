@@ -17,13 +17,7 @@ from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.base import Encoded
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.data.packed import Buffers, small_on
-from hiddenstore.data.read import (
-    DecodedFiller,
-    EncodedFiller,
-    Filler,
-    SampleSlot,
-    packed_samples,
-)
+from hiddenstore.data.read import DecodedFiller, EncodedFiller, Filler, SampleSlot, packed_samples
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.segments import zarr_read
 from hiddenstore.store import Store

@@ -102,10 +102,7 @@ def peer_sizes(raw: RawStates, folder: Path) -> dict[str, float]:
     scale = states.float().abs().amax(dim=2, keepdim=True) / 448
     codes = (states.float() / scale).to(torch.float8_e4m3fn)
     path, sizes = folder / "one.pt", {}
-    for name, tensors in (
-        (PT_BF16, {"hidden_states": states}),
-        ("fp8 per token", {"codes": codes, "scale": scale}),
-    ):
+    for name, tensors in ((PT_BF16, {"hidden_states": states}), ("fp8 per token", {"codes": codes, "scale": scale})):
         torch.save({**tensors, "input_ids": ids, "loss_mask": ids}, path)
         sizes[name] = path.stat().st_size / states.shape[1]
         path.unlink()

@@ -1,4 +1,4 @@
-"""Training benchmark: ``python -m benchmarks.train [--rounds 15] [--against CHECKOUT | --device cuda]``.
+"""Training benchmark: ``python -m benchmarks.train [--rounds 15] [--bf16 | --against CHECKOUT | --device cuda]``.
 
 Run it through ``make bench-train``, which makes the peers' environment. About fifteen minutes on two quiet cores.
 Against another checkout, only the steps that read a store are timed, in both in turn, without peers. On a device, whole
@@ -58,12 +58,12 @@ CASES = {
         Case("eagle3", 512, draft=1024, supervised=0.5),
         1.5,
     ),
-    "DFlash, S=512, blocks of 8, 32 anchors, 2 layers, 2 aux layers, V = 4,096": (
-        Case("dflash", 512, layers=2),
-        1.3,
-    ),
+    "DFlash, S=512, blocks of 8, 32 anchors, 2 layers, 2 aux layers, V = 4,096": (Case("dflash", 512, layers=2), 1.3),
 }
 """Each with how many times cheaper than the best peer a step is to be."""
+BF16 = {"EAGLE-3, SmolLM2-135M's shape, T=1,024, 70 % supervised, U=9,024, 3 TTT steps, bf16, peers by autocast": (
+    Case("eagle3", 1024, 49_152, 9_024, 576, 1536, 9, 3, 0.7, 3, aux=(1, 14, 26), precision="bf16"), 1.5)}  # fmt: skip
+"""Peers under torch's autocast, their own bf16 but SpecForge's, which holds its weights in it; AdamW in fp32."""
 LARGE = {
     "T=2,048, V=32,768, U=8,192, every token supervised": Case("eagle3", 2048, vocab=32768, draft=8192),
     "T=2,048, V=32,768, U=8,192, half supervised": Case("eagle3", 2048, vocab=32768, draft=8192, supervised=0.5),
@@ -73,11 +73,10 @@ GROWTH = (
     *(replace(SMALL, tokens=tokens) for tokens in (16384, 8192, 4096, 2048, 1024, 512)),
     *(replace(SMALL, steps=steps) for steps in (1, 2, 3, 4, 5, 6, 8)),
 )
-METHOD = """Each engine in a process of its own, in turns of one step (DFlash: eight): forward, backward, clip and AdamW
-in fp32 on one thread, from the same weights and tensors. Medians of **CPU seconds of all threads**, lowest and highest
-in brackets; how much cheaper ours is, is the median of the ratios of neighbouring turns, the middle half in brackets.
-Ours is the trainer's own loop and reads its batch from a store at every step; the peers' tensors wait in memory in
-fp32.
+METHOD = """Each engine in a process of its own, in turns of one step (DFlash: eight): forward, backward, clip, AdamW;
+fp32 or as a case says; one thread, the same weights and tensors. Medians of **CPU seconds of all threads**, lowest and
+highest in brackets; how much cheaper ours is: the median ratio of neighbouring turns, the middle half in brackets. Ours
+is the trainer's own loop and reads its batch from a store at every step; the peers' tensors wait in memory in fp32.
 
 Differences that stay: Triton kernels give way to SpecForge's own torch formula; torch.compile is off; speculators' LM
 head trains, as the others' do; speculators and ModelOpt drop no slot and gate on mask[p], ours on mask[p+1];
@@ -143,13 +142,15 @@ class Bench:
             timing.facts = {"loss": theirs["loss"], "our_loss": ours["loss"]}
 
 
-def measure(bench: Bench, rounds: int) -> tuple[dict[str, list[Timing]], dict[str, Any]]:
-    """The rows of every case, and the other figures of a run."""
+def measure(bench: Bench, rounds: int, *, bf16: bool) -> tuple[dict[str, list[Timing]], dict[str, Any]]:
+    """The rows of every case, and but for those in bf16 the other figures of a run."""
     speed: dict[str, list[Timing]] = {}
-    for index, (title, (case, _)) in enumerate(CASES.items()):
+    for index, (title, (case, _)) in enumerate((BF16 if bf16 else CASES).items()):
         progress(f"speed: {title}")
         speed[title] = bench.speed(case, f"speed-{index}", ROWS[case.drafter], rounds)
     facts: dict[str, Any] = {"rounds": rounds}
+    if bf16:
+        return speed, facts
     progress("memory")
     facts["memory"] = {title: bench.memory(case, f"large-{index}") for index, (title, case) in enumerate(LARGE.items())}
     progress("growth")
@@ -196,7 +197,8 @@ def judged(speed: dict[str, list[Timing]], facts: dict[str, Any]) -> list[tuple[
     lines = []
     for title, timings in speed.items():
         best = best_peer(timings)
-        bar = Bar(f"CPU seconds, {title}; against {best.row.label if best else 'the best peer'}", CASES[title][1])
+        limit = (CASES | BF16)[title][1]
+        bar = Bar(f"CPU seconds, {title}; against {best.row.label if best else 'the best peer'}", limit)
         lines.append(bar.judge(timings[0].ratios(best, "steps")[1] if best else None))
     for title, answers in facts.get("memory", {}).items():
         sizes = {label: answer["growth_bytes"] for label, answer in answers.items() if "failed" not in answer}
@@ -232,6 +234,8 @@ def page(speed: dict[str, list[Timing]], facts: dict[str, Any]) -> list[str]:
     lines += ["## Bars", "", table(report.BAR_HEAD, judged(speed, facts))]
     for title, timings in speed.items():
         lines += ["", f"## {title}", "", speed_table(timings)]
+    if "memory" not in facts:
+        return lines
     lines.append("")
     lines += ["## Growth of peak memory over the imported process, two steps", ""]
     lines += ["Ours holds the store's reader, its memory for two packs, head, weights, AdamW state and one step; "
@@ -262,6 +266,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--folder", type=Path, default=None, help="where to work (default: temporary)")
     parser.add_argument("--against", type=Path, help="another checkout: only its steps beside ours")
+    parser.add_argument("--bf16", action="store_true", help="only the step at SmolLM2's shape, everybody in bf16")
     parser.add_argument("--device", help="cuda, or cpu to try: only large shapes on it, as many steps as rounds")
     parser.add_argument("--only", nargs="*", default=[], help="large shapes whose names start so")
     parser.add_argument("--recompute", action="store_true", help="layers are made again in the backward")
@@ -278,10 +283,10 @@ def main() -> None:
             document, lines = against(bench, options.against, options.rounds)
             report.publish("train-against", document, options.results, lines)
             return
-        speed, facts = measure(bench, options.rounds)
+        speed, facts = measure(bench, options.rounds, bf16=options.bf16)
     rows = {title: [timing.document() for timing in timings] for title, timings in speed.items()}
     document = {**facts, "speed": rows, "bars": judged(speed, facts)}
-    report.publish("train", document, options.results, page(speed, facts))
+    report.publish("train-bf16" if options.bf16 else "train", document, options.results, page(speed, facts))
 
 
 if __name__ == "__main__":

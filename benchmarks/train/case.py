@@ -27,7 +27,8 @@ SEED = 0
 @dataclass(frozen=True)
 class Case:
     """One shape. ``supervised``: share of the tokens, at the end. steps: TTT steps of EAGLE-3; layers, block, anchors:
-    of DFlash; aux: ids of the stored layers of a 32-layer target, else of an eight-layer one."""
+    of DFlash; aux: ids of the stored layers of a 32-layer target, else of an eight-layer one; precision: as the trainer
+    names it, ``bf16`` also of peers."""
 
     drafter: str
     tokens: int
@@ -44,6 +45,7 @@ class Case:
     anchors: int = 32
     head_dim: int = HEAD_DIM
     aux: tuple[int, ...] = ()
+    precision: str = "auto"
 
     @property
     def steps_a_turn(self) -> int:
@@ -177,6 +179,7 @@ class Peer(ABC):
 
     def __init__(self, case: Case, tensors: Tensors) -> None:
         self.case, self.tensors = case, tensors
+        self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16")
         self.build()
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._adam = torch.optim.AdamW(self.parameters, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
@@ -192,11 +195,13 @@ class Peer(ABC):
     @torch.no_grad()
     def loss(self, anchors: list[int]) -> float:
         """Before any update; of DFlash with blocks at these anchors."""
-        return float(self.total())
+        with self.autocast:
+            return float(self.total())
 
     def step(self) -> float:
         """One update; the loss."""
-        loss = self.total()
+        with self.autocast:
+            loss = self.total()
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, CLIP, foreach=True)
         self._adam.step()

@@ -65,6 +65,7 @@ def words(case: Case, vocab_file: Path, prefetch_mb: int, train: dict[str, Any])
         "optim.warmup_ratio": 0,
         "train.max_steps": 1_000_000,
         "train.device": "cpu",
+        "train.precision": case.precision,
         "train.spike_factor": "none",
         **{f"train.{name}": value for name, value in train.items()},
         **{f"drafter.{name}": value for name, value in case.drafter_settings.items() if name != "hidden_size"},

@@ -1,6 +1,7 @@
 """Servers of other engines on this machine: how a Python that has one is found, and its process."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -157,7 +158,9 @@ def _wait_until_up(
         time.sleep(_POLL_S)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     how = f"is not up after {START_S} s" if process.poll() is None else f"ended with exit code {process.returncode}"
-    last = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "it said nothing")
+    # The reason of a validation's error stands below its name, and a page that explains it (`errors.…`) below that.
+    named = (line for line in reversed(lines) if re.search(r"[Ee]rror\b", line))
+    last = next(named, lines[-1] if lines else "it said nothing")
     problem = f"the server that was started {how}: {last.strip()[-300:]}"
     raise StorageError(problem, kind=Kind.SERVER_UNREACHABLE, hint=f"less {log}")
 

@@ -9,13 +9,13 @@ from click.testing import CliRunner
 
 from benchmarks import drafter_quality
 from benchmarks.commands import Command
-from benchmarks.drafter_quality import ROWS, Bench, Quality, table
+from benchmarks.drafter_quality import BY_NAME, ROWS, Bench, Quality, table
 from benchmarks.report import spread
 from collectors.targets.layers import choose_layers
 from hiddenstore.cli import main
-from hiddenstore.testing.builders import NUM_LAYERS, make_store
-
-BY_NAME = {row.name: row for row in ROWS}
+from hiddenstore.testing.builders import NUM_LAYERS, VOCAB, make_store
+from trainer.drafters import DRAFTERS
+from trainer.train.run_folder import describe
 
 
 class InThisProcess(Command):
@@ -56,7 +56,7 @@ def results(bench: Bench) -> list[Quality]:
 
 def test_every_row_names_a_drafter_and_a_folder_of_its_own() -> None:
     assert len({row.folder for row in ROWS}) == len(ROWS)
-    assert {row.words[1] for row in ROWS} == {"eagle1", "medusa", "eagle3", "dflash"}
+    assert {row.words[1] for row in ROWS} == set(DRAFTERS) - {"mtp"}
 
 
 def test_chains_are_as_long_as_the_drafter_drafts(results: list[Quality]) -> None:
@@ -76,6 +76,16 @@ def test_a_finished_run_is_read_back_and_one_of_other_settings_is_made_anew(
     longer = Bench(bench.store, bench.runs, 3, command)
     assert longer.measure(BY_NAME["medusa"], 0)["tokens"] > results[0]["tokens"]
     assert len(command.trained) == before + 1
+
+
+@pytest.mark.parametrize("name", ["peagle", "dspark", "eagle1"])
+def test_a_draft_vocabulary_is_that_of_every_row_that_has_one_and_settings_are_of_all(bench: Bench, name: str) -> None:
+    row, mask = BY_NAME[name], [] if name == "eagle1" else ["drafter.mask_token_id=0"]
+    narrow = Bench(bench.store, bench.runs, 1, bench.command, ("train.precision=fp32", *mask), 48)
+    quality = narrow.measure(row, 1)
+    assert "train.precision=fp32" in quality["words"]
+    assert describe(narrow.run(row, 1)).spec.drafter.vocab_size == (VOCAB if row.whole else 48)
+    assert list(quality["chains"]) == ["3", "7"]
 
 
 def test_the_tables_give_the_median_of_the_seeds_and_say_where_a_chain_is_shorter(results: list[Quality]) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ def test_a_loss_is_that_of_the_weights_in_the_file(folder: Path, tmp_path: Path)
     assert engine.loss(settings, []) == loss
 
 
+def test_a_case_in_bf16_is_trained_so(folder: Path, tmp_path: Path) -> None:
+    case, tensors = Case.load(folder)
+    cases = [replace(case, precision=name) for name in ("fp32", "bf16")]
+    fp32, bf16 = (Ours(one, tensors, tmp_path / one.precision).step() for one in cases)
+    assert fp32 != bf16 == pytest.approx(fp32, rel=0.02)
+
+
 def test_a_worker_that_cannot_do_its_work_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = json.dumps({"op": "open", "folder": str(tmp_path / "nowhere")})
     answers = io.StringIO()
@@ -69,6 +77,10 @@ def test_the_page_names_every_row_and_says_whether_a_bar_is_met() -> None:
     bars = suite.judged({full: [ours, best, slow], half: [ours, best]}, {})
     assert bars[0][1:] == ("1.20x", ">= 1.20x", "yes")
     assert bars[1][1:] == ("1.20x", ">= 1.50x", "no")
+    (title,) = suite.BF16
+    only = "\n".join(suite.page({title: [ours, best]}, {"rounds": 3}))
+    assert f"{title}; against {best.row.label}" in only
+    assert "Growth" not in only
     page = suite.speed_table([ours, best, slow])
     assert "ModuleNotFoundError" in page
     assert "1.20x" in page

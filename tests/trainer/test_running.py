@@ -42,20 +42,24 @@ class Server(FakeServer):
         self.RequestHandlerClass = Handler
         self.server_address = ("127.0.0.1", int(words[words.index("--port") + 1]))
         super().server_bind()
-target = words[words.index("--model") + 1]
-Server(models=(target,), accepts=(3, 0, 1, 2) if "--speculative-config" in words else ()).serve_forever()
+engine, named, drafts = {flags}
+target = words[words.index(named) + 1]
+Server(models=(target,), accepts=(3, 0, 1, 2) if drafts in words else (), engine=engine).serve_forever()
 """
 
 
-def engine(folder: Path, missing: int = 0, broken: bool = False) -> str:
-    """A Python that 'has' an engine: the module it is told to run is a small server."""
-    program = folder / "engine-python"
+def engine(folder: Path, missing: int = 0, broken: bool = False, name: str = "engine-python") -> str:
+    """A Python that 'has' an engine: the module it is told to run is a small server; or a ``llama-server``."""
+    program = folder / name
     text = PROGRAM.format(
         python=sys.executable,
         missing=missing,
         broken=broken,
         tests=str(Path(__file__).parent),
         log=str(folder / "started.jsonl"),
+        flags=("llamacpp", "-m", "--spec-type")
+        if name == "llama-server"
+        else ("vllm", "--model", "--speculative-config"),
     )
     program.write_text(text)
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -100,6 +104,50 @@ def test_eval_serves_a_drafter_measures_it_beside_the_target_alone_and_ends_both
         "--revision",
         "main",
     ]
+
+
+def test_eval_starts_a_llama_server_of_the_path_with_a_method_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine(tmp_path, name="llama-server")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    words = [
+        "eval",
+        "--method",
+        "ngram",
+        "--engine",
+        "llamacpp",
+        "--target",
+        "target.gguf",
+        "--prompts",
+        "prompts.jsonl",
+    ]
+    result = CliRunner().invoke(main, [*words, "--engine-arg", "threads=1", "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert (found["model"], found["accepted_length"]) == ("target.gguf", pytest.approx(2.5))
+    (plain, alone), (drafted, with_lookup) = sorted(started(tmp_path), key=lambda one: "--spec-type" in one[1])
+    assert "--spec-type" not in alone
+    assert with_lookup[with_lookup.index("--spec-type") + 1] == "ngram-simple"
+    assert with_lookup[with_lookup.index("--threads") :][:2] == ["--threads", "1"]
+    assert not is_running(plain)
+    assert not is_running(drafted)
+    assert {"ngram.plain.log", "ngram.drafted.log"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_serve_becomes_the_llama_server_of_the_path(tmp_path: Path) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text('#!/bin/sh\n[ "$1" = -c ] && exit 1\necho "served $*"\n')
+    program.chmod(0o755)
+    command = [sys.executable, "-m", "hiddenstore.cli", "serve", "--method", "ngram", "--engine", "llamacpp"]
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        [*command, "--target", "t.gguf"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "served -m t.gguf --spec-type ngram-simple" in done.stdout
 
 
 def regenerated(folder: Path, *words: str) -> Any:
@@ -153,6 +201,15 @@ def test_a_server_that_ends_is_said_with_its_last_error_and_its_log(tmp_path: Pa
     with pytest.raises(HiddenstoreError, match=says) as caught, running([started]):
         pytest.fail("it is not up")
     assert (caught.value.kind, caught.value.hint) == ("server-unreachable", f"less {log}")
+
+
+def test_the_reason_of_a_validation_is_said_and_not_the_page_that_explains_it(tmp_path: Path) -> None:
+    log = tmp_path / "said.log"
+    log.write_text("ValidationError: 1 validation error\n  Value error, no dspark here\n  see https://errors.host/v\n")
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"]) as process:
+        process.wait()
+    with pytest.raises(HiddenstoreError, match="exit code 1: Value error, no dspark here"):
+        _wait_until_up("http://127.0.0.1:1", process, log)
 
 
 def test_a_wish_to_stop_ends_the_wait_for_a_server(tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ _OF_TARGET = ("target", "revision", "trust_remote_code", "adapter")
         "hiddenstore eval run store --draft-len 1,2,3,5 --costs --target ./target    # which length pays here",
         "hiddenstore eval --engine vllm --server http://127.0.0.1:8000 --prompts mt_bench.jsonl --markdown table.md",
         "hiddenstore eval --serve drafter --target ./target --prompts mt_bench.jsonl --rounds 5",
+        "hiddenstore eval --method ngram --engine llamacpp --target target.gguf --prompts mt_bench.jsonl",
     ),
 )
 @click.argument("run", type=RUN, required=False)
@@ -158,6 +159,7 @@ _OF_TARGET = ("target", "revision", "trust_remote_code", "adapter")
 @click.option("--baseline-server", metavar="URL", help="The same target without speculation, for the speed-up.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="With and without, in turn.")
 @click.option("--serve", "drafter", metavar="DIR", help="Start both servers here, of --target with and without DIR.")
+@click.option("--method", metavar="M", help="Start both so: with ngram, suffix or mtp and no DIR, or as what DIR is.")
 @click.option("--engine-python", metavar="PY", help="With --serve: the Python that has the engine. Default: this one.")
 @click.option(
     "--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="With --serve: a flag of the engine's."
@@ -200,7 +202,7 @@ def evaluate(
     JSONL with `prompt` or `messages` and a `task`. Accepted length comes from the server's own counters. --rounds asks
     the server and its --baseline-server in turn; answers that differ are listed with the gap of the logits there.
     """
-    if engine is not None or options["drafter"] is not None:
+    if engine is not None or options["drafter"] is not None or options["method"] is not None:
         if run is not None or cache is not None:
             raise click.UsageError("--engine and --serve measure servers: leave RUN, STORE and --cache out")
         _refuse(_OF_TEXT, "--engine and --serve measure servers, this is for RUN and STORE")

@@ -1,4 +1,4 @@
-"""``hiddenstore eval --engine`` and ``--serve``: what running servers get accepted, and how fast they answer."""
+"""``hiddenstore eval`` with ``--engine``, ``--serve`` or ``--method``: what servers get accepted, and how fast."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,6 @@ from hiddenstore.fs.publish import replace_file
 from hiddenstore.http import HttpClient, ServerAccess
 from hiddenstore.servers import VllmPython, engine_flags, running
 from hiddenstore.targets.folder import open_target
-from hiddenstore.targets.gguf import target_folder
 from trainer.evaluate.prompts import Question, left_out, prompt_ids, read_questions
 from trainer.evaluate.rounds import departures, measure_rounds, rows_of
 from trainer.evaluate.server import ALL, SERVERS, Render, SamplingOptions, Server, markdown, require_one_model, table
@@ -44,8 +43,13 @@ class ServerOptions:
     markdown: str | None
     rounds: int
     drafter: str | None
+    method: str | None
     engine_python: str | None
     engine_args: tuple[str, ...]
+
+    @property
+    def starts_servers(self) -> bool:
+        return self.drafter is not None or self.method is not None
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -54,9 +58,9 @@ class ServerOptions:
         if self.markdown and not (folder := Path(self.markdown).parent).is_dir():
             problem = f"--markdown {self.markdown}: there is no folder {folder}"
             raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=f"mkdir -p {folder}")
-        if self.drafter is not None:
+        if self.starts_servers:
             if self.servers or self.baseline_server or self.target is None:
-                raise click.UsageError("--serve starts both servers itself: give --target T, and no server")
+                raise click.UsageError("--serve and --method start both servers: give --target T, and no server")
         elif not self.servers:
             problem = f"eval --engine {self.engine} needs --server URL"
             raise ConfigError(problem, kind=Kind.USAGE, hint="--server URL")
@@ -72,24 +76,24 @@ def measure_servers(options: ServerOptions) -> None:
     questions = read_questions(options.prompts, unusable, options.count)
     if unusable:
         output().warn(left_out(unusable))
-    if options.drafter is None:
+    if not options.starts_servers:
         _measure_running(options, questions, len(unusable))
         return
     with _started(options) as (plain, drafted):
-        up = replace(options, drafter=None, baseline_server=plain, servers=(drafted,), target=None)
+        up = replace(options, drafter=None, method=None, baseline_server=plain, servers=(drafted,), target=None)
         _measure_running(up, questions, len(unusable))
 
 
 @contextmanager
 def _started(options: ServerOptions) -> Iterator[tuple[str, str]]:
-    """URLs of a server without the drafter and one with it, both started here."""
-    python, drafter, serving = VllmPython(options.engine_python), str(options.drafter), ENGINES[options.engine]
+    """URLs of a server without the drafter or method and one with it, both started here."""
+    python, serving = VllmPython(options.engine_python), ENGINES[options.engine]
     flags = engine_flags(options.engine_args)
     flags += ("--revision", options.revision) if options.revision else ()
     flags += ("--trust-remote-code",) if options.trust_remote_code else ()
-    target = target_folder(str(options.target))
-    plain = ServeOptions(target=target, method="none", flags=flags)
-    drafted = ServeOptions(target=target, drafter=drafter, flags=flags)
+    plain = ServeOptions(target=str(options.target), method="none", flags=flags)
+    drafted = replace(plain, method=options.method, drafter=options.drafter)
+    drafter = str(options.method or options.drafter)
     # What is no path here has no folder to write beside.
     place = drafter.rstrip("/") if Path(drafter).exists() else Path(drafter).name
     logs = [Path(f"{place}.{name}.log") for name in ("plain", "drafted")]

@@ -96,16 +96,20 @@ def plan_of(engine: ServingEngine, request: ServeRequest) -> ServePlan:
 
 
 def server_of(engine: ServingEngine, python: VllmPython, options: ServeOptions, log: Path) -> ServerProcess:
-    """The server that ``options`` describe, to be started by ``python``. Raises ConfigError: ``option-invalid``: only
-    vLLM is started by a Python; ``not-installed``; what cannot be served, as ``resolve`` says it."""
-    if engine.name != "vllm":
+    """The server that ``options`` describe: vLLM's started by ``python``, llama.cpp's found on the PATH. Raises
+    ConfigError: ``option-invalid``: of another engine; ``not-installed``; what cannot be served, as ``resolve``."""
+    if engine.name not in ("vllm", "llamacpp"):
         raise ConfigError(
             f"{engine.title} is not started here; start it yourself, and name it",
             kind=Kind.OPTION_INVALID,
             hint=f"hiddenstore eval --engine {engine.name} --server URL --baseline-server URL",
         )
-    python.require()
+    if engine.name == "vllm":
+        python.require()
     plan = plan_of(engine, resolve(engine, options).request)
+    if engine.name == "llamacpp":
+        require_installed(plan, engine, options.form)
+        return ServerProcess(plan.command, {**os.environ, **plan.variables}, log)
     _, _, model, *flags = plan.command
     return ServerProcess(python.command(model, flags), {**python.environment(), **plan.variables}, log)
 
@@ -275,7 +279,11 @@ def require_installed(plan: ServePlan, engine: ServingEngine, form: str) -> None
     if shutil.which(program) is None:
         how = "install Docker with the NVIDIA container toolkit" if form == "container" else engine.install
         raise ConfigError(f"{program} is not installed here", kind=Kind.NOT_INSTALLED, hint=_hint(how, engine, form))
-    if plan.command[1:2] == ("-m",) and not _has_module(program, plan.command[2].partition(".")[0]):
+    if (
+        program.startswith("python")
+        and plan.command[1:2] == ("-m",)
+        and not _has_module(program, plan.command[2].partition(".")[0])
+    ):
         problem = f"{program} has no module {plan.command[2]}"
         raise ConfigError(problem, kind=Kind.NOT_INSTALLED, hint=_hint(engine.install, engine, form))
 
