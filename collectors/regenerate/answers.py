@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,8 +61,16 @@ class AnswersFolder:
         return [shard for shard in range(1, self.shards + 1) if not _is_finished(self.file(shard))]
 
     def remove_if_empty(self) -> None:
-        """Take the folder away when it holds no answer."""
-        if self.path.is_dir() and not any(path.stat().st_size for path in self.path.glob("answers-*.jsonl")):
+        """Take the folder away when it holds no answer, and nobody waits for the first one."""
+        with ExitStack() as locks:
+            for path in self.path.glob("answers-*.jsonl"):
+                file = locks.enter_context(path.open("rb"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return
+                if os.fstat(file.fileno()).st_size:
+                    return
             shutil.rmtree(self.path, ignore_errors=True)
 
     def remove(self) -> None:
@@ -93,6 +102,8 @@ class AnswerLog:
         try:
             if not is_read_only:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not os.fstat(self._file.fileno()).st_nlink:
+                    raise BlockingIOError  # removed between the opening and the lock, by one that found it empty
             self._load(is_read_only)
         except BlockingIOError as error:
             self._file.close()

@@ -347,8 +347,10 @@ def test_two_runs_of_one_shard_exclude_each_other(tmp_path: Path, double: ChatDo
         return plain_answer(asked)
 
     double.answer = answer
-    run(replace(chosen, concurrency=1))
+    report = run(replace(chosen, concurrency=1))
     assert getattr(second[0], "kind", "") == "answers-running"
+    # The second came before the first answer, and leaves the empty file to whom it belongs.
+    assert texts(report.out) == expected(12)
 
 
 def test_the_key_reaches_the_server_and_nothing_else(
