@@ -100,7 +100,8 @@ def _claim(path: Path, options: RegenerateOptions, folder: TargetFolder) -> None
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    # Lines of bytes: those of text would end at U+2028 too, which a question may hold.
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
 
 
 def _system(options: RegenerateOptions) -> list[dict[str, str]]:

@@ -1,6 +1,7 @@
 """Questions that the target asks itself: different, ended, the same after a kill, and answered like any others."""
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from itertools import count
@@ -56,6 +57,19 @@ def test_a_stopped_run_goes_on_to_the_same_questions(
     assert 0 < len(questions(stopped)) < 20
     invent(stopped, 20)
     assert questions(stopped) == questions(options)
+
+
+def test_a_question_may_hold_what_ends_a_line_of_text_and_none_of_json(
+    straight: tuple[RegenerateOptions, Counter[str]], tmp_path: Path
+) -> None:
+    other = replace(straight[0], out=tmp_path / "answers.jsonl")
+    for name in (".questions.jsonl", ".questions.settings.json"):
+        shutil.copy(f"{straight[0].out}{name}", f"{other.out}{name}")
+    file = questions_file(other.out)
+    _, *rest = file.read_text().splitlines()
+    first = {"batch": 0, "messages": [{"role": "user", "content": "one\u2028two\u0085three"}]}
+    file.write_text("\n".join([json.dumps(first, ensure_ascii=False), *rest]) + "\n")
+    assert invent(other, 20) == Counter()
 
 
 def test_a_system_message_opens_every_question(options: RegenerateOptions) -> None:
