@@ -147,6 +147,8 @@ class AnswerLog:
             is_new = rewrite.turn >= len(lines)
             if is_new:
                 lines.append(self._write(line))
+                # Of an input that has grown: its end is to be said again, behind this.
+                self.is_finished = False
             return is_new
 
     def finish(self, conversations: int) -> None:
@@ -187,6 +189,7 @@ class AnswerLog:
             # An in-process batch that a kill cut in two is answered again, with the same answers.
             if record["turn"] == len(lines):
                 lines.append(offset)
+            self.is_finished = False
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptionError(
                 f"{self.path} is damaged at byte {offset}",
