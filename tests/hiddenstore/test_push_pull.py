@@ -227,6 +227,14 @@ def test_a_place_that_holds_another_store_is_left_alone(hub: HubDouble, store: S
     assert Store.open(tmp_path / "bucket").capture == store.capture
 
 
+def test_a_card_that_no_push_put_there_is_left_alone(store: Store, tmp_path: Path) -> None:
+    (tmp_path / CARD).write_text("mine")
+    with pytest.raises(ConflictError, match="that no push put there") as caught:
+        push(store, StorageRemote(LocalFilesystem(tmp_path)))
+    assert caught.value.kind == "output-exists"
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(CARD, "mine")]
+
+
 def test_damage_is_not_pushed(hub: HubDouble, store: Store) -> None:
     file = next(Path(store.path).glob("segments/*/samples.tar"))
     data = bytearray(file.read_bytes())
