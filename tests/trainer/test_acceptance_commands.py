@@ -171,6 +171,11 @@ def never_fetched(folder):
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 9\n")
 
 
+def test_a_folder_of_answers_that_is_not_there_is_said_before_anything_is_decoded(made, tmp_path):
+    words = decode_words(made, "--answers", str(tmp_path / "none" / "answers.jsonl"))
+    assert f"there is no folder {tmp_path / 'none'}" in run(words, 2).stderr
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "words", "fix"),
     [

@@ -13,6 +13,7 @@ from hiddenstore.cli.words import RUN, same_target_option, target_options
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import percent
+from hiddenstore.errors import ConfigError, Kind
 from trainer.cli.evaluate import acceptance_rows, draft_len_option, floor_members, judge, shape_text
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ def decode(
     Prompts whose greedy answer loops (over 30 % repeated 4-grams) are left out and counted. The same answers are also
     decoded one token at a time, for comparison.
     """
+    if answers is not None and not (place := Path(answers).parent).is_dir():
+        problem = f"--answers {answers}: there is no folder {place}"
+        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=f"mkdir -p {place}")
     from hiddenstore.targets.folder import open_target
     from hiddenstore.targets.load import pick_device
     from trainer.evaluate import speculate
@@ -105,8 +109,8 @@ def decode(
         **_document(result, simulated, temperature, live.identity.dtype),
         **floor_members(floor),
     }
-    _write_answers(answers, result, islice(copy, result.tried), live)
     output().data(document, human=lambda: _show(document))
+    _write_answers(answers, result, islice(copy, result.tried), live)
     judge(document, info)
     _warn_of_prompts(prompts, unusable, len(result.prompts), count)
     _judge(document, live.identity.dtype)
