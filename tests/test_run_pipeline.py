@@ -186,6 +186,15 @@ def _stages(file: str, *words: str) -> list[pipeline.Stage]:
         return list(pipeline.stages_of(load_settings(pipeline.Pipeline, file, words)))
 
 
+def test_a_file_that_a_stage_writes_is_no_input_of_it(tmp_path: Path) -> None:
+    table, questions = tmp_path / "table.md", tmp_path / "questions.jsonl"
+    for file in (table, questions):
+        file.touch()
+    words = ("--markdown", str(table), "--answers", str(table), "--prompts", str(questions))
+    stage = pipeline.Stage("medusa/decode", "decode", words)
+    assert pipeline._named_files(stage, tmp_path / "out", []) == [str(questions)]
+
+
 def test_nothing_is_a_value_that_every_setting_of_a_pipeline_can_have() -> None:
     words = list(pipeline.setting_words({"train": {"tracker": None, "patience": None}, "optim": {"clip": None}}))
     assert written(None, words) == {"train.tracker": None, "train.patience": None, "optim.clip": None}

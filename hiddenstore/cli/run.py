@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ Section = dict[str, str | Any]
 """Options of a command by their long names, with ``_`` or ``-``: ``max-tokens: 2048``, ``full: true``. ``str``: what is
 written stays as it is, since YAML would make a number of version 0.10 and of revision 0123456."""
 _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": False}
+
+# Options whose file a command writes.
+_WRITTEN = ("--markdown", "--answers", "--take")
 
 # Options that a pipeline has its own member for, or that belong to all of the run.
 _RESERVED = ("--out", "--target", "--drafter", "--config", "--resume", "--json", "--quiet", "--verbose")
@@ -347,7 +351,8 @@ def _digest_of_files(paths: Sequence[str]) -> str:
 
 def _named_files(stage: Stage, out: Path, others: Sequence[str]) -> list[str]:
     """The files that a stage's words name, such as settings or prompts, but for ``others`` and what the run made."""
-    words = {name for word in stage.words for name in (word, word.partition("=")[2])}
+    read = {word for before, word in pairwise(("", *stage.words)) if before not in _WRITTEN}
+    words = read | {word.partition("=")[2] for word in read}
     files = sorted(word for word in words - {*others} if os.path.isfile(word))
     return [file for file in files if not Path(file).resolve().is_relative_to(out.resolve())]
 
