@@ -143,3 +143,9 @@ def test_a_wrong_option_is_refused_before_anything_is_asked(options: RegenerateO
         invent(replace(options, batch_size=0), 3)
     invent(replace(options, out=tmp_path / "new" / "folder" / "a.jsonl"), 1)
     assert questions_file(tmp_path / "new" / "folder" / "a.jsonl").is_file()
+
+
+def test_a_template_that_refuses_the_first_turn_is_named(options: RegenerateOptions, tmp_path: Path) -> None:
+    (tmp_path / "strict.jinja").write_text("{{ raise_exception('no system role here') }}")
+    with pytest.raises(ConfigError, match="refuses a first turn: no system role here"):
+        invent(replace(options, template=str(tmp_path / "strict.jinja")), 3)
