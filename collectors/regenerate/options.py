@@ -110,7 +110,7 @@ class RegenerateReport:
 class MoreSettings(BaseModel):
     """The settings that are seldom needed: ``--set key=value``. They mean what they mean in ``RegenerateOptions``."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     turns: Literal["all", "last"] = "all"
     raw: bool = False

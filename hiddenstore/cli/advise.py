@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import STORE, open_store
+from hiddenstore.cli.words import STORE, FiniteRange, open_store
 from hiddenstore.codecs.recipes import get_recipe, recipe_name
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
@@ -32,12 +32,12 @@ PAIRED = "paired"
 )
 @click.argument("store", type=STORE)
 @click.argument("settings", nargs=-1, metavar="[key.path=value]...")
-@click.option("--max-kl", default=1e-3, show_default=True, type=click.FloatRange(min=0), help="Nats, through the head.")
+@click.option("--max-kl", default=1e-3, show_default=True, type=FiniteRange(min=0), help="Nats, through the head.")
 @click.option(
     "--max-channel-error",
     default=0.03,
     show_default=True,
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="Of the worst aux layer, channels counted alike; 0.1 lets q4 pass.",
 )
 @click.option("--paired", is_flag=True, help="Also train short drafters on original and on decoded states.")
@@ -51,13 +51,13 @@ PAIRED = "paired"
     "--seeds", default=3, show_default=True, type=click.IntRange(min=2), help="With --paired: pairs to train."
 )
 @click.option(
-    "--minutes", type=click.FloatRange(min=0, min_open=True), help="With --paired: begin no pair that ends later."
+    "--minutes", type=FiniteRange(min=0, min_open=True), help="With --paired: begin no pair that ends later."
 )
 @click.option(
     "--max-loss",
     default=0.5,
     show_default=True,
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="With --paired: points of acceptance that a recipe may lose at most, 95 % sure.",
 )
 @click.option("--target", metavar="T", help="The checkpoint the states are of: measures the recipe rebuilt too.")

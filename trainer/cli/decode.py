@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import RUN, same_target_option, target_options
+from hiddenstore.cli.words import RUN, FiniteRange, same_target_option, target_options
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import percent
@@ -48,7 +48,7 @@ TIE_GAP_HALF = 0.5
     "--untrained", is_flag=True, help="Also walk the decoded text with the drafter as it was before training."
 )
 @click.option("--answers", type=click.Path(dir_okay=False), help="Write the decoded conversations to this JSONL.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Above 0: lossless rejection sampling.")
+@click.option("--temperature", type=FiniteRange(min=0), default=0.0, help="Above 0: lossless rejection sampling.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Target weights.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
 @same_target_option

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from hiddenstore.cli.words import RUN, STORE, cache_options, same_target_option, target_options
+from hiddenstore.cli.words import RUN, STORE, FiniteRange, cache_options, same_target_option, target_options
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import CorruptionError
 
@@ -169,7 +169,7 @@ _OF_TARGET = ("target", "revision", "trust_remote_code", "adapter")
 @target_options
 @click.option("-n", "--count", type=click.IntRange(min=1), help="Questions of each task. Default: all.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per answer.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--temperature", type=FiniteRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=1, show_default=True, help="At a time.")
 @same_target_option
 @cache_options
