@@ -345,6 +345,8 @@ def test_eval_says_which_draft_length_pays_on_this_machine_and_export_takes_it(m
     words += ["--target", str(made / "target")]
     unpinned = [*words[:-1], "maker/target", "--trust-remote-code", "--json"]
     assert json.loads(run(unpinned, 2).stderr)["kind"] == "code-unpinned"
+    # An earlier choice, which goes where none pays.
+    keep(made / "run", 25, {"best_draft_len": 7, "speedup": 1.5}, "float32")
     said, chosen = run([*words, "--json"]), made / "run" / "draft-length.json"
     found = json.loads(said.stdout)
     try:

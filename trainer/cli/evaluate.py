@@ -328,12 +328,13 @@ def _with_costs(
 
 def _keep_what_pays(document: dict[str, Any], run: Path, dtype: str) -> None:
     """Leave the best length for export; where none pays in this process it says nothing of an engine, which drafts for
-    less."""
-    from trainer.evaluate.cost import keep
+    less, and an earlier choice goes."""
+    from trainer.evaluate.cost import forget, keep
 
     if document["speedup"] > 1:
         keep(run, document["step"], document, dtype)
         return
+    forget(run)
     output().warn(
         f"no draft length pays on this machine: the best, {document['best_draft_len']}, gives "
         f"{document['speedup']:.2f}x of plain decoding in this process; export keeps its own length, and "
