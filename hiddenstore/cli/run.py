@@ -67,7 +67,7 @@ class Pipeline(BaseModel):
     regenerate: Section | None = None
     prepare: Section = Field(default_factory=dict)
     collect: Section = Field(default_factory=dict)
-    verify: Section = Field(default_factory=lambda: {"full": True, "meaning": True})
+    verify: Section = Field(default_factory=lambda: Section(full=True, meaning=True))
     drafters: dict[str, DrafterSection] = Field(min_length=1)
     eval: Section = Field(default_factory=dict)
     decode: Section | None = None
