@@ -73,9 +73,7 @@ def decode(
     Prompts whose greedy answer loops (over 30 % repeated 4-grams) are left out and counted. The same answers are also
     decoded one token at a time, for comparison.
     """
-    if answers is not None and not (place := Path(answers).parent).is_dir():
-        problem = f"--answers {answers}: there is no folder {place}"
-        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=f"mkdir -p {place}")
+    _require_folder(answers)
     from hiddenstore.targets.folder import open_target
     from hiddenstore.targets.load import pick_device
     from trainer.evaluate import speculate
@@ -266,6 +264,12 @@ def _judge(document: dict[str, Any], dtype: str) -> None:
             f"{limit:g} it is no tie in {dtype}, and the decoded text is not the target's"
         )
         raise click.exceptions.Exit(3)
+
+
+def _require_folder(answers: str | None) -> None:
+    if answers is not None and not (folder := Path(answers).parent).is_dir():
+        problem = f"--answers {answers}: there is no folder {folder}"
+        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=f"mkdir -p {folder}")
 
 
 def _write_answers(path: str | None, result: "DecodeResult", source: "Iterable[Prompt]", live: "LiveTarget") -> None:
