@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -62,9 +62,13 @@ class AnswersFolder:
 
     def remove_if_empty(self) -> None:
         """Take the folder away when it holds no answer, and nobody waits for the first one."""
-        with ExitStack() as locks:
-            for path in self.path.glob("answers-*.jsonl"):
-                file = locks.enter_context(path.open("rb"))
+        files = list(self.path.glob("answers-*.jsonl"))
+        with ExitStack() as locks, suppress(FileNotFoundError):
+            if any(path.stat().st_size for path in files):
+                return
+            for path in files:
+                # NFS locks for writing only what is open for it.
+                file = locks.enter_context(path.open("r+b"))
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
