@@ -26,7 +26,10 @@ _POLL_S = 0.2
 _WRONG_ACCESS = frozenset({401, 403, 404, 405})
 _MOST_TOKENS = 1 << 31
 # Why a whole answer ended, in the words of OpenAI's servers and of Hugging Face's; length, abort and error cut one.
-_ENDED = (None, "stop", "tool_calls", "function_call", "content_filter", "eos_token", "stop_sequence")
+_ENDED = (
+    *(None, "", "stop", "tool_calls", "function_call", "content_filter"),
+    *("eos", "eos_token", "end_turn", "stop_sequence"),
+)
 
 
 class UnansweredError(Exception):

@@ -20,7 +20,7 @@ from collectors.conversations.parse import Conversation, parse_row
 from collectors.regenerate.answers import AnswersFolder
 from collectors.regenerate.job import regenerate
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport, answer_settings
-from collectors.regenerate.server import ChatServer, UnansweredError
+from collectors.regenerate.server import ChatServer, UnansweredError, _read_reply
 from hiddenstore import http
 from hiddenstore.cli import main
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, StorageError
@@ -598,3 +598,9 @@ def test_a9_a_run_whose_every_answer_is_left_out_is_an_error(tmp_path: Path, dou
         run(chosen)
     assert caught.value.kind == "nothing-answered"
     assert not Path(chosen.out).exists()
+
+
+@pytest.mark.parametrize(("reason", "is_cut"), [("eos", False), ("end_turn", False), ("", False), ("abort", True)])
+def test_what_a_server_calls_the_end_of_an_answer_is_no_cut(reason: str, is_cut: bool) -> None:
+    choice = {"message": {"content": "so it is"}, "finish_reason": reason}
+    assert _read_reply({"choices": [choice]}).is_cut is is_cut
