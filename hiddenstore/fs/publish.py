@@ -88,7 +88,7 @@ def new_folder(out: Path, refuse: Callable[[Path], None] = refuse_existing_folde
 
 def _refuse_irreplaceable(out: Path) -> None:
     """What is said of an empty folder that no other can take the place of: before the work, not behind it."""
-    if out.is_dir() and (out.name in ("", "..") or out.is_symlink() or out.is_mount()):
+    if out.is_symlink() or (out.is_dir() and (out.name in ("", "..") or out.is_mount())):
         raise ConflictError(
             f"{out} is the working folder, a link or a mounted disk, whose place a finished folder cannot take",
             kind=Kind.OUTPUT_EXISTS,
