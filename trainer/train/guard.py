@@ -39,14 +39,9 @@ class BestCheckpoints:
         self.state = state if state is not None and is_comparable else BestState(by=settings.best_by)
 
     def add(self, step: int, validation: Mapping[str, Any]) -> bool:
-        """Whether the checkpoint of ``step`` stays as one of the best; no value, no judgement, and what is
-        no number is never the best."""
+        """Whether the checkpoint of ``step`` stays as one of the best; no finite value, no judgement."""
         value = validation.get(self._settings.best_by)
-        if value is None:
-            return False
-        if not isfinite(value):
-            since = self.state.since + bool(self.state.best)
-            self.state = self.state.model_copy(update={"since": since})
+        if value is None or not isfinite(value):
             return False
         name = f"step-{step}"
         candidates = self.state.model_copy(update={"best": {**self.state.best, name: float(value)}})
