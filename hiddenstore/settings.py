@@ -188,7 +188,7 @@ def _assignments(
             continue
         try:
             value = _parse(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             problems.append(f"{word!r} is no YAML value: {first_line(error)}")
             continue
         yield from (("command line", leaf, inner) for leaf, inner in _leaves(value, path))
@@ -293,19 +293,28 @@ def _annotation(model: type[BaseModel], path: KeyPath) -> Any:
 
 
 def _from_text(annotation: Any, text: Any) -> Any:
-    """``none`` for an optional that is no text; ``1,15,28`` for a list or tuple; YAML's own reading for ``Any``.
+    """``none`` for an optional that is no text; ``1,15,28`` for a list or tuple; YAML's own reading for ``Any``, where
+    there is one.
 
     Pydantic's lax mode does the scalars."""
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     if not isinstance(text, str) or str in members:
         return text
     if Any in members:
-        return yaml.safe_load(text)
+        return plain_value(text)
     if NoneType in members and text.lower() == "none":
         return None
     if any((get_origin(member) or member) in (list, tuple) for member in members):
         return [item.strip() for item in text.split(",") if item.strip()]
     return text
+
+
+def plain_value(text: str) -> Any:
+    """What YAML makes of a text, which stays text where that is nothing: a pattern such as ``[a-z]+``, an odd date."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
 
 
 def _close_key(model: type[BaseModel], key: str) -> str | None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 
@@ -15,7 +16,8 @@ from hiddenstore.cli import inner, main
 from hiddenstore.cli import run as pipeline
 from hiddenstore.cli.run import DoneStage
 from hiddenstore.documents import seal, unseal
-from hiddenstore.errors import CaptureError, Kind
+from hiddenstore.errors import CaptureError, ConfigError, Kind
+from hiddenstore.settings import load as load_settings
 from hiddenstore.settings import written
 from tests.forked import Forked, command
 from tests.tiny_world import LAYERS, World, error_of, run, tree
@@ -167,6 +169,32 @@ def test_a_value_that_an_option_does_not_take_is_refused_before_anything_is_done
     assert not (tmp_path / "out").exists()
 
 
+def test_what_is_written_of_an_option_is_what_its_command_gets(world: World, tmp_path: Path) -> None:
+    sections = {"export": {"engine": "vllm", "engine-version": 0.10}, "prepare": {"val": "20%", "template": "{{ x }}"}}
+    file = Path(write_pipeline(world, tmp_path, **sections, verify={"full": "yes", "meaning": "off"}))
+    file.write_text(file.read_text().replace("engine-version: 0.1\n", "engine-version: 0.10\n"))
+    stages = {stage.name: stage.words for stage in _stages(str(file))}
+    assert stages["prepare"][-4:] == ("--val", "20%", "--template", "{{ x }}")
+    assert stages["medusa/export"][-4:] == ("--engine", "vllm", "--engine-version", "0.10")
+    assert stages["verify"][1:] == ("--full",)
+    with pytest.raises(ConfigError, match="verify: full is true or false, found 'ture'"):
+        _stages(str(file), "verify.full=ture")
+
+
+def _stages(file: str, *words: str) -> list[pipeline.Stage]:
+    with click.Context(main):
+        return list(pipeline.stages_of(load_settings(pipeline.Pipeline, file, words)))
+
+
+def test_a_file_that_a_stage_writes_is_no_input_of_it(tmp_path: Path) -> None:
+    table, questions = tmp_path / "table.md", tmp_path / "questions.jsonl"
+    for file in (table, questions):
+        file.touch()
+    words = ("--markdown", str(table), "--answers", str(table), "--prompts", str(questions))
+    stage = pipeline.Stage("medusa/decode", "decode", words)
+    assert pipeline._named_files(stage, tmp_path / "out", []) == [str(questions)]
+
+
 def test_nothing_is_a_value_that_every_setting_of_a_pipeline_can_have() -> None:
     words = list(pipeline.setting_words({"train": {"tracker": None, "patience": None}, "optim": {"clip": None}}))
     assert written(None, words) == {"train.tracker": None, "train.patience": None, "optim.clip": None}
@@ -217,12 +245,21 @@ def test_what_a_changed_pipeline_would_make_otherwise_is_refused_with_both_comma
     assert tree(finished / "out") == before
 
 
-def test_changed_inputs_are_noticed(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chats = tmp_path / "chats.jsonl"
+def test_changed_inputs_and_settings_files_are_noticed(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats, settings = tmp_path / "chats.jsonl", tmp_path / "settings.yaml"
     shutil.copy(world / "chats.jsonl", chats)
-    drafters = {"medusa": {"drafter": "medusa", "settings": {"train": {"max_steps": 1}}}}
+    settings.write_text("train: {max_steps: 1}")
+    drafters = {"medusa": {"drafter": "medusa", "config": str(settings)}}
     file = write_pipeline(world, tmp_path, inputs=[str(chats)], drafters=drafters)
     assert run("run", file, "-q") == 0
+    assert run("run", file, "-q") == 0
+    settings.write_text("train: {max_steps: 2}")
+    capsys.readouterr()
+    assert run("run", file) == CONFLICT
+    assert "medusa/run was made from inputs that have changed since" in error_of(capsys.readouterr().err)[0]
+    settings.write_text("train: {max_steps: 1}")
     lines = chats.read_text().splitlines(keepends=True)
     chats.write_text("".join(lines[:-1]))
     assert run("run", file) == CONFLICT

@@ -496,8 +496,7 @@ class CollectJob:
         if (first := take_slice(records, capture)) is None:
             return
         if rebuilder is not None:
-            rebuilder.require_close(first, [record.sample for record in records])
-            self._is_proven = True
+            self._is_proven = rebuilder.require_close(first, [record.sample for record in records]) > 0
         if unit.index == 0:
             write_slice(self.store.fs, first, capture)
 

@@ -120,7 +120,7 @@ def read_engine_args(pairs: Sequence[str]) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         try:
             settings[name.strip().replace("-", "_")] = yaml.safe_load(value)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             equals = ""
         if not equals or not name.strip():
             raise ConfigError(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from collectors.cli.options import layers_type, recipe_type
-from hiddenstore.cli.words import DATA, remote_code_option, revision_option
+from hiddenstore.cli.words import DATA, FiniteRange, remote_code_option, revision_option
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import count, plural, seconds, size
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 )
 @click.option("--container", type=click.Choice(tuple(CONTAINERS)), help="As for collect.")
 @click.option("-o", "--out", default=".", type=click.Path(), help="Where the store will be: its free space is shown.")
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Tokens/s that collect reached; gives hours.")
+@click.option("--rate", type=FiniteRange(min=0, min_open=True), help="Tokens/s that collect reached; gives hours.")
 @common_options
 def plan(data: str, target: str, template: str | None, **options: Any) -> None:
     """How many bytes, files and hours a collect needs, before anything is written."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hiddenstore.cli.words import FiniteRange
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, percent, plural
 from hiddenstore.fs import require_local
@@ -58,7 +59,7 @@ class Shard(click.ParamType):
 @click.option("--shard", type=Shard(), default="1/1", help="Only every n-th conversation, for a server per node.")
 @click.option("--system", metavar="TEXT", help="System message for conversations without one.")
 @click.option("--template", type=click.Path(), help="A chat template file instead of the target's own.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0 is greedy.")
+@click.option("--temperature", type=FiniteRange(min=0), default=0.8, show_default=True, help="0 is greedy.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Per answer.")
 @click.option("--max-samples", type=click.IntRange(min=1), help="Only the first N conversations.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes (tiny targets).")

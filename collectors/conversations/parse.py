@@ -220,7 +220,7 @@ def _tool_calls(calls: Any, title: str) -> list[dict[str, Any]]:
         return []
     if not _is_list_of_objects(calls):
         raise _UnusableError("tool-calls-invalid", f"the tool_calls of {title} are not a list of objects")
-    return [_tool_call(call) for call in calls]
+    return _written([_tool_call(call) for call in calls], "tool-calls-invalid", f"the tool_calls of {title}")
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -239,7 +239,16 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
         return None
     if not _is_list_of_objects(tools):
         raise _UnusableError("tools-invalid", f"tools is {_kind(tools)}, expected a list of objects")
-    return [_without_none(tool) for tool in tools]
+    return _written([_without_none(tool) for tool in tools], "tools-invalid", "tools")
+
+
+def _written(objects: list[dict[str, Any]], reason: str, title: str) -> list[dict[str, Any]]:
+    """Objects that JSON can hold, as templates and servers get them: a table may hold dates and bytes."""
+    try:
+        _unicode(json.dumps(objects, ensure_ascii=False), title)
+    except (TypeError, ValueError) as error:
+        raise _UnusableError(reason, f"{title}: {error}") from error
+    return objects
 
 
 def _is_list_of_objects(value: Any) -> bool:

@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,8 +61,20 @@ class AnswersFolder:
         return [shard for shard in range(1, self.shards + 1) if not _is_finished(self.file(shard))]
 
     def remove_if_empty(self) -> None:
-        """Take the folder away when it holds no answer."""
-        if self.path.is_dir() and not any(path.stat().st_size for path in self.path.glob("answers-*.jsonl")):
+        """Take the folder away when it holds no answer, and nobody waits for the first one."""
+        files = list(self.path.glob("answers-*.jsonl"))
+        with ExitStack() as locks, suppress(FileNotFoundError):
+            if any(path.stat().st_size for path in files):
+                return
+            for path in files:
+                # NFS locks for writing only what is open for it.
+                file = locks.enter_context(path.open("r+b"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return
+                if os.fstat(file.fileno()).st_size:
+                    return
             shutil.rmtree(self.path, ignore_errors=True)
 
     def remove(self) -> None:
@@ -93,6 +106,8 @@ class AnswerLog:
         try:
             if not is_read_only:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not os.fstat(self._file.fileno()).st_nlink:
+                    raise BlockingIOError  # removed between the opening and the lock, by one that found it empty
             self._load(is_read_only)
         except BlockingIOError as error:
             self._file.close()
@@ -136,6 +151,8 @@ class AnswerLog:
             is_new = rewrite.turn >= len(lines)
             if is_new:
                 lines.append(self._write(line))
+                # Of an input that has grown: its end is to be said again, behind this.
+                self.is_finished = False
             return is_new
 
     def finish(self, conversations: int) -> None:
@@ -176,6 +193,7 @@ class AnswerLog:
             # An in-process batch that a kill cut in two is answered again, with the same answers.
             if record["turn"] == len(lines):
                 lines.append(offset)
+            self.is_finished = False
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptionError(
                 f"{self.path} is damaged at byte {offset}",

@@ -29,7 +29,7 @@ from collectors.tokenize.template import read_template
 from hiddenstore.errors import ConfigError, Kind, StorageError
 from hiddenstore.records import LOOP_SHARE, repeated_share
 from hiddenstore.targets.folder import TargetFolder, open_target
-from hiddenstore.targets.rendering import limited_rendering
+from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of
 
 GROUP_BATCHES = 32
 _POLL_S = 0.5
@@ -87,14 +87,19 @@ class _InProcess:
                         take(rewrite, self._reply(answer))
 
     def _batches(self, conversations: list[Rewrite], take: Take) -> list[Batch]:
-        """Conversations and the prompts of their next turn, in batches; those whose prompt is too long are dropped."""
+        """Conversations and the prompts of their next turn, in batches; those whose prompt is too long, or that the
+        template refuses, are dropped."""
         limit = getattr(self.folder.config, "max_position_embeddings", None) or 1 << 30
         fitting = []
         for rewrite in conversations:
-            with limited_rendering(f"conversation {rewrite.number + 1}"):
-                prompt: list[int] = self.folder.tokenizer.apply_chat_template(
-                    rewrite.done, tools=rewrite.tools, add_generation_prompt=True, tokenize=True, return_dict=False
-                )
+            try:
+                with limited_rendering(f"conversation {rewrite.number + 1}"):
+                    prompt: list[int] = self.folder.tokenizer.apply_chat_template(
+                        rewrite.done, tools=rewrite.tools, add_generation_prompt=True, tokenize=True, return_dict=False
+                    )
+            except RENDER_ERRORS as error:
+                take(rewrite, Reply(drop="refused", detail=reason_of(error)))
+                continue
             if len(prompt) + self.sampling.max_new_tokens <= limit:
                 fitting.append((rewrite, prompt))
             else:

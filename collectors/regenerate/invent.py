@@ -22,6 +22,7 @@ from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.records import LOOP_SHARE, repeated_share
 from hiddenstore.targets.folder import TargetFolder, open_target
+from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of
 
 LONGEST_QUESTION = 96
 SHORTEST_CHARACTERS = 12
@@ -40,8 +41,8 @@ def invent(options: RegenerateOptions, count: int, stopping: Callable[[], bool] 
     kill the same call goes on. Those that did not end, loop, are short or were there before are left out and counted.
     Raises ConflictError: ``output-exists``: OUT; ``answers-differ``: the questions there are another target's, or were
     asked with another seed, system message, template, batch size or dtype; ConfigError: ``template-missing``: the
-    target has no chat template, or none that a user's turn opens; CaptureError: ``nothing-answered``: fewer than a
-    fifth of what the target asks is a question; InterruptError: ``interrupted``."""
+    target has no chat template, or none that a user's turn opens; ``template-invalid``: it refuses one; CaptureError:
+    ``nothing-answered``: fewer than a fifth of what the target asks is a question; InterruptError: ``interrupted``."""
     require_possible(options)
     out = require_local(options.out, "a file of answers")
     refuse_existing(out, options.rows_per_file)
@@ -100,7 +101,8 @@ def _claim(path: Path, options: RegenerateOptions, folder: TargetFolder) -> None
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    # Lines of bytes: those of text would end at U+2028 too, which a question may hold.
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
 
 
 def _system(options: RegenerateOptions) -> list[dict[str, str]]:
@@ -134,7 +136,12 @@ def _open_turn(target: LoadedTarget, options: RegenerateOptions) -> tuple[list[i
     if not tokenizer.chat_template:
         raise ConfigError(f"target {target.folder.label} has no chat template", kind=Kind.TEMPLATE_MISSING)
     messages = [*_system(options), {"role": "user", "content": _MARK}]
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    try:
+        with limited_rendering("a first turn"):
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except RENDER_ERRORS as error:
+        message = f"the chat template of target {target.folder.label} refuses a first turn: {reason_of(error)}"
+        raise ConfigError(message, kind=Kind.TEMPLATE_INVALID) from error
     before, mark, after = text.partition(_MARK)
     ids = tokenizer(before, add_special_tokens=False).input_ids
     end = tokenizer(after, add_special_tokens=False).input_ids[:1]

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from collectors.regenerate.rewrite import Rewrite
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.settings import plain_value
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class RegenerateReport:
 class MoreSettings(BaseModel):
     """The settings that are seldom needed: ``--set key=value``. They mean what they mean in ``RegenerateOptions``."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     turns: Literal["all", "last"] = "all"
     raw: bool = False
@@ -140,7 +140,7 @@ def _value(item: Any) -> Any:
         return {name: _value(inner) for name, inner in item.items()}
     if isinstance(item, list):
         return [_value(inner) for inner in item]
-    return yaml.safe_load(item) if isinstance(item, str) else item
+    return plain_value(item) if isinstance(item, str) else item
 
 
 def require_possible(options: RegenerateOptions) -> None:

@@ -14,8 +14,8 @@ from collectors.conversations.parse import CUT, FINISH_REASON, Conversation, Mes
 class Reply:
     """What became of one answer.
 
-    ``tokens`` were generated (0: the server did not say); ``is_cut``: they reached the limit. ``drop`` is the reason
-    why its conversation is left out, ``detail`` the words of whoever refused.
+    ``tokens`` were generated (0: the server did not say); ``is_cut``: a limit or the server ended them. ``drop`` is the
+    reason why its conversation is left out, ``detail`` the words of whoever refused.
     """
 
     text: str = ""

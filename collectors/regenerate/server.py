@@ -25,6 +25,11 @@ REFUSALS_WITHOUT_ANSWER = 10
 _POLL_S = 0.2
 _WRONG_ACCESS = frozenset({401, 403, 404, 405})
 _MOST_TOKENS = 1 << 31
+# Why a whole answer ended, in the words of OpenAI's servers and of Hugging Face's; length, abort and error cut one.
+_ENDED = (
+    *(None, "", "stop", "tool_calls", "function_call", "content_filter"),
+    *("eos", "eos_token", "end_turn", "stop_sequence"),
+)
 
 
 class UnansweredError(Exception):
@@ -122,7 +127,7 @@ def _read_reply(document: Any) -> Reply:
         drop = "empty"
     elif repeated_share(words) > LOOP_SHARE:
         drop = "looping"
-    reply = Reply(text, reasoning, calls, tokens, finish == "length", drop)
+    reply = Reply(text, reasoning, calls, tokens, finish not in _ENDED, drop)
     # A lone surrogate cannot be written; it must fail here, as this answer's error.
     json.dumps(reply.document(), ensure_ascii=False).encode()
     return reply

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 
 from collectors.conversations.parse import REASONING, Conversation, Message
 from collectors.conversations.rows import Problem
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
-from hiddenstore.targets.rendering import limited_rendering
+from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of
 from schemas.manifest import ROLES, ImageEntry
 from schemas.prepared import LossOn, MaskFrom
 
@@ -181,10 +181,7 @@ THINK_TAGS = (
 )
 """Around reasoning: DeepSeek-R1, Qwen3, Nemotron and most others; Seed-OSS; Magistral; Command A Reasoning."""
 
-# What rendering may raise: the template's own refusals, and Python's for expressions its data does not suit.
-_RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_DETAIL = 200
 _TAGS_HINT = "give a template with {% generation %} tags: --template FILE"
 _PROBE_ANSWERS = ("It is four.", "<think>\nTwo and two.\n</think>\n\nIt is four.")
 
@@ -280,7 +277,7 @@ class ChatTemplate:
         def render(count: int, prompt: bool) -> str | None:
             try:
                 return self.render(conversation, count, prompt)[0]
-            except _RENDER_ERRORS:
+            except RENDER_ERRORS:
                 return None
 
         return Prefixes(text, conversation.messages, render)
@@ -301,9 +298,8 @@ class ChatTemplate:
             if len(conversation.messages) - 1 in conversation.cut:
                 end = self._words_end(text, conversation.messages[-1], (0, len(text)))
                 text, tagged = text[:end], [(start, min(stop, end)) for start, stop in tagged if start < end]
-        except _RENDER_ERRORS as error:
-            detail = " ".join((str(error) or type(error).__name__).split())[:_DETAIL]
-            return Problem(conversation.location, "template-refused", detail)
+        except RENDER_ERRORS as error:
+            return Problem(conversation.location, "template-refused", reason_of(error))
         return text, tagged
 
     def _encode(self, texts: list[str]) -> list[tuple[list[int], TokenMap]]:
@@ -463,7 +459,7 @@ def check_template(template: ChatTemplate) -> None:
         raise ConfigError(
             f"the chat template cannot be parsed: line {error.lineno}: {error}", kind=Kind.TEMPLATE_INVALID
         ) from error
-    except _RENDER_ERRORS:
+    except RENDER_ERRORS:
         return  # A template may demand more than the probe has; the rows will tell.
     if answer not in text:
         problem = "the chat template writes nothing of the assistant's messages"

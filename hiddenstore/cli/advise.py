@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import STORE, open_store
+from hiddenstore.cli.words import STORE, FiniteRange, open_store
 from hiddenstore.codecs.recipes import get_recipe, recipe_name
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import Kind, NotFoundError
+from hiddenstore.errors import Kind, NotFoundError, StorageError
 from hiddenstore.inspect.choice import RecipeLimits, choose, paired_lines, refusal_lines, verdict
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ PAIRED = "paired"
 )
 @click.argument("store", type=STORE)
 @click.argument("settings", nargs=-1, metavar="[key.path=value]...")
-@click.option("--max-kl", default=1e-3, show_default=True, type=click.FloatRange(min=0), help="Nats, through the head.")
+@click.option("--max-kl", default=1e-3, show_default=True, type=FiniteRange(min=0), help="Nats, through the head.")
 @click.option(
     "--max-channel-error",
     default=0.03,
     show_default=True,
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="Of the worst aux layer, channels counted alike; 0.1 lets q4 pass.",
 )
 @click.option("--paired", is_flag=True, help="Also train short drafters on original and on decoded states.")
@@ -50,14 +50,12 @@ PAIRED = "paired"
 @click.option(
     "--seeds", default=3, show_default=True, type=click.IntRange(min=2), help="With --paired: pairs to train."
 )
-@click.option(
-    "--minutes", type=click.FloatRange(min=0, min_open=True), help="With --paired: begin no pair that ends later."
-)
+@click.option("--minutes", type=FiniteRange(min=0, min_open=True), help="With --paired: begin no pair that ends later.")
 @click.option(
     "--max-loss",
     default=0.5,
     show_default=True,
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="With --paired: points of acceptance that a recipe may lose at most, 95 % sure.",
 )
 @click.option("--target", metavar="T", help="The checkpoint the states are of: measures the recipe rebuilt too.")
@@ -78,7 +76,8 @@ def advise(
 
     Measured on the raw slice that collect keeps, or on the states themselves where they are exact. Chosen is the
     smallest recipe that trained pairs show to lose no more than --max-loss; where none were trained, or they cannot
-    tell, the smallest within KL and channel error. The table is kept in the store. SETTINGS are those of train.
+    tell, the smallest within KL and channel error. The table is kept in the store, where that can be written.
+    SETTINGS are those of train.
     """
     from hiddenstore.care.copy import rebuilder_for
     from hiddenstore.inspect.advise import advise_store, holds_its_slice, inexact_fields, trials, write_advice
@@ -101,7 +100,12 @@ def advise(
         compared = named or ("compact", *((REBUILT,) if rebuilder is not None else ()))
         trained = _paired(opened, compared, seeds, settings, target, minutes)
         advice = choose(advice.rows, limits, advice.tokens, advice.final_rows, trained)
-    path = write_advice(opened.fs, advice)
+    path = None
+    try:
+        path = write_advice(opened.fs, advice)
+    except StorageError as error:
+        # The store of somebody else is measured too, with pairs for hours.
+        output().warn(f"the table is not kept: {error.message}")
     document = {"path": opened.path, "advice": path, **advice.model_dump(mode="json", exclude={"format"})}
     document["refused"] = refused = refusal_lines(advice, can_train=not inexact_fields(opened.capture))
     bytes_raw = raw_bytes_per_token(opened.capture)

@@ -11,7 +11,7 @@ import click
 from rich.padding import Padding
 from rich.text import Text
 
-from hiddenstore.cli.words import STORE, Name, layers_option, open_store, same_target_option
+from hiddenstore.cli.words import STORE, FiniteRange, Name, layers_option, open_store, same_target_option
 from hiddenstore.codecs.recipes import RECIPE_HELP, RECIPES, get_recipe
 from hiddenstore.console.output import common_options, examples, is_piped, output
 from hiddenstore.console.progress import Progress
@@ -48,7 +48,7 @@ _yes = click.option("-y", "--yes", is_flag=True, help="Do it; without this the p
 @click.option("--stock", is_flag=True, help="Read all of it with stock zarr-python or webdataset too, and compare.")
 @click.option(
     "--share",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     help="Share of the samples --meaning reads; by default as many as a fifth of the capture's cost pays for.",
 )
 @common_options

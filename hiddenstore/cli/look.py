@@ -9,7 +9,7 @@ import click
 from rich.padding import Padding
 from rich.text import Text
 
-from hiddenstore.cli.words import STORE, open_store, split_snapshot
+from hiddenstore.cli.words import STORE, FiniteRange, open_store, split_snapshot
 from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
@@ -353,7 +353,7 @@ def _show_stats(document: Mapping[str, Any]) -> None:
 )
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="Equal means: target, layers and samples are the same, and no row differs by more than this of its length "
     "(one bf16 step is at most 0.008); engine and recipe may differ.",
 )

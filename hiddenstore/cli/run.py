@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import os
 import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,13 @@ from hiddenstore.settings import all_problems, written
 from hiddenstore.settings import load as load_settings
 from schemas.base import FORMAT_VERSION, Document
 
-Section = dict[str, Any]
-"""Options of a command by their long names, with ``_`` or ``-``: ``max-tokens: 2048``, ``full: true``."""
+Section = dict[str, str | Any]
+"""Options of a command by their long names, with ``_`` or ``-``: ``max-tokens: 2048``, ``full: true``. ``str``: what is
+written stays as it is, since YAML would make a number of version 0.10 and of revision 0123456."""
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": False}
+
+# Options whose file a command writes.
+_WRITTEN = ("--markdown", "--answers", "--take")
 
 # Options that a pipeline has its own member for, or that belong to all of the run.
 _RESERVED = ("--out", "--target", "--drafter", "--config", "--resume", "--json", "--quiet", "--verbose")
@@ -60,7 +67,7 @@ class Pipeline(BaseModel):
     regenerate: Section | None = None
     prepare: Section = Field(default_factory=dict)
     collect: Section = Field(default_factory=dict)
-    verify: Section = Field(default_factory=lambda: {"full": True, "meaning": True})
+    verify: Section = Field(default_factory=lambda: Section(full=True, meaning=True))
     drafters: dict[str, DrafterSection] = Field(min_length=1)
     eval: Section = Field(default_factory=dict)
     decode: Section | None = None
@@ -135,7 +142,7 @@ class _Builder:
             options += ["--target", self._pipeline.target]
         words = (store, "-o", str(run), *options, *settings)
         yield Stage(f"{name}/train", "train", words, run, (store, "-o", str(run), "--resume"), section.ranks)
-        costs = ("--target", self._pipeline.target) if self._pipeline.eval.get("costs") else ()
+        costs = ("--target", self._pipeline.target) if _switch(self._pipeline.eval.get("costs")) else ()
         yield Stage(f"{name}/eval", "eval", (str(run), store, *costs, *self._options("eval")))
         if self._pipeline.decode is not None:
             words = (str(run), "--target", self._pipeline.target, *self._options("decode"))
@@ -158,6 +165,9 @@ class _Builder:
         words = []
         for key, value in getattr(self._pipeline, section).items():
             name = str(key).replace("_", "-")
+            if name in options and options[name].is_flag and _switch(value) is None:
+                self.problems[f"{section}: {name} is true or false, found {value!r}"] = f"{name}: true"
+                continue
             if name in options:
                 words += _option_words(f"--{name}", options[name], value)
                 continue
@@ -177,10 +187,14 @@ def _begins_at_target(section: DrafterSection, settings: Sequence[str]) -> bool:
     return name == "mtp" and said.get("train.init_from") is None
 
 
+def _switch(value: Any) -> bool | None:
+    """What is written of a flag; None where it is neither true nor false."""
+    return _SWITCHES.get(str(value).lower())
+
+
 def _option_words(option: str, parameter: click.Option, value: Any) -> list[str]:
     if parameter.is_flag:
-        is_on = value is True or str(value).lower() == "true"
-        return [option] if is_on else [*parameter.secondary_opts[:1]]
+        return [option] if _switch(value) else [*parameter.secondary_opts[:1]]
     if value is None:
         return []
     values = [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
@@ -262,6 +276,8 @@ def run_pipeline(pipeline: Pipeline) -> list[StageResult]:
         drafter, _, _ = stage.name.rpartition("/")
         before = [done for name, done in finished.items() if "/" not in name or name.startswith(f"{drafter}/")]
         built_on = hashlib.sha256(b"".join(map(seal, before))).hexdigest() + inputs
+        if files := _named_files(stage, out, (pipeline.target, *pipeline.inputs)):
+            built_on += _digest_of_files(files)
         earlier = _finished_before(fs, stage, built_on)
         about = "  (done before)" if earlier else clock.estimate(number - 1)
         output().note(f"\n{number}/{len(stages)}  {stage.name}{about}")
@@ -331,6 +347,14 @@ def _digest_of_files(paths: Sequence[str]) -> str:
                 with file.open("rb") as handle:
                     digest.update(hashlib.file_digest(handle, "sha256").digest())
     return digest.hexdigest()
+
+
+def _named_files(stage: Stage, out: Path, others: Sequence[str]) -> list[str]:
+    """The files that a stage's words name, such as settings or prompts, but for ``others`` and what the run made."""
+    read = {word for before, word in pairwise(("", *stage.words)) if before not in _WRITTEN}
+    words = read | {word.partition("=")[2] for word in read}
+    files = sorted(word for word in words - {*others} if os.path.isfile(word))
+    return [file for file in files if not Path(file).resolve().is_relative_to(out.resolve())]
 
 
 def _do(fs: LocalFilesystem, stage: Stage, built_on: str) -> DoneStage:

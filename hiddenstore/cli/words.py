@@ -4,6 +4,7 @@ Where it is something else, that is said while click reads the words of a comman
 """
 
 from collections.abc import Callable, Iterable
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,16 @@ class Place(click.Path):
         if ctx is None or not ctx.meta.get(WORDS_ONLY):
             self._require(value)
         return value
+
+
+class FiniteRange(click.FloatRange):
+    """A number of a range, which ``nan`` lies in for click: nothing it is compared with is beyond it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not isfinite(number):
+            self.fail(f"{value!r} is no finite number", param, ctx)
+        return number
 
 
 class Name(click.ParamType):

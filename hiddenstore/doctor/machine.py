@@ -6,7 +6,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from importlib import metadata, util
 from pathlib import Path
@@ -16,6 +16,7 @@ from hiddenstore.doctor import DoctorCheck, Status, version_of
 from hiddenstore.doctor.packages import elsewhere
 from hiddenstore.errors import HiddenstoreError
 from hiddenstore.fs import is_address, open_filesystem
+from hiddenstore.settings import first_line
 
 GROUP = "hiddenstore.doctor"
 TRIAL_BYTES = 32 << 20
@@ -169,7 +170,7 @@ def compute_checks() -> Iterator[DoctorCheck]:
     if memory is not None:
         yield DoctorCheck("memory", "ok", f"{size(memory[1])} free of {size(memory[0])}")
     if util.find_spec("torch") is not None:
-        yield from _gpus()
+        yield from _examined("gpu", "torch", lambda: _gpus)
 
 
 def _cpu() -> DoctorCheck:
@@ -217,7 +218,14 @@ def examine(place: str | Path) -> list[DoctorCheck]:
 def _added() -> Iterator[DoctorCheck]:
     """What the upper packages and other distributions look at: functions that return checks."""
     for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
-        try:
-            yield from point.load()()
-        except ImportError as error:
-            yield DoctorCheck(point.name, "problem", f"{point.value} cannot be imported: {error}")
+        yield from _examined(point.name, point.value, point.load)
+
+
+def _examined(name: str, what: str, load: Callable[[], Callable[[], Iterable[DoctorCheck]]]) -> Iterator[DoctorCheck]:
+    """What the loaded function says; where one fails, a problem in place of the rest: a doctor is asked by the sick."""
+    try:
+        yield from load()()
+    except ImportError as error:
+        yield DoctorCheck(name, "problem", f"{what} cannot be imported: {first_line(error)}")
+    except Exception as error:  # noqa: BLE001 - of others' code, and of broken installations
+        yield DoctorCheck(name, "problem", f"{what} fails: {type(error).__name__}: {first_line(error)}")

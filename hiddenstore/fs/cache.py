@@ -50,8 +50,9 @@ class CachedFilesystem(ObjectFilesystem):
         return type(self), (self.root, str(self._folder), self._most_bytes, self._cached_below)
 
     def drop_cache(self, path: str) -> None:
-        for number in range(-(-(self.size(path) or 0) // BLOCK_BYTES)):
-            self._file(path, number).unlink(missing_ok=True)
+        with storage_errors(self._folder):
+            for number in range(-(-(self.size(path) or 0) // BLOCK_BYTES)):
+                self._file(path, number).unlink(missing_ok=True)
         super().drop_cache(path)
 
     def _read(self, path: str, part: tuple[int, int] | None) -> bytes:
@@ -106,7 +107,9 @@ class CachedFilesystem(ObjectFilesystem):
         self._unseen_bytes += len(block)
         if self._unseen_bytes >= self._most_bytes // 64:
             self._unseen_bytes = 0
-            self._drop_oldest()
+            # A full disk, or the folder of somebody who shares it to read.
+            with suppress(OSError):
+                self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         with _only_one(self._folder / ".lock") as is_mine:
@@ -114,7 +117,7 @@ class CachedFilesystem(ObjectFilesystem):
                 return
             states = []
             for file in self._folder.glob("*/*"):
-                with suppress(FileNotFoundError):
+                with suppress(OSError):
                     state = file.stat()
                     states.append((state.st_mtime_ns, state.st_size, file))
             total = sum(size for _, size, _ in states)
@@ -123,8 +126,9 @@ class CachedFilesystem(ObjectFilesystem):
             for _, size, file in sorted(states):
                 if total <= self._most_bytes * _KEPT_SHARE:
                     break
-                file.unlink(missing_ok=True)
-                total -= size
+                with suppress(OSError):
+                    file.unlink(missing_ok=True)
+                    total -= size
 
 
 def _length(number: int, size: int) -> int:

@@ -37,6 +37,7 @@ def refuse_existing_folder(out: Path) -> None:
         raise ConflictError(
             f"{out} exists already and is not empty", kind=Kind.OUTPUT_EXISTS, hint="name another folder with -o"
         )
+    _refuse_irreplaceable(out)
 
 
 @contextmanager
@@ -69,6 +70,7 @@ def new_folder(out: Path, refuse: Callable[[Path], None] = refuse_existing_folde
     ``refuse`` raises where ``out`` is somebody's work already. Raises ConflictError: ``output-exists``; StorageError:
     the disk refused."""
     refuse(out)
+    _refuse_irreplaceable(out)
     with room_beside(out) as hidden:
         try:
             yield hidden
@@ -82,6 +84,16 @@ def new_folder(out: Path, refuse: Callable[[Path], None] = refuse_existing_folde
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 refuse(out)
             raise storage_error(error, str(out)) from error
+
+
+def _refuse_irreplaceable(out: Path) -> None:
+    """What is said of an empty folder that no other can take the place of: before the work, not behind it."""
+    if out.is_symlink() or (out.is_dir() and (out.name in ("", "..") or out.is_mount())):
+        raise ConflictError(
+            f"{out} is the working folder, a link or a mounted disk, whose place a finished folder cannot take",
+            kind=Kind.OUTPUT_EXISTS,
+            hint=f"-o {out / 'NAME'}",
+        )
 
 
 @contextmanager

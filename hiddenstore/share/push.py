@@ -65,7 +65,8 @@ def open_staging(store: Store, staging: Path, keep: Test | None, layers: Sequenc
     if on_hub and keep is None and len(store.catalog):
         require_limits([(f"{layout.SEGMENTS_DIR}/{number}", 0) for number in range(len(store.catalog))])
     opened = open_copy([store], staging, None, keep, CONTAINER, layers=layers)
-    others = [] if keep is None else [entry.id for unit, entry in opened.destination.entries if not keep(unit, entry)]
+    chosen = None if keep is None else {entry.id for unit, entry in store.entries if keep(unit, entry)}
+    others = [] if chosen is None else [name for name in opened.destination.sample_ids if name not in chosen]
     if others:
         message = f"{staging} holds {len(others):,} samples that are not among those to push, such as {others[0][:12]}"
         raise ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint="--staging ANOTHER")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError, StorageError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.seam import Filesystem, is_inside, storage_error
 
 SUMS, CARD = "SHA256SUMS", "README.md"
@@ -93,7 +93,11 @@ class StorageRemote:
         self.address, self._fs = fs.root, fs
 
     def begin(self, sums: Mapping[str, str], public: bool) -> None:
-        self._replace(_BEGUN, sums_text({**self._known(), **sums}))
+        known = self._known()
+        if not known and self._fs.size(CARD) is not None:
+            message = f"{self.address} holds a {CARD} that no push put there, and a push would take its place"
+            raise ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint="another name")
+        self._replace(_BEGUN, sums_text({**known, **sums}))
 
     def digests(self, files: Sequence[LocalFile]) -> dict[str, str]:
         known, sizes = self._known(), {file.path: self._fs.size(file.path) for file in files}

@@ -88,14 +88,15 @@ class Rebuilder:
     def errors(self, states: Slice, samples: Sequence[Sample]) -> tuple[dict[str, float], int]:
         """Per rebuilt field the median over rows of |h' - h| / |h|, with the captured top layer in.
 
-        And how many samples that is of: one whose beginning the slice lacks tells nothing.
+        And how many samples that is of: one whose beginning the slice lacks tells nothing, nor does one without a final
+        row in it where the final hidden is rebuilt.
 
         ``samples`` begin with those of the slice, in its order.
         """
         capture, parts, count = self.capture, dict[str, list[Tensor]](), 0
         lowest = capture.aux_layers[0]
         for rows, finals, sample in whole_samples(states, samples):
-            count += 1
+            count += not capture.rebuilds_final or finals.stop > finals.start
             if lowest not in capture.stored_layers:
                 ids = torch.from_numpy(sample.input_ids[: rows.stop - rows.start]).long()
                 (again,) = self.aux(ids, states.aux[:0, rows], [len(ids)], (), [lowest])

@@ -1,4 +1,4 @@
-"""A limit on the time that a chat template may take, for a template may loop for ever."""
+"""What rendering a chat template may come to: a refusal, or no end, for which there is a limit on its time."""
 
 import signal
 import sys
@@ -9,12 +9,22 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from jinja2 import TemplateError
+
 from hiddenstore.errors import FormatError, Kind
 
+RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What rendering may raise: the template's own refusals, and Python's for expressions its data does not suit."""
+_REASON = 200
 # Processor time of one rendering; the longest of real conversations take hundredths of it.
 RENDER_S = 10.0
 # What Jinja calls the file of a template that it was given as text.
 _TEMPLATE_FILE = "<template>"
+
+
+def reason_of(refusal: Exception) -> str:
+    """One of ``RENDER_ERRORS`` in a line of at most 200 characters."""
+    return " ".join((str(refusal) or type(refusal).__name__).split())[:_REASON]
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from hiddenstore.data import TokenBatches
 from hiddenstore.errors import CaptureError, ConfigError
 from hiddenstore.inputs import Unit
 from hiddenstore.process import Drain, Rank
+from hiddenstore.records import Record
 from hiddenstore.store import Store
 from hiddenstore.targets.blocks import BLOCKS_FILE
 from hiddenstore.targets.calibration import read_slice
@@ -210,10 +212,21 @@ def test_a_process_proves_its_blocks_on_its_first_samples_whichever_unit_they_ar
     options = CollectOptions(place / "data", place / "rebuilt", place / "target", layers=LAYERS, recipe="rebuilt")
     with open_job(options, Rank(), Drain(), lambda _text: None) as job:
         job._keep_slice(Unit("empty", 1, []), [])
+        job._keep_slice(Unit("nothing supervised", 1, []), [_unsupervised(record) for record in records])
         with pytest.raises(CaptureError, match="final as the target's blocks rebuild it") as error:
             job._keep_slice(Unit("later", 2, []), wrong)
         assert error.value.kind == "cross-check"
         job._keep_slice(Unit("later", 2, []), [])
+
+
+def _unsupervised(record: Record) -> Record:
+    mask = np.zeros_like(record.sample.loss_mask)
+    return replace(
+        record,
+        sample=replace(record.sample, loss_mask=mask),
+        final=record.final[:0],
+        final_rows=record.final_rows[:0],
+    )
 
 
 def test_what_a_filter_leaves_is_rebuilt_too(place: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +135,20 @@ def test_an_image_is_refused_naming_the_message_and_the_part() -> None:
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not-unicode"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": "x"}]}, "tool-calls-invalid"),
         ({"messages": CHAT, "tools": "{broken"}, "tools-invalid"),
+        ({"messages": CHAT, "tools": '[{"name": "\\ud800"}]'}, "not-unicode"),
+        ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [{"id": "\ud800"}]}]}, "not-unicode"),
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(payload: Any, expected: str) -> None:
     assert reason(payload) == expected
+
+
+def test_tools_of_a_table_that_json_cannot_hold_are_refused() -> None:
+    called = [CHAT[0], {**CHAT[1], "tool_calls": [{"id": b"1"}]}]
+    for row in ({"messages": called}, {"messages": CHAT, "tools": [{"since": date(2026, 11, 23)}]}):
+        result = parse_row(Row("f:1", row, 1))
+        assert isinstance(result, Problem)
+        assert result.reason in ("tool-calls-invalid", "tools-invalid")
 
 
 def test_empty_system_message_is_kept() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from collectors.capture import import_job, job
 from collectors.capture.import_job import ImportOptions, ImportReport, import_dump
@@ -230,6 +231,17 @@ def test_a_cut_shard_costs_only_the_samples_that_are_gone(
     shard = tmp_path / "dump" / "shard-000002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-10])
     assert bring("automodel-dspark", layers=None, store=tmp_path / "other").rejects == {"truncated": 2}
+
+
+def test_a_shard_of_another_name_or_of_flat_tensors_costs_only_its_own_samples(
+    bring: Importer, tmp_path: Path, spoken: list[Spoken]
+) -> None:
+    peer_dumps.automodel(tmp_path / "dump", spoken, LAYERS, "dspark")
+    shard = tmp_path / "dump" / "shard-000002.safetensors"
+    (tmp_path / "dump" / "shard-last.safetensors").write_bytes(shard.read_bytes()[:-10])
+    tensors = load_file(shard)
+    save_file(tensors | {"attention_mask": tensors["attention_mask"].flatten()}, shard)
+    assert bring("automodel-dspark", layers=None).rejects == {"truncated": 1, "wrong-shape": 2}
 
 
 def test_an_interrupted_import_goes_on_with_the_same_command_and_gives_the_same_bytes(

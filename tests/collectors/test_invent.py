@@ -1,6 +1,7 @@
 """Questions that the target asks itself: different, ended, the same after a kill, and answered like any others."""
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from itertools import count
@@ -56,6 +57,19 @@ def test_a_stopped_run_goes_on_to_the_same_questions(
     assert 0 < len(questions(stopped)) < 20
     invent(stopped, 20)
     assert questions(stopped) == questions(options)
+
+
+def test_a_question_may_hold_what_ends_a_line_of_text_and_none_of_json(
+    straight: tuple[RegenerateOptions, Counter[str]], tmp_path: Path
+) -> None:
+    other = replace(straight[0], out=tmp_path / "answers.jsonl")
+    for name in (".questions.jsonl", ".questions.settings.json"):
+        shutil.copy(f"{straight[0].out}{name}", f"{other.out}{name}")
+    file = questions_file(other.out)
+    _, *rest = file.read_text().splitlines()
+    first = {"batch": 0, "messages": [{"role": "user", "content": "one\u2028two\u0085three"}]}
+    file.write_text("\n".join([json.dumps(first, ensure_ascii=False), *rest]) + "\n")
+    assert invent(other, 20) == Counter()
 
 
 def test_a_system_message_opens_every_question(options: RegenerateOptions) -> None:
@@ -129,3 +143,9 @@ def test_a_wrong_option_is_refused_before_anything_is_asked(options: RegenerateO
         invent(replace(options, batch_size=0), 3)
     invent(replace(options, out=tmp_path / "new" / "folder" / "a.jsonl"), 1)
     assert questions_file(tmp_path / "new" / "folder" / "a.jsonl").is_file()
+
+
+def test_a_template_that_refuses_the_first_turn_is_named(options: RegenerateOptions, tmp_path: Path) -> None:
+    (tmp_path / "strict.jinja").write_text("{{ raise_exception('no system role here') }}")
+    with pytest.raises(ConfigError, match="refuses a first turn: no system role here"):
+        invent(replace(options, template=str(tmp_path / "strict.jinja")), 3)

@@ -99,6 +99,7 @@ def test_data_json_says_what_each_source_gave(files: Path, target: str) -> None:
         ({"sources": [{"file": "x", "preset": "gsm8k"}]}, "preset and file"),
         ({"sources": [{"file": "x", "weight": 1}, {"file": "y"}]}, "1 of 2 sources"),
         ({"sources": [{"file": "x", "weight": -1}]}, "greater than 0"),
+        ({"sources": [{"file": "x", "weight": "inf"}]}, "finite number"),
         ({"sources": [{"file": "x", "caps": 3}]}, "caps"),
         ({"sources": [{"file": "x"}], "rows": 3}, "weight"),
         (

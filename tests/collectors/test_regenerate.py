@@ -21,7 +21,7 @@ from collectors.regenerate.job import regenerate, take_answered
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport
 from collectors.targets.load import LoadedTarget
 from hiddenstore.errors import ConfigError, ConflictError, InterruptError, NotFoundError, StorageError
-from tests.collectors.tiny import save_target, tiny_target
+from tests.collectors.tiny import TEMPLATE, save_target, tiny_target
 
 PROMPTS = [[1, 40, 41, 42], [1, 50], [1, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69], [1, 33, 34], [1, 70]]
 
@@ -119,6 +119,16 @@ def test_every_answer_is_rewritten_in_order_and_problems_are_counted(options: Re
     assert written[0][0]["content"] == "hello"
     assert written[0][1]["content"] != "x"
     assert written[-1][-1]["role"] == "assistant", "a question after the last answer is left out"
+
+
+def test_a_conversation_that_the_template_refuses_is_left_out_and_counted(
+    options: RegenerateOptions, tmp_path: Path
+) -> None:
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}"
+    (tmp_path / "strict.jinja").write_text(refusal + TEMPLATE)
+    report = run(replace(options, template=str(tmp_path / "strict.jinja")))
+    assert (report.written, report.dropped["refused"]) == (2, 1)
+    assert report.examples["refused"] == "conversation 2: no system role here"
 
 
 def test_answers_do_not_depend_on_the_number_of_workers(options: RegenerateOptions, tmp_path: Path) -> None:

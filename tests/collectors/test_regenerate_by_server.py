@@ -20,7 +20,7 @@ from collectors.conversations.parse import Conversation, parse_row
 from collectors.regenerate.answers import AnswersFolder
 from collectors.regenerate.job import regenerate
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport, answer_settings
-from collectors.regenerate.server import ChatServer, UnansweredError
+from collectors.regenerate.server import ChatServer, UnansweredError, _read_reply
 from hiddenstore import http
 from hiddenstore.cli import main
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, StorageError
@@ -72,6 +72,10 @@ def run(chosen: RegenerateOptions) -> RegenerateReport:
 def texts(path: str | Path) -> list[list[str]]:
     rows = [json.loads(line)["messages"] for line in Path(path).read_text().splitlines()]
     return [[message["content"] for message in row] for row in rows]
+
+
+def rows(path: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def messages(path: str | Path) -> list[dict[str, Any]]:
@@ -335,6 +339,14 @@ def test_shards_split_the_work_and_the_last_combines_in_input_order(tmp_path: Pa
         assert len(double.asked) + len(other.asked) == 24
 
 
+def test_a_finished_shard_of_an_input_that_has_grown_is_finished_again(tmp_path: Path, double: ChatDouble) -> None:
+    assert run(options(tmp_path, double, shard=(1, 2))).waiting == [2]
+    grown = options(tmp_path, double, two_turns(16), shard=(1, 2))
+    assert run(grown).waiting == [2]
+    assert run(replace(grown, shard=(2, 2))).waiting == []
+    assert texts(grown.out) == expected(16)
+
+
 def test_two_runs_of_one_shard_exclude_each_other(tmp_path: Path, double: ChatDouble) -> None:
     chosen = options(tmp_path, double)
     second: list[BaseException] = []
@@ -347,8 +359,10 @@ def test_two_runs_of_one_shard_exclude_each_other(tmp_path: Path, double: ChatDo
         return plain_answer(asked)
 
     double.answer = answer
-    run(replace(chosen, concurrency=1))
+    report = run(replace(chosen, concurrency=1))
     assert getattr(second[0], "kind", "") == "answers-running"
+    # The second came before the first answer, and leaves the empty file to whom it belongs.
+    assert texts(report.out) == expected(12)
 
 
 def test_the_key_reaches_the_server_and_nothing_else(
@@ -397,8 +411,8 @@ def test_cut_looping_empty_and_reasoned_answers_are_told_apart(tmp_path: Path, d
     def answer(asked: Asked) -> Asked:
         said = asked["messages"][-1]["content"]
         found = plain_answer(asked)
-        if said == "cut":
-            found["finish_reason"] = "length"
+        if said in ("cut", "aborted"):
+            found["finish_reason"] = {"cut": "length", "aborted": "abort"}[said]
         elif said == "loop":
             found["message"]["content"] = "again and " * 20
         elif said == "empty":
@@ -410,11 +424,12 @@ def test_cut_looping_empty_and_reasoned_answers_are_told_apart(tmp_path: Path, d
         return found
 
     double.answer = answer
-    asked = [[("user", said)] for said in ("cut", "loop", "empty", "think", "filter")]
+    asked = [[("user", said)] for said in ("cut", "loop", "empty", "think", "filter", "aborted")]
     report = run(options(tmp_path, double, asked))
-    assert (report.cut, report.written) == (1, 2)
+    assert (report.cut, report.written) == (2, 3)
+    assert [row["messages"][1].get("finish_reason") for row in rows(report.out)] == ["length", None, "length"]
     assert report.dropped == {"looping": 1, "empty": 1, "content-filter": 1}
-    reasoned = json.loads(Path(report.out).read_text().splitlines()[1])["messages"][1]
+    reasoned = rows(report.out)[1]["messages"][1]
     assert reasoned == {"role": "assistant", "content": "reply 1 to think", "reasoning_content": "two and two"}
 
 
@@ -583,3 +598,9 @@ def test_a9_a_run_whose_every_answer_is_left_out_is_an_error(tmp_path: Path, dou
         run(chosen)
     assert caught.value.kind == "nothing-answered"
     assert not Path(chosen.out).exists()
+
+
+@pytest.mark.parametrize(("reason", "is_cut"), [("eos", False), ("end_turn", False), ("", False), ("abort", True)])
+def test_what_a_server_calls_the_end_of_an_answer_is_no_cut(reason: str, is_cut: bool) -> None:
+    choice = {"message": {"content": "so it is"}, "finish_reason": reason}
+    assert _read_reply({"choices": [choice]}).is_cut is is_cut

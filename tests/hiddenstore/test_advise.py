@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -268,6 +269,15 @@ def test_the_command_answers_a_script_and_info_shows_the_table(raw: Store) -> No
     shown = run("info", raw.path).stdout
     assert "safe (chosen)" in shown
     assert run("advise", raw.path, "--max-kl", "0.01", "-q").stdout == "safe\n"
+
+
+def test_what_was_measured_is_shown_where_the_store_cannot_be_written(raw: Store, tmp_path: Path) -> None:
+    shutil.copytree(raw.path, tmp_path / "store", ignore=shutil.ignore_patterns("advice"))
+    (tmp_path / "store" / "advice").write_text("a file, where a folder cannot be made then")
+    result = run("advise", str(tmp_path / "store"), "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["advice"] is None
+    assert "the table is not kept" in result.stderr
 
 
 def test_a_person_reads_the_table_within_80_columns_and_how_to_ask_for_less(raw: Store) -> None:

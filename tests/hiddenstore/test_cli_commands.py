@@ -74,6 +74,16 @@ def test_every_option_of_every_command_says_what_it_does(name: str) -> None:
     assert not silent
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_option_takes_what_is_no_finite_number(name: str) -> None:
+    for parameter in COMMANDS[name].params:
+        kinds = parameter.type.types if isinstance(parameter.type, click.Tuple) else [parameter.type]
+        for kind in kinds:
+            if isinstance(kind, click.types.FloatParamType):
+                with pytest.raises(click.BadParameter, match="no finite number"):
+                    kind.convert("nan", parameter, None)
+
+
 def test_every_command_has_a_section_and_a_summary() -> None:
     for spec in find_commands().values():
         assert spec.section in SECTIONS

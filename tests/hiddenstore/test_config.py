@@ -76,11 +76,18 @@ def test_command_line_words_win_over_the_file_and_the_file_over_defaults(tmp_pat
         ("train.betas=0.8,0.9", "train", Optimizer(betas=(0.8, 0.9))),
         ("engine.tp=4", "engine", {"tp": 4}),
         ("engine.name=vllm", "engine", {"name": "vllm"}),
+        ('engine.stop="[a-z"', "engine", {"stop": "[a-z"}),
+        ("engine.since=2026-13-01", "engine", {"since": "2026-13-01"}),
         ("name=a=b", "name", "a=b"),
     ],
 )
 def test_the_annotation_decides_what_a_word_means(word: str, key: str, expected: object) -> None:
     assert getattr(config.load(Settings, dotlist=[word]), key) == expected
+
+
+def test_a_word_nested_without_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is no YAML value"):
+        config.load(Settings, dotlist=[f"layers={'[' * 5000}"])
 
 
 def test_an_unknown_setting_is_an_error_that_names_the_close_one() -> None:

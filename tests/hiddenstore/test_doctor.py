@@ -77,12 +77,23 @@ def test_threads_that_spin_or_crowd_are_warned_of(
 def test_checks_of_other_packages_are_asked_and_a_broken_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
         metadata.EntryPoint("mine", "tests.hiddenstore_doctor_absent:checks", GROUP),
+        metadata.EntryPoint("other", "operator:no_such_function", GROUP),
         metadata.EntryPoint("engines", "collectors.doctor:checks", GROUP),
     ]
     monkeypatch.setattr(metadata, "entry_points", lambda group: points if group == GROUP else [])
     found = {check.name: check for check in _added()}
     assert (found["mine"].status, "cannot be imported" in found["mine"].detail) == ("problem", True)
+    assert (found["other"].status, "fails: AttributeError" in found["other"].detail) == ("problem", True)
     assert {"engine hf", "engine vllm", "engine trtllm", "ray", "scratch"} <= set(found)
+
+
+def test_a_torch_that_cannot_see_its_gpus_is_a_problem_and_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> bool:
+        raise OSError("libcudart.so.13: no such file")
+
+    monkeypatch.setattr("torch.cuda.is_available", broken)
+    (gpu,) = [check for check in compute_checks() if check.name == "gpu"]
+    assert (gpu.status, gpu.detail) == ("problem", "torch fails: OSError: libcudart.so.13: no such file")
 
 
 def test_an_extra_of_ours_is_offered_where_there_is_one() -> None:

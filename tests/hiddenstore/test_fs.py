@@ -12,6 +12,7 @@ import pytest
 
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError, StorageError
 from hiddenstore.fs import open_filesystem
+from hiddenstore.fs.cache import LEAST_BYTES, CachedFilesystem
 from hiddenstore.fs.disk import OPEN_FILES, PosixDisk
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.seam import Filesystem, is_inside, is_temporary
@@ -301,3 +302,12 @@ def test_a_folder_that_was_removed_and_made_anew_is_read_anew(tmp_path: Path) ->
     old.remove_tree("a")
     write(new, "a", b"new")
     assert new.read_range("a", 0, 3) == b"new"
+
+
+def test_a_cache_whose_folder_cannot_be_looked_after_still_reads(tmp_path: Path) -> None:
+    fs = CachedFilesystem("s3://bucket/store", tmp_path, LEAST_BYTES, "segments")
+    fs._known["segments/a"] = 4, "tag"
+    # A folder in the place of the lock refuses as a full disk does, or the file of another user.
+    (tmp_path / ".lock").mkdir()
+    fs._keep("segments/a", 0, b"four")
+    assert fs._cached("segments/a", 0, 4) == b"four"

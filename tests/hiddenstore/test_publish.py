@@ -101,6 +101,21 @@ def test_what_fails_inside_keeps_its_own_error_and_leaves_nothing(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_whose_place_no_other_can_take_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty, link, dangling = tmp_path / "empty", tmp_path / "link", tmp_path / "dangling"
+    empty.mkdir()
+    link.symlink_to(empty)
+    monkeypatch.chdir(empty)
+    dangling.symlink_to(tmp_path / "nowhere")
+    for out in (Path(), Path(".."), link, dangling):
+        with pytest.raises(ConflictError) as caught, new_folder(out, lambda _: None):
+            pytest.fail("the work began")
+        assert caught.value.kind == "output-exists"
+    assert sorted(tmp_path.rglob("*")) == [dangling, empty, link]
+
+
 def test_everything_is_durable_before_the_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     real = os.fsync

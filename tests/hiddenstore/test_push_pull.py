@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hiddenstore.care.copy import with_layers
+from hiddenstore.care.copy import run_copy, with_layers
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError, StorageError
 from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.inspect.samples import parse_where
 from hiddenstore.share import hub as hub_module
 from hiddenstore.share import pull as pull_module
 from hiddenstore.share.hub import HubRemote, open_remote
 from hiddenstore.share.pull import pull
-from hiddenstore.share.push import push_store
+from hiddenstore.share.push import open_staging, push_store
 from hiddenstore.share.remote import CARD, SUMS, StorageRemote
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
@@ -153,6 +154,13 @@ def test_staging_that_holds_other_samples_is_refused(
     assert fix == "--staging ANOTHER"
 
 
+def test_a_staging_of_samples_chosen_by_their_unit_goes_on(store: Store, tmp_path: Path) -> None:
+    record, place = store.commits()[0], tmp_path / "staging"
+    for _ in range(2):
+        run_copy(open_staging(store, place, parse_where([f"unit={record.unit}"]), None, False))
+    assert {*Store.open(place).sample_ids} == {entry.id for entry in record.samples}
+
+
 def test_a_server_that_fails_is_asked_again(hub: HubDouble, store: Store, tmp_path: Path) -> None:
     failed: dict[str, int] = {}
 
@@ -225,6 +233,16 @@ def test_a_place_that_holds_another_store_is_left_alone(hub: HubDouble, store: S
             push(other, remote)
         assert caught.value.kind == "output-exists"
     assert Store.open(tmp_path / "bucket").capture == store.capture
+
+
+def test_a_card_that_no_push_put_there_is_left_alone(store: Store, tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    (bucket / CARD).write_text("mine")
+    with pytest.raises(ConflictError, match="that no push put there") as caught:
+        push(store, StorageRemote(LocalFilesystem(bucket)))
+    assert caught.value.kind == "output-exists"
+    assert [(path.name, path.read_text()) for path in bucket.iterdir()] == [(CARD, "mine")]
 
 
 def test_damage_is_not_pushed(hub: HubDouble, store: Store) -> None:

@@ -276,13 +276,27 @@ def test_at_a_width_of_4096_a_token_takes_less_than_a_seventh_of_bf16(tmp_path: 
 def test_a_slice_begins_where_a_sample_does_so_that_it_can_be_rebuilt(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hiddenstore.targets.calibration.MOST_TOKENS", 5)
+    monkeypatch.setattr("hiddenstore.targets.calibration.MOST_TOKENS", 30)
     states = take_slice(captured(store).values(), store.capture)
     assert states is not None
-    assert [(entry.start, entry.tokens) for entry in states.samples] == [(0, 5)]
+    assert [(entry.start, entry.tokens) for entry in states.samples] == [(0, 30)]
     rebuilder = store.rebuilder()
     assert rebuilder is not None
     assert rebuilder.require_close(states, [store.sample(entry.id) for entry in states.samples]) == 1
+
+
+def test_states_of_a_slice_without_a_final_row_prove_nothing_of_the_final_hidden(store: Store) -> None:
+    first, *others = captured(store).values()
+    bare = replace(first, final=first.final[:0], final_rows=first.final_rows[:0])
+    rebuilder, counts = store.rebuilder(), []
+    assert rebuilder is not None
+    for records in ([bare], [bare, *others]):
+        states = take_slice(records, store.capture)
+        assert states is not None
+        samples = [record.sample for record in others]
+        samples = [replace(bare.sample, loss_mask=np.zeros_like(bare.sample.loss_mask)), *samples]
+        counts.append(rebuilder.require_close(states, samples))
+    assert counts == [0, len(others)]
 
 
 def test_a_target_that_cannot_be_rebuilt_is_planned_for_in_every_other_recipe(tmp_path: Path) -> None:

@@ -171,6 +171,11 @@ def never_fetched(folder):
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 9\n")
 
 
+def test_a_folder_of_answers_that_is_not_there_is_said_before_anything_is_decoded(made, tmp_path):
+    words = decode_words(made, "--answers", str(tmp_path / "none" / "answers.jsonl"))
+    assert f"there is no folder {tmp_path / 'none'}" in run(words, 2).stderr
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "words", "fix"),
     [
@@ -340,6 +345,8 @@ def test_eval_says_which_draft_length_pays_on_this_machine_and_export_takes_it(m
     words += ["--target", str(made / "target")]
     unpinned = [*words[:-1], "maker/target", "--trust-remote-code", "--json"]
     assert json.loads(run(unpinned, 2).stderr)["kind"] == "code-unpinned"
+    # An earlier choice, which goes where none pays.
+    keep(made / "run", 25, {"best_draft_len": 7, "speedup": 1.5}, "float32")
     said, chosen = run([*words, "--json"]), made / "run" / "draft-length.json"
     found = json.loads(said.stdout)
     try:

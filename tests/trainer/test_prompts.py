@@ -104,6 +104,18 @@ def test_rows_without_a_user_s_text_are_left_out(tmp_path, line):
     assert len(unusable) == 1
 
 
+def test_a_conversation_that_the_template_refuses_is_left_out(tmp_path):
+    file, tokenizer, unusable = tmp_path / "p.jsonl", make_tokenizer(), []
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[-1].content }}"
+    )
+    asked = {"role": "user", "content": "ab"}
+    lines = [{"messages": [{"role": "system", "content": "x"}, asked]}, {"messages": [asked]}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert len(list(read_prompts(str(file), tokenizer, IDENTITY, "validation", unusable))) == 1
+    assert unusable == [f"prompt 1 of {file}: the chat template refuses it: no system"]
+
+
 def test_a_folder_that_is_neither_data_nor_a_store_is_refused(tmp_path):
     with pytest.raises(NotFoundError, match="expected a JSONL file, DATA or a store"):
         ids(tmp_path)

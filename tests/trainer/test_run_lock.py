@@ -84,6 +84,17 @@ def test_a_refused_training_leaves_nothing_in_a_folder_that_was_there(tmp_path: 
     assert os.listdir(run) == []
 
 
+def test_a_file_of_somebody_else_is_not_written_over(tmp_path: Path) -> None:
+    run, text = tmp_path / "run", "train: {seed: 3}  # mine\n"
+    run.mkdir()
+    (run / "config.yaml").write_text(text)
+    with pytest.raises(ConflictError, match=r"config\.yaml that no run wrote") as caught:
+        train(tiny_store(tmp_path).path, run, file=run / "config.yaml", words=WORDS)
+    assert caught.value.kind == "output-exists"
+    assert (run / "config.yaml").read_text() == text
+    assert os.listdir(run) == ["config.yaml"]
+
+
 def test_a_lock_is_given_back_and_taken_again_by_the_same_process(tmp_path: Path) -> None:
     for _ in range(2):
         with RunLock(tmp_path) as lock, RunLock(tmp_path) as other:

@@ -196,18 +196,27 @@ def test_with_a_tokenizer_token_ids_are_sent_to_the_engine_s_own_endpoint(prompt
         assert body[key] == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
-def test_a18_a_template_that_never_ends_is_a_named_error_although_other_threads_render(prompts, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("template", "code", "kind"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", 4, "template-endless"),
+        ("{{ raise_exception('no') }}", 2, "template-invalid"),
+    ],
+)
+def test_a18_a_template_that_never_ends_or_refuses_is_a_named_error_although_other_threads_render(
+    prompts, tmp_path, monkeypatch, template, code, kind
+):
     from tiny_target import make_tokenizer
 
     monkeypatch.setattr("hiddenstore.targets.rendering.RENDER_S", 0.2)
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path / "target")
     (tmp_path / "target" / "config.json").write_text('{"model_type": "llama"}')
     with fake_server(engine="vllm", accepts=ACCEPTS) as server:
         more = ("--target", str(tmp_path / "target"), "--concurrency", "2")
-        failure = error(words("vllm", server, prompts, *more), 4)
-    assert failure["kind"] == "template-endless"
+        failure = error(words("vllm", server, prompts, *more), code)
+    assert failure["kind"] == kind
     assert "--target" in failure["fix"]
 
 

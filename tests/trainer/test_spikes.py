@@ -13,6 +13,7 @@ import torch
 
 from hiddenstore.cli import main
 from hiddenstore.data import TokenBatches
+from hiddenstore.documents import seal
 from hiddenstore.errors import CaptureError, ConfigError, NotFoundError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
@@ -219,3 +220,12 @@ def test_another_measure_starts_the_ranking_anew_and_no_value_is_no_judgement() 
     assert standing.add(4, {"accepted_length": None, "loss": 0.1}) is False
     assert standing.add(5, {"accepted_length": 1.5, "loss": math.inf}) is True
     assert standing.names == ["step-5"]
+
+
+def test_a_validation_that_is_no_number_is_not_judged_and_keeps_no_checkpoint_from_being_written() -> None:
+    standing = BestCheckpoints(LoopConfig())
+    assert standing.add(6, {"loss": 2.0})
+    for loss in (math.nan, math.inf):
+        assert not standing.add(12, {"loss": loss})
+    assert standing.names == ["step-6"]
+    assert b'"step-6":2.0' in seal(standing.state)

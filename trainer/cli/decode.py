@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import RUN, same_target_option, target_options
+from hiddenstore.cli.words import RUN, FiniteRange, same_target_option, target_options
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import percent
+from hiddenstore.errors import ConfigError, Kind
 from trainer.cli.evaluate import acceptance_rows, draft_len_option, floor_members, judge, shape_text
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ TIE_GAP_HALF = 0.5
     "--untrained", is_flag=True, help="Also walk the decoded text with the drafter as it was before training."
 )
 @click.option("--answers", type=click.Path(dir_okay=False), help="Write the decoded conversations to this JSONL.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Above 0: lossless rejection sampling.")
+@click.option("--temperature", type=FiniteRange(min=0), default=0.0, help="Above 0: lossless rejection sampling.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Target weights.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
 @same_target_option
@@ -72,6 +73,7 @@ def decode(
     Prompts whose greedy answer loops (over 30 % repeated 4-grams) are left out and counted. The same answers are also
     decoded one token at a time, for comparison.
     """
+    _require_folder(answers)
     from hiddenstore.targets.folder import open_target
     from hiddenstore.targets.load import pick_device
     from trainer.evaluate import speculate
@@ -105,8 +107,8 @@ def decode(
         **_document(result, simulated, temperature, live.identity.dtype),
         **floor_members(floor),
     }
-    _write_answers(answers, result, islice(copy, result.tried), live)
     output().data(document, human=lambda: _show(document))
+    _write_answers(answers, result, islice(copy, result.tried), live)
     judge(document, info)
     _warn_of_prompts(prompts, unusable, len(result.prompts), count)
     _judge(document, live.identity.dtype)
@@ -262,6 +264,12 @@ def _judge(document: dict[str, Any], dtype: str) -> None:
             f"{limit:g} it is no tie in {dtype}, and the decoded text is not the target's"
         )
         raise click.exceptions.Exit(3)
+
+
+def _require_folder(answers: str | None) -> None:
+    if answers is not None and not (folder := Path(answers).parent).is_dir():
+        problem = f"--answers {answers}: there is no folder {folder}"
+        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=f"mkdir -p {folder}")
 
 
 def _write_answers(path: str | None, result: "DecodeResult", source: "Iterable[Prompt]", live: "LiveTarget") -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from hiddenstore.cli.words import RUN, STORE, cache_options, same_target_option, target_options
+from hiddenstore.cli.words import RUN, STORE, FiniteRange, cache_options, same_target_option, target_options
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import CorruptionError
 
@@ -171,7 +171,7 @@ _OF_TARGET = ("target", "revision", "trust_remote_code", "adapter")
 @target_options
 @click.option("-n", "--count", type=click.IntRange(min=1), help="Questions of each task. Default: all.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per answer.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--temperature", type=FiniteRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=1, show_default=True, help="At a time.")
 @same_target_option
 @cache_options
@@ -330,12 +330,13 @@ def _with_costs(
 
 def _keep_what_pays(document: dict[str, Any], run: Path, dtype: str) -> None:
     """Leave the best length for export; where none pays in this process it says nothing of an engine, which drafts for
-    less."""
-    from trainer.evaluate.cost import keep
+    less, and an earlier choice goes."""
+    from trainer.evaluate.cost import forget, keep
 
     if document["speedup"] > 1:
         keep(run, document["step"], document, dtype)
         return
+    forget(run)
     output().warn(
         f"no draft length pays on this machine: the best, {document['best_draft_len']}, gives "
         f"{document['speedup']:.2f}x of plain decoding in this process; export keeps its own length, and "

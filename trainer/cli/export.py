@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import RUN, STORE, layers_option
+from hiddenstore.cli.words import RUN, STORE, FiniteRange, layers_option
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.dumps import LAYOUTS, SHORT_NAMES
 from hiddenstore.fs import require_local
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Default: the target's own.")
 @click.option(
     "--yarn",
-    type=(click.FloatRange(min=1), click.IntRange(min=1)),
+    type=(FiniteRange(min=1), click.IntRange(min=1)),
     metavar="FACTOR WINDOW",
     help="Stretch rope FACTOR times beyond the WINDOW it was trained on: 32 2048 as ModelOpt does.",
 )

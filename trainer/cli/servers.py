@@ -15,7 +15,8 @@ from hiddenstore.fs.publish import replace_file
 from hiddenstore.http import HttpClient, ServerAccess
 from hiddenstore.servers import VllmPython, engine_flags, running
 from hiddenstore.targets.folder import open_target
-from trainer.evaluate.prompts import Question, left_out, prompt_ids, read_questions
+from hiddenstore.targets.rendering import RENDER_ERRORS, reason_of
+from trainer.evaluate.prompts import Message, Question, left_out, prompt_ids, read_questions
 from trainer.evaluate.rounds import departures, measure_rounds, rows_of
 from trainer.evaluate.server import ALL, SERVERS, Render, SamplingOptions, Server, markdown, require_one_model, table
 from trainer.serve import ENGINES
@@ -186,7 +187,15 @@ def _renderer(target: str, options: ServerOptions) -> Render:
     if tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer of {target} has no chat template", kind=Kind.TEMPLATE_MISSING)
     fix = "leave --target out: the server renders by its own"
-    return lambda messages: prompt_ids(tokenizer, messages, "a prompt", fix)
+
+    def render(messages: Sequence[Message]) -> list[int]:
+        try:
+            return prompt_ids(tokenizer, messages, "a prompt", fix)
+        except RENDER_ERRORS as error:
+            problem = f"the chat template of {target} refuses a prompt: {reason_of(error)}"
+            raise ConfigError(problem, kind=Kind.TEMPLATE_INVALID, hint=fix) from error
+
+    return render
 
 
 def _show(document: dict[str, Any]) -> None:

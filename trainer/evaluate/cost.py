@@ -101,6 +101,12 @@ def keep(run: Path, step: int, best: Mapping[str, Any], dtype: str) -> None:
     replace_file(run / FILE, seal(chosen))
 
 
+def forget(run: Path) -> None:
+    """Remove what an earlier ``keep`` left. Raises StorageError."""
+    with storage_errors(run / FILE):
+        (run / FILE).unlink(missing_ok=True)
+
+
 def kept(run: Path, step: int) -> int | None:
     """The length chosen for the drafter of ``step``, None where nobody did. Raises CorruptionError, StorageError."""
     path = run / FILE

@@ -13,7 +13,7 @@ from hiddenstore.fs import is_address, open_filesystem
 from hiddenstore.layout import DATA_JSON, STORE_JSON
 from hiddenstore.records import Sample
 from hiddenstore.targets.identity import tokenizer_differences
-from hiddenstore.targets.rendering import limited_rendering
+from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of
 from schemas.capture import TargetIdentity
 from schemas.prepared import PreparedData
 
@@ -190,8 +190,13 @@ def _from_jsonl(path: Path, tokenizer: Any, unusable: list[str]) -> Iterator[Pro
         raise ConfigError("the target's tokenizer has no chat template", kind=Kind.TEMPLATE_MISSING)
     fix = "hiddenstore prepare FILE -o DATA --template FILE, then --prompts DATA"
     for number, question in enumerate(questions_of(path, unusable), start=1):
-        messages = list(question.history)
-        yield Prompt(prompt_ids(tokenizer, messages, f"prompt {number} of {path}", fix), messages)
+        messages, location = list(question.history), f"prompt {number} of {path}"
+        try:
+            ids = prompt_ids(tokenizer, messages, location, fix)
+        except RENDER_ERRORS as error:
+            unusable.append(f"{location}: the chat template refuses it: {reason_of(error)}")
+            continue
+        yield Prompt(ids, messages)
 
 
 def prompt_ids(tokenizer: Any, messages: Sequence[Message], location: str, fix: str) -> list[int]:

@@ -6,6 +6,7 @@ checkpoint, so a resume judges as the run would have.
 
 from collections import deque
 from collections.abc import Mapping
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -38,9 +39,9 @@ class BestCheckpoints:
         self.state = state if state is not None and is_comparable else BestState(by=settings.best_by)
 
     def add(self, step: int, validation: Mapping[str, Any]) -> bool:
-        """Whether the checkpoint of ``step`` stays as one of the best; no value, no judgement."""
+        """Whether the checkpoint of ``step`` stays as one of the best; no finite value, no judgement."""
         value = validation.get(self._settings.best_by)
-        if value is None:
+        if value is None or not isfinite(value):
             return False
         name = f"step-{step}"
         candidates = self.state.model_copy(update={"best": {**self.state.best, name: float(value)}})

@@ -239,12 +239,17 @@ class RunFacts(Document):
 
 
 def refuse_existing(run: Path, hint: str) -> None:
-    """ConflictError ``output-exists`` where a folder holds a run."""
+    """ConflictError ``output-exists`` where a folder holds a run, or somebody's files under names that a run has."""
     newest = checkpoint.latest(run)
     if newest is not None or (run / RUN_JSON).exists():
         at = f"with {newest.name} its newest checkpoint" if newest is not None else "without a checkpoint yet"
         problem = f"{run} holds a run already, {at}; --resume continues it, another -o starts a new one"
         raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint=hint)
+    # A run that was killed while it was made has its vocabulary, which comes first.
+    others = [name for name in (CONFIG, SNAPSHOT, METRICS) if (run / name).exists()]
+    if others and not (run / checkpoint.VOCAB).exists():
+        problem = f"{run} holds {' and '.join(others)} that no run wrote, and a run would write over it"
+        raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint="give another -o folder")
 
 
 def open_new(options: TrainOptions) -> tuple[Store, TrainConfig]:

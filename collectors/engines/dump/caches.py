@@ -6,6 +6,7 @@ offsets of ``input_ids`` int32, ``attention_mask`` uint8, ``loss_mask`` uint8, `
 """
 
 import math
+import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -187,10 +188,10 @@ class AutomodelCache(PeerSource):
 
     def _expected(self, name: str) -> int:
         """Samples that a shard nobody can read was to hold."""
-        if self._samples is None or not self._shard_size:
+        number = re.match(r"shard-(\d+)", name)
+        if self._samples is None or not self._shard_size or number is None:
             return 1
-        index = int(name.removeprefix("shard-").partition(".")[0])
-        return max(1, min(self._shard_size, self._samples - index * self._shard_size))
+        return max(1, min(self._shard_size, self._samples - int(number[1]) * self._shard_size))
 
 
 def _length(file: OpenFile, index: int) -> int:

@@ -266,7 +266,8 @@ def require_read(error: Exception, path: Path) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[OpenFile]:
-    """A safetensors file; Unusable ``not-captured`` when it is absent, ``truncated`` when it is not whole."""
+    """A safetensors file; Unusable ``not-captured`` when it is absent, ``truncated`` when it is not whole,
+    ``wrong-shape`` where the block asks for an axis that a tensor has not."""
     if not path.is_file():
         raise Unusable("not-captured", f"{path.name} is not there")
     try:
@@ -275,3 +276,5 @@ def opened(path: Path) -> Iterator[OpenFile]:
     except (SafetensorError, OSError) as error:
         require_read(error, path)
         raise Unusable("truncated", f"{path.name} is no whole safetensors file: {first_line(error)}") from error
+    except IndexError as error:
+        raise Unusable("wrong-shape", f"a tensor of {path.name} has fewer axes than its format says") from error
