@@ -27,7 +27,7 @@ _WRONG_ACCESS = frozenset({401, 403, 404, 405})
 _MOST_TOKENS = 1 << 31
 # Why a whole answer ended, in the words of OpenAI's servers and of Hugging Face's; length, abort and error cut one.
 _ENDED = (
-    *(None, "", "stop", "tool_calls", "function_call", "content_filter"),
+    *(None, "", "stop", "tool_calls", "function_call"),
     *("eos", "eos_token", "end_turn", "stop_sequence"),
 )
 
