@@ -18,11 +18,11 @@ import numpy as np
 from benchmarks.workers import timed
 from hiddenstore.codecs.recipes import recipe_name
 from hiddenstore.data import TokenBatches
+from hiddenstore.files.layout import SEGMENTS_DIR
 from hiddenstore.fs.cache import CachedFilesystem
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.objects import ObjectFilesystem
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.layout import SEGMENTS_DIR
 from hiddenstore.records import Sample, sample_id
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, HEAD, VOCAB, capture_spec, random_records, target_files

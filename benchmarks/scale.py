@@ -26,9 +26,9 @@ import pyarrow as pa
 
 import hiddenstore
 from benchmarks.workers import resident
-from hiddenstore import layout
 from hiddenstore.commit import read_commit
-from hiddenstore.documents import canonical, sha256_hex
+from hiddenstore.files import layout
+from hiddenstore.files.documents import canonical, sha256_hex
 from hiddenstore.fs.disk import PosixDisk
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.index.publish import IndexWriter

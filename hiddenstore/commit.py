@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hiddenstore import layout
-from hiddenstore.damage import twice
-from hiddenstore.documents import load, read_bounded, seal, sha256_hex, unseal
 from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind, NotFoundError, StorageError
+from hiddenstore.files import layout
+from hiddenstore.files.damage import twice
+from hiddenstore.files.documents import load, read_bounded, seal, sha256_hex, unseal
 from hiddenstore.fs.seam import Filesystem, is_inside
 from schemas.manifest import CommitHead, CommitRecord
 

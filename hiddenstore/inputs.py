@@ -22,10 +22,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from hiddenstore import layout
-from hiddenstore.documents import load
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind, NotFoundError
-from hiddenstore.folders import missing
+from hiddenstore.files import layout
+from hiddenstore.files.documents import load
+from hiddenstore.files.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, is_inside, storage_error
 from hiddenstore.images import images_fault

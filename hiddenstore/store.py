@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from hiddenstore import layout
 from hiddenstore.codecs import CODECS, LAYOUTS
 from hiddenstore.commit import Commit
-from hiddenstore.documents import load, seal, sha256_hex
 from hiddenstore.errors import (
     ConfigError,
     ConflictError,
@@ -28,7 +26,9 @@ from hiddenstore.errors import (
     NotFoundError,
     StorageError,
 )
-from hiddenstore.folders import missing
+from hiddenstore.files import layout
+from hiddenstore.files.documents import load, seal, sha256_hex
+from hiddenstore.files.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, is_inside
 from hiddenstore.index.catalog import Catalog, Records, make_snapshot, read_catalog, read_frozen

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hiddenstore import layout
 from hiddenstore.commit import latest_revisions, lost_samples, publish_commit, read_commit
-from hiddenstore.documents import flat, seal, sha256_hex
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind, StorageError
+from hiddenstore.files import layout
+from hiddenstore.files.documents import flat, seal, sha256_hex
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.publish import indexed_revisions

@@ -15,8 +15,8 @@ import yaml
 from hiddenstore.cli import inner, main
 from hiddenstore.cli import run as pipeline
 from hiddenstore.cli.run import DoneStage
-from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import CaptureError, ConfigError, Kind
+from hiddenstore.files.documents import seal, unseal
 from hiddenstore.settings import load as load_settings
 from hiddenstore.settings import written
 from tests.forked import Forked, command

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from collectors.demo import TARGET_DIR
-from hiddenstore.documents import load, seal
+from hiddenstore.files.documents import load, seal
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.store import Store
 from hiddenstore.targets.folder import open_target

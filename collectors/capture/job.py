@@ -45,13 +45,13 @@ from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError, Kind, NotFoundError
+from hiddenstore.files.layout import commit_path, parse_commit
 from hiddenstore.fs import open_filesystem
 from hiddenstore.index.publish import IndexWriter
 from hiddenstore.inputs import PreparedInput, RegisteredInput, Unit
 from hiddenstore.inspect.advise import Extent, Rebuilding, advise, table_lines, trials, write_advice
 from hiddenstore.inspect.choice import RecipeLimits, refusal_lines, verdict
 from hiddenstore.inspect.facts import raw_bytes_per_token, stored_bytes
-from hiddenstore.layout import commit_path, parse_commit
 from hiddenstore.process import Drain, Rank
 from hiddenstore.records import Record, Sample, final_row_positions
 from hiddenstore.segments import default_container

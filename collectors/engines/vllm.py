@@ -35,7 +35,7 @@ from collectors.engines.unit_memory import PLACE, UnitMemory
 from collectors.targets.load import EngineTarget
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import CaptureError, ConfigError, Kind
-from hiddenstore.http import HttpClient, ServerAccess
+from hiddenstore.servers.http import HttpClient, ServerAccess
 from hiddenstore.targets.folder import first_line
 from schemas.capture import NormState
 from schemas.layers import to_convention

@@ -26,9 +26,9 @@ from hiddenstore.commit import read_commit
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
 from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, InterruptError, Kind
+from hiddenstore.files.layout import STORE_JSON, commit_path
 from hiddenstore.fs import open_filesystem
 from hiddenstore.inputs import PreparedInput
-from hiddenstore.layout import STORE_JSON, commit_path
 from hiddenstore.process import Drain, Rank
 from hiddenstore.store import Store
 from hiddenstore.writer import PendingUnit, pending_units

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from collectors.regenerate.rewrite import Reply, Rewrite
-from hiddenstore.documents import canonical
 from hiddenstore.errors import ConflictError, CorruptionError, Kind
+from hiddenstore.files.documents import canonical
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.seam import Filesystem, storage_errors
 

@@ -18,8 +18,8 @@ from collectors.regenerate.options import RegenerateOptions
 from collectors.regenerate.rewrite import AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from hiddenstore.console.text import plural
 from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, Kind, StorageError
-from hiddenstore.http import HttpClient, RefusedError, ServerAccess
 from hiddenstore.records import LOOP_SHARE, repeated_share
+from hiddenstore.servers.http import HttpClient, RefusedError, ServerAccess
 
 REFUSALS_WITHOUT_ANSWER = 10
 _POLL_S = 0.2

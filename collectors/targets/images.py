@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hiddenstore.documents import canonical, sha256_hex
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.files.documents import canonical, sha256_hex
 from hiddenstore.targets.checkpoint import read_object
 from hiddenstore.targets.folder import TargetFolder, first_line
 from schemas.capture import ImageSpec

@@ -24,12 +24,12 @@ from collectors.tokenize.write import Tally, data_files, new_data, refuse_existi
 from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
-from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, FormatError, Kind
+from hiddenstore.files.documents import seal
+from hiddenstore.files.layout import DATA_JSON
 from hiddenstore.fs import is_address
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inputs import IMAGES, input_digest
-from hiddenstore.layout import DATA_JSON
 from hiddenstore.targets.folder import TargetFolder, open_target
 from schemas.base import FORMAT_VERSION, IMAGES_FORMAT
 from schemas.manifest import FileEntry

@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 
 from collectors.conversations.rows import Problem
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind
+from hiddenstore.files.layout import DATA_JSON
 from hiddenstore.fs import is_address, open_filesystem
 from hiddenstore.fs.publish import new_folder, upload
 from hiddenstore.fs.seam import Filesystem, WritableFile
 from hiddenstore.inputs import IMAGES, PREPARED
-from hiddenstore.layout import DATA_JSON
 from schemas.manifest import FileEntry
 from schemas.prepared import RejectCount
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from hiddenstore import layout
 from hiddenstore.care.stored_unit import CopyUnit, copy_codes, copy_decoded, copy_verbatim, stores_by_sample
 from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.base import CodeLayout, MaskedCodec
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.commit import committed_units, lost_samples
 from hiddenstore.errors import ConfigError, ConflictError, FormatError, Kind, NotFoundError
+from hiddenstore.files import layout
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.publish import IndexWriter, indexed_revisions

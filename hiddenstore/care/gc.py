@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hiddenstore import layout
-from hiddenstore.damage import reading_only
-from hiddenstore.folders import missing
+from hiddenstore.files import layout
+from hiddenstore.files.damage import reading_only
+from hiddenstore.files.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.catalog import read_catalog

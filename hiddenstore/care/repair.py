@@ -8,13 +8,13 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from hiddenstore import layout
 from hiddenstore.care.rerecord import UnitFacts, damaged_text, proven_unit, unit_facts
 from hiddenstore.care.stored_unit import recaptured_of, stored_samples, unit_of
 from hiddenstore.commit import DAMAGED
-from hiddenstore.damage import reading_only, twice
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, Kind
-from hiddenstore.folders import missing
+from hiddenstore.files import layout
+from hiddenstore.files.damage import reading_only, twice
+from hiddenstore.files.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.catalog import read_replaced

@@ -13,11 +13,11 @@ from functools import partial
 
 import numpy as np
 
-from hiddenstore import layout
 from hiddenstore.commit import Commit, read_commit
-from hiddenstore.damage import DAMAGE, drop_caches, twice
-from hiddenstore.digests import Digest, TreeDigest
-from hiddenstore.documents import read_bounded
+from hiddenstore.files import layout
+from hiddenstore.files.damage import DAMAGE, drop_caches, twice
+from hiddenstore.files.digests import Digest, TreeDigest
+from hiddenstore.files.documents import read_bounded
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.records import final_row_positions, sample_id
 from hiddenstore.segments import CONTAINERS

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hiddenstore import layout
 from hiddenstore.codecs import get_codec, get_layout
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, EncodedLayers, select_small
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED
-from hiddenstore.digests import digest_for, mismatch
 from hiddenstore.errors import CorruptionError, Kind
+from hiddenstore.files import layout
+from hiddenstore.files.digests import digest_for, mismatch
 from hiddenstore.records import Record, Sample
 from hiddenstore.segments.base import EncodedUnit, FieldGroup, groups_of, small_of_rows
 from hiddenstore.segments.encode import encode_records, layer_stats, with_raw_rows

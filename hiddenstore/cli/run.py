@@ -19,8 +19,8 @@ from hiddenstore.cli.inner import check, do, do_on_ranks, find
 from hiddenstore.cli.peers import translated
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import seconds
-from hiddenstore.documents import load, seal
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
+from hiddenstore.files.documents import load, seal
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import replace_file

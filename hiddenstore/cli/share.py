@@ -16,9 +16,9 @@ from hiddenstore.cli.words import layers_option, open_store, split_snapshot
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import plural, size
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
-from hiddenstore.folders import kind_of, missing
+from hiddenstore.files.folders import kind_of, missing
+from hiddenstore.files.layout import STORE_JSON
 from hiddenstore.fs import is_address, open_filesystem
-from hiddenstore.layout import STORE_JSON
 
 if TYPE_CHECKING:
     from hiddenstore.share.remote import Advance, Begin, Remote

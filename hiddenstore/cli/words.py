@@ -18,8 +18,8 @@ from click.shell_completion import (
     add_completion_class,
 )
 
-from hiddenstore.folders import kind_of, missing
-from hiddenstore.layout import DATA_JSON, STORE_JSON
+from hiddenstore.files.folders import kind_of, missing
+from hiddenstore.files.layout import DATA_JSON, STORE_JSON
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store

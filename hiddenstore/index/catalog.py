@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from hiddenstore import layout
 from hiddenstore.commit import (
     Commit,
     frozen_mismatch,
@@ -22,8 +21,9 @@ from hiddenstore.commit import (
     read_commit,
     read_many,
 )
-from hiddenstore.damage import DAMAGE, twice
 from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind
+from hiddenstore.files import layout
+from hiddenstore.files.damage import DAMAGE, twice
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.file import IndexFile, live_indexes, renumbered
 from hiddenstore.index.listed import Listed, list_records

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from hiddenstore import layout
-from hiddenstore.damage import DAMAGE, twice
-from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError, Kind, NotFoundError
+from hiddenstore.files import layout
+from hiddenstore.files.damage import DAMAGE, twice
+from hiddenstore.files.documents import seal, unseal
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.table import COLUMNS, ID_BYTES, NUMBERS, Ids, SampleTable
 from schemas.manifest import IndexHeader

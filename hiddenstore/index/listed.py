@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hiddenstore import layout
 from hiddenstore.commit import Commit, commit_of, head_fault, read_many
-from hiddenstore.documents import checked_body, parsed, read_bounded, sha256_hex
 from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError
+from hiddenstore.files import layout
+from hiddenstore.files.documents import checked_body, parsed, read_bounded, sha256_hex
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.table import Ids, SampleTable, table_of
 from schemas.manifest import MAX_TOKENS, CommitHead

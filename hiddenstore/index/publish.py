@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hiddenstore import layout
-from hiddenstore.damage import twice
 from hiddenstore.errors import CorruptionError, FormatError, NotFoundError, StorageError
+from hiddenstore.files import layout
+from hiddenstore.files.damage import twice
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.catalog import FACTS, WORTH_AN_INDEX, Catalog
 from hiddenstore.index.file import IndexFile, encode_index, index_numbers, live_indexes, renumbered

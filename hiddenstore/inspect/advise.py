@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiddenstore import layout
 from hiddenstore.codecs import CODECS, LAYOUTS, blosc_chunks, get_codec, get_layout
 from hiddenstore.codecs.affine import channel_statistics
 from hiddenstore.codecs.base import RAW_INDEX, Codec, Encoded, MaskedCodec, bits_to_tensor
 from hiddenstore.codecs.recipes import RECIPES, recipe_name
 from hiddenstore.codecs.topk import TOPK_CODEC, pack_rows, top_tokens, unpack_rows
-from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.files import layout
+from hiddenstore.files.documents import seal
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inspect.choice import FP8, RecipeLimits, choose
 from hiddenstore.inspect.facts import advice_numbers

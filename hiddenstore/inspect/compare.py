@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hiddenstore.documents import flat
+from hiddenstore.files.documents import flat
 from schemas.capture import FINAL, NormState
 from schemas.layers import field_name
 

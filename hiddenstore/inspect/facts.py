@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from hiddenstore import layout
-from hiddenstore.damage import DAMAGE
-from hiddenstore.documents import load
+from hiddenstore.files import layout
+from hiddenstore.files.damage import DAMAGE
+from hiddenstore.files.documents import load
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.table import SPLITS, SampleTable
 from hiddenstore.store import Store

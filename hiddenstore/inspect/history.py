@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from hiddenstore import layout
 from hiddenstore.commit import Commit, lost_samples, read_commit
-from hiddenstore.damage import DAMAGE, twice
 from hiddenstore.errors import HiddenstoreError
+from hiddenstore.files import layout
+from hiddenstore.files.damage import DAMAGE, twice
 from hiddenstore.fs.seam import Filesystem, is_temporary
 from hiddenstore.store import Store, load_snapshot
 

@@ -14,7 +14,7 @@ from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.base import mean_row_bits
 from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.console.text import amount, count, number, percent, plural, size
-from hiddenstore.damage import DAMAGE
+from hiddenstore.files.damage import DAMAGE
 from hiddenstore.inspect import facts
 from hiddenstore.inspect.history import history
 from hiddenstore.inspect.samples import load_tokenizer, pieces

@@ -4,9 +4,9 @@ from collections import deque
 
 from awscrt.checksums import combine_crc32c
 
-from hiddenstore.digests import Bytes, TreeDigest, content_mismatch
-from hiddenstore.documents import sha256_hex
 from hiddenstore.errors import CorruptionError, FormatError, Kind
+from hiddenstore.files.digests import Bytes, TreeDigest, content_mismatch
+from hiddenstore.files.documents import sha256_hex
 from hiddenstore.fs.seam import Filesystem
 from schemas import CommitRecord, FileEntry
 

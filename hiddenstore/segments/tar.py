@@ -22,8 +22,8 @@ from torch import Tensor
 
 from hiddenstore.codecs import blosc_chunks
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, Encoded, SmallField, fresh, raw_places, select_small
-from hiddenstore.documents import canonical
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, Kind
+from hiddenstore.files.documents import canonical
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.base import (
     AUX,

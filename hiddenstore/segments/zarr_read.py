@@ -12,8 +12,8 @@ from awscrt.checksums import crc32c
 
 from hiddenstore.codecs import blosc_chunks
 from hiddenstore.codecs.blosc_chunks import Scratch
-from hiddenstore.digests import content_mismatch
 from hiddenstore.errors import FormatError, Kind
+from hiddenstore.files.digests import content_mismatch
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.files import CHUNK_CORRUPT, damaged, require_size
 from hiddenstore.segments.zarr_write import ALIGNMENT, CHUNK_CRCS, CRC_BYTES, ArraySpec

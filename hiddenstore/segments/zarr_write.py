@@ -17,8 +17,8 @@ import numpy as np
 from awscrt.checksums import crc32c
 
 from hiddenstore.codecs import blosc_chunks
-from hiddenstore.documents import canonical
 from hiddenstore.errors import FormatError, Kind
+from hiddenstore.files.documents import canonical
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.files import HashedFile, write_bytes
 from schemas import FileEntry

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from hiddenstore.errors import ConfigError, HiddenstoreError, Kind, NotFoundError, StorageError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import storage_error
-from hiddenstore.http import retry_wait_s
+from hiddenstore.servers.http import retry_wait_s
 from hiddenstore.share.remote import SUMS, Advance, LocalFile, Remote, StorageRemote, parse_sums, read_sums
 
 MOST_FILES, MOST_IN_FOLDER, MOST_BYTES = 100_000, 10_000, 50_000_000_000

@@ -15,9 +15,9 @@ from pathlib import Path
 from threading import Event
 
 from hiddenstore.errors import ConflictError, CorruptionError, Kind, NotFoundError, StorageError
+from hiddenstore.files.layout import STORE_JSON
 from hiddenstore.fs.publish import replace_file, sweep_killed
 from hiddenstore.fs.seam import TEMP_PREFIX, storage_errors
-from hiddenstore.layout import STORE_JSON
 from hiddenstore.share.remote import PIECE_BYTES, SUMS, Advance, Begin, Remote, parse_sums, read_sums, sums_text
 
 PARALLEL = 4

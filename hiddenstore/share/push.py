@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from hiddenstore import layout
 from hiddenstore.care.copy import Copy, open_copy
-from hiddenstore.digests import digest_for, mismatch
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, StorageError
+from hiddenstore.files import layout
+from hiddenstore.files.digests import digest_for, mismatch
 from hiddenstore.fs import is_address
 from hiddenstore.fs.seam import storage_errors
 from hiddenstore.index.file import live_indexes

@@ -17,8 +17,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from hiddenstore import layout
 from hiddenstore.errors import ConfigError, CorruptionError, Kind
+from hiddenstore.files import layout
 from hiddenstore.targets.checkpoint import damage, damaged, file_of_tensor, unreadable
 from hiddenstore.targets.folder import TargetFolder, first_line
 from schemas.capture import REBUILT, CaptureSpec, Codecs, not_rebuildable

@@ -16,10 +16,10 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from hiddenstore import layout
-from hiddenstore.damage import DAMAGE
-from hiddenstore.documents import load, seal, sha256_hex
 from hiddenstore.errors import CorruptionError, Kind
+from hiddenstore.files import layout
+from hiddenstore.files.damage import DAMAGE
+from hiddenstore.files.documents import load, seal, sha256_hex
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.records import Record
 from schemas.advice import CalibrationSlice, SliceSample

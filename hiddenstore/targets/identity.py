@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hiddenstore.documents import sha256_hex
+from hiddenstore.files.documents import sha256_hex
 from schemas.capture import STATED, TargetIdentity
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save as save_tensors
 
-from hiddenstore import layout
 from hiddenstore.codecs import CODECS, LAYOUTS
 from hiddenstore.codecs.recipes import get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
-from hiddenstore.documents import seal, sha256_hex
+from hiddenstore.files import layout
+from hiddenstore.files.documents import seal, sha256_hex
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inputs import PREPARED, PreparedInput, Unit, input_digest

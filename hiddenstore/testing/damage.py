@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import combinations
 
-from hiddenstore import layout
 from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError, NotFoundError
+from hiddenstore.files import layout
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (

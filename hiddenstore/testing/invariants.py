@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from hiddenstore import layout
-from hiddenstore.digests import content_mismatch
-from hiddenstore.documents import sha256_hex
 from hiddenstore.errors import HiddenstoreError
+from hiddenstore.files import layout
+from hiddenstore.files.digests import content_mismatch
+from hiddenstore.files.documents import sha256_hex
 from hiddenstore.fs.seam import Filesystem, is_temporary
 from hiddenstore.records import Record
 from hiddenstore.store import Store

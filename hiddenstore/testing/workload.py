@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from hiddenstore import layout
 from hiddenstore.codecs.recipes import recipe_name
+from hiddenstore.files import layout
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.base import EncodedUnit
 from hiddenstore.segments.encode import encode_records

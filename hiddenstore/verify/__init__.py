@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from hiddenstore import layout
-from hiddenstore.damage import reading_only
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.folders import missing
+from hiddenstore.files import layout
+from hiddenstore.files.damage import reading_only
+from hiddenstore.files.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.verify.bytes import check_content

@@ -11,12 +11,12 @@ from itertools import accumulate
 
 import numpy as np
 
-from hiddenstore import layout
 from hiddenstore.codecs.base import RAW_INDEX, Encoded
 from hiddenstore.commit import latest_names, read_commit
-from hiddenstore.damage import DAMAGE, drop_caches, require_absent, twice
-from hiddenstore.digests import digest_for, mismatch
 from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError, Kind
+from hiddenstore.files import layout
+from hiddenstore.files.damage import DAMAGE, drop_caches, require_absent, twice
+from hiddenstore.files.digests import digest_for, mismatch
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inspect.facts import advice_numbers, read_advice
 from hiddenstore.segments.base import codes_fault, groups_of

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from hiddenstore import layout
 from hiddenstore.console.text import plural
-from hiddenstore.damage import DAMAGE, raise_refusal, twice
 from hiddenstore.data.order import Order
 from hiddenstore.errors import ConfigError, HiddenstoreError
+from hiddenstore.files import layout
+from hiddenstore.files.damage import DAMAGE, raise_refusal, twice
 from hiddenstore.records import Record
 from hiddenstore.store import Store
 from hiddenstore.targets.blocks import BLOCKS_FILE

@@ -19,10 +19,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hiddenstore.data.order import splitmix64
-from hiddenstore.documents import load, seal
 from hiddenstore.errors import FormatError, Kind
+from hiddenstore.files.documents import load, seal
+from hiddenstore.files.layout import CALIBRATION_DIR
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.layout import CALIBRATION_DIR
 from hiddenstore.store import Store
 from hiddenstore.targets.identity import CHECKPOINT, captured_from, identity_differences, unstated_digests
 from schemas.base import FORMAT_VERSION, Document

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from hiddenstore import layout
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
-from hiddenstore.damage import DAMAGE, raise_refusal
+from hiddenstore.files import layout
+from hiddenstore.files.damage import DAMAGE, raise_refusal
 from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, FieldGroup, groups_of
 from hiddenstore.segments.many import ends_of
 from hiddenstore.segments.segment import SegmentReader

@@ -15,12 +15,13 @@ from typing import Literal
 
 import numpy as np
 
-from hiddenstore import layout
 from hiddenstore.commit import committed_units, lost_samples, missing_commit, read_commit
 from hiddenstore.console.text import plural
-from hiddenstore.damage import DAMAGE, drop_caches, require_absent, twice
-from hiddenstore.documents import load
 from hiddenstore.errors import ConfigError, CorruptionError, Kind
+from hiddenstore.files import layout
+from hiddenstore.files.damage import DAMAGE, drop_caches, require_absent, twice
+from hiddenstore.files.documents import load
+from hiddenstore.files.layout import CommitName
 from hiddenstore.fs.seam import TEMP_PREFIX, Filesystem, is_temporary
 from hiddenstore.index.catalog import Catalog, read_catalog, read_replaced
 from hiddenstore.index.file import IndexFile, index_numbers, renumbered
@@ -28,7 +29,6 @@ from hiddenstore.index.listed import Listed
 from hiddenstore.index.publish import replaced_indexes
 from hiddenstore.index.table import SampleTable, joined
 from hiddenstore.inputs import RegisteredInput, registered_inputs
-from hiddenstore.layout import CommitName
 from hiddenstore.store import Store, load_snapshot
 from hiddenstore.targets.calibration import SLICE_PATH, slice_document, unnamed_slices
 from hiddenstore.verify.report import Finding, Report

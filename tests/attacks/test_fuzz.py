@@ -19,11 +19,11 @@ from collectors.conversations.files import open_file
 from collectors.conversations.mix import read_mix
 from collectors.conversations.parse import parse_row
 from collectors.regenerate.server import _read_reply
-from hiddenstore import layout
-from hiddenstore.documents import canonical, sha256_hex, unseal
 from hiddenstore.errors import HiddenstoreError
-from hiddenstore.http import HttpClient, ServerAccess
+from hiddenstore.files import layout
+from hiddenstore.files.documents import canonical, sha256_hex, unseal
 from hiddenstore.inputs import PreparedInput, parse_registered
+from hiddenstore.servers.http import HttpClient, ServerAccess
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import HEAD, make_data, make_store

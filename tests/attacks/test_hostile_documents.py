@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiddenstore.documents import MAX_DEPTH, canonical, sha256_hex, unseal
 from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError
+from hiddenstore.files.documents import MAX_DEPTH, canonical, sha256_hex, unseal
 from hiddenstore.testing.builders import make_store
 from schemas.manifest import CommitRecord, Snapshot, StoreManifest
 from tests.faults import FaultFilesystem

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hiddenstore import layout
-from hiddenstore.documents import canonical, seal, sha256_hex
 from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError, StorageError
+from hiddenstore.files import layout
+from hiddenstore.files.documents import canonical, seal, sha256_hex
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_data, make_store

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from hiddenstore import layout
-from hiddenstore.documents import seal, unseal
+from hiddenstore.files import layout
+from hiddenstore.files.documents import seal, unseal
 from hiddenstore.store import Store
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.testing.builders import make_data

@@ -64,7 +64,7 @@ def target(loaded: LoadedTarget) -> EngineTarget:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiddenstore.http.FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("hiddenstore.servers.http.FIRST_WAIT_S", 0.001)
 
 
 def requests(lengths: tuple[int, ...] = (1, 2, 9, 30, 30, 17, 40, 5)) -> list[CaptureRequest]:

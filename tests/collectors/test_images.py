@@ -26,9 +26,9 @@ from collectors.engines.hf import HfEngine
 from collectors.targets.images import open_images
 from collectors.targets.load import LoadedTarget, load_target
 from collectors.tokenize.prepare import PrepareOptions, prepare
-from hiddenstore import documents
-from hiddenstore.documents import seal
 from hiddenstore.errors import CaptureError, ConfigError, FormatError, Kind, StorageError
+from hiddenstore.files import documents
+from hiddenstore.files.documents import seal
 from hiddenstore.images import image_positions
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.records import Sample

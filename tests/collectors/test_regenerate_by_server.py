@@ -21,10 +21,10 @@ from collectors.regenerate.answers import AnswersFolder
 from collectors.regenerate.job import regenerate
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport, answer_settings
 from collectors.regenerate.server import ChatServer, UnansweredError, _read_reply
-from hiddenstore import http
 from hiddenstore.cli import main
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, StorageError
-from hiddenstore.http import ServerAccess
+from hiddenstore.servers import http
+from hiddenstore.servers.http import ServerAccess
 
 KEY = "sk-1234567890"
 

@@ -10,8 +10,8 @@ import torch
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.care.gc import gc
 from hiddenstore.errors import CorruptionError
+from hiddenstore.files.layout import slice_path
 from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.layout import slice_path
 from hiddenstore.records import Record
 from hiddenstore.store import Store
 from hiddenstore.targets import calibration

@@ -2,15 +2,15 @@
 
 import pytest
 
-from hiddenstore import layout
 from hiddenstore.commit import (
     committed_units,
     latest_names,
     publish_commit,
     read_commit,
 )
-from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, CorruptionError, StorageError
+from hiddenstore.files import layout
+from hiddenstore.files.documents import seal
 from hiddenstore.index.catalog import make_snapshot, read_catalog, read_frozen
 from hiddenstore.testing.builders import ENGINE
 from schemas.manifest import CommitRecord, FileEntry, LayerStats, SampleEntry

@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from hiddenstore.care.stored_unit import copy_verbatim
-from hiddenstore.digests import PIECE_BYTES, TreeDigest, content_mismatch
-from hiddenstore.documents import sha256_hex
 from hiddenstore.errors import CorruptionError
+from hiddenstore.files.digests import PIECE_BYTES, TreeDigest, content_mismatch
+from hiddenstore.files.documents import sha256_hex
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from hiddenstore.verify.bytes import unit_damage

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hiddenstore import http
 from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, StorageError
-from hiddenstore.http import HttpClient, RefusedError, ServerAccess, retry_wait_s, server_root
+from hiddenstore.servers import http
+from hiddenstore.servers.http import HttpClient, RefusedError, ServerAccess, retry_wait_s, server_root
 from tests.hiddenstore.socket_server import SocketServer, answer, reset, socket_server
 
 KEY = "sk-1234567890"

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from hiddenstore import layout
 from hiddenstore.care.gc import gc
 from hiddenstore.care.repair import repair
 from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.commit import publish_commit, read_commit
-from hiddenstore.documents import seal
 from hiddenstore.errors import CorruptionError
+from hiddenstore.files import layout
+from hiddenstore.files.documents import seal
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index import catalog, publish
 from hiddenstore.index.catalog import read_catalog

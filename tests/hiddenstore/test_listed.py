@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hiddenstore import layout
 from hiddenstore.commit import Commit, read_many
-from hiddenstore.documents import checked_body, sha256_hex
 from hiddenstore.errors import HiddenstoreError
+from hiddenstore.files import layout
+from hiddenstore.files.documents import checked_body, sha256_hex
 from hiddenstore.index.listed import Listed, list_records
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from hiddenstore import layout
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.care.gc import gc
 from hiddenstore.care.repair import repair
 from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.commit import DAMAGED, lost_samples, publish_commit
-from hiddenstore.documents import canonical, sha256_hex
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, StorageError
+from hiddenstore.files import layout
+from hiddenstore.files.documents import canonical, sha256_hex
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from transformers import LlamaConfig
 
 import hiddenstore
-from hiddenstore import layout
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.data import SampleView, TokenBatches
-from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError
+from hiddenstore.files import layout
+from hiddenstore.files.documents import seal
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.inspect.facts import info
 from hiddenstore.records import Record, final_row_positions

@@ -6,8 +6,8 @@ import io
 import pyarrow.parquet as pq
 import pytest
 
-from hiddenstore import layout
 from hiddenstore.errors import CorruptionError
+from hiddenstore.files import layout
 from hiddenstore.inputs import parse_registered
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store, memory_input

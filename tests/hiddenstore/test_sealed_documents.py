@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiddenstore.documents import MAX_DOCUMENT_BYTES, canonical, load, seal, sha256_hex, unseal
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError
+from hiddenstore.files.documents import MAX_DOCUMENT_BYTES, canonical, load, seal, sha256_hex, unseal
 from schemas.base import Document
 from schemas.manifest import Engine, LayerStats, Snapshot, SnapshotEntry
 from tests.faults import FaultFilesystem

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 import hiddenstore
-from hiddenstore import layout
-from hiddenstore.documents import seal
 from hiddenstore.errors import (
     ConfigError,
     ConflictError,
@@ -21,6 +19,8 @@ from hiddenstore.errors import (
     NotFoundError,
     StorageError,
 )
+from hiddenstore.files import layout
+from hiddenstore.files.documents import seal
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from hiddenstore import layout
-from hiddenstore.documents import seal
 from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.files import layout
+from hiddenstore.files.documents import seal
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_store, random_records
 from hiddenstore.verify import Report, verify

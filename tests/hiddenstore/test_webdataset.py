@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from hiddenstore.codecs import CODECS, LAYOUTS
 from hiddenstore.codecs.base import Encoded
-from hiddenstore.documents import canonical, sha256_hex
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError
+from hiddenstore.files.documents import canonical, sha256_hex
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.segments import CONTAINERS

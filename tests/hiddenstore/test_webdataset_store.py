@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from hiddenstore import layout
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.care.gc import gc
 from hiddenstore.care.repair import repair
 from hiddenstore.cli import main
-from hiddenstore.documents import canonical, seal, sha256_hex
 from hiddenstore.errors import ConflictError
+from hiddenstore.files import layout
+from hiddenstore.files.documents import canonical, seal, sha256_hex
 from hiddenstore.inspect.samples import parse_where
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import HEAD, capture_spec, make_store, target_files

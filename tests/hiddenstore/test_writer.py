@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hiddenstore import layout, writer
+from hiddenstore import writer
 from hiddenstore.errors import ConflictError, Kind, StorageError
+from hiddenstore.files import layout
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hiddenstore.http import HttpClient, ServerAccess
+from hiddenstore.servers.http import HttpClient, ServerAccess
 from trainer.evaluate.server import DraftCounts, LlamacppServer
 from trainer.serve import ENGINES
 from trainer.serve.launch import plan_of, resolve

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from hiddenstore.errors import ConfigError, NotFoundError
+from hiddenstore.files.layout import SEGMENTS_DIR
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.cache import BLOCK_BYTES, LEAST_BYTES, CachedFilesystem
 from hiddenstore.fs.objects import ObjectFilesystem
-from hiddenstore.layout import SEGMENTS_DIR
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from hiddenstore.testing.invariants import contents

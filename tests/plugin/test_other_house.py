@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hiddenstore.layout import STORE_JSON
+from hiddenstore.files.layout import STORE_JSON
 from hiddenstore.registry import Registry
 from tests.collectors.tiny import save_target
 from tests.forked import Forked, command

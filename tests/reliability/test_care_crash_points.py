@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from hiddenstore import layout
 from hiddenstore.care.gc import gc
 from hiddenstore.care.repair import repair
 from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.errors import CorruptionError
+from hiddenstore.files import layout
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
 from hiddenstore.testing.invariants import contents, problems, sample_digest

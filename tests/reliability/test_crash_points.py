@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from hiddenstore import layout, writer
+from hiddenstore import writer
 from hiddenstore.errors import HiddenstoreError, StorageError
+from hiddenstore.files import layout
 from hiddenstore.testing.invariants import garbage
 from hiddenstore.testing.suite import SimulatedCrash, Tally
 from hiddenstore.testing.workload import Plan, Workload

@@ -23,13 +23,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hiddenstore import layout
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.care.gc import gc
 from hiddenstore.care.repair import repair
 from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.commit import committed_units
 from hiddenstore.errors import CorruptionError, Kind, StorageError
+from hiddenstore.files import layout
 from hiddenstore.segments.base import EncodedUnit
 from hiddenstore.segments.encode import encode_records
 from hiddenstore.segments.segment import write_encoded

@@ -9,10 +9,10 @@ from contextlib import suppress
 
 import pytest
 
-from hiddenstore import layout
 from hiddenstore.care.gc import gc
 from hiddenstore.care.repair import repair
 from hiddenstore.errors import HiddenstoreError, NotFoundError, StorageError
+from hiddenstore.files import layout
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from hiddenstore.testing.invariants import contents, problems

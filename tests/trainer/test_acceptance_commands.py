@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tiny_target import save_target
 
-from hiddenstore import layout
 from hiddenstore.cli import main
+from hiddenstore.files import layout
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.store import Store
 from hiddenstore.targets.folder import open_target

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from fake_server import RECORDED, fake_server
 
 from hiddenstore.cli import main
-from hiddenstore.http import HttpClient, ServerAccess
+from hiddenstore.servers.http import HttpClient, ServerAccess
 from trainer.evaluate.prompts import read_questions
 from trainer.evaluate.server import DraftCounts, LlamacppServer, SamplingOptions, sglang_counts, vllm_counts
 

@@ -13,8 +13,8 @@ import torch
 
 from hiddenstore.cli import main
 from hiddenstore.data import TokenBatches
-from hiddenstore.documents import seal
 from hiddenstore.errors import CaptureError, ConfigError, NotFoundError
+from hiddenstore.files.documents import seal
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.trainer.runs import WORDS, tiny_store

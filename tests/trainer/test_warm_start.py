@@ -58,7 +58,7 @@ def test_untrained_means_the_start(store: Store, first: Path, tmp_path: Path) ->
     for name, tensor in start.model.state_dict().items():
         assert torch.equal(tensor, began.model.state_dict()[name]), name
     text = (tmp_path / "run/run.json").read_text()
-    from hiddenstore.documents import seal
+    from hiddenstore.files.documents import seal
     from trainer.train.run_folder import read_facts
 
     facts = read_facts(tmp_path / "run")

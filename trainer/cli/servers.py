@@ -12,8 +12,8 @@ from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.fs.publish import replace_file
-from hiddenstore.http import HttpClient, ServerAccess
 from hiddenstore.servers import VllmPython, engine_flags, running
+from hiddenstore.servers.http import HttpClient, ServerAccess
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.rendering import RENDER_ERRORS, reason_of
 from trainer.evaluate.prompts import Message, Question, left_out, prompt_ids, read_questions

@@ -13,11 +13,11 @@ from hiddenstore.cli.words import STORE, Name, cache_options, open_store, split_
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, bar, percent
 from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, Kind
-from hiddenstore.folders import kind_of, missing
+from hiddenstore.files.folders import kind_of, missing
+from hiddenstore.files.layout import DATA_JSON, STORE_JSON
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.fs.seam import storage_error
-from hiddenstore.layout import DATA_JSON, STORE_JSON
 from hiddenstore.process import from_environment
 from hiddenstore.settings import assignments, check, key_paths
 from trainer.drafters import ALIASES, DRAFTERS

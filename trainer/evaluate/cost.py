@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.files.documents import seal, unseal
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.fs.seam import storage_errors
 from schemas.base import FORMAT_VERSION, Document

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
+from hiddenstore.files.layout import DATA_JSON, STORE_JSON
 from hiddenstore.fs import is_address, open_filesystem
-from hiddenstore.layout import DATA_JSON, STORE_JSON
 from hiddenstore.records import Sample
 from hiddenstore.targets.identity import tokenizer_differences
 from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from hiddenstore.errors import CaptureError, ConfigError, Kind
-from hiddenstore.http import HttpClient, RefusedError
+from hiddenstore.servers.http import HttpClient, RefusedError
 from trainer.evaluate.prompts import Message, Question
 
 VLLM_PREFIX, LLAMACPP_PREFIX = "vllm:spec_decode_num_", "llamacpp:spec_decode_num_"

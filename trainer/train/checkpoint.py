@@ -19,9 +19,9 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from hiddenstore.documents import seal, sha256_hex, unseal
 from hiddenstore.errors import CorruptionError, Kind, NotFoundError
-from hiddenstore.folders import missing
+from hiddenstore.files.documents import seal, sha256_hex, unseal
+from hiddenstore.files.folders import missing
 from hiddenstore.fs.publish import new_folder, replace_file, sweep_killed
 from hiddenstore.fs.seam import storage_error
 from schemas.base import Document

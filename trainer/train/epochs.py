@@ -6,10 +6,10 @@ reads them, and takes the list that lies there: a resume reads what the run read
 
 from dataclasses import replace
 
-from hiddenstore import layout
 from hiddenstore.console.output import output
 from hiddenstore.data import Cursor, SampleView, TokenBatches
 from hiddenstore.errors import CorruptionError, StorageError
+from hiddenstore.files import layout
 from hiddenstore.store import Store
 from trainer.config import TrainConfig
 from trainer.drafters import drafter_kind

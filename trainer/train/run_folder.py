@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hiddenstore import settings
 from hiddenstore.console.output import output
-from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
+from hiddenstore.files.documents import seal, unseal
 from hiddenstore.fs.publish import new_folder, replace_file
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.records import facts_table

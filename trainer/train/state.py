@@ -11,8 +11,8 @@ from torch import Tensor
 from hiddenstore.console.output import output
 from hiddenstore.data import Cursor, TokenBatches
 from hiddenstore.data.view import WHOLE
-from hiddenstore.documents import seal, unseal
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.files.documents import seal, unseal
 from hiddenstore.store import Store
 from hiddenstore.targets.load import pick_device
 from schemas.manifest import Snapshot

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind, NotFoundError, StorageError
+from hiddenstore.files.layout import SEGMENTS_DIR
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.cache import CachedFilesystem
 from hiddenstore.fs.publish import new_folder, upload
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.layout import SEGMENTS_DIR
 from trainer.train import checkpoint
 
 CACHE_BYTES = 64 << 30

@@ -27,12 +27,12 @@ from collectors.tokenize.write import (
     write_document,
 )
 from hiddenstore.console.progress import Progress
-from hiddenstore.documents import seal
 from hiddenstore.errors import CaptureError, InterruptError, Kind
+from hiddenstore.files.documents import seal
+from hiddenstore.files.layout import DATA_JSON
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inputs import PREPARED, PreparedInput, input_digest
-from hiddenstore.layout import DATA_JSON
 from hiddenstore.records import Sample
 from schemas.prepared import PreparedData
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hiddenstore.documents import sha256_hex
+from hiddenstore.files.documents import sha256_hex
 from hiddenstore.inputs import input_digest
 from hiddenstore.records import sample_id
 from tests.attacks.second.lab import Attempt, Change, Lab, Outcome, reseal, rewrite

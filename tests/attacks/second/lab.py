@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import pytest
 
 from hiddenstore import inputs
-from hiddenstore.documents import canonical, sha256_hex
+from hiddenstore.files.documents import canonical, sha256_hex
 from hiddenstore.store import Store
 from hiddenstore.testing.invariants import contents
 from tests.tiny_world import LAYERS, World, run

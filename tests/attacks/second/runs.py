@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from hiddenstore.documents import sha256_hex
+from hiddenstore.files.documents import sha256_hex
 from tests.attacks.second.lab import Attempt, Lab, Outcome, reseal, rewrite
 from tests.attacks.second.stores import crlf, put
 from tests.tiny_world import TRAIN

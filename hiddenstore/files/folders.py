@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from hiddenstore.errors import Kind, NotFoundError
-from hiddenstore.layout import DATA_JSON, STORE_JSON
+from hiddenstore.files.layout import DATA_JSON, STORE_JSON
 
 FolderKind = Literal["store", "data", "run", "drafter", "dump", "model", "text"]
 Wanted = Literal["store", "data", "run"]

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind
+from hiddenstore.files.layout import COMMITS_DIR, STORE_JSON
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.layout import COMMITS_DIR, STORE_JSON
 from schemas.base import IMAGES_FORMAT, Document
 
 MAX_DOCUMENT_BYTES = 256 << 20

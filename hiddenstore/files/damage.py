@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from hiddenstore.errors import CorruptionError, FormatError, Kind, NotFoundError, StorageError
+from hiddenstore.files.layout import STORE_JSON
 from hiddenstore.fs.seam import Filesystem, storage_error
-from hiddenstore.layout import STORE_JSON
 
 DAMAGE = (CorruptionError, FormatError, NotFoundError)
 """Errors that speak of bytes, never of the storage that should have brought them."""
