@@ -25,9 +25,9 @@ REFUSALS_WITHOUT_ANSWER = 10
 _POLL_S = 0.2
 _WRONG_ACCESS = frozenset({401, 403, 404, 405})
 _MOST_TOKENS = 1 << 31
-# Why a whole answer ended, in the words of OpenAI's servers and of Hugging Face's; length, abort and error cut one.
+# Why an answer ended that is whole, or dropped for its filter; in the words of OpenAI's servers and of Hugging Face's.
 _ENDED = (
-    *(None, "", "stop", "tool_calls", "function_call"),
+    *(None, "", "stop", "tool_calls", "function_call", "content_filter"),
     *("eos", "eos_token", "end_turn", "stop_sequence"),
 )
 

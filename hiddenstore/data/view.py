@@ -65,9 +65,9 @@ class SampleView:
     def shortfall(self, capture: CaptureSpec, layers: Sequence[int], final: bool) -> tuple[list[str], list[str]]:
         """What a store holds less of where its mask leaves a token out, and the options of a ``collect`` that does not;
         no reason where ``layers`` and, with ``final``, the final rows serve any mask of this view."""
-        reasons, options, aux = list[str](), ["--final all"] if final else [], get_layout(capture.codecs.aux)
         if self.loss_on == "stored":
-            return reasons, options
+            return [], []
+        reasons, options, aux = list[str](), ["--final all"] if final else [], get_layout(capture.codecs.aux)
         if final and capture.final == "supervised":
             reasons.append("the final hidden is stored at supervised rows alone")
         if layers and isinstance(aux, MaskedCodec):

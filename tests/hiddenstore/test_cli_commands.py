@@ -20,7 +20,7 @@ MORE_FLAGS_ALLOWED = {
     "prepare": 16,
     "regenerate": 18,
     "train": 11,
-    "eval": 28,
+    "eval": 29,
     "decode": 14,
 }
 
