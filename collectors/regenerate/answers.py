@@ -56,9 +56,10 @@ class AnswersFolder:
         """The answers of shard 1 … ``shards``."""
         return self.path / f"answers-{shard}-of-{self.shards}.jsonl"
 
-    def unfinished(self) -> list[int]:
-        """Shards without their last line."""
-        return [shard for shard in range(1, self.shards + 1) if not _is_finished(self.file(shard))]
+    def unfinished(self, conversations: int) -> list[int]:
+        """Shards without their last line, or with one that says less than their share of so many conversations."""
+        shares = {shard: len(range(shard - 1, conversations, self.shards)) for shard in range(1, self.shards + 1)}
+        return [shard for shard, share in shares.items() if _ended(self.file(shard)) < share]
 
     def remove_if_empty(self) -> None:
         """Take the folder away when it holds no answer, and nobody waits for the first one."""
@@ -82,13 +83,15 @@ class AnswersFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def _is_finished(path: Path) -> bool:
+def _ended(path: Path) -> int:
+    """Conversations of a shard by its last line; -1 where that does not end it."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 256))
-            return b'{"end":' in file.read().splitlines()[-1][:8]
-    except (OSError, IndexError):
-        return False
+            last = file.read().splitlines()[-1]
+        return int(json.loads(last)["end"]) if last.startswith(b'{"end":') else -1
+    except (OSError, IndexError, ValueError):
+        return -1
 
 
 class AnswerLog:
@@ -97,7 +100,7 @@ class AnswerLog:
 
     def __init__(self, path: Path, *, is_read_only: bool = False) -> None:
         self.path = path
-        self.is_finished = False
+        self._end: int | None = None
         self._lock = threading.Lock()
         self._lines: dict[int, list[int]] = {}
         self._synced_s = time.monotonic()
@@ -152,15 +155,15 @@ class AnswerLog:
             if is_new:
                 lines.append(self._write(line))
                 # Of an input that has grown: its end is to be said again, behind this.
-                self.is_finished = False
+                self._end = None
             return is_new
 
     def finish(self, conversations: int) -> None:
         """Say that every conversation of this shard has its answers."""
         with self._lock:
-            if not self.is_finished:
+            if self._end != conversations:
                 self._write({"end": conversations}, is_last=True)
-                self.is_finished = True
+                self._end = conversations
 
     def _write(self, line: dict[str, Any], is_last: bool = False) -> int:
         with storage_errors(self.path, "free some space; the same command goes on"):
@@ -187,13 +190,13 @@ class AnswerLog:
         try:
             record = json.loads(line)
             if "end" in record:
-                self.is_finished = True
+                self._end = int(record["end"])
                 return
             lines = self._lines.setdefault(int(record["row"]), [])
             # An in-process batch that a kill cut in two is answered again, with the same answers.
             if record["turn"] == len(lines):
                 lines.append(offset)
-            self.is_finished = False
+            self._end = None
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptionError(
                 f"{self.path} is damaged at byte {offset}",

@@ -64,7 +64,7 @@ def regenerate(options: RegenerateOptions, stopping: Callable[[], bool] = lambda
             log.finish(shard.conversations)
     finally:
         folder.remove_if_empty()
-    shard_report.waiting = folder.unfinished()
+    shard_report.waiting = folder.unfinished(shard.of_all)
     if not shard_report.waiting:
         report = _write(sources, options, folder, out)
         report.resumed, report.new_tokens = shard_report.resumed, shard_report.new_tokens
@@ -101,6 +101,7 @@ class _Shard:
     log: AnswerLog
     progress: Progress
     conversations: int = 0
+    of_all: int = 0
     drawn: int = 0
     ended: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -109,9 +110,11 @@ class _Shard:
         shard, shards = self.options.shard
         for item in _conversations(sources, self.options):
             self.report.read += 1
-            if isinstance(item, Rewrite) and item.number % shards == shard - 1:
-                self.conversations += 1
-                yield item
+            if isinstance(item, Rewrite):
+                self.of_all += 1
+                if item.number % shards == shard - 1:
+                    self.conversations += 1
+                    yield item
 
     def record(self, rewrite: Rewrite, reply: Reply) -> None:
         """Log a reply, advance its conversation, and count that once it has all."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 Asked = dict[str, Any]
@@ -125,3 +126,21 @@ def _send(handler: BaseHTTPRequestHandler, status: int, body: Any, more: dict[st
     handler.send_header("Content-Length", str(len(data)))
     handler.end_headers()
     handler.wfile.write(data)
+
+
+def write(path: Path, conversations: list[list[tuple[str, str]]]) -> str:
+    rows = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in conversations]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def two_turns(count: int) -> list[list[tuple[str, str]]]:
+    return [
+        [("user", f"first {i}"), ("assistant", "old"), ("user", f"second {i}"), ("assistant", "old")]
+        for i in range(count)
+    ]
+
+
+def expected(count: int) -> list[list[str]]:
+    """What every turn says once each earlier answer is the new one."""
+    return [[f"first {i}", f"reply 1 to first {i}", f"second {i}", f"reply 3 to second {i}"] for i in range(count)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from chat_double import FAULTS, Asked, ChatDouble, chat_double, plain_answer
+from chat_double import FAULTS, Asked, ChatDouble, chat_double, expected, plain_answer, two_turns, write
 
 from collectors.conversations.mix import open_sources
 from collectors.conversations.parse import Conversation, parse_row
@@ -38,24 +38,6 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def double() -> Iterator[ChatDouble]:
     with chat_double() as server:
         yield server
-
-
-def write(path: Path, conversations: list[list[tuple[str, str]]]) -> str:
-    rows = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in conversations]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def two_turns(count: int) -> list[list[tuple[str, str]]]:
-    return [
-        [("user", f"first {i}"), ("assistant", "old"), ("user", f"second {i}"), ("assistant", "old")]
-        for i in range(count)
-    ]
-
-
-def expected(count: int) -> list[list[str]]:
-    """What every turn says once each earlier answer is the new one."""
-    return [[f"first {i}", f"reply 1 to first {i}", f"second {i}", f"reply 3 to second {i}"] for i in range(count)]
 
 
 def options(tmp_path: Path, server: ChatDouble, conversations: Any = None, **more: Any) -> RegenerateOptions:
@@ -339,11 +321,15 @@ def test_shards_split_the_work_and_the_last_combines_in_input_order(tmp_path: Pa
         assert len(double.asked) + len(other.asked) == 24
 
 
-def test_a_finished_shard_of_an_input_that_has_grown_is_finished_again(tmp_path: Path, double: ChatDouble) -> None:
-    assert run(options(tmp_path, double, shard=(1, 2))).waiting == [2]
-    grown = options(tmp_path, double, two_turns(16), shard=(1, 2))
-    assert run(grown).waiting == [2]
-    assert run(replace(grown, shard=(2, 2))).waiting == []
+@pytest.mark.parametrize("second", [1, 2])
+def test_shards_that_ended_before_their_input_grew_are_waited_for(
+    tmp_path: Path, double: ChatDouble, second: int
+) -> None:
+    assert run(options(tmp_path, double, shard=(2, 2))).waiting == [1]
+    grown = options(tmp_path, double, two_turns(16), shard=(second, 2))
+    assert run(grown).waiting == [3 - second]
+    assert not Path(grown.out).exists()
+    assert run(replace(grown, shard=(3 - second, 2))).waiting == []
     assert texts(grown.out) == expected(16)
 
 
