@@ -296,6 +296,15 @@ def test_a_drafter_that_cannot_be_served_is_refused_before_anything_starts(
     assert not (tmp_path / "started.jsonl").exists()
 
 
+@pytest.mark.parametrize("option", [("--engine-python", "python"), ("--revision", "main"), ("--trust-remote-code",)])
+def test_an_option_that_llama_server_would_not_read_is_refused(tmp_path: Path, option: tuple[str, ...]) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "one"}\n')
+    words = ("--engine", "llamacpp", "--target", "t.gguf", "--prompts", str(prompts))
+    result = CliRunner().invoke(main, ["eval", "--method", "ngram", *words, *option])
+    assert (result.exit_code, "are vLLM's" in result.stderr) == (2, True), result.stderr
+
+
 @pytest.mark.parametrize("name", ["engine-python", "nowhere"])
 def test_a_python_without_the_engine_is_refused_before_anything_starts(tmp_path: Path, name: str) -> None:
     engine(tmp_path, missing=1)

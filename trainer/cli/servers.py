@@ -62,6 +62,11 @@ class ServerOptions:
         if self.starts_servers:
             if self.servers or self.baseline_server or self.target is None:
                 raise click.UsageError("--serve and --method start both servers: give --target T, and no server")
+            if self.engine == "llamacpp" and (self.engine_python or self.revision or self.trust_remote_code):
+                problem = (
+                    "--engine-python, --revision and --trust-remote-code are vLLM's: llama-server is that of the PATH"
+                )
+                raise click.UsageError(problem)
         elif not self.servers:
             problem = f"eval --engine {self.engine} needs --server URL"
             raise ConfigError(problem, kind=Kind.USAGE, hint="--server URL")
