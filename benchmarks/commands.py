@@ -16,7 +16,7 @@ COMMAND = (sys.executable, "-m", "hiddenstore.cli")
 
 
 class RefusedError(Exception):
-    """What a command said of why it could not."""
+    """What a command said of why it could not, and in brackets the kind of that error."""
 
 
 class Command:
@@ -43,7 +43,8 @@ class Command:
         said = done.stderr.splitlines()[-1:]
         if not said or not said[0].startswith("{"):
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-500:]}")
-        raise RefusedError(json.loads(said[0])["message"])
+        error = json.loads(said[0])
+        raise RefusedError(f"{error['message']} [{error['kind']}]")
 
     def run(self, command: Sequence[str], stdout: int | None = None) -> tuple[str, float]:
         """Any command: what it printed, where that is piped, and its CPU seconds."""

@@ -67,7 +67,9 @@ def cell(options: Namespace, engine: str, draft: Path | str, target: str, asked:
     except RefusedError as error:
         if engine == "decode":
             raise SystemExit(f"decode {draft}: {error}") from error
-        return {**row, "refused": str(error).partition("\n")[0].replace(target, "TARGET")}
+        first, _, rest = str(error).partition("\n")
+        kind = f" {rest[rest.rindex('[') :]}" if rest else ""
+        return {**row, "refused": f"{first}{kind}".replace(target, "TARGET")}
 
 
 def served(engine: str, draft: Path | str, folder: Path, target: str, key: Quality) -> list[str]:
@@ -135,7 +137,7 @@ def main() -> None:
         key = {**asked, "words": words, "rounds": options.rounds}
         rows += [cell(options, engine, draft, target, key) for draft in (*options.runs, *METHODS)]
     first, floor = decoded[options.runs[0].name], decoded[options.runs[0].name]["ngram_accepted_length"]
-    how = "; ".join(f"{engine}: `{' '.join(flags)}`" for engine, (_, flags, _) in engines.items())
+    how = "; ".join(f"{engine} of {Path(of).name}: `{' '.join(flags)}`" for engine, (of, flags, _) in engines.items())
     page = [
         f"# Drafters in real engines on {options.name}, {report.today()}\n",
         f"{report.machine_line()} `decode` answered {first['prompts']} of {len(questions)} questions without looping, "

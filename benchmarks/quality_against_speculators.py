@@ -25,6 +25,8 @@ PEER = "speculators"
 # Rows of padding see nothing in P-EAGLE, which makes its eager attention NaN.
 SAFE = ("--draft-attn-impl", "sdpa")
 DEFAULT_RATE = 1e-3
+# A rate that is best at the end of a grid says that a higher one is to be tried.
+RATE_STEP, HIGHEST_RATE = 3, 0.1
 # DSpark has full attention in ours; the peer counts blocks of a pack, 512 of 8,192 tokens by default, ours of a sample.
 BLOCKS = ("--num-layers", "2", "--full-attention-indices", "0", "1", "--block-size", "7", "--max-anchors", "128")
 SIDES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -107,6 +109,11 @@ def as_ours(theirs: Path, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
+def accepted(result: Quality) -> float:
+    """The length that rates are compared by."""
+    return float(result["chains"][str(CHAINS[0])]["accepted_length"])
+
+
 def main() -> None:
     """Ours over all seeds; their default and other rates for seed 0, the best of them over all seeds."""
     options = parser(__doc__)
@@ -122,8 +129,9 @@ def main() -> None:
     bench, results = measured(arguments)
     for drafter in arguments.drafters:
         peer = Peer(bench, arguments.peer, arguments.model, drafter, arguments.precision)
-        rates = [peer.measure(0, rate) for rate in (DEFAULT_RATE, *arguments.rates)]
-        best = max(rates, key=lambda one: float(one["chains"][str(CHAINS[0])]["accepted_length"]))
+        rates = [peer.measure(0, rate) for rate in sorted({DEFAULT_RATE, *arguments.rates})]
+        while (best := max(rates, key=accepted)) is rates[-1] and best["lr"] < HIGHEST_RATE:
+            rates.append(peer.measure(0, round(best["lr"] * RATE_STEP, 6)))
         results += [*rates, *(peer.measure(seed, best["lr"]) for seed in range(1, arguments.seeds))]
     publish(bench, arguments.target, results, arguments.results, "quality_against_speculators")
 

@@ -270,15 +270,22 @@ class Store(RecordSequence):
         return reader
 
     def __iter__(self) -> Iterator["Record"]:
+        from hiddenstore.segments.segment import read_records
+
+        if self.capture.states:
+            for reader, positions in self._stored():
+                yield from (self.read_unit(reader, position) for position in positions.tolist())
+        else:
+            yield from read_records(self._stored())
+
+    def _stored(self) -> "Iterator[tuple[SegmentReader, np.ndarray]]":
+        """Every unit and where in it lie the samples that are read: int64 [S], ascending."""
         table, order = self.catalog.table, self.catalog.commit_order()
         numbers = table.record[order]
         for rows in np.split(order, np.flatnonzero(np.diff(numbers)) + 1) if len(order) else ():
             positions, number = table.position[rows], int(table.record[rows[0]])
-            reader = self._reader(self.catalog.record_of(number, positions.tolist(), table.ids.take(rows)[:]))
-            if self.capture.states:
-                yield from (self.read_unit(reader, position) for position in positions.tolist())
-            else:
-                yield from reader.records(positions.astype(np.int64))
+            record = self.catalog.record_of(number, positions.tolist(), table.ids.take(rows)[:])
+            yield self._reader(record), positions.astype(np.int64)
 
     def open_unit(self, record: CommitRecord) -> "SegmentReader":
         """A new reader of one unit, with nothing cached from before."""

@@ -48,6 +48,8 @@ _CEILING = 1e30
 _LARGEST_DEVIATION = 2.0**125
 # float32 blocks small enough for a CPU's cache and large enough for the cost of a call; on a GPU, enough to fill it.
 _BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
+# From as many rows of a unit on, a call a unit is cheaper than a scale and an offset a row.
+_ROWS_OF_THEIR_OWN = 256
 
 _SMALL = {
     "token_scale": SmallField("uint16", ("L", "T"), bf16=True, values="positive"),
@@ -130,8 +132,15 @@ class AffineCodec(ABC):
         for layer, codes in enumerate(part.codes):
             token_scale = bits_to_tensor(part.small["token_scale"][layer], codes.device).float()
             stored = (part.small[name][:, layer] for name in ("channel_scale", "channel_offset"))
-            scale, offset = (bits_to_tensor(values, codes.device).float()[owner] for values in stored)
-            self._scaled(codes, token_scale, scale, offset, out[layer])
+            scale, offset = (bits_to_tensor(values, codes.device).float() for values in stored)
+            if len(codes) < len(rows) * _ROWS_OF_THEIR_OWN:
+                self._scaled(
+                    codes, token_scale, scale.index_select(0, owner), offset.index_select(0, owner), out[layer]
+                )
+                continue
+            of_units = (codes.split(rows), token_scale.split(rows), scale, offset, out[layer].split(rows))
+            for of_unit in zip(*of_units, strict=True):
+                self._scaled(*of_unit)
         _put_raw(part.small[RAW_INDEX], part.small[RAW_ROWS], out)
 
     def decode_rows(self, codes: Tensor, small: Mapping[str, np.ndarray], layer: int, start: int, out: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Progress of a long command on stderr: a live bar on a terminal, one greppable line each 30 s elsewhere.
 
-Silent under ``-q`` and ``--json``. Live: label, bar, done / total, share, rate, time left, then the fields given last.
+Silent under ``-q``, and under ``--json`` but for a person at a terminal. Live: label, bar, done / total, share, rate,
+time left, then the fields given last.
 Lines: ``12:04:31 collect samples=126480/207865 rate=6214/s eta=3h41m rank=0``.
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from hiddenstore.console.output import output
+from hiddenstore.console.output import is_piped, output
 from hiddenstore.console.text import amount, clean_line, seconds, size
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ class Progress:
         self._live: RichProgress | None = None
         self._task: TaskID | None = None
         self._line_is_last = False
-        self._silent = not output().is_human
         self._output = output()
+        is_watched = self._output.mode == "json" and not is_piped(self._output.err)
+        self._silent = not self._output.is_human and not is_watched
 
     def __enter__(self) -> "Progress":
         self._began_s = self._last_line_s = time.monotonic()

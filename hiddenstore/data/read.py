@@ -24,7 +24,7 @@ from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.images import drafter_positions
 from hiddenstore.records import TopK
-from hiddenstore.segments.many import MANY_BYTES, row_numbers
+from hiddenstore.segments.many import MANY_BYTES, UNITS_TOGETHER, row_numbers
 from hiddenstore.segments.segment import SegmentReader, read_together
 from schemas.manifest import ImageEntry
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 JOBS_AHEAD = 32
 SMALL_BYTES = 1 << 19
 """Samples that take less room in a pack are read together."""
-# A unit that is read from stays open, with its record and its index.
-UNITS_TOGETHER = 32
 # The first batch does not wait until all that may be ahead of it is queued.
 STARTED_AT_ONCE = 2
 

@@ -20,6 +20,8 @@ from schemas import CommitRecord
 
 MANY_BYTES = 1 << 22
 """About how many bytes of decoded states are read at once."""
+UNITS_TOGETHER = 32
+"""Units that are read from at once; each stays open, with its record and its index."""
 
 
 class NotTogetherError(Exception):

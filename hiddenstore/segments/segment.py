@@ -4,9 +4,10 @@ Shapes: L layers asked for, t tokens of one sample, r final rows of one sample, 
 """
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from hiddenstore.codecs.base import Encoded, fresh
 from hiddenstore.codecs.topk import unpack_rows
-from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind, NotFoundError
+from hiddenstore.errors import ConfigError, CorruptionError, FormatError, HiddenstoreError, Kind, NotFoundError
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.records import Record, Sample, mask_fault, spans_fault, tokens_fault
 from hiddenstore.segments import CONTAINERS
@@ -31,6 +32,7 @@ from hiddenstore.segments.base import (
 from hiddenstore.segments.files import CHUNK_CORRUPT
 from hiddenstore.segments.many import (
     MANY_BYTES,
+    UNITS_TOGETHER,
     ManyContainer,
     NotTogetherError,
     Samples,
@@ -140,42 +142,16 @@ class SegmentReader:
         """Tokens and final rows int64 [S] of samples, by the record."""
         return self._places[indices, 1], self._places[indices, 3]
 
-    def records(self, indices: np.ndarray) -> Iterator[Record]:
-        """What ``read`` gives of the samples at ``indices`` int64 [S], ascending, read as many at once as are small."""
-        width, layers = self.capture.target.hidden_size, len(self.capture.aux_layers)
-        ends = ends_of(self._places[indices, 1] * (2 * width * (layers + 1))) // MANY_BYTES
-        # A sample that crosses a border is read alone, and so is every large one.
-        for part in np.split(indices, np.flatnonzero(np.diff(ends[:-1]) | np.diff(ends[1:])) + 1):
-            if len(part) == 1:
-                yield self.read(int(part[0]))
-                continue
-            aux = torch.empty((layers, int(self._places[part, 1].sum()), width), dtype=torch.bfloat16)
-            rows = int(self._places[part, 3].sum()) if self.capture.holds_final_hidden else 0
-            final = torch.empty((rows, width), dtype=torch.bfloat16)
-            many = read_together([(self, part)], aux, final)
-            if many is None:
-                yield from map(self.read, part.tolist())
-                continue
-            yield from self._cut(part, many, aux, final)
-
-    def _cut(self, indices: np.ndarray, many: Samples, aux: Tensor, final: Tensor) -> Iterator[Record]:
-        """Records of samples that lie end to end, each with memory of its own."""
-        starts, rows = many.tokens.tolist(), many.rows.tolist()
-        states = [part.clone() for part in aux.split(np.diff(many.tokens).tolist(), dim=1)]
-        hidden = [part.clone() for part in final.split(np.diff(many.rows).tolist())]
-        spans = np.searchsorted(many.spans[:, 0], np.arange(len(indices) + 1)).tolist()
-        for number, index in enumerate(indices.tolist()):
-            entry, tokens = self.record.samples[index], slice(starts[number], starts[number + 1])
-            finals = slice(rows[number], rows[number + 1])
-            sample = Sample(
-                id=entry.id,
-                input_ids=many.input_ids[tokens].copy(),
-                loss_mask=many.loss_mask[tokens].copy(),
-                spans=many.spans[spans[number] : spans[number + 1], 1:].copy(),
-                split=entry.split,
-                images=entry.images,
-            )
-            yield Record(sample, states[number], hidden[number], many.final_rows[finals].copy())
+    def pieces(self, indices: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+        """Samples at int64 [S], ascending, in pieces of at most ``MANY_BYTES`` of decoded states, larger samples alone;
+        and the bytes of each piece."""
+        layers, width = len(self.capture.aux_layers), self.capture.target.hidden_size
+        ends = ends_of(self._places[indices, 1] * (2 * width * (layers + 1)))
+        # A sample that crosses a border is a piece of its own, and so is every large one.
+        blocks = ends // MANY_BYTES
+        cuts = np.flatnonzero(np.diff(blocks[:-1]) | np.diff(blocks[1:])) + 1
+        for low, high in pairwise([0, *cuts.tolist(), len(indices)]):
+            yield indices[low:high], int(ends[high] - ends[low])
 
     @cached_property
     def _places(self) -> np.ndarray:
@@ -300,3 +276,71 @@ def read_together(
     except (NotTogetherError, CorruptionError, FormatError, NotFoundError):
         return None
     return samples
+
+
+Part = tuple[SegmentReader, np.ndarray]
+"""Samples of a unit: int64 [S], ascending."""
+
+
+def read_records(units: Iterable[Part]) -> Iterator[Record]:
+    """What ``SegmentReader.read`` gives of samples of units of one store, read as many at once as are small. Where a
+    unit cannot be opened, the samples before it are given first."""
+    for parts in _small_together(units):
+        yield from _records_of(parts)
+
+
+def _small_together(units: Iterable[Part]) -> Iterator[list[Part]]:
+    parts: list[Part] = []
+    room = MANY_BYTES
+    try:
+        for reader, indices in units:
+            for piece, size in reader.pieces(indices):
+                if parts and (size > room or len(parts) == UNITS_TOGETHER):
+                    yield parts
+                    parts, room = [], MANY_BYTES
+                parts.append((reader, piece))
+                room -= size
+    except HiddenstoreError:
+        if parts:
+            yield parts
+        raise
+    if parts:
+        yield parts
+
+
+def _records_of(parts: Sequence[Part]) -> Iterator[Record]:
+    first, indices = parts[0]
+    lengths, rows = (np.concatenate(column) for column in zip(*(r.lengths(part) for r, part in parts), strict=True))
+    if len(lengths) > 1:
+        width, layers = first.capture.target.hidden_size, len(first.capture.aux_layers)
+        aux = torch.empty((layers, int(lengths.sum()), width), dtype=torch.bfloat16)
+        final = torch.empty((int(rows.sum()) * first.capture.holds_final_hidden, width), dtype=torch.bfloat16)
+        many = read_together(parts, aux, final)
+        if many is not None:
+            yield from _cut(parts, many, aux, final)
+            return
+    if len(parts) > 1:
+        for part in parts:
+            yield from _records_of([part])
+    else:
+        yield from map(first.read, indices.tolist())
+
+
+def _cut(parts: Sequence[Part], many: Samples, aux: Tensor, final: Tensor) -> Iterator[Record]:
+    """Records of samples that lie end to end, each with memory of its own."""
+    entries = [reader.record.samples[index] for reader, indices in parts for index in indices.tolist()]
+    starts, rows = many.tokens.tolist(), many.rows.tolist()
+    states = [part.clone() for part in aux.split(np.diff(many.tokens).tolist(), dim=1)]
+    hidden = [part.clone() for part in final.split(np.diff(many.rows).tolist())]
+    spans = np.searchsorted(many.spans[:, 0], np.arange(len(entries) + 1)).tolist()
+    for number, entry in enumerate(entries):
+        tokens, finals = slice(starts[number], starts[number + 1]), slice(rows[number], rows[number + 1])
+        sample = Sample(
+            id=entry.id,
+            input_ids=many.input_ids[tokens].copy(),
+            loss_mask=many.loss_mask[tokens].copy(),
+            spans=many.spans[spans[number] : spans[number + 1], 1:].copy(),
+            split=entry.split,
+            images=entry.images,
+        )
+        yield Record(sample, states[number], hidden[number], many.final_rows[finals].copy())

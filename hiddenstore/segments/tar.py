@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
+from operator import sub
 
 import numpy as np
 import torch
@@ -383,7 +384,8 @@ class _Together:
     def __init__(self, parts: Sequence[tuple[TarUnit, np.ndarray]], groups: Sequence[Wanted]) -> None:
         self._parts, self._groups, self._width = parts, groups, parts[0][0].width
         self._places = np.concatenate([unit.sample_places[indices] for unit, indices in parts])
-        self._members: dict[str, list[memoryview]] = {}
+        self._runs: list[memoryview] = []
+        self._members: dict[str, tuple[list[int], list[int]]] = {}
 
     def read(self) -> Many:
         if not all(_is_joined(group) for group, layers in self._groups if layers):
@@ -399,17 +401,18 @@ class _Together:
         return plain, [self._states(group, layers) if layers else None for group, layers in self._groups]
 
     def _check(self, fields: Sequence[str]) -> None:
-        """Read members and compare their checksums."""
+        """Read members and compare their checksums. Where they lie is kept, no view of each: as many as live through a
+        few passes of Python's cyclic garbage collector bring on one over everything, which costs more than the reading.
+        """
         read = [unit.members.of_samples(indices, fields) for unit, indices in self._parts]
-        runs = [run for of_unit, _ in read for run in of_unit]
+        self._runs = [run for of_unit, _ in read for run in of_unit]
         starts, sizes, crcs = np.concatenate([columns for _, columns in read], axis=2).transpose(1, 0, 2)
         for name, *ends, expected in zip(
             fields, starts.tolist(), (starts + sizes).tolist(), crcs.tolist(), strict=True
         ):
-            members = [run[start:stop] for run, start, stop in zip(runs, *ends, strict=True)]
-            if list(map(crc32c, members)) != expected:
+            if [crc32c(run[start:stop]) for run, start, stop in zip(self._runs, *ends, strict=True)] != expected:
                 raise NotTogetherError
-            self._members[name] = members
+            self._members[name] = ends[0], ends[1]
 
     def _plain(self, name: str) -> np.ndarray:
         field, dtype = f"{name}.npy", "uint8" if name == LOSS_MASK else "int32"
@@ -479,18 +482,20 @@ class _Together:
 
     def _counts(self, field: str, row_bytes: int) -> list[int]:
         """Rows of an array of each sample, by the size of its member."""
-        return [(len(member) - HEADER_BYTES) // row_bytes for member in self._members[field]]
+        return [(stop - start - HEADER_BYTES) // row_bytes for start, stop in zip(*self._members[field], strict=True)]
 
     def _joined(self, field: str, dtype: str, counts: Sequence[int], shape: Callable[[int], Shape]) -> np.ndarray:
         """The values of an array of each sample end to end, each of the shape of its count."""
-        little, members = np.dtype(dtype).newbyteorder("<"), self._members[field]
+        little, (starts, stops) = np.dtype(dtype).newbyteorder("<"), self._members[field]
         shapes = {count: shape(count) for count in set(counts)}
         sizes = {count: HEADER_BYTES + math.prod(of_one) * little.itemsize for count, of_one in shapes.items()}
         heads = {count: npy_header(dtype, of_one) for count, of_one in shapes.items()}
-        are_whole = list(map(len, members)) == [sizes[count] for count in counts]
-        if not are_whole or b"".join([m[:HEADER_BYTES] for m in members]) != b"".join([heads[n] for n in counts]):
+        bodies = [start + HEADER_BYTES for start in starts]
+        are_whole = list(map(sub, stops, starts)) == [sizes[count] for count in counts]
+        written = b"".join([run[start:body] for run, start, body in zip(self._runs, starts, bodies, strict=True)])
+        if not are_whole or written != b"".join([heads[count] for count in counts]):
             raise NotTogetherError
-        data = bytearray().join([member[HEADER_BYTES:] for member in members])
+        data = bytearray().join([run[body:stop] for run, body, stop in zip(self._runs, bodies, stops, strict=True)])
         return np.frombuffer(data, little).astype(dtype, copy=False)
 
 

@@ -62,6 +62,18 @@ def drop(store: Store, path: str) -> None:
     store.fs.disk.overwrite(f"{store.path}/{path}", None)  # type: ignore[attr-defined]
 
 
+def test_an_iteration_gives_the_samples_before_a_record_that_has_gone() -> None:
+    store = indexed_store()
+    before = sum(len(record.samples) for record in store.commits()[:2])
+    opened, given = Store.open(store.fs), []
+    drop(store, layout.commit_path(store.commits()[2].unit))
+    with pytest.raises(CorruptionError) as error:
+        given.extend(record.sample.id for record in opened)
+    assert error.value.kind == "commit-missing"
+    assert given == list(store.sample_ids)[:before]
+    assert before > 0
+
+
 def small_record(number: int, revision: int = 0, samples: int = 2, attempt: str = "0123abcd") -> CommitRecord:
     unit = f"u-{number:06d}"
     entries = tuple(

@@ -60,8 +60,10 @@ def test_an_iteration_gives_the_records_that_reading_by_id_gives(
     for record, name in zip(store, store.sample_ids, strict=True):
         assert dict(bits(record)) == dict(bits(store.read(name)))
         assert record.aux.untyped_storage().nbytes() == record.aux.nbytes
-    # Top tokens, and states that are rebuilt, are read sample by sample.
-    assert (max(together, default=0) > 1) == (RECIPES[recipe][1] not in ("topk", "rebuilt"))
+    # Top tokens, and states that are rebuilt, are read sample by sample; others of small units in one go.
+    is_together = RECIPES[recipe][1] not in ("topk", "rebuilt")
+    assert (max(together, default=0) > 1) == is_together
+    assert not is_together or len(together) < len(store.commits())
 
 
 def test_the_units_of_many_samples_are_those_of_each(tmp_path: Path) -> None:
@@ -136,8 +138,12 @@ def test_a_damaged_sample_is_named_and_those_before_it_are_given_out(tmp_path: P
         list(TokenBatches(fresh, batch_tokens=600, epochs=1))
 
 
+@pytest.mark.parametrize("few_rows", [1, 256])
 @pytest.mark.parametrize("codec", [BF16, Q8, Q4, FP8])
-def test_rows_of_several_units_decode_to_the_bits_they_have_alone(codec: Codec) -> None:
+def test_rows_of_several_units_decode_to_the_bits_they_have_alone(
+    codec: Codec, few_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hiddenstore.codecs.affine._ROWS_OF_THEIR_OWN", few_rows)
     states = torch.randn((3, 2, 90, 64), generator=torch.Generator().manual_seed(7)).bfloat16()
     states[:, :, 20:23] *= 1000
     rows = [np.array([0, 20, 21, 89]), np.zeros(0, dtype=np.int64), np.array([22, 50])]

@@ -79,6 +79,26 @@ def test_progress_is_silent_when_asked_to_be(clock: list[float], flag: str) -> N
     assert run(body, flag).output == ""
 
 
+def test_a_person_at_a_terminal_sees_the_progress_of_a_command_that_answers_in_json(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Console(file=Terminal(), force_terminal=True, width=80, color_system=None)
+    monkeypatch.setattr(Output, "err", terminal)
+
+    def body() -> None:
+        with Progress("eval", total=800, unit="answers") as progress:
+            clock[0] += 100
+            progress.advance(200)
+
+    assert run(body, "--json").stdout == ""
+    assert "200 / 800 answers" in terminal.file.getvalue()
+    assert run(body, "-q").output == ""
+
+
 def test_rate_and_time_left_leave_out_what_an_earlier_process_did(clock: list[float]) -> None:
     with Progress("x", total=100, unit="samples", start=40) as progress:
         assert progress.eta_s is None
