@@ -295,7 +295,9 @@ def _small_together(units: Iterable[Part]) -> Iterator[list[Part]]:
     try:
         for reader, indices in units:
             for piece, size in reader.pieces(indices):
-                if parts and (size > room or len(parts) == UNITS_TOGETHER):
+                # Samples that share arrays are one read by themselves: joining those of several units is dearer.
+                is_full = size > room or len(parts) == UNITS_TOGETHER or not reader.container.samples_apart
+                if parts and is_full:
                     yield parts
                     parts, room = [], MANY_BYTES
                 parts.append((reader, piece))

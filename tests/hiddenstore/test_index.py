@@ -16,7 +16,7 @@ from hiddenstore.files.documents import seal
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index import catalog, publish
 from hiddenstore.index.catalog import read_catalog
-from hiddenstore.index.file import index_numbers, live_indexes
+from hiddenstore.index.file import IndexFile, index_numbers, live_indexes
 from hiddenstore.index.publish import IndexWriter, publish_index
 from hiddenstore.index.table import SampleTable
 from hiddenstore.store import Store
@@ -292,8 +292,16 @@ def test_what_a_merge_left_behind_is_garbage_that_nobody_reads() -> None:
     assert index_numbers(store.fs) == [3]
 
 
-def test_the_next_writer_removes_what_a_merge_left_behind_and_covers_nothing_twice() -> None:
+def test_adding_an_index_file_reads_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     store = indexed_store()
+    before = index_numbers(store.fs)
+    monkeypatch.setattr(IndexFile, "open", None)
+    assert publish_index(store.fs, store.catalog.names[:1]) == before[-1] + 1
+
+
+def test_the_next_merge_removes_what_one_left_behind_and_covers_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = indexed_store()
+    monkeypatch.setattr(publish, "MERGED", 2)
     old = {number: store.fs.read(layout.index_path(number)) for number in index_numbers(store.fs)}
     assert publish._merge(store.fs, list(old))
     for number, data in old.items():

@@ -63,7 +63,7 @@ def test_an_iteration_gives_the_records_that_reading_by_id_gives(
     # Top tokens, and states that are rebuilt, are read sample by sample; others of small units in one go.
     is_together = RECIPES[recipe][1] not in ("topk", "rebuilt")
     assert (max(together, default=0) > 1) == is_together
-    assert not is_together or len(together) < len(store.commits())
+    assert not is_together or container == "zarr" or len(together) < len(store.commits())
 
 
 def test_the_units_of_many_samples_are_those_of_each(tmp_path: Path) -> None:
