@@ -158,8 +158,9 @@ def _wait_until_up(
         time.sleep(_POLL_S)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     how = f"is not up after {START_S} s" if process.poll() is None else f"ended with exit code {process.returncode}"
-    # The reason of a validation's error stands below its name, and a page that explains it (`errors.…`) below that.
-    named = (line for line in reversed(lines) if re.search(r"[Ee]rror\b", line))
+    # The reason of a validation's error stands below its name, and a page that explains it (`errors.…/value_error`)
+    # below that.
+    named = (line for line in reversed(lines) if re.search(r"(?<!_)[Ee]rror\b", line))
     last = next(named, lines[-1] if lines else "it said nothing")
     problem = f"the server that was started {how}: {last.strip()[-300:]}"
     raise StorageError(problem, kind=Kind.SERVER_UNREACHABLE, hint=f"less {log}")

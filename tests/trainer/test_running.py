@@ -205,7 +205,9 @@ def test_a_server_that_ends_is_said_with_its_last_error_and_its_log(tmp_path: Pa
 
 def test_the_reason_of_a_validation_is_said_and_not_the_page_that_explains_it(tmp_path: Path) -> None:
     log = tmp_path / "said.log"
-    log.write_text("ValidationError: 1 validation error\n  Value error, no dspark here\n  see https://errors.host/v\n")
+    log.write_text(
+        "ValidationError: 1 validation error\n  Value error, no dspark here\n  see https://errors.host/v/value_error\n"
+    )
     with subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"]) as process:
         process.wait()
     with pytest.raises(HiddenstoreError, match="exit code 1: Value error, no dspark here"):
