@@ -130,7 +130,7 @@ def main() -> None:
     for drafter in arguments.drafters:
         peer = Peer(bench, arguments.peer, arguments.model, drafter, arguments.precision)
         rates = [peer.measure(0, rate) for rate in sorted({DEFAULT_RATE, *arguments.rates})]
-        while (best := max(rates, key=accepted)) is rates[-1] and best["lr"] < HIGHEST_RATE:
+        while (best := max(rates, key=accepted)) is rates[-1] and best["lr"] * RATE_STEP <= HIGHEST_RATE:
             rates.append(peer.measure(0, round(best["lr"] * RATE_STEP, 6)))
         results += [*rates, *(peer.measure(seed, best["lr"]) for seed in range(1, arguments.seeds))]
     publish(bench, arguments.target, results, arguments.results, "quality_against_speculators")
