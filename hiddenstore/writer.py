@@ -245,7 +245,7 @@ def pending_units(store: Store, digest: str) -> dict[str, PendingUnit]:
     named: dict[str, int] | None = None
     for unit in registered.units:
         if unit not in latest:
-            named = indexed_revisions(store.fs) if named is None else named
+            named = indexed_revisions(store.fs, store.catalog.index_files) if named is None else named
             pending[unit] = PendingUnit(unit, named.get(unit, -1) + 1)
             continue
         revision, name = latest[unit]

@@ -147,6 +147,11 @@ class Catalog(Sequence[Commit]):
                 self._kept_samples -= len(oldest.record.samples)
 
     @property
+    def index_files(self) -> list[IndexFile]:
+        """The index files whose samples are still to be read."""
+        return [part.file for part in self._indexed]
+
+    @property
     def table(self) -> SampleTable:
         """Every sample that is read, once, sorted by id; ``record`` is the place of its record here."""
         with self._lock:

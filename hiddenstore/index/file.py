@@ -130,13 +130,16 @@ def index_numbers(fs: Filesystem) -> list[int]:
     return sorted(number for name in fs.list(layout.INDEX_DIR) if (number := layout.parse_index(name)) is not None)
 
 
-def live_indexes(fs: Filesystem) -> list[IndexFile]:
-    """The index files that no other replaces, the latest first; damaged ones are left out: ``verify`` names them."""
+def live_indexes(fs: Filesystem, opened: Iterable[IndexFile] = ()) -> list[IndexFile]:
+    """The index files that no other replaces, the latest first; damaged ones are left out: ``verify`` names them. Of
+    those in ``opened`` no header is read again."""
     files: list[IndexFile] = []
+    at_hand = {file.number: file for file in opened}
     for number in reversed(index_numbers(fs)):
         if not any(number in file.header.replaces for file in files):
             with suppress(*DAMAGE):
-                files.append(twice(fs, partial(IndexFile.open, fs, number), layout.index_path(number)))
+                read = partial(IndexFile.open, fs, number)
+                files.append(at_hand.get(number) or twice(fs, read, layout.index_path(number)))
     return files
 
 

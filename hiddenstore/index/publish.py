@@ -89,10 +89,10 @@ def publish_index(fs: Filesystem, names: Iterable[str]) -> int | None:
     return number
 
 
-def indexed_revisions(fs: Filesystem) -> dict[str, int]:
-    """The highest revision of each unit that an index file names."""
+def indexed_revisions(fs: Filesystem, opened: Iterable[IndexFile] = ()) -> dict[str, int]:
+    """The highest revision of each unit that an index file names; ``opened`` as for ``live_indexes``."""
     revisions: dict[str, int] = {}
-    for file in live_indexes(fs):
+    for file in live_indexes(fs, opened):
         for unit, revision, _ in layout.parse_commits(file.header.records):
             revisions[unit] = max(revision, revisions.get(unit, 0))
     return revisions

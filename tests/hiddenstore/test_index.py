@@ -299,6 +299,20 @@ def test_adding_an_index_file_reads_no_other(monkeypatch: pytest.MonkeyPatch) ->
     assert publish_index(store.fs, store.catalog.names[:1]) == before[-1] + 1
 
 
+def test_resuming_reads_an_index_file_that_the_store_was_opened_with_no_second_time() -> None:
+    store = indexed_store()
+    record = store.commits()[1]
+    drop(store, layout.commit_path(record.unit))
+    opened = Store.open(store.fs)
+    first, second = index_numbers(store.fs)
+    publish_index(store.fs, store.catalog.names[:1])
+    store.fs.disk.reads.clear()  # type: ignore[attr-defined]
+    assert pending_units(opened, record.input)[record.unit].revision == 1
+    read = {name for name in store.fs.disk.reads if "/index/" in name}  # type: ignore[attr-defined]
+    assert any(name.endswith(layout.index_path(second + 1)) for name in read)
+    assert not any(name.endswith((layout.index_path(first), layout.index_path(second))) for name in read)
+
+
 def test_the_next_merge_removes_what_one_left_behind_and_covers_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     store = indexed_store()
     monkeypatch.setattr(publish, "MERGED", 2)

@@ -8,7 +8,7 @@ import pytest
 
 from hiddenstore.errors import CorruptionError
 from hiddenstore.files import layout
-from hiddenstore.inputs import parse_registered
+from hiddenstore.inputs import RegisteredInput, parse_registered
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store, memory_input
 from hiddenstore.verify import verify
@@ -69,3 +69,26 @@ def test_verify_notes_which_input_is_gone_and_registering_brings_it_back() -> No
     register_input(store, memory_input(3))
     assert fs.read(path) == kept
     assert verify(fs).notes == []
+
+
+def holding(data: bytes, digest: str = PREPARED.info.digest) -> RegisteredInput:
+    fs = FaultFilesystem()
+    fs.put_if_absent(layout.input_path(digest), data)
+    return RegisteredInput(fs, digest)
+
+
+def test_the_units_of_an_input_are_read_without_its_ids_and_are_those_of_its_rows() -> None:
+    alone = holding(DATA)
+    assert alone.units == list(dict.fromkeys(parse_registered(DATA, PREPARED.info.digest, "x")["unit"].to_pylist()))
+    assert "table" not in vars(alone)
+    assert holding(without_file_digest()).units == alone.units
+
+
+def test_units_are_not_taken_from_a_file_with_a_flipped_bit_or_of_another_input() -> None:
+    for place in range(len(DATA)):
+        damaged = bytearray(DATA)
+        damaged[place] ^= 1 << place % 8
+        with pytest.raises(CorruptionError, match=r"\.parquet is damaged"):
+            _ = holding(bytes(damaged)).units
+    with pytest.raises(CorruptionError, match="it holds input"):
+        _ = holding(DATA, "ab" * 32).units
