@@ -181,20 +181,22 @@ def parse_registered(data: bytes, digest: str, where: str) -> pa.Table:
 def _unit_names(data: bytes, digest: str) -> list[str] | None:
     """Unit names in input order, no other column read; None where the file's own digest does not vouch for them or they
     do not say that they are of this input: ``parse_registered`` tells why."""
-    with suppress(pa.ArrowException, OSError, ValueError), _parquet_of(data) as parquet:
+    faults = (pa.ArrowException, OSError, ValueError, KeyError)
+    with suppress(*faults), _parquet_of(data, read_dictionary=["unit"]) as parquet:
         named = _named(parquet)
         if b" " not in named or named.partition(b" ")[2] != _file_sha256(data, named):
             return None
-        names = pc.unique(parquet.read(columns=["unit"], use_threads=False)["unit"]).to_pylist()
+        column = parquet.read(columns=["unit"], use_threads=False)["unit"]
+        names = pc.unique(column).cast(pa.string()).to_pylist()
         prefix = layout.unit_name(digest, 0)[: -len("000000")]
         return names if all(name is not None and name.startswith(prefix) for name in names) else None
     return None
 
 
-def _parquet_of(data: bytes) -> pq.ParquetFile:
+def _parquet_of(data: bytes, **options: Any) -> pq.ParquetFile:
     # Read here and now: a background thread of Arrow that still held a Python buffer at interpreter exit would
     # abort the process (seen with read_table, about once in 40 runs on a busy machine).
-    return pq.ParquetFile(pa.BufferReader(data), pre_buffer=False, page_checksum_verification=True)
+    return pq.ParquetFile(pa.BufferReader(data), pre_buffer=False, page_checksum_verification=True, **options)
 
 
 def _named(parquet: pq.ParquetFile) -> bytes:
