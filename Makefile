@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install engines demo demo-llm demo-llm-quick test check docs test-parity test-engines test-llamacpp test-objects test-pages test-ray test-transformers-457 reliability release wheel-smoke bench bench-storage bench-train schemas clean
+.PHONY: install environments engines demo demo-llm demo-llm-quick test check docs test-parity test-engines test-llamacpp test-objects test-pages test-ray test-transformers-457 reliability release wheel-smoke bench bench-storage bench-train schemas clean
 
 install: $(VENV)/.installed
 
@@ -19,6 +19,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) -c constraints.txt $(TORCH)
 	$(PIP) -c constraints.txt -e '.[dev]'
 	touch $@
+
+# All that the steps of .ci/run need, -j2 at a time: unpacking a wheel takes one core.
+environments: install $(addsuffix /.installed,$(VENV)-docs $(VENV)-objects $(VENV)-parity $(VENV)-engines $(VENV)-transformers457)
 
 demo: install
 	$(BIN)/hiddenstore demo hiddenstore-demo

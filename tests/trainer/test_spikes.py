@@ -222,10 +222,12 @@ def test_another_measure_starts_the_ranking_anew_and_no_value_is_no_judgement() 
     assert standing.names == ["step-5"]
 
 
-def test_a_validation_that_is_no_number_is_not_judged_and_keeps_no_checkpoint_from_being_written() -> None:
-    standing = BestCheckpoints(LoopConfig())
+def test_a_validation_that_is_no_number_uses_up_patience_and_keeps_no_checkpoint_from_being_written() -> None:
+    standing = BestCheckpoints(LoopConfig(patience=2))
     assert standing.add(6, {"loss": 2.0})
-    for loss in (math.nan, math.inf):
+    for since, loss in enumerate((math.nan, math.inf)):
+        assert (standing.state.since, standing.is_out_of_patience) == (since, False)
         assert not standing.add(12, {"loss": loss})
     assert standing.names == ["step-6"]
+    assert standing.is_out_of_patience
     assert b'"step-6":2.0' in seal(standing.state)

@@ -39,9 +39,13 @@ class BestCheckpoints:
         self.state = state if state is not None and is_comparable else BestState(by=settings.best_by)
 
     def add(self, step: int, validation: Mapping[str, Any]) -> bool:
-        """Whether the checkpoint of ``step`` stays as one of the best; no finite value, no judgement."""
+        """Whether the checkpoint of ``step`` stays as one of the best; no value, no judgement. One that is not finite is
+        no better one."""
         value = validation.get(self._settings.best_by)
-        if value is None or not isfinite(value):
+        if value is None:
+            return False
+        if not isfinite(value):
+            self.state = self.state.model_copy(update={"since": self.state.since + 1})
             return False
         name = f"step-{step}"
         candidates = self.state.model_copy(update={"best": {**self.state.best, name: float(value)}})
