@@ -70,7 +70,8 @@ class IndexFile:
                     ids = ids.astype(values.dtype)
                 ids[start : start + count] = values
                 for name in columns:
-                    arrays[name][start : start + count] = table[name].to_numpy()
+                    # Arrow's own way to numpy imports pandas: 0.3 s and 40 MB.
+                    arrays[name][start : start + count] = np.from_dlpack(table[name].chunk(0))
                 start += count
         table = SampleTable(Ids(ids, packed), arrays)
         if start and {"record", "position"} <= arrays.keys() and not self._has_places(table):

@@ -39,8 +39,8 @@ class BestCheckpoints:
         self.state = state if state is not None and is_comparable else BestState(by=settings.best_by)
 
     def add(self, step: int, validation: Mapping[str, Any]) -> bool:
-        """Whether the checkpoint of ``step`` stays as one of the best; no value, no judgement. One that is not finite is
-        no better one."""
+        """Whether the checkpoint of ``step`` stays as one of the best; no value, no judgement. A value that is not
+        finite is no better one."""
         value = validation.get(self._settings.best_by)
         if value is None:
             return False
