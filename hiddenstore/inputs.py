@@ -184,11 +184,12 @@ def _unit_names(data: bytes, digest: str) -> list[str] | None:
     faults = (pa.ArrowException, OSError, ValueError, KeyError)
     with suppress(*faults), _parquet_of(data, read_dictionary=["unit"]) as parquet:
         named = _named(parquet)
-        if b" " not in named or named.partition(b" ")[2] != _file_sha256(data, named):
+        _, _, file = named.partition(b" ")
+        if not file or file != _file_sha256(data, named):
             return None
         column = parquet.read(columns=["unit"], use_threads=False)["unit"]
         names = pc.unique(column).cast(pa.string()).to_pylist()
-        prefix = layout.unit_name(digest, 0)[: -len("000000")]
+        prefix = layout.unit_prefix(digest)
         return names if all(name is not None and name.startswith(prefix) for name in names) else None
     return None
 

@@ -55,7 +55,12 @@ class CommitName(NamedTuple):
 
 def unit_name(input_digest: str, index: int) -> str:
     """``<12 hex of the input digest>-<6 digits>``: sorted by name is sorted by place in the input."""
-    return f"{input_digest[:12]}-{index:06d}"
+    return f"{unit_prefix(input_digest)}{index:06d}"
+
+
+def unit_prefix(input_digest: str) -> str:
+    """What the name of every unit of an input begins with."""
+    return f"{input_digest[:12]}-"
 
 
 def new_attempt() -> str:

@@ -1,7 +1,10 @@
 """Index files: a store opened through them is the store its commit records describe, whatever happened to either."""
 
 import hashlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -297,6 +300,17 @@ def test_adding_an_index_file_reads_no_other(monkeypatch: pytest.MonkeyPatch) ->
     before = index_numbers(store.fs)
     monkeypatch.setattr(IndexFile, "open", None)
     assert publish_index(store.fs, store.catalog.names[:1]) == before[-1] + 1
+
+
+def test_samples_are_read_from_an_index_without_pandas(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", samples=SAMPLES, container="webdataset")
+    publish_index(store.fs, store.catalog.names)
+    script = (
+        "import sys; from hiddenstore.fs.local import LocalFilesystem; from hiddenstore.index.file import IndexFile; "
+        "table = IndexFile.open(LocalFilesystem(sys.argv[1]), 1).read(); print(len(table), 'pandas' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(store.path)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(SAMPLES), "False"]
 
 
 def test_resuming_reads_an_index_file_that_the_store_was_opened_with_no_second_time() -> None:
