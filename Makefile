@@ -112,14 +112,17 @@ test-llamacpp: install $(LLAMACPP)/.built
 $(LLAMACPP)/.built:
 	sh tests/llamacpp/build.sh $(PYTHON) $(LLAMACPP_VERSION) $(LLAMACPP)
 
-# Object storage on moto's S3 server behind a proxy that fails. Beside our pins pip finds no versions for moto, so it
-# lives, and runs, in an environment of its own.
+# Object storage on moto's S3 server, Azurite and s3rver, the first two behind a proxy that fails. Beside our pins pip
+# finds no versions for moto, so it lives, and runs, in an environment of its own. The other two come from npm, where
+# that is installed, without their scripts of installation.
+NPM := $(shell command -v npm 2>/dev/null)
 test-objects: install $(VENV)-objects/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "objects and not slow" tests/objects
 
 $(VENV)-objects/.installed: tests/objects/requirements.txt
 	$(PYTHON) -m venv $(VENV)-objects
 	$(VENV)-objects/bin/python -m pip install --quiet --disable-pip-version-check -r tests/objects/requirements.txt
+	$(if $(NPM),$(NPM) install --silent --ignore-scripts --no-audit --no-fund --prefix $(VENV)-objects azurite@3.37.0 s3rver@3.7.1)
 	touch $@
 
 # Collecting with real Ray actors on clusters of one and two nodes, some of which are killed.

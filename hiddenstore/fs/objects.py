@@ -429,6 +429,9 @@ def _meaning(error: Exception) -> tuple[int | None, str]:
         status = status or 403
     if code is not None and code[1] == "RequestTimeout":
         status = 408
+    if status is None and "StartTooLarge" in text:
+        # Azure sends an empty range at the very end of a blob, which obstore refuses by itself.
+        status = 416
     if _WITHOUT_ROLE.search(text):
         return status, _NO_ROLE
     if status is None:

@@ -1,78 +1,81 @@
-"""A real S3 server for the tests of object storage: moto's, a process of its own, and a proxy before it that fails."""
+"""Real servers of object storage for the tests, and a proxy before each that fails."""
 
+import os
 import secrets
-import socket
-import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.objects.proxy import FaultProxy
+from tests.objects.proxy import FaultProxy, GoogleProxy
+from tests.objects.servers import ACCOUNT, ACCOUNT_KEY, BUCKET, azure_container, program, running, s3_bucket
 
-PROGRAM = Path(__file__).parents[2] / ".venv-objects" / "bin" / "moto_server"
-BUCKET = "stores"
 SECRETS = {"AWS_ACCESS_KEY_ID": "AKIACANARYCANARY", "AWS_SECRET_ACCESS_KEY": "canary-secret-canary"}
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
-    """The address of a running server with a bucket."""
-    if not PROGRAM.is_file():
-        pytest.fail("moto is not installed; run: make test-objects")
-    for _ in range(5):
-        address = f"http://127.0.0.1:{_free_port()}"
-        process = subprocess.Popen(
-            [str(PROGRAM), "-H", "127.0.0.1", "-p", address.rpartition(":")[2]],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        if _has_bucket(process, address):
+    """The address of moto's server."""
+    moto = program("moto_server")
+    with running(lambda port: [moto, "-H", "127.0.0.1", "-p", str(port)], s3_bucket) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an Azurite with an account of the tests' own."""
+    azurite, folder = program("azurite-blob"), str(tmp_path_factory.mktemp("azurite"))
+    os.environ["AZURITE_ACCOUNTS"] = f"{ACCOUNT}:{ACCOUNT_KEY}"
+    # It refuses versions of the protocol that are younger than itself.
+    words = [azurite, "--silent", "--disableTelemetry", "--skipApiVersionCheck", "--location", folder, "--blobPort"]
+    try:
+        with running(lambda port: [*words, str(port)], azure_container) as address:
             yield address
-            process.terminate()
-            process.wait()
-            return
-        process.terminate()
-        process.wait()
-    pytest.fail("moto's server did not start")
+    finally:
+        del os.environ["AZURITE_ACCOUNTS"]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _has_bucket(process: "subprocess.Popen[bytes]", address: str) -> bool:
-    """Wait until the server makes the bucket; False when it ended, since somebody else took its port."""
-    for _ in range(600):
-        if process.poll() is not None:
-            return False
-        try:
-            with urllib.request.urlopen(urllib.request.Request(f"{address}/{BUCKET}", method="PUT")):
-                return True
-        except OSError:
-            time.sleep(0.1)
-    return False
+@pytest.fixture(scope="session")
+def s3rver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server that lets an object be put over another, whatever the condition."""
+    s3rver, folder = program("s3rver"), str(tmp_path_factory.mktemp("s3rver"))
+    words = [s3rver, "--silent", "--directory", folder, "--address", "127.0.0.1", "--port"]
+    with running(lambda port: [*words, str(port)], s3_bucket) as address:
+        yield address
 
 
 @pytest.fixture
-def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """What the environment names as the endpoint; without a fault until a test sets one."""
-    with FaultProxy(server) as running:
-        for name, value in {
-            **SECRETS,
-            "AWS_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": running.address,
-            "AWS_ALLOW_HTTP": "true",
-        }.items():
+def proxy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """What the environment names as the endpoint of ``s3``, or of the scheme that a test asks for; without a fault
+    until a test sets one."""
+    scheme = getattr(request, "param", "s3")
+    upstream = request.getfixturevalue("azurite" if scheme == "az" else "server")
+    kind = GoogleProxy if scheme == "gs" else FaultProxy
+    with kind(upstream, scheme) as running_proxy:
+        for name, value in environment(running_proxy, tmp_path).items():
             monkeypatch.setenv(name, value)
-        yield running
+        yield running_proxy
+
+
+def environment(proxy: FaultProxy, folder: Path) -> dict[str, str]:
+    if proxy.scheme == "az":
+        return {
+            "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
+            "AZURE_STORAGE_ACCOUNT_KEY": ACCOUNT_KEY,
+            "AZURE_STORAGE_ENDPOINT": f"{proxy.address}/{ACCOUNT}",
+            "AZURE_ALLOW_HTTP": "true",
+        }
+    if proxy.scheme == "gs":
+        account = folder / "service-account.json"
+        account.write_text(
+            f'{{"gcs_base_url": "{proxy.address}", "disable_oauth": true, "client_email": "", "private_key": "", '
+            '"private_key_id": ""}'
+        )
+        return {"GOOGLE_SERVICE_ACCOUNT": str(account), "GOOGLE_ALLOW_HTTP": "true"}
+    return {**SECRETS, "AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": proxy.address, "AWS_ALLOW_HTTP": "true"}
 
 
 @pytest.fixture
 def place(proxy: FaultProxy) -> str:
     """An address under which nothing lies."""
-    return f"s3://{BUCKET}/{secrets.token_hex(6)}"
+    return f"{proxy.scheme}://{BUCKET}/{secrets.token_hex(6)}"
