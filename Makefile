@@ -119,10 +119,11 @@ NPM := $(shell command -v npm 2>/dev/null)
 test-objects: install $(VENV)-objects/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "objects and not slow" tests/objects
 
-$(VENV)-objects/.installed: tests/objects/requirements.txt
+$(VENV)-objects/.installed: tests/objects/requirements.txt tests/objects/package.json
 	$(PYTHON) -m venv $(VENV)-objects
 	$(VENV)-objects/bin/python -m pip install --quiet --disable-pip-version-check -r tests/objects/requirements.txt
-	$(if $(NPM),$(NPM) install --silent --ignore-scripts --no-audit --no-fund --prefix $(VENV)-objects azurite@3.37.0 s3rver@3.7.1)
+	cp tests/objects/package.json $(VENV)-objects/
+	$(if $(NPM),$(NPM) install --loglevel=error --ignore-scripts --no-audit --no-fund --prefix $(VENV)-objects)
 	touch $@
 
 # Collecting with real Ray actors on clusters of one and two nodes, some of which are killed.

@@ -1,6 +1,6 @@
 """Real servers of object storage for the tests, and a proxy before each that fails."""
 
-import os
+import json
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +11,9 @@ from tests.objects.proxy import FaultProxy, GoogleProxy
 from tests.objects.servers import ACCOUNT, ACCOUNT_KEY, BUCKET, azure_container, program, running, s3_bucket
 
 SECRETS = {"AWS_ACCESS_KEY_ID": "AKIACANARYCANARY", "AWS_SECRET_ACCESS_KEY": "canary-secret-canary"}
+
+
+every_scheme = pytest.mark.parametrize("proxy", ["s3", "az", "gs"], indirect=True)
 
 
 @pytest.fixture(scope="session")
@@ -24,22 +27,19 @@ def server() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of an Azurite with an account of the tests' own."""
-    azurite, folder = program("azurite-blob"), str(tmp_path_factory.mktemp("azurite"))
-    os.environ["AZURITE_ACCOUNTS"] = f"{ACCOUNT}:{ACCOUNT_KEY}"
+    account, folder = f"AZURITE_ACCOUNTS={ACCOUNT}:{ACCOUNT_KEY}", str(tmp_path_factory.mktemp("azurite"))
     # It refuses versions of the protocol that are younger than itself.
-    words = [azurite, "--silent", "--disableTelemetry", "--skipApiVersionCheck", "--location", folder, "--blobPort"]
-    try:
-        with running(lambda port: [*words, str(port)], azure_container) as address:
-            yield address
-    finally:
-        del os.environ["AZURITE_ACCOUNTS"]
+    options = ["--silent", "--disableTelemetry", "--skipApiVersionCheck", "--location", folder, "--blobPort"]
+    words = ["env", account, program("azurite-blob"), *options]
+    with running(lambda port: [*words, str(port)], azure_container) as address:
+        yield address
 
 
 @pytest.fixture(scope="session")
 def s3rver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server that lets an object be put over another, whatever the condition."""
-    s3rver, folder = program("s3rver"), str(tmp_path_factory.mktemp("s3rver"))
-    words = [s3rver, "--silent", "--directory", folder, "--address", "127.0.0.1", "--port"]
+    folder = str(tmp_path_factory.mktemp("s3rver"))
+    words = [program("s3rver"), "--silent", "--directory", folder, "--address", "127.0.0.1", "--port"]
     with running(lambda port: [*words, str(port)], s3_bucket) as address:
         yield address
 
@@ -67,10 +67,8 @@ def environment(proxy: FaultProxy, folder: Path) -> dict[str, str]:
         }
     if proxy.scheme == "gs":
         account = folder / "service-account.json"
-        account.write_text(
-            f'{{"gcs_base_url": "{proxy.address}", "disable_oauth": true, "client_email": "", "private_key": "", '
-            '"private_key_id": ""}'
-        )
+        fields = {"gcs_base_url": proxy.address, "disable_oauth": True}
+        account.write_text(json.dumps({**fields, "client_email": "", "private_key": "", "private_key_id": ""}))
         return {"GOOGLE_SERVICE_ACCOUNT": str(account), "GOOGLE_ALLOW_HTTP": "true"}
     return {**SECRETS, "AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": proxy.address, "AWS_ALLOW_HTTP": "true"}
 

@@ -85,7 +85,8 @@ class FaultProxy:
     def fault_of(self, method: str, path: str) -> Fault | None:
         parts = urllib.parse.urlsplit(path)
         with self._lock:
-            request = Request(len(self.requests), method, parts.path, "list-type" in parts.query)
+            # Google's client escapes what the others write as it is.
+            request = Request(len(self.requests), method, urllib.parse.unquote(parts.path), "list-type" in parts.query)
             self.requests.append(request)
             fault = self._plan(request) if self._plan is not None else None
             self.faults += fault is not None

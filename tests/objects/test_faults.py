@@ -15,6 +15,7 @@ from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from hiddenstore.testing.invariants import contents, fingerprint, garbage, problems
 from hiddenstore.verify import verify
+from tests.objects.conftest import every_scheme
 from tests.objects.proxy import Fault, FaultProxy, Plan, Request
 
 pytestmark = pytest.mark.objects
@@ -41,6 +42,7 @@ def calm(place: str) -> Store:
         pytest.param(STORM, id="all"),
     ],
 )
+@every_scheme
 def test_what_is_written_and_read_in_a_storm_is_what_is_written_in_calm(
     faults: tuple[Fault, ...], calm: Store, place: str, proxy: FaultProxy
 ) -> None:
@@ -56,6 +58,7 @@ def test_what_is_written_and_read_in_a_storm_is_what_is_written_in_calm(
     assert garbage(stormy.fs) == []
 
 
+@every_scheme
 def test_every_lost_reply_of_a_put_is_read_back(calm: Store, place: str, proxy: FaultProxy) -> None:
     seen: set[str] = set()
 
@@ -72,6 +75,7 @@ def test_every_lost_reply_of_a_put_is_read_back(calm: Store, place: str, proxy: 
     assert garbage(store.fs) == []
 
 
+@every_scheme
 def test_storage_that_stays_away_is_no_damage_and_nothing_is_repaired(
     calm: Store, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +96,7 @@ def test_storage_that_stays_away_is_no_damage_and_nothing_is_repaired(
     assert fingerprint(calm.fs) == before
 
 
+@every_scheme
 def test_a_put_that_is_never_answered_says_that_it_may_be_done(
     place: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
