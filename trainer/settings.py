@@ -15,6 +15,7 @@ from pydantic import Field, create_model
 
 from hiddenstore import settings
 from hiddenstore.errors import ConfigError, FormatError, Kind
+from hiddenstore.index.table import SPLITS
 from hiddenstore.store import Store
 from trainer.attention.rope import inherited_scaling
 from trainer.config import DrafterConfig, LoopConfig, TrainConfig
@@ -34,6 +35,11 @@ quarter cheaper (benchmarks/results/what-pays-2026-11-23.md)."""
 STEPS_OF_AN_EPOCH = 400
 """A small store is cut into so many batches, as far as they stay above ``FEWEST_BATCH_TOKENS``."""
 FEWEST_BATCH_TOKENS = 1024
+
+LONG_RUN, HIGHEST_LR_FACTOR = 500, 4.0
+"""Steps from which a run takes the rate of its width alone, and how many times that the shortest run takes. SmolLM2,
+30, 100 and 434 steps of 1,000 tokens, once, twice and four times that rate: EAGLE-3.1 1.207, 1.241, 1.268; 1.347,
+1.363, 1.353; 1.525, 1.498, 1.433 (benchmarks/results/rate-2026-11-24.md)."""
 
 
 @cache
@@ -66,7 +72,10 @@ def load_config(
         if str(batch_tokens).isdecimal() and int(batch_tokens) > 0:
             # A smaller batch is one smaller pack; a larger one is several.
             defaults["data"]["pack_tokens"] = min(defaults["data"]["pack_tokens"], int(batch_tokens))
-    return settings.load(config_class(name), file, words, defaults)
+    config = settings.load(config_class(name), file, words, defaults)
+    if settings.assignments("optim.lr", file, words):
+        return config
+    return config.model_copy(update={"optim": config.optim.model_copy(update={"lr": derived_lr(store, config)})})
 
 
 def rank_settings(file: str | Path | None, words: Sequence[str]) -> LoopConfig:
@@ -173,6 +182,20 @@ def _rope(shape: Mapping[str, Any]) -> Mapping[str, Any]:
         rope = rope["full_attention"]
     old = {"rope_theta": shape.get("rope_theta"), **(shape.get("rope_scaling") or {})}
     return {**old, **rope}
+
+
+def derived_lr(store: "Store", config: TrainConfig) -> float:
+    """The rate of a run over ``store`` with these settings, its own rate aside. Under Muon a run of fewer than
+    ``LONG_RUN`` steps takes a higher one, by the root of how much shorter it is, `HIGHEST_LR_FACTOR` times at most;
+    AdamW gains nothing from it."""
+    rate = default_lr(store.capture.target.hidden_size)
+    if config.optim.kind != "muon":
+        return rate
+    table = store.catalog.table
+    lengths = table.tokens[table.split == SPLITS.index("train")]
+    tokens = int(np.minimum(lengths, config.data.max_tokens or lengths.max(initial=1)).sum())
+    steps = config.train.max_steps or config.train.epochs * tokens / config.data.batch_tokens
+    return float(f"{rate * min(HIGHEST_LR_FACTOR, max(1.0, (LONG_RUN / max(1, steps)) ** 0.5)):.1e}")
 
 
 def default_lr(hidden_size: int) -> float:

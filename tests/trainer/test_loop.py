@@ -35,7 +35,7 @@ def lines(run: Path) -> list[dict[str, object]]:
 
 
 def test_a_run_leaves_what_it_promises(store: Store, tmp_path: Path) -> None:
-    report = train(store.path, tmp_path / "run", words=WORDS)
+    report = train(store.path, tmp_path / "run", words=[*WORDS, "optim.lr=5e-3"])
     assert report.steps == 12
     found = lines(tmp_path / "run")
     steps = [line for line in found if "loss" in line]
@@ -258,7 +258,7 @@ def test_the_settings_that_follow_from_the_target_are_shown_before_the_first_ste
     shown = dict(re.findall(r"([a-z]+\.[a-z_]+) +(\S+(?: \*)?)", said))
     assert shown["data.batch_tokens"] == "160 *"
     assert shown["drafter.aux_layers"] == "1,3,4"
-    assert shown["optim.lr"] == "0.005"
+    assert shown["optim.lr"] == "0.02"
 
 
 def test_an_unknown_setting_is_answered_with_the_one_that_was_meant(

@@ -30,6 +30,35 @@ def test_token_is_the_argmax_over_the_whole_vocabulary(chunk: int, monkeypatch: 
     assert torch.allclose(probabilities, logits[:, vocab.target_ids].softmax(-1), atol=1e-6)
 
 
+@pytest.mark.parametrize("final_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("most", [0, 64])
+def test_a_token_looked_for_in_bf16_is_that_of_fp32(
+    final_dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_IN_QUESTION", most)
+    monkeypatch.setattr(module, "ROW_CHUNK", 7)
+    torch.manual_seed(0)
+    # Eight tokens a direction, so close together that bf16 takes a wrong one, or the first of equal ones.
+    base = torch.randn(5, 64).repeat_interleave(8, 0)
+    weight = (base + 0.01 * torch.randn_like(base)).bfloat16()
+    head = HeadBundle(make_head().spec.model_copy(update={"tied": True}), weight, None, torch.ones(64))
+    states = (3 * base[torch.randint(0, 40, (60,))] + 0.3 * torch.randn(60, 64)).to(final_dtype)
+    batch = replace(make_batch([60]), final=states)
+    rows, vocab = torch.arange(60), DraftVocab.of_ids(torch.arange(20), 40)
+    roughly, exactly = (Teacher(head, vocab, "post_norm", bf16=bf16).read(batch, rows) for bf16 in (True, False))
+    assert torch.equal(roughly.token, exactly.token)
+    assert torch.equal(roughly.usable, exactly.usable)
+    in_bf16 = (states.bfloat16() @ weight.T).argmax(-1)
+    assert (in_bf16 != exactly.token).sum() > 5
+
+
+def test_rows_that_repeat_are_taught_as_each_alone() -> None:
+    head, batch = make_head(), make_batch([20])
+    teacher = Teacher(head, DraftVocab.of_ids(torch.arange(0, VOCAB, 3), VOCAB))
+    found, which = teacher.read(batch, torch.arange(19)), torch.tensor([3, 3, 0, 18, 3, 0])
+    torch.testing.assert_close(teacher.distribution_of(found, which), teacher.distribution(found.pick(which)))
+
+
 def test_post_norm_states_are_not_normed_again() -> None:
     head, batch = make_head(), make_batch([8])
     rows = torch.arange(8)

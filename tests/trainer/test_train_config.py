@@ -11,7 +11,7 @@ from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from trainer.config import RopeScaling, Section, TrainConfig
 from trainer.drafters import DRAFTERS
-from trainer.settings import check_settings, config_class, default_lr, derived, load_config
+from trainer.settings import check_settings, config_class, default_lr, derived, derived_lr, load_config
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_defaults_come_from_the_target(store: Store, monkeypatch: pytest.MonkeyP
     assert (d.hidden_size, d.intermediate_size, d.num_heads, d.num_kv_heads, d.head_dim) == (32, 96, 4, 2, 8)
     assert (d.rms_norm_eps, d.rope_theta, d.max_position, d.vocab_size) == (1e-6, 5e5, 512, 64)
     assert d.aux_layers == (1, 3, 4)
-    assert config.optim.lr == default_lr(32)
+    assert config.optim.lr == derived_lr(store, config)
 
 
 def test_nested_text_config_and_layer_types_are_understood(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +73,23 @@ def test_every_wrong_setting_is_named_at_once(store: Store) -> None:
 @pytest.mark.parametrize(("width", "rate"), [(4096, 1e-4), (192, 5e-3), (2048, 2.4e-4)])
 def test_rate_falls_with_width(width: int, rate: float) -> None:
     assert default_lr(width) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("words", "factor"),
+    [
+        (["train.max_steps=500"], 1),
+        (["train.max_steps=125"], 2),
+        (["train.max_steps=8"], 4),
+        (["train.max_steps=100000"], 1),
+        (["train.max_steps=8", "optim.kind=adamw"], 1),
+        (["data.batch_tokens=12", "data.max_tokens=12", "train.epochs=1"], 4),
+        (["data.batch_tokens=12", "data.max_tokens=12", "train.epochs=5000"], 1),
+    ],
+)
+def test_a_short_run_takes_a_higher_rate_under_muon(store: Store, words: list[str], factor: float) -> None:
+    assert load_config(store, words=words).optim.lr == pytest.approx(factor * default_lr(32))
+    assert load_config(store, words=[*words, "optim.lr=3e-4"]).optim.lr == 3e-4
 
 
 @pytest.mark.parametrize(

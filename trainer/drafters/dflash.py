@@ -177,7 +177,7 @@ class BlockObjective:
             return Supervision.of_labels(inputs.labels, complete=complete)
 
         def distribution(states: Tensor) -> Tensor:
-            return self.teacher.distribution(teacher.pick(rows[states]))
+            return self.teacher.distribution_of(teacher, rows[states])
 
         return Supervision.of_labels(inputs.labels, distribution, self.loss.distil, complete=complete)
 
@@ -506,7 +506,7 @@ class _DFlashKind(DrafterKind[DFlash, DFlashConfig, BlockLoss]):
         return DFlash.build(config, target.head, target.vocab, seed)
 
     def objective(self, model: DFlash, target: TargetInterface, loss: BlockLoss) -> BlockObjective:
-        return BlockObjective(model, Teacher(target.head, target.vocab, target.final_norm), loss)
+        return BlockObjective(model, Teacher.of(target), loss)
 
     def hits(self, model: DFlash, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
         return block_hits(model, target.vocab, pack, draft_len)

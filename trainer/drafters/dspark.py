@@ -175,7 +175,7 @@ class DSparkObjective(BlockObjective):
         assert rows is not None
 
         def distribution(states: Tensor) -> Tensor:
-            return self.teacher.distribution(teacher.pick(rows[states]))
+            return self.teacher.distribution_of(teacher, rows[states])
 
         return Supervision.of_labels(inputs.labels, distribution, self.loss.distil, complete=complete)
 
@@ -202,7 +202,7 @@ class _DSparkKind(type(DFLASH)):  # type: ignore[misc]
         return DSpark.build(config, target.head, target.vocab, seed)
 
     def objective(self, model: DSpark, target: TargetInterface, loss: DSparkLoss) -> DSparkObjective:
-        return DSparkObjective(model, Teacher(target.head, target.vocab, target.final_norm), loss)
+        return DSparkObjective(model, Teacher.of(target), loss)
 
 
 DSPARK = _DSparkKind()

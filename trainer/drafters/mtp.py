@@ -258,7 +258,7 @@ class _MtpKind(RecurrentKind[Mtp, MtpConfig, MtpLoss]):
         return Mtp.build(config, target, seed)
 
     def objective(self, model: Mtp, target: TargetInterface, loss: MtpLoss) -> TttObjective:
-        return TttObjective(model, Teacher(target.head, target.vocab, target.final_norm, loss.drop_off_vocab), loss)
+        return TttObjective(model, Teacher.of(target, drop_off_vocab=loss.drop_off_vocab), loss)
 
     def hits(self, model: Mtp, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
         weight = model.lm_head.weight.to(model.fc.weight.dtype)

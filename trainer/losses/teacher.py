@@ -55,6 +55,10 @@ class FrozenHead:
 
 VOCAB_CHUNK = 8192
 ROW_CHUNK = 256
+BF16_ROUNDING = 2.0**-8
+"""What rounding to bf16 changes a number by at most, as a share of it; of a product of vectors, of |x| |w|."""
+MOST_IN_QUESTION = 64
+"""Tokens of a row that are worth a look; where there are more, the whole product is made in fp32."""
 FP32_HEAD_BYTES = 256 << 20
 """Draft rows of the head are stored in fp32 up to this size, else converted at each use."""
 
@@ -99,12 +103,24 @@ def final_index(
 
 
 class Teacher:
-    """Frozen: head bundle, draft vocabulary and the norm state of the stored final hidden."""
+    """Frozen: head bundle, draft vocabulary and the norm state of the stored final hidden. ``bf16``: the target's token
+    is looked for in bf16 and found in fp32."""
 
     def __init__(
-        self, head: HeadBundle, vocab: DraftVocab, norm_state: NormState = "pre_norm", drop_off_vocab: bool = True
+        self,
+        head: HeadBundle,
+        vocab: DraftVocab,
+        norm_state: NormState = "pre_norm",
+        drop_off_vocab: bool = True,
+        *,
+        bf16: bool = False,
     ) -> None:
         self.head = head
+        whole = head.output_weight
+        self._narrows = bf16 and whole.dtype is torch.bfloat16 and head.lm_head_bias is None
+        self._longest_row = torch.zeros(())
+        if self._narrows:
+            self._longest_row = torch.linalg.vector_norm(whole, dim=1, dtype=torch.float32).max()
         self.vocab = vocab.to(head.embed_tokens.device)
         self.norm_state = norm_state
         self.drop_off_vocab = drop_off_vocab
@@ -116,6 +132,11 @@ class Teacher:
             bias = bias[self.vocab.target_ids]
         self._draft = _tied_bundle(head, weight, bias)
         self._draft_ids = self.vocab.draft_ids()
+
+    @classmethod
+    def of(cls, target: "TargetInterface", *, drop_off_vocab: bool = True) -> Self:
+        """The teacher that a target is."""
+        return cls(target.head, target.vocab, target.final_norm, drop_off_vocab, bf16=target.bf16)
 
     def read(self, batch: PackedBatch, rows: Tensor, *, token: bool = True, mass: bool = False) -> TeacherRows:
         """Teacher of the pack's rows int64 [R]. ``token`` False spares the pass over the vocabulary where nothing can
@@ -129,7 +150,7 @@ class Teacher:
         if self.vocab.is_full and not token:
             return TeacherRows(normed, None, torch.ones_like(rows, dtype=torch.bool))
         mass = mass and not self.vocab.is_full
-        tokens, share = self._scan(normed, mass)
+        tokens, share = (self._narrowed(normed), None) if self._narrows and not mass else self._scan(normed, mass)
         usable = self.vocab.t2d[tokens] if self.drop_off_vocab else torch.ones_like(tokens, dtype=torch.bool)
         return TeacherRows(normed, tokens, usable, mass=share if mass else None)
 
@@ -140,6 +161,12 @@ class Teacher:
     def probabilities(self, normed: Tensor) -> Tensor:
         """softmax over the draft vocabulary of normed rows [R, D]: fp32 [R, U]."""
         return torch.softmax(self._draft.logits(normed, norm_state="post_norm"), -1)
+
+    def distribution_of(self, rows: TeacherRows, which: Tensor) -> Tensor:
+        """``distribution`` of rows that may repeat, int64 [n]: fp32 [n, U]. Blocks that overlap ask for a row once a
+        slot, and it is made once."""
+        needed, place = torch.unique(which, return_inverse=True)
+        return self.distribution(rows.pick(needed))[place]
 
     def distribution(self, rows: TeacherRows) -> Tensor:
         """Teacher over the draft vocabulary: fp32 [R, U], rows summing to one. Of stored top tokens, those the draft
@@ -186,6 +213,33 @@ class Teacher:
                 share[begin : begin + ROW_CHUNK] = (in_draft - in_target).exp()
         return token, share
 
+    def _narrowed(self, normed: Tensor) -> Tensor:
+        """``_scan``'s tokens int64 [R]: the best in fp32 of those that products in bf16 leave in question."""
+        token = torch.empty(normed.shape[0], dtype=torch.int64, device=normed.device)
+        for begin in range(0, normed.shape[0], ROW_CHUNK):
+            x = normed[begin : begin + ROW_CHUNK]
+            row, column = self._in_question(x)
+            if len(row) > MOST_IN_QUESTION * len(x):
+                token[begin : begin + len(x)] = self._scan(x, mass=False)[0]
+                continue
+            logit = torch.linalg.vecdot(x[row].float(), self.head.output_weight[column].float())
+            best = logit.new_full((len(x),), float("-inf")).scatter_reduce_(0, row, logit, "amax")
+            last = torch.full_like(best, self.head.vocab_size, dtype=torch.int64)
+            first = torch.where(logit == best[row], column, self.head.vocab_size)
+            token[begin : begin + len(x)] = last.scatter_reduce_(0, row, first, "amin")
+        return token
+
+    def _in_question(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows and tokens int64 [n] of every logit that rounding to bf16 may have put below the highest one: rounding of
+        the result, of x unless it is bf16 already, and of the partial sums of a GPU."""
+        z = F.linear(x.bfloat16(), self.head.output_weight)
+        top = z.amax(-1, keepdim=True).float()
+        off = 2 * BF16_ROUNDING * top.abs()
+        if inexact := (x.dtype is not torch.bfloat16) + x.is_cuda:
+            off += inexact * BF16_ROUNDING * self._longest_row * x.float().norm(dim=-1, keepdim=True)
+        row, column = torch.nonzero(z >= (top - 2 * off).bfloat16(), as_tuple=True)
+        return row, column
+
     def _vocabulary_chunks(self) -> Iterator[tuple[int, HeadBundle]]:
         if self.vocab.is_full:
             weight, bias = self._draft.embed_tokens, self._draft.lm_head_bias
@@ -204,11 +258,13 @@ def _tied_bundle(head: HeadBundle, weight: Tensor, bias: Tensor | None) -> HeadB
 
 @dataclass(frozen=True, eq=False)
 class TargetInterface:
-    """What a drafter is trained and used beside: head bundle, draft vocabulary, norm state of the final hidden."""
+    """What a drafter is trained and used beside: head bundle, draft vocabulary, norm state of the final hidden, and
+    whether its device multiplies bf16 faster."""
 
     head: HeadBundle
     vocab: DraftVocab
     final_norm: NormState = "pre_norm"
+    bf16: bool = False
 
     def normed(self, final: Tensor) -> Tensor:
         """Final hidden after the final norm [n, D], in fp32 or the bundle's own dtype."""

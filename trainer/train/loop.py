@@ -24,7 +24,7 @@ from hiddenstore.inspect.expect import EXPECTED_DRAFTER, expectation
 from hiddenstore.process import Drain, drain_on_signal, from_environment
 from trainer.parallel.group import ProcessGroup, process_group
 from trainer.presets import settings_file
-from trainer.settings import derived, rank_settings
+from trainer.settings import derived, derived_lr, rank_settings
 from trainer.train import checkpoint
 from trainer.train.lock import RunLock
 from trainer.train.log import METRICS, RunLog
@@ -88,6 +88,8 @@ def _settings_grid(state: TrainState) -> Any:
     if state.config.train.init_from is not None:
         defaults["drafter"] = state.config.drafter.model_dump(mode="json", include=set(defaults["drafter"]))
     resolved = state.config.model_dump(mode="json")
+    # A run that goes on keeps its rate, whatever the steps it now has.
+    defaults["optim"]["lr"] = resolved["optim"]["lr"] if state.step else derived_lr(state.store, state.config)
     cells = []
     for section, values in defaults.items():
         for key, default in values.items():

@@ -30,6 +30,11 @@ def resolved(config: TrainConfig, *, measure: bool = True) -> TrainConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
+def multiplies_bf16(config: TrainConfig, device: torch.device) -> bool:
+    """Whether a run with these settings, resolved, multiplies bf16 on that device."""
+    return config.train.precision == "bf16" or (config.train.precision == "auto" and device.type == "cuda")
+
+
 def is_faster_in_bf16(drafter: DrafterConfig) -> bool:
     """Whether this CPU multiplies the drafter's MLP markedly faster in bf16; measured in some tens of milliseconds."""
     return drafter.hidden_size >= NARROWEST and bf16_speedup(drafter.hidden_size, drafter.intermediate_size) > (

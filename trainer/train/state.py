@@ -30,6 +30,7 @@ from trainer.train.epochs import batches_at, token_batches, view_of
 from trainer.train.guard import BestCheckpoints, SpikeGuard
 from trainer.train.lock import RunLock
 from trainer.train.optim import Optimizer
+from trainer.train.precision import multiplies_bf16
 from trainer.train.run_folder import TrainOptions, create, describe, load_start, open_new, read_facts, reopen
 from trainer.vocab import DraftVocab, count_store, coverage
 
@@ -100,7 +101,8 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: RunLock) -> Tr
     config = config.model_copy(update={"drafter": drafter})
     with group.all_or_none():
         kind = drafter_kind(config.drafter.name)
-        target = TargetInterface(head, vocab.to(device), store.capture.final_norm)
+        in_bf16 = multiplies_bf16(config, device)
+        target = TargetInterface(head, vocab.to(device), store.capture.final_norm, in_bf16)
         model = kind.build(config.drafter, target, config.train.seed).to(device)
         model.tie_weights(head)
         model.train()

@@ -22,6 +22,7 @@ from trainer.parallel.data_parallel import unsharded
 from trainer.train.epochs import token_batches
 from trainer.train.guard import MOST_IN_A_ROW
 from trainer.train.log import StepMetrics
+from trainer.train.precision import multiplies_bf16
 from trainer.train.state import TrainState
 
 VALIDATION_DRAFT_LEN = 3
@@ -169,8 +170,7 @@ def validate(state: TrainState) -> None:
 
 def autocast(state: TrainState) -> AbstractContextManager[Any]:
     """The matrix products in bf16 where the settings ask for it; master weights stay fp32."""
-    precision = state.config.train.precision
-    if precision == "bf16" or (precision == "auto" and state.device.type == "cuda"):
+    if multiplies_bf16(state.config, state.device):
         return torch.autocast(state.device.type, dtype=torch.bfloat16)
     return nullcontext()
 
