@@ -155,7 +155,7 @@ class OptimConfig(Section):
     kind: Literal["adamw", "muon"] = "adamw"
     """``muon``: Muon for matrices at twice ``lr``, AdamW at ``lr`` for the rest, embeddings and LM head included."""
     lr: float = Field(1e-4, gt=0)
-    """The highest learning rate."""
+    """The highest learning rate; derived from the target's width and, under Muon, from how few steps there are."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW: decay of the mean of gradients."""
     beta2: float = Field(0.95, ge=0, lt=1)

@@ -230,8 +230,8 @@ class Teacher:
         return token
 
     def _in_question(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows and tokens int64 [n] of every logit that rounding to bf16 may have put below the highest one: rounding of
-        the result, of x unless it is bf16 already, and of the partial sums of a GPU."""
+        """Rows and tokens int64 [n] of every logit that rounding to bf16 may have put below the highest one: rounding
+        of the result, of x unless it is bf16 already, and of the partial sums of a GPU."""
         z = F.linear(x.bfloat16(), self.head.output_weight)
         top = z.amax(-1, keepdim=True).float()
         off = 2 * BF16_ROUNDING * top.abs()
