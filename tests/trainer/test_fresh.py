@@ -1,6 +1,7 @@
 """A fresh drafter says little: behind a head whose logits are loud it starts near the loss of equal probabilities."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,15 @@ from hiddenstore.targets.head import HeadBundle
 from schemas import HeadSpec
 from tests.trainer.conftest import VOCAB, WIDTH, drafter_config, make_batch
 from trainer.drafters.base import START_NATS, quiet_scale
+from trainer.drafters.dflash import BlockLoss, BlockObjective, DFlash, DFlashConfig
 from trainer.drafters.eagle3 import Eagle3, TttLoss, TttObjective
 from trainer.losses.teacher import TargetInterface, Teacher
 from trainer.vocab import DraftVocab
+
+SHAPE: dict[str, object] = {
+    "aux_layers": (1, 2, 4), "hidden_size": WIDTH, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2,
+    "head_dim": 8, "vocab_size": VOCAB, "num_layers": 2, "mask_token_id": 3,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -29,6 +36,24 @@ def test_a_fresh_eagle3_starts_near_equal_probabilities(target: TargetInterface,
     inputs = objective.prepare(make_batch([60, 40]))
     losses = objective.losses(inputs, objective.denominators(inputs))
     assert float((losses.sums / losses.counts).max()) < math.log(VOCAB) + 0.5
+
+
+@pytest.mark.parametrize(("train_head", "nats"), [(True, 0.5), (False, 4.0)])
+def test_a_fresh_dflash_starts_nearer_to_equal_probabilities_than_its_target_would(
+    target: TargetInterface, train_head: bool, nats: float
+) -> None:
+    # Blocks begin as embeddings, which behind a tied head are no random states.
+    target = replace(target, head=replace(target.head, embed_tokens=torch.randn(VOCAB, WIDTH)))
+    config = DFlashConfig.model_validate({**SHAPE, "train_head": train_head})
+    model = DFlash.build(config, target.head, target.vocab)
+    objective = BlockObjective(model, Teacher(target.head, target.vocab), BlockLoss())
+    inputs = objective.prepare(make_batch([60, 40]))
+    start = objective.losses(inputs, objective.denominators(inputs))
+    assert float((start.sums / start.counts).mean()) < math.log(VOCAB) + nats
+    with torch.no_grad():
+        model.norm.weight.copy_(target.head.norm_weight)
+    loud = objective.losses(inputs, objective.denominators(inputs))
+    assert float((loud.sums / loud.counts).mean()) > math.log(VOCAB) + 10
 
 
 def test_a_quiet_head_stays_as_it_is_and_a_loud_one_is_looked_at_in_part() -> None:

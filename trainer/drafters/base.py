@@ -72,17 +72,21 @@ def rms_weight(head: HeadBundle) -> Tensor:
 START_NATS = 0.25
 """By about how much a fresh drafter's loss may exceed that of equal probabilities. Behind the norm and the head of
 SmolLM2 as they are, random states say wrong tokens with confidence, 7 nats above it."""
+FROZEN_START_NATS = 3.0
+"""The same where the head is not trained, and only the norm can make its logits loud again, a little a step. SmolLM2,
+100 steps, one seed, started with the target's norm as it is, at 3 and at 0.25 nats: DSpark under KL 1.242, 1.268, 1.250
+(benchmarks/results/rate-2026-11-24.md)."""
 QUIET_ROWS = 4096
 """Rows of a head that are looked at: enough to know their variance."""
 
 
-def quiet_scale(norm: Tensor, rows: Tensor) -> float:
+def quiet_scale(norm: Tensor, rows: Tensor, nats: float = START_NATS) -> float:
     """What the weight of a fresh drafter's final norm [H] is multiplied by, before a head of ``rows`` [U, H], to start
-    at most about ``START_NATS`` above ln U; 1 where it does so anyway."""
+    at most about ``nats`` above ln U; 1 where it does so anyway."""
     # A state of random directions: logits of variance v cost v/2 nats. What all rows share moves every logit alike.
     rows = rows[:: -(-len(rows) // QUIET_ROWS)].float().cpu()
     variance = float(((rows - rows.mean(0)) * norm).square().sum(1).mean())
-    return min(1.0, (2 * START_NATS / variance) ** 0.5) if variance else 1.0
+    return min(1.0, (2 * nats / variance) ** 0.5) if variance else 1.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,7 +34,18 @@ from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear, linear
 from trainer.attention.block import Sight, block_attention
 from trainer.config import DrafterConfig, LossConfig
-from trainer.drafters.base import Drafter, DrafterKind, LossInputs, Needs, TargetFacts, rms_weight, seeded
+from trainer.drafters.base import (
+    FROZEN_START_NATS,
+    START_NATS,
+    Drafter,
+    DrafterKind,
+    LossInputs,
+    Needs,
+    TargetFacts,
+    quiet_scale,
+    rms_weight,
+    seeded,
+)
 from trainer.drafters.blocks import Attention, DecoderLayer, RMSNorm, Rotary, recomputed, rotate
 from trainer.drafters.live import KeyValues, LiveBlocks, block_hits, draft_logits
 from trainer.formats.dflash import DFLASH as DFLASH_EXPORT
@@ -335,16 +346,19 @@ class DFlash(Drafter):
 
     @classmethod
     def build(cls, config: DFlashConfig, head: HeadBundle, vocab: DraftVocab, seed: int = 0) -> Self:
-        """A fresh drafter: the final norm, and an own head, start as the target's, the rest random from ``seed``.
-        Raises ConfigError: the drafter is not as wide as the target, or the mask token has no embedding."""
+        """A fresh drafter: the final norm, scaled to say less, and an own head start as the target's, the rest random
+        from ``seed``. Raises ConfigError: the drafter is not as wide as the target, or the mask token has no
+        embedding."""
         _check_fits(config, head)
         with seeded(seed):
             model = cls(config, vocab)
         model._draft_ids = None if vocab.is_full else vocab.target_ids
         with torch.no_grad():
-            model.norm.weight.copy_(rms_weight(head))
+            rows, norm = model._head_rows(head), rms_weight(head)
+            nats = START_NATS if config.train_head else FROZEN_START_NATS
+            model.norm.weight.copy_(norm * quiet_scale(norm, rows, nats))
             if config.train_head:
-                model.lm_head.weight.copy_(model._head_rows(head).float().cpu())
+                model.lm_head.weight.copy_(rows.float().cpu())
         model.tie_weights(head)
         return model
 
