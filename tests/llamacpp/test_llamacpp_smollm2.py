@@ -1,6 +1,5 @@
-"""SmolLM2-135M-Instruct, a real model of 49,152 tokens, in a real llama.cpp: what drafts for it there drafts as `decode`
-foretells, and no answer changes. The drafters have learned these very answers by heart, so that their drafts are long.
-"""
+"""SmolLM2-135M-Instruct, a real model of 49,152 tokens, in a real llama.cpp: what drafts for it drafts as `decode`
+foretells, and no answer changes. The drafters have learned these very answers by heart, so that drafts are long."""
 
 import pytest
 
