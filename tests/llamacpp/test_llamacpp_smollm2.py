@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.llamacpp, pytest.mark.filterwarnings("default"), pytes
 QUESTIONS = 4
 NEW_TOKENS = 64
 LENGTH = 3
-# After 25 steps drafts are so long that the last one of an answer, which llama.cpp does not count as `decode` does, is 2 %
-# of them: DSpark 3.845 over 71 drafts there, 3.767 over 73 here, 3.863 counted as an engine.
+# After 25 steps drafts are so long that the last one of each answer, which llama.cpp seems not to count as `decode` does,
+# matters: DSpark 3.845 over 71 drafts there, 3.767 over 73 here, 3.863 counted as an engine.
 STEPS = 10
 SETTINGS = ("optim.lr=0.004", "drafter.vocab_size=2048")
 
