@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.llamacpp, pytest.mark.filterwarnings("default"), pytes
 QUESTIONS = 4
 NEW_TOKENS = 64
 LENGTH = 3
-# After 25 steps drafts are so long that the last one of each answer, which llama.cpp seems not to count as `decode` does,
+# After 25 steps drafts are so long that the last one of each answer, which llama.cpp seems to count otherwise,
 # matters: DSpark 3.845 over 71 drafts there, 3.767 over 73 here, 3.863 counted as an engine.
 STEPS = 10
 SETTINGS = ("optim.lr=0.004", "drafter.vocab_size=2048")
