@@ -61,7 +61,7 @@ $(VENV)-docs/.installed: docs/site/requirements.txt $(VENV)/.installed
 # benchmarks/results/reliability-<date>.md. All of it takes hours; PART=tests/reliability/test_model.py is one part.
 RELIABILITY := tests/reliability tests/attacks/test_fuzz.py tests/attacks/test_second_attack.py tests/hiddenstore/test_backend_suite.py tests/test_family_pipeline.py tests/test_guides.py
 reliability: install $(VENV)-objects/.installed
-	$(if $(PART),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m objects tests/objects)
+	$(if $(PART),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m objects --results benchmarks/results tests/objects)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or not slow" --results benchmarks/results $(or $(PART),$(RELIABILITY))
 	$(if $(PART),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/benchmarks)
 

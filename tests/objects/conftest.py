@@ -77,3 +77,13 @@ def environment(proxy: FaultProxy, folder: Path) -> dict[str, str]:
 def place(proxy: FaultProxy) -> str:
     """An address under which nothing lies."""
     return f"{proxy.scheme}://{BUCKET}/{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def direct(proxy: FaultProxy, place: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A place that is reached without the proxy, which would take most of the time."""
+    if proxy.scheme == "az":
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"{request.getfixturevalue('azurite')}/{ACCOUNT}")
+    else:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("server"))
+    return place

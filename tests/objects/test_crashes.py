@@ -4,6 +4,8 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,12 +17,14 @@ from hiddenstore.fs.seam import is_temporary
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.store import Store
 from hiddenstore.testing.invariants import fingerprint, garbage, problems
+from hiddenstore.testing.suite import Tally
 from tests.collectors.prepared import data_for_tiny
 from tests.collectors.tiny import save_target
 from tests.faults import SimulatedCrash
 from tests.forked import Forked, command
 from tests.objects.proxy import Fault, FaultProxy, Request
 from tests.reliability.collect_worker import finish, start_collect
+from tests.reliability.figures import Figures
 from tests.reliability.test_crash_points import Plan, Workload, check_survivor
 from tests.tiny_world import chat, run, write_rows
 
@@ -70,13 +74,6 @@ def puts(place: str) -> int:
     return fs.puts
 
 
-@pytest.fixture
-def direct(server: str, place: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An address that is reached without the proxy, which would take most of the time."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-    return place
-
-
 def test_a_crash_before_or_after_each_put_is_resumed_to_the_same_store(direct: str) -> None:
     count = puts(direct)
     assert count > 12
@@ -85,9 +82,14 @@ def test_a_crash_before_or_after_each_put_is_resumed_to_the_same_store(direct: s
 
 
 @pytest.mark.slow
-def test_a_crash_on_the_other_side_of_each_put_is_resumed_to_the_same_store(direct: str) -> None:
-    for at in range(puts(direct)):
-        crash_and_resume(direct, at, is_after=not at % 2)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("proxy", ["s3", "az"], indirect=True)
+def test_a_crash_on_either_side_of_every_put_is_resumed_to_the_same_store(direct: str, figures: Figures) -> None:
+    tally = Tally()
+    for at, is_after in product(range(puts(direct)), (False, True)):
+        tally.check(f"put {at}, after: {is_after}", partial(crash_and_resume, direct, at, is_after))
+    figures.add("crashes before and after each put", direct.partition(":")[0] + "://", tally)
+    assert tally.failures == []
 
 
 class Killing:
