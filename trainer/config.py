@@ -3,7 +3,7 @@
 Precedence: defaults here < derived from the target < file < ``key.path=value``; unknown keys are errors.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -147,6 +147,11 @@ class DrafterConfig(Section):
 
 class LossConfig(Section):
     """What is taught; each kind of drafter has its own settings."""
+
+    def as_rejection(self) -> Self | None:
+        """These settings, but that every taught slot loses 1 - sum min(p, q), the chance that a draft is rejected, over
+        all slots there are; None where this drafter's losses do not read the target's distribution."""
+        return None
 
 
 class OptimConfig(Section):

@@ -1,6 +1,6 @@
 """``hiddenstore advise``: which recipe this target's states can take."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,9 @@ PAIRED = "paired"
     help="With --paired: compare this one; default: compact, and rebuilt where it is measured.",
 )
 @click.option(
+    "--drafter", metavar="NAME", help="With --paired: train this one, eagle3 or one that train can; default: eagle3."
+)
+@click.option(
     "--seeds", default=3, show_default=True, type=click.IntRange(min=2), help="With --paired: pairs to train."
 )
 @click.option("--minutes", type=FiniteRange(min=0, min_open=True), help="With --paired: begin no pair that ends later.")
@@ -68,6 +71,7 @@ def advise(
     max_channel_error: float,
     paired: bool,
     recipes: tuple[str, ...],
+    drafter: str | None,
     seeds: int,
     minutes: float | None,
     max_loss: float,
@@ -84,7 +88,7 @@ def advise(
     from hiddenstore.inspect.facts import raw_bytes_per_token
     from schemas.capture import REBUILT
 
-    given = (*settings, *recipes, *(("--minutes",) if minutes else ()))
+    given = (*settings, *recipes, *(("--minutes",) if minutes else ()), *(("--drafter",) if drafter else ()))
     if not paired and given:
         raise click.UsageError(f"{given[0]} is for --paired, which was not asked for")
     limits = RecipeLimits(max_kl, max_channel_error, max_loss / 100)
@@ -98,7 +102,9 @@ def advise(
     if paired:
         named = tuple(recipe_name(get_recipe(text)) for text in recipes)
         compared = named or ("compact", *((REBUILT,) if rebuilder is not None else ()))
-        trained = _paired(opened, compared, seeds, settings, target, minutes)
+        trained = _paired(
+            opened, compared, range(seeds), settings, {"target": target, "minutes": minutes, "drafter": drafter}
+        )
         advice = choose(advice.rows, limits, advice.tokens, advice.final_rows, trained)
     path = None
     try:
@@ -134,11 +140,11 @@ def _show(advice: "Advice", bytes_raw: float, refused: Sequence[str]) -> None:
 def _paired(
     store: "Store",
     recipes: Sequence[str],
-    seeds: int,
+    seeds: Sequence[int],
     settings: Sequence[str],
-    target: str | None,
-    minutes: float | None,
+    options: Mapping[str, Any],
 ) -> "list[PairedRow]":
+    given = {name: value for name, value in options.items() if value is not None}
     measure = _hook()
     with Progress("paired", unit="steps") as progress:
 
@@ -146,7 +152,7 @@ def _paired(
             progress.total = total
             progress.advance(1, **fields)
 
-        return measure(store, recipes, range(seeds), settings, advance, target, minutes)
+        return measure(store, recipes, seeds, settings, advance, **given)
 
 
 def _hook() -> "Callable[..., list[PairedRow]]":

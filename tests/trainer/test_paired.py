@@ -69,6 +69,27 @@ def test_acceptance_is_the_overlap_of_drafter_and_target_at_the_first_drafted_to
     assert held_out.ids == sorted(entry.id for _, entry in raw.entries if entry.split == "validation")
 
 
+def test_a_block_drafter_is_paired_by_the_overlap_of_every_block_s_first_slot(raw: Store) -> None:
+    words = [
+        "drafter.num_layers=1",
+        "drafter.mask_token_id=0",
+        "loss.num_anchors=4",
+        "train.max_steps=2",
+        "data.batch_tokens=400",
+    ]
+    rows = measure_paired(raw, ("lossless", "compact"), (0, 1), words, lambda *_, **__: None, drafter="dspark")
+    assert [(row.drafter, row.recipe) for row in rows] == [("dspark", "lossless"), ("dspark", "compact")]
+    assert rows[0].difference == 0.0
+    assert 0 < abs(rows[1].difference) < 0.05
+    assert all(0 < one < 1 for one in rows[1].acceptance)
+
+
+def test_a_drafter_whose_loss_knows_no_overlap_is_refused_with_those_that_do(raw: Store) -> None:
+    with pytest.raises(ConfigError, match="acceptance of medusa is not measured by overlap; it is of eagle3") as caught:
+        measure_paired(raw, ("compact",), (0, 1), (), lambda *_: None, drafter="medusa")
+    assert caught.value.kind == "option-invalid"
+
+
 def test_a_store_without_original_states_or_held_out_text_is_refused(raw: Store, tmp_path: Path) -> None:
     rounded = make_store(tmp_path / "q8", samples=10, layers=(1, 3, 4))
     with pytest.raises(ConfigError, match=r"aux layers and final rows of .* are rounded already") as caught:

@@ -32,6 +32,7 @@ from trainer.slots import BlockMap
 from trainer.vocab import DraftVocab
 
 PUBLISHED_BLOCK, PUBLISHED_RANK = 7, 256
+EVERY_ANCHOR = 1 << 30
 
 
 class DSparkLoss(BlockLoss):
@@ -58,6 +59,11 @@ class DSparkLoss(BlockLoss):
     def reads_teacher(self) -> bool:
         """Whether the final hidden is read."""
         return True
+
+    def as_rejection(self) -> Self:
+        """The overlap alone, of a block behind every token."""
+        alone = {"cross_entropy": 0.0, "overlap": 1.0, "distil": 0.0, "confidence": 0.0}
+        return self.model_copy(update={**alone, "num_anchors": EVERY_ANCHOR})
 
 
 class DSparkConfig(DFlashConfig):

@@ -71,6 +71,10 @@ class TttLoss(LossConfig):
     """``lk_lambda`` blends by each slot's overlap (speculators) or by the step's mean over the pack (SpecForge), which
     takes a pass more."""
 
+    def as_rejection(self) -> Self:
+        """Total variation."""
+        return self.model_copy(update={"kind": "tv"})
+
     @field_validator("kind")
     @classmethod
     def _is_in_the_table(cls, kind: str) -> str:

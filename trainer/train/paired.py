@@ -1,4 +1,4 @@
-"""What a recipe costs in acceptance: short EAGLE-3 drafters trained in pairs on original and on decoded states.
+"""What a recipe costs in acceptance: short drafters trained in pairs on original and on decoded states.
 
 A pair has one seed, so one start and one order of samples, and differs in the states alone; both are judged on the
 original states of held-out text. That resolves differences of hundredths of a point where two seeds differ by half a
@@ -28,7 +28,8 @@ from hiddenstore.process import Rank
 from hiddenstore.store import Store
 from schemas.advice import PairedRow, SourceLoss
 from schemas.manifest import CommitRecord, SampleEntry
-from trainer.drafters import drafter_kind
+from trainer.config import LossConfig
+from trainer.drafters import DRAFTERS, drafter_kind
 from trainer.parallel.group import ProcessGroup
 from trainer.settings import load_config
 from trainer.train.epochs import token_batches
@@ -37,8 +38,8 @@ from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state
 from trainer.train.step import steps
 
-DRAFTER = "eagle3"
-DEFAULTS = {"train.max_steps": "200", "loss.steps": "3"}
+DEFAULTS = {"eagle3": ("train.max_steps=200", "loss.steps=3")}
+"""Settings of a short run, by drafter; of others the steps alone."""
 VALIDATION_TOKENS = 32_768
 FEWEST_SEEDS = 2
 SOURCE_LETTERS = 12
@@ -58,13 +59,14 @@ def measure_paired(
     advance: Advance,
     target: str | None = None,
     minutes: float | None = None,
+    drafter: str = "eagle3",
 ) -> list[PairedRow]:
     """Train a drafter per seed on the original states and one per recipe; a row per recipe.
 
     ``words`` are settings of ``train``; ``target`` the checkpoint of the states, for recipes that rebuild some. Behind
     the second seed none begins that would end after ``minutes``. As many samples as the steps need are copied into a
     temporary folder, once per recipe. Raises ConfigError: ``states-rounded``, the store's own codecs are not exact;
-    ``split-empty``; a wrong setting.
+    ``split-empty``; ``option-invalid``, the drafter's loss knows no overlap; a wrong setting.
     """
     rounded = inexact_fields(store.capture)
     if rounded:
@@ -73,11 +75,15 @@ def measure_paired(
             kind=Kind.STATES_ROUNDED,
             hint="hiddenstore collect DATA -o RAW --target T --recipe raw, then: hiddenstore advise RAW --paired",
         )
-    words = (*(f"{name}={value}" for name, value in DEFAULTS.items()), *words)
-    config = load_config(store, DRAFTER, None, words)
+    words = (*DEFAULTS.get(drafter, ("train.max_steps=200",)), *words)
+    config = load_config(store, drafter, None, words)
+    if config.loss.as_rejection() is None:
+        able = [name for name in DRAFTERS if drafter_kind(name).loss.as_rejection is not LossConfig.as_rejection]
+        problem = f"acceptance of {drafter} is not measured by overlap; it is of {', '.join(able)}"
+        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint="hiddenstore advise STORE --paired --drafter eagle3")
     count = config.train.max_steps or 0
     ids = _sample_ids(store, count * config.data.batch_tokens)
-    plan = PairPlan(DRAFTER, tuple(seeds), tuple(words), count, minutes)
+    plan = PairPlan(drafter, tuple(seeds), tuple(words), count, minutes)
     with TemporaryDirectory(prefix="hiddenstore-paired-") as folder:
         original = _copy(store, Path(folder) / ORIGINAL, None, ids, None)
         copies = {name: _copy(store, Path(folder) / name, name, ids, target) for name in recipes}
@@ -148,8 +154,9 @@ def held_out_overlaps(state: TrainState, original: Store) -> HeldOut:
     """What a drafter does on the held-out states of ``original``, each sample on its own; those it cannot be judged on
     are left out. ConfigError ``split-empty``: that is all of them."""
     kind = drafter_kind(state.config.drafter.name)
-    overlap = state.config.loss.model_copy(update={"kind": "tv"})
-    objective = kind.objective(state.model, state.target, overlap)
+    rejection = state.config.loss.as_rejection()
+    assert rejection is not None
+    objective = kind.objective(state.model, state.target, rejection)
     rows = {}
     state.model.eval()
     for batch in token_batches(original, state.config, state.group, validation=True):
