@@ -7,7 +7,7 @@ and mask token, which are those of ours, on the CPU (``speculators_on_cpu.py``).
 ``import-drafter``. Both sides take equally many steps of as many tokens in one precision, and are judged by
 ``hiddenstore eval`` on the same text. Finished runs are not repeated, nor those that ``drafter_quality`` left in DIR.
 Usage: python -m benchmarks.quality_against_speculators STORE --model DIR --runs DIR [--drafters eagle3 …]
-[--precision bf16] [--peer .venv-parity/bin/python] [--rates 1e-3 …] [what drafter_quality takes]
+[--precision bf16] [--peer .venv-parity/bin/python] [--rates 1e-3 … | --rate 1e-2] [what drafter_quality takes]
 """
 
 import json
@@ -123,12 +123,16 @@ def main() -> None:
     options.add_argument("--precision", choices=PRECISIONS, default="fp32")
     options.add_argument("--peer", default=".venv-parity/bin/python", help="python of an environment with speculators")
     options.add_argument("--rates", type=float, nargs="*", default=[3e-3, 1e-2], help="other rates to try for theirs")
+    options.add_argument("--rate", type=float, help="theirs at this rate alone, chosen on other text")
     arguments = options.parse_args()
     arguments.settings.append(f"train.precision={arguments.precision}")
     arguments.only += [SIDES[one][0] for one in arguments.drafters if SIDES[one][0] not in arguments.only]
     bench, results = measured(arguments)
     for drafter in arguments.drafters:
         peer = Peer(bench, arguments.peer, arguments.model, drafter, arguments.precision)
+        if arguments.rate:
+            results += [peer.measure(seed, arguments.rate) for seed in range(arguments.seeds)]
+            continue
         rates = [peer.measure(0, rate) for rate in sorted({DEFAULT_RATE, *arguments.rates})]
         while (best := max(rates, key=accepted)) is rates[-1] and best["lr"] * RATE_STEP <= HIGHEST_RATE:
             rates.append(peer.measure(0, round(best["lr"] * RATE_STEP, 6)))
