@@ -188,7 +188,7 @@ def derived_lr(store: "Store", config: TrainConfig) -> float:
     """The rate of a run over ``store`` with these settings, its own rate aside. Under Muon a run of fewer than
     ``LONG_RUN`` steps takes a higher one, by the root of how much shorter it is, `HIGHEST_LR_FACTOR` times at most;
     AdamW gains nothing from it."""
-    rate = default_lr(store.capture.target.hidden_size) * drafter_kind(config.drafter.name).rate
+    rate = default_lr(store.capture.target.hidden_size)
     if config.optim.kind != "muon":
         return rate
     table = store.catalog.table

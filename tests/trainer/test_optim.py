@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainer.config import OptimConfig
-from trainer.train.optim import MUON_RATE, Muon, Optimizer, learning_rate
+from trainer.train.optim import MARKOV_RATE, MUON_RATE, Muon, Optimizer, learning_rate
 
 
 @pytest.mark.parametrize(("schedule", "middle"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)])
@@ -71,6 +71,19 @@ def test_muon_moves_a_matrix_along_the_orthogonal_part_of_its_gradient_and_a_tab
     # Newton-Schulz in five steps leaves singular values between about 0.7 and 1.2.
     assert float(found.square().mean().sqrt()) == pytest.approx(0.2 * MUON_RATE * 0.01, rel=0.3)
     torch.testing.assert_close(moved["lm_head.weight"], -0.01 * sign, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_markov_tables_take_a_higher_rate_of_adamw_than_what_else_it_trains(kind: str) -> None:
+    head = {name: nn.Linear(6, 4, bias=False) for name in ("markov_w2", "lm_head")}
+    model = nn.ModuleDict({"markov_head": nn.ModuleDict(head)})
+    before = {name: layer.weight.detach().clone() for name, layer in head.items()}
+    config = OptimConfig.model_validate({"kind": kind, "lr": 0.01, "schedule": "constant", "warmup_ratio": 0.0})
+    for layer in head.values():
+        layer.weight.grad = torch.randn_like(layer.weight)
+    Optimizer(model, config, 10).step(0)
+    moved = {name: float((layer.weight.detach() - before[name]).abs().mean()) for name, layer in head.items()}
+    assert moved == pytest.approx({"markov_w2": 0.01 * MARKOV_RATE, "lm_head": 0.01}, rel=1e-3)
 
 
 def test_a_norm_that_is_not_finite_changes_nothing() -> None:

@@ -217,14 +217,13 @@ S = TypeVar("S", bound=LossConfig)
 class DrafterKind(ABC, Generic[M, C, S]):
     """One kind of drafter. ``layers``: its rule in ``hiddenstore.targets``, which is the ``--layers`` word
     that captures what it reads. ``takes_images``: it is trained and served beside images. ``begins_as_the_target_s``: a
-    part of the target itself, never trained from random weights. ``rate``: learning rate, as a multiple of what others
-    derive. ``export``: what engines, imports and servers know of it."""
+    part of the target itself, never trained from random weights. ``export``: what engines, imports and servers know of
+    it."""
 
     name: str
     layers: str
     takes_images: bool = False
     begins_as_the_target_s: bool = False
-    rate: float = 1.0
     config: type[C]
     loss: type[S]
     export: DrafterExport

@@ -188,7 +188,6 @@ class DSparkObjective(BlockObjective):
 
 class _DSparkKind(type(DFLASH)):  # type: ignore[misc]
     name = "dspark"
-    rate = 2.0
     config, loss = DSparkConfig, DSparkLoss
     export = DSPARK_EXPORT
 

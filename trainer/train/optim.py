@@ -68,6 +68,9 @@ TABLES = ("embed_tokens", "lm_head", "markov_w1", "markov_w2")
 MUON_RATE = 2.0
 """Muon's rate over AdamW's. On the bundled target, 300 steps, one seed, chains of 3, both parts at once, twice and four
 times the derived rate: EAGLE-3.1 1.576, 1.607, 1.520; DFlash 1.378, 1.392, 1.401; under AdamW alone 1.496 and 1.206."""
+MARKOV_RATE = 4.0
+"""AdamW's rate of DSpark's Markov tables over that of what else it trains: most of their rows see few tokens of a short
+run (benchmarks/results/rate-2026-11-25.md)."""
 
 
 class Optimizer:
@@ -79,8 +82,12 @@ class Optimizer:
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         matrices = {name for name, p in self.named.items() if config.kind == "muon" and _is_matrix(name, p)}
         self.matrices = [p for name, p in self.named.items() if name in matrices]
+        rates = {1.0: [], MARKOV_RATE: []}
+        for name, parameter in self.named.items():
+            if name not in matrices:
+                rates[MARKOV_RATE if "markov_w" in name else 1.0].append(parameter)
         adam = torch.optim.AdamW(
-            [p for name, p in self.named.items() if name not in matrices],
+            [{"params": group, "rate": rate} for rate, group in rates.items() if group],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -101,7 +108,7 @@ class Optimizer:
         if update and math.isfinite(norm):
             for optimizer in self._optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = lr * (MUON_RATE if isinstance(optimizer, Muon) else 1.0)
+                    group["lr"] = lr * (MUON_RATE if isinstance(optimizer, Muon) else group["rate"])
                 optimizer.step()
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
