@@ -82,7 +82,7 @@ class Optimizer:
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         matrices = {name for name, p in self.named.items() if config.kind == "muon" and _is_matrix(name, p)}
         self.matrices = [p for name, p in self.named.items() if name in matrices]
-        rates = {1.0: [], MARKOV_RATE: []}
+        rates: dict[float, list[nn.Parameter]] = {1.0: [], MARKOV_RATE: []}
         for name, parameter in self.named.items():
             if name not in matrices:
                 rates[MARKOV_RATE if "markov_w" in name else 1.0].append(parameter)
