@@ -1,15 +1,16 @@
-"""Storage benchmark: ``python -m benchmarks.storage [--gb 2] [--rounds 3] [--against CHECKOUT]``.
+"""Storage benchmark: ``python -m benchmarks.storage [--gb 2] [--rounds 3] [--groups G …] [--against CHECKOUT]``.
 
 Run it through ``make bench-storage``, whose environment has the peers. Needs about 7 bytes of disk and of page cache
 per byte of ``--gb``; less cache makes reads from disk part of the figures. Twenty minutes on two idle cores. Against
-another checkout, each reading row is timed in both in turn over the same files, without peers; any environment does.
+another checkout, each reading row is timed in both in turn over the same files, without peers; with ``--groups write
+copy codecs`` the rows of those. Any environment does for them, and for these groups alone.
 """
 
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ BUDGET = 256 << 20
 SMALL_WIDTH, SMALL_SAMPLES = 64, 10_000
 # Writes are judged by their smallest figure, which takes more rounds to find.
 WRITE_ROUNDS = 2
+WRITING = ("write", "copy", "codecs")
 
 Groups = dict[str, list[Timing]]
 
@@ -40,14 +42,20 @@ class Bench:
         self.root, self.rounds, self.device = root, rounds, device
         self.raw = RawStates(root / "raw" / "raw.u16", sample_lengths(int(gb * 1e9), width), width)
         self.quarter = replace(self.raw, lengths=sample_lengths(int(gb * 1e9 / 4), width))
+        bundled = cases.BUNDLED_WIDTH
+        self.bundled = replace(self.raw, lengths=sample_lengths(cases.COPIED_BYTES, bundled), width=bundled)
         self.written: dict[str, Answer] = {}
 
     def group(self, name: str) -> list[Timing]:
         """Write what a group reads, then measure its rows in turn."""
-        if name in ("write", "codecs"):
-            rounds = self.rounds * (WRITE_ROUNDS if name == "write" else 1)
-            return self.in_turn(cases.GROUPS[name], self.quarter, rounds)
+        if name in WRITING:
+            return self.writing(name, cases.GROUPS[name])
         return self.in_turn(self.write(cases.GROUPS[name]), self.raw, self.rounds)
+
+    def writing(self, name: str, rows: Sequence[Row]) -> list[Timing]:
+        """Rows of a group that reads no files, in turn."""
+        rounds = self.rounds * (WRITE_ROUNDS if name == "write" else 1)
+        return self.in_turn(rows, self.bundled if name == "copy" else self.quarter, rounds)
 
     def write(self, rows: Sequence[Row]) -> Sequence[Row]:
         """The folders that the rows read, each once in a run; the rows."""
@@ -98,6 +106,8 @@ class Bench:
         if "encode" in row.measures:
             return worker.ask("load", device=self.device).get("failed")
         answer = worker.ask("open")
+        if "copy" in row.measures:
+            return answer.get("failed")
         if "failed" not in answer:
             answer = worker.ask("check")
         is_exact = row.folder not in cases.LOSSY and row.kind != "TorchFilesDropped"
@@ -155,7 +165,7 @@ def judged(facts: dict[str, Any], groups: Groups) -> list[tuple[str, str, str, s
         Bar(f"stored size, {recipe}, final {final}, against .pt bf16", limit).judge(pt / sizes[recipe][final])
         for recipe, final, limit in cases.SIZES
     ]
-    lines += [ratio.judge(groups) for ratio in cases.RATIOS]
+    lines += judged_ratios(groups, cases.GROUPS)
     lossless = next((one for one in groups.get("lossless", ()) if one.row == cases.LOSSLESS), None)
     stored = lossless.facts.get("stored_bytes") if lossless else None
     over = (memory["growth_bytes"] - memory["budget"]) / 1e6 if "growth_bytes" in memory else None
@@ -165,6 +175,15 @@ def judged(facts: dict[str, Any], groups: Groups) -> list[tuple[str, str, str, s
         cases.FIRST_BATCH.judge(facts["first_batch"].get("wall")),
         cases.READER_MEMORY.judge(over),
     ]
+
+
+def judged_ratios(groups: Groups, names: Collection[str]) -> list[tuple[str, str, str, str]]:
+    """The bars on CPU seconds of the groups of these names."""
+    lines = [ratio.judge(groups) for ratio in cases.RATIOS if ratio.group in names]
+    if "codecs" in names:
+        seconds = {codec: cases.cpu(groups.get("codecs", ()), codec, "encode") for codec in cases.ENCODING}
+        lines += [bar.judge(1 / s if (s := seconds[codec]) else None) for codec, bar in cases.ENCODING.items()]
+    return lines
 
 
 def group_table(timings: Sequence[Timing], logical_bytes: int) -> str:
@@ -224,17 +243,37 @@ def page(facts: dict[str, Any], groups: Groups) -> list[str]:
     return lines
 
 
-def against(bench: Bench, checkout: Path) -> tuple[dict[str, Any], list[str]]:
-    """Reading rows of this checkout and of another over the same files, in turn: the figures and their table."""
+def against(bench: Bench, checkout: Path, names: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """Rows of this checkout and of another in turn, those that read over the same files: the figures and their table.
+
+    ``names``: groups of ``WRITING``; none: the reading rows.
+    """
+
+    def pairs(rows: Sequence[Row], suffix: str = "") -> list[Row]:
+        theirs = (replace(row, checkout=checkout.resolve(), folder=row.folder + suffix) for row in rows)
+        return [row for pair in zip(rows, theirs, strict=True) for row in pair]
+
     bench.raw.write()
-    theirs = [replace(row, checkout=checkout.resolve()) for row in cases.AGAINST]
-    rows = [row for pair in zip(bench.write(cases.AGAINST), theirs, strict=True) for row in pair]
-    timings = bench.in_turn(rows, bench.raw, bench.rounds)
+    timings = [timing for name in names for timing in bench.writing(name, pairs(cases.GROUPS[name], "-there"))]
+    if not names:
+        timings = bench.in_turn(pairs(bench.write(cases.AGAINST)), bench.raw, bench.rounds)
     return {"rows": [timing.document() for timing in timings]}, [
         "CPU s per logical GB",
         "",
         report.paired_table(timings),
     ]
+
+
+def some(bench: Bench, names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """These groups of ``WRITING`` alone: their figures, tables and bars."""
+    bench.raw.write()
+    groups = {name: bench.group(name) for name in names}
+    bars = judged_ratios(groups, names)
+    lines = [table(report.BAR_HEAD, bars)]
+    for name, timings in groups.items():
+        lines += ["", f"## {cases.TITLES[name]}", "", group_table(timings, bench.quarter.logical_bytes)]
+    rows = {name: [timing.document() for timing in timings] for name, timings in groups.items()}
+    return {"bars": bars, "rows": rows}, lines
 
 
 def main() -> None:
@@ -245,6 +284,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="where to work (default: temporary)")
     parser.add_argument("--device", help="cuda: only the codecs alone, on it")
     parser.add_argument("--against", type=Path, help="another checkout: only its reading rows beside ours")
+    parser.add_argument("--groups", nargs="+", choices=WRITING, default=(), help="only these")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -256,8 +296,12 @@ def main() -> None:
             report.publish("storage-device", result, options.results)
             return
         if options.against:
-            document, lines = against(bench, options.against)
+            document, lines = against(bench, options.against, options.groups)
             report.publish("storage-against", document, options.results, lines)
+            return
+        if options.groups:
+            document, lines = some(bench, options.groups)
+            report.publish("storage-" + "-".join(options.groups), document, options.results, lines)
             return
         facts, groups = measure(bench)
     rows = {name: [timing.document() for timing in timings] for name, timings in groups.items()}

@@ -56,7 +56,14 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("hiddenstore q8, encode to commit", "Safe", ("write",), "w-safe"),
     ),
 }
+GROUPS["copy"] = (
+    Row("hiddenstore copy --recipe compact", "CopyCompact", ("copy",), "copy-compact"),
+    Row("hiddenstore copy --recipe tiny", "CopyTiny", ("copy",), "copy-tiny"),
+)
 GROUPS["codecs"] = tuple(Row(f"codec {name}", name, ("encode", "decode")) for name in CODECS)
+COPIED_BYTES = 30_000_000
+BUNDLED_WIDTH = 192
+"""What ``copy`` reads: so many bytes of states, as wide as those of the bundled target."""
 AGAINST = (GROUPS["read"][0], CHECKED, UNCHECKED, LOSSLESS, *PACKED)
 """What two checkouts are compared in; the first row is theirs and ours alike."""
 
@@ -71,7 +78,8 @@ TITLES = {
     "loaders": "Loaders",
     "lossless": "Lossless",
     "write": "Writing (a quarter of the data, states in memory, twice the rounds)",
-    "codecs": "Codecs alone, in memory (a quarter of the data)",
+    "copy": "Copies of a raw store with the bundled target's head (D=192, V=1024, supervised final rows)",
+    "codecs": "Codecs alone, in memory (a quarter of the data); encoding with the statistics of a commit record",
 }
 
 
@@ -126,6 +134,11 @@ WRITING = (
     (Bar("write bf16, against zarr-python", 2), "Ours", "ZarrSharded"),
     (Bar("write q8, against zarr-python bf16", 2), "Safe", "ZarrSharded"),
 )
+COPY = Bar("copy to tiny, against compact", 2, False, reason="tiny multiplies every final row by the head, in float32")
+ENCODING = {
+    "q8": Bar("encode q8, row statistics included", 1.5, form="{:.2f} GB/s"),
+    "q4": Bar("encode q4, row statistics included", 1.2, form="{:.2f} GB/s"),
+}
 ONE_LAYER = Bar("one layer of four, against reading all", 3.5, reason="a short read is mostly opening and finding")
 RATIOS = (
     *(
@@ -139,6 +152,7 @@ RATIOS = (
     ),
     *(Ratio(bar, "lossless", "sequential", "OursLossless", peer) for bar, peer in LOSSLESS_READING),
     *(Ratio(bar, "write", "write", ours, peer) for bar, ours, peer in WRITING),
+    Ratio(COPY, "copy", "copy", "CopyTiny", "CopyCompact"),
     Ratio(ONE_LAYER, "read", "layer", "Ours", "Ours", "random"),
 )
 SIZES = (

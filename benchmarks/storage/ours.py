@@ -3,6 +3,7 @@
 Stores here hold the final hidden of every token, so that every format reads the same states.
 """
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save
 
-from benchmarks.storage.formats import SampleFormat, Samples, Shapes
-from benchmarks.storage.states import RawStates, loss_mask
+from benchmarks.storage.formats import Format, SampleFormat, Samples, Shapes
+from benchmarks.storage.states import RawStates, loss_mask, synthetic_bits
+from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.base import Encoded
 from hiddenstore.codecs.topk import with_top_tokens
@@ -20,14 +23,16 @@ from hiddenstore.data.packed import Buffers, small_on
 from hiddenstore.data.read import DecodedFiller, EncodedFiller, Filler, SampleSlot, packed_samples
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.segments import zarr_read
+from hiddenstore.segments.encode import encode_records
 from hiddenstore.store import Store
-from hiddenstore.targets.head import HeadBundle
+from hiddenstore.targets.head import HEAD_FILE, HeadBundle
 from hiddenstore.testing import builders
 from hiddenstore.writer import create_store, write_unit
 from schemas.capture import FINAL, CaptureSpec, FinalMode
 from schemas.layers import field_name
 
 AUX_LAYERS = (1, 3, 5)
+BUNDLED_TARGET = Path(__file__).parents[2] / "collectors" / "demo" / "target"
 UNIT_BYTES = 512_000_000
 UNIT_TOKENS = 32_768
 
@@ -129,12 +134,44 @@ class OursPack(Ours):
         self.filler.fill(pack, packed_samples(slots)[0])
 
 
+class Copies(Format):
+    """``hiddenstore copy`` of a raw store of synthetic states, whose head is that of the bundled target."""
+
+    def __init__(self, folder: Path, shapes: Shapes, recipe: str) -> None:
+        super().__init__(folder, shapes)
+        self.recipe = recipe
+
+    def open(self) -> None:
+        lengths, width = [shape[1] for shape in self.shapes], self.shapes[0][2]
+        tensors = load_file(BUNDLED_TARGET / "model.safetensors")
+        head = {"embed_tokens": tensors["model.embed_tokens.weight"], "norm_weight": tensors["model.norm.weight"]}
+        capture = builders.capture_spec(AUX_LAYERS, width, "raw", "supervised")
+        target = capture.target.model_copy(update={"vocab_size": len(head["embed_tokens"])})
+        capture, spec = capture.model_copy(update={"target": target}), builders.HEAD.model_copy(update={"tied": True})
+        files = {**builders.target_files(width), HEAD_FILE: save(head)}
+        store = create_store(self.folder / "store", capture, spec, "raw", files)
+        states = (torch.from_numpy(bits).view(torch.bfloat16) for bits in synthetic_bits(lengths, width))
+        records = [make_record(index, sample, capture) for index, sample in enumerate(states)]
+        write_unit(store, "unit-000000", "i" * 64, records, (), builders.ENGINE)
+        self.store = Store.open(self.folder / "store")
+
+    def copy(self) -> None:
+        run_copy(open_copy([self.store], self.folder / "copy", self.recipe))
+
+    def drop(self) -> None:
+        """Remove the copy."""
+        shutil.rmtree(self.folder / "copy")
+
+
 class Codec:
     """One codec in memory on a device, over samples uint16 [L, t, D]."""
 
     def __init__(self, name: str, samples: Iterable[np.ndarray], device: torch.device) -> None:
         self.codec, self.device = get_codec(name), device
         self.states = [torch.from_numpy(bits).view(torch.bfloat16).to(device) for bits in samples]
+        layers, width = range(len(self.states[0])), self.states[0].shape[2]
+        self.capture = builders.capture_spec(layers, width, name, "none")
+        self.records = [self._record(index, states) for index, states in enumerate(self.states)]
         self.out = [torch.zeros_like(states) for states in self.states]
         encoded = [self.codec.encode(states) for states in self.states]
         small = small_on([one.small for one in encoded], device)
@@ -142,14 +179,18 @@ class Codec:
         self.encoded = [Encoded(*pair) for pair in zip(codes, small, strict=True)]
 
     def encode(self) -> None:
-        """As a unit is: its samples layer by layer, with statistics of all of them."""
-        self.codec.encode_layers(list(layer) for layer in zip(*self.states, strict=True))
+        """As a unit is: its samples layer by layer, with the statistics that its commit record holds."""
+        encode_records("unit", self.records, self.capture)
         self._finish()
 
     def decode(self) -> None:
         for encoded, out in zip(self.encoded, self.out, strict=True):
             self.codec.decode(encoded, out)
         self._finish()
+
+    @staticmethod
+    def _record(index: int, states: torch.Tensor) -> Record:
+        return Record(make_sample(index, states.shape[1]), states, states[0, :0], np.zeros(0, np.int32))
 
     def _finish(self) -> None:
         if self.device.type == "cuda":
@@ -217,6 +258,8 @@ FORMATS: dict[str, Callable[[Path, Shapes], Any]] = {
     "CompactPacked": partial(OursPack, recipe="compact", filler=EncodedFiller),
     "SafeDecoded": partial(OursPack, recipe="safe", filler=DecodedFiller),
     "CompactDecoded": partial(OursPack, recipe="compact", filler=DecodedFiller),
+    "CopyCompact": partial(Copies, recipe="compact"),
+    "CopyTiny": partial(Copies, recipe="tiny"),
     "StockZarr": StockZarr,
     "StockZarrs": partial(StockZarr, pipeline="zarrs.ZarrsCodecPipeline"),
     "StockTensorstore": StockTensorstore,

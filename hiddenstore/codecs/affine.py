@@ -13,7 +13,7 @@ rows, G groups of ``q4``.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -46,8 +46,9 @@ _FLOOR = 1e-12
 _CEILING = 1e30
 # |code value| * c <= 2 max|y| c, so rows below this limit decode below 2**127 and stay finite.
 _LARGEST_DEVIATION = 2.0**125
+_LARGEST_DEVIATION_BITS = (125 + 127) << 7
 # float32 blocks small enough for a CPU's cache and large enough for the cost of a call; on a GPU, enough to fill it.
-_BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
+_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 # From as many rows of a unit on, a call a unit is cheaper than a scale and an offset a row.
 _ROWS_OF_THEIR_OWN = 256
 
@@ -58,6 +59,10 @@ _SMALL = {
     RAW_INDEX: SmallField("int32", ("N", "2")),
     RAW_ROWS: SmallField("uint16", ("N", "D"), bf16=True),
 }
+
+
+Seen = Callable[[Sequence[Tensor], Tensor], None]
+"""Given rows bfloat16 [t, D] that lie end to end, and the same in one float32 [m, D], which is spent afterwards."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +96,17 @@ class AffineCodec(ABC):
         layers: Iterable[Sequence[Tensor]],
         shared: Mapping[str, np.ndarray] | None = None,
         fine: np.ndarray | None = None,
+        seen: Seen | None = None,
     ) -> EncodedLayers:
         """Elementwise work in float32 blocks that stay in cache; statistics from at most 256 evenly spaced tokens.
 
-        ``fine``: the classes of the rows, of a ``MaskedCodec``.
+        ``fine``: the classes of the rows, of a ``MaskedCodec``; ``seen`` is called with every block, a layer's before
+        the next one is asked for.
         """
         codes, scales, channel_scales, offsets, places, rows = [], [], [], [], [], []
         for index, parts in enumerate(layers):
             scale, offset = channel_statistics(*parts) if shared is None else _stored(shared, index, parts[0].device)
-            layer_codes, token_scale, where = self._quantise(parts, scale, offset, fine)
+            layer_codes, token_scale, where = self._quantise(parts, scale, offset, fine, seen)
             codes.append([layer_codes])
             scales.append(bits_to_numpy(token_scale.bfloat16()))
             channel_scales.append(bits_to_numpy(scale.bfloat16()))
@@ -165,7 +172,12 @@ class AffineCodec(ABC):
                 out[rows].copy_(torch.addcmul(shift, values, factor, out=values))
 
     def _quantise(
-        self, parts: Sequence[Tensor], scale: Tensor, offset: Tensor, fine: np.ndarray | None
+        self,
+        parts: Sequence[Tensor],
+        scale: Tensor,
+        offset: Tensor,
+        fine: np.ndarray | None,
+        seen: Seen | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [T, C], token scales float32 [T] exact in bf16, raw rows int64 [N] (their codes and scales are 0)."""
         tokens, width, device = sum(map(len, parts)), len(scale), scale.device
@@ -174,13 +186,20 @@ class AffineCodec(ABC):
         step = _block_rows(device, width)
         inverse = scale.reciprocal()
         classes = None if fine is None else torch.from_numpy(fine).to(device)
-        # Columns that only fill up a group stay zero: in place, 0 times any scale is 0 again.
-        scratch = torch.zeros((min(step, tokens), self.columns(width)), device=device)
+        scratch = torch.empty((min(step, tokens), self.columns(width)), device=device)
         start = 0
-        for block in (block for part in parts if len(part) for block in part.split(step)):
-            rows = slice(start, start + len(block))
-            y = scratch[: len(block)]
-            y[:, :width].copy_(block).sub_(offset).mul_(inverse)
+        for pieces in _blocks(parts, step):
+            lengths = [len(piece) for piece in pieces]
+            rows = slice(start, start + sum(lengths))
+            y = scratch[: rows.stop - start]
+            values = y[:, :width]
+            # Columns that only fill up a group; a row that is not finite leaves NaN there.
+            y[:, width:] = 0.0
+            for piece, into in zip(pieces, values.split(lengths), strict=True):
+                into.copy_(piece)
+            if seen is not None:
+                seen(pieces, values)
+            values.sub_(offset).mul_(inverse)
             is_fine = None if classes is None else classes[rows, None]
             self.codes_of(y, codes[rows], token_scale[rows], peak[rows], is_fine)
             start = rows.stop
@@ -220,10 +239,14 @@ def channel_statistics(*parts: Tensor) -> tuple[Tensor, Tensor]:
     constant one the median channel's scale.
     """
     tokens, width, device = sum(map(len, parts)), parts[0].shape[1], parts[0].device
-    sampled = _rows_at(parts, _spread(tokens, SAMPLED_TOKENS, device)).float()
-    sampled = sampled[(sampled.abs() < _LARGEST_DEVIATION).all(dim=1)].T.contiguous()
-    if sampled.shape[1] == 0:
+    rows = _rows_at(parts, _spread(tokens, SAMPLED_TOKENS, device))
+    held = (rows.view(torch.int16) & 0x7FFF).amax(dim=1) < _LARGEST_DEVIATION_BITS
+    if not bool(held.all()):
+        rows = rows[held]
+    if not len(rows):
         return torch.ones(width, device=device), torch.zeros(width, device=device)
+    # Turned before it is converted: torch turns a matrix in tiles only where the type stays.
+    sampled = fresh((width, len(rows)), torch.float32, device).copy_(rows.T.contiguous())
     offset = lower_median(sampled)
     size = sampled.sub_(offset[:, None]).abs_()
     seen = size[_spread(width, SAMPLED_CHANNELS, device)].T.contiguous()
@@ -260,9 +283,26 @@ def lower_median(rows: Tensor) -> Tensor:
     return torch.from_numpy(np.partition(rows.numpy(), middle, axis=1)[:, middle].copy())
 
 
-def round_up(values: Tensor) -> Tensor:
-    """The smallest bf16 number that is not below each non-negative float32, as float32."""
-    return ((values.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+def round_up_(values: Tensor) -> Tensor:
+    """In place the smallest bf16 number that is not below each non-negative float32."""
+    values.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
+    return values
+
+
+def _blocks(parts: Sequence[Tensor], rows: int) -> Iterator[list[Tensor]]:
+    """Pieces of parts [t, D] that lie end to end, in blocks of so many rows together, the last one of fewer."""
+    pieces, room = list[Tensor](), rows
+    for part in parts:
+        start = 0
+        while start < len(part):
+            pieces.append(part[start : start + room])
+            start += len(pieces[-1])
+            room -= len(pieces[-1])
+            if not room:
+                yield pieces
+                pieces, room = [], rows
+    if pieces:
+        yield pieces
 
 
 def _spread(count: int, most: int, device: torch.device) -> Tensor:
@@ -322,7 +362,7 @@ class Q8Codec(AffineCodec):
 
     def codes_of(self, y: Tensor, codes: Tensor, token_scale: Tensor, peak: Tensor, fine: Tensor | None = None) -> None:
         torch.maximum(y.amax(dim=1), y.amin(dim=1).neg_(), out=peak)
-        token_scale.copy_(round_up(peak / _LARGEST_CODE).clamp_(min=_SMALLEST_SCALE))
+        round_up_(torch.div(peak, _LARGEST_CODE, out=token_scale)).clamp_(min=_SMALLEST_SCALE)
         codes.copy_(y.mul_(token_scale.reciprocal()[:, None]).round_())
 
     def values_of(self, codes: Tensor, token_scale: Tensor, values: Tensor) -> None:
@@ -342,6 +382,8 @@ GROUP = 32
 FAR_SIDE, COARSE_FAR_SIDE = 8.5, 4.5
 _E4M3_LARGEST, _E4M3_SMALLEST_NORMAL = 448.0, 2.0**-6
 _SMALLEST_TOKEN_SCALE = 2.0**-100
+# torch takes the largest of strided values by vectors only where so many groups lie side by side.
+_FEWEST_GROUPS = 64
 # float32 bits of a normal E4M3 number, shifted to its 4 + 3 bits, less the difference of the exponent biases.
 _E4M3_SHIFT, _E4M3_BIAS = 20, (127 - 7) << 3
 
@@ -384,19 +426,27 @@ class Q4Codec(AffineCodec):
     def codes_of(self, y: Tensor, codes: Tensor, token_scale: Tensor, peak: Tensor, fine: Tensor | None = None) -> None:
         # Any: two numbers are clamped to, or two tensors.
         far_side: Any = FAR_SIDE if fine is None else torch.where(fine, FAR_SIDE, COARSE_FAR_SIDE)
+        least, most = 0.5 - far_side, far_side - 1.5
         rows, columns = y.shape
         half = columns // 2
         grouped = y.view(rows, GROUP, columns // GROUP)
-        above, below = grouped.amax(dim=1), grouped.amin(dim=1).neg_()
+        above, below = _extremes(grouped)
+        below.neg_()
         far, near = torch.maximum(above, below), torch.minimum(above, below)
         torch.amax(far, dim=1, out=peak)
         wanted = torch.maximum(far / far_side, near / (far_side - 1))
-        token_scale.copy_(round_up(wanted.amax(dim=1) / _E4M3_LARGEST).clamp_(min=_SMALLEST_TOKEN_SCALE))
+        largest = torch.amax(wanted, dim=1, out=token_scale)
+        round_up_(largest.div_(_E4M3_LARGEST)).clamp_(min=_SMALLEST_TOKEN_SCALE)
         # Plus zero: the difference of a group of zeros would be -0.0, whose sign is written.
         group_scale, bits = _round_up_e4m3(wanted.div_(token_scale[:, None]), below.sub_(above).add_(0.0))
         codes[:, half:].view(torch.int8).copy_(bits)
         grouped.mul_(group_scale.mul_(token_scale[:, None]).reciprocal_()[:, None])
-        packed = y.round_().clamp_(0.5 - far_side, far_side - 1.5).to(torch.int8)
+        # Clamped as bytes: a row that is not kept raw is at most a code beyond.
+        packed = y.round_().to(torch.int8)
+        if fine is None:
+            packed.clamp_(int(least), int(most))
+        else:
+            packed.clamp_(least.to(torch.int8), most.to(torch.int8))
         low, high = packed[:, :half], packed[:, half:]
         torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=codes[:, :half].view(torch.int8))
 
@@ -408,6 +458,19 @@ class Q4Codec(AffineCodec):
         values[:, half:].copy_(packed >> 4)
         group_scale = _e4m3_values(codes.device)[codes[:, half:].int()].mul_(token_scale[:, None])
         values.view(rows, GROUP, columns // GROUP).mul_(group_scale[:, None])
+
+
+def _extremes(grouped: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest and the smallest of each group: [m, G] of [m, GROUP, G], whose rows are contiguous."""
+    rows, members, groups = grouped.shape
+    if grouped.is_cuda or groups >= _FEWEST_GROUPS:
+        return grouped.amax(dim=1), grouped.amin(dim=1)
+    largest = smallest = grouped.view(rows, members * groups)
+    while largest.shape[1] > groups:
+        half = largest.shape[1] // 2
+        largest = torch.maximum(largest[:, :half], largest[:, half:])
+        smallest = torch.minimum(smallest[:, :half], smallest[:, half:])
+    return largest, smallest
 
 
 def _groups(width: int) -> int:

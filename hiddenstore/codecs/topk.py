@@ -8,8 +8,9 @@ a loss may choose what the missing tail means. What stands in the rows is made b
 Shapes: R final rows, k top tokens, D target width, V target vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 # Logits in memory at once: 256 rows of a vocabulary of 150,000 are 150 MB.
 _LOGITS_AT_ONCE = 1 << 25
+# What is read of them stays in a CPU's cache meanwhile.
+_READ_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -86,21 +89,49 @@ def top_tokens(head: "HeadBundle", final: Tensor, norm_state: NormState, k: int)
 
     ``norm_state`` says what ``final`` is; the head must be on the device of ``final``.
     """
-    rows = final.shape[0]
+    rows, vocab = final.shape[0], head.vocab_size
     ids = torch.empty((rows, k), dtype=torch.int64, device=final.device)
     log_probs = torch.empty((rows, k), dtype=torch.float32, device=final.device)
     lse = torch.empty(rows, dtype=torch.float32, device=final.device)
-    step = max(1, _LOGITS_AT_ONCE // head.vocab_size)
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        logits = head.logits(final[part], norm_state)
-        picked = logits.topk(k, dim=-1).indices.sort(dim=-1).values
+    step = max(1, _LOGITS_AT_ONCE // vocab)
+    few = step if final.is_cuda else max(1, _READ_AT_ONCE // vocab)
+    parts = (
+        (start + low, block)
+        for start in range(0, rows, step)
+        for low, block in _blocks(head.logits(final[start : start + step], norm_state), few)
+    )
+    for start, logits in parts:
+        part = slice(start, start + len(logits))
+        picked = _largest(logits, k).sort(dim=-1).values
         kept = logits.gather(1, picked)
         order = kept.sort(dim=-1, descending=True, stable=True).indices
         lse[part] = logits.logsumexp(dim=-1)
         ids[part] = picked.gather(1, order)
         log_probs[part] = kept.gather(1, order) - lse[part, None]
     return TopK(ids, log_probs, lse)
+
+
+def _blocks(logits: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
+    """Blocks of so many rows, each with the number of its first."""
+    return zip(range(0, len(logits), rows), logits.split(rows), strict=True)
+
+
+def _largest(logits: Tensor, k: int) -> Tensor:
+    """Where the k largest of each row of [n, V] stand, int64 [n, k] in any order.
+
+    On a CPU they are looked for in the k groups whose own largest are the largest: no other group holds one of them.
+    """
+    vocab = logits.shape[1]
+    members = isqrt(vocab // k)
+    groups = vocab // max(1, members)
+    if logits.is_cuda or members < 2 or groups < k:
+        return logits.topk(k, dim=-1).indices
+    grouped = logits[:, : members * groups].unflatten(1, (members, groups))
+    best = grouped.amax(dim=1).topk(k, dim=-1).indices
+    places = (torch.arange(members)[:, None] * groups + best[:, None]).flatten(1)
+    rest = torch.arange(members * groups, vocab).expand(len(logits), -1)
+    places = torch.cat([places, rest], dim=1)
+    return places.gather(1, logits.gather(1, places).topk(k, dim=-1).indices)
 
 
 def with_top_tokens(record: Record, head: "HeadBundle | None", capture: CaptureSpec) -> Record:

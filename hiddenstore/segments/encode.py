@@ -5,8 +5,8 @@ Samples lie end to end along the token axis. Equal records give equal bytes.
 Shapes: L aux layers, T tokens of the unit, t tokens of one sample, R final rows of the unit, r of one sample, D width.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from hiddenstore.codecs import get_codec
-from hiddenstore.codecs.base import RAW_INDEX, EncodedLayers, MaskedCodec
+from hiddenstore.codecs.affine import AffineCodec
+from hiddenstore.codecs.base import RAW_INDEX, Codec, EncodedLayers, MaskedCodec
 from hiddenstore.codecs.topk import pack_rows
 from hiddenstore.records import Record
 from hiddenstore.segments.base import EncodedUnit
 from schemas import FINAL, CaptureSpec, LayerStats, SampleEntry, field_name
-
-_Encoder = Callable[[Iterable[Sequence[Tensor]]], EncodedLayers]
 
 _STATS_ELEMENTS = 1 << 18
 # Smaller samples cost more in calls than in being joined.
@@ -48,14 +47,14 @@ def encode_records(
     codec, fine = get_codec(capture.codecs.aux), None
     if isinstance(codec, MaskedCodec):
         fine = codec.fine_rows(loss_mask, [record.sample.tokens for record in records])
-    aux = _encode(_encoder(capture.codecs.aux, shared[0], fine), names, layers, width, stats)
+    aux = _encode(codec, _options(codec, shared[0], fine), _Fields(names, width, layers), stats)
     final = EncodedLayers([])
     if capture.holds_topk:
         packed = pack_rows([record.topk for record in records if record.topk is not None], capture.topk)
         final = EncodedLayers([[codes] for codes in packed.codes])
     elif capture.stores_final:
-        rows = [record.final for record in records]
-        final = _encode(_encoder(capture.codecs.final, shared[1]), [FINAL], [rows], width, stats)
+        codec, rows = get_codec(capture.codecs.final), [record.final for record in records]
+        final = _encode(codec, _options(codec, shared[1]), _Fields([FINAL], width, [rows]), stats)
     return EncodedUnit(
         unit=unit,
         samples=tuple(_sample_entries(records)),
@@ -69,26 +68,58 @@ def encode_records(
     )
 
 
-def row_norms(states: Tensor) -> tuple[np.ndarray, float]:
-    """Root mean square of each finite row of bfloat16 [T, D], float64, and the largest |value| in those rows."""
-    if not len(states):
-        return np.zeros(0), 0.0
-    tokens, width = states.shape
-    step = max(1, _STATS_ELEMENTS // max(1, width)) if states.device.type == "cpu" else max(1, tokens)
-    norms, peak = torch.empty(tokens, device=states.device), 0.0
-    scratch = torch.empty((min(step, tokens), width), device=states.device)
-    for rows, block in zip(norms.split(step), states.split(step), strict=True):
-        torch.linalg.vector_norm(scratch[: len(block)].copy_(block), dim=1, out=rows)
-        peak = max(peak, _peak(block))
+class RowStats:
+    """Statistics of the rows of one field, gathered block by block."""
+
+    def __init__(self) -> None:
+        self._norms: list[np.ndarray] = []
+        self._rows, self.peak = 0, 0.0
+
+    @property
+    def norms(self) -> np.ndarray:
+        """Root mean square of each finite row, float64."""
+        return np.concatenate(self._norms) if self._norms else np.zeros(0)
+
+    def add(self, pieces: Sequence[Tensor], values: Tensor) -> None:
+        """Rows bfloat16 [t, D] of pieces that lie end to end, and the same as one float32 [m, D]."""
+        norms, peak = torch.linalg.vector_norm(values, dim=1), max(map(_peak, pieces))
+        if not bool(torch.isfinite(norms).all()):
+            norms, peak = _of_finite_rows(torch.cat(list(pieces)), norms)
+        self._norms.append(norms.cpu().numpy().astype(np.float64) / values.shape[1] ** 0.5)
+        self._rows += len(values)
+        self.peak = max(self.peak, peak)
+
+    def measure(self, states: Tensor) -> None:
+        """Rows bfloat16 [T, D] of which nobody needs the float32 values."""
+        if not len(states):
+            return
+        tokens, width = states.shape
+        step = max(1, _STATS_ELEMENTS // max(1, width)) if states.device.type == "cpu" else tokens
+        scratch = torch.empty((min(step, tokens), width), device=states.device)
+        for block in states.split(step):
+            self.add([block], scratch[: len(block)].copy_(block))
+
+    def summary(self) -> LayerStats:
+        """What a commit record says of them."""
+        rms = self.norms
+        return LayerStats(
+            rows=self._rows,
+            rms_mean=float(rms.mean()) if len(rms) else 0.0,
+            rms_median=float(np.median(rms)) if len(rms) else 0.0,
+            rms_max=float(rms.max(initial=0.0)),
+            abs_max=self.peak,
+        )
+
+
+def _of_finite_rows(states: Tensor, norms: Tensor) -> tuple[Tensor, float]:
+    """Norms of the finite rows among bfloat16 [m, D], and their largest |value|; ``norms`` fp32 [m] as they came."""
     suspects = torch.nonzero(~torch.isfinite(norms)).flatten()
     is_finite = torch.isfinite(states[suspects]).all(dim=1)
     for row in suspects[is_finite].tolist():
         # The squares of float32 overflow above 1.8e19; the norm itself does too above 3.4e38.
         norms[row] = min(float(states[row].double().norm()), float(np.finfo(np.float32).max))
     finite = torch.isfinite(norms)
-    if not bool(is_finite.all()):
-        peak = _peak(states[finite])
-    return norms[finite].cpu().numpy().astype(np.float64) / width**0.5, peak
+    return norms[finite], _peak(states if bool(finite.all()) else states[finite])
 
 
 def _peak(block: Tensor) -> float:
@@ -105,15 +136,10 @@ def _peak(block: Tensor) -> float:
 
 def layer_stats(blocks: Sequence[Tensor]) -> LayerStats:
     """Row norms of one field given as bfloat16 blocks [t, D]."""
-    norms, peaks = zip(*map(row_norms, blocks), strict=True)
-    rms = np.concatenate(norms)
-    return LayerStats(
-        rows=sum(map(len, blocks)),
-        rms_mean=float(rms.mean()) if len(rms) else 0.0,
-        rms_median=float(np.median(rms)) if len(rms) else 0.0,
-        rms_max=float(rms.max(initial=0.0)),
-        abs_max=max(peaks),
-    )
+    stats = RowStats()
+    for block in blocks:
+        stats.measure(block)
+    return stats.summary()
 
 
 def with_raw_rows(stats: Mapping[str, LayerStats], encoded: EncodedLayers) -> dict[str, LayerStats]:
@@ -126,33 +152,41 @@ def with_raw_rows(stats: Mapping[str, LayerStats], encoded: EncodedLayers) -> di
     }
 
 
-def _encoder(name: str, shared: Mapping[str, np.ndarray], fine: np.ndarray | None = None) -> _Encoder:
+def _options(codec: Codec, shared: Mapping[str, np.ndarray], fine: np.ndarray | None = None) -> dict[str, Any]:
     """How layers are encoded: by their own statistics, or by those of the unit they join where the codec has any; and
     by the classes of their rows bool [T], where it has some."""
-    codec = get_codec(name)
     has_shared = any(not {"T", "N"} & set(spec.axes) for spec in codec.small.values())
     options: dict[str, Any] = {"shared": shared} if shared and has_shared else {}
-    return partial(codec.encode_layers, **(options if fine is None else {**options, "fine": fine}))
+    return options if fine is None else {**options, "fine": fine}
 
 
-def _encode(
-    encoder: _Encoder,
-    fields: Sequence[str],
-    layers: Iterable[Sequence[Tensor]],
-    width: int,
-    stats: dict[str, LayerStats],
-) -> EncodedLayers:
-    """Encode layers given as the states of their samples, and measure them."""
-    measured: list[LayerStats] = []
+@dataclass(frozen=True)
+class _Fields:
+    """Fields of one group: their names, D, and per layer the states of its samples."""
 
-    def measuring() -> Iterator[Sequence[Tensor]]:
-        for samples in layers:
-            blocks = _blocks(samples, width)
-            measured.append(layer_stats(blocks))
+    names: Sequence[str]
+    width: int
+    layers: Iterable[Sequence[Tensor]]
+
+
+def _encode(codec: Codec, options: Mapping[str, Any], fields: _Fields, stats: dict[str, LayerStats]) -> EncodedLayers:
+    """Encode layers and measure them, where the codec makes float32 of them by these."""
+    measured: list[RowStats] = []
+    gives_values = isinstance(codec, AffineCodec)
+
+    def layers() -> Iterator[Sequence[Tensor]]:
+        for samples in fields.layers:
+            measured.append(RowStats())
+            blocks = _blocks(samples, fields.width)
+            for block in () if gives_values else blocks:
+                measured[-1].measure(block)
             yield blocks
 
-    encoded = encoder(measuring())
-    stats.update(with_raw_rows(dict(zip(fields, measured, strict=True)), encoded))
+    if gives_values:
+        options = {**options, "seen": lambda pieces, values: measured[-1].add(pieces, values)}
+    encoded = codec.encode_layers(layers(), **options)
+    found = (one.summary() for one in measured)
+    stats.update(with_raw_rows(dict(zip(fields.names, found, strict=True)), encoded))
     return encoded
 
 

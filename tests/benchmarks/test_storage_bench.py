@@ -1,5 +1,6 @@
 """The storage benchmark runs from end to end in a tiny form, and its rows read what was written."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,13 @@ def test_a_codec_alone_is_timed_both_ways(bench: Bench, codec: str) -> None:
     worker = Worker(codec, bench.root, bench.quarter)
     worker.load("cpu")
     assert all(getattr(worker, way)()["cpu"] > 0 for way in ("encode", "decode"))
+
+
+@pytest.mark.parametrize("row", GROUPS["copy"], ids=lambda row: row.kind)
+def test_a_copy_with_the_bundled_head_is_timed(bench: Bench, row: Row) -> None:
+    worker = Worker(row.kind, bench.root / row.folder, replace(bench.bundled, lengths=bench.bundled.lengths[:2]))
+    worker.open()
+    assert worker.copy()["cpu"] > 0
 
 
 def test_a_worker_that_cannot_do_its_work_says_why(bench: Bench) -> None:

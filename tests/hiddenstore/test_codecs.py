@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hiddenstore.codecs import CODECS, get_codec
+from hiddenstore.codecs import CODECS, affine, get_codec
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, Encoded, fresh
 from hiddenstore.errors import ConfigError
 
@@ -283,6 +283,21 @@ def test_layers_in_parts_have_the_codes_of_whole_ones(name: str, cuts: list[int]
     whole, parts = codec.encode(states), codec.encode_layers(layer.tensor_split(cuts) for layer in states).joined()
     assert all(torch.equal(one, other) for one, other in zip(whole.codes, parts.codes, strict=True))
     assert all(np.array_equal(whole.small[field], parts.small[field]) for field in codec.small)
+
+
+@pytest.mark.parametrize("width", [33, 64])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_codes_do_not_depend_on_the_block_they_are_made_in_nor_on_broken_rows_in_it(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, codec = make_states("normal", 2, 40, width, 7), get_codec(name)
+    states[:, [1, 6]] = float("nan")
+    whole = codec.encode(states)
+    monkeypatch.setitem(affine._BLOCK_ELEMENTS, "cpu", 4 * width)
+    blocks = codec.encode(states)
+    assert whole.small[RAW_INDEX].tolist() == [[0, 1], [0, 6], [1, 1], [1, 6]]
+    assert all(torch.equal(one, other) for one, other in zip(whole.codes, blocks.codes, strict=True))
+    assert all(np.array_equal(whole.small[field], blocks.small[field]) for field in codec.small)
 
 
 @pytest.mark.parametrize("shape", [(0, 7), (3, 5), (600, 4096)])
