@@ -116,7 +116,10 @@ UNALIGNED = "the checksum behind a chunk puts the next one off alignment; a tent
 READING = (
     (Bar("bf16 without checksum, against torch.load", 2), "OursUnchecked", "TorchFiles"),
     (Bar("the same, loaded tensor dropped at once", 2), "OursUnchecked", "TorchFilesDropped"),
-    (Bar("bf16 without checksum, against preadv", 1.2, False, reason=UNALIGNED), "OursUnchecked", "Preadv"),
+    (Bar("bf16 without checksum, against preadv", 1.15, False, reason=UNALIGNED), "OursUnchecked", "Preadv"),
+    (Bar("bf16, every chunk checked, against preadv", 1.4, False), "Ours", "Preadv"),
+    (Bar("q8 to packed bytes, checked, against preadv", 0.85, False), "SafePacked", "Preadv"),
+    (Bar("compact to packed bytes, checked, against preadv", 0.55, False), "CompactPacked", "Preadv"),
     (Bar("bf16, every chunk checked, against torch.load", 1.5), "Ours", "TorchFiles"),
     (Bar("the same, loaded tensor dropped at once", 1.5), "Ours", "TorchFilesDropped"),
     (Bar("q8 to packed bytes, checked, against torch.load", 3), "SafePacked", "TorchFiles"),
