@@ -22,6 +22,17 @@ FORBIDDEN_CALLS = {"eval", "exec"}
 # SpecForge and ModelOpt read torch's own files and nothing else.
 WRITES_TORCH_FILES = "hiddenstore/dumps/common.py"
 FORBIDDEN_ATTRIBUTES = {("torch", "save"), ("yaml", "load"), ("yaml", "unsafe_load"), ("tarfile", "extractall")}
+RENAMES = {"rename", "renames", "replace", "link", "hardlink_to", "move"}
+MAY_RENAME = {
+    "hiddenstore/fs/publish.py": "the one publisher of files and folders",
+    "hiddenstore/fs/disk.py": "put-if-absent of the seam",
+    "hiddenstore/fs/local.py": "put-if-absent of the seam",
+    "hiddenstore/fs/cache.py": "blocks that anybody may lose, each with its checksum",
+    "hiddenstore/share/pull.py": "a file begun by an interrupted pull, once its digest is right",
+    "hiddenstore/doctor/machine.py": "whether a disk knows links",
+    "collectors/engines/resources.py": "scratch that goes with its process",
+    "trainer/train/checkpoint.py": "a checkpoint that goes",
+}
 SOURCES = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
 COMMANDS = [path for path in SOURCES if path.parent.name == "cli"]
 
@@ -92,6 +103,24 @@ def test_no_source_file_calls_what_can_run_code_or_swallow_errors(path: Path) ->
             assert not shell, f"{name_of(path)}:{node.lineno} shell="
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None, f"{name_of(path)}:{node.lineno} bare except"
+
+
+def renames(call: ast.Call) -> bool:
+    """Whether a call gives a file another name; ``replace`` of text takes two arguments, of a document keywords."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr not in RENAMES:
+        return False
+    is_of_module = isinstance(call.func.value, ast.Name) and call.func.value.id in ("os", "shutil")
+    return is_of_module or call.func.attr != "replace" or (len(call.args) == 1 and not call.keywords)
+
+
+def test_a16_nobody_but_the_publisher_gives_a_file_its_name() -> None:
+    found = {
+        name_of(path)
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and renames(node)
+    }
+    assert found == set(MAY_RENAME)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)

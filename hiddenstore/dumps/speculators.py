@@ -12,6 +12,7 @@ Layout, read from ``speculators.train.data.ArrowDataset`` and ``hs_connectors.Fi
 Shapes: T tokens, L aux layers, D target width.
 """
 
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,13 +33,15 @@ class RowsWriter:
         from datasets.arrow_writer import ArrowWriter
 
         self._folder = folder
-        # Outside the folder: `datasets` refuses to save a dataset over the file it reads.
-        self._rows_file = folder.with_name(f"{folder.name}.rows.arrow")
+        # A folder of its own: `datasets` refuses to save a dataset beside the file it reads.
+        rows = folder / ".rows"
+        rows.mkdir()
+        self._rows_file = rows / "rows.arrow"
         features = Features(
             {"input_ids": ListOf(Value("int64")), "loss_mask": ListOf(Value("int64")), "seq_len": Value("int64")}
         )
         self._open = ExitStack()
-        self._open.callback(self._rows_file.unlink, missing_ok=True)
+        self._open.callback(shutil.rmtree, rows)
         self._rows = self._open.enter_context(
             ArrowWriter(features=features, path=str(self._rows_file), writer_batch_size=500)
         )
@@ -55,7 +58,7 @@ class RowsWriter:
         )
 
     def close(self, complete: bool) -> None:
-        """Save the rows as ``datasets`` loads them; nothing is left beside the folder."""
+        """Save the rows as ``datasets`` loads them."""
         from datasets import Dataset
 
         with self._open:

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from hiddenstore.commit import Commit, lost_samples, read_commit
-from hiddenstore.errors import HiddenstoreError
+from hiddenstore.errors import ConfigError, HiddenstoreError
 from hiddenstore.files import layout
 from hiddenstore.files.damage import DAMAGE, twice
 from hiddenstore.fs.seam import Filesystem, is_temporary
@@ -148,10 +147,12 @@ def _belongs(event: Event, last: Event) -> bool:
 
 def _written_s(fs: Filesystem, path: str) -> float | None:
     try:
-        return (Path(fs.root) / path).stat().st_mtime
-    except OSError:
+        return fs.local_path(path).stat().st_mtime
+    except ConfigError:
         size, age_s = fs.usage(path)
         return time.time() - age_s if size else None
+    except OSError:
+        return None
 
 
 def _iso(time_s: float | None) -> str | None:

@@ -16,6 +16,7 @@ from threading import Event
 
 from hiddenstore.errors import ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files.layout import STORE_JSON
+from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import replace_file, sweep_killed
 from hiddenstore.fs.seam import TEMP_PREFIX, storage_errors
 from hiddenstore.share.remote import PIECE_BYTES, SUMS, Advance, Begin, Remote, parse_sums, read_sums, sums_text
@@ -72,6 +73,8 @@ def pull(remote: Remote, out: Path, begin: Begin) -> PullReport:
         _require_room(out, missing)
         replace_file(out / SUMS, sums_text(digests))
         came = _bring_all(remote, [file for file in missing if file.path not in _LAST], advance)
+        # The name that makes a store of it comes after every other is durable.
+        LocalFilesystem(out).sync_folder("")
         came += _bring_all(remote, [file for file in missing if file.path in _LAST], advance)
     return PullReport(len(files), total, came, tuple(sorted(before & {file.path for file in missing})))
 

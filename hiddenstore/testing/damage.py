@@ -2,20 +2,26 @@
 
 A damaged store is opened and read whole through the reader. What the reader does not look at (the attributes of a
 group, documentation for other readers) is the business of ``verify`` at depth bytes. Whatever is read must be exactly
-what was written. An error of a unit names samples of that unit, an error of a document names the file.
+what was written. An error of a unit names samples of that unit, an error of a document names the file. A document of
+this very store that is older and no less true, a shorter list under a snapshot's name or a record under a later
+revision, need not be noticed: what it leads to is still what was written.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import cached_property, partial
 from itertools import combinations
 
 from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError, NotFoundError
 from hiddenstore.files import layout
+from hiddenstore.files.documents import seal
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
     ENGINE,
     HEAD,
+    UNIT_TOKENS,
     make_store,
     memory_input,
     random_records,
@@ -30,6 +36,7 @@ from hiddenstore.writer import create_store, register_input, write_unit
 READ_ERRORS = (CorruptionError, FormatError)
 SNAPSHOT = "whole"
 TOGETHER_EVERY = 4
+UNLIKE_EVERY = 7
 
 Changes = Mapping[str, bytes | None]
 """New bytes by path; None removes the file."""
@@ -43,7 +50,7 @@ class Sweep:
         self.fs = backend("damaged")
         self.store = make_store(self.fs, samples=2, layers=(1, 3), codec=codec, container=container)
         self.store.save_snapshot(SNAPSHOT)
-        self.others = dict(_files(_with_other_states(backend("other"), self.store)))
+        self.others = {_plain(path): data for path, data in _files(_with_other_states(backend("other"), self.store))}
         self.expected = contents(self.store)
         self.inputs = {digest: registered.table for digest, registered in self.store.inputs().items()}
         self.files = dict(_files(self.fs))
@@ -70,20 +77,37 @@ class Sweep:
             yield f"{path} removed", {path: None}
 
     def swaps(self) -> Iterator[tuple[str, dict[str, bytes | None]]]:
-        """Every pair of files of one size in each other's place."""
-        for one, other in combinations(self.files, 2):
-            if len(self.files[one]) == len(self.files[other]) and self.files[one] != self.files[other]:
-                yield f"{one} and {other} swapped", {one: self.files[other], other: self.files[one]}
+        """Every pair of files of one size in each other's place, and of unlike size too; every 7th where not every
+        byte is flipped."""
+        pairs = [pair for pair in combinations(self.files, 2) if self.files[pair[0]] != self.files[pair[1]]]
+        unlike = [pair for pair in pairs if len(self.files[pair[0]]) != len(self.files[pair[1]])]
+        for one, other in [*(pair for pair in pairs if pair not in unlike), *unlike[:: min(self.step, UNLIKE_EVERY)]]:
+            yield f"{one} and {other} swapped", {one: self.files[other], other: self.files[one]}
 
     def replays(self) -> Iterator[tuple[str, dict[str, bytes | None]]]:
-        """Every file of segments and target replaced by the one of that name, attempt digits aside, of another store
-        of the same samples: whole, and of other states."""
-        others = {_plain(path): data for path, data in self.others.items()}
+        """Every file replaced by the one of that name, attempt digits aside, of another store of the same samples:
+        whole, and of other states; every input by another input; and what was true of this store before."""
         for path, data in self.files.items():
-            replayed = others.get(_plain(path))
-            is_own = path.startswith((layout.SEGMENTS_DIR, layout.TARGET_DIR))
-            if is_own and replayed is not None and replayed != data:
+            replayed = self.others.get(_plain(path), data)
+            if path.startswith(f"{layout.INPUTS_DIR}/"):
+                replayed = memory_input(2, seed=1).registration(UNIT_TOKENS)
+            if replayed != data:
                 yield f"{path} of another store", {path: replayed}
+        for path, data in self.once_true.items():
+            yield f"{path} of this store, from before", {path: data}
+
+    @cached_property
+    def once_true(self) -> dict[str, bytes]:
+        """Documents that are older and no less true: each record as a revision of its own, and the snapshot without
+        the last unit."""
+        records = {
+            layout.commit_path(record.unit, 1): self.files[layout.commit_path(record.unit)]
+            for record in self.store.commits()
+        }
+        whole, last = self.store.snapshot(SNAPSHOT), self.store.commits()[-1]
+        less = {"samples": whole.samples - len(last.samples), "tokens": whole.tokens - last.tokens}
+        shorter = whole.model_copy(update={"commits": whole.commits[:-1], **less})
+        return {**records, layout.snapshot_path(SNAPSHOT): seal(shorter)}
 
     def check(self, changes: Changes) -> None:
         """Damage files, demand exact data or an error that names what is wrong, heal them. Raises AssertionError: other
@@ -91,14 +115,14 @@ class Sweep:
         try:
             for path, data in changes.items():
                 _write(self.fs, path, data)
-            self.check_now(tuple(changes))
+            self.check_now(changes)
         finally:
             for path in changes:
-                _write(self.fs, path, self.files[path])
+                _write(self.fs, path, self.files.get(path))
 
-    def check_now(self, paths: tuple[str, ...]) -> None:
+    def check_now(self, changes: Changes) -> None:
         """Demand exact data or an error, of files that are damaged now."""
-        fs = self.backend("damaged")
+        fs, paths = self.backend("damaged"), tuple(changes)
         digests, errors = self._read(fs, paths)
         given = [*digests.items()]
         # Another way through the same bytes, at some points: it names no sample, and must not read them wrong.
@@ -114,29 +138,39 @@ class Sweep:
         report = verify(fs, depth="bytes")
         # A deleted input costs no sample: it is a note.
         gone = [note.path for note in report.notes if note.kind == "input-missing"]
-        assert report.findings or set(paths) & set(gone), f"silent: damage of {paths}"
+        is_true = changes.items() <= self.once_true.items()
+        assert report.findings or is_true or set(paths) & set(gone), f"silent: damage of {paths}"
         self.by_verify += 1
 
     def _read(self, fs: Filesystem, damaged: tuple[str, ...]) -> tuple[dict[str, str], list[HiddenstoreError]]:
         """Digests of the samples that can be read, and every error on the way."""
-        try:
-            store = Store.open(fs)
-            if any(layout.SEGMENTS_DIR not in path for path in damaged):
-                for file in store.manifest.target_files:
-                    store.target_file(file.path)
-                for digest, registered in store.inputs().items():
-                    assert registered.table.equals(self.inputs[digest])
-                Store.open(fs, snapshot=SNAPSHOT)
-        except (*READ_ERRORS, NotFoundError) as error:
-            return {}, [error]
         digests: dict[str, str] = {}
         errors: list[HiddenstoreError] = []
-        for name in store.sample_ids:
+        stores: list[Store] = []
+        looks: list[Callable[[], object]] = [lambda: stores.append(Store.open(fs))]
+        if any(layout.SEGMENTS_DIR not in path for path in damaged):
+            looks += [partial(self._look_beside, fs), lambda: stores.append(Store.open(fs, snapshot=SNAPSHOT))]
+        for look in looks:
             try:
-                digests |= {name: sample_digest(store, name)}
-            except READ_ERRORS as error:
+                look()
+            except (*READ_ERRORS, NotFoundError) as error:
                 errors.append(error)
+        is_snapshot = any(path.startswith(f"{layout.SNAPSHOTS_DIR}/") for path in damaged)
+        for store in stores if is_snapshot else stores[:1]:
+            for name in store.sample_ids:
+                try:
+                    digests |= {name: sample_digest(store, name)}
+                except READ_ERRORS as error:
+                    errors.append(error)
         return digests, errors
+
+    def _look_beside(self, fs: Filesystem) -> None:
+        """Read the documents that no sample needs."""
+        store = Store.open(fs)
+        for file in store.manifest.target_files:
+            store.target_file(file.path)
+        for digest, registered in store.inputs().items():
+            assert registered.table.equals(self.inputs[digest]), "wrong: another input"
 
     def _read_together(self, fs: Filesystem) -> Iterator[tuple[str, str]]:
         """Digests of the samples that reading those of a unit together gives before an error."""
@@ -146,15 +180,15 @@ class Sweep:
 
     def _check_names(self, error: HiddenstoreError, paths: tuple[str, ...]) -> None:
         segments = [path for path in paths if path.startswith(f"{layout.SEGMENTS_DIR}/")]
-        if isinstance(error, CorruptionError) and segments:
-            allowed = {
-                name for path in segments for unit, names in self.units.items() if unit in path for name in names
-            }
-            assert error.samples, error.message
-            assert set(error.samples) <= allowed, error.message
-            assert any(path.rpartition("/")[2] in error.message for path in segments), error.message
-        else:
-            assert any(_is_named(error, path) for path in paths), error.message
+        if any(_is_named(error, path) for path in paths if path not in segments):
+            return
+        units = {unit for path in paths for unit in self.units if unit in path or f"/{_unit(path)}-" in unit}
+        allowed = {name for unit in units for name in self.units[unit]}
+        assert isinstance(error, CorruptionError), error.message
+        assert error.samples, error.message
+        assert set(error.samples) <= allowed, error.message
+        named = [path.rpartition("/")[2] for path in segments] + [_unit(path) for path in paths if _unit(path)]
+        assert any(name in error.message for name in named), error.message
 
 
 def _with_other_states(fs: Filesystem, store: Store) -> Filesystem:
@@ -165,13 +199,23 @@ def _with_other_states(fs: Filesystem, store: Store) -> Filesystem:
     register_input(other, prepared)
     for unit in prepared.units():
         write_unit(other, unit.name, prepared.info.digest, random_records(unit.samples, capture, 1), (), ENGINE)
+    Store.open(fs).save_snapshot(SNAPSHOT)
     return fs
 
 
+def _unit(path: str) -> str:
+    """The unit whose record a path is; empty for another file."""
+    parsed = layout.parse_commit(path.rpartition("/")[2]) if path.startswith(f"{layout.COMMITS_DIR}/") else None
+    return parsed.unit if parsed is not None else ""
+
+
 def _is_named(error: HiddenstoreError, path: str) -> bool:
-    """Whether a message names a document; a missing snapshot is named as the user names it."""
-    name = path.rpartition("/")[2]
-    return name in error.message or f"snapshot {name.removesuffix('.json')!r}" in error.message
+    """Whether a message names a document; a snapshot may be named as the user names it, and of store.json and a file
+    of the target that do not fit, either one."""
+    if path == layout.snapshot_path(SNAPSHOT) and re.search(rf"snapshot '?{SNAPSHOT}\b", error.message):
+        return True
+    names = (path.rpartition("/")[2], *([f"/{layout.TARGET_DIR}/"] if path == layout.STORE_JSON else []))
+    return any(name in error.message for name in names)
 
 
 def _files(fs: Filesystem, folder: str = "") -> Iterator[tuple[str, bytes]]:

@@ -3,7 +3,6 @@ dumps. Each row says what was done and what must come of it: a named error, or e
 table."""
 
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from hiddenstore import inputs
 from tests.attacks.second import data, dumps, exports, machine, runs, stores
 from tests.attacks.second.lab import UNIT_TOKENS, Attempt, Lab, with_units
+from tests.reliability.figures import of_this_commit
 from tests.tiny_world import World
 
 ROOMS = {room.__name__.rpartition(".")[2]: room.ATTEMPTS for room in (data, dumps, exports, machine, runs, stores)}
@@ -99,21 +99,21 @@ def test_an_attempt_is_refused_by_name_or_held(
 
 
 def note(folder: Path, name: str, word: str) -> None:
-    """Add one row to the results of the day and write their table again."""
-    path = folder / f"attack-{datetime.now(UTC):%Y-%m-%d}.json"
-    rows = json.loads(path.read_text()) if path.is_file() else {}
+    """Add one row to the results of this commit and write their table again."""
+    path, document = of_this_commit(folder, "attack")
+    rows = document.setdefault("rows", {})
     rows[name] = word
-    path.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     verdicts = {name: verdict(word) for name, word in rows.items()}
     kinds = ("held", "refused", "lost", "silent", "traceback", "hang", "error")
     counts = ", ".join(f"{kind} {list(verdicts.values()).count(kind)}" for kind in kinds)
     lines = [
-        f"# The second attack, {datetime.now(UTC):%Y-%m-%d}",
+        f"# The second attack, {document['date']}",
         "",
-        f"{len(rows)} attempts: {counts}. Each is a row of `tests/attacks/second/`; `make reliability "
-        "PART=tests/attacks/test_second_attack.py` makes them again and writes this file. Held: everything is as it "
-        "was or as it should be. Refused: an error of a named kind, or a finding of `verify`. Mended: it ended in a "
-        "traceback, a hang or silence when it was first made.",
+        f"Commit {document['commit']}; {len(rows)} attempts: {counts}. Each is a row of `tests/attacks/second/`; "
+        "`make reliability PART=tests/attacks/test_second_attack.py` makes them again and writes this file. Held: "
+        "everything is as it was or as it should be. Refused: an error of a named kind, or a finding of `verify`. "
+        "Mended: it ended in a traceback, a hang or silence when it was first made.",
         "",
         "| attempt | outcome | verdict | |",
         "|---|---|---|---|",

@@ -77,7 +77,7 @@ def silence(connection: socket.socket, _number: int) -> None:
 
 
 @pytest.mark.parametrize("behave", [drip_body, drip_header, endless_1xx, slow_1xx, endless_chunks, silence])
-def test_no_server_outlives_the_deadline_of_the_whole_request(behave: Callable[[socket.socket, int], None]) -> None:
+def test_a9_no_server_outlives_the_deadline_of_the_whole_request(behave: Callable[[socket.socket, int], None]) -> None:
     with socket_server(behave) as server:
         began = time.monotonic()
         error = failure(server, timeout_s=0.3, hint="look at it")

@@ -92,7 +92,7 @@ def small_record(number: int, revision: int = 0, samples: int = 2, attempt: str 
     )  # fmt: skip
 
 
-def test_a_store_opened_through_its_index_reads_no_record_and_holds_the_same() -> None:
+def test_a19_a_store_opened_through_its_index_reads_no_record_and_holds_the_same() -> None:
     store = indexed_store()
     expected = contents(Store.open(store.fs, strict=False))
     store.fs.disk.reads.clear()  # type: ignore[attr-defined]

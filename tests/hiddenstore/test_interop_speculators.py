@@ -1,6 +1,7 @@
 """Exporting a store as speculators' offline data: exact rows, honest refusals, nothing half-written."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -13,6 +14,8 @@ from hiddenstore.dumps.common import export_samples
 from hiddenstore.dumps.speculators import LAYOUT
 from hiddenstore.errors import ConfigError, ConflictError, FormatError, StorageError
 from hiddenstore.testing.builders import make_store
+from tests.forked import Forked, command
+from tests.tiny_world import tree
 
 
 def export_speculators(store, out, on_sample=None, **options):
@@ -117,6 +120,26 @@ def test_an_interrupted_export_leaves_no_folder(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         export_speculators(store, tmp_path / "out", on_sample=stop)
     assert set(tmp_path.iterdir()) == before
+
+
+def test_a16_an_export_killed_in_the_middle_leaves_no_name_and_the_next_one_sweeps_it(tmp_path):
+    store = make_store(tmp_path, samples=150, layers=(1, 3, 5), codec="bf16", final="all")
+    words = ("export-data", store.path, "--to", "speculators", "-q", "-o")
+    for name in ("straight", "killed"):
+        process = Forked(command, *words, str(tmp_path / name))
+        if name == "killed":
+            while not list(tmp_path.glob(".killed.writing-*/hidden_states/hs_3.safetensors")):
+                assert process.poll() is None
+            process.send_signal(signal.SIGKILL)
+            assert process.wait(60) == -signal.SIGKILL
+            assert not (tmp_path / name).exists()
+            process = Forked(command, *words, str(tmp_path / name))
+        assert process.wait(120) == 0
+    assert not list(tmp_path.glob(".*"))
+    killed, straight = tree(tmp_path / "killed"), tree(tmp_path / "straight")
+    # `datasets` draws a fingerprint of its own for every save.
+    killed["state.json"] = straight["state.json"]
+    assert killed == straight
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):

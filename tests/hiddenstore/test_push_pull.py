@@ -16,6 +16,8 @@ import yaml
 
 from hiddenstore.care.copy import run_copy, with_layers
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError, StorageError
+from hiddenstore.files.layout import STORE_JSON
+from hiddenstore.fs.disk import PosixDisk
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.inspect.samples import parse_where
 from hiddenstore.share import hub as hub_module
@@ -55,6 +57,23 @@ def silent(_label: str, _total: int) -> object:
 
 def push(store: Store, remote: object, card: str = "---\n---\n# A card\n") -> object:
     return push_store(store, remote, card, False, silent)  # type: ignore[arg-type]
+
+
+def test_a16_the_document_that_makes_a_store_of_a_pull_comes_after_all_else_is_durable(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(store, StorageRemote(LocalFilesystem(tmp_path / "place")))
+    out, synced = tmp_path / "out", set[str]()
+    honest = PosixDisk.sync_folder
+
+    def sync_folder(disk: PosixDisk, path: str) -> None:
+        if not (out / STORE_JSON).exists():
+            synced.add(path)
+        honest(disk, path)
+
+    monkeypatch.setattr(PosixDisk, "sync_folder", sync_folder)
+    pull(StorageRemote(LocalFilesystem(tmp_path / "place")), out, silent)
+    assert {str(path) for path in out.rglob("*") if path.is_dir()} < synced
 
 
 def test_a_store_comes_back_from_the_hub_as_it_was_pushed(

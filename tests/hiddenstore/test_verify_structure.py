@@ -165,3 +165,14 @@ def test_a_snapshot_of_a_record_that_changed_is_found(tmp_path: Path) -> None:
     (Path(store.path) / layout.commit_path(record.unit)).write_bytes(seal(changed))
     report = verify(store.path)
     assert kinds(report) == ["snapshot-mismatch"]
+
+
+def test_a_snapshot_that_names_a_record_which_is_gone_is_an_error(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    store.save_snapshot("train")
+    record = store.commits()[0]
+    (Path(store.path) / layout.commit_path(record.unit)).unlink()
+    report = verify(store.path)
+    assert kinds(report) == ["commit-missing", "incomplete"]
+    (gone,) = [finding for finding in report.findings if finding.kind == "commit-missing"]
+    assert gone.path == layout.commit_path(record.unit)

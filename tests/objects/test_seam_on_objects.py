@@ -3,7 +3,11 @@
 import json
 import os
 import pickle
+import threading
+from datetime import UTC, datetime, timedelta
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import obstore
 import pytest
@@ -19,6 +23,7 @@ from tests.objects.conftest import SECRETS, every_scheme
 from tests.objects.proxy import FaultProxy
 from tests.objects.servers import ACCOUNT_KEY
 from tests.tiny_world import LAYERS, TRAIN, chat, run, save_target, tree, write_rows
+from tests.trainer.runs import WORDS
 
 # webdataset leaves the tars that it read for the collection of garbage to close.
 pytestmark = [pytest.mark.objects, pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")]
@@ -145,10 +150,13 @@ def test_every_command_works_on_addresses(
     write_rows(tmp_path / "chats.jsonl", [chat(i) for i in range(40)])
     data, store = f"{place}/data", f"{place}/store"
 
+    printed: list[str] = []
+
     def ok(*words: str) -> dict[str, object]:
         capsys.readouterr()
         assert run(*words, "--json") == 0, capsys.readouterr().err
-        answer: dict[str, object] = json.loads(capsys.readouterr().out)
+        printed.extend(capsys.readouterr())
+        answer: dict[str, object] = json.loads(printed[-2])
         return answer
 
     prepare = ("prepare", "chats.jsonl", "-o", data, "--target", str(target), "--val", "20%")
@@ -169,7 +177,7 @@ def test_every_command_works_on_addresses(
     assert Store.open(f"{place}/copy").manifest.container == "webdataset"
     assert contents(Store.open(f"{place}/copy")) == contents(Store.open(store)) == contents(Store.open("local"))
     assert run("copy", store, f"{store}/") == 6
-    ok("train", store, "-o", "run", *TRAIN)
+    ok("train", store, "-o", "run", "--cache", "cache", "--mirror", f"{place}/mirror", *TRAIN)
     ok("eval", "run", store)
     ok("decode", "run", "--target", str(target), "--prompts", store, "-n", "2", "--max-new-tokens", "8")
     ok("export-data", store, "--to", "speculators", "-o", "dump")
@@ -181,6 +189,83 @@ def test_every_command_works_on_addresses(
     passes.remove_tree(f"{passes.list('')[0]}/data.json")
     assert ok(*imported)["units"] == 0
     assert len(Store.open(f"{place}/imported")) == 40
+    written = {**files_of(place), **tree(tmp_path)}
+    assert {"mirror/checkpoints/step-2/state.json", "run/config.yaml"} <= written.keys()
+    assert shown_in([*written.values(), *(text.encode() for text in printed)]) == []
+
+
+def test_what_was_is_told_frozen_compared_and_read_again_at_addresses(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stored = make_store(ObjectFilesystem(f"{place}/store"), samples=12, layers=(1, 3, 4), container="webdataset")
+    path, units = stored.path, len(stored.commits())
+    # Where the system would look if an address were taken for a path.
+    decoy = Path(path) / "commits" / f"{stored.commits()[0].unit}.json"
+    decoy.parent.mkdir(parents=True)
+    decoy.touch()
+    os.utime(decoy, (0, 0))
+
+    def ok(*words: str) -> dict[str, Any]:
+        capsys.readouterr()
+        assert run(*words, "--json") == 0, capsys.readouterr().err
+        answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return answer
+
+    ok("snapshot", path, "v1")
+    events = ok("log", path, "--units")["events"]
+    assert sorted(event["action"] for event in events) == ["froze", *["wrote"] * units]
+    began = datetime.now(UTC) - timedelta(hours=1)
+    assert all(datetime.fromisoformat(event["first"]) > began for event in events)
+    assert [snapshot["name"] for snapshot in ok("snapshot", path)["snapshots"]] == ["v1"]
+    assert ok("info", f"{path}@v1")["samples"] == ok("info", path)["samples"] == 12
+    ok("diff", f"{path}@v1", path)
+    ok("report", path, "-o", "report.html")
+    assert ok("vocab", path, "--size", "40", "-o", "vocab.safetensors")["size"] == 40
+    ok("train", f"{path}@v1", "-o", "frozen", *WORDS, "train.max_steps=2")
+    an_epoch_a_step = ("data.batch_tokens=4096", "train.max_steps=3")
+    ok("train", path, "-o", "follow", *WORDS, *an_epoch_a_step, "train.follow=true")
+    assert any(".epoch-" in snapshot["name"] for snapshot in ok("snapshot", path)["snapshots"])
+
+
+def test_parts_of_an_object_are_read_several_at_a_time(
+    place: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs, data = ObjectFilesystem(place), os.urandom(2 * PART_BYTES + 17)
+    write(fs, "large", data)
+    honest, waiting, lock, meet = proxy.forward, [0], threading.Lock(), threading.Event()
+
+    def forward(method: str, path: str, headers: dict[str, str], body: bytes) -> Any:
+        if method == "GET" and any(name.lower() == "range" for name in headers):
+            with lock:
+                waiting[0] += 1
+            if waiting[0] > 1:
+                meet.set()
+            # The first part is answered once another was asked for.
+            meet.wait(30)
+        return honest(method, path, headers, body)
+
+    monkeypatch.setattr(proxy, "forward", forward)
+    assert ObjectFilesystem(place).read("large") == data
+    assert meet.is_set()
+
+
+def test_a_request_is_repeated_at_random_and_growing_intervals(
+    place: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("hiddenstore.fs.objects.time.sleep", waits.append)
+    monkeypatch.setattr("hiddenstore.fs.objects.DEADLINE_S", 3.0)
+    proxy.set_plan(lambda _request: "503")
+    for _ in range(2):
+        waits.append(-1.0)
+        with pytest.raises(StorageError):
+            ObjectFilesystem(place).list("")
+    tries = [[*group] for is_wait, group in groupby(waits, lambda wait: wait >= 0) if is_wait]
+    assert len(tries) == 2
+    assert tries[0][0] != tries[1][0], "two clients that were refused at once come back at once"
+    for each in tries:
+        assert all(wait <= 0.1 * 2**number for number, wait in enumerate(each))
 
 
 @every_scheme
@@ -198,16 +283,19 @@ def test_no_credential_is_shown_whatever_the_server_says(
         assert f"the server answered {fault}" in printed.err
         assert not any(secret in printed.err + printed.out for secret in (*SHOWN_BY_NOBODY, "AWS4-HMAC", "SharedKey"))
     proxy.set_plan(None)
-    written = b"".join(fs_bytes(f"{place}/store")) + b"".join(data or b"" for data in tree(tmp_path).values())
-    assert not any(secret.encode() in written for secret in SHOWN_BY_NOBODY)
+    assert shown_in([*files_of(place).values(), *tree(tmp_path).values()]) == []
 
 
-def fs_bytes(place: str) -> list[bytes]:
-    fs = open_filesystem(place)
-    with fs.local_copy("commits") as commits, fs.local_copy("segments") as segments:
-        return [data for folder in (commits, segments) for data in tree(folder).values() if data] + [
-            fs.read("store.json")
-        ]
+def files_of(place: str) -> dict[str, bytes | None]:
+    """Everything below an address, by path."""
+    above, _, name = place.rpartition("/")
+    with open_filesystem(above).local_copy(name) as copy:
+        return tree(copy)
+
+
+def shown_in(contents: list[bytes | None]) -> list[str]:
+    """The credentials that stand in any of them."""
+    return [secret for secret in SHOWN_BY_NOBODY if any(secret.encode() in data for data in contents if data)]
 
 
 def test_a_server_without_conditional_put_is_read_and_refused_for_writing(place: str, proxy: FaultProxy) -> None:

@@ -7,6 +7,7 @@ import subprocess
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hiddenstore.testing.suite import WORDS, Tally
 
@@ -36,15 +37,23 @@ class Figures:
             self._save(self._folder)
 
     def _save(self, folder: Path) -> None:
-        """Merge into ``reliability-<date>.json`` and its table; rows of another commit go."""
-        date, commit = f"{datetime.now(UTC):%Y-%m-%d}", _commit()
-        path = folder / f"reliability-{date}.json"
-        before = json.loads(path.read_text()) if path.is_file() else {}
-        rows = {(row["part"], row["variant"]): row for row in before.get("rows", []) if before["commit"] == commit}
-        ordered = [row for _, row in sorted((rows | self.rows).items())]
-        document = {"date": date, "commit": commit, "machine": _machine(), "rows": ordered}
+        """Merge into the result file of this commit and its table."""
+        path, document = of_this_commit(folder, "reliability")
+        rows = {(row["part"], row["variant"]): row for row in document.get("rows", [])}
+        document |= {"machine": _machine(), "rows": [row for _, row in sorted((rows | self.rows).items())]}
         path.write_text(json.dumps(document, indent=1) + "\n")
         path.with_suffix(".md").write_text(_page(document))
+
+
+def of_this_commit(folder: Path, stem: str) -> tuple[Path, dict[str, Any]]:
+    """The newest result file ``<stem>-<date>.json`` of this commit and what it holds, so that a run over midnight stays
+    one; else that of today, with ``date`` and ``commit`` alone: what another commit wrote there goes."""
+    for path in sorted(folder.glob(f"{stem}-[0-9]*.json"), reverse=True):
+        document: dict[str, Any] = json.loads(path.read_text())
+        if document.get("commit") == _commit():
+            return path, document
+    date = f"{datetime.now(UTC):%Y-%m-%d}"
+    return folder / f"{stem}-{date}.json", {"date": date, "commit": _commit()}
 
 
 @cache

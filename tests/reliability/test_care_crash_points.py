@@ -16,6 +16,7 @@ from hiddenstore.care.repair import repair
 from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.errors import CorruptionError
 from hiddenstore.files import layout
+from hiddenstore.fs.seam import Filesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
 from hiddenstore.testing.invariants import contents, problems, sample_digest
@@ -63,7 +64,7 @@ def damaged_record(container: Container) -> Damaged:
     return Damaged(fs, expected)
 
 
-def care(fs: FaultFilesystem) -> Store:
+def care(fs: Filesystem) -> Store:
     """What a person types: repair, the same collect, gc."""
     repair(fs, dry_run=False, accept_loss=SAMPLES)
     store = Store.open(fs)
@@ -77,13 +78,22 @@ def care(fs: FaultFilesystem) -> Store:
     return Store.open(fs)
 
 
-def readable(fs: FaultFilesystem) -> dict[str, str]:
+def readable(fs: Filesystem) -> dict[str, str]:
     """What reads in spite of damage."""
     store, digests = Store.open(fs, strict=False), {}
     for name in store.sample_ids:
         with suppress(CorruptionError):
             digests[name] = sample_digest(store, name)
     return digests
+
+
+def check_survivor(fs: Filesystem, before: dict[str, str], expected: dict[str, str]) -> None:
+    """What read before a crash still reads, and the same commands finish."""
+    assert before.items() <= readable(fs).items(), "lost: what read before the crash"
+    store = care(fs)
+    assert contents(store) == expected, "lost: other samples than before the damage"
+    assert problems(store, finished=True) == []
+    assert verify(fs, "bytes").findings == []
 
 
 def survivors(fs: FaultFilesystem, step: int) -> list[FaultFilesystem]:
@@ -113,11 +123,7 @@ def check(make: Callable[[Container], Damaged], container: Container, step: int,
     found = survivors(damaged.fs, step)
     assert len(found) > 5
     for fs in found:
-        assert before.items() <= readable(fs).items()
-        store = care(fs)
-        assert contents(store) == damaged.expected
-        assert problems(store, finished=True) == []
-        assert verify(fs, "bytes").findings == []
+        check_survivor(fs, before, damaged.expected)
     figures.add("crash points of repair, recapture, gc × 6 power losses", container, Tally(points=len(found)))
 
 

@@ -21,8 +21,8 @@ from hiddenstore.verify import verify
 from schemas.manifest import Container
 from tests.faults import FaultFilesystem, ReadFault
 from tests.reliability.figures import Figures
+from tests.reliability.refused_reads import ERRORS, errors_at
 
-ERRORS = (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOMEM)
 COMMANDS = {
     "verify": lambda fs: verify(fs, "bytes"),
     "repair": lambda fs: repair(fs, dry_run=False, accept_loss=1000),
@@ -145,17 +145,17 @@ def check_damaged(step: int, figures: Figures) -> None:
     repair(fs, dry_run=False, accept_loss=1)
     total = len(fs.disk.reads)
     assert contents(Store.open(fs)) == expected
-    for at in range(0, total, step):
-        for error in (ERRORS[at // step % len(ERRORS)], errno.ENOENT):
-            fs = whole.copy()
-            fs.disk.read_fault = ReadFault(at, error)
-            with suppress(HiddenstoreError):
-                repair(fs, dry_run=False, accept_loss=1)
-            fs.disk.read_fault = None
+    points = [(at, error) for at in range(0, total, step) for error in (*errors_at(at // step, step > 1), errno.ENOENT)]
+    for at, error in points:
+        fs = whole.copy()
+        fs.disk.read_fault = ReadFault(at, error)
+        with suppress(HiddenstoreError):
             repair(fs, dry_run=False, accept_loss=1)
-            assert contents(Store.open(fs)) == expected, f"read {at} failed with {errno.errorcode[error]}"
-            assert problems(Store.open(fs)) == []
-    figures.add("refused reads", "repair of a damaged store", Tally(points=2 * len(range(0, total, step))))
+        fs.disk.read_fault = None
+        repair(fs, dry_run=False, accept_loss=1)
+        assert contents(Store.open(fs)) == expected, f"read {at} failed with {errno.errorcode[error]}"
+        assert problems(Store.open(fs)) == []
+    figures.add("refused reads", "repair of a damaged store", Tally(points=len(points)))
 
 
 def test_a_read_that_fails_while_a_damaged_store_is_repaired_costs_no_other_sample_a1(figures: Figures) -> None:

@@ -1,8 +1,9 @@
-"""Reads that fail for a moment under collect, copy and training: said as an error of the storage, and the same command
-finishes the job as if nothing had been."""
+"""Reads that fail for a moment under collect, copy, training and its resume: said as an error of the storage, and the
+same command finishes the job as if nothing had been."""
 
-import errno
 import hashlib
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,14 @@ from tests.collectors.prepared import data_for_tiny
 from tests.collectors.tiny import save_target
 from tests.faults import ROOT, FaultFilesystem, ReadFault
 from tests.reliability.figures import Figures
+from tests.reliability.refused_reads import Reads, errors_at
+from tests.tiny_world import run
+from tests.trainer.runs import WORDS, tiny_store
+from trainer.train.log import METRICS
 
-ERRORS = (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOMEM)
 SAMPLES = 4
 POINTS = 2
+TIMED = ("tokens_per_s", "data_wait_fraction")
 ASIDE = f"{ROOT}-copy"
 
 
@@ -87,16 +92,21 @@ WRITERS: dict[str, Callable[[Made, FaultFilesystem], None]] = {
 READERS: dict[str, Callable[[Made, FaultFilesystem], None]] = {"copy from": Made.copy_from, "train": Made.train}
 
 
+def faults(total: int, points: int | None) -> list[ReadFault]:
+    """Each of so many reads with each error number, or some reads with one each."""
+    step = 1 if points is None else total // points
+    return [ReadFault(at, error) for at in range(step // 2, total, step) for error in errors_at(at, points is not None)]
+
+
 def refuse_writer(name: str, made: Made, points: int | None, figures: Figures) -> None:
     """A new store, each read of which fails once; what was committed stays, and the same call finishes the job."""
     straight = FaultFilesystem()
     WRITERS[name](made, straight)
     total, expected, tally = len(straight.disk.reads), contents(Store.open(straight)), Tally()
     assert total > 10
-    step = 1 if points is None else total // points
-    for at in range(step // 2, total, step):
+    for fault in faults(total, points):
         out = FaultFilesystem()
-        out.disk.read_fault = ReadFault(at, ERRORS[at % len(ERRORS)])
+        out.disk.read_fault = fault
         tally.points += 1
         try:
             WRITERS[name](made, out)
@@ -104,8 +114,8 @@ def refuse_writer(name: str, made: Made, points: int | None, figures: Figures) -
             out.disk.read_fault = None
             WRITERS[name](made, out)
         out.disk.read_fault = None
-        assert contents(Store.open(out)) == expected, f"read {at} of {name}"
-        assert verify(out, "bytes").findings == [], f"read {at} of {name}"
+        assert contents(Store.open(out)) == expected, f"{fault} of {name}"
+        assert verify(out, "bytes").findings == [], f"{fault} of {name}"
     figures.add("refused reads", name, tally)
 
 
@@ -116,15 +126,14 @@ def refuse_reader(name: str, made: Made, points: int | None, figures: Figures) -
     READERS[name](made, source)
     before, total = source.disk.files(), len(source.disk.reads)
     assert total > 10
-    step = 1 if points is None else total // points
-    for at in range(step // 2, total, step):
+    for fault in faults(total, points):
         source.disk.reads.clear()
-        source.disk.read_fault = ReadFault(at, ERRORS[at % len(ERRORS)])
+        source.disk.read_fault = fault
         tally.points += 1
         with pytest.raises(StorageError):
             READERS[name](made, source)
         source.disk.read_fault = None
-        assert source.disk.files() == before, f"read {at} of {name}"
+        assert source.disk.files() == before, f"{fault} of {name}"
         READERS[name](made, source)
     figures.add("refused reads", name, tally)
 
@@ -151,3 +160,53 @@ def test_every_read_that_fails_is_an_error_of_a_reader_and_nothing_else(
     name: str, made: Made, figures: Figures
 ) -> None:
     refuse_reader(name, made, None, figures)
+
+
+def metrics(run: Path) -> list[dict[str, object]]:
+    """Everything a run logged but the times."""
+    lines = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMED} for line in lines]
+
+
+def refuse_resume(folder: Path, points: int | None, patch: pytest.MonkeyPatch, figures: Figures) -> None:
+    """A finished run that is to go on, each read of whose folder fails once: exit code 5, nothing is trained anew, and
+    the same command goes on as if nothing had been."""
+    store, begun, path = tiny_store(folder, samples=8).path, folder / "begun", folder / "run"
+    assert run("train", store, "-o", str(begun), "-q", *WORDS, "train.max_steps=2") == 0
+    reads = Reads((path,), patch)
+
+    def resume() -> int:
+        return run("train", store, "-o", str(path), "-q", "--resume", "train.max_steps=3")
+
+    def done() -> tuple[object, bytes]:
+        return metrics(path), (path / "checkpoints" / "step-3" / "drafter.safetensors").read_bytes()
+
+    shutil.copytree(begun, path)
+    reads.begin()
+    assert resume() == 0
+    total, expected, before, tally = reads.count, done(), metrics(begun), Tally()
+    assert total > 6
+    for fault in faults(total, points):
+        shutil.rmtree(path)
+        shutil.copytree(begun, path)
+        reads.begin(fault.at, fault.error)
+        tally.points += 1
+        assert resume() == 5, fault
+        reads.begin()
+        assert metrics(path)[: len(before)] == before, fault
+        assert resume() == 0, fault
+        assert done() == expected, fault
+    figures.add("refused reads", "train --resume, of its run", tally)
+
+
+def test_a_read_of_a_checkpoint_that_fails_stops_a_resume_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: Figures
+) -> None:
+    refuse_resume(tmp_path, 1, monkeypatch, figures)
+
+
+@pytest.mark.slow
+def test_every_read_of_a_run_that_fails_stops_a_resume_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: Figures
+) -> None:
+    refuse_resume(tmp_path, None, monkeypatch, figures)
