@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hiddenstore.data.batches import Cursor
 from hiddenstore.data.order import Order
-from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, Kind, NotFoundError
+from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, Kind, NotFoundError, StorageError
 from hiddenstore.fs import require_local
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.store import Store
@@ -220,8 +220,12 @@ def _folder(source: str | Path, part: DrafterExport | None = None) -> Path:
         return Path(source)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         raise NotFoundError(f"{source} is no folder and no hub id", kind=Kind.PATH_MISSING)
+    from httpx2 import HTTPError, TimeoutException
     from huggingface_hub import snapshot_download
 
+    from hiddenstore.servers.hub_session import bound_hub_requests
+
+    bound_hub_requests()
     try:
         if part is None or part.is_read is None:
             return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
@@ -230,7 +234,10 @@ def _folder(source: str | Path, part: DrafterExport | None = None) -> Path:
         files = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
         shards = {file for name, file in files.items() if part.is_read(_config(folder), name)} or {"*.safetensors"}
         return Path(snapshot_download(str(source), allow_patterns=["*.json", *sorted(shards)]))
-    except (OSError, KeyError, ValueError) as error:
+    except TimeoutException as error:
+        hint = "the same command goes on where it stopped"
+        raise StorageError(f"{source}: the hub gave {error}", kind=Kind.SERVER_TIMEOUT, hint=hint) from error
+    except (HTTPError, OSError, KeyError, ValueError) as error:
         raise NotFoundError(
             f"{source} is no folder, and no hub id that can be reached: {str(error).partition(chr(10))[0]}",
             kind=Kind.PATH_MISSING,
