@@ -1,6 +1,5 @@
 """What can be known of a target without its weights: config, tokenizer, chat template and their digests."""
 
-import json
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,6 +12,7 @@ from urllib.request import getproxies
 
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.files.damage import raise_refusal
+from hiddenstore.files.documents import foreign_json
 from hiddenstore.targets.adapter import Adapter, open_adapter
 from hiddenstore.targets.gguf import target_folder
 from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_rules_sha256, tokenizer_sha256
@@ -270,5 +270,5 @@ def _code_sha256(name: str, revision: str | None, config: Mapping[str, Any]) -> 
     if path is not None:
         # What is no JSON is refused where the tokenizer is read.
         with suppress(ValueError):
-            documents.append(json.loads(path.read_bytes()))
+            documents.append(foreign_json(path.read_bytes()))
     return code_sha256(name, documents, lambda file: _file(name, revision, file))

@@ -5,7 +5,6 @@ safetensors, llama.cpp's GGUF, or tensors of a torch file; nothing of a checkpoi
 Shapes: V target vocabulary, U draft vocabulary.
 """
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -23,6 +22,8 @@ from torch import Tensor
 from hiddenstore.data.batches import Cursor
 from hiddenstore.data.order import Order
 from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, Kind, NotFoundError, StorageError
+from hiddenstore.files.damage import raise_refusal
+from hiddenstore.files.documents import foreign_json
 from hiddenstore.fs import require_local
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.store import Store
@@ -144,7 +145,7 @@ def _vocabulary(tensors: Tensors, config: Mapping[str, Any], head: HeadBundle) -
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "config.json").read_bytes())
+        found = foreign_json((folder / "config.json").read_bytes())
     except FileNotFoundError as error:
         raise NotFoundError(f"{folder} holds no config.json", kind=Kind.PATH_MISSING) from error
     except ValueError as error:
@@ -159,7 +160,7 @@ def _export_convention(folder: Path) -> LayerConvention | None:
     """That of the engine a folder of ours was exported for; what cannot be read is not guessed."""
     about = folder / "hiddenstore.json"
     try:
-        named = json.loads(about.read_bytes()).get("layer_convention")
+        named = foreign_json(about.read_bytes()).get("layer_convention")
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -231,13 +232,14 @@ def _folder(source: str | Path, part: DrafterExport | None = None) -> Path:
             return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
         folder = Path(snapshot_download(str(source), allow_patterns=["*.json"]))
         index = folder / INDEX_FILE
-        files = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
+        files = foreign_json(index.read_bytes())["weight_map"] if index.is_file() else {}
         shards = {file for name, file in files.items() if part.is_read(_config(folder), name)} or {"*.safetensors"}
         return Path(snapshot_download(str(source), allow_patterns=["*.json", *sorted(shards)]))
     except TimeoutException as error:
         hint = "the same command goes on where it stopped"
         raise StorageError(f"{source}: the hub gave {error}", kind=Kind.SERVER_TIMEOUT, hint=hint) from error
     except (HTTPError, OSError, KeyError, ValueError) as error:
+        raise_refusal(error, str(source))
         raise NotFoundError(
             f"{source} is no folder, and no hub id that can be reached: {str(error).partition(chr(10))[0]}",
             kind=Kind.PATH_MISSING,

@@ -3,7 +3,6 @@
 States come through TokenBatches, logits and embeddings from the head bundle; nothing else of the target is opened.
 """
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -18,6 +17,7 @@ from hiddenstore.console.text import amount, plural
 from hiddenstore.console.text import seconds as duration_text
 from hiddenstore.data import GlobalBatch, PackedBatch
 from hiddenstore.errors import ConfigError, CorruptionError, InterruptError, Kind
+from hiddenstore.files.documents import foreign_json
 from hiddenstore.fs import require_local
 from hiddenstore.index.table import SPLITS
 from hiddenstore.inspect.expect import EXPECTED_DRAFTER, expectation
@@ -317,7 +317,7 @@ def _last_metrics(run: Path) -> dict[str, Any]:
     # A kill may leave half a line.
     for line in reversed(data[: data.rfind(b"\n") + 1].splitlines()):
         try:
-            record = json.loads(line)
+            record = foreign_json(line)
         except ValueError:
             record = None
         if not isinstance(record, dict):

@@ -397,7 +397,7 @@ def drafter_name(run: Path) -> str:
     """The kind of drafter a run trains. Raises CorruptionError: ``run-corrupt``; StorageError: the disk refused."""
     try:
         return str(yaml.safe_load((run / CONFIG).read_bytes())["drafter"]["name"])
-    except (yaml.YAMLError, KeyError, TypeError, FileNotFoundError) as error:
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError, FileNotFoundError) as error:
         raise CorruptionError(f"{run / CONFIG} names no drafter: {error}", kind=Kind.RUN_CORRUPT) from error
     except OSError as error:
         raise storage_error(error, str(run / CONFIG)) from error
