@@ -24,6 +24,7 @@ from hiddenstore.data.order import Order
 from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, Kind, NotFoundError, StorageError
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import foreign_json
+from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.store import Store
@@ -39,7 +40,6 @@ from trainer.formats.base import DrafterExport, Target, Tensors
 from trainer.losses.teacher import TargetInterface
 from trainer.settings import config_class, derived
 from trainer.train import checkpoint
-from trainer.train.lock import RunLock
 from trainer.train.run_folder import RUN_JSON, create, load_weights, read_facts, refuse_existing
 from trainer.vocab import DraftVocab, count_store, coverage
 
@@ -301,7 +301,7 @@ def import_drafter(
     cursor = Cursor(config.data.seed, 0, 0, Order(train_ids).digest)
     state = checkpoint.CheckpointState(step=0, cursor=cursor.to_json(), total_steps=0, files={})
     torch.manual_seed(config.train.seed)
-    with RunLock(path) as lock:
+    with FolderLock(path) as lock:
         create(path, store, config, found.vocab, covered, lock=lock, imported_from=str(source.resolve()))
         at = checkpoint.save(path, spec, state, (dict(model.state_dict()), checkpoint.rng_tensors()))
     parameters = sum(tensor.numel() for tensor in model.state_dict().values())
@@ -324,7 +324,7 @@ def begin_at_target(target: str | Path, run: str | Path, store_location: str | P
     start = path / START
     source = str(_folder(target, drafter_export(kind)).resolve())
     if (start / RUN_JSON).exists() and not checkpoint.checkpoints(start):
-        with RunLock(start) as lock:
+        with FolderLock(start) as lock:
             # A kill came between its settings and its weights; a living process that writes them has the lock.
             lock.take()
             shutil.rmtree(start)
