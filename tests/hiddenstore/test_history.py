@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from hiddenstore.care.repair import repair
 from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.cli import main
 from hiddenstore.store import Store
@@ -25,6 +24,7 @@ from hiddenstore.testing.builders import (
 from hiddenstore.testing.invariants import contents
 from hiddenstore.verify import verify
 from hiddenstore.writer import create_store, pending_units, register_input, write_unit
+from tests.accepting import repair_all
 
 SAMPLES = 12
 DAY_S = 86400
@@ -54,7 +54,7 @@ def damage_and_repair(store: Store) -> str:
     data = bytearray(path.read_bytes())
     data[3] ^= 1
     path.write_bytes(bytes(data))
-    assert repair(store.path, dry_run=False, accept_loss=SAMPLES).dropped
+    assert repair_all(store.path).dropped
     return record.unit
 
 
