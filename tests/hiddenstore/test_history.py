@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.cli import main
+from hiddenstore.files import layout
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
     ENGINE,
@@ -111,6 +112,27 @@ def test_log_says_what_was_done_when_and_by_which_engine(lived: Store) -> None:
     each = run_json("log", lived.path, "--units")["events"]
     assert len(each) == len(lived.commits()) + 4
     assert sum(event["size_bytes"] for event in each) == sum(event["size_bytes"] for event in events)
+
+
+def test_log_names_the_machine_where_the_file_system_keeps_it_and_says_where_it_does_not(tmp_path: Path) -> None:
+    here, store = os.uname().nodename, make_store(tmp_path, samples=SAMPLES)
+    record = Path(store.path, layout.commit_path(store.commits()[0].unit))
+    try:
+        os.setxattr(record, "user.hiddenstore.host", b"elsewhere")
+    except OSError:
+        pytest.skip("the file system of the tests has no extended attributes")
+    (event,) = run_json("log", store.path)["events"]
+    assert event["hosts"] == sorted([here, "elsewhere"])
+    assert f"{min(here, 'elsewhere')} +1" in run("log", store.path).stdout
+    before = contents(Store.open(store.path))
+    for path in Path(store.path).rglob("*.json"):
+        data = path.read_bytes()
+        path.unlink()
+        path.write_bytes(data)
+    (event,) = run_json("log", store.path)["events"]
+    assert event["hosts"] == []
+    assert contents(Store.open(store.path)) == before
+    assert verify(store.path, "bytes").ok
 
 
 def test_log_of_a_snapshot_names_what_it_froze(lived: Store) -> None:
