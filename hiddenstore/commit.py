@@ -8,7 +8,6 @@ the next revision, and the highest revision of a unit counts. Anything under ``c
 import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,12 +17,12 @@ from hiddenstore.files import layout
 from hiddenstore.files.damage import twice
 from hiddenstore.files.documents import load, read_bounded, seal, sha256_hex, unseal
 from hiddenstore.fs.seam import Filesystem, is_inside
+from hiddenstore.threads import Threads, reading_threads
 from schemas.manifest import CommitHead, CommitRecord
 
 DAMAGED = "damaged-on-disk"
 """Reason of the rejects that a repair leaves. Their samples are pending; those of a capture never are."""
 
-READ_THREADS = 8
 READ_AT_ONCE = 16
 MAX_COUNT = 1 << 48
 
@@ -134,10 +133,10 @@ def read_many(
         except HiddenstoreError as error:
             return error
 
-    if len(names) < READ_THREADS:
+    if len(names) <= READ_AT_ONCE:
         return [read(name) for name in names]
     parts = [names[start : start + READ_AT_ONCE] for start in range(0, len(names), READ_AT_ONCE)]
-    with collector_paused(), ThreadPoolExecutor(READ_THREADS) as pool:
+    with collector_paused(), Threads(reading_threads(fs.prefers_few_files)) as pool:
         return [item for items in pool.map(lambda part: [read(name) for name in part], parts) for item in items]
 
 

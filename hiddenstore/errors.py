@@ -288,7 +288,7 @@ class Kind(StrEnum):
     PICKLE_REFUSED = "pickle-refused", ConfigError, "A file could run code when loaded, and is not loaded."
     READ_BACK = "read-back", CorruptionError, "A sample does not come back as it was written."
     SOURCE_UNDELETED = "source-undeleted", StorageError, "Imported files could not be removed."
-    RUN_IN_USE = "run-in-use", ConflictError, "Another process trains in that run folder."
+    RUN_IN_USE = "run-in-use", ConflictError, "Another process writes that folder of a run or a pipeline."
     RUN_MISSING = "run-missing", NotFoundError, "There is no training run to resume."
     RUN_CORRUPT = "run-corrupt", CorruptionError, "A file of a training run is damaged."
     TRACKER_START = "tracker-start", ConfigError, "A tracker of training runs could not be opened."

@@ -23,12 +23,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind, NotFoundError
+from hiddenstore.errors import ConfigError, CorruptionError, FormatError, HiddenstoreError, Kind, NotFoundError
 from hiddenstore.files import layout
+from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import load
 from hiddenstore.files.folders import missing
 from hiddenstore.fs import open_filesystem
-from hiddenstore.fs.seam import Filesystem, is_inside, storage_error
+from hiddenstore.fs.seam import Filesystem, is_inside
 from hiddenstore.images import images_fault
 from hiddenstore.records import Sample, mask_fault, spans_fault, tokens_fault
 from hiddenstore.records import sample_id as id_of
@@ -373,8 +374,11 @@ class PreparedInput:
                 with self._verified_part(path, file) as parquet:
                     for batch in parquet.iter_batches(at_once, columns=columns):
                         yield self._typed(batch, columns, schema)
-            except OSError as error:
-                raise storage_error(error, f"{self.folder}/{file.path}") from error
+            except HiddenstoreError:
+                raise
+            except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+                raise_refusal(error, f"{self.folder}/{file.path}")
+                raise self._misfit(f"{file.path} is no parquet file that can be read: {error}") from error
 
     def _typed(self, batch: pa.RecordBatch, columns: list[str], schema: pa.Schema) -> pa.RecordBatch:
         try:

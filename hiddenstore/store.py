@@ -27,6 +27,7 @@ from hiddenstore.errors import (
     StorageError,
 )
 from hiddenstore.files import layout
+from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import load, seal, sha256_hex
 from hiddenstore.files.folders import missing
 from hiddenstore.fs import open_filesystem
@@ -337,6 +338,7 @@ class Store(RecordSequence):
             with self.fs.local_copy(layout.TARGET_DIR, without=".safetensors") as folder:
                 return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError) as error:
+            raise_refusal(error, f"{self.path}/{layout.TARGET_DIR}")
             raise ConfigError(
                 f"the tokenizer in {self.path}/{layout.TARGET_DIR} cannot be loaded: {error}",
                 kind=Kind.TARGET_UNREADABLE,

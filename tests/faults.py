@@ -187,6 +187,9 @@ class FaultDisk(PosixDisk):
             file = self._open[handle]
             file.durable = bytes(file.data)
 
+    def note_host(self, handle: int) -> None:
+        self._require_alive()
+
     def close(self, handle: int) -> None:
         self._require_alive()
 

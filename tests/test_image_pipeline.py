@@ -19,6 +19,7 @@ from hiddenstore.data.samples import pack
 from hiddenstore.data.view import SampleView
 from hiddenstore.images import image_positions, is_text
 from hiddenstore.store import Store
+from tests.accepting import repair_words
 from tests.collectors.tiny_images import about, data_uri, noise, openai_part, save_image_target
 from tests.tiny_world import LAYERS, World, chat, error_of, run, tree, write_rows
 from trainer.evaluate.prompts import read_prompts
@@ -104,12 +105,12 @@ def test_samples_that_were_lost_come_back_with_their_images(images: World, tmp_p
     content = bytearray(shard.read_bytes())
     content[8] ^= 1
     shard.write_bytes(bytes(content))
-    assert run("repair", str(store), "-y", "--accept-loss", "2", "-q") == 0
+    assert run(*repair_words(store), "-q") == 0
     lost = set(before) - set(hiddenstore.open(store).sample_ids)
     assert any(before[name].sample.images for name in lost)
     # The record of the repair is damaged too: the older one knows the images of what the segment still proves.
     spoil(*(path for path in (store / "commits").iterdir() if ".r1" in path.name))
-    assert run("repair", str(store), "-y", "--accept-loss", "2", "-q") == 0
+    assert run(*repair_words(store), "-q") == 0
     assert set(before) - set(hiddenstore.open(store).sample_ids) == lost
     assert run("collect", images / "data", "-o", str(store), *collect(images, "store")[4:], "-q") == 0
     again = hiddenstore.open(store)
@@ -125,7 +126,7 @@ def test_text_is_proved_where_the_only_record_of_images_is_damaged(images: World
     opened = hiddenstore.open(store)
     text = {name: opened.read(name) for name in opened.sample_ids if not opened.sample(name).images}
     spoil(*(store / "commits").iterdir())
-    assert run("repair", str(store), "-y", "--accept-loss", "4", "-q") == 0
+    assert run(*repair_words(store), "-q") == 0
     again = hiddenstore.open(store)
     assert set(again.sample_ids) == set(text)
     for name, record in text.items():

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import socket
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from hiddenstore.cli import run as pipeline
 from hiddenstore.cli.run import DoneStage
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.files.documents import seal, unseal
+from hiddenstore.files.lock import WRITER
 from hiddenstore.settings import load as load_settings
 from hiddenstore.settings import written
 from tests.forked import Forked, command
@@ -131,6 +133,31 @@ def test_a_killed_run_trains_on_to_the_drafter_of_an_uninterrupted_one(world: Wo
         for name in ("killed", "whole")
     ]
     assert weights[0] == weights[1]
+
+
+def test_a_second_run_in_the_folder_is_told_which_process_has_it(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = {"drafters": {"medusa": {"drafter": "medusa", "settings": {"train": {"max_steps": 100_000}}}}}
+    file = write_pipeline(world, tmp_path, **long)
+    process = Forked(command, "run", file, "-q")
+    writer = tmp_path / "out" / WRITER
+    while process.poll() is None and not (writer.is_file() and writer.stat().st_size):
+        time.sleep(0.01)
+    try:
+        assert run("run", file, "-q") == CONFLICT
+        message, fix = error_of(capsys.readouterr().err)
+        assert f"process {process.pid} on {socket.gethostname()}" in message
+        assert "[run-in-use]" in message
+        assert "out=FOLDER" in fix
+        assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    small = ["drafters.medusa.settings.train.max_steps=1"]
+    shutil.rmtree(tmp_path / "out" / "medusa", ignore_errors=True)
+    assert run("run", file, *small, "-q") == 0, "a killed process leaves no lock"
+    assert not writer.exists()
 
 
 def test_a_layer_of_the_target_begins_at_the_target_but_for_a_resume_or_another_start(tmp_path: Path) -> None:

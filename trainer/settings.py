@@ -4,7 +4,6 @@ Precedence: defaults of `trainer.config` < derived from target and store < file 
 errors.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from pydantic import Field, create_model
 
 from hiddenstore import settings
 from hiddenstore.errors import ConfigError, FormatError, Kind
+from hiddenstore.files.documents import foreign_json
 from hiddenstore.index.table import SPLITS
 from hiddenstore.store import Store
 from trainer.attention.rope import inherited_scaling
@@ -209,7 +209,7 @@ def target_config(store: "Store") -> dict[str, Any]:
     if not any(file.path.endswith("config.json") for file in store.manifest.target_files):
         return {}
     try:
-        config = json.loads(store.target_file("config.json"))
+        config = foreign_json(store.target_file("config.json"))
     except ValueError as error:
         raise FormatError(
             f"target/config.json of {store.path} is no JSON: {error}", kind=Kind.DOCUMENT_INVALID

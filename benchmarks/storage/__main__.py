@@ -1,9 +1,10 @@
-"""Storage benchmark: ``python -m benchmarks.storage [--gb 2] [--rounds 3] [--groups G …] [--against CHECKOUT]``.
+"""Storage benchmark: ``python -m benchmarks.storage [--gb 2] [--groups G … | --checks] [--against CHECKOUT]``.
 
 Run it through ``make bench-storage``, whose environment has the peers. Needs about 7 bytes of disk and of page cache
 per byte of ``--gb``; less cache makes reads from disk part of the figures. Twenty minutes on two idle cores. Against
 another checkout, each reading row is timed in both in turn over the same files, without peers; with ``--groups write
-copy codecs`` the rows of those. Any environment does for them, and for these groups alone.
+copy codecs`` the rows of those. ``--checks`` measures only what checksums and digests cost. Any environment does for
+those, and for these groups alone.
 """
 
 import json
@@ -234,6 +235,8 @@ def page(facts: dict[str, Any], groups: Groups) -> list[str]:
         "",
         table(report.BAR_HEAD, judged(facts, groups)),
         "",
+        *checks_lines(groups),
+        "",
         "## Stored bytes a token",
         "",
         sizes_table(facts),
@@ -241,6 +244,35 @@ def page(facts: dict[str, Any], groups: Groups) -> list[str]:
     for name, timings in groups.items():
         lines += ["", f"## {cases.TITLES[name]}", "", group_table(timings, facts["logical_bytes"])]
     return lines
+
+
+def checks_lines(groups: Groups) -> list[str]:
+    """The section on what checksums and digests cost."""
+    head = ["what", "checked, CPU s per logical GB", "unchecked", "checks add"]
+    text = (
+        "Chunk crc32c and file digests, against the same code without them (`benchmarks/storage/ours.py`); medians of "
+        "reads, the smallest round of writes."
+    )
+    return ["## Cost of checks", "", text, "", table(head, cases.checks_cost(groups))]
+
+
+def checks(bench: Bench) -> tuple[dict[str, Any], list[str]]:
+    """Only the rows of ``cases.CHECKS``: the figures and their page."""
+    bench.raw.write()
+    groups: Groups = {}
+    for name in ("read", "write"):
+        kinds = {kind for _, group, _, *both in cases.CHECKS for kind in both if group == name}
+        rows = [row for row in cases.GROUPS[name] if row.kind in kinds]
+        rounds = bench.rounds * (WRITE_ROUNDS if name == "write" else 1)
+        raw = bench.quarter if name == "write" else bench.raw
+        groups[name] = bench.in_turn(rows if name == "write" else bench.write(rows), raw, rounds)
+    rows_of = {name: [timing.document() for timing in timings] for name, timings in groups.items()}
+    gb = bench.raw.logical_bytes / 1e9
+    command = f"python -m benchmarks.storage --checks --gb {gb:.1f} --rounds {bench.rounds}"
+    facts = f"`{command}`: {gb:.2f} GB of synthetic bf16 states (writes: a quarter of them, twice the rounds)."
+    lines = [f"# Cost of checks, {report.today()}", "", facts, ""]
+    tables = [line for timings in groups.values() for line in ("", group_table(timings, bench.raw.logical_bytes))]
+    return {"rows": rows_of}, [*lines, report.machine_line(), "", *checks_lines(groups), *tables]
 
 
 def against(bench: Bench, checkout: Path, names: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
@@ -283,6 +315,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--folder", type=Path, default=None, help="where to work (default: temporary)")
     parser.add_argument("--device", help="cuda: only the codecs alone, on it")
+    parser.add_argument("--checks", action="store_true", help="only what checksums and digests cost")
     parser.add_argument("--against", type=Path, help="another checkout: only its reading rows beside ours")
     parser.add_argument("--groups", nargs="+", choices=WRITING, default=(), help="only these")
     options = parser.parse_args()
@@ -294,6 +327,10 @@ def main() -> None:
             timings = bench.group("codecs")
             result = {"device": options.device, "rows": [timing.document() for timing in timings]}
             report.publish("storage-device", result, options.results)
+            return
+        if options.checks:
+            document, lines = checks(bench)
+            report.publish("checks", document, options.results, lines)
             return
         if options.against:
             document, lines = against(bench, options.against, options.groups)

@@ -54,6 +54,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("zarr-python, sharded", "ZarrSharded", ("write",), "w-zarr"),
         Row("hiddenstore raw, encode to commit", "Ours", ("write",), "w-raw"),
         Row("hiddenstore q8, encode to commit", "Safe", ("write",), "w-safe"),
+        Row("hiddenstore raw, without crc and digest", "OursWithoutChecks", ("write",), "w-raw-bare"),
+        Row("hiddenstore q8, without crc and digest", "SafeWithoutChecks", ("write",), "w-safe-bare"),
     ),
 }
 GROUPS["copy"] = (
@@ -101,6 +103,26 @@ class Ratio:
         if ours is None or peer is None:
             return self.bar.judge(None)
         return self.bar.judge(peer / ours if self.bar.is_least else ours / peer)
+
+
+CHECKS = (
+    ("reading bf16 in stored order", "read", "sequential", "Ours", "OursUnchecked"),
+    ("reading bf16 at random", "read", "random", "Ours", "OursUnchecked"),
+    ("writing bf16", "write", "write", "Ours", "OursWithoutChecks"),
+    ("writing q8", "write", "write", "Safe", "SafeWithoutChecks"),
+)
+"""What is done, its group and measure, and the kinds with and without checksums and digests."""
+
+
+def checks_cost(groups: Mapping[str, Sequence[Timing]]) -> list[tuple[str, str, str, str]]:
+    """Rows of CPU seconds a logical GB with checks and without, and what they add in %."""
+    rows = []
+    for what, group, measure, *kinds in CHECKS:
+        timings = groups.get(group, ())
+        checked, bare = (cpu(timings, kind, measure) for kind in kinds)
+        if checked is not None and bare is not None:
+            rows.append((what, f"{checked:.3f}", f"{bare:.3f}", f"{checked / bare - 1:+.0%}"))
+    return rows
 
 
 def cpu(timings: Sequence[Timing], kind: str, measure: str) -> float | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.data.packed import Buffers, small_on
 from hiddenstore.data.read import DecodedFiller, EncodedFiller, Filler, SampleSlot, packed_samples
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
-from hiddenstore.segments import zarr_read
+from hiddenstore.segments import files, zarr_read, zarr_write
 from hiddenstore.segments.encode import encode_records
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HEAD_FILE, HeadBundle
@@ -113,6 +114,20 @@ class Ours(SampleFormat):
         self.store.read_into(
             self.ids[index], torch.from_numpy(out).view(torch.bfloat16)[None], None, [AUX_LAYERS[layer]]
         )
+
+
+class OursWithoutChecks(Ours):
+    """The same write without crc32c of chunks and digests of files: no reader that checks would take its store."""
+
+    def write(self, samples: Samples) -> None:
+        with (
+            patch.object(files.TreeDigest, "update", lambda *_: 0),
+            patch.object(files.TreeDigest, "hexdigest", lambda _: "0" * 64),
+            patch.object(files, "sha256_hex", lambda _: "0" * 64),
+            patch.object(files, "combine_crc32c", lambda *_: 0),
+            patch.object(zarr_write, "crc32c", lambda _: 0),
+        ):
+            super().write(samples)
 
 
 class OursPack(Ours):
@@ -251,6 +266,8 @@ class StockTensorstore(StockZarr):
 FORMATS: dict[str, Callable[[Path, Shapes], Any]] = {
     "Ours": Ours,
     "OursUnchecked": partial(Ours, checked=False),
+    "OursWithoutChecks": OursWithoutChecks,
+    "SafeWithoutChecks": partial(OursWithoutChecks, recipe="safe"),
     "OursLossless": partial(Ours, recipe="lossless"),
     "Safe": partial(Ours, recipe="safe"),
     "Compact": partial(Ours, recipe="compact"),

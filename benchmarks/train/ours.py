@@ -15,6 +15,7 @@ from safetensors.torch import save as save_tensors
 from safetensors.torch import save_file
 
 from benchmarks.train.case import BETAS, CLIP, LR, NORM_EPS, SEED, Case, Tensors
+from hiddenstore.files.lock import FolderLock
 from hiddenstore.process import Rank
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.store import Store
@@ -23,7 +24,6 @@ from hiddenstore.writer import create_store, write_unit
 from schemas.capture import HeadSpec
 from trainer.drafters import drafter_kind
 from trainer.parallel.group import ProcessGroup
-from trainer.train.lock import RunLock
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state
 from trainer.train.step import steps
@@ -90,7 +90,7 @@ class Ours:
         vocab.write_bytes(DraftVocab.of_ids(tensors.target_ids, case.vocab).save_bytes())
         make_store(case, tensors, root / "store", self.recipe)
         options = TrainOptions(root / "store", root / "run", case.drafter, None, words(case, vocab, prefetch_mb, train))
-        self.state: TrainState = build_state(options, ProcessGroup(Rank()), RunLock(root / "run"))
+        self.state: TrainState = build_state(options, ProcessGroup(Rank()), FolderLock(root / "run"))
         if tensors.weights:
             self.state.model.load_state_dict(tensors.weights)
         if self.in_memory:

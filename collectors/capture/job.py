@@ -8,7 +8,7 @@ follows from the unit's index in the input alone, so a restart under another wor
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -62,6 +62,7 @@ from hiddenstore.targets.calibration import Slice, slice_tokens, take_slice, wri
 from hiddenstore.targets.folder import CONFIG_FILE, open_target
 from hiddenstore.targets.identity import CHECKPOINT
 from hiddenstore.targets.rebuild import Rebuilder
+from hiddenstore.threads import Threads
 from hiddenstore.writer import PendingUnit, create_store, pending_units, register_input, write_unit
 from schemas.advice import Advice
 from schemas.capture import REBUILT, CaptureSpec, Codecs, FinalMode, TargetIdentity
@@ -393,7 +394,7 @@ class CollectJob:
         self.digest = register_input(self.store, self.prepared)
         self._described = self.engine.describe()
         self.report, self._budget = begin_report(self.store, self.prepared.info, self.settings.allowed_rejects)
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
+        self._worker = Threads(max_workers=1, thread_name_prefix="commit")
         self._index = IndexWriter(self.store.fs, self.store.catalog)
         self._pending = pending_units(self.store, self.digest)
         self._behind: Future[CommitRecord | None] | None = None

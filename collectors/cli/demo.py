@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from hiddenstore.fs.publish import replace_file
 from hiddenstore.fs.seam import storage_errors
 from hiddenstore.servers import VllmPython
 from hiddenstore.settings import load
+from hiddenstore.threads import usable_cores
 
 BUNDLED_QUESTIONS = 3000
 BUNDLED_HELD_OUT = 90
@@ -155,7 +155,7 @@ def _engine_python(named: str | None) -> str | None:
 
 def _cores() -> int:
     """Up to two: more processes than that find nothing to do on models this small."""
-    return min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    return min(2, usable_cores())
 
 
 def _document(folder: Path, results: Sequence[StageResult]) -> dict[str, Any]:

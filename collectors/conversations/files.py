@@ -18,6 +18,7 @@ import ijson
 
 from collectors.conversations.rows import TABLE_BATCH_ROWS, ColumnFilter, Problem, Row, Source, conversation_columns
 from hiddenstore.errors import ConfigError, Kind, StorageError
+from hiddenstore.files.damage import raise_refusal
 
 LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*LINES, ".json", ".parquet")
@@ -176,6 +177,7 @@ def _open_parquet(path: Path, label: str, columns: ColumnFilter) -> Source:
         with pq.ParquetFile(path) as file:
             names, rows = file.schema_arrow.names, file.metadata.num_rows
     except (pa.ArrowException, OSError) as error:
+        raise_refusal(error, path)
         raise _unreadable(path, error) from error
     if rows == 0:
         raise ConfigError(f"{path} is empty", kind=Kind.INPUT_EMPTY)
@@ -194,6 +196,7 @@ def _parquet_rows(path: Path, label: str, columns: list[str]) -> Iterator[Row]:
                 for value in batch.to_pylist():
                     yield Row(f"{label}:{next(numbers)}", value, size, path.parent)
     except (pa.ArrowException, OSError) as error:
+        raise_refusal(error, path)
         raise _unreadable(path, error) from error
 
 

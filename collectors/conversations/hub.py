@@ -20,6 +20,7 @@ from collectors.conversations.rows import (
     conversation_columns,
 )
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
+from hiddenstore.files.damage import raise_refusal
 
 _ID = re.compile(r"(?P<name>[^\[\]:]+)(?:\[(?P<config>[^\[\]]+)\])?(?::(?P<split>.+))?")
 _SLICED = re.compile(r"(?P<name>[^\[\]+]+)(?:\[(?P<first>\d*):(?P<last>\d*)\])?")
@@ -115,7 +116,11 @@ def _table_rows(table: Any, label: str) -> Iterator[Row]:
 
 def _load(split: HubSplit) -> Any:
     import datasets
+    from httpx2 import HTTPError
 
+    from hiddenstore.servers.hub_session import bound_hub_requests
+
+    bound_hub_requests()
     name = split.name
     try:
         if is_saved_dataset(Path(name)):
@@ -128,13 +133,14 @@ def _load(split: HubSplit) -> Any:
         ) from error
     except (ConfigError, NotFoundError):
         raise  # They are ValueError and KeyError too.
-    except ConnectionError as error:
+    except (ConnectionError, HTTPError) as error:
         raise StorageError(
             f"dataset {name} is not on this machine and its hub cannot be reached: {_first_line(error)}",
             kind=Kind.DATASET_UNREACHABLE,
             hint="run again with a network, or download it first and give its folder",
         ) from error
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise_refusal(error, f"dataset {name}")
         raise ConfigError(
             f"dataset {name} cannot be loaded: {_first_line(error)}",
             kind=Kind.INPUT_UNREADABLE,
@@ -169,16 +175,20 @@ def _only_split(names: list[str], dataset: str) -> str:
 def _json_files(split: HubSplit, split_name: str) -> list[Path]:
     """The JSON files of a split, on this machine; none where it has others, or where something is wrong with it."""
     import datasets
+    from httpx2 import HTTPError
+
+    from hiddenstore.servers.hub_session import bound_hub_requests
 
     if is_saved_dataset(Path(split.name)):
         return []
+    bound_hub_requests()
     try:
         builder = _builder(split)
         files = [str(file) for file in (builder.config.data_files or {}).get(split_name, [])]
         if not all(file.endswith(_JSON) for file in files):
             return []
         return [Path(file) for file in datasets.DownloadManager().download(files)]
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError):
+    except (HTTPError, OSError, ValueError, KeyError, datasets.exceptions.DatasetsError):
         return []  # The table reader meets the same fault and says what it is.
 
 

@@ -35,6 +35,7 @@ from collectors.engines.unit_memory import PLACE, UnitMemory
 from collectors.targets.load import EngineTarget
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import CaptureError, ConfigError, Kind
+from hiddenstore.files.damage import raise_refusal
 from hiddenstore.servers.http import HttpClient, ServerAccess
 from hiddenstore.targets.folder import first_line
 from schemas.capture import NormState
@@ -136,6 +137,7 @@ class StateFile:
             with safe_open(self.path, framework="pt") as file:
                 tokens, states = file.get_tensor(_TOKENS), file.get_tensor(_STATES)
         except (SafetensorError, OSError) as error:
+            raise_refusal(error, self.path)
             raise CaptureError(f"cannot read {self.path}: {error}", kind=Kind.ENGINE_FILE) from error
         return tokens.numpy().astype(np.int32), states
 
@@ -151,11 +153,9 @@ class StateFile:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                raise CaptureError(
-                    f"cannot remove {path}, so the folder would fill up: {error.strerror}",
-                    kind=Kind.ENGINE_FILE,
-                    hint="run collect as the user of the server, or give both the same group and a writable folder",
-                ) from error
+                problem = f"cannot remove {path}, so the folder would fill up: {error.strerror}"
+                hint = "run collect as the user of the server, or give both the same group and a writable folder"
+                raise CaptureError(problem, kind=Kind.ENGINE_FILE, hint=hint) from error
 
     def _is_complete(self) -> bool:
         """True once nobody writes: the writer lets go of its lock when the file is closed."""

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.errors import ConflictError, CorruptionError, Kind
-from hiddenstore.files.documents import canonical
+from hiddenstore.files.documents import canonical, foreign_json
 from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.fs.seam import Filesystem, storage_errors
+from hiddenstore.fs.seam import Filesystem, storage_error, storage_errors
 
 SETTINGS = "settings.json"
 SYNC_EVERY_S = 2.0
@@ -90,8 +90,10 @@ def _ended(path: Path) -> int:
             file.seek(max(0, path.stat().st_size - 256))
             last = file.read().splitlines()[-1]
         return int(json.loads(last)["end"]) if last.startswith(b'{"end":') else -1
-    except (OSError, IndexError, ValueError):
+    except (FileNotFoundError, IndexError, ValueError):
         return -1
+    except OSError as error:
+        raise storage_error(error, str(path)) from error
 
 
 class AnswerLog:
@@ -188,7 +190,7 @@ class AnswerLog:
 
     def _index(self, line: bytes, offset: int) -> None:
         try:
-            record = json.loads(line)
+            record = foreign_json(line)
             if "end" in record:
                 self._end = int(record["end"])
                 return

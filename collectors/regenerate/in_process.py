@@ -30,6 +30,7 @@ from hiddenstore.errors import ConfigError, Kind, StorageError
 from hiddenstore.records import LOOP_SHARE, repeated_share
 from hiddenstore.targets.folder import TargetFolder, open_target
 from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of
+from hiddenstore.threads import usable_cores
 
 GROUP_BATCHES = 32
 _POLL_S = 0.5
@@ -127,7 +128,7 @@ class _InProcess:
 
             yield answer
             return
-        threads = max(1, len(os.sched_getaffinity(0)) // options.workers)
+        threads = max(1, usable_cores() // options.workers)
         opening = (folder.name, folder.revision, *_opening(options)[2:])
         load = (opening, options.dtype, options.device)
         with WorkerPool(options.workers, load, threads) as pool:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import canonical, sha256_hex
 from hiddenstore.targets.checkpoint import read_object
 from hiddenstore.targets.folder import TargetFolder, first_line
@@ -86,6 +87,7 @@ class TargetImages:
         try:
             return transformers.AutoImageProcessor.from_pretrained(name, revision=revision, **backend)
         except Exception as error:  # its file may hold anything
+            raise_refusal(error, name)
             raise self._unreadable(first_line(error)) from error
 
     def _unreadable(self, reason: str) -> ConfigError:

@@ -27,6 +27,7 @@ from collectors.tokenize.template import ChatTemplate, Tokenised
 from hiddenstore.errors import InterruptError, Kind, StorageError
 from hiddenstore.inputs import PREPARED
 from hiddenstore.records import sample_id
+from hiddenstore.threads import usable_cores
 from schemas.prepared import Overlong
 
 BATCH_ROWS, IMAGE_BATCH_ROWS = 64, 4
@@ -142,7 +143,7 @@ def ordered_batches(
             ahead.append(batch)
             size += sum(row.size for row in batch)
         # macOS knows no affinity.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = usable_cores()
         workers = min(cores, MOST_WORKERS) if size >= WORTH_WORKERS_BYTES else 1
         batches = chain(ahead, batches)
     if workers > 1:

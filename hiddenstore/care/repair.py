@@ -88,8 +88,8 @@ def repair(location: "str | Path | Filesystem", dry_run: bool = True, accept_los
     read is made again from a segment whose content proves itself. Old records and segments stay until ``gc``. Damaged
     files beside the units are moved to ``quarantine/``. Raises StorageError: the storage refused to read; nothing is
     changed; FormatError: a record is whole, but of another version; nothing is changed; ConfigError:
-    ``loss-not-accepted``: more than 1 % of the samples would be dropped, and ``accept_loss`` is not that number or
-    more; nothing is changed."""
+    ``loss-not-accepted``: more than 1 % of the samples would be dropped, and ``accept_loss`` is not their number;
+    nothing is changed."""
     fs = open_filesystem(location)
     if fs.size(layout.STORE_JSON) is None:
         raise missing("store", fs.root)
@@ -180,9 +180,9 @@ def _lost(samples: list[tuple[str, int]], reasons: dict[str, str]) -> tuple[Reje
 
 
 def _require_accepted(store: Store, result: Repair, accept_loss: int | None) -> None:
-    if not result.must_be_accepted or (accept_loss is not None and accept_loss >= result.dropped):
+    if not result.must_be_accepted or accept_loss == result.dropped:
         return
-    accepted = "" if accept_loss is None else f"; {accept_loss:,} were accepted"
+    accepted = "" if accept_loss is None else f"; --accept-loss says {accept_loss:,}"
     raise ConfigError(
         f"repair would drop {result.dropped:,} of {result.samples:,} samples, more than {ACCEPTED_LOSS:.0%}{accepted}; "
         "nothing has changed",

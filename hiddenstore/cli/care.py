@@ -276,7 +276,7 @@ def _show_copy(document: Mapping[str, Any]) -> None:
     "--accept-loss",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Drop up to N samples; without it no more than 1 % of them. The plan prints the number.",
+    help="Drop exactly the N samples of the plan, which prints the number; needed for more than 1 % of them.",
 )
 @common_options
 def repair(store: str, yes: bool, accept_loss: int | None) -> None:

@@ -23,8 +23,8 @@ from hiddenstore.errors import HiddenstoreError
 def log(store: str, limit: int, units: bool) -> None:
     """Who wrote what into STORE and when, the newest first.
 
-    Engine, versions and amounts are from the records; a record names no host, person or time. When is what the
-    filesystem says of its file.
+    Engine, versions and amounts are from the records; a record names no host, person or time. When and which machine
+    is what the filesystem says of its file: – where it does not, as on object storage and in copies by other programs.
     """
     from hiddenstore.inspect.history import history
 
@@ -46,12 +46,22 @@ def log(store: str, limit: int, units: bool) -> None:
 
 def _show_events(events: Sequence[Mapping[str, Any]]) -> None:
     output().table(
-        ("when", "what", Column("by, as", wide=True), ">units", ">samples", ">rejects", ">size"),
+        (
+            "when",
+            "what",
+            Column("by, as", wide=True),
+            Column("on", wide=True),
+            ">units",
+            ">samples",
+            ">rejects",
+            ">size",
+        ),
         (
             (
                 _when(event["last"]),
                 event["action"],
                 event["name"] if event["action"] == "froze" else f"{event['engine']} {event['version']}",
+                _machines(event["hosts"]),
                 count(event["units"]),
                 count(event["samples"]),
                 count(event["rejects"]) if event["rejects"] else "–",
@@ -60,6 +70,10 @@ def _show_events(events: Sequence[Mapping[str, Any]]) -> None:
             for event in events
         ),
     )
+
+
+def _machines(hosts: Sequence[str]) -> str:
+    return "–" if not hosts else f"{hosts[0]} +{len(hosts) - 1}" if hosts[1:] else hosts[0]
 
 
 def _when(text: str | None) -> str:

@@ -21,6 +21,7 @@ from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import seconds
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
 from hiddenstore.files.documents import load, seal
+from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import replace_file
@@ -260,13 +261,20 @@ class StageResult:
 def run_pipeline(pipeline: Pipeline) -> list[StageResult]:
     """Do every stage that is not done, in order; stop at the first that fails, which the same command repeats. Raises
     ConfigError: a section holds what its command does not take; before anything is done; ConflictError: the folder is
-    another's, or something in it was made by another pipeline; HiddenstoreError: what a command raises."""
+    another's, or another process runs a pipeline in it (``run-in-use``), or something in it was made by another
+    pipeline; HiddenstoreError: what a command raises."""
     stages, out = stages_of(pipeline), require_local(pipeline.out, "the folder of a pipeline")
     if out.exists() and any(out.iterdir()) and not (out / _DONE_FOLDER).is_dir():
         raise ConflictError(
             f"{out} holds things that no `hiddenstore run` made", kind=Kind.OUTPUT_EXISTS, hint="out: another folder"
         )
     (out / _DONE_FOLDER).mkdir(parents=True, exist_ok=True)
+    with FolderLock(out, "pipeline", "wait for it or stop it, or name another folder: out=FOLDER") as lock:
+        lock.take()
+        return _do_all(pipeline, stages, out)
+
+
+def _do_all(pipeline: Pipeline, stages: Sequence[Stage], out: Path) -> list[StageResult]:
     fs, inputs = LocalFilesystem(out), _digest_of_files(pipeline.inputs)
     finished: dict[str, DoneStage] = {}
     results = []

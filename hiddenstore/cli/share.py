@@ -16,6 +16,7 @@ from hiddenstore.cli.words import layers_option, open_store, split_snapshot
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import plural, size
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
+from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.folders import kind_of, missing
 from hiddenstore.files.layout import STORE_JSON
 from hiddenstore.fs import is_address, open_filesystem
@@ -170,6 +171,7 @@ def _read_card(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
+        raise_refusal(error, path)
         raise ConfigError(f"--card: {path} cannot be read: {error}", kind=Kind.INPUT_UNREADABLE) from error
 
 

@@ -19,6 +19,7 @@ from hiddenstore.index.table import SPLITS, Ids
 from hiddenstore.store import Store
 from hiddenstore.targets.identity import target_words
 from hiddenstore.targets.rebuild import layers_to_read
+from hiddenstore.threads import reading_threads
 from schemas.manifest import Split
 
 PREFETCH_BYTES = 1 << 30
@@ -98,8 +99,8 @@ class TokenBatches(IterableDataset[GlobalBatch]):
     """Where to start; default: the first sample of epoch 0."""
     prefetch_bytes: int = PREFETCH_BYTES
     """Memory for the packs read ahead and the one handed out."""
-    threads: int = 4
-    """Threads that read."""
+    threads: int | None = None
+    """Threads that read; default: as many as the cores, or the network a store is behind, keep busy."""
     view: SampleView = WHOLE
     """How many tokens of a sample are read, and which of them teach."""
     device: torch.device | str = "cpu"
@@ -186,7 +187,8 @@ class TokenBatches(IterableDataset[GlobalBatch]):
             self.store, self._read, self._final, self.view
         )
         rebuilder = self.store.rebuilder(device)
-        prefetch = Prefetch[_JobKey](filler, self.prefetch_bytes, self.threads, pinned=torch.cuda.is_available())
+        threads = self.threads or reading_threads(self.store.fs.prefers_few_files)
+        prefetch = Prefetch[_JobKey](filler, self.prefetch_bytes, threads, pinned=torch.cuda.is_available())
         jobs = prefetch.run(self._jobs())
         try:
             while True:

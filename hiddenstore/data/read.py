@@ -7,7 +7,7 @@ array.
 import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby, islice, pairwise
 from operator import itemgetter
@@ -26,6 +26,7 @@ from hiddenstore.images import drafter_positions
 from hiddenstore.records import TopK
 from hiddenstore.segments.many import MANY_BYTES, UNITS_TOGETHER, row_numbers
 from hiddenstore.segments.segment import SegmentReader, read_together
+from hiddenstore.threads import Threads
 from schemas.manifest import ImageEntry
 
 if TYPE_CHECKING:
@@ -379,7 +380,7 @@ class Prefetch(Generic[K]):
 
     def run(self, jobs: Iterator[Job[K]]) -> Generator[tuple[K, list[Pack]], None, None]:
         """``(key, packs)`` of every job, in the order of ``jobs``."""
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="hiddenstore-read")
+        pool = Threads(self._threads, thread_name_prefix="hiddenstore-read")
         waiting: deque[_Running[K]] = deque()
         used_bytes = out_bytes = 0
         upcoming = next(jobs, None)
@@ -413,7 +414,7 @@ class Prefetch(Generic[K]):
         size = sum(room_bytes(self._filler.members(slots)) for slots in job.packs)
         return ahead < JOBS_AHEAD and used_bytes + size <= self._budget
 
-    def _start(self, pool: ThreadPoolExecutor, job: Job[K]) -> _Running[K]:
+    def _start(self, pool: Threads, job: Job[K]) -> _Running[K]:
         packs, reads, size = [], [], 0
         for slots in job.packs:
             pack, samples = self._filler.empty(slots, self._buffers), packed_samples(slots)

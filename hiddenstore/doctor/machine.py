@@ -17,6 +17,7 @@ from hiddenstore.doctor.packages import elsewhere
 from hiddenstore.errors import HiddenstoreError
 from hiddenstore.fs import is_address, open_filesystem
 from hiddenstore.settings import first_line
+from hiddenstore.threads import usable_cores
 
 GROUP = "hiddenstore.doctor"
 TRIAL_BYTES = 32 << 20
@@ -174,7 +175,7 @@ def compute_checks() -> Iterator[DoctorCheck]:
 
 
 def _cpu() -> DoctorCheck:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     policy = os.environ.get("OMP_WAIT_POLICY", "unset")
     threads = os.environ.get("OMP_NUM_THREADS", "unset")
     text = f"{plural(cores, 'core')} usable of {os.cpu_count()} · OMP_WAIT_POLICY {policy} · OMP_NUM_THREADS {threads}"

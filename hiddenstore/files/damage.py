@@ -5,13 +5,20 @@ absent. An error of reading (StorageError) is neither: it passes through everyth
 """
 
 import errno
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from hiddenstore.errors import CorruptionError, FormatError, Kind, NotFoundError, StorageError
 from hiddenstore.files.layout import STORE_JSON
 from hiddenstore.fs.seam import Filesystem, storage_error
+
+_OF_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL}
+_REFUSED = re.compile(r"(?:unable to (?:open|mmap)[^\n]*\(|[^\n]*\(os error (?=\d+\)$))(\d+)\)")
+"""How torch begins and safetensors ends to say what the system answered; elsewhere a message may quote the file."""
 
 DAMAGE = (CorruptionError, FormatError, NotFoundError)
 """Errors that speak of bytes, never of the storage that should have brought them."""
@@ -78,10 +85,16 @@ def reading_only() -> Iterator[None]:
         raise
 
 
-def raise_refusal(error: Exception, where: str) -> None:
-    """StorageError for an error of somebody else's software that is the operating system's; others return."""
-    if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
-        raise storage_error(error, where) from error
+def raise_refusal(error: Exception, where: str | Path, hint: str | None = None) -> None:
+    """StorageError for an error of somebody else's software that is the operating system's; what speaks of the file
+    itself, or is none of the system's, returns."""
+    if isinstance(error, StorageError):
+        raise error
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (said := _REFUSED.match(str(error))):
+        number = int(said[1])
+    if number is not None and number not in _OF_THE_FILE:
+        raise storage_error(OSError(number, os.strerror(number)), str(where), hint) from error
 
 
 def _unknown(fs: Filesystem, path: str, reason: str) -> StorageError:

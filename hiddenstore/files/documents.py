@@ -53,6 +53,14 @@ def seal(document: Document) -> bytes:
     return b'%s%s"sha256":"%s"}\n' % (body[:-1], comma, sha256_hex(body).encode())
 
 
+def foreign_json(data: bytes | str) -> Any:
+    """What JSON of somebody else's says. Raises ValueError, for brackets too many to follow too."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("its brackets are nested too deeply") from error
+
+
 def unseal(data: bytes, model: type[M], where: str) -> M:
     """The document in ``data``; ``where`` names the file in errors. Raises CorruptionError: ``document-corrupt``, any
     byte is not as it was written; FormatError: ``format-future`` for a later format, ``document-invalid`` for whole

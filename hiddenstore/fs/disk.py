@@ -14,6 +14,7 @@ from itertools import count, islice
 
 OPEN_FILES = 512
 """Most read descriptors that a process keeps open between reads, over all its stores."""
+_HOST = "user.hiddenstore.host"
 
 
 class PosixDisk:
@@ -52,6 +53,11 @@ class PosixDisk:
 
     def sync_file(self, handle: int) -> None:
         os.fsync(handle)
+
+    def note_host(self, handle: int) -> None:
+        """Name this machine in an extended attribute, beside the bytes of a file; nothing where there are none."""
+        with contextlib.suppress(OSError, AttributeError):
+            os.setxattr(handle, _HOST, os.uname().nodename.encode())
 
     def close(self, handle: int) -> None:
         os.close(handle)
@@ -135,6 +141,14 @@ class PosixDisk:
         """Files an unprivileged user can still make; None where the filesystem does not count them."""
         status = _disk_status(path)
         return status.f_favail if status.f_files else None
+
+
+def host_of(path: str) -> str:
+    """The machine that ``note_host`` named; empty where that is not known: a copy by other programs, a filesystem or
+    system without extended attributes. Anybody can write it: it is shown, never believed."""
+    with contextlib.suppress(OSError, AttributeError):
+        return os.getxattr(path, _HOST).decode("utf-8", "replace")
+    return ""
 
 
 @dataclass(eq=False, slots=True)

@@ -62,6 +62,7 @@ class LocalFilesystem:
                 handle = self._disk.create(temp)
                 try:
                     self._disk.write(handle, memoryview(data))
+                    self._disk.note_host(handle)
                     self._disk.sync_file(handle)
                 finally:
                     self._disk.close(handle)

@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache, cached_property
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.address import CREDENTIALS, parse_address
 from hiddenstore.fs.seam import TEMP_PREFIX, WritableFile, is_inside, storage_errors
+from hiddenstore.threads import Threads
 
 DEADLINE_S = 120.0
 """How long a request is repeated before it counts as refused."""
@@ -451,5 +451,5 @@ def _taken(root: str, path: str) -> ConflictError:
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(PARALLEL, thread_name_prefix="objects")
+def _pool() -> Threads:
+    return Threads(PARALLEL, thread_name_prefix="objects")

@@ -1,7 +1,8 @@
 """Who wrote what into a store and when, from its records; the documents behind ``log`` and ``snapshot``. No torch.
 
 A record states engine, versions, samples and files, never a clock, a host or a person, so that equal work has equal
-bytes. When it was written is what the storage says of its file; it orders what is shown and decides nothing.
+bytes. When it was written, and by which machine, is what the storage says of its file: that orders what is shown and
+decides nothing.
 """
 
 import time
@@ -15,6 +16,7 @@ from hiddenstore.commit import Commit, lost_samples, read_commit
 from hiddenstore.errors import ConfigError, HiddenstoreError
 from hiddenstore.files import layout
 from hiddenstore.files.damage import DAMAGE, twice
+from hiddenstore.fs.disk import host_of
 from hiddenstore.fs.seam import Filesystem, is_temporary
 from hiddenstore.store import Store, load_snapshot
 
@@ -29,6 +31,7 @@ class Event:
     """One record or snapshot, or several ``units`` written in one go.
 
     ``first`` and ``last``: seconds since 1970 at which the storage says they were written, None where it does not say.
+    ``hosts``: machines that wrote them, as far as the storage says: object storage and some filesystems do not.
     ``superseded``: units of it that a later record replaced. ``name``: of a snapshot, or the first unit.
     """
 
@@ -47,6 +50,7 @@ class Event:
     version: str = ""
     versions: tuple[tuple[str, str], ...] = ()
     settings: tuple[tuple[str, str], ...] = ()
+    hosts: tuple[str, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """The members of one entry of ``events``; times as UTC in ISO 8601."""
@@ -115,6 +119,7 @@ def _event(fs: Filesystem, commit: Commit, revision: int, before: Commit | None,
         action, record.unit, time_s, time_s, 1, len(record.samples), record.tokens, record.bytes_stored,
         len(record.rejects), int(not is_last), record.input, engine.name, engine.version,
         tuple(sorted(engine.versions.items())), tuple(sorted(engine.settings.items())),
+        tuple(filter(None, [host_of(f"{fs.root}/{layout.COMMITS_DIR}/{commit.name}")])),
     )  # fmt: skip
 
 
@@ -126,6 +131,7 @@ def _in_one_go(events: Iterable[Event]) -> Iterator[Event]:
             last = replace(
                 last,
                 last=event.last,
+                hosts=tuple(sorted({*last.hosts, *event.hosts})),
                 **{
                     name: getattr(last, name) + getattr(event, name)
                     for name in ("units", "samples", "tokens", "size_bytes", "rejects", "superseded")

@@ -17,6 +17,7 @@ from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import seconds
 from hiddenstore.errors import ConfigError, InterruptError, Kind, StorageError
 from hiddenstore.fs.seam import storage_errors
+from hiddenstore.threads import usable_cores
 
 _OPENMP = "libiomp5.so"
 
@@ -67,7 +68,7 @@ class VllmPython:
     def environment(self) -> dict[str, str]:
         """What a server needs to share the cores of this machine with its neighbour, where it computes on them; what is
         set already stays."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = usable_cores()
         variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         # The engine's own process spins on a core beside its worker: with a thread on every core a token of
         # SmolLM2 takes 1.6 times as long (two cores, benchmarks/results/demo-llm-2026-11-22.md).

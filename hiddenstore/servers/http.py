@@ -89,7 +89,7 @@ class HttpClient:
         except (ImportError, ValueError, InvalidURL) as error:
             message = f"no way to {self.url}: {error}"
             raise ConfigError(message, kind=Kind.SERVER_URL, hint="env | grep -i proxy") from error
-        self._closed, self._loop = threading.Event(), _event_loop()
+        self._closed, self._loop = threading.Event(), event_loop()
         self._under_way: set[asyncio.Task[Any]] = set()
         self._end = weakref.finalize(self, _close, self._client, self._under_way, self._loop)
         self._end.atexit = False
@@ -226,8 +226,8 @@ def _innermost(error: BaseException) -> str:
 
 
 @cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """The loop of all clients, in a thread that ends with the process."""
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The loop of all clients of servers and of the hub, in a thread that ends with the process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
     return loop
@@ -249,7 +249,7 @@ async def _shut(client: "AsyncClient", under_way: set[asyncio.Task[Any]]) -> Non
 
 
 # A forked process has the loop without its thread.
-os.register_at_fork(after_in_child=_event_loop.cache_clear)
+os.register_at_fork(after_in_child=event_loop.cache_clear)
 
 
 def server_root(url: str) -> str:

@@ -3,7 +3,6 @@
 No word of a sample stands in it unless asked for, no path of this machine, and nothing that was not measured.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import yaml
 
 from hiddenstore.console.text import size
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
+from hiddenstore.files.damage import raise_refusal
+from hiddenstore.files.documents import foreign_json
 from hiddenstore.inspect.facts import info
 from hiddenstore.store import Store
 
@@ -60,8 +61,8 @@ def store_card(store: "Store", address: str, measured: str, samples: int) -> str
 def drafter_card(folder: Path, files: Sequence[Path], address: str, measured: str) -> str:
     """The card of an exported drafter. Raises ConfigError ``drafter-unfit``: its ``hiddenstore.json`` is none."""
     try:
-        about = json.loads((folder / "hiddenstore.json").read_bytes())
-        config = json.loads((folder / "config.json").read_bytes())
+        about = foreign_json((folder / "hiddenstore.json").read_bytes())
+        config = foreign_json((folder / "config.json").read_bytes())
         target, drafter = about["target"], str(about["drafter"])
         engine = f"{about['engine']} {about['engine_version']}"
         reads = next((config[key] for key in config if "layer_ids" in key), about.get("layers"))
@@ -73,6 +74,7 @@ def drafter_card(folder: Path, files: Sequence[Path], address: str, measured: st
             ("size", size(sum(file.stat().st_size for file in files))),
         ]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise_refusal(error, folder)
         message = f"no card can be made of {folder}, whose hiddenstore.json or config.json says too little: {error}"
         raise ConfigError(message, kind=Kind.DRAFTER_UNFIT, hint="--card README.md, one of your own") from error
     name = str(target["name"])
@@ -90,7 +92,7 @@ def accepted_length(results: str | Path) -> str:
     """What ``eval --json`` or ``decode --json`` printed: the accepted length and the command that measured it, by the
     last names of its folders. Raises NotFoundError ``path-missing``; ConfigError ``option-invalid``: something else."""
     try:
-        given = json.loads(Path(results).read_bytes())
+        given = foreign_json(Path(results).read_bytes())
         width, run = int(given.get("tree_width", 1)), Path(given["run"]).name
         shape = f"{int(given['draft_len'])}x{width}" if width > 1 else str(int(given["draft_len"]))
         if given["schema"] == "hiddenstore.eval/1":
@@ -111,6 +113,7 @@ def accepted_length(results: str | Path) -> str:
     except FileNotFoundError as error:
         raise NotFoundError(f"--results: {results} does not exist", kind=Kind.PATH_MISSING) from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise_refusal(error, results)
         hint = "hiddenstore eval RUN STORE --json > results.json"
         message = f"--results: {results} is not what eval or decode prints with --json: {error}"
         raise ConfigError(message, kind=Kind.OPTION_INVALID, hint=hint) from error

@@ -24,6 +24,7 @@ MOST_FILES, MOST_IN_FOLDER, MOST_BYTES = 100_000, 10_000, 50_000_000_000
 """Of a repository, of one of its folders, of one file: beyond these the hub refuses or advises against it."""
 COMMIT_FILES, COMMIT_BYTES = 100, 8 << 30
 TRIES = 5
+_AGAIN = (Kind.SERVER_FAILING, Kind.SERVER_TIMEOUT, Kind.SERVER_UNREACHABLE)
 
 _ADDRESS = re.compile(r"hf://(datasets/)?([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?/*")
 _TIMEOUT_S = 120
@@ -95,7 +96,7 @@ class HubRemote:
                     self._commit_files(batch)
                     break
                 except StorageError as error:
-                    if number == TRIES or error.kind not in (Kind.SERVER_FAILING, Kind.SERVER_UNREACHABLE):
+                    if number == TRIES or error.kind not in _AGAIN:
                         raise
                     time.sleep(retry_wait_s(number))
                 finally:
@@ -147,6 +148,9 @@ class HubRemote:
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars, logging
 
+        from hiddenstore.servers.hub_session import bound_hub_requests
+
+        bound_hub_requests()
         disable_progress_bars()
         # Its warnings quote addresses with signatures.
         logging.set_verbosity_error()
@@ -184,6 +188,7 @@ class HubRemote:
 
 def _refusal(address: str, error: BaseException, endpoint: str) -> HiddenstoreError:
     """What the hub's client raised, without the addresses it asked and the token it sent."""
+    from httpx2 import TimeoutException
     from huggingface_hub import get_token
 
     causes = [error]
@@ -191,6 +196,10 @@ def _refusal(address: str, error: BaseException, endpoint: str) -> HiddenstoreEr
         causes.append(cause)
     response = next((answer for cause in causes if (answer := getattr(cause, "response", None)) is not None), None)
     names = [type(cause).__name__ for cause in causes]
+    late = next((cause for cause in causes if isinstance(cause, TimeoutException)), None)
+    if response is None and late is not None:
+        words = f"{address}: {late or type(late).__name__}"
+        return StorageError(words, kind=Kind.SERVER_TIMEOUT, hint="the same command goes on where it stopped")
     if response is None:
         is_offline = "OfflineModeIsEnabled" in names
         words = (

@@ -8,7 +8,6 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import replace_file, sweep_killed
 from hiddenstore.fs.seam import TEMP_PREFIX, storage_errors
 from hiddenstore.share.remote import PIECE_BYTES, SUMS, Advance, Begin, Remote, parse_sums, read_sums, sums_text
+from hiddenstore.threads import Threads
 
 PARALLEL = 4
 _LAST = (STORE_JSON, "hiddenstore.json")
@@ -129,7 +129,7 @@ def _require_room(out: Path, missing: list[_File]) -> None:
 def _bring_all(remote: Remote, files: list[_File], advance: Advance) -> int:
     """Several at once; bytes that came. What ends one of them, or the person who waits, ends them all."""
     over = Event()
-    with ThreadPoolExecutor(PARALLEL) as pool:
+    with Threads(PARALLEL) as pool:
         try:
             return sum(pool.map(lambda file: _bring(remote, file, advance, over), files))
         finally:

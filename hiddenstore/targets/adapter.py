@@ -5,7 +5,6 @@ Shapes: W [out, in], A [r, in], B [out, r].
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.files.damage import raise_refusal
+from hiddenstore.files.documents import foreign_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,10 +71,11 @@ def open_adapter(folder: str, packed: bool = False) -> Adapter:
     if packed:
         raise _unfit(label, "would change quantised weights")
     try:
-        settings = json.loads((Path(folder) / CONFIG_FILE).read_bytes())
+        settings = foreign_json((Path(folder) / CONFIG_FILE).read_bytes())
         tensors = load_file(Path(folder) / WEIGHTS_FILE)
         alpha, patterns = float(settings["lora_alpha"]), settings.get("alpha_pattern") or {}
-    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, SafetensorError) as error:
+        raise_refusal(error, folder)
         reason = f"has no {CONFIG_FILE} and {WEIGHTS_FILE} that can be read: {error!r}"
         raise _unfit(label, reason) from error
     if (formula := _other_formula(settings)) is not None:
@@ -91,7 +93,7 @@ def open_adapter(folder: str, packed: bool = False) -> Adapter:
         try:
             own = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), alpha)
             scale = float(own) / (rank**0.5 if settings.get("use_rslora") else rank)
-        except (re.error, ValueError, TypeError, AttributeError) as error:
+        except (re.error, ValueError, TypeError, AttributeError, ArithmeticError) as error:
             raise _unfit(label, f"has an alpha_pattern that cannot be used: {error}") from error
         pairs[module] = side["B"], side["A"], scale
     if not pairs:

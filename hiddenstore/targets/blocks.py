@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hiddenstore.errors import ConfigError, CorruptionError, Kind
 from hiddenstore.files import layout
+from hiddenstore.files.damage import raise_refusal
 from hiddenstore.targets.checkpoint import damage, damaged, file_of_tensor, unreadable
 from hiddenstore.targets.folder import TargetFolder, first_line
 from schemas.capture import REBUILT, CaptureSpec, Codecs, not_rebuildable
@@ -276,6 +277,7 @@ def read_tensor(folder: TargetFolder, files: Mapping[str, str], name: str) -> Te
         with safe_open(path, framework="pt") as handle:
             tensor: Tensor = handle.get_tensor(name)
     except (SafetensorError, OSError) as error:
+        raise_refusal(error, path)
         raise damage(folder) or unreadable(folder, f"cannot be read: {path.name}: {error}") from error
     return tensor
 

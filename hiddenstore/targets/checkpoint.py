@@ -1,6 +1,5 @@
 """The files of a checkpoint: which holds what, are they whole, and do they belong to the config beside them."""
 
-import json
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.files.documents import foreign_json
+from hiddenstore.fs.seam import is_inside
 from hiddenstore.targets.folder import TargetFolder, beginning_of_another, first_line
 
 WEIGHTS_FILE = "model.safetensors"
@@ -16,7 +17,7 @@ INDEX_FILE = "model.safetensors.index.json"
 TORCH_FILE = "pytorch_model.bin"
 QUANTISATION_FILE = "hf_quant_config.json"
 _MOST_NAMED = 4
-_LONGEST_HEADER = 100_000_000
+_LONGEST_HEADER, _MOST_BYTES = 100_000_000, 1 << 62
 _PICKLES = {b"\x80": "is a pickle, not safetensors", b"PK\x03\x04": "is a torch file, not safetensors"}
 # Tensors that the decoder blocks of a text model do not read: buffers of old checkpoints, other modalities, drafting
 # layers, scales of a KV cache that a forward without one never fills.
@@ -32,8 +33,9 @@ def weights_bytes(folder: TargetFolder) -> int | None:
     """Size of all weights in the form the checkpoint holds them; None where it does not say."""
     index = _index(folder)
     if index is not None:
-        total = index.get("metadata", {}).get("total_size")
-        return None if total is None else int(total)
+        metadata = index.get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        return int(total) if isinstance(total, int | float) and 0 <= total < _MOST_BYTES else None
     single = folder.file(WEIGHTS_FILE)
     return None if single is None else single.stat().st_size
 
@@ -70,7 +72,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     Raises ValueError, LookupError, TypeError, AttributeError: it has none, or not one that can be read."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length) if length <= _LONGEST_HEADER else b"")
+        header = foreign_json(file.read(length) if length <= _LONGEST_HEADER else b"")
     table = {name: entry for name, entry in header.items() if name != "__metadata__"}
     for entry in table.values():
         start, end = entry["data_offsets"]
@@ -101,7 +103,8 @@ def require_applied(folder: TargetFolder, hint: str) -> None:
         return
     if path is not None and not stated:
         document = read_object(path) or {}
-        stated = {"quant_method": "modelopt"} | document.get("quantization", {})
+        named = document.get("quantization")
+        stated = {"quant_method": "modelopt"} | (named if isinstance(named, dict) else {})
     if stated:
         name = (
             " ".join(str(stated[key]) for key in ("quant_method", "quant_algo") if key in stated) or "without a method"
@@ -222,7 +225,8 @@ def _index(folder: TargetFolder) -> dict[str, Any] | None:
     if path is None or folder.file(WEIGHTS_FILE) is not None:
         return None
     document = read_object(path)
-    if document is None or not isinstance(document.get("weight_map"), dict):
+    files = None if document is None else document.get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) and is_inside(file) for file in files.values()):
         other = beginning_of_another(path.read_bytes()[:64])
         raise damaged(folder, INDEX_FILE, f"is {other}" if other else "holds no weight_map")
     return document
@@ -231,7 +235,7 @@ def _index(folder: TargetFolder) -> dict[str, Any] | None:
 def read_object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file, None where it holds something else."""
     try:
-        document = json.loads(path.read_bytes())
+        document = foreign_json(path.read_bytes())
     except ValueError:
         return None
     return document if isinstance(document, dict) else None

@@ -1,6 +1,5 @@
 """What can be known of a target without its weights: config, tokenizer, chat template and their digests."""
 
-import json
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,6 +11,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
+from hiddenstore.files.damage import raise_refusal
+from hiddenstore.files.documents import foreign_json
 from hiddenstore.targets.adapter import Adapter, open_adapter
 from hiddenstore.targets.gguf import target_folder
 from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_rules_sha256, tokenizer_sha256
@@ -115,12 +116,15 @@ def _is_offline(name: str, revision: str | None) -> bool:
     ConfigError: ``target-unreadable``, and its cache on this machine does not hold the target either."""
     from huggingface_hub import constants, try_to_load_from_cache
 
+    from hiddenstore.servers.hub_session import bound_hub_requests
+
     host = urlsplit(constants.ENDPOINT).hostname
     try:
         is_cached = isinstance(try_to_load_from_cache(name, CONFIG_FILE, revision=revision), str)
         if not constants.HF_HUB_OFFLINE:
             if not getproxies():
                 socket.getaddrinfo(host, 443)
+            bound_hub_requests()
             return False
     except ValueError:  # no name that the hub can have: transformers says what is wrong with it
         return False
@@ -174,6 +178,7 @@ def open_target(
     except ConfigError:
         raise
     except Exception as error:  # a config may hold anything, and transformers computes with it
+        raise_refusal(error, name)
         what = name if path.exists() else f"{name}, which is no folder here"
         reason = _foreign(path, CONFIG_FILE) or first_line(error)
         raise ConfigError(f"cannot read the config of target {what}: {reason}", kind=Kind.TARGET_UNREADABLE) from error
@@ -203,6 +208,7 @@ def _tokenizer(name: str, trust_remote_code: bool, where: Mapping[str, Any]) -> 
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
     except Exception as error:  # its files may hold anything
+        raise_refusal(error, name)
         # transformers 4 stumbles over what transformers 5 saved, and over a folder without any tokenizer.
         newer = "TokenizersBackend" in str(error)
         reason = _foreign(Path(name), *TOKENIZER_FILES) or first_line(error)
@@ -264,5 +270,5 @@ def _code_sha256(name: str, revision: str | None, config: Mapping[str, Any]) -> 
     if path is not None:
         # What is no JSON is refused where the tokenizer is read.
         with suppress(ValueError):
-            documents.append(json.loads(path.read_bytes()))
+            documents.append(foreign_json(path.read_bytes()))
     return code_sha256(name, documents, lambda file: _file(name, revision, file))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hiddenstore.console.output import output
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError, StorageError
+from hiddenstore.files.damage import raise_refusal
 from hiddenstore.fs.publish import new_folder
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def _reader(path: Path) -> "GGUFReader":
     try:
         return GGUFReader(path)
     except Exception as error:  # numpy slices of a damaged file raise anything
+        raise_refusal(error, path)
         raise _unreadable(path, f"is no whole GGUF file: {error}", f"download {path.name} again") from error
 
 
@@ -134,7 +136,7 @@ def _require_whole(path: Path, reader: "GGUFReader", forms: Mapping[str, int]) -
     """Refuse what cannot be read, or would be read otherwise than it was written."""
     from gguf import dequantize
 
-    if _field(reader, "split.count", 0) > 1:
+    if _field(reader, "split.count", 0) not in (0, 1):
         raise _unreadable(path, "is one part of a split file", f"llama-gguf-split --merge {path} whole.gguf")
     for form in forms:
         tensor = next(tensor for tensor in reader.tensors if tensor.tensor_type.name == form)

@@ -3,7 +3,6 @@
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +25,11 @@ from hiddenstore.segments.tar_members import BLOCK_BYTES as TAR_BLOCK_BYTES
 from hiddenstore.segments.tar_members import INDEX, TAR, UNIT_PREFIX
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import slice_document
+from hiddenstore.threads import Threads, reading_threads
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
 from hiddenstore.verify.report import Advance, Finding, Report
 from schemas.manifest import CommitRecord, FileEntry
 
-THREADS = 4
 AT_ONCE = 512
 BLOCK_BYTES = 8 << 20
 """A multiple of a tar's blocks: no header lies in two."""
@@ -96,7 +95,7 @@ def check_content(store: Store, report: Report, advance: Advance) -> None:
         report.findings += _steady(store.fs, layout.TARGET_DIR, file, advance)
         report.bytes_checked += file.size
     records = store.commits()
-    with ThreadPoolExecutor(THREADS) as pool:
+    with Threads(reading_threads(store.fs.prefers_few_files)) as pool:
         # A pool takes all it is given at once.
         for start in range(0, len(records), AT_ONCE):
             part = records[start : start + AT_ONCE]

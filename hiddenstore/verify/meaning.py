@@ -5,7 +5,7 @@ samples of the store, so that every threshold comes from the data; a test withou
 """
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from difflib import SequenceMatcher
 from functools import partial
 from itertools import islice
@@ -26,6 +26,7 @@ from hiddenstore.targets.calibration import SLICE_PATH, read_slice
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import tokenizer_rules_sha256, tokenizer_sha256, weights_sha256
 from hiddenstore.targets.rebuild import TOLERANCE
+from hiddenstore.threads import Threads
 from hiddenstore.verify.probes import LOGIT_ROWS, Matching, combined, unigram_nats
 from hiddenstore.verify.profile import PROFILE_PATH, LayerProfile, read_profile
 from hiddenstore.verify.report import Begin, Finding, Report
@@ -144,7 +145,7 @@ def _read(store: Store, names: list[str]) -> Iterator[Record | HiddenstoreError]
         except DAMAGE as error:
             return error
 
-    with ThreadPoolExecutor(AHEAD) as pool:
+    with Threads(AHEAD) as pool:
         waiting = iter(names)
         running: list[Future[Record | HiddenstoreError]] = [pool.submit(read, name) for name in islice(waiting, AHEAD)]
         while running:

@@ -7,7 +7,6 @@ Reads metadata only, never a segment's bytes.
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,10 +30,10 @@ from hiddenstore.index.table import SampleTable, joined
 from hiddenstore.inputs import RegisteredInput, registered_inputs
 from hiddenstore.store import Store, load_snapshot
 from hiddenstore.targets.calibration import SLICE_PATH, slice_document, unnamed_slices
+from hiddenstore.threads import Threads, reading_threads
 from hiddenstore.verify.report import Finding, Report
 from schemas.manifest import CommitHead, Snapshot, StoreManifest
 
-THREADS = 8
 AT_ONCE = 512
 PART = 16
 SHOWN = 3
@@ -97,7 +96,7 @@ def _files_of(fs: Filesystem, record: CommitHead, samples: Iterable[str]) -> Ite
 def require_files(store: Store) -> None:
     """Raise CorruptionError for the first file of ``store`` that is missing or has another size; one stat a file."""
     records, first = store.commits(), None
-    with ThreadPoolExecutor(THREADS) as pool:
+    with Threads(reading_threads(store.fs.prefers_few_files)) as pool:
         # A pool takes all it is given at once.
         for start in range(0, len(records), AT_ONCE):
             wrong = pool.map(
@@ -166,7 +165,7 @@ class _Look:
     def finish(self) -> None:
         """Look for the files of the records that still wait for it."""
         parts = [self._waiting[start : start + PART] for start in range(0, len(self._waiting), PART)]
-        with ThreadPoolExecutor(THREADS) as pool:
+        with Threads(reading_threads(self._fs.prefers_few_files)) as pool:
             for findings in pool.map(
                 lambda part: [f for item in part for f in _files_of(self._fs, item.head, item.samples.ids)], parts
             ):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hiddenstore.care.repair import repair
 from hiddenstore.cli import main
 from hiddenstore.errors import FormatError
 from hiddenstore.segments.base import EncodedUnit
@@ -20,6 +19,7 @@ from hiddenstore.testing.builders import ENGINE, make_samples, make_store, rando
 from hiddenstore.verify import verify
 from hiddenstore.writer import write_encoded_unit
 from schemas.manifest import Container
+from tests.accepting import repair_all
 from tests.faults import FaultFilesystem
 
 KINDS = ("array-invalid", "token-range")
@@ -98,7 +98,7 @@ def test_what_the_format_forbids_is_named_and_never_read_a14(name: str, containe
                 store.read(sample)
             read += 1
     assert read or name == "group scale NaN"
-    repair(store.fs, dry_run=False, accept_loss=100)
+    repair_all(store.fs)
     assert verify(store.fs, "bytes").findings == []
 
 

@@ -1,20 +1,23 @@
 """The storage benchmark runs from end to end in a tiny form, and its rows read what was written."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.storage.__main__ import Bench, against, judged
-from benchmarks.storage.cases import CHECKED, GROUPS, WRITERS
+from benchmarks.storage.cases import CHECKED, CHECKS, GROUPS, WRITERS, checks_cost
 from benchmarks.storage.formats import Format
-from benchmarks.storage.ours import recipe_sizes
+from benchmarks.storage.ours import FORMATS, recipe_sizes
 from benchmarks.storage.states import PT_BF16, peer_sizes
 from benchmarks.storage.worker import Worker
 from benchmarks.workers import ROOT, Row, Timing
 from hiddenstore.codecs import CODECS
 from hiddenstore.codecs.recipes import RECIPES
+from hiddenstore.errors import CorruptionError
 from hiddenstore.segments import zarr_read
+from hiddenstore.store import Store
 
 ALONE = ("Preadv", "TorchFiles", "Ours", "OursUnchecked", "StockZarr", "SafePacked", "SafeDecoded")
 """Kinds that need no peer."""
@@ -67,6 +70,22 @@ def test_rows_give_back_what_was_written_and_are_reported(bench: Bench, timings:
     lines = {claim: met for claim, _, _, met in judged(facts, {"read": timings})}
     assert lines["one layer of four, against reading all"] != "–"
     assert lines["lossless read, against MDS zstd"] == "–"
+
+
+def test_the_cost_of_checks_is_told_of_reads_and_writes(bench: Bench, timings: list[Timing]) -> None:
+    writes = []
+    for row in GROUPS["write"]:
+        if row.kind in FORMATS:
+            timing, is_bare = Timing(row), row.kind.endswith("WithoutChecks")
+            answer = Worker(row.kind, bench.root / row.folder, bench.quarter).write(keep=True)
+            timing.add("write", answer, bench.quarter.logical_bytes / 1e9)
+            writes.append(timing)
+            store = Store.open(bench.root / row.folder / "store")
+            with pytest.raises(CorruptionError) if is_bare else nullcontext():
+                store.read(store.sample_ids[0])
+    rows = checks_cost({"read": timings, "write": writes})
+    assert [row[0] for row in rows] == [what for what, *_ in CHECKS]
+    assert all(row[3].endswith("%") for row in rows)
 
 
 @pytest.mark.parametrize("kind", sorted({row.kind for rows in GROUPS.values() for row in rows} | {*WRITERS.values()}))

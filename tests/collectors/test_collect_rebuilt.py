@@ -20,6 +20,7 @@ from hiddenstore.store import Store
 from hiddenstore.targets.blocks import BLOCKS_FILE
 from hiddenstore.targets.calibration import read_slice
 from hiddenstore.writer import create_store
+from tests.accepting import repair_words
 from tests.collectors.tiny import save_target
 from tests.tiny_world import TRAIN, World, chat, error_of, run, write_rows
 
@@ -253,7 +254,7 @@ def test_what_a_repair_drops_is_captured_again_and_comes_back_rebuilt(place: Wor
     data = bytearray(shard.read_bytes())
     data[100] ^= 1
     shard.write_bytes(data)
-    assert run("repair", str(tmp_path / "store"), "--yes", "--accept-loss", "24", "-q") == 0
+    assert run(*repair_words(tmp_path / "store"), "-q") == 0
     lost = len(whole) - len(Store.open(tmp_path / "store"))
     assert lost > 0
     words = ("collect", place / "data", "-o", str(tmp_path / "store"), "--target", place / "target")
@@ -269,7 +270,7 @@ def test_a_record_that_is_gone_is_made_again_from_the_segment(place: World, tmp_
     run_copy(open_copy([Store.open(place / "rebuilt")], tmp_path / "store"))
     for path in (tmp_path / "store" / "commits").glob("*.json"):
         path.write_bytes(path.read_bytes()[:100])
-    run("repair", str(tmp_path / "store"), "--yes", "--accept-loss", "24", "-q")
+    run(*repair_words(tmp_path / "store"), "-q")
     again, whole = Store.open(tmp_path / "store"), Store.open(place / "rebuilt")
     assert set(again.sample_ids) == set(whole.sample_ids)
     assert all(torch.equal(again[name].final, whole[name].final) for name in whole.sample_ids)

@@ -1,5 +1,6 @@
 """Readers and parsers of conversations: formats, places, reasons, bounded memory."""
 
+import errno
 import gzip
 import json
 from collections.abc import Iterator
@@ -249,6 +250,22 @@ def test_every_format_gives_the_same_conversations(tmp_path: Path) -> None:
     for path in sorted(tmp_path.iterdir()):
         assert questions(path) == expected, path.name
     assert questions(tmp_path) == expected * 6
+
+
+@pytest.mark.parametrize("refused", ["__init__", "iter_batches"])
+def test_a_disk_that_refuses_a_parquet_file_is_no_fault_of_the_file(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.Table.from_pylist([{"messages": [{"role": "user", "content": "a"}]}]), tmp_path / "a.parquet")
+
+    def refuse(*_words: Any, **_more: Any) -> None:
+        # As Arrow words it.
+        raise OSError(errno.EIO, "Error reading bytes from file. Detail: [errno 5] Input/output error")
+
+    monkeypatch.setattr(pq.ParquetFile, refused, refuse)
+    with pytest.raises(StorageError, match=r"a\.parquet: Input/output error") as caught:
+        list(files.open_file(tmp_path / "a.parquet", "a").rows())
+    assert caught.value.kind == "io-error"
 
 
 def test_parquet_members_that_were_absent_do_not_come_back_as_null(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -45,7 +46,8 @@ class Repo:
 @dataclass
 class HubDouble:
     """``fault`` is asked before every request: a status to answer, bytes of the body to send before the connection is
-    closed (negative), or None. ``uploads`` counts what came of each LFS object."""
+    closed (negative), or None; ``drip`` for the seconds between two bytes of a body, or None. ``uploads`` counts what
+    came of each LFS object."""
 
     url: str = ""
     repos: dict[str, Repo] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class HubDouble:
     requests: list[tuple[str, str]] = field(default_factory=list)
     sent_bytes: int = 0
     fault: Callable[[str, str], int | None] = lambda method, path: None
+    drip: Callable[[str, str], float | None] = lambda method, path: None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -163,8 +166,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
+        if self.command == "HEAD":
+            return
+        wait_s = self.hub.drip(self.command, unquote(urlsplit(self.path).path))
+        for start in range(0, len(data) if wait_s is not None else 1):
+            self.wfile.write(data if wait_s is None else data[start : start + 1])
+            time.sleep(wait_s or 0.0)
 
     def _create(self, body: bytes) -> None:
         asked = json.loads(body)

@@ -30,6 +30,7 @@ class MemoryStore:
     """What ``TokenBatches`` asks of a store, over records in memory; ``broken`` ids raise, ``short`` ones lie."""
 
     path = "memory"
+    fs = SimpleNamespace(prefers_few_files=False)
 
     def __init__(self, lengths: Sequence[int], validation: int = 0, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)

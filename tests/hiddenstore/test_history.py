@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from hiddenstore.care.repair import repair
 from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.cli import main
+from hiddenstore.files import layout
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
     ENGINE,
@@ -25,6 +25,7 @@ from hiddenstore.testing.builders import (
 from hiddenstore.testing.invariants import contents
 from hiddenstore.verify import verify
 from hiddenstore.writer import create_store, pending_units, register_input, write_unit
+from tests.accepting import repair_all
 
 SAMPLES = 12
 DAY_S = 86400
@@ -54,7 +55,7 @@ def damage_and_repair(store: Store) -> str:
     data = bytearray(path.read_bytes())
     data[3] ^= 1
     path.write_bytes(bytes(data))
-    assert repair(store.path, dry_run=False, accept_loss=SAMPLES).dropped
+    assert repair_all(store.path).dropped
     return record.unit
 
 
@@ -111,6 +112,27 @@ def test_log_says_what_was_done_when_and_by_which_engine(lived: Store) -> None:
     each = run_json("log", lived.path, "--units")["events"]
     assert len(each) == len(lived.commits()) + 4
     assert sum(event["size_bytes"] for event in each) == sum(event["size_bytes"] for event in events)
+
+
+def test_log_names_the_machine_where_the_file_system_keeps_it_and_says_where_it_does_not(tmp_path: Path) -> None:
+    here, store = os.uname().nodename, make_store(tmp_path, samples=SAMPLES)
+    record = Path(store.path, layout.commit_path(store.commits()[0].unit))
+    try:
+        os.setxattr(record, "user.hiddenstore.host", b"elsewhere")
+    except OSError:
+        pytest.skip("the file system of the tests has no extended attributes")
+    (event,) = run_json("log", store.path)["events"]
+    assert event["hosts"] == sorted([here, "elsewhere"])
+    assert f"{min(here, 'elsewhere')} +1" in run("log", store.path).stdout
+    before = contents(Store.open(store.path))
+    for path in Path(store.path).rglob("*.json"):
+        data = path.read_bytes()
+        path.unlink()
+        path.write_bytes(data)
+    (event,) = run_json("log", store.path)["events"]
+    assert event["hosts"] == []
+    assert contents(Store.open(store.path)) == before
+    assert verify(store.path, "bytes").ok
 
 
 def test_log_of_a_snapshot_names_what_it_froze(lived: Store) -> None:

@@ -28,6 +28,7 @@ from hiddenstore.testing.invariants import contents
 from hiddenstore.verify import verify
 from hiddenstore.writer import pending_units, write_unit
 from schemas.manifest import CommitRecord, FileEntry, SampleEntry
+from tests.accepting import repair_all
 from tests.faults import SURVIVALS, FaultFilesystem
 
 SAMPLES = 12
@@ -158,7 +159,7 @@ def test_another_record_under_a_name_an_index_knows_is_named_and_repair_takes_th
         contents(Store.open(store.fs))
     assert error.value.kind == "index-stale"
     assert "index-stale" in verify(store.fs).kinds
-    assert list(repair(store.fs, dry_run=False, accept_loss=SAMPLES).aside) == ["index/1.parquet"]
+    assert list(repair_all(store.fs).aside) == ["index/1.parquet"]
     assert "index-stale" not in verify(store.fs).kinds
     assert_index_is_believed_rightly(store.fs)
 
@@ -342,7 +343,7 @@ def test_the_next_merge_removes_what_one_left_behind_and_covers_nothing_twice(mo
 def care_of(store: Store) -> None:
     """Repair, what it dropped captured again, covered by the index, merged, swept."""
     fs = store.fs
-    repair(fs, dry_run=False, accept_loss=SAMPLES)
+    repair_all(fs)
     opened = Store.open(fs)
     writer = IndexWriter(fs, opened.catalog)
     for digest in opened.inputs():

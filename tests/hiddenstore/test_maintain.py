@@ -24,6 +24,7 @@ from hiddenstore.testing.invariants import contents, problems
 from hiddenstore.verify import verify
 from hiddenstore.writer import pending_units, publish_segment, write_unit
 from schemas.manifest import Container, Reject
+from tests.accepting import repair_all
 from tests.faults import FaultFilesystem
 
 
@@ -108,7 +109,7 @@ def test_repair_drops_the_damaged_samples_and_keeps_the_others_bit_for_bit(tmp_p
     assert set(plan.units[0].dropped) == set(lost)
     assert tree(store) == before
 
-    assert repair(store.path, dry_run=False, accept_loss=len(lost)).dropped == len(lost)
+    assert repair_all(store.path).dropped == len(lost)
     repaired = Store.open(store.path)
     assert verify(store.path, "bytes").findings == []
     assert set(repaired.sample_ids) == set(healthy) - set(lost)
@@ -129,7 +130,7 @@ class RepairedMeanwhile(LocalFilesystem):
     def put_if_absent(self, path: str, data: bytes) -> bool:
         if not self.is_repaired:
             self.is_repaired = True
-            assert repair(self.root, dry_run=False, accept_loss=100).done
+            assert repair_all(self.root).done
         return super().put_if_absent(path, data)
 
 
@@ -137,8 +138,9 @@ def test_of_two_repairs_at_once_one_wins_and_the_other_says_so(tmp_path: Path) -
     store = make_store(tmp_path)
     record = store.commits()[0]
     spoil(store, record.samples[0].id)
+    lost = repair(store.path).dropped
     with pytest.raises(ConflictError, match=f"unit {record.unit} was repaired by somebody else") as caught:
-        repair(RepairedMeanwhile(store.path), dry_run=False, accept_loss=100)
+        repair(RepairedMeanwhile(store.path), dry_run=False, accept_loss=lost)
     assert (caught.value.kind, caught.value.hint) == ("repair-raced", "run it again")
     assert repair(store.path, dry_run=False).units == []
     assert verify(store.path, "bytes").findings == []
@@ -157,6 +159,10 @@ def test_a_repair_drops_more_than_one_percent_only_when_told_how_many(tmp_path: 
     assert (caught.value.kind, files_of(store)) == ("loss-not-accepted", before)
     lost = repair(store.path).dropped
     assert caught.value.hint == shlex.join(["hiddenstore", "repair", store.path, "-y", "--accept-loss", str(lost)])
+    for other in (lost - 1, lost + 1):
+        with pytest.raises(ConfigError, match=f"would drop {lost} of .*--accept-loss says {other}") as caught:
+            repair(store.path, dry_run=False, accept_loss=other)
+        assert (caught.value.kind, files_of(store)) == ("loss-not-accepted", before)
     assert repair(store.path, dry_run=False, accept_loss=lost).dropped == lost
 
 
@@ -164,7 +170,7 @@ def test_a_unit_without_a_readable_sample_is_left_with_rejects_only(tmp_path: Pa
     store = make_store(tmp_path)
     record = store.commits()[0]
     shutil.rmtree(Path(store.path) / record.segment)
-    repair(store.path, dry_run=False, accept_loss=len(record.samples))
+    repair_all(store.path)
     repaired = Store.open(store.path)
     assert repaired.commits()[0].samples == ()
     assert len(repaired.commits()[0].rejects) == len(record.samples)
@@ -176,7 +182,7 @@ def test_what_repair_replaced_is_garbage_unless_a_snapshot_names_it(tmp_path: Pa
     record = store.commits()[0]
     spoil(store, record.samples[0].id)
     store.save_snapshot("train")
-    repair(store.path, dry_run=False, accept_loss=len(record.samples))
+    repair_all(store.path)
     assert {note.kind for note in verify(store.path).notes} == {"superseded", "pending"}
     assert gc(store.path, older_than_s=0).remove == []
     (Path(store.path) / layout.snapshot_path("train")).unlink()
@@ -257,7 +263,7 @@ def test_a_snapshot_of_a_record_that_repair_made_again_is_set_aside_with_it(is_l
     assert repair(store.path).aside == {
         "snapshots/v1.json": f"it names record {record.unit}.json, which is gone, damaged or another one"
     }
-    repair(store.path, dry_run=False, accept_loss=100)
+    repair_all(store.path)
     report = verify(store.path, "bytes")
     assert report.findings == []
     assert (Path(store.path) / "quarantine/snapshots/v1.json").exists()
@@ -303,7 +309,7 @@ def test_a_record_of_another_version_stops_a_repair(tmp_path: Path) -> None:
     )
     before = tree(store)
     with pytest.raises(FormatError):
-        repair(store.path, dry_run=False, accept_loss=100)
+        repair_all(store.path)
     assert tree(store) == before
 
 
@@ -338,7 +344,7 @@ def test_a_damaged_revision_is_never_skipped_in_favour_of_an_older_one_a3(tmp_pa
     record = max(store.commits(), key=lambda r: len(r.samples))
     spoil(store, record.samples[-1].id)
     lost = verify(store.path, "bytes").affected
-    repair(store.path, dry_run=False, accept_loss=len(lost))
+    repair_all(store.path)
     gc(store.path, dry_run=False, older_than_s=0)
     repaired = Store.open(store.path)
     expected = contents(repaired)
@@ -347,7 +353,7 @@ def test_a_damaged_revision_is_never_skipped_in_favour_of_an_older_one_a3(tmp_pa
     assert gc(store.path, older_than_s=0, abandoned=True).remove == []
     (plan,) = repair(store.path).units
     assert plan.record == layout.commit_path(record.unit, 1).split("/")[1]
-    repair(store.path, dry_run=False, accept_loss=len(plan.dropped))
+    repair_all(store.path)
     again = Store.open(store.path)
     assert contents(again) == expected
     assert layout.parse_commit(again.commit_files[0].name) is not None
@@ -362,7 +368,7 @@ def test_a_record_whose_segment_is_gone_leaves_samples_to_be_captured_again_a3(t
     ids = {sample.id for sample in record.samples}
     shutil.rmtree(Path(store.path) / record.segment)
     flip(Path(store.path) / layout.commit_path(record.unit), 400)
-    repair(store.path, dry_run=False, accept_loss=len(ids))
+    repair_all(store.path)
     again = Store.open(store.path)
     assert set(again.sample_ids) == set(store.sample_ids) - ids
     assert lost_samples(again.commits()[0]) == ids
@@ -390,7 +396,7 @@ def test_the_same_collect_brings_back_what_a_repair_dropped_bit_for_bit_a2(
     lost = verify(store.path, "bytes").affected
     # Chunks of a Zarr segment are longer than these units; members of a tar are of one sample.
     assert lost == [sample.id for sample in record.samples] if container == "zarr" else [record.samples[1].id]
-    repair(store.path, dry_run=False, accept_loss=len(lost))
+    repair_all(store.path)
     repaired = Store.open(store.path)
     (pending,) = pending_units(repaired, record.input).values()
     assert (pending.name, pending.revision) == (record.unit, 2)
@@ -428,7 +434,7 @@ def test_the_same_copy_brings_back_what_a_repair_of_the_copy_dropped_a2(tmp_path
     expected = contents(copied)
     record = max(copied.commits(), key=lambda r: len(r.samples))
     spoil(copied, record.samples[0].id)
-    repair(place, dry_run=False, accept_loss=100)
+    repair_all(place)
     assert len(Store.open(place)) < 14
     report = run_copy(open_copy([source], place))
     assert report.units == 1
@@ -474,7 +480,7 @@ def test_gc_sweeps_nothing_of_a_unit_that_a_snapshot_names_by_a_record_that_is_g
     store.save_snapshot("train")
     record = store.commits()[0]
     spoil(store, record.samples[0].id)
-    repair(store.path, dry_run=False, accept_loss=100)
+    repair_all(store.path)
     path = Path(store.path) / layout.commit_path(record.unit)
     path.write_bytes(path.read_bytes()[:-3])
     assert gc(store.path, older_than_s=0, abandoned=True).remove == []
@@ -526,7 +532,7 @@ def test_an_empty_record_of_a_unit_with_rejects_is_made_again_a3(container: Cont
     assert write_unit(store, record.unit, record.input, stored, [reject], ENGINE)
     expected = contents(Store.open(store.path))
     path.write_bytes(b"")
-    repair(store.path, dry_run=False, accept_loss=1)
+    repair_all(store.path)
     again = Store.open(store.path)
     assert contents(again) == expected
     assert problems(again) == []

@@ -12,7 +12,6 @@ import zarr
 from pydantic import ValidationError
 
 from hiddenstore.care.copy import open_copy, run_copy
-from hiddenstore.care.repair import repair
 from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.codecs import CODECS, get_codec
 from hiddenstore.codecs.affine import Q4
@@ -32,6 +31,7 @@ from hiddenstore.testing.damage import Sweep
 from hiddenstore.verify import verify
 from hiddenstore.writer import pending_units
 from schemas.capture import Codecs
+from tests.accepting import repair_all
 from tests.hiddenstore.test_codecs import KINDS, as_float, make_states, same_bits, step_sizes, ulp
 
 WIDTH = 40
@@ -224,7 +224,7 @@ def test_a_repair_keeps_codes_and_a_recapture_joins_them(tmp_path: Path) -> None
     index = json.loads((folder / "index.json").read_text())
     data[index["fields"]["layer_3.npy"]["offset"][1] + 200] ^= 1
     (folder / "samples.tar").write_bytes(data)
-    repair(store.fs, dry_run=False, accept_loss=1)
+    repair_all(store.fs)
     repaired = Store.open(store.path)
     assert set(before) - set(repaired.sample_ids) == {lost}
     assert all(same_bits(repaired[name].aux, before[name]) for name in repaired.sample_ids)

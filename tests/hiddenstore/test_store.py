@@ -197,6 +197,17 @@ def test_a_tokenizer_that_wants_to_run_code_is_refused_without_a_question(
     assert error.value.kind == "target-unreadable"
 
 
+def test_a_disk_that_refuses_the_tokenizer_is_no_fault_of_the_target(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store")
+    # The first page of a process's memory: a read of it is a real EIO.
+    Path(store.path, "target", "tokenizer_config.json").symlink_to("/proc/self/mem")
+    file = store.manifest.target_files[0].model_copy(update={"path": "tokenizer_config.json"})
+    store.manifest = store.manifest.model_copy(update={"target_files": (file,)})
+    with pytest.raises(StorageError, match="Input/output error") as error:
+        store.tokenizer  # noqa: B018
+    assert error.value.kind == "io-error"
+
+
 def test_many_threads_read_one_store(tmp_path: Path) -> None:
     make_store(tmp_path, samples=8, codec="q8")
     store = hiddenstore.open(tmp_path / "store")

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiddenstore.care.copy import open_copy, run_copy
-from hiddenstore.care.repair import repair
 from hiddenstore.codecs.topk import TOPK_CODEC, pack_rows, top_tokens, unpack_rows, with_top_tokens
 from hiddenstore.data import TokenBatches
 from hiddenstore.dumps.common import export_samples
@@ -28,6 +27,7 @@ from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import HEAD, VOCAB, capture_spec, make_samples, make_store, random_records
 from hiddenstore.testing.invariants import contents
 from hiddenstore.verify import verify
+from tests.accepting import repair_all
 
 WIDTH, K = 32, 4
 
@@ -220,7 +220,7 @@ def test_repair_keeps_the_top_tokens_of_the_samples_that_still_read(tmp_path: Pa
     data = bytearray(path.read_bytes())
     data[0] ^= 1
     path.write_bytes(bytes(data))
-    repair(store.path, dry_run=False, accept_loss=len(record.samples))
+    repair_all(store.path)
     after = Store.open(store.path)
     assert verify(store.path, "bytes").ok
     for sample_id in after.sample_ids:

@@ -12,7 +12,6 @@ from click.testing import CliRunner, Result
 
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.care.gc import gc
-from hiddenstore.care.repair import repair
 from hiddenstore.cli import main
 from hiddenstore.errors import ConflictError
 from hiddenstore.files import layout
@@ -24,6 +23,7 @@ from hiddenstore.testing.invariants import contents, problems
 from hiddenstore.verify import verify
 from hiddenstore.writer import create_store
 from schemas.manifest import Container, FileEntry
+from tests.accepting import repair_all
 
 
 def run(*arguments: str) -> Result:
@@ -78,7 +78,7 @@ def test_an_index_sealed_anew_that_contradicts_the_headers_is_damage(tmp_path: P
     assert set(finding.samples) == {sample.id for sample in record.samples}
     assert "index.json calls" in finding.detail
     # Its states are not copied under either name: their samples are to be captured again.
-    repair(store.path, dry_run=False, accept_loss=len(record.samples))
+    repair_all(store.path)
     assert verify(store.path, "bytes").findings == []
     assert not {sample.id for sample in record.samples} & set(contents(Store.open(store.path)))
 
@@ -166,7 +166,7 @@ def test_repair_leaves_out_the_damaged_sample_and_changes_no_other(tmp_path: Pat
     store = make_store(tmp_path, container="webdataset")
     before, victim = contents(store), store.sample_ids[0]
     spoil(store, victim)
-    plan = repair(store.path, dry_run=False, accept_loss=1)
+    plan = repair_all(store.path)
     assert [list(unit.dropped) for unit in plan.units] == [[victim]]
     repaired = Store.open(store.path)
     assert contents(repaired) == {name: digest for name, digest in before.items() if name != victim}

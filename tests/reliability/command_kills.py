@@ -19,6 +19,7 @@ from hiddenstore.testing.invariants import contents
 from hiddenstore.testing.suite import Tally, run_and_kill
 from hiddenstore.testing.workload import require_sound
 from hiddenstore.verify import verify
+from tests.accepting import repair_words
 from tests.collectors import peer_dumps
 from tests.collectors.prepared import data_for_tiny
 from tests.collectors.tiny import save_target
@@ -68,7 +69,7 @@ class Base:
         if name == "copy":
             return ["copy", store, out, "--recipe", "compact"]
         if name == "repair":
-            return ["repair", out, "-y", "--accept-loss", str(SAMPLES)]
+            return repair_words(out)
         if name == "import":
             dump = ["import", str(self.folder / "dump"), "--from", "modelopt-hf", "-o", out, "--target", target]
             return [*dump, "--layers", "0,1,2", "--check", "none"]

@@ -40,6 +40,7 @@ from hiddenstore.testing.suite import SimulatedCrash, Tally
 from hiddenstore.verify import structure, verify
 from hiddenstore.writer import create_store, pending_units, publish_segment, register_input, write_encoded_unit
 from schemas.manifest import CommitRecord
+from tests.accepting import repair_all
 from tests.faults import SURVIVALS, Fault, FaultFilesystem, ReadFault
 from tests.reliability.figures import Figures
 from tests.reliability.test_read_faults import ERRORS
@@ -167,7 +168,7 @@ class StoreModel(RuleBasedStateMachine):
             del self.live[record.unit][name]
 
     def drop_damaged(self) -> set[str]:
-        return {name for unit in repair(self.fs, dry_run=False, accept_loss=SAMPLES).units for name in unit.dropped}
+        return {name for unit in repair_all(self.fs).units for name in unit.dropped}
 
     @rule()
     def collect_the_rest(self) -> None:

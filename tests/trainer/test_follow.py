@@ -14,12 +14,12 @@ from click.testing import CliRunner
 
 from collectors.capture.job import CollectOptions, collect
 from hiddenstore.care.gc import gc
-from hiddenstore.care.repair import repair
 from hiddenstore.cli import main
 from hiddenstore.errors import ConfigError, StorageError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, HEAD, capture_spec, memory_input, random_records, target_files
 from hiddenstore.writer import create_store, register_input, write_unit
+from tests.accepting import repair_all
 from tests.collectors.prepared import data_for_tiny
 from tests.collectors.tiny import save_target
 from tests.trainer.runs import WORDS
@@ -211,7 +211,7 @@ def test_gc_leaves_the_segments_that_a_run_reads_a4(tmp_path: Path) -> None:
     damaged = Path(store.path, record.segment, "layer_1/c/0/0")
     whole = damaged.read_bytes()
     damaged.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-    assert repair(store.path, dry_run=False, accept_loss=100).dropped
+    assert repair_all(store.path).dropped
     assert gc(store.path, dry_run=False, older_than_s=0, abandoned=True).remove == []
     damaged.write_bytes(whole)
     train(store.path, tmp_path / "run", words=["train.max_steps=4"], resume=True)

@@ -17,7 +17,7 @@ from hiddenstore.process import Rank
 from tests.forked import Forked, command
 from tests.trainer.runs import WORDS, tiny_store
 from tests.trainer.two_ranks import free_ports
-from trainer.parallel.group import process_group, usable_cores
+from trainer.parallel.group import process_group
 from trainer.train import checkpoint
 from trainer.train.loop import train
 
@@ -208,11 +208,3 @@ def test_nccl_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="no GPU with NCCL") as caught:
         train(tmp_path / "store", tmp_path / "run", words=["train.dist_backend=nccl"])
     assert caught.value.hint == "train.dist_backend=auto"
-
-
-def test_a_container_quota_lowers_the_cores(tmp_path: Path) -> None:
-    everything = usable_cores(tmp_path / "absent")
-    (tmp_path / "none").write_text("max 100000\n")
-    (tmp_path / "one").write_text("100000 100000\n")
-    assert usable_cores(tmp_path / "none") == everything
-    assert usable_cores(tmp_path / "one") == 1

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.cli import main
 from hiddenstore.errors import ConfigError
+from hiddenstore.files.lock import FolderLock
 from hiddenstore.inspect.choice import paired_lines
 from hiddenstore.process import Rank
 from hiddenstore.store import Store
@@ -20,7 +21,6 @@ from tests.trainer.runs import WORDS
 from trainer.parallel.group import ProcessGroup
 from trainer.slots import teacher_rows
 from trainer.train.epochs import token_batches
-from trainer.train.lock import RunLock
 from trainer.train.paired import Pairs, held_out_overlaps, measure_paired
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import build_state
@@ -48,7 +48,7 @@ def test_equal_states_differ_by_nothing_and_rounded_ones_by_little(raw: Store) -
 
 def test_acceptance_is_the_overlap_of_drafter_and_target_at_the_first_drafted_token(raw: Store, tmp_path: Path) -> None:
     options = TrainOptions(raw.path, tmp_path / "run", "eagle3", None, SHORT)
-    session = build_state(options, ProcessGroup(Rank()), RunLock(tmp_path / "run"))
+    session = build_state(options, ProcessGroup(Rank()), FolderLock(tmp_path / "run"))
     overlaps = []
     session.model.eval()
     with torch.no_grad():

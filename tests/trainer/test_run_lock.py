@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from hiddenstore.errors import ConfigError, ConflictError, StorageError
+from hiddenstore.files.lock import WRITER, FolderLock
 from tests.forked import Forked
 from tests.trainer.runs import WORDS, tiny_store
 from tests.trainer.test_resume import start
-from trainer.train.lock import WRITER, RunLock
 from trainer.train.loop import train
 from trainer.train.run_folder import TrainOptions, create, open_new
 from trainer.vocab import DraftVocab
@@ -97,7 +97,7 @@ def test_a_file_of_somebody_else_is_not_written_over(tmp_path: Path) -> None:
 
 def test_a_lock_is_given_back_and_taken_again_by_the_same_process(tmp_path: Path) -> None:
     for _ in range(2):
-        with RunLock(tmp_path) as lock, RunLock(tmp_path) as other:
+        with FolderLock(tmp_path) as lock, FolderLock(tmp_path) as other:
             lock.take()
             lock.take()
             with pytest.raises(ConflictError, match=f"process {os.getpid()} on "):
@@ -113,5 +113,5 @@ def test_a_folder_that_cannot_be_locked_keeps_what_another_process_began_in_it(t
     for name in ("config.yaml", "run.json"):
         (run / name).write_text("another process has begun here")
     with pytest.raises(StorageError):
-        create(run, store, config, DraftVocab.full(store.capture.target.vocab_size), 1.0, lock=RunLock(run))
+        create(run, store, config, DraftVocab.full(store.capture.target.vocab_size), 1.0, lock=FolderLock(run))
     assert sorted(path.name for path in run.iterdir()) == [WRITER, "config.yaml", "run.json"]

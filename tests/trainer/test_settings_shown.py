@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from hiddenstore.cli import main
+from hiddenstore.files.lock import FolderLock
 from hiddenstore.process import Rank
 from hiddenstore.settings import key_paths
 from hiddenstore.store import Store
 from tests.trainer.runs import WORDS, tiny_store
 from trainer.parallel.group import ProcessGroup
 from trainer.settings import config_class
-from trainer.train.lock import RunLock
 from trainer.train.loop import forecast, seconds_per_step, train
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state
@@ -55,7 +55,7 @@ def test_a_run_without_a_folder_is_refused(store: Store, capsys: pytest.CaptureF
 
 def state_of(store: Store, run: Path) -> TrainState:
     words = (*WORDS, "train.max_steps=4", "train.validate_every=0")
-    return build_state(TrainOptions(store.path, run, None, None, words), ProcessGroup(Rank()), RunLock(run))
+    return build_state(TrainOptions(store.path, run, None, None, words), ProcessGroup(Rank()), FolderLock(run))
 
 
 def test_a_forecast_leaves_the_run_as_it_would_have_been(store: Store, tmp_path: Path) -> None:

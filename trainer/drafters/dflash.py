@@ -15,7 +15,6 @@ Shapes: T tokens, L aux layers, D target width (and the drafter's), C context ro
 K = B-1 taught slots, U draft vocabulary, n verified rows, Q query heads, G key heads, E head width.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -30,6 +29,7 @@ from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.files.documents import foreign_json
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear, linear
 from trainer.attention.block import Sight, block_attention
@@ -237,7 +237,7 @@ def _content(token: Any) -> str | None:
 
 
 def _object(data: bytes | None) -> dict[str, Any]:
-    document = json.loads(data) if data else {}
+    document = foreign_json(data) if data else {}
     return document if isinstance(document, dict) else {}
 
 

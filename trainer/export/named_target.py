@@ -1,12 +1,12 @@
 """Whether a folder that a command names is the target a drafter was trained for: its config, tokenizer, weights."""
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hiddenstore.errors import ConfigError, FormatError, Kind
+from hiddenstore.files.documents import foreign_json
 from hiddenstore.targets.checkpoint import read_object
 from hiddenstore.targets.folder import TOKENIZER_FILES, TargetFolder
 from hiddenstore.targets.identity import tokenizer_rules_sha256
@@ -60,9 +60,9 @@ def _own_code(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The digest of a folder's own code, as `open_target` makes it; None where it has none that can be read."""
     documents = [config]
     # What cannot be read has no digest, and so is not the code that ran.
-    with suppress(OSError, ValueError):
-        documents.append(json.loads((folder / "tokenizer_config.json").read_bytes()))
-    with suppress(ConfigError, OSError, ValueError, AttributeError):
+    with suppress(FileNotFoundError, ValueError):
+        documents.append(foreign_json((folder / "tokenizer_config.json").read_bytes()))
+    with suppress(ConfigError, FileNotFoundError, ValueError, AttributeError):
         files = TargetFolder(str(folder), None, None, None, "", "", "")
         return code_sha256(str(folder), documents, files.file)
     return None

@@ -5,7 +5,6 @@ safetensors, llama.cpp's GGUF, or tensors of a torch file; nothing of a checkpoi
 Shapes: V target vocabulary, U draft vocabulary.
 """
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,7 +21,10 @@ from torch import Tensor
 
 from hiddenstore.data.batches import Cursor
 from hiddenstore.data.order import Order
-from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, Kind, NotFoundError
+from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, Kind, NotFoundError, StorageError
+from hiddenstore.files.damage import raise_refusal
+from hiddenstore.files.documents import foreign_json
+from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.store import Store
@@ -38,7 +40,6 @@ from trainer.formats.base import DrafterExport, Target, Tensors
 from trainer.losses.teacher import TargetInterface
 from trainer.settings import config_class, derived
 from trainer.train import checkpoint
-from trainer.train.lock import RunLock
 from trainer.train.run_folder import RUN_JSON, create, load_weights, read_facts, refuse_existing
 from trainer.vocab import DraftVocab, count_store, coverage
 
@@ -144,7 +145,7 @@ def _vocabulary(tensors: Tensors, config: Mapping[str, Any], head: HeadBundle) -
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "config.json").read_bytes())
+        found = foreign_json((folder / "config.json").read_bytes())
     except FileNotFoundError as error:
         raise NotFoundError(f"{folder} holds no config.json", kind=Kind.PATH_MISSING) from error
     except ValueError as error:
@@ -159,7 +160,7 @@ def _export_convention(folder: Path) -> LayerConvention | None:
     """That of the engine a folder of ours was exported for; what cannot be read is not guessed."""
     about = folder / "hiddenstore.json"
     try:
-        named = json.loads(about.read_bytes()).get("layer_convention")
+        named = foreign_json(about.read_bytes()).get("layer_convention")
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -220,17 +221,25 @@ def _folder(source: str | Path, part: DrafterExport | None = None) -> Path:
         return Path(source)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         raise NotFoundError(f"{source} is no folder and no hub id", kind=Kind.PATH_MISSING)
+    from httpx2 import HTTPError, TimeoutException
     from huggingface_hub import snapshot_download
 
+    from hiddenstore.servers.hub_session import bound_hub_requests
+
+    bound_hub_requests()
     try:
         if part is None or part.is_read is None:
             return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
         folder = Path(snapshot_download(str(source), allow_patterns=["*.json"]))
         index = folder / INDEX_FILE
-        files = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
+        files = foreign_json(index.read_bytes())["weight_map"] if index.is_file() else {}
         shards = {file for name, file in files.items() if part.is_read(_config(folder), name)} or {"*.safetensors"}
         return Path(snapshot_download(str(source), allow_patterns=["*.json", *sorted(shards)]))
-    except (OSError, KeyError, ValueError) as error:
+    except TimeoutException as error:
+        hint = "the same command goes on where it stopped"
+        raise StorageError(f"{source}: the hub gave {error}", kind=Kind.SERVER_TIMEOUT, hint=hint) from error
+    except (HTTPError, OSError, KeyError, ValueError) as error:
+        raise_refusal(error, str(source))
         raise NotFoundError(
             f"{source} is no folder, and no hub id that can be reached: {str(error).partition(chr(10))[0]}",
             kind=Kind.PATH_MISSING,
@@ -292,7 +301,7 @@ def import_drafter(
     cursor = Cursor(config.data.seed, 0, 0, Order(train_ids).digest)
     state = checkpoint.CheckpointState(step=0, cursor=cursor.to_json(), total_steps=0, files={})
     torch.manual_seed(config.train.seed)
-    with RunLock(path) as lock:
+    with FolderLock(path) as lock:
         create(path, store, config, found.vocab, covered, lock=lock, imported_from=str(source.resolve()))
         at = checkpoint.save(path, spec, state, (dict(model.state_dict()), checkpoint.rng_tensors()))
     parameters = sum(tensor.numel() for tensor in model.state_dict().values())
@@ -315,7 +324,7 @@ def begin_at_target(target: str | Path, run: str | Path, store_location: str | P
     start = path / START
     source = str(_folder(target, drafter_export(kind)).resolve())
     if (start / RUN_JSON).exists() and not checkpoint.checkpoints(start):
-        with RunLock(start) as lock:
+        with FolderLock(start) as lock:
             # A kill came between its settings and its weights; a living process that writes them has the lock.
             lock.take()
             shutil.rmtree(start)

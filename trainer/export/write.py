@@ -285,7 +285,7 @@ def _usual_length(info: RunInfo) -> int | None:
         return None
     except OSError as error:
         raise storage_error(error, str(file)) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise CorruptionError(f"{file} is no YAML: {error}", kind=Kind.RUN_CORRUPT, path=str(file)) from error
     steps = (config.get("loss") or {}).get("steps") if isinstance(config, dict) else None
     return min(steps, CHAIN) if isinstance(steps, int) else None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
+from hiddenstore.files.documents import foreign_json
 from hiddenstore.fs.seam import storage_error
 
 if TYPE_CHECKING:
@@ -456,7 +457,7 @@ def _read_config(path: Path, reader: "GGUFReader") -> tuple[dict[str, Any], dict
     own = {name.removeprefix(prefix): value for name, value in read_fields(reader, prefix, MASK).items()}
     tokens = read_fields(reader, _TOKENS).get(_TOKENS) or ()
     try:
-        about = json.loads(str(read_fields(reader, ABOUT).get(ABOUT) or "{}"))
+        about = foreign_json(str(read_fields(reader, ABOUT).get(ABOUT) or "{}"))
         config = {ours: _shortest(own[theirs]) for ours, theirs in _DIMENSIONS.items()}
         config |= {"architectures": [form.published], "vocab_size": len(tokens), **form.config(own)}
     except KeyError as error:

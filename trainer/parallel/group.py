@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from torch import Tensor, distributed
 
 from hiddenstore.errors import ConfigError, HiddenstoreError, Kind, StorageError
 from hiddenstore.process import Rank
+from hiddenstore.threads import usable_cores
 from trainer.config import LoopConfig
-
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def use_all_cores() -> int:
@@ -34,16 +32,6 @@ def use_all_cores() -> int:
         cores = min(torch.get_num_threads(), usable_cores())
         torch.set_num_threads(max(1, cores // local_ranks))
     return torch.get_num_threads()
-
-
-def usable_cores(quota: Path = _QUOTA) -> int:
-    """Cores in the affinity mask, or fewer under a cgroup quota (``cpu.max``: microseconds and period)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        share, period = quota.read_text(encoding="ascii").split()
-        return max(1, min(cores, round(int(share) / int(period))))
-    except (OSError, ValueError):
-        return cores
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

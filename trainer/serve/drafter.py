@@ -3,7 +3,6 @@
 ``hiddenstore.json`` tells of our exports; a published drafter is told by its ``config.json``.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import NoneType
 from typing import Any
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
+from hiddenstore.files.documents import foreign_json
 from hiddenstore.targets import LAYER_RULES
 from hiddenstore.targets.checkpoint import WEIGHTS_FILE
 from schemas.layers import LayerConvention, to_convention
@@ -206,7 +206,7 @@ def text_config(target: str) -> Mapping[str, Any] | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_bytes())
+        found = foreign_json(file.read_bytes())
     except FileNotFoundError as error:
         raise NotFoundError(f"{file} does not exist", kind=Kind.PATH_MISSING, hint=EXPORT_AGAIN) from error
     except (ValueError, NotADirectoryError) as error:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
@@ -170,13 +171,17 @@ def load(path: Path) -> Checkpoint:
             f"{path} holds the checkpoint of step {state.step}", kind=Kind.CHECKPOINT_CORRUPT, path=str(path)
         )
     contents = {}
-    for name, digest in state.files.items():
-        data = _read(path / name)
+    for name in (DRAFTER, OPTIMIZER, DRAFTER_JSON):
+        data, digest = _read(path / name), state.files.get(name, "")
         if sha256_hex(data) != digest:
             problem = f"{path / name}: sha256 {sha256_hex(data)[:12]}…, {STATE_JSON} expects {digest[:12]}…"
             raise CorruptionError(problem, kind=Kind.CHECKPOINT_CORRUPT, path=str(path / name))
         contents[name] = data
-    return Checkpoint(path, state, load_tensors(contents[DRAFTER]), load_tensors(contents[OPTIMIZER]))
+    try:
+        return Checkpoint(path, state, load_tensors(contents[DRAFTER]), load_tensors(contents[OPTIMIZER]))
+    except SafetensorError as error:
+        problem = f"{path}: {DRAFTER} or {OPTIMIZER} is no safetensors file: {error}"
+        raise CorruptionError(problem, kind=Kind.CHECKPOINT_CORRUPT, path=str(path)) from error
 
 
 def fill(model: nn.Module, saved: Checkpoint) -> None:
@@ -210,10 +215,14 @@ def rng_tensors() -> dict[str, Tensor]:
 
 
 def restore_rng(tensors: dict[str, Tensor]) -> None:
-    """The inverse of ``rng_tensors``."""
-    torch.set_rng_state(tensors["rng.cpu"])
-    if "rng.cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["rng.cuda"])
+    """The inverse of ``rng_tensors``. Raises CorruptionError: ``checkpoint-corrupt``, they hold no such states."""
+    try:
+        torch.set_rng_state(tensors["rng.cpu"])
+        if "rng.cuda" in tensors and torch.cuda.is_available():
+            torch.cuda.set_rng_state(tensors["rng.cuda"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        problem = f"{OPTIMIZER} holds no state of the random numbers: {error}"
+        raise CorruptionError(problem, kind=Kind.CHECKPOINT_CORRUPT, path=OPTIMIZER) from error
 
 
 def resolve(path: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any, Self, TextIO
 
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import CorruptionError, Kind
+from hiddenstore.files.documents import foreign_json
 from trainer.train.track import Tracked
 
 METRICS = "metrics.jsonl"
@@ -145,7 +146,7 @@ class RunLog:
 
     def _step_of(self, line: bytes) -> int:
         try:
-            return int(json.loads(line)["step"])
+            return int(foreign_json(line)["step"])
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise CorruptionError(
                 f"{self.path} holds a line that is no step: {line[:80]!r}", kind=Kind.RUN_CORRUPT, path=str(self.path)
@@ -216,7 +217,7 @@ def read_curves(run: Path) -> Curves:
         if not line.endswith(b"\n"):
             break
         try:
-            row = json.loads(line)
+            row = foreign_json(line)
             if "validation" in row:
                 curves.validations.append({"step": row["step"], **row["validation"]})
             elif "skipped_samples" in row:

@@ -3,7 +3,6 @@
 States come through TokenBatches, logits and embeddings from the head bundle; nothing else of the target is opened.
 """
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -18,6 +17,8 @@ from hiddenstore.console.text import amount, plural
 from hiddenstore.console.text import seconds as duration_text
 from hiddenstore.data import GlobalBatch, PackedBatch
 from hiddenstore.errors import ConfigError, CorruptionError, InterruptError, Kind
+from hiddenstore.files.documents import foreign_json
+from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.index.table import SPLITS
 from hiddenstore.inspect.expect import EXPECTED_DRAFTER, expectation
@@ -26,7 +27,6 @@ from trainer.parallel.group import ProcessGroup, process_group
 from trainer.presets import settings_file
 from trainer.settings import derived, derived_lr, rank_settings
 from trainer.train import checkpoint
-from trainer.train.lock import RunLock
 from trainer.train.log import METRICS, RunLog
 from trainer.train.optim import orthogonal
 from trainer.train.run_folder import CONFIG, TrainOptions, drafter_name, read_facts
@@ -180,7 +180,7 @@ def train(
 
 
 def _run(options: TrainOptions, group: ProcessGroup) -> TrainReport:
-    with drain_on_signal() as drain, RunLock(options.run) as lock:
+    with drain_on_signal() as drain, FolderLock(options.run) as lock:
         copied = options.open_mirror() if group.is_first else None
         with group.all_or_none():
             if copied is not None:
@@ -317,7 +317,7 @@ def _last_metrics(run: Path) -> dict[str, Any]:
     # A kill may leave half a line.
     for line in reversed(data[: data.rfind(b"\n") + 1].splitlines()):
         try:
-            record = json.loads(line)
+            record = foreign_json(line)
         except ValueError:
             record = None
         if not isinstance(record, dict):

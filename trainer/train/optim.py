@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hiddenstore.errors import CorruptionError, Kind
 from trainer.config import OptimConfig
 from trainer.parallel.data_parallel import full_tensor, shard_like
 
@@ -124,12 +125,16 @@ class Optimizer:
         }
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of ``tensors``."""
+        """The inverse of ``tensors``. Raises CorruptionError: ``checkpoint-corrupt``: one is not of its parameter."""
         for name, parameter in self.named.items():
             state = {}
             for key in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer"):
                 stored = tensors.get(f"{key}.{name}")
                 if stored is not None:
+                    shape = torch.Size() if key == "step" else parameter.shape
+                    if stored.shape != shape or not stored.is_floating_point():
+                        found = f"{key}.{name} is {stored.dtype} {list(stored.shape)}, expected {list(shape)}"
+                        raise CorruptionError(f"the optimizer's state: {found}", kind=Kind.CHECKPOINT_CORRUPT)
                     moved = stored.clone().to(parameter.device if key != "step" or parameter.is_cuda else "cpu")
                     state[key] = moved if key == "step" else shard_like(moved, parameter)
             if state:

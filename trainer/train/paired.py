@@ -23,6 +23,7 @@ from torch import Tensor
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.files.lock import FolderLock
 from hiddenstore.inspect.advise import inexact_fields
 from hiddenstore.process import Rank
 from hiddenstore.store import Store
@@ -33,7 +34,6 @@ from trainer.drafters import DRAFTERS, drafter_kind
 from trainer.parallel.group import ProcessGroup
 from trainer.settings import load_config
 from trainer.train.epochs import token_batches
-from trainer.train.lock import RunLock
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state
 from trainer.train.step import steps
@@ -233,7 +233,7 @@ class Pairs:
 def _train(store: Store, drafter: str, words: Sequence[str], on_step: Callable[[], None]) -> TrainState:
     """The state after the last step; the run folder is gone."""
     words = [*words, "train.validate_every=0"]
-    with TemporaryDirectory(prefix="hiddenstore-run-") as folder, RunLock(Path(folder) / "run") as lock:
+    with TemporaryDirectory(prefix="hiddenstore-run-") as folder, FolderLock(Path(folder) / "run") as lock:
         options = TrainOptions(store.path, Path(folder) / "run", drafter, None, words)
         state = build_state(options, ProcessGroup(Rank()), lock)
         for _ in steps(state):

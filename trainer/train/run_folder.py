@@ -17,6 +17,7 @@ from hiddenstore import settings
 from hiddenstore.console.output import output
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files.documents import seal, unseal
+from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs.publish import new_folder, replace_file
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.records import facts_table
@@ -36,7 +37,6 @@ from trainer.presets import settings_file
 from trainer.settings import config_class, load_config
 from trainer.train import checkpoint
 from trainer.train.checkpoint import DrafterSpec
-from trainer.train.lock import RunLock
 from trainer.train.log import METRICS
 from trainer.train.precision import resolved
 from trainer.train.storage import CACHE_BYTES, Mirror, through_cache
@@ -285,7 +285,7 @@ def create(
     vocab: DraftVocab,
     covered: float,
     *,
-    lock: RunLock,
+    lock: FolderLock,
     imported_from: str | None = None,
 ) -> None:
     """Write what a run is before its first step; ``run.json`` last, which marks the folder as complete. The store gets
@@ -397,7 +397,7 @@ def drafter_name(run: Path) -> str:
     """The kind of drafter a run trains. Raises CorruptionError: ``run-corrupt``; StorageError: the disk refused."""
     try:
         return str(yaml.safe_load((run / CONFIG).read_bytes())["drafter"]["name"])
-    except (yaml.YAMLError, KeyError, TypeError, FileNotFoundError) as error:
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError, FileNotFoundError) as error:
         raise CorruptionError(f"{run / CONFIG} names no drafter: {error}", kind=Kind.RUN_CORRUPT) from error
     except OSError as error:
         raise storage_error(error, str(run / CONFIG)) from error

@@ -13,6 +13,7 @@ from hiddenstore.data import Cursor, TokenBatches
 from hiddenstore.data.view import WHOLE
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.files.documents import seal, unseal
+from hiddenstore.files.lock import FolderLock
 from hiddenstore.store import Store
 from hiddenstore.targets.load import pick_device
 from schemas.manifest import Snapshot
@@ -28,7 +29,6 @@ from trainer.settings import config_class
 from trainer.train import checkpoint
 from trainer.train.epochs import batches_at, token_batches, view_of
 from trainer.train.guard import BestCheckpoints, SpikeGuard
-from trainer.train.lock import RunLock
 from trainer.train.optim import Optimizer
 from trainer.train.precision import multiplies_bf16
 from trainer.train.run_folder import TrainOptions, create, describe, load_start, open_new, read_facts, reopen
@@ -84,7 +84,7 @@ class TrainState:
         return sum(parameter.numel() for parameter in self.optimizer.named.values())
 
 
-def build_state(options: TrainOptions, group: ProcessGroup, lock: RunLock) -> TrainState:
+def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) -> TrainState:
     """The state of a new run, whose folder is made, or of an old one at its newest checkpoint; rank 0 takes ``lock``.
     Raises what `trainer.train.loop.train` says."""
     keep_freed_memory()
@@ -185,7 +185,7 @@ def _write_checkpoint(
     checkpoint.remove_old(state.path, state.config.train.keep, state.best.names)
 
 
-def _open_on_every_rank(options: TrainOptions, group: ProcessGroup, lock: RunLock) -> tuple[Store, TrainConfig]:
+def _open_on_every_rank(options: TrainOptions, group: ProcessGroup, lock: FolderLock) -> tuple[Store, TrainConfig]:
     """Rank 0 opens the run; the others open the very same list of samples, although the store may be growing."""
     opened: list[tuple[Store, TrainConfig]] = []
 

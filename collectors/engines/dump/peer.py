@@ -3,9 +3,6 @@
 Shapes: T rows of one sample as the peer stored it, C layer columns, D target width.
 """
 
-import errno
-import json
-import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,14 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
-from hiddenstore.fs.seam import storage_error
+from hiddenstore.files.damage import raise_refusal
+from hiddenstore.files.documents import foreign_json
 from hiddenstore.targets.folder import first_line
 from schemas.capture import NormState
 from schemas.layers import LayerConvention
-
-_OF_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL}
-_REFUSED = re.compile(r"(?:unable to (?:open|mmap)[^\n]*\(|[^\n]*\(os error (?=\d+\)$))(\d+)\)")
-"""How torch begins and safetensors ends to say what the system answered; elsewhere a message may quote the file."""
 
 STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -130,7 +124,7 @@ def files_below(folder: Path, *suffixes: str) -> list[str]:
 def read_manifest(path: Path) -> dict[str, Any]:
     """A JSON object; ConfigError ``input-unreadable``."""
     try:
-        document = json.loads(path.read_bytes())
+        document = foreign_json(path.read_bytes())
     except (OSError, ValueError) as error:
         require_read(error, path)
         raise unreadable(f"{path} cannot be read: {error}") from error
@@ -256,12 +250,7 @@ class OpenFile:
 
 def require_read(error: Exception, path: Path) -> None:
     """Raise StorageError where the disk refused: what it did not read is no fault of a file's content."""
-    number = error.errno if isinstance(error, OSError) else None
-    if number is None and (said := _REFUSED.match(str(error))):
-        number = int(said[1])
-    if number is not None and number not in _OF_THE_FILE:
-        hint = "nothing was counted as rejected; run the same command again once the disk answers"
-        raise storage_error(OSError(number, os.strerror(number)), str(path), hint) from error
+    raise_refusal(error, path, "nothing was counted as rejected; run the same command again once the disk answers")
 
 
 @contextmanager

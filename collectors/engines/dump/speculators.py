@@ -63,7 +63,7 @@ class SpeculatorsData(ConnectorFiles):
 
         try:
             rows = load_from_disk(str(self.folder)).with_format("torch")
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # its files may hold anything
             require_read(error, self.folder)
             raise unreadable(
                 f"{self.folder} is no speculators data: {first_line(error)}",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from tests.accepting import repair_words
 from tests.attacks.second.lab import Attempt, Lab, Outcome, commit_of, reseal, rewrite, segment_of, set_file
 
 Spoil = Callable[[Path], object]
@@ -234,7 +235,7 @@ def hard_links(lab: Lab) -> Outcome:
     before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
     subprocess.run(["cp", "-al", store, copied], check=True)
     (segment_of(copied) / "layer_1/c/0/0").unlink()
-    lab.run("repair", copied, "-y", "--accept-loss", "40")
+    lab.run(*repair_words(copied))
     lab.run("gc", copied, "-y", "--older-than", "0s", "--abandoned")
     assert {path: path.read_bytes() for path in store.rglob("*") if path.is_file()} == before, "lost"
     return lab.run("verify", store, "--full")

@@ -1,4 +1,4 @@
-"""One writer a run folder: a lock that dies with its process, in a file that says which process it is.
+"""One writer a folder: a lock that dies with its process, in a file that says which process it is.
 
 Several ranks of one run are one writer: rank 0 takes the lock for all. Readers need none.
 """
@@ -17,15 +17,17 @@ from hiddenstore.errors import ConflictError, Kind
 from hiddenstore.fs.seam import storage_errors
 
 WRITER = ".writer"
+_ANOTHER_RUN = "wait for it or stop it, or start another run with another -o"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
-class RunLock:
-    """The right to write one run folder, given back at the end of the block. ``take`` is asked for it once the folder
-    exists; the file of the lock goes when the lock does."""
+class FolderLock:
+    """The right to write one folder, a run's where ``what`` names no other, given back at the end of the block.
+    ``take`` is asked for it once the folder exists; the file of the lock goes when the lock does. ``hint``: what to do
+    about another process that has it."""
 
-    def __init__(self, run: Path) -> None:
-        self.path = run / WRITER
+    def __init__(self, folder: Path, what: str = "run", hint: str = _ANOTHER_RUN) -> None:
+        self.path, self._what, self._hint = folder / WRITER, what, hint
         self._handle: int | None = None
 
     def __enter__(self) -> Self:
@@ -69,19 +71,19 @@ class RunLock:
             raise
 
     def _lock(self, handle: int) -> None:
-        run = self.path.parent
+        folder = self.path.parent
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConflictError(
-                f"{run} is being written by {_holder(handle)}: one process at a time writes a run",
+                f"{folder} is being written by {_holder(handle)}: one process at a time writes a {self._what}",
                 kind=Kind.RUN_IN_USE,
-                hint="wait for it or stop it, or start another run with another -o",
+                hint=self._hint,
             ) from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            output().warn(f"{run} lies on a filesystem without locks: nothing keeps a second process out of it")
+            output().warn(f"{folder} lies on a filesystem without locks: nothing keeps a second process out of it")
 
 
 def _is_at(path: Path, handle: int) -> bool:

@@ -1,0 +1,59 @@
+"""Threads within the limits of the process: how many are worth starting, and work that goes on where none can be."""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+MOST_LOCAL, FAR = 8, 8
+"""Beyond these a disk, and one server, give no more."""
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+# How CPython says it; a shut pool raises the same class.
+_REFUSED = "can't start new thread"
+
+
+def usable_cores(quota: Path = _QUOTA) -> int:
+    """Cores in the affinity mask, or fewer under a cgroup quota (``cpu.max``: microseconds and period)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        share, period = quota.read_text(encoding="ascii").split()
+        return max(1, min(cores, round(int(share) / int(period))))
+    except (OSError, ValueError):
+        return cores
+
+
+def reading_threads(is_far: bool) -> int:
+    """Threads for reading and checking: one a core, two at least, since one waits for a disk while another computes;
+    more where ``is_far``, and all of them wait for a network."""
+    cores = usable_cores()
+    return max(FAR, cores) if is_far else max(2, min(MOST_LOCAL, cores))
+
+
+class Threads(ThreadPoolExecutor):
+    """A pool that does with fewer threads what it cannot start more for, down to none: then ``submit`` returns when the
+    work is done, by the caller's own thread."""
+
+    def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        future: Future[T] = Future()
+        first = threading.Lock()
+
+        def work() -> None:
+            if not first.acquire(blocking=False) or not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(call(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 - raised by whoever asks for the result
+                future.set_exception(error)
+
+        try:
+            super().submit(work)
+        except RuntimeError as error:
+            if _REFUSED not in str(error):
+                raise
+            # The pool noted the work before its thread was refused: whoever comes first does it.
+            work()
+        return future
