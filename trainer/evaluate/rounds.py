@@ -114,10 +114,10 @@ def departures(
         # The last result is that of all tasks, in their order.
         answers, others = iter(one[-1].answers), iter(other[-1].answers)
         for number, question in enumerate(ordered):
-            turns = [(next(answers).text, next(others).text) for _ in range(1 + len(question.more))]
-            turn = next((i for i, (a, b) in enumerate(turns) if a != b), None)
+            given = [(next(answers).text, next(others).text) for _ in range(1 + len(question.more))]
+            turn = next((i for i, (a, b) in enumerate(given) if a != b), None)
             if turn is not None:
-                parted[number, tuple(turns[: turn + 1])] += 1
+                parted[number, tuple(given[: turn + 1])] += 1
     again = _Again(plain, sampling)
     for (number, turns), rounds in sorted(parted.items()):
         yield replace(_departure(again, ordered[number], turns), rounds=rounds)
