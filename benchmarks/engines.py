@@ -88,8 +88,8 @@ def line(row: Quality, decoded: Quality) -> list[Any]:
     if "refused" in row:
         return [row["drafter"], row["engine"], "", f"no: {row['refused']}", *[""] * (len(HEAD) - 4)]
     lengths = [row["accepted_length"], *(decoded.get(name) for name in OF_DECODE)]
-    parted = [len(row["ties"]), len(row["differences"])]
-    answers = " / ".join(map(str, (row["answers"] // row["rounds"] - sum(parted), *parted)))
+    parted = [sum(one["rounds"] for one in row[kind]) for kind in ("ties", "differences")]
+    answers = " / ".join(map(str, (row["answers"] - sum(parted), *parted)))
     cells = [*("–" if length is None else f"{length:.3f}" for length in lengths), answers]
     cells += [*(f"{row[name]:.1f}" for name in SPEEDS), report.spread(row["speedup_rounds"])]
     return [row["drafter"], row["engine"], row["drafts_of"], *cells]

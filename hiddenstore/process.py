@@ -8,8 +8,9 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 from hiddenstore.errors import ConfigError, Kind
@@ -116,3 +117,29 @@ def drain_on_signal() -> Iterator[Drain]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def free_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that a new process can have: the machine's, or less under a container's limit, whose cached files can
+    give way; 0 where the system does not say."""
+    rooms = []
+    with suppress(OSError, ValueError, KeyError):
+        rooms.append(1024 * _numbers(meminfo)["MemAvailable"])
+    with suppress(OSError, ValueError, KeyError):
+        # ``max`` where there is no limit is no number.
+        limit, used = (int((cgroup / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
+        rooms.append(max(0, limit - used + _numbers(cgroup / "memory.stat")["inactive_file"]))
+    return min(rooms, default=0)
+
+
+def peak_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """The most memory that this process has held so far; 0 where the system does not say."""
+    with suppress(OSError, ValueError, IndexError, StopIteration):
+        lines = status.read_text(encoding="utf-8").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+    return 0
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    words = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+    return {line[0].rstrip(":"): int(line[1]) for line in words}

@@ -13,10 +13,14 @@ import numpy as np
 from pydantic import Field, create_model
 
 from hiddenstore import settings
+from hiddenstore.console.output import output
+from hiddenstore.console.text import size
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.files.documents import foreign_json
 from hiddenstore.index.table import SPLITS
+from hiddenstore.process import free_bytes
 from hiddenstore.store import Store
+from hiddenstore.targets.load import pick_device
 from trainer.attention.rope import inherited_scaling
 from trainer.config import DrafterConfig, LoopConfig, TrainConfig
 from trainer.drafters import drafter_kind
@@ -35,6 +39,9 @@ quarter cheaper (benchmarks/results/what-pays-2026-11-23.md)."""
 STEPS_OF_AN_EPOCH = 400
 """A small store is cut into so many batches, as far as they stay above ``FEWEST_BATCH_TOKENS``."""
 FEWEST_BATCH_TOKENS = 1024
+MOST_BATCH_TOKENS, MOST_PACK_TOKENS = 32768, 8192
+MEMORY_SHARE = 0.5
+"""Of the free memory, what the activations of a derived pack may take: weights, reader and others have the rest."""
 
 LONG_RUN, HIGHEST_LR_FACTOR = 500, 4.0
 """Steps from which a run takes the rate of its width alone, and how many times that the shortest run takes. SmolLM2,
@@ -73,9 +80,50 @@ def load_config(
             # A smaller batch is one smaller pack; a larger one is several.
             defaults["data"]["pack_tokens"] = min(defaults["data"]["pack_tokens"], int(batch_tokens))
     config = settings.load(config_class(name), file, words, defaults)
+    if not settings.assignments("data.pack_tokens", file, words):
+        config = _within_memory(config, longest_sample(store, config.data.max_tokens))
     if settings.assignments("optim.lr", file, words):
         return config
     return config.model_copy(update={"optim": config.optim.model_copy(update={"lr": derived_lr(store, config)})})
+
+
+def longest_sample(store: "Store", max_tokens: int | None = None) -> int:
+    """Tokens of the longest sample, cut at ``max_tokens``."""
+    longest = int(store.catalog.table.tokens.max(initial=1))
+    return min(longest, max_tokens or longest)
+
+
+def activation_bytes(config: TrainConfig) -> int:
+    """Memory that a token of a pack takes from forward to backward, in fp32, from the shapes: norms, MLP and attention
+    of every layer at every row. At width 256 and seven steps it gives 109 kB, where 107 was measured
+    (benchmarks/results/train-2026-11-21.md)."""
+    drafter, loss = config.drafter, config.loss
+    layer = 5 * drafter.hidden_size + 2 * drafter.intermediate_size + 2 * drafter.num_heads * drafter.head_dim
+    blocks = getattr(loss, "num_anchors", 0) * getattr(drafter, "block_size", 0) / config.data.pack_tokens
+    rows = blocks + getattr(loss, "steps", 1)
+    states = 2 * len(drafter.aux_layers) * drafter.hidden_size
+    return round(4 * rows * getattr(drafter, "num_layers", 1) * layer) + states
+
+
+def _within_memory(config: TrainConfig, longest: int) -> TrainConfig:
+    """The settings with smaller packs where the free memory of the device asks for them; a batch is then more packs."""
+    a_token, free = activation_bytes(config), _free_bytes(config.train.device)
+    pack = max(longest, int(MEMORY_SHARE * free) // max(1, a_token))
+    if not free or config.train.checkpoint_activations or pack >= config.data.pack_tokens:
+        return config
+    output().note(
+        f"data.pack_tokens={pack} instead of {config.data.pack_tokens:,}: a token takes about {size(a_token)} of "
+        f"memory, and {size(free)} are free"
+    )
+    return config.model_copy(update={"data": config.data.model_copy(update={"pack_tokens": pack})})
+
+
+def _free_bytes(device: str) -> int:
+    """Free memory of the device that a run takes, 0 where it is not known."""
+    import torch
+
+    chosen = torch.device(pick_device(device))
+    return int(torch.cuda.mem_get_info(chosen)[0]) if chosen.type == "cuda" else free_bytes()
 
 
 def rank_settings(file: str | Path | None, words: Sequence[str]) -> LoopConfig:
@@ -126,12 +174,10 @@ def derived(store: "Store", drafter: str = "eagle3", max_tokens: int | None = No
         tuple(store.capture.aux_layers),
         partial(_target_file, store),
     )
-    longest = int(store.catalog.table.tokens.max(initial=1))
-    longest = min(longest, max_tokens or longest)
-    by_data = max(FEWEST_BATCH_TOKENS, store.totals["tokens"] // STEPS_OF_AN_EPOCH)
-    batch_tokens = max(min(32768, max(2048, 8 * target.hidden_size), by_data), longest)
+    longest = longest_sample(store, max_tokens)
+    batch_tokens, _ = _batch(store, longest)
     common = {
-        "data": {"batch_tokens": batch_tokens, "pack_tokens": max(min(batch_tokens, 8192), longest)},
+        "data": {"batch_tokens": batch_tokens, "pack_tokens": max(min(batch_tokens, MOST_PACK_TOKENS), longest)},
         "drafter": {"name": drafter, **_dimensions(facts, store.manifest.head.norm_eps)},
         "loss": {},
         "optim": {"lr": default_lr(target.hidden_size)},
@@ -143,6 +189,55 @@ def derived(store: "Store", drafter: str = "eagle3", max_tokens: int | None = No
     if "vocab_size" not in common["drafter"]:
         common["drafter"]["vocab_size"] = _covering_size(store)
     return {section: values for section, values in common.items() if values}
+
+
+def _batch(store: "Store", longest: int) -> tuple[int, str]:
+    """Tokens of a batch, and why so many."""
+    width, tokens = store.capture.target.hidden_size, store.totals["tokens"]
+    limits = {
+        f"{MOST_BATCH_TOKENS:,} at most": MOST_BATCH_TOKENS,
+        f"8 for each of the target's {width:,} channels, 2,048 at least": max(2048, 8 * width),
+        f"a {STEPS_OF_AN_EPOCH}th of the store's {tokens:,} tokens, {FEWEST_BATCH_TOKENS:,} at least": max(
+            FEWEST_BATCH_TOKENS, tokens // STEPS_OF_AN_EPOCH
+        ),
+    }
+    why, batch = min(limits.items(), key=lambda limit: limit[1])
+    return (longest, "the longest sample") if longest > batch else (batch, why)
+
+
+def reasons(store: "Store", config: TrainConfig) -> dict[str, str]:
+    """Why ``load_config`` derived what it did, by key; for each setting that it derives unless it was set."""
+    target, data, name = store.capture.target, config.data, config.drafter.name
+    longest = longest_sample(store, data.max_tokens)
+    usual = max(min(data.batch_tokens, MOST_PACK_TOKENS), longest)
+    pack = f"a batch, {MOST_PACK_TOKENS:,} at most"
+    if data.pack_tokens < usual:
+        pack = f"as far as memory goes: about {size(activation_bytes(config))} a token"
+    elif data.pack_tokens == longest:
+        pack = "the longest sample"
+    every = {f"{section}.{key}" for section, values in derived(store, name).items() for key in values}
+    why = dict.fromkeys(every, f"what {name} takes of this target and store")
+    facts = TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, {}, (), partial(_target_file, store))
+    start = "" if config.train.init_from is None else "as the drafter that it starts from"
+    why |= {f"drafter.{key}": "the target's" for key in _dimensions(facts, store.manifest.head.norm_eps)}
+    why |= {
+        "data.batch_tokens": _batch(store, longest)[1],
+        "data.pack_tokens": pack,
+        "optim.lr": _rate_reason(store, config),
+    }
+    why["drafter.vocab_size"] = "the target's whole vocabulary"
+    if config.drafter.vocab_size < target.vocab_size:
+        why["drafter.vocab_size"] = (
+            f"{VOCAB_COVERAGE:.0%} of the supervised tokens, {FEWEST_VOCAB:,} at least and {USUAL_VOCAB:,} at most"
+        )
+    return {key: start or reason if key.startswith("drafter.") else reason for key, reason in why.items()}
+
+
+def _rate_reason(store: "Store", config: TrainConfig) -> str:
+    width = store.capture.target.hidden_size
+    factor, steps = _short_run(store, config)
+    short = f", {factor:.2g} times (sqrt({LONG_RUN}/steps), {HIGHEST_LR_FACTOR:g} at most) for {steps:,.0f} steps"
+    return f"{default_lr(width):g} at width {width:,}{short if factor > 1 else ''}"
 
 
 def _covering_size(store: "Store") -> int:
@@ -189,13 +284,18 @@ def derived_lr(store: "Store", config: TrainConfig) -> float:
     ``LONG_RUN`` steps takes a higher one, by the root of how much shorter it is, `HIGHEST_LR_FACTOR` times at most;
     AdamW gains nothing from it."""
     rate = default_lr(store.capture.target.hidden_size)
-    if config.optim.kind != "muon":
-        return rate
+    return float(f"{rate * _short_run(store, config)[0]:.1e}") if config.optim.kind == "muon" else rate
+
+
+def _short_run(store: "Store", config: TrainConfig) -> tuple[float, float]:
+    """How many times the usual rate a run takes for its few steps, and these."""
     table = store.catalog.table
     lengths = table.tokens[table.split == SPLITS.index("train")]
     tokens = int(np.minimum(lengths, config.data.max_tokens or lengths.max(initial=1)).sum())
     steps = config.train.max_steps or config.train.epochs * tokens / config.data.batch_tokens
-    return float(f"{rate * min(HIGHEST_LR_FACTOR, max(1.0, (LONG_RUN / max(1, steps)) ** 0.5)):.1e}")
+    if config.optim.kind != "muon":
+        return 1.0, steps
+    return min(HIGHEST_LR_FACTOR, max(1.0, (LONG_RUN / max(1, steps)) ** 0.5)), steps
 
 
 def default_lr(hidden_size: int) -> float:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -16,7 +15,7 @@ from collectors.targets.probe import probe_states, verify_parts
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.images import is_text
 from hiddenstore.inputs import PreparedInput
-from hiddenstore.process import Rank
+from hiddenstore.process import Rank, free_bytes
 from hiddenstore.records import final_row_positions
 from hiddenstore.store import Store
 from hiddenstore.targets.checkpoint import weights_bytes
@@ -119,16 +118,6 @@ def typical_norms(profile: LayerProfile | None, layers: tuple[int, ...], width: 
     if profile is None or len(profile.tokens) < MIN_PROFILED_TOKENS:
         return ()
     return tuple(float(np.median(profile.layers[layer + 1].rms[1:])) * width**0.5 for layer in layers)
-
-
-def free_bytes() -> int:
-    """Memory that a new process can have on this machine, in bytes; 0 where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    available = next((line for line in lines if line.startswith("MemAvailable:")), "MemAvailable: 0")
-    return int(available.split()[1]) * 1024
 
 
 def _left_out(why: str) -> Reference:

@@ -229,11 +229,15 @@ def _show(document: dict[str, Any]) -> None:
             ),
             (
                 "",
-                f"{served['answers']} answers; {len(served['ties'])} questions part at a tie, "
-                f"{len(served['differences'])} otherwise",
+                f"{served['answers']} answers; {_answers(served['ties'])} part at a tie, "
+                f"{_answers(served['differences'])} otherwise",
             ),
         ]
     pairs += [*document["paths"].items()]
     was_there = f"; {before} of {document['stages']} stages were there" if before else ""
     out.print()
     out.pairs([*pairs, ("took", seconds(document["seconds"]) + was_there)])
+
+
+def _answers(departures: Sequence[dict[str, Any]]) -> int:
+    return sum(one["rounds"] for one in departures)

@@ -18,7 +18,9 @@ from collectors.targets.load import LoadedTarget
 
 # Compacting copies the cache once; below this share of running rows it pays for itself within a few steps.
 COMPACT_BELOW = 0.75
-
+PREFILL_TOKENS = {"cpu": 512, "cuda": 16384}
+"""Tokens of prompts that are read at once, padding included. Neighbours of similar length pad little; a CPU multiplies
+128 rows as fast as 2,048, a GPU needs many (benchmarks/results/answers-2026-11-25.md)."""
 
 Task = tuple[list[list[int]], str]
 """Prompts of a batch, and its name."""
@@ -51,6 +53,19 @@ def prompt_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     """Indices by prompt length in batches of ``batch_size``; the longest first, which keeps workers even."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+
+def prefill_parts(lengths: Sequence[int], most: int) -> list[tuple[slice, int]]:
+    """Neighbouring prompts of at most ``most`` tokens with their padding, one at least, and the longest of each."""
+    parts: list[tuple[slice, int]] = []
+    for row, length in enumerate(lengths):
+        rows, longest = parts[-1] if parts else (slice(0, 0), 0)
+        longest = max(longest, length)
+        if parts and (row + 1 - rows.start) * longest <= most:
+            parts[-1] = (slice(rows.start, row + 1), longest)
+        else:
+            parts.append((slice(row, row + 1), length))
+    return parts
 
 
 def generate_batch(
@@ -95,8 +110,7 @@ class _Batch:
     @torch.inference_mode()
     def run(self, beat: Beat) -> Iterator[tuple[int, Answer]]:
         width = self._prompt_ids.shape[1]
-        positions = torch.arange(width, device=self._target.device) - (width - self._lengths[:, None])
-        tokens = self._step(self._prompt_ids, positions.clamp_min(0), width)
+        tokens = self._draw(torch.cat(list(self._prefill(beat))))
         for step in range(1, self._sampling.max_new_tokens + 1):
             before = [self._rows[row] for row in self._running]
             self._record(tokens)
@@ -105,24 +119,42 @@ class _Batch:
             if not self._running or step == self._sampling.max_new_tokens:
                 break
             tokens = self._compact(tokens)
-            tokens = self._step(tokens[:, None], (self._lengths + step - 1)[:, None], width + step)
+            mask = None if self._mask is None else self._mask[:, : width + step]
+            positions = (self._lengths + step - 1)[:, None]
+            tokens = self._draw(self._logits(tokens[:, None], mask, positions, self._cache))
         yield from ((self._rows[row], Answer(self._answers[self._rows[row]], False)) for row in self._running)
 
-    def _step(self, ids: Tensor, positions: Tensor, width: int) -> Tensor:
-        """Run the target and draw the next token of every row: int64 [B]."""
+    def _prefill(self, beat: Beat) -> Iterator[Tensor]:
+        """Read the prompts, some rows at a time, and give the logits [rows, V] of the first token of each."""
+        total, width = self._prompt_ids.shape
+        layers = [layer for layer in self._cache.layers if isinstance(layer, _RoomyLayer)]
+        # Only rooms of our own can be filled by rows.
+        most = PREFILL_TOKENS.get(self._target.device.type, PREFILL_TOKENS["cuda"])
+        whole = [(slice(0, total), width)]
+        parts = prefill_parts(self._lengths.tolist(), most) if len(layers) == len(self._cache.layers) else whole
+        for rows, longest in parts:
+            start = width - longest
+            for layer in layers:
+                layer.part = (rows, start, total)
+            positions = torch.arange(longest, device=self._target.device) - (longest - self._lengths[rows, None])
+            mask = None if self._mask is None else self._mask[rows, start:width]
+            mask = None if mask is None or bool(mask.all()) else mask
+            yield self._logits(self._prompt_ids[rows, start:], mask, positions.clamp_min(0), self._cache)
+            beat(0)
+        for layer in layers:
+            layer.hand_out(width)
+
+    def _logits(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """Run the target over ids [B, T] on top of ``cache``; the logits [B, V] behind the last of them."""
         output = self._target.parts.backbone(
-            input_ids=ids,
-            attention_mask=None if self._mask is None else self._mask[:, :width],
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         )
         logits = self._target.lm_head(output.last_hidden_state[:, -1]).float()
         spec = self._target.head.spec
         logits = logits * spec.logit_scale
         if spec.final_logit_softcap is not None:
             logits = torch.tanh(logits / spec.final_logit_softcap) * spec.final_logit_softcap
-        return self._draw(logits)
+        return logits
 
     def _draw(self, logits: Tensor) -> Tensor:
         if self._sampling.temperature == 0:
@@ -169,30 +201,40 @@ def nucleus(chances: Tensor, top_p: float) -> Tensor:
 
 class _RoomyLayer(DynamicLayer):
     """Keys and values [B, G, capacity, E], of which the written rows are handed out: transformers' own layer joins the
-    past and the newest row anew at every step, which on a CPU takes as long as the products."""
+    past and the newest row anew at every step, which on a CPU takes as long as the products.
+
+    ``part`` is which rows are written, from which column, and of how many; until ``hand_out`` each part is all there
+    is for the model, and what lies before its columns is never looked at."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self._capacity = capacity
         self._rooms: tuple[Tensor, ...] = ()
+        self.part: tuple[slice, int, int] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         states, past = (key_states, value_states), self.get_seq_length()
+        rows, start, total = self.part or (slice(None), past, len(key_states))
         if not self._rooms:
-            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-            self._rooms = tuple(s.new_empty(*s.shape[:-2], self._capacity, s.shape[-1]) for s in states)
-        end = past + key_states.shape[-2]
+            self.dtype, self.device = key_states.dtype, key_states.device
+            # Padding is masked, and zero times what memory happened to hold need not be zero.
+            self._rooms = tuple(s.new_zeros(total, *s.shape[1:-2], self._capacity, s.shape[-1]) for s in states)
+        end = start + key_states.shape[-2]
         for room, new in zip(self._rooms, states, strict=True):
-            room[..., past:end, :] = new
-        self._hand_out(end)
+            room[rows, ..., start:end, :] = new
+        if self.part is not None:
+            return states
+        self.hand_out(end)
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
         end = self.get_seq_length()
         self._rooms = tuple(room[indices] for room in self._rooms)
-        self._hand_out(end)
+        self.hand_out(end)
 
-    def _hand_out(self, end: int) -> None:
+    def hand_out(self, end: int) -> None:
+        """From here on the first ``end`` columns of every row are the past."""
+        self.part, self.is_initialized = None, True
         self.keys, self.values = (room[..., :end, :] for room in self._rooms)
 
 

@@ -54,7 +54,7 @@ def _show_info(document: Mapping[str, Any]) -> None:
     if document["snapshots"]:
         units.append("snapshots " + ", ".join(document["snapshots"]))
     rows = [
-        ("target", _target_line(document["target"])),
+        ("target", _target_line(document["target"], document["quantisation"])),
         ("captured", _captured_line(document)),
         ("codecs", f"aux {codecs['aux']} · final {codecs['final']}"),
         ("engine", _engine_line(document["engines"])),
@@ -73,10 +73,11 @@ def _heading(title: str, more: str = "") -> None:
     output().out.print(Text.assemble((clean(title), "bold"), (more, "dim")), soft_wrap=True)
 
 
-def _target_line(target: Mapping[str, Any]) -> str:
+def _target_line(target: Mapping[str, Any], quantisation: str | None) -> str:
     revision = f" @ {target['revision'][:12]}" if target["revision"] else ""
     shape = f"{target['model_type']} · {plural(target['num_layers'], 'layer')} · width {count(target['hidden_size'])}"
-    return f"{target['name']}{revision}   {shape} · vocabulary {count(target['vocab_size'])}"
+    how = f" · quantised: {quantisation}" if quantisation else ""
+    return f"{target['name']}{revision}   {shape} · vocabulary {count(target['vocab_size'])}{how}"
 
 
 def _captured_line(document: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Progress of a long command on stderr: a live bar on a terminal, one greppable line each 30 s elsewhere.
+"""Progress of a long command on stderr: a live bar on a terminal, elsewhere a greppable line after 5 s, then each 30.
 
 Silent under ``-q``, and under ``--json`` but for a person at a terminal. Live: label, bar, done / total, share, rate,
 time left, then the fields given last.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-LINE_EVERY_S = 30.0
+FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0
 _REDRAWS_PER_S = 4
 
 
@@ -41,7 +41,7 @@ class Progress:
         self._began_s = self._last_line_s = time.monotonic()
         self._live: RichProgress | None = None
         self._task: TaskID | None = None
-        self._line_is_last = False
+        self._line_is_last = self._has_line = False
         self._output = output()
         is_watched = self._output.mode == "json" and not is_piped(self._output.err)
         self._silent = not self._output.is_human and not is_watched
@@ -61,7 +61,7 @@ class Progress:
         if self._live is not None:
             self._redraw()
             self._live.stop()
-        elif not self._silent and kind is None and self._last_line_s > self._began_s and not self._line_is_last:
+        elif not self._silent and kind is None and self._has_line and not self._line_is_last:
             self._line()
 
     def restart_clock(self) -> None:
@@ -81,7 +81,7 @@ class Progress:
             return
         if self._live is not None:
             self._redraw()
-        elif time.monotonic() - self._last_line_s >= LINE_EVERY_S:
+        elif time.monotonic() - self._last_line_s >= (LINE_EVERY_S if self._has_line else FIRST_LINE_S):
             self._line()
 
     def log(self, text: str) -> None:
@@ -108,7 +108,7 @@ class Progress:
 
     def _line(self) -> None:
         self._last_line_s = time.monotonic()
-        self._line_is_last = True
+        self._line_is_last = self._has_line = True
         of_total = f"/{self.total}" if self.total is not None else ""
         words = [time.strftime("%H:%M:%S"), self.label, f"{self.unit or 'done'}={self.done}{of_total}"]
         words.append(f"rate={self.rate:.3g}/s")

@@ -18,12 +18,14 @@ from hiddenstore.files.documents import load
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.table import SPLITS, SampleTable
 from hiddenstore.store import Store
+from hiddenstore.targets.gguf import RECORD_FILE, forms_text
 from schemas.advice import Advice
 from schemas.capture import FINAL, CaptureSpec
 from schemas.layers import field_name
 from schemas.manifest import CommitRecord, LayerStats
 
 BYTES_PER_VALUE = 2
+CONFIG_FILE = "config.json"
 HISTOGRAM_BINS = 12
 _QUANTILES = (0.5, 0.95)
 
@@ -68,12 +70,27 @@ def info(store: "Store") -> dict[str, Any]:
         "hidden_size": capture.target.hidden_size,
         "state_dtype": capture.state_dtype,
         "target": capture.target.model_dump(),
+        "quantisation": quantisation(store),
         "engine": engines[0] if engines else None,
         "engines": engines,
         "rejects": sum(rejects.values()),
         "rejects_by_reason": dict(rejects.most_common()),
         "advice": _advice(store),
     }
+
+
+def quantisation(store: "Store") -> str | None:
+    """How the target's weights were quantised, as its files under ``target/`` say; None where they say nothing, or
+    cannot be read, which verify names."""
+    names = {file.path for file in store.manifest.target_files}
+    try:
+        if RECORD_FILE in names:
+            return f"GGUF of {forms_text(json.loads(store.target_file(RECORD_FILE))['tensors'])}"
+        config = json.loads(store.target_file(CONFIG_FILE)) if CONFIG_FILE in names else {}
+        said = config.get("quantization_config") or {}
+        return " ".join(str(said[key]) for key in ("quant_method", "quant_algo") if said.get(key)) or None
+    except (*DAMAGE, ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def stored_bytes(store: "Store") -> dict[str, int]:

@@ -14,7 +14,7 @@ from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import foreign_json
 from hiddenstore.targets.adapter import Adapter, open_adapter
-from hiddenstore.targets.gguf import target_folder
+from hiddenstore.targets.gguf import RECORD_FILE, target_folder
 from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_rules_sha256, tokenizer_sha256
 from hiddenstore.targets.remote_code import code_sha256, require_pinned
 from schemas.capture import TargetIdentity
@@ -66,6 +66,12 @@ class TargetFolder:
         return int(self.config.num_hidden_layers)
 
     @property
+    def dtype(self) -> str | None:
+        """The dtype that the config names for the weights; None where it names none."""
+        named = (getattr(config, "dtype", None) for config in (self.config, self.whole))
+        return next((str(dtype).removeprefix("torch.") for dtype in named if dtype is not None), None)
+
+    @property
     def label(self) -> str:
         """The name for people: the last part of a folder, the id of a hub model; never a path of this machine. A plus
         begins the adapter, so that a folder's own is written as a minus."""
@@ -101,8 +107,11 @@ class TargetFolder:
         return tokenizer_rules_sha256(serialised) if serialised else None
 
     def text_files(self) -> dict[str, bytes]:
-        """The bytes of config, tokenizer and chat template, as a store keeps them under ``target/``."""
+        """The bytes of config, tokenizer and chat template, as a store keeps them under ``target/``, and what a
+        conversion says of its GGUF file."""
         paths = {name: self.file(name) for name in (CONFIG_FILE, *TOKENIZER_FILES)}
+        converted = Path(self.name, RECORD_FILE)
+        paths[RECORD_FILE] = converted if converted.is_file() else None
         files = {name: path.read_bytes() for name, path in paths.items() if path is not None}
         template = self.tokenizer.chat_template
         if isinstance(template, str):

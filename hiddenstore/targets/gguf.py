@@ -82,13 +82,13 @@ def _converted(path: Path) -> Path:
     reader = _reader(path)
     digest = _digest(path, reader)
     folder = cache_folder() / "gguf" / digest[:16] / path.stem
-    if (folder / RECORD_FILE).is_file():
-        return folder
     forms = Counter(tensor.tensor_type.name for tensor in reader.tensors)
+    if (folder / RECORD_FILE).is_file():
+        output().note(f"{path.name} ({forms_text(forms)}) as converted into {folder}")
+        return folder
     _require_whole(path, reader, forms)
     split = _split_rule(path, reader)
-    text = ", ".join(f"{count} {form}" for form, count in forms.most_common())
-    output().note(f"converting {path.name} ({text}) once into {folder}")
+    output().note(f"converting {path.name} ({forms_text(forms)}) once into {folder}")
     try:
         with new_folder(folder) as hidden, TemporaryDirectory() as room:
             # Beside other files transformers would read some of them instead.
@@ -106,6 +106,11 @@ def _converted(path: Path) -> Path:
         error.hint = error.hint or "HIDDENSTORE_CACHE=DIR names a folder that can be written"
         raise
     return folder
+
+
+def forms_text(forms: Mapping[str, int]) -> str:
+    """Tensors by their form of quantisation: ``210 Q4_1, 61 F32, 1 Q8_0``."""
+    return ", ".join(f"{count} {form}" for form, count in Counter(forms).most_common())
 
 
 def _reader(path: Path) -> "GGUFReader":

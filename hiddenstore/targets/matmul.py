@@ -1,4 +1,4 @@
-"""Products of rows with a weight matrix, by the fastest kernel torch holds for them.
+"""Products of rows with a weight matrix, by the fastest kernel torch holds for them, and whether bf16 pays.
 
 ``onednn_pays`` is the one switch of the private operator used here: on CPUs with AVX-512 oneDNN multiplies fp32
 matrices faster than ``torch.mm`` (AMD EPYC: by 5 to 25 % on one thread, by 10 to 30 % on two, twice as fast for eight
@@ -7,6 +7,7 @@ rows; ``benchmarks/results/products-2026-11-21.json``). Everything else is torch
 Shapes: n rows, I columns of the rows, O rows of the weight.
 """
 
+import time
 from typing import Any
 
 import torch
@@ -21,6 +22,34 @@ HAS_ONEDNN = (
 )
 FEWEST_WITH_GRADIENT = 100_000_000
 """Multiplications below which a step through Python's autograd costs what the kernel saves."""
+
+NARROWEST = 512
+"""Narrower models stay in fp32: most of their step is no product."""
+FEWEST_TIMES = 1.3
+"""How many times as fast a bf16 product must be: casts and what is not a product take a part of it back."""
+_ROUNDS = 5
+
+
+def bf16_pays(width: int, inner: int, rows: int) -> float | None:
+    """How many times as fast this CPU multiplies an MLP's bf16 weights, where that is worth it; None where it is not.
+    A CPU with AMX or AVX512-BF16 gains two to eight times, others emulate bf16 and are slower."""
+    times = bf16_speedup(width, inner, rows) if width >= NARROWEST else 0.0
+    return times if times > FEWEST_TIMES else None
+
+
+def bf16_speedup(width: int, inner: int, rows: int) -> float:
+    """How many times as fast this CPU multiplies rows [rows, width] with a weight [inner, width] in bf16 as in fp32, by
+    the fastest of a few tries in turn, which other processes disturb least; some milliseconds."""
+    x, weight = torch.randn(rows, width), torch.randn(inner, width)
+    pairs = ((x, weight), (x.bfloat16(), weight.bfloat16()))
+    fastest = [float("inf"), float("inf")]
+    with torch.no_grad():
+        for _ in range(_ROUNDS):
+            for index, (left, right) in enumerate(pairs):
+                began = time.perf_counter()
+                linear(left, right)
+                fastest[index] = min(fastest[index], time.perf_counter() - began)
+    return fastest[0] / fastest[1]
 
 
 def onednn_pays(x: Tensor, weight: Tensor, *, needs_gradient: bool = False) -> bool:

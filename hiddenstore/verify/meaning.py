@@ -34,7 +34,8 @@ from hiddenstore.verify.survey import Survey
 from schemas.capture import FINAL
 
 SHARE_OF_CAPTURE = 0.2
-FEWEST_SAMPLES = 256
+ALWAYS_AFFORDABLE = 10**12
+"""Operations that cost less than the start of the command: some two CPU seconds."""
 # On SmolLM2-135M a sample cost 0.29 CPU seconds to look at and 0.18 to capture: fp32 products of the head and a softmax
 # over the vocabulary stand beside bf16 products of the blocks.
 HEAD_COST = 8
@@ -61,15 +62,15 @@ _TOKENIZER_FILES = (_RULES_FILE, "tokenizer.model", "vocab.json")
 
 
 def affordable_share(store: Store) -> float:
-    """The share of the samples that is looked at unless another is named: all of ``FEWEST_SAMPLES``, and of more as
-    many as ``SHARE_OF_CAPTURE`` of the capture's arithmetic pays for. A function of shapes and lengths alone, so that
+    """The share of the samples that is looked at unless another is named: as many as ``SHARE_OF_CAPTURE`` of the
+    capture's arithmetic pays for, and what is ``ALWAYS_AFFORDABLE``. A function of shapes and lengths alone, so that
     the same samples are looked at on every machine."""
-    target, samples = store.capture.target, len(store)
-    tokens = sum(record.tokens for record in store.commits()) / max(1, samples)
+    target, samples = store.capture.target, max(1, len(store))
+    tokens = sum(record.tokens for record in store.commits()) / samples
     capture = tokens * 24 * target.num_layers * target.hidden_size**2
     rows = min(tokens, LOGIT_ROWS)
     look = rows * target.vocab_size * (2 * target.hidden_size + SOFTMAX_COST) * HEAD_COST
-    return min(1.0, max(FEWEST_SAMPLES / max(1, samples), SHARE_OF_CAPTURE * capture / max(1.0, look)))
+    return min(1.0, max(ALWAYS_AFFORDABLE / samples, SHARE_OF_CAPTURE * capture) / max(1.0, look))
 
 
 def check_meaning(store: Store, report: Report, share: float | None, begin: Begin) -> None:
@@ -168,7 +169,7 @@ def _judge_pairs(survey: Survey, report: Report) -> None:
                 survey.note("other-sample", sample, name, detail)
         else:
             detail = f"{name}: {total.rows} rows share a token with another sample, too few to tell whose they are"
-            report.notes.append(Finding("pairing-undecided", name, (), detail))
+            report.notes.append(Finding("pairing-undecided", name, (), detail + _unlooked(report)))
 
 
 def _judge_predictions(survey: Survey, report: Report) -> None:
@@ -209,7 +210,15 @@ def _judge_predictions(survey: Survey, report: Report) -> None:
 
 
 def _undecided(report: Report, detail: str) -> None:
-    report.notes.append(Finding("prediction-undecided", FINAL, (), detail))
+    report.notes.append(Finding("prediction-undecided", FINAL, (), detail + _unlooked(report)))
+
+
+def _unlooked(report: Report) -> str:
+    """What is added to a reason that more samples might remove."""
+    if report.sample_share >= 1:
+        return ""
+    looked_at = f"{report.samples_checked:,} of {plural(report.samples, 'sample')} were looked at"
+    return f"; {looked_at}; verify --meaning --share 1 looks at all"
 
 
 def _measure(survey: Survey, report: Report) -> tuple[list[float], float]:

@@ -14,16 +14,16 @@ from hiddenstore.testing.builders import make_store
 
 MEASURED: dict[str, Any] = {
     "drafter": "eagle3", "engine": "vllm", "drafts_of": 3, "accepted_length": 1.5, "answers": 24, "rounds": 3,
-    "ties": [{}, {}], "differences": [{}], "tokens_per_s": 40.0, "baseline_tokens_per_s": 32.0,
-    "speedup_rounds": [1.3, 1.2, 1.25],
+    "ties": [{"rounds": 3}, {"rounds": 1}], "differences": [{"rounds": 2}],
+    "tokens_per_s": 40.0, "baseline_tokens_per_s": 32.0, "speedup_rounds": [1.3, 1.2, 1.25],
 }  # fmt: skip
 
 
-def test_a_row_stands_beside_what_decode_and_eval_said_and_counts_each_question_once() -> None:
+def test_a_row_stands_beside_what_decode_and_eval_said_and_counts_the_answers_of_every_round() -> None:
     decoded = {"accepted_length": 1.48, "engine_accepted_length": 1.5, "simulated_accepted_length": 1.479}
     cells = line(MEASURED, decoded)
     assert cells[3:7] == ["1.500", "1.480", "1.500", "1.479"]
-    assert cells[7:] == ["5 / 2 / 1", "40.0", "32.0", "1.250 (1.200–1.300)"]
+    assert cells[7:] == ["18 / 4 / 2", "40.0", "32.0", "1.250 (1.200–1.300)"]
     assert len(cells) == len(HEAD) == len(line({"drafter": "x", "engine": "vllm", "refused": "no"}, {}))
 
 

@@ -80,6 +80,31 @@ def test_greedy_answers_equal_the_argmax_of_plain_forwards(family: str) -> None:
             assert len(answer.token_ids) == 14
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_prompts_read_a_few_rows_at_a_time_get_the_answers_that_they_get_alone(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prompts = tiny_target(family), sorted(PROMPTS, key=len, reverse=True)
+    alone = [answers_of(target, [prompt], Sampling(0, 14), "t")[0] for prompt in prompts]
+    for tokens in (1, 2 * len(prompts[0]), 10_000):
+        monkeypatch.setitem(generate.PREFILL_TOKENS, "cpu", tokens)
+        assert answers_of(target, prompts, Sampling(0, 14), "t") == alone
+
+
+def test_a_part_of_a_prefill_holds_neighbours_within_the_limit_and_names_the_longest() -> None:
+    parts = generate.prefill_parts([30, 9, 10, 4, 4, 4, 4, 4, 4], 20)
+    found = [(rows.start, rows.stop, longest) for rows, longest in parts]
+    assert found == [(0, 1, 30), (1, 3, 10), (3, 8, 4), (8, 9, 4)]
+
+
+def test_the_first_sign_of_life_comes_before_all_prompts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, seen = tiny_target("llama"), list[int]()
+    monkeypatch.setitem(generate.PREFILL_TOKENS, "cpu", 1)
+    list(generate.generate_batch(target, PROMPTS, Sampling(0, 2), "t", seen.append))
+    assert seen[: len(PROMPTS)] == [0] * len(PROMPTS)
+    assert seen[len(PROMPTS)] == len(PROMPTS)
+
+
 def test_compacting_the_batch_changes_no_greedy_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("llama")
     # Many end tokens make rows finish at different steps.

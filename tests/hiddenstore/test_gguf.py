@@ -113,6 +113,34 @@ def test_a_file_is_converted_once_and_another_one_anew(tmp_path: Path, cache: Pa
     assert len(list((cache / "gguf").iterdir())) == 2
 
 
+def test_the_quantisation_is_said_each_time_a_file_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(module.output(), "note", said.append)
+    path = str(write_gguf(tmp_path / "small.gguf", "Q8_0"))
+    folder = target_folder(path)
+    target_folder(path)
+    assert [line.split(" ", 1)[0] for line in said] == ["converting", "small.gguf"]
+    assert all("57 Q8_0" in line and folder in line for line in said)
+
+
+@pytest.mark.parametrize(("form", "bytes_of_256"), [("Q8_K", 292), ("F64", 2048)])
+def test_a_quantisation_that_the_reader_cannot_undo_is_refused_with_those_it_can(
+    tmp_path: Path, cache: Path, form: str, bytes_of_256: int
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "llama")
+    codes = np.zeros((2, bytes_of_256), dtype=np.uint8)
+    writer.add_tensor("blk.0.ffn_up.weight", codes, raw_dtype=gguf.GGMLQuantizationType[form])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=f"holds {form}, which nothing here dequantises") as caught:
+        target_folder(str(tmp_path / "odd.gguf"))
+    assert caught.value.kind == "target-unreadable"
+    assert "Q4_K_M" in str(caught.value.hint)
+    assert not cache.exists()
+
+
 def test_two_processes_that_convert_one_file_both_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, convert = write_gguf(tmp_path / "small.gguf"), module._write_model
 

@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from hiddenstore.cli import main
 from hiddenstore.errors import ConfigError, NotFoundError
 from hiddenstore.inspect import facts as inspect
 from hiddenstore.inspect.compare import FieldError, compare, schema_differences, spread
@@ -64,6 +66,28 @@ def test_info_counts_what_was_stored(store: Store) -> None:
         "units": len(store.commits()),
     }
     assert document["rejects"] == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"gguf.json": b'{"file": "a.gguf", "tensors": {"F32": 61, "Q4_1": 210}}'}, "GGUF of 210 Q4_1, 61 F32"),
+        (
+            {"config.json": b'{"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}'},
+            "modelopt FP8",
+        ),
+        ({"gguf.json": b"[]"}, None),
+        ({}, None),
+    ],
+)
+def test_info_says_how_the_target_was_quantised_where_its_files_do(
+    tmp_path: Path, files: dict[str, bytes], said: str | None
+) -> None:
+    store = create_store(tmp_path / "store", capture_spec(), HEAD, "safe", target_files() | files)
+    document = inspect.info(store)
+    assert document["quantisation"] == said
+    shown = CliRunner().invoke(main, ["info", store.path], catch_exceptions=False).output
+    assert (f"quantised: {said}" in " ".join(shown.split())) == (said is not None)
 
 
 def test_info_of_a_store_without_a_commit_is_all_zero(tmp_path: Path) -> None:

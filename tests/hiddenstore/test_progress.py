@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_log_gets_one_greppable_line_each_half_minute(clock: list[float]) -> None:
+def test_a_log_gets_a_greppable_line_within_ten_seconds_and_then_each_half_minute(clock: list[float]) -> None:
     def body() -> None:
         with Progress("collect", total=100, unit="samples") as progress:
             for _ in range(7):
@@ -41,7 +41,7 @@ def test_a_log_gets_one_greppable_line_each_half_minute(clock: list[float]) -> N
     assert result.stdout == ""
     lines = result.stderr.splitlines()
     assert len(lines) == 3
-    expected = r"\d\d:\d\d:\d\d collect samples=30/100 rate=1/s eta=1m10s rejects=3 queue=3of8"
+    expected = r"\d\d:\d\d:\d\d collect samples=10/100 rate=1/s eta=1m30s rejects=3 queue=3of8"
     assert re.fullmatch(expected, lines[0])
     assert "samples=70/100" in lines[-1]
     assert "\r" not in result.stderr

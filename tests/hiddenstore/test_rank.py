@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from hiddenstore.errors import ConfigError
-from hiddenstore.process import Rank, drain_on_signal, from_environment
+from hiddenstore.process import Rank, drain_on_signal, free_bytes, from_environment, peak_bytes
 
 
 def test_without_a_launcher_this_is_rank_0_of_1() -> None:
@@ -73,3 +74,24 @@ def test_a_second_signal_exits_130_at_once() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stdout) == (130, "alive\n")
+
+
+def test_free_memory_is_the_machine_s_or_what_a_container_leaves(tmp_path: Path) -> None:
+    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    cgroup.mkdir()
+    assert free_bytes(meminfo, cgroup) == 0
+    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:  4000 kB\nHugePages_Total:  0\n")
+    assert free_bytes(meminfo, cgroup) == 4000 * 1024
+    (cgroup / "memory.max").write_text("max\n")
+    (cgroup / "memory.current").write_text("1000000\n")
+    (cgroup / "memory.stat").write_text("anon 500000\ninactive_file 300000\n")
+    assert free_bytes(meminfo, cgroup) == 4000 * 1024
+    (cgroup / "memory.max").write_text("2000000\n")
+    assert free_bytes(meminfo, cgroup) == 1_300_000
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux says it in /proc")
+def test_the_peak_of_this_process_is_at_least_what_it_holds(tmp_path: Path) -> None:
+    held = bytes(1 << 24)
+    assert peak_bytes() > len(held)
+    assert peak_bytes(tmp_path / "none") == 0

@@ -480,14 +480,31 @@ def test_unless_told_it_looks_at_what_a_fifth_of_the_capture_pays_for(
 ) -> None:
     store = store_of(tmp_path, target, healthy(target), profile=profile_of(target))
     assert (affordable_share(store), verify(store.path, "meaning").samples_checked) == (1.0, B)
-    monkeypatch.setattr(meaning, "FEWEST_SAMPLES", 1)
+    monkeypatch.setattr(meaning, "ALWAYS_AFFORDABLE", 0)
     width, layers = store.capture.target.hidden_size, store.capture.target.num_layers
     tokens = sum(record.tokens for record in store.commits()) / B
     capture, look = 24 * layers * width**2 * tokens, 8 * tokens * VOCAB * (2 * width + 100)
-    assert affordable_share(store) == pytest.approx(max(1 / B, 0.2 * capture / look))
+    assert affordable_share(store) == pytest.approx(0.2 * capture / look)
     report = verify(store.path, "meaning")
     assert 1 <= report.samples_checked < B
     assert report.sample_share == affordable_share(store)
+
+
+def test_what_too_few_samples_left_undecided_names_the_share_and_the_option_that_looks_at_all(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meaning, "ALWAYS_AFFORDABLE", 0)
+    monkeypatch.setattr(meaning, "SHARE_OF_CAPTURE", 1e-9)
+    store = store_of(tmp_path, target, healthy(target), profile=profile_of(target))
+    report = verify(store.path, "meaning")
+    # The profile's own sample, and one more.
+    assert (report.samples_checked, report.findings) == (2, [])
+    undecided = {note.kind: note.detail for note in report.notes}
+    assert undecided.keys() >= {"pairing-undecided", "prediction-undecided"}
+    for kind in ("pairing-undecided", "prediction-undecided"):
+        assert f"2 of {B} samples were looked at; verify --meaning --share 1 looks at all" in undecided[kind]
+    whole = verify(store.path, "meaning", sample_share=1)
+    assert not {"pairing-undecided", "prediction-undecided"} & {note.kind for note in whole.notes}
 
 
 def test_every_part_says_how_much_there_is_to_do_and_does_as_much(tmp_path: Path, target: Target) -> None:

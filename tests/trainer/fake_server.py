@@ -16,7 +16,8 @@ RECORDED = (Path(__file__).parent / "vllm_metrics.txt").read_text(encoding="utf-
 class FakeServer(ThreadingHTTPServer):
     """Every answer is the last question in capitals, of ``tokens`` tokens: one of the prefill, the rest by drafts that
     accept ``accepts`` tokens in turn. With a ``key`` it answers nobody without. ``says`` are other answers by question;
-    ``lead`` is by how much each word of an answer leads the second choice, None for a server that does not say."""
+    ``lead`` is by how much each word of an answer leads the second choice, None for a server that does not say; ``top``
+    what it gives for each word, a logit where it is positive."""
 
     daemon_threads = True
 
@@ -28,10 +29,11 @@ class FakeServer(ThreadingHTTPServer):
         key: str | None = None,
         says: Mapping[str, str] | None = None,
         lead: float | None = None,
+        top: float = -0.5,
     ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.engine, self.models, self.accepts, self.key = engine, models, accepts, key
-        self.says, self.lead = says or {}, lead
+        self.says, self.lead, self.top = says or {}, lead, top
         self.tokens = 1 + sum(1 + accepted for accepted in accepts) if accepts else 7
         self.answered = self.iteration = 0
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -145,11 +147,12 @@ class _Handler(BaseHTTPRequestHandler):
         choice: dict[str, Any] = {"message": {"role": "assistant", "content": said}, "text": said}
         if body.get("logprobs") and self.server.lead is not None:
             words = re.findall(r"\S+\s*", said)
-            tops = [{"logprob": -0.5}, {"logprob": -0.5 - self.server.lead}]
+            first, second = self.server.top, self.server.top - self.server.lead
+            tops = [{"logprob": first}, {"logprob": second}]
             choice["logprobs"] = {"content": [{"token": word, "top_logprobs": tops} for word in words]}
             # llama.cpp answers completions in the form of chats.
             if "prompt" in body and self.server.engine != "llamacpp":
-                tops = [{word: -0.5, "other": -0.5 - self.server.lead} for word in words]
+                tops = [{word: first, "other": second} for word in words]
                 choice["logprobs"] = {"tokens": words, "top_logprobs": tops}
         if self.server.engine == "sglang" and body.get("return_meta_info"):
             choice["meta_info"] = meta

@@ -223,7 +223,9 @@ def test_a5_an_export_that_names_another_target_is_refused(made, tmp_path):
 
 
 def test_a5_a_target_without_safetensors_is_compared_by_the_layer_profile_and_without_one_that_is_said(made, tmp_path):
-    assert "layer profile" not in run([*decode_words(made, "-n", "1", "--dtype", "bfloat16")]).stderr
+    asked = run([*decode_words(made, "-n", "1", "--dtype", "bfloat16")]).stderr
+    assert "layer profile" not in asked
+    assert "the target runs in" not in asked
     torch_files = shutil.copytree(made / "target", tmp_path / "torch_files")
     torch.save(load_file(torch_files / "model.safetensors"), torch_files / "pytorch_model.bin")
     (torch_files / "model.safetensors").unlink()
@@ -285,6 +287,7 @@ def test_people_see_the_same_figures_and_the_next_command(made, tmp_path):
     shown = run(decode_words(made, "-n", "3"))
     assert "3 of 3 answers" in shown.stdout
     assert "drafts + 3 prefills" in shown.stdout
+    assert "the target runs in float32: the checkpoint is float32" in shown.stderr
     assert "hiddenstore export" in shown.stderr
 
 
@@ -368,6 +371,10 @@ def test_eval_says_which_draft_length_pays_on_this_machine_and_export_takes_it(m
         best = {"best_draft_len": 2, "speedup": 1.5}
         keep(made / "run", 25, best, "float32")
         assert drafts_of("kept") == 2
+        # Nor which length pays beside a target in another dtype.
+        keep(made / "run", 25, best, "bfloat16")
+        assert drafts_of("other") == 3
+        assert drafts_of("half", "--dtype", "bfloat16") == 2
         # Of another checkpoint's drafter nothing is known.
         stale = chosen.read_bytes()
         keep(made / "run", 24, {**best, "best_draft_len": 7}, "float32")

@@ -6,10 +6,12 @@ import click
 import pytest
 import torch
 from tiny_target import make_model, make_tokenizer, save_target
+from transformers import LlamaConfig
 
 from hiddenstore.errors import CaptureError, ConfigError, FormatError
 from hiddenstore.records import repeated_share
-from hiddenstore.targets.folder import open_target
+from hiddenstore.targets.folder import TargetFolder, open_target
+from hiddenstore.targets.matmul import FEWEST_TIMES, bf16_speedup
 from schemas.capture import HeadSpec
 from tests.collectors.tiny import tiny_target
 from tests.trainer.live import assert_live_equals_eval, identity_in_memory
@@ -17,7 +19,14 @@ from trainer.drafters.base import DrafterInUse
 from trainer.drafters.eagle3 import EAGLE3, Eagle3Config
 from trainer.evaluate.acceptance import AcceptanceTally, DraftShape, hits_of_next_token, walk
 from trainer.evaluate.speculate import DecodeLimits, decode, plain, speculative
-from trainer.evaluate.target import LiveTarget, bundle_of, identity_of, load_live_target
+from trainer.evaluate.target import (
+    CHECKED_ROWS,
+    LiveTarget,
+    bundle_of,
+    decoding_dtype,
+    identity_of,
+    load_live_target,
+)
 from trainer.losses.teacher import TargetInterface
 from trainer.vocab import DraftVocab
 
@@ -228,12 +237,19 @@ def test_trees_are_refused_of_a_target_whose_layers_see_a_window(family, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("gap", "dtype", "fails"), [(1e-5, "float32", False), (0.2, "float32", True), (0.2, "bfloat16", False)]
+    ("gap", "logit", "dtype", "fails"),
+    [
+        (1e-5, 20.0, "float32", False),
+        (0.2, 20.0, "float32", True),
+        (0.125, 20.0, "bfloat16", False),
+        (0.25, 20.0, "bfloat16", True),
+        (0.25, -40.0, "bfloat16", False),
+    ],
 )
-def test_a_difference_from_greedy_is_forgiven_only_where_it_is_a_tie(gap, dtype, fails):
+def test_a_difference_from_greedy_is_forgiven_only_where_it_is_a_tie(gap, logit, dtype, fails):
     from trainer.cli.decode import _judge, split_ties
 
-    ties, differences = split_ties([{"logit_gap": gap}], dtype)
+    ties, differences = split_ties([{"logit_gap": gap, "logit": logit}], dtype)
     document = {"ties": ties, "differences": differences}
     assert (len(ties), len(differences)) == ((0, 1) if fails else (1, 0))
     if not fails:
@@ -266,6 +282,39 @@ def test_a_target_loaded_in_bf16_is_still_the_same_target(tmp_path):
     folder = save_target(tmp_path / "a", seed=0)
     identity = identity_of(open_target(folder), make_model(0))
     assert load_live_target(folder, AUX_LAYERS, identity, "cpu", "bfloat16").identity.dtype == "bfloat16"
+
+
+def folder_of(width, dtype, **more):
+    config = LlamaConfig(hidden_size=width, intermediate_size=3 * width, dtype=dtype)
+    return TargetFolder("x", None, config, None, "", "", "", **more)
+
+
+def test_a_cpu_decodes_a_wide_checkpoint_in_its_own_bf16_where_it_multiplies_that_markedly_faster():
+    times = bf16_speedup(768, 3 * 768, CHECKED_ROWS)
+    dtype, why = decoding_dtype(folder_of(768, torch.bfloat16))
+    if times > 1.2 * FEWEST_TIMES:
+        assert dtype == "bfloat16"
+        assert "times as fast as float32" in why
+    elif times < FEWEST_TIMES / 1.2:
+        assert dtype == "float32"
+        assert "does not multiply markedly faster" in why
+    else:
+        pytest.skip(f"bf16 is {times:.2f} times as fast here: too close to the limit to say which it will be")
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        (folder_of(64, torch.bfloat16), "at its width"),
+        (folder_of(768, torch.float32), "the checkpoint is float32"),
+        (folder_of(768, torch.float16), "the checkpoint is float16"),
+        (folder_of(768, torch.bfloat16, quantisation={"quant_method": "fp8"}), "quantised"),
+    ],
+)
+def test_narrow_quantised_and_other_checkpoints_are_decoded_in_fp32_on_a_cpu(folder, reason):
+    dtype, why = decoding_dtype(folder)
+    assert dtype == "float32"
+    assert reason in why
 
 
 def test_a_folder_without_config_is_an_error(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 
+from hiddenstore.targets.matmul import FEWEST_TIMES, bf16_speedup
 from tests.trainer.runs import WORDS, tiny_store
 from tests.trainer.test_ttt_attention import problem
 from trainer.attention.ttt import ttt_attention
@@ -13,7 +14,7 @@ from trainer.config import TrainConfig
 from trainer.settings import load_config
 from trainer.train.loop import train
 from trainer.train.optim import orthogonal
-from trainer.train.precision import FEWEST_TIMES, bf16_speedup, is_faster_in_bf16, resolved
+from trainer.train.precision import ROWS, is_faster_in_bf16, resolved
 
 
 def written(run: Path) -> str:
@@ -38,7 +39,7 @@ def config_of(tmp_path: Path, **drafter: int) -> TrainConfig:
 
 def test_a_cpu_that_multiplies_wide_drafters_markedly_faster_in_bf16_does_so(tmp_path: Path) -> None:
     wide = config_of(tmp_path, hidden_size=768, intermediate_size=2048)
-    times = bf16_speedup(768, 2048)
+    times = bf16_speedup(768, 2048, ROWS)
     if times > 1.2 * FEWEST_TIMES:
         assert resolved(wide).train.precision == "bf16"
     elif times < FEWEST_TIMES / 1.2:

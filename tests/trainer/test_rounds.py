@@ -8,8 +8,10 @@ from fake_server import fake_server
 from tiny_target import save_target
 
 from hiddenstore.cli import main
-from trainer.evaluate.rounds import TIE_GAP, _parting
-from trainer.evaluate.server import Choice
+from trainer.evaluate.prompts import Question
+from trainer.evaluate.rounds import _parting, departures
+from trainer.evaluate.server import Choice, Completion, SamplingOptions, TaskResult
+from trainer.evaluate.ties import tie_gap
 
 ACCEPTS = (3, 0, 1, 2)
 QUESTION = "which word is next of these"
@@ -59,22 +61,26 @@ def test_every_round_asks_both_servers_and_what_went_first_goes_last_in_the_next
 
 
 @pytest.mark.parametrize(
-    ("lead", "kind", "render"),
+    ("lead", "top", "kind", "render"),
     [
-        (TIE_GAP, "ties", False),
-        (TIE_GAP, "ties", True),
-        (2 * TIE_GAP, "differences", False),
-        (None, "differences", False),
+        (0.25, -0.5, "ties", False),
+        (0.25, -0.5, "ties", True),
+        (0.5, -0.5, "differences", False),
+        (None, -0.5, "differences", False),
+        # A server that says logits: a step at 16 to 32 is 0.125, at 32 to 64 0.25.
+        (0.125, 20.0, "ties", False),
+        (0.25, 20.0, "differences", True),
+        (0.25, 40.0, "ties", False),
     ],
 )
 def test_an_answer_that_differs_is_listed_with_the_gap_of_the_logits_where_it_parts(
-    prompts, lead, kind, render, tmp_path
+    prompts, lead, top, kind, render, tmp_path
 ):
     other = QUESTION.upper().replace("NEXT", "LAST")
     key = "made" if render else QUESTION
     says = {key: QUESTION.upper()}
     more = ["--target", save_target(tmp_path / "target")] if render else []
-    with fake_server(accepts=ACCEPTS, says={key: other}) as server, fake_server(lead=lead, says=says) as plain:
+    with fake_server(accepts=ACCEPTS, says={key: other}) as server, fake_server(lead=lead, top=top, says=says) as plain:
         words = ["--server", server.url, "--baseline-server", plain.url, "--prompts", prompts, "--rounds", "2", *more]
         result = evaluate(*words, "--json")
     found = json.loads(result.stdout)
@@ -83,8 +89,61 @@ def test_an_answer_that_differs_is_listed_with_the_gap_of_the_logits_where_it_pa
     row = listed[-1]
     assert (row["turn"], row["at"], row["plain"][:4], row["drafted"][:4]) == (0, 14, "NEXT", "LAST")
     assert row["logit_gap"] == (None if lead is None else pytest.approx(lead))
+    assert row["logit"] == (top if top > 0 else None)
+    assert row["tie_gap"] == tie_gap(row["logit"])
+    assert row["rounds"] == 2
     assert found["differences" if kind == "ties" else "ties"] == []
     assert ("differs that is no tie" in result.stderr) == (kind == "differences")
+
+
+def test_every_two_answers_that_differ_are_judged_whatever_their_round():
+    class Plain:
+        """Repeats one of its two answers, at a lead that is a tie."""
+
+        asked = 0
+
+        def choices(self, messages, sampling):
+            self.asked += 1
+            return [Choice("a ", 3.0, "z", 20.0), Choice("b ", 0.125, "c", 20.0), Choice("d", 2.0, "e", 20.0)]
+
+    def answers(*texts):
+        return [TaskResult("t", 1, 1.0, [Completion(text, 3) for text in texts])]
+
+    question = Question("t", [{"role": "user", "content": "which"}], ["and then"])
+    of_plain = [answers("a b d", "x"), answers("a b d", "x"), answers("a b d", "x"), answers("a q", "x")]
+    of_drafted = [answers("a c", "y"), answers("a c", "x"), answers("z b d", "y"), answers("a b d", "x")]
+    plain = Plain()
+    found = list(departures(plain, [question], of_plain, of_drafted, SamplingOptions(8, 0.0)))
+    assert plain.asked == 1
+    listed = {(one.plain, one.drafted): (one.rounds, one.logit_gap, one.is_tie) for one in found}
+    assert listed == {
+        ("b d", "c"): (2, 0.125, True),
+        ("a b d", "z b d"): (1, 3.0, False),
+        ("q", "b d"): (1, 0.125, True),
+    }
+    assert {one.turn for one in found} == {0}
+
+
+@pytest.mark.parametrize(
+    ("logit", "dtype", "gap"),
+    [
+        (16.0, "bfloat16", 0.125),
+        (31.9, "bfloat16", 0.125),
+        (-32.0, "bfloat16", 0.25),
+        (1.0, "bfloat16", 2**-7),
+        (None, "bfloat16", 0.25),
+        (20.0, "float16", 2**-6),
+        (20.0, "float32", 1e-3),
+    ],
+)
+def test_a_tie_is_as_wide_as_a_step_of_the_dtype_at_the_logit_s_size(logit, dtype, gap):
+    import torch
+
+    assert tie_gap(logit, dtype) == gap
+    if logit is not None and dtype != "float32":
+        value = torch.tensor(abs(logit), dtype=getattr(torch, dtype))
+        if float(value) == abs(logit):
+            assert float(torch.nextafter(value, value + 1e4) - value) == gap
 
 
 def test_answers_part_at_the_token_that_begins_alike_though_a_later_letter_is_the_first_to_differ():

@@ -12,9 +12,10 @@ from hiddenstore.process import Rank
 from hiddenstore.settings import key_paths
 from hiddenstore.store import Store
 from tests.trainer.runs import WORDS, tiny_store
+from trainer import settings as module
 from trainer.parallel.group import ProcessGroup
-from trainer.settings import config_class
-from trainer.train.loop import forecast, seconds_per_step, train
+from trainer.settings import activation_bytes, config_class, load_config, longest_sample
+from trainer.train.loop import Forecast, forecast, forecast_text, seconds_per_step, train
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state
 from trainer.train.step import steps
@@ -60,7 +61,10 @@ def state_of(store: Store, run: Path) -> TrainState:
 
 def test_a_forecast_leaves_the_run_as_it_would_have_been(store: Store, tmp_path: Path) -> None:
     plain, told = state_of(store, tmp_path / "plain"), state_of(store, tmp_path / "told")
-    assert "a step of" in forecast(told)
+    said = forecast(told)
+    assert said.seconds is not None
+    assert said.step_seconds is not None
+    assert said.seconds == pytest.approx(4 * said.step_seconds)
     assert seconds_per_step(told) > 0
     losses = [[metrics.loss for _, metrics in steps(state)] for state in (plain, told)]
     assert losses[0] == losses[1]
@@ -77,4 +81,63 @@ def test_a_person_reads_the_duration_and_the_share_of_the_vocabulary_before_the_
     told = capsys.readouterr().err
     assert "of the supervised ones" in told
     assert "measured on one pack" in told
+    assert "of memory, checkpoints of" in told
     assert train(store.path, tmp_path / "run", resume=True).was_finished
+
+
+def test_the_checkpoints_on_disk_take_what_was_said_before_the_first_step(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*WORDS, "train.max_steps=2", "train.keep=1", "train.keep_best=0", "train.validate_every=0"]
+    with pytest.raises(SystemExit):
+        main(["train", store.path, *words, "-o", str(tmp_path / "run"), "--json"])
+    said = json.loads(capsys.readouterr().out)["forecast"]
+    files = list((tmp_path / "run" / "checkpoints").rglob("*.safetensors"))
+    assert said["checkpoint_bytes"] == pytest.approx(sum(path.stat().st_size for path in files), rel=0.1)
+    assert said["memory_bytes"] > 50e6
+    assert said["seconds"] > 0
+
+
+def test_of_several_processes_only_the_checkpoints_are_foretold() -> None:
+    assert forecast_text(Forecast(2_000_000), 1000) == "checkpoints of 2 MB on disk"
+    whole = forecast_text(Forecast(2_000_000, 60.0, 2.0, 3_000_000_000), 1000)
+    assert whole.endswith("measured on one pack; 3 GB of memory, checkpoints of 2 MB on disk")
+
+
+def test_every_derived_setting_says_why_and_a_default_does_not(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = answered(capsys, store.path, "train.max_steps=125", "optim.kind=muon")
+    assert all((row["because"] is not None) == (row["origin"] == "store") for row in rows.values())
+    assert "the target's" in str(rows["drafter.num_heads"]["because"])
+    assert "sqrt(500/steps)" in str(rows["optim.lr"]["because"])
+    assert "2 times" in str(rows["optim.lr"]["because"])
+    assert "at least" in str(rows["data.batch_tokens"]["because"])
+    assert rows["drafter.vocab_size"]["because"] == "the target's whole vocabulary"
+
+
+def test_the_reasons_fit_a_terminal_of_80_columns(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["train", store.path, "--settings"])
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "Here: the" in " ".join(shown.split())
+
+
+def test_packs_are_lowered_to_the_free_memory_but_never_below_the_longest_sample_nor_raised(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "free_bytes", lambda: 1 << 50)
+    usual = load_config(store)
+    for free, expected in (
+        (0, usual.data.pack_tokens),
+        (1, longest_sample(store)),
+        (2 * activation_bytes(usual) * (longest_sample(store) + 7), longest_sample(store) + 7),
+    ):
+        monkeypatch.setattr(module, "free_bytes", lambda free=free: free)
+        found = load_config(store, words=["train.device=cpu"]).data
+        assert (found.pack_tokens, found.batch_tokens) == (expected, usual.data.batch_tokens)
+        assert load_config(store, words=["data.pack_tokens=1000"]).data.pack_tokens == 1000

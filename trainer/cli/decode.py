@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from trainer.evaluate.target import LiveTarget
     from trainer.train.run_folder import RunInfo
 
-# Logit gaps up to here are ties of the arithmetic; a larger one means that the output is not the target's.
-TIE_GAP = {"float32": 1e-3}
-TIE_GAP_HALF = 0.5
-
 
 @click.command(
     epilog=examples(
@@ -49,7 +45,11 @@ TIE_GAP_HALF = 0.5
 )
 @click.option("--answers", type=click.Path(dir_okay=False), help="Write the decoded conversations to this JSONL.")
 @click.option("--temperature", type=FiniteRange(min=0), default=0.0, help="Above 0: lossless rejection sampling.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Target weights.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Of the target. Default: its own where this machine runs it well.",
+)
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
 @same_target_option
 @common_options
@@ -104,6 +104,7 @@ def decode(
         **{"run": run, "step": drafter.step, "target": live.identity.name, "prompts_from": prompts},
         "prompts_unusable": len(unusable),
         "temperature": temperature,
+        "dtype": live.identity.dtype,
         **_document(result, simulated, temperature, live.identity.dtype),
         **floor_members(floor),
     }
@@ -184,7 +185,9 @@ def _document(result: "DecodeResult", simulated: "list[Evaluation]", temperature
 
 def split_ties(departures: list[dict[str, Any]], dtype: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Answers that first leave the greedy one at a tie of the arithmetic, and those that do for another reason."""
-    ties = [one for one in departures if one["logit_gap"] <= TIE_GAP.get(dtype, TIE_GAP_HALF)]
+    from trainer.evaluate.ties import tie_gap
+
+    ties = [one for one in departures if one["logit_gap"] <= tie_gap(one["logit"], dtype)]
     return ties, [one for one in departures if one not in ties]
 
 
@@ -254,14 +257,16 @@ def _show(document: dict[str, Any]) -> None:
 
 def _judge(document: dict[str, Any], dtype: str) -> None:
     """Warn of ties; exit 3 when an answer differs by more than rounding can explain."""
-    gaps, limit = [tie["logit_gap"] for tie in document["ties"]], TIE_GAP.get(dtype, TIE_GAP_HALF)
-    if gaps:
+    if gaps := [tie["logit_gap"] for tie in document["ties"]]:
         output().warn(f"{len(gaps)} answers first differ from greedy at a tie: a logit gap of at most {max(gaps):.2g}")
     if document["differences"]:
-        widest = max(difference["logit_gap"] for difference in document["differences"])
+        from trainer.evaluate.ties import tie_gap
+
+        widest = max(document["differences"], key=lambda one: one["logit_gap"])
         output().warn(
-            f"{len(document['differences'])} answers differ from greedy by a logit gap of up to {widest:.2g}: above "
-            f"{limit:g} it is no tie in {dtype}, and the decoded text is not the target's"
+            f"{len(document['differences'])} answers differ from greedy by a logit gap of up to "
+            f"{widest['logit_gap']:.2g}: above {tie_gap(widest['logit'], dtype):g} it is no tie of {dtype} logits of "
+            f"that size, and the decoded text is not the target's"
         )
         raise click.exceptions.Exit(3)
 

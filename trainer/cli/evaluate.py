@@ -291,9 +291,10 @@ def _simulate(
     if target is not None:
         live = load_live_target(target, info.spec.drafter.aux_layers, info.spec.target, device, None, same_target)
         document |= _with_costs(document["sweep"], drafters[0], live, results[0].texts[0][0].tolist())
+        document |= {"dtype": live.identity.dtype, "export_dtype": info.spec.target.dtype}
     output().data(document, human=lambda: _show_simulated(document))
     if target is not None:
-        _keep_what_pays(document, info.run, live.identity.dtype)
+        _keep_what_pays(document, info.run)
     judge(document, info)
     output().hint("hiddenstore", "decode", run, *target_words(text.capture.target), "--prompts", store)
 
@@ -328,13 +329,13 @@ def _with_costs(
     return {"token_s": costs.token_s, "best_draft_len": best["draft_len"], "speedup": best["speedup"]}
 
 
-def _keep_what_pays(document: dict[str, Any], run: Path, dtype: str) -> None:
+def _keep_what_pays(document: dict[str, Any], run: Path) -> None:
     """Leave the best length for export; where none pays in this process it says nothing of an engine, which drafts for
     less, and an earlier choice goes."""
     from trainer.evaluate.cost import forget, keep
 
     if document["speedup"] > 1:
-        keep(run, document["step"], document, dtype)
+        keep(run, document["step"], document, document["dtype"])
         return
     forget(run)
     output().warn(
@@ -358,7 +359,9 @@ def _show_simulated(document: dict[str, Any]) -> None:
         rows.append(("untrained", f"{document['untrained_accepted_length']:.3f}"))
     if "best_draft_len" in document:
         best = f"drafts of {document['best_draft_len']}: {document['speedup']:.2f}x of plain decoding on this machine"
-        rows.append(("pays", f"{best}; export takes it") if document["speedup"] > 1 else ("best", best))
+        dtype = document["dtype"]
+        takes = "export takes it" if dtype == document["export_dtype"] else f"export --dtype {dtype} takes it"
+        rows.append(("pays", f"{best}; {takes}") if document["speedup"] > 1 else ("best", best))
     samples = plural(document["samples"], document["split"] + " sample")
     rows.append(("walked", f"{samples}: {document['drafts']:,} drafts, {document['tokens']:,} tokens"))
     output().pairs(rows)

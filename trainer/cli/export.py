@@ -80,7 +80,7 @@ def export(
     loaded = load_drafter(run)
     if length is not None:
         loaded.require_length(length)
-    checkpoint = checkpoint_of(loaded, run, target, length)
+    checkpoint = checkpoint_of(loaded, run, target, length, dtype)
     if yarn is not None:
         checkpoint = stretched(checkpoint, *yarn)
     done = write(checkpoint, engine, folder, dtype, version)

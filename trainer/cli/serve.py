@@ -128,7 +128,7 @@ def _exported(run: str, engine: str, version: str | None, target: str) -> tuple[
         output().note(f"$ {shlex.join(words)}")
         write(checkpoint_of(load_drafter(checkpoint), str(checkpoint), named), engine, out, None, at)
     info, longest = describe(str(checkpoint)), read_drafter(out).longest
-    length = kept(info.run, info.spec.step)
+    length = kept(info.run, info.spec.step, info.spec.target.dtype)
     return str(out), min(length, longest or length) if length else None
 
 

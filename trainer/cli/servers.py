@@ -23,6 +23,8 @@ from trainer.serve import ENGINES
 from trainer.serve.launch import server_of
 from trainer.serve.plan import ServeOptions
 
+LOGPROBS_MODE = "--logprobs-mode"
+
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -97,8 +99,10 @@ def _started(options: ServerOptions) -> Iterator[tuple[str, str]]:
     flags = engine_flags(options.engine_args)
     flags += ("--revision", options.revision) if options.revision else ()
     flags += ("--trust-remote-code",) if options.trust_remote_code else ()
-    plain = ServeOptions(target=str(options.target), method="none", flags=flags)
-    drafted = replace(plain, method=options.method, drafter=options.drafter)
+    drafted = ServeOptions(target=str(options.target), method=options.method, drafter=options.drafter, flags=flags)
+    # The size of a logit says how wide a tie is.
+    of_logits = (LOGPROBS_MODE, "raw_logits") if options.engine == "vllm" and LOGPROBS_MODE not in flags else ()
+    plain = replace(drafted, method="none", drafter=None, flags=(*flags, *of_logits))
     drafter = str(options.method or options.drafter)
     # What is no path here has no folder to write beside.
     place = drafter.rstrip("/") if Path(drafter).exists() else Path(drafter).name
@@ -214,7 +218,14 @@ def _show(document: dict[str, Any]) -> None:
     how = f"{document['concurrency']} at a time, temperature {document['temperature']:g}"
     pairs = [("model", document["model"]), ("asked", f"{answers}, {how}")]
     if document["speedup"] is not None and not document["temperature"]:
-        gaps = ", ".join(f"{tie['logit_gap']:.3g}" for tie in document["ties"])
-        parted = f"{len(document['ties'])} questions first differ at a tie" + (f" (logit gaps {gaps})" if gaps else "")
-        pairs.append(("answers", f"{parted}, {len(document['differences'])} otherwise"))
+        gaps = ", ".join(f"{gap:.3g}" for gap in sorted({tie["logit_gap"] for tie in document["ties"]}))
+        parted = f"{count_of(document['ties'])} first differ at a tie" + (f" (logit gaps {gaps})" if gaps else "")
+        pairs.append(("differ", f"{parted}, {count_of(document['differences'])} otherwise"))
+        if any(tie["logit"] is None for tie in document["ties"]):
+            pairs.append(("", "their logits' size was not said: below 64, where bf16 has steps of 0.25"))
     output().pairs(pairs)
+
+
+def count_of(departures: Sequence[dict[str, Any]]) -> int:
+    """How many answers these are, over all rounds."""
+    return sum(one["rounds"] for one in departures)

@@ -361,18 +361,18 @@ DEFAULT, DERIVED = "default", "store"
 
 def show_settings(store: str, drafter: str | None, file: str | Path | None, words: Sequence[str]) -> None:
     """Print what a run with these arguments would take; nothing is written. Raises ConfigError: a wrong setting."""
-    from trainer.settings import derived, load_config
+    from trainer.settings import load_config, reasons
     from trainer.train.run_folder import configured_start
 
     opened = open_store(store)
     start = configured_start(file, words)
     config = load_config(opened, drafter, file, words, start.spec.drafter if start else None)
     name = config.drafter.name
-    rows = _setting_rows(config, type(config), derived(opened, name), file, words)
+    rows = _setting_rows(config, type(config), reasons(opened, config), file, words)
     document = {"drafter": name, "settings": rows}
 
     def human() -> None:
-        cells = [[row["key"], _text(row["value"]), row["origin"], row["why"]] for row in rows]
+        cells = [[row["key"], _text(row["value"]), row["origin"], _explained(row)] for row in rows]
         output().table(["setting", "value", "origin", Column("what it is", wide=True)], cells)
 
     output().data(document, human=human, quiet="\n".join(f"{row['key']}={_text(row['value'])}" for row in rows))
@@ -381,7 +381,7 @@ def show_settings(store: str, drafter: str | None, file: str | Path | None, word
 def _setting_rows(
     config: BaseModel,
     model: type[BaseModel],
-    derived: Mapping[str, Mapping[str, Any]],
+    reasons: Mapping[str, str],
     file: str | Path | None,
     words: Sequence[str],
 ) -> list[dict[str, Any]]:
@@ -391,11 +391,17 @@ def _setting_rows(
     for key in keys:
         section, name = key.split(".")
         set_by = [origin for origin, _ in assignments(key, file, words)]
-        origin = set_by[-1] if set_by else DERIVED if name in derived.get(section, {}) else DEFAULT
+        origin = set_by[-1] if set_by else DERIVED if key in reasons else DEFAULT
         field = type(getattr(config, section)).model_fields[name]
         why = " ".join((field.description or "").split())
-        rows.append({"key": key, "value": values[section][name], "origin": origin, "why": why})
+        because = reasons[key] if origin == DERIVED else None
+        rows.append({"key": key, "value": values[section][name], "origin": origin, "why": why, "because": because})
     return rows
+
+
+def _explained(row: Mapping[str, Any]) -> str:
+    """What a setting is, and of a derived one why it has this value."""
+    return row["why"] if row["because"] is None else f"{row['why']} Here: {row['because']}."
 
 
 def _text(value: Any) -> str:

@@ -107,12 +107,13 @@ def forget(run: Path) -> None:
         (run / FILE).unlink(missing_ok=True)
 
 
-def kept(run: Path, step: int) -> int | None:
-    """The length chosen for the drafter of ``step``, None where nobody did. Raises CorruptionError, StorageError."""
+def kept(run: Path, step: int, dtype: str) -> int | None:
+    """The length chosen for the drafter of ``step`` beside a target in ``dtype``, None where nobody did: which one pays
+    in another is not known. Raises CorruptionError, StorageError."""
     path = run / FILE
     if not path.is_file():
         return None
     with storage_errors(path):
         data = path.read_bytes()
     chosen = unseal(data, DraftLength, str(path))
-    return chosen.draft_len if chosen.step == step else None
+    return chosen.draft_len if (chosen.step, chosen.dtype) == (step, dtype) else None

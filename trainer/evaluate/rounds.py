@@ -4,8 +4,10 @@ A machine that others use is faster in one minute than in the next: only rounds 
 compared, and their spread says how far to trust the ratio.
 """
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -14,7 +16,6 @@ from hiddenstore.errors import HiddenstoreError
 from trainer.evaluate.prompts import Message, Question
 from trainer.evaluate.server import (
     Choice,
-    Completion,
     Row,
     SamplingOptions,
     Server,
@@ -24,9 +25,10 @@ from trainer.evaluate.server import (
     measure,
     row_of,
 )
+from trainer.evaluate.ties import tie_gap
 
-TIE_GAP = 0.25
-"""Logit gap up to which two tokens are one to bf16 arithmetic: its step between 32 and 64, where top logits lie."""
+SURELY_A_LOGIT = 1e-3
+"""No log-probability is greater, rounding included."""
 
 Rounds = list[list[TaskResult]]
 """Of one server: its tasks in each round."""
@@ -78,8 +80,9 @@ def _merged(rounds: Rounds) -> list[TaskResult]:
 
 @dataclass(frozen=True)
 class Departure:
-    """The first turn of a question whose answer differs from the plain server's: the words where they part, and by how
-    much the plain one's token led there in logits; None where the server does not say, or does not repeat itself."""
+    """The first turn of a question whose answer differs from the plain server's: the words where they part, by how much
+    the plain one's token led there in logits, None where the server does not say or does not repeat itself, and its
+    logit, None where it gives log-probabilities only. ``rounds``: in how many rounds these two answers were given."""
 
     task: str
     question: str
@@ -88,61 +91,81 @@ class Departure:
     plain: str
     drafted: str
     logit_gap: float | None
+    logit: float | None
+    rounds: int = 1
 
     @property
     def is_tie(self) -> bool:
-        return self.logit_gap is not None and self.logit_gap <= TIE_GAP
+        return self.logit_gap is not None and self.logit_gap <= tie_gap(self.logit)
 
     def document(self) -> dict[str, Any]:
         """As ``eval --json`` has it."""
-        return asdict(self)
+        return asdict(self) | {"tie_gap": tie_gap(self.logit)}
 
 
 def departures(
     plain: Server, questions: Sequence[Question], of_plain: Rounds, of_drafted: Rounds, sampling: SamplingOptions
 ) -> Iterator[Departure]:
-    """Each question once whose answers differ in any round, asked of the plain server again with its logits."""
-    known: set[int] = set()
+    """Every two answers that differ, in whatever rounds, each judged by what the plain server says when it is asked
+    again with its logits. Of a conversation the first turn that differs: what follows answers another text."""
+    parted: Counter[tuple[int, _Turns]] = Counter()
     ordered = [question for _, group in by_task(questions) for question in group]
     for one, other in zip(of_plain, of_drafted, strict=True):
         # The last result is that of all tasks, in their order.
         answers, others = iter(one[-1].answers), iter(other[-1].answers)
         for number, question in enumerate(ordered):
-            turns = [(next(answers), next(others)) for _ in range(1 + len(question.more))]
-            turn = next((i for i, (a, b) in enumerate(turns) if a.text != b.text), None)
-            if turn is not None and number not in known:
-                known.add(number)
-                yield _departure(plain, question, turn, turns, sampling)
+            given = [(next(answers).text, next(others).text) for _ in range(1 + len(question.more))]
+            turn = next((i for i, (a, b) in enumerate(given) if a != b), None)
+            if turn is not None:
+                parted[number, tuple(given[: turn + 1])] += 1
+    again = _Again(plain, sampling)
+    for (number, turns), rounds in sorted(parted.items()):
+        yield replace(_departure(again, ordered[number], turns), rounds=rounds)
 
 
-def _departure(
-    plain: Server,
-    question: Question,
-    turn: int,
-    turns: Sequence[tuple[Completion, Completion]],
-    sampling: SamplingOptions,
-) -> Departure:
-    greedy, drafted = (answer.text for answer in turns[turn])
+_Turns = tuple[tuple[str, str], ...]
+"""Of a question: the plain and the drafted answer to each turn."""
+
+
+class _Again:
+    """The plain server asked once more, once for each text before an answer."""
+
+    def __init__(self, plain: Server, sampling: SamplingOptions) -> None:
+        self.plain, self.sampling = plain, sampling
+        self.known: dict[str, list[Choice]] = {}
+
+    def choices(self, messages: list[Message]) -> list[Choice]:
+        """The tokens of its answer; empty where it does not say."""
+        key = json.dumps(messages)
+        if key not in self.known:
+            try:
+                self.known[key] = self.plain.choices(messages, self.sampling)
+            except HiddenstoreError:
+                # What was measured is not lost over a server that says no more.
+                self.known[key] = []
+        return self.known[key]
+
+
+def _departure(again: _Again, question: Question, turns: _Turns) -> Departure:
+    greedy, drafted = turns[-1]
     shorter = min(len(greedy), len(drafted))
     at = next((i for i in range(shorter) if greedy[i] != drafted[i]), shorter)
     before: list[Message] = list(question.history)
-    for (answer, _), more in zip(turns[:turn], question.more, strict=False):
-        before += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": more}]
-    try:
-        choices = plain.choices(before, sampling)
-    except HiddenstoreError:
-        # What was measured is not lost over a server that says no more.
-        choices = []
+    for (answer, _), more in zip(turns[:-1], question.more, strict=False):
+        before += [{"role": "assistant", "content": answer}, {"role": "user", "content": more}]
+    choices = again.choices(before)
     repeats = "".join(choice.token for choice in choices).startswith(greedy[:at])
-    parting = _parting(choices, drafted, at)
+    parting = _parting(choices, drafted, at) if repeats else None
+    says_logits = any(choice.value > SURELY_A_LOGIT for choice in choices)
     return Departure(
         task=question.task,
         question=question.history[-1]["content"][:80],
-        turn=turn,
+        turn=len(turns) - 1,
         at=at,
         plain=greedy[at : at + 20],
         drafted=drafted[at : at + 20],
-        logit_gap=parting.lead if repeats and parting else None,
+        logit_gap=parting.lead if parting else None,
+        logit=parting.value if parting and says_logits else None,
     )
 
 

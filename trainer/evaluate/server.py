@@ -344,11 +344,13 @@ def _read_completion(document: Any) -> Completion:
 
 
 class Choice(NamedTuple):
-    """A token of an answer, its lead in logits, and the text of the choice next to it."""
+    """A token of an answer, its lead in logits, the text of the choice next to it, and what the server gave for the
+    first: its log-probability, or its logit where the server says those (vLLM's ``--logprobs-mode raw_logits``)."""
 
     token: str
     lead: float
     second: str
+    value: float = -inf
 
 
 def _read_chat_choices(document: Any) -> list[Choice]:
@@ -370,7 +372,7 @@ def _read_completion_choices(document: Any) -> list[Choice]:
 
 def _choice(token: str, tops: Sequence[tuple[str, float]]) -> Choice:
     first, second = (*sorted((logprob for _, logprob in tops), reverse=True), -inf, -inf)[:2]
-    return Choice(token, first - second, next((text for text, _ in tops if text != token), ""))
+    return Choice(token, first - second, next((text for text, _ in tops if text != token), ""), first)
 
 
 def _completion(document: Any, text: Any) -> Completion:

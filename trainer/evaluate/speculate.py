@@ -214,13 +214,15 @@ def _final(pack: PackedBatch, rows: slice) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a decoded answer left the greedy one: prompt number, token index, the two tokens and their logit gap."""
+    """Where a decoded answer left the greedy one: prompt number, token index, the two tokens, the gap of their logits
+    and the larger of these by size."""
 
     prompt: int
     index: int
     greedy: int
     decoded: int
     logit_gap: float
+    logit: float
 
 
 @dataclass
@@ -373,10 +375,11 @@ def _difference(target: LiveTarget, prompt: Sequence[int], baseline: Generation,
     shorter = min(len(baseline.tokens), len(answer))
     index = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
     if index == shorter:
-        return Difference(number, index, -1, -1, float("inf"))
+        return Difference(number, index, -1, -1, float("inf"), 0.0)
     before = target.forwards
     text = [*prompt, *baseline.tokens[:index]]
     logits = target.forward(text, target.new_cache(), last_only=True).logits[-1]
     target.forwards = before
-    one, other = baseline.tokens[index], answer[index]
-    return Difference(number, index, one, other, float((logits[one] - logits[other]).abs()))
+    tokens = baseline.tokens[index], answer[index]
+    one, other = (float(logits[token]) for token in tokens)
+    return Difference(number, index, *tokens, abs(one - other), max(one, other, key=abs))

@@ -69,12 +69,18 @@ class ExportedDrafter:
 
 
 def checkpoint_of(
-    loaded: LoadedDrafter, run: str | Path, target: str | None = None, draft_len: int | None = None
+    loaded: LoadedDrafter,
+    run: str | Path,
+    target: str | None = None,
+    draft_len: int | None = None,
+    dtype: str | None = None,
 ) -> Checkpoint:
     """The drafter that was loaded of ``run``, with how far it is to draft and its target's architecture. ``draft_len``
-    None: the length that pays where `eval --costs` measured it, else ``CHAIN``, as far as it was trained. ``target``
-    names the target where a format does; the default is its hub id, where it has one."""
+    None: the length that pays where `eval --costs` measured it in ``dtype`` (default: the target's own), else
+    ``CHAIN``, as far as it was trained. ``target`` names the target where a format does; the default is its hub id,
+    where it has one."""
     info = describe(run)
+    length = draft_len or kept(info.run, loaded.step, dtype or loaded.identity.dtype)
     word = target_argument(loaded.identity)
     if target is not None:
         require_named_target(Path(target), loaded.identity)
@@ -83,7 +89,7 @@ def checkpoint_of(
         loaded.vocab,
         loaded.head,
         loaded.identity,
-        draft_len=draft_len or kept(info.run, loaded.step) or _usual_length(info),
+        draft_len=length or _usual_length(info),
         target_name=target or (None if word == "TARGET" else word),
         target_config=_target_config(info),
     )

@@ -6,14 +6,14 @@ States come through TokenBatches, logits and embeddings from the head bundle; no
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hiddenstore.console.output import output
-from hiddenstore.console.text import amount, plural
+from hiddenstore.console.text import amount, plural, size
 from hiddenstore.console.text import seconds as duration_text
 from hiddenstore.data import GlobalBatch, PackedBatch
 from hiddenstore.errors import ConfigError, CorruptionError, InterruptError, Kind
@@ -22,7 +22,7 @@ from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.index.table import SPLITS
 from hiddenstore.inspect.expect import EXPECTED_DRAFTER, expectation
-from hiddenstore.process import Drain, drain_on_signal, from_environment
+from hiddenstore.process import Drain, drain_on_signal, from_environment, peak_bytes
 from trainer.parallel.group import ProcessGroup, process_group
 from trainer.presets import settings_file
 from trainer.settings import derived, derived_lr, rank_settings
@@ -38,21 +38,35 @@ from trainer.train.track import Tracked, TrackedRun, tracker_names
 _COLUMNS = 2
 
 
-def print_summary(state: TrainState) -> None:
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will take: seconds in all and of a step, bytes of memory at most (resident, on a GPU allocated) and of
+    the checkpoints that stay. Of one among several processes only the last is known before it starts."""
+
+    checkpoint_bytes: int
+    seconds: float | None = None
+    step_seconds: float | None = None
+    memory_bytes: int | None = None
+
+
+def print_summary(state: TrainState) -> Forecast | None:
     """What the run is and the settings that follow from the target, on stderr in human mode; ``*`` marks those that
-    were set otherwise."""
+    were set otherwise. What it will take, but for those who are told neither."""
     out = output()
+    if out.mode not in ("human", "json"):
+        return None
+    said = forecast(state)
     if not out.is_human:
-        return
+        return said
     from rich.padding import Padding
 
     for line in _summary_lines(state):
         out.note(line)
     out.err.print(Padding(_settings_grid(state), (0, 0, 0, 2), expand=False))
-    if state.group.is_single:
-        out.note(forecast(state))
+    out.note(forecast_text(said, state.config.data.batch_tokens))
     if state.config.drafter.name == EXPECTED_DRAFTER:
         out.note(f"for scale: {expectation(state.total_steps * state.config.data.batch_tokens)}")
+    return said
 
 
 def _summary_lines(state: TrainState) -> list[str]:
@@ -120,7 +134,7 @@ def _value_text(value: Any) -> str:
 class TrainReport:
     """How a run ended. loss, acc: of the last step; validation: the last one (`step.validate`), empty without a
     validation split; best_checkpoint: None where it was not kept; skipped_steps: loss spikes. was_finished: there was
-    nothing left to do."""
+    nothing left to do. ``forecast``: the members of the `Forecast` that was made before the first step."""
 
     run: Path
     checkpoint: Path
@@ -135,6 +149,7 @@ class TrainReport:
     trainable_parameters: int
     vocab_coverage: float
     was_finished: bool
+    forecast: dict[str, Any] | None = None
 
 
 def train(
@@ -197,9 +212,8 @@ def _run(options: TrainOptions, group: ProcessGroup) -> TrainReport:
                 if copied.behind is not None:
                     raise copied.behind
             return _report(state, _last_metrics(state.path), began, was_finished=True)
-        if group.is_first:
-            print_summary(state)
-        report = _train(state, drain, began, copied)
+        said = print_summary(state) if group.is_first else None
+        report = replace(_train(state, drain, began, copied), forecast=asdict(said) if said else None)
         if copied is not None and copied.behind is not None:
             raise copied.behind
         return report
@@ -346,13 +360,32 @@ def seconds_per_step(state: TrainState) -> float:
     return of_pack * share + time.perf_counter() - began
 
 
-def forecast(state: TrainState) -> str:
-    """One line: ``about 12 min: 2.1 s a step of 4,608 tokens, measured on one pack``. An estimate: packs differ in
-    length and supervised share, and other processes in what they leave of the machine."""
+def forecast(state: TrainState) -> Forecast:
+    """An estimate, measured on one pack: packs differ in length and supervised share, and other processes in what they
+    leave of the machine."""
+    loop, moments = state.config.train, _moment_bytes(state)
+    weights = sum(4 * p.numel() for p in state.optimizer.named.values())
+    checkpoints = (loop.keep + loop.keep_best) * (weights + moments)
+    if not state.group.is_single:
+        return Forecast(checkpoints)
     seconds = seconds_per_step(state)
-    left = state.total_steps - state.step
-    tokens = amount(state.config.data.batch_tokens)
-    return f"about {duration_text(seconds * left)}: {seconds:.2g} s a step of {tokens} tokens, measured on one pack"
+    peak = torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else peak_bytes()
+    return Forecast(checkpoints, seconds * (state.total_steps - state.step), seconds, peak + moments)
+
+
+def forecast_text(said: Forecast, batch_tokens: int) -> str:
+    """One line: ``about 12 min: 2.1 s a step of 4.6 k tokens, measured on one pack; 1.9 GB of memory, …``."""
+    disk = f"checkpoints of {size(said.checkpoint_bytes)} on disk"
+    if said.seconds is None or said.step_seconds is None or said.memory_bytes is None:
+        return disk
+    duration = f"about {duration_text(said.seconds)}: {said.step_seconds:.2g} s a step of {amount(batch_tokens)} tokens"
+    return f"{duration}, measured on one pack; {size(said.memory_bytes)} of memory, {disk}"
+
+
+def _moment_bytes(state: TrainState) -> int:
+    """Of the optimizer: a moment of every matrix under Muon, two of everything else."""
+    matrices = sum(p.numel() for p in state.optimizer.matrices)
+    return 8 * sum(p.numel() for p in state.optimizer.named.values()) - 4 * matrices
 
 
 def _walk(state: TrainState, pack: PackedBatch) -> None:
