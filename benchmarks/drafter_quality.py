@@ -62,6 +62,7 @@ ROWS = (
     Row("dflash distilled", ("--drafter", "dflash", *BLOCKS, "loss.distil=1.0")),
     Row("jetspec", ("--drafter", "dflash", *BLOCKS, "drafter.causal=true", "loss.distil=1.0")),
     Row("dspark", ("--drafter", "dspark", *BLOCKS)),
+    Row("dflash2", ("--drafter", "dflash2", *BLOCKS), whole=True),
 )
 BY_NAME = {row.name: row for row in ROWS}
 

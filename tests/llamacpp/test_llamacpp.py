@@ -1,5 +1,5 @@
-"""EAGLE-3, DFlash, DSpark and n-gram lookup in a real llama.cpp: what was exported drafts there as it does here, and a
-mistake shows."""
+"""EAGLE-3, DFlash, DFlash2, DSpark and n-gram lookup in a real llama.cpp: what was exported drafts there as it does
+here, and a mistake shows."""
 
 import json
 import shutil
@@ -38,6 +38,11 @@ def dflash(engine_world: EngineWorld, target: str) -> str:
 @pytest.fixture(scope="session")
 def dspark(engine_world: EngineWorld, target: str) -> str:
     return exported(engine_world.trained("dspark", "dspark", "drafter.block_size=5", steps=40), target)
+
+
+@pytest.fixture(scope="session")
+def dflash2(engine_world: EngineWorld, target: str) -> str:
+    return exported(engine_world.trained("dflash2", "dflash2", "drafter.block_size=6", steps=40), target)
 
 
 def exported(run: str, target: str) -> str:
@@ -154,6 +159,22 @@ def test_dspark_proposes_from_every_slot_and_knows_the_token_before(agreement, d
     assert agreement.of(spoiled(dspark, "markov-forgotten", forget), "dspark", 5) > OF_DECODE
 
 
+def test_dflash2_mixes_the_slots_of_a_block_and_selects_after_the_token_before(agreement, dflash2):
+    assert agreement.of(dflash2, "dflash2", 5) <= OF_DECODE
+
+    def tensor(reader, name):
+        return next(tensor for tensor in reader.tensors if tensor.name == name).data
+
+    def unmix(reader):
+        tensor(reader, "blk.0.ffn_conv_base")[:] = 0
+
+    def misselect(reader):
+        tensor(reader, "selector_successor.weight")[:] *= -20
+
+    assert agreement.of(spoiled(dflash2, "unmixed", unmix), "dflash2", 5) > OF_DECODE
+    assert agreement.of(spoiled(dflash2, "misselected", misselect), "dflash2", 5) > OF_DECODE
+
+
 def test_ngram_lookup_changes_no_token_and_its_counters_add_up(engine_world, target, plain, tmp_path, record_property):
     found = served(target, engine_world.prompts, tmp_path, method="ngram", length=3)
     assert found.answers == plain.answers
@@ -169,7 +190,7 @@ def test_the_target_as_its_own_draft_is_accepted_whole(engine_world, target, pla
     assert found.counts.drafts > len(found.answers)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "dflash2"])
 def test_the_file_is_what_llama_cpp_s_own_converter_makes_of_the_export_for_vllm(engine_world, kind, request, tmp_path):
     ours = GGUFReader(request.getfixturevalue(kind))
     folder = engine_world.exported(f"{engine_world.root}/runs/{kind}")

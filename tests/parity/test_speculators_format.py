@@ -177,6 +177,41 @@ def test_speculators_loads_our_dspark_gives_its_logits_and_confidence_and_saves_
 
 
 @torch.no_grad()
+def test_speculators_loads_our_dflash2_gives_its_scores_and_saves_it_again(
+    target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from speculators.models.dflash import core
+
+    ours = replace(make("dflash2", head=target.head), target_name=target.path)
+    export(ours, "speculators", tmp_path / "out", "float32")
+    theirs = loaded(tmp_path / "out")
+    aux, ids = states()
+    anchors, block = torch.tensor([ANCHOR]), ours.model.block_size
+    monkeypatch.setattr(core, "select_anchors", lambda *_: (anchors, torch.ones(1, dtype=torch.bool)))
+    hidden, said, *_ = theirs._backbone_forward(
+        hidden_states=aux.transpose(0, 1).reshape(1, TOKENS, -1),
+        input_ids=ids[None, :TOKENS],
+        loss_mask=torch.ones(1, TOKENS),
+        verifier_last_hidden_states=torch.zeros(1, TOKENS, D),
+        document_ids=torch.zeros(1, TOKENS, dtype=torch.long),
+        max_anchors=1,
+    )
+    previous, model = ids[ANCHOR : ANCHOR + block - 1], ours.model
+    candidates, scores = theirs.candidate_selector.select(said[:, 1:], hidden[:, 1:], previous[None])
+    filled = model.fill(
+        ids[ANCHOR : ANCHOR + 1],
+        anchors,
+        model.context(aux[:, :ANCHOR], torch.arange(ANCHOR)),
+        Blocks.of([(0, ANCHOR)], torch.device("cpu")),
+        (1, block),
+    )
+    found = model.logits(filled, previous)
+    torch.testing.assert_close(found.gather(1, candidates[0]), scores[0], rtol=0, atol=2e-5)
+    assert int(torch.isfinite(found).sum()) == candidates.numel()
+    assert_comes_back(theirs, ours, tmp_path / "again")
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(("known", "flags"), [(20, {}), (None, {"num_layers": 2})])
 def test_speculators_loads_our_p_eagle_gives_its_logits_and_saves_it_again(
     known: int | None, flags: dict[str, Any], target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

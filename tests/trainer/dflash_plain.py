@@ -37,13 +37,26 @@ def dense_mask(
     return mask
 
 
+def convolved(x: Tensor, w: dict[str, Tensor], name: str, side: int, block: int, source: Tensor) -> Tensor:
+    """Rows [N*B, D] of blocks mixed with those before them, tap by tap; their kernels follow from ``source``."""
+    base = w[f"{name}.base_kernel"][side]
+    taps, width = base.shape
+    delta = (source @ w[f"{name}.kernel_projection.weight"].T).view(len(x), 2, taps, -1)[:, side]
+    rows = []
+    for row in range(len(x)):
+        kernels = base + delta[row].repeat_interleave(width // delta.shape[-1], -1)
+        rows.append(sum(kernels[tap] * x[row - tap] for tap in range(min(taps, row % block + 1))))
+    return torch.stack(rows)
+
+
 def plain_states(
     w: dict[str, Tensor], table: Tensor, pack: dict[str, list[int]], aux: Tensor, anchors: list[int], how: dict
 ) -> Tensor:
     """States after the final norm of every slot [N, B, D].
 
-    w: checkpoint names. table: embeddings [V, D]. pack: ids, positions, document. aux [L, T, D]. how: block, mask_id,
-    heads, kv_heads, eps, theta, and of each layer window and whether it is causal (sights).
+    w: checkpoint names, with DFlash2's convolutions or without. table: embeddings [V, D]. pack: ids, positions,
+    document. aux [L, T, D]. how: block, mask_id, heads, kv_heads, eps, theta, and of each layer window and whether it
+    is causal (sights).
     """
     block, eps, heads, kv_heads = how["block"], how["eps"], how["heads"], how["kv_heads"]
     context = normalised(torch.cat(list(aux), -1) @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
@@ -54,7 +67,10 @@ def plain_states(
     for i, (window, causal) in enumerate(how["sights"]):
         mask = dense_mask(pack["document"], anchors, block, window, causal)
         p = f"layers.{i}."
-        h = normalised(x, w[p + "input_layernorm.weight"], eps)
+        normed = h = normalised(x, w[p + "input_layernorm.weight"], eps)
+        mixes = p + "attention_conv.base_kernel" in w
+        if mixes:
+            h = convolved(h, w, p + "attention_conv", 0, block, normed)
         seen = torch.cat([context, h])
         q = (h @ w[p + "self_attn.q_proj.weight"].T).unflatten(-1, (heads, -1))
         k = (seen @ w[p + "self_attn.k_proj.weight"].T).unflatten(-1, (kv_heads, -1))
@@ -66,10 +82,14 @@ def plain_states(
             g = n // (heads // kv_heads)
             scores = (q[:, n] @ k[:, g].T / math.sqrt(q.shape[-1])).masked_fill(~mask, float("-inf"))
             mixed.append(scores.softmax(-1) @ v[:, g])
-        x = x + torch.cat(mixed, -1) @ w[p + "self_attn.o_proj.weight"].T
-        m = normalised(x, w[p + "post_attention_layernorm.weight"], eps)
+        out = torch.cat(mixed, -1) @ w[p + "self_attn.o_proj.weight"].T
+        x = x + (convolved(out, w, p + "attention_conv", 1, block, normed) if mixes else out)
+        normed = m = normalised(x, w[p + "post_attention_layernorm.weight"], eps)
+        if mixes:
+            m = convolved(m, w, p + "mlp_conv", 0, block, normed)
         gate, up = m @ w[p + "mlp.gate_proj.weight"].T, m @ w[p + "mlp.up_proj.weight"].T
-        x = x + (F.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].T
+        out = (F.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].T
+        x = x + (convolved(out, w, p + "mlp_conv", 1, block, normed) if mixes else out)
     return normalised(x, w["norm.weight"], eps).unflatten(0, (len(anchors), block))
 
 

@@ -1,9 +1,9 @@
 """What each engine's loader fills, restated from its published source: every parameter by the file's names, with shape.
 
-vLLM 0.32: ``model_executor/models/{llama_eagle,llama_eagle3,qwen3_dflash,medusa,mimo_mtp,qwen3_5_mtp}.py``. SGLang
-0.5.23: ``srt/models/{llama_eagle,llama_eagle3,dflash}.py``. TensorRT-LLM, main branch of 2026:
-``_torch/models/{modeling_speculative,modeling_dflash}.py``. Joint projections (``qkv_proj``, ``gate_up_proj``) are
-named by their parts, which is what a file holds.
+vLLM 0.32: ``model_executor/models/{llama_eagle,llama_eagle3,qwen3_dflash,qwen3_dflash2,medusa,mimo_mtp,qwen3_5_mtp}``.
+SGLang 0.5.23: ``srt/models/{llama_eagle,llama_eagle3,dflash}``. TensorRT-LLM, main branch of 2026:
+``_torch/models/{modeling_speculative,modeling_dflash}``. Joint projections (``qkv_proj``, ``gate_up_proj``) are named
+by their parts, which is what a file holds.
 """
 
 import re
@@ -129,6 +129,23 @@ def vllm_dspark(config: Mapping[str, Any]) -> Shapes:
     return vllm_dflash(config) | dspark(config)
 
 
+def dflash2(config: Mapping[str, Any]) -> Shapes:
+    """What vLLM's and SGLang's DFlash2 has besides DFlash."""
+    said, width, vocab = config["dflash_config"], config["hidden_size"], config["vocab_size"]
+    rank, taps, groups = said["selector_rank"], said["conv_kernel_size"], width // said["conv_group_size"]
+    assert said["selector_top_k"] <= vocab == config["draft_vocab_size"]
+    found: Shapes = {
+        "candidate_selector.predecessor_codebook": [vocab, rank],
+        "candidate_selector.successor_codebook": [vocab, rank],
+        "candidate_selector.hidden_projection.weight": [rank, width],
+    }
+    for i in range(config["num_hidden_layers"]):
+        for name in ("attention_conv", "mlp_conv"):
+            found[f"layers.{i}.{name}.base_kernel"] = [2, taps, width]
+            found[f"layers.{i}.{name}.kernel_projection.weight"] = [2 * taps * groups, width]
+    return found
+
+
 def vllm_medusa(config: Mapping[str, Any]) -> Shapes:
     width = config["hidden_size"]
     # Its config takes any key with "num" and "heads" in it for the number of heads, and likewise for layers.
@@ -218,6 +235,8 @@ LOADERS: dict[tuple[str, str], Loader] = {
     ("sglang", "dflash"): Loader(dflash),
     ("vllm", "dspark"): Loader(vllm_dspark, shared=frozenset({"lm_head.weight"}), passed_over=frozenset({"t2d"})),
     ("sglang", "dspark"): Loader(lambda c: dflash(c) | dspark(c)),
+    ("vllm", "dflash2"): Loader(lambda c: vllm_dflash(c) | dflash2(c), shared=frozenset({"lm_head.weight"})),
+    ("sglang", "dflash2"): Loader(lambda c: dflash(c) | dflash2(c)),
     ("trtllm", "eagle3"): Loader(
         lambda c: eagle3(c, "hidden_norm"), trtllm_midlayer, frozenset({"embed_tokens.weight"})
     ),

@@ -48,7 +48,7 @@ def _add_qwen(writer: GGUFWriter, layers: int) -> None:
 
 
 def rewritten(
-    source: Path, out: Path, fields: dict[str, bool | int | str], quantised: str = " ", without: str = " "
+    source: Path, out: Path, fields: dict[str, bool | int | float | str], quantised: str = " ", without: str = " "
 ) -> Path:
     """A copy of a drafter's file with some fields set and one left out, and the tensors whose names end with
     ``quantised`` in Q8_0."""
@@ -60,7 +60,9 @@ def rewritten(
             sub_type = kinds[name][-1] if len(kinds[name]) > 1 else None
             writer.add_key_value(name, field.contents(), kinds[name][0], sub_type)
     for name, value in fields.items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(value)]
+        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, float: writer.add_float32}[
+            type(value)
+        ]
         add(name, value)
     for tensor in reader.tensors:
         if tensor.name.endswith(quantised):

@@ -22,6 +22,7 @@ EXPORTS = (
     ("eagle3.1", "vllm", None),
     ("dflash", "vllm", None),
     ("medusa", "vllm", None),
+    ("dflash2", "vllm", None),
     ("peagle", "vllm", None),
     ("eagle3", "sglang", None),
     ("dflash", "sglang", None),

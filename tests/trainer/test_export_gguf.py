@@ -20,7 +20,7 @@ from trainer.serve.drafter import read_drafter
 TAKEN = [
     name
     for name, (drafter, _, flags) in KINDS.items()
-    if drafter in ("eagle3", "dflash", "dspark")
+    if drafter in ("eagle3", "dflash", "dspark", "dflash2")
     and not flags.keys() & {"fc_norm", "num_layers", "causal", "sliding_window", "layer_types"}
 ]
 SCALINGS = [
@@ -228,6 +228,27 @@ def test_a_file_of_another_kind_or_with_more_than_a_drafter_here_has_is_refused(
         out = written(case(name), tmp_path / f"{name}.gguf", target)
         changed = rewritten(out, tmp_path / f"{name}-changed.gguf", {f"{name}.{field}": True})
         _refused(changed, text)
+
+
+def test_kernels_of_convolutions_are_fp32_and_a_selector_s_sizes_are_fields(target: str, tmp_path: Path) -> None:
+    out = written(case("dflash2"), tmp_path / "a.gguf", target, "bfloat16")
+    kinds = {tensor.name: tensor.tensor_type for tensor in GGUFReader(out).tensors}
+    # llama.cpp adds the kernel to fp32, and gathers the rows of a codebook.
+    assert kinds["blk.1.attn_conv_base"] == kinds["blk.0.ffn_conv_base"] == GGMLQuantizationType.F32
+    assert kinds["blk.0.ffn_conv_proj.weight"] == kinds["selector_successor.weight"] == GGMLQuantizationType.BF16
+    said = fields(out)
+    sizes = {name: said[f"dflash.{name}"] for name in ("conv_kernel_size", "conv_group_size")}
+    assert sizes == {"conv_kernel_size": 2, "conv_group_size": 8}
+    assert (said["dflash.selector_rank"], said["dflash.selector_top_k"]) == (6, 5)
+
+
+def test_a_selector_that_scales_logits_or_asks_for_too_wide_a_row_is_refused(target: str, tmp_path: Path) -> None:
+    out = written(case("dflash2"), tmp_path / "a.gguf", target)
+    _refused(rewritten(out, tmp_path / "b.gguf", {"dflash.logit_scale": 0.5}), "output_multiplier is 0.5")
+    _refused(rewritten(out, tmp_path / "c.gguf", {}, without="dflash.selector_top_k"), "lack 'selector_top_k'")
+    with pytest.raises(ConfigError, match="one row as wide as the drafter") as said:
+        written(make("dflash2", selector_top_k=6), tmp_path / "d.gguf", target)
+    assert "smaller drafter.selector_top_k" in str(said.value.hint)
 
 
 @pytest.mark.parametrize("field", [gguf.MASK, "dflash.block_count"])

@@ -197,6 +197,27 @@ def test_dflash_is_evaluated_and_started_from(store: Store, tmp_path: Path) -> N
     assert train(store.path, tmp_path / "next", words=[*SMALL, f"train.init_from={tmp_path / 'run'}"]).steps == 2
 
 
+def test_dflash2_as_z_lab_publishes_it_keeps_its_windows_and_refuses_what_is_scaled(tmp_path: Path) -> None:
+    checkpoint = make("dflash2", sliding_window=5, sliding_causal=True)
+    export(checkpoint, "vllm", tmp_path / "out", "float32")
+    (tmp_path / "out" / "hiddenstore.json").unlink()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    del config["draft_vocab_size"], config["block_size"]
+    for name, value, refused in (
+        ("output_multiplier", 1.0, None),
+        ("input_embedding_scale", 5.7, "input_embedding_scale is 5.7"),
+        ("final_logit_softcapping", 30.0, "final_logit_softcapping is 30.0"),
+    ):
+        said = {**config, "dflash_config": {**config["dflash_config"], name: value}}
+        (tmp_path / "out" / "config.json").write_text(json.dumps(said))
+        if refused is None:
+            found = read_published(tmp_path / "out", checkpoint.head, LAYERS)
+            assert found.config.model_dump() == checkpoint.config.model_dump()
+        else:
+            with pytest.raises(ConfigError, match=refused):
+                read_published(tmp_path / "out", checkpoint.head, LAYERS)
+
+
 AMBIGUOUS = {"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}
 
 

@@ -30,6 +30,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("eagle3", "eagle3", 5),
         ("eagle3.1", "eagle3", 5),
         ("dflash", "dflash", 3),
+        ("dflash2", "dflash", 3),
         ("medusa", "medusa", 3),
     ],
 )

@@ -23,6 +23,7 @@ DRAFTERS: "Registry[DrafterKind[Any, Any, Any]]" = Registry(
         "medusa": "trainer.drafters.medusa:MEDUSA",
         "peagle": "trainer.drafters.peagle:PEAGLE",
         "dspark": "trainer.drafters.dspark:DSPARK",
+        "dflash2": "trainer.drafters.dflash2:DFLASH2",
         "mtp": "trainer.drafters.mtp:MTP",
     },
     "trainer.drafters.base:DrafterKind",

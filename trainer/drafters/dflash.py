@@ -167,7 +167,10 @@ class BlockObjective:
     def losses(self, inputs: BlockInputs, denominators: Tensor) -> StepLosses:
         """What this pack adds to the loss of the global batch."""
         states = self.model.block_states(inputs.batch, inputs.block_map)
-        scales = self._weights.to(states.device) / denominators.clamp(min=torch.finfo(torch.float32).tiny)
+        return self.losses_of(states, inputs, self.scales(denominators))
+
+    def losses_of(self, states: Tensor, inputs: BlockInputs, scales: Tensor) -> StepLosses:
+        """The same of states [N*K, D] of its slots."""
         by_losses = self.loss.weighting == "dpace"
         return head_losses(
             states,
@@ -177,6 +180,10 @@ class BlockObjective:
             LOSSES["text_ce"],
             weigh=partial(dpace_weights, alpha=self.loss.dpace_alpha) if by_losses else None,
         )
+
+    def scales(self, denominators: Tensor) -> Tensor:
+        """What the losses of each depth are multiplied by: fp32 [K]."""
+        return self._weights.to(denominators.device) / denominators.clamp(min=torch.finfo(torch.float32).tiny)
 
     @property
     def _by_count(self) -> bool:
@@ -309,8 +316,9 @@ class DFlashLayer(DecoderLayer):
     self_attn: NormedAttention
 
     def project(self, x: Tensor, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of slots first…last and keys, values of all, of x [N, B, D]: [N, slots, heads, E], before rotary."""
-        attention, x = self.self_attn, self.input_layernorm(x)
+        """Queries of slots first…last and keys, values of all, of normed x [N, B, D]: [N, slots, heads, E], before
+        rotary."""
+        attention = self.self_attn
         weights = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
         if last - first == x.shape[1]:
             q, k, v = attention.split(linear(x, torch.cat(weights)))
@@ -325,6 +333,7 @@ class DFlash(Drafter):
     """The drafter. Embeddings and, unless ``train_head``, the LM head are the target's and never saved."""
 
     config: DFlashConfig
+    layer: type[DFlashLayer] = DFlashLayer
     chained: bool = False
     frozen_embeddings: Tensor
     frozen_head: Tensor | None
@@ -336,7 +345,7 @@ class DFlash(Drafter):
         width = config.hidden_size
         self.fc = Linear(len(config.aux_layers) * width, width)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(self.layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(width, config.rms_norm_eps)
         if config.train_head:
             self.lm_head = Linear(width, vocab.size)
@@ -434,17 +443,22 @@ class DFlash(Drafter):
     def _through(self, layer: DFlashLayer, x: Tensor, context: KeyValues, sight: Sight, at: Tensor) -> Tensor:
         """Slots first…last after a layer [N, S, D], from all slots [N, B, D] at positions int64 [N, B], or from the
         openings and one mask row [N+1, 1, D]."""
+        normed = layer.input_layernorm(x)
         if x.shape[1] == 1:
             # All mask slots are one row until positions tell them apart.
-            parts = layer.project(x, 0, 1)
-            x, q, k, v = (_spread(rows, sight.block_size) for rows in (x, *parts))
-            q = q[:, sight.first : sight.last]
+            parts = layer.project(normed, 0, 1)
+            x, q, k, v = (spread(rows, sight.block_size) for rows in (x, *parts))
+            parts = q[:, sight.first : sight.last], k, v
         else:
-            q, k, v = layer.project(x, sight.first, sight.last)
-        q = rotate(q.flatten(0, 1), *self._rotary.at(at[:, sight.first : sight.last].flatten()))
-        k = rotate(k.flatten(0, 1), *self._rotary.at(at.flatten()))
-        attended = block_attention(q, context, (k, v.flatten(0, 1)), sight)
-        return layer.finish(x[:, sight.first : sight.last], attended)
+            parts = layer.project(normed, sight.first, sight.last)
+        return layer.finish(x[:, sight.first : sight.last], self.attended(parts, context, sight, at))
+
+    def attended(self, parts: tuple[Tensor, Tensor, Tensor], context: KeyValues, sight: Sight, at: Tensor) -> Tensor:
+        """What slots first…last [N*S, heads, E] see, by what a layer projects of them at positions int64 [N, B]."""
+        q, k, v = (part.flatten(0, 1) for part in parts)
+        q = rotate(q, *self._rotary.at(at[:, sight.first : sight.last].flatten()))
+        k = rotate(k, *self._rotary.at(at.flatten()))
+        return block_attention(q, context, (k, v), sight)
 
     def _decoder(self) -> list[DFlashLayer]:
         return [cast(DFlashLayer, layer) for layer in self.layers]
@@ -456,7 +470,7 @@ class DFlash(Drafter):
         return self.fill(tokens, positions, context, block_map.blocks, (self.first_slot, self.block_size))
 
 
-def _spread(x: Tensor, block_size: int) -> Tensor:
+def spread(x: Tensor, block_size: int) -> Tensor:
     """Slots [N, B, ...] of N openings and one mask row [N+1, 1, ...]."""
     count = x.shape[0] - 1
     return torch.cat([x[:-1], x[-1:].expand(count, block_size - 1, *x.shape[2:])], 1)

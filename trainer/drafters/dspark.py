@@ -159,7 +159,7 @@ class DSparkObjective(BlockObjective):
         """What this pack adds to the loss of the global batch. Sums are those of the tokens alone."""
         model, loss = self.model, self.loss
         joined = model.block_states(inputs.batch, inputs.block_map)
-        scales = self._weights.to(joined.device) / denominators.clamp(min=torch.finfo(torch.float32).tiny)
+        scales = self.scales(denominators)
         markov, fixed = model.markov_head.markov_w2.weight, model.frozen_head
         trained = markov if fixed is not None else torch.cat([model.lm_head.weight, markov], 1)
         blend = LossKind(partial(_blend, loss.cross_entropy, loss.overlap), overlap=True)

@@ -13,17 +13,17 @@ from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack,
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SYMMETRIC_WINDOW = Lack(
+SYMMETRIC_WINDOW = Lack(
     lambda c: c.config.sliding_window is not None and not c.config.is_causal(c.config.sliding_window),
     "it has no sliding window that is symmetric inside a block",
     "train with drafter.sliding_causal=true or drafter.sliding_window=none",
 )
-_WINDOW = Lack(
+WINDOW = Lack(
     lambda c: c.config.sliding_window is not None,
     "its windows are not measured from each slot backwards",
     "--engine vllm, or train with drafter.sliding_window=none",
 )
-_CAUSAL_BLOCK = Lack(
+CAUSAL_BLOCK = Lack(
     lambda c: c.config.causal,
     "its slots see their whole block",
     "--engine vllm, or train with drafter.causal=false",
@@ -43,7 +43,7 @@ _SMALL_VOCABULARY = Lack(
     "it has no draft vocabulary for this drafter",
     "train with drafter.vocab_size= the target's",
 )
-_TARGET_HEAD_ONLY = (_OWN_HEAD, _SMALL_VOCABULARY, base.EMBEDDINGS_AS_A_LAYER)
+TARGET_HEAD_ONLY = (_OWN_HEAD, _SMALL_VOCABULARY, base.EMBEDDINGS_AS_A_LAYER)
 
 
 def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
@@ -82,7 +82,10 @@ def window_words(drafter: Any) -> dict[str, Any]:
     )
 
 
-def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> dict[str, Any]:
+def wrapped(
+    config: dict[str, Any], checkpoint: Checkpoint, draft_len: int, algorithm: str = "dflash"
+) -> dict[str, Any]:
+    """DFlash's ``config.json`` inside that of speculators."""
     dflash = config["dflash_config"]
     flags = {
         "block_size": dflash["block_size"],
@@ -91,7 +94,7 @@ def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> 
         "sample_from_anchor": False,
         "sliding_window_non_causal": True,
     }
-    return base.speculators_config(config, checkpoint, draft_len, "dflash", flags)
+    return base.speculators_config(config, checkpoint, draft_len, algorithm, flags)
 
 
 def block_size(config: Mapping[str, Any]) -> int | None:
@@ -163,29 +166,27 @@ def _mixed_attention(config: Mapping[str, Any]) -> str | None:
     return "sliding and full attention layers together need VLLM_USE_V2_MODEL_RUNNER=1 in vLLM's environment"
 
 
-_SGLANG = Reads(
-    "DFlashDraftModel", "DFLASH", "dflash.py", since="0.5.23", lacks=(_SYMMETRIC_WINDOW, *_TARGET_HEAD_ONLY)
-)
-_TRTLLM = Reads("DFlashDraftModel", "DFlash", "modeling_dflash.py", since="1.3", lacks=(_WINDOW, *_TARGET_HEAD_ONLY))
+_SGLANG = Reads("DFlashDraftModel", "DFLASH", "dflash.py", since="0.5.23", lacks=(SYMMETRIC_WINDOW, *TARGET_HEAD_ONLY))
+_TRTLLM = Reads("DFlashDraftModel", "DFlash", "modeling_dflash.py", since="1.3", lacks=(WINDOW, *TARGET_HEAD_ONLY))
 _VLLM = Reads(
     "DFlashDraftModel",
     "dflash",
     "qwen3_dflash.py",
     ran="0.32",
     since="0.32",
-    lacks=(_SYMMETRIC_WINDOW,),
+    lacks=(SYMMETRIC_WINDOW,),
     warn=_mixed_attention,
 )
 _LLAMACPP = Reads(
-    "dflash", "draft-dflash", "src/models/dflash.cpp", ran="11434", lacks=(_WINDOW, _CAUSAL_BLOCK, *base.OF_LLAMACPP)
+    "dflash", "draft-dflash", "src/models/dflash.cpp", ran="11434", lacks=(WINDOW, CAUSAL_BLOCK, *base.OF_LLAMACPP)
 )
 _SPECULATORS = Reads(
     "DFlashSpeculator",
     "dflash",
     "models/dflash",
     ran="0.9",
-    lacks=(_WINDOW, OWN_HEAD_OF_ALL_TOKENS),
-    quirks=Quirks(wrap=_wrapped),
+    lacks=(WINDOW, OWN_HEAD_OF_ALL_TOKENS),
+    quirks=Quirks(wrap=wrapped),
 )
 
 _NO_CAUSAL = Refused("the slots of its blocks see later ones", "--engine vllm, or train with drafter.causal=false")

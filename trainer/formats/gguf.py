@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.files.documents import foreign_json
 from hiddenstore.fs.seam import storage_error
+from trainer.formats.dflash2 import SIZES
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +59,21 @@ _DSPARK = {
     "markov_head.markov_w2.weight": "markov_w2.weight",
     "confidence_head.proj.weight": "conf_proj.weight",
     "confidence_head.proj.bias": "conf_proj.bias",
+}
+_DFLASH2 = {
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+}
+_CONVOLUTIONS = {
+    f"{ours}_conv.{name}": f"{theirs}_conv_{end}"
+    for ours, theirs in {"attention": "attn", "mlp": "ffn"}.items()
+    for name, end in {"base_kernel": "base", "kernel_projection.weight": "proj.weight"}.items()
+}
+_CHANGED = {
+    "output_multiplier": "logit_scale",
+    "input_embedding_scale": "embedding_scale",
+    "final_logit_softcapping": "final_logit_softcapping",
 }
 
 
@@ -114,19 +130,24 @@ def _dflash_fields(config: Mapping[str, Any]) -> Fields:
         "target_layers": [layer + 1 for layer in dflash["target_layer_ids"]],
         "block_size": dflash["block_size"],
     }
+    fields |= {name: dflash[name] for name in SIZES if name in dflash}
     if config.get("markov_rank"):
         fields |= {"sample_from_anchor": True, "has_confidence_head": config["enable_confidence_head"]}
     return fields
 
 
 def _dflash_config(fields: Fields) -> dict[str, Any]:
-    block, others = fields.get("block_size", 16), ("attention.sliding_window", "attention.causal", "selector_rank")
+    block, others = fields.get("block_size", 16), ("attention.sliding_window", "attention.causal")
     if beyond := [name for name in others if fields.get(name)]:
         raise ValueError(f"dflash.{beyond[0]} is set, which DFlash here has not")
+    dflash = {"mask_token_id": fields[MASK], "block_size": block}
+    if fields.get("selector_rank"):
+        names = {name: name for name in SIZES} | _CHANGED
+        dflash |= {ours: fields[theirs] for ours, theirs in names.items() if theirs in fields}
     config = {
         "model_type": "qwen3",
         "block_size": block,
-        "dflash_config": {"mask_token_id": fields[MASK], "block_size": block},
+        "dflash_config": dflash,
         "aux_hidden_state_layer_ids": fields["target_layers"],
     }
     # It is written of DSpark alone, whose Markov head is what tells llama.cpp the two apart.
@@ -158,8 +179,8 @@ FORMS: dict[str, Form] = {
     "dflash": Form(
         "DFlashDraftModel",
         lambda i: f"layers.{i}.",
-        {**_LAYER, **_NORMED_HEADS},
-        {**_OUTSIDE, "hidden_norm.weight": "enc.output_norm.weight", **_DSPARK},
+        {**_LAYER, **_NORMED_HEADS, **_CONVOLUTIONS},
+        {**_OUTSIDE, "hidden_norm.weight": "enc.output_norm.weight", **_DSPARK, **_DFLASH2},
         False,
         _dflash_fields,
         _dflash_config,
@@ -323,10 +344,10 @@ def write(
     target: Path,
     about: Mapping[str, Any],
 ) -> dict[str, "Tensor"]:
-    """Write the file and give back its tensors by its names. Vectors and norms are fp32, as llama.cpp needs them, the
-    others as they are. ``target``: its GGUF file, whose vocabulary is copied, and with a part of the target its fields
-    and tables as well. Raises FormatError ``target-mismatch``: it is none that the part is of; ConfigError
-    ``option-invalid``: it is one file of several."""
+    """Write the file and give back its tensors by its names. Vectors, norms and kernels of convolutions are fp32, as
+    llama.cpp needs them, the others as they are. ``target``: its GGUF file, whose vocabulary is copied, and with a part
+    of the target its fields and tables as well. Raises FormatError ``target-mismatch``: it is none that the part is of;
+    ConfigError ``option-invalid``: it is one file of several."""
     import torch
     from gguf import GGMLQuantizationType, GGUFWriter
 
@@ -342,7 +363,7 @@ def write(
         _add_target(writer, reader, target, architecture)
     writer.add_string(ABOUT, json.dumps({**about, "rope_scaling": config.get("rope_scaling")}))
     for name, tensor in renamed.items():
-        if tensor.ndim == 1 and tensor.is_floating_point():
+        if (tensor.ndim == 1 or not name.endswith(".weight")) and tensor.is_floating_point():
             tensor = renamed[name] = tensor.float()
         raw = forms.get(tensor.dtype)
         array = tensor.view(torch.uint8).numpy() if raw == GGMLQuantizationType.BF16 else tensor.numpy()

@@ -64,7 +64,7 @@ class Muon(torch.optim.Optimizer):
                 matrix.add_(shard_like(update, matrix), alpha=-lr * ADAMW_RMS * max(matrix.shape) ** 0.5)
 
 
-TABLES = ("embed_tokens", "lm_head", "markov_w1", "markov_w2")
+TABLES = ("embed_tokens", "lm_head", "markov_w1", "markov_w2", "codebook")
 """Matrices whose rows are tokens: AdamW's, as Muon's author has it."""
 MUON_RATE = 2.0
 """Muon's rate over AdamW's. On the bundled target, 300 steps, one seed, chains of 3, both parts at once, twice and four
