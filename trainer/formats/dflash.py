@@ -4,6 +4,7 @@ Shapes: D target width, U draft vocabulary.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schemas.layers import default_aux_layers, from_convention, to_convention
@@ -22,11 +23,6 @@ _WINDOW = Lack(
     lambda c: c.config.sliding_window is not None,
     "its windows are not measured from each slot backwards",
     "--engine vllm, or train with drafter.sliding_window=none",
-)
-_CAUSAL_BLOCK = Lack(
-    lambda c: c.config.causal,
-    "its slots see their whole block",
-    "--engine vllm, or train with drafter.causal=false",
 )
 _OWN_HEAD = Lack(
     lambda c: c.config.train_head,
@@ -176,9 +172,7 @@ _VLLM = Reads(
     lacks=(_SYMMETRIC_WINDOW,),
     warn=_mixed_attention,
 )
-_LLAMACPP = Reads(
-    "dflash", "draft-dflash", "src/models/dflash.cpp", ran="11434", lacks=(_WINDOW, _CAUSAL_BLOCK, *base.OF_LLAMACPP)
-)
+_LLAMACPP = Reads("dflash", "draft-dflash", "src/models/dflash.cpp", ran="11434", lacks=(_WINDOW, *base.OF_LLAMACPP))
 _SPECULATORS = Reads(
     "DFlashSpeculator",
     "dflash",
@@ -188,7 +182,9 @@ _SPECULATORS = Reads(
     quirks=Quirks(wrap=_wrapped),
 )
 
-_NO_CAUSAL = Refused("the slots of its blocks see later ones", "--engine vllm, or train with drafter.causal=false")
+_NO_CAUSAL = Refused(
+    "the slots of its blocks see later ones", "--engine vllm or llamacpp, or train with drafter.causal=false"
+)
 
 
 def _word(flags: Mapping[str, Any]) -> str:
@@ -216,6 +212,7 @@ DFLASH = DrafterExport(
         ("vllm", "jetspec"): _VLLM.preceded_by(
             "the first vLLM known to read dflash_config.causal is 0.32", "--engine-version 0.32"
         ),
+        ("llamacpp", "jetspec"): (replace(_LLAMACPP, ran=None),),
         ("sglang", "jetspec"): (_NO_CAUSAL,),
         ("trtllm", "jetspec"): (_NO_CAUSAL,),
         ("speculators", "jetspec"): (_NO_CAUSAL,),

@@ -113,19 +113,22 @@ def _dflash_fields(config: Mapping[str, Any]) -> Fields:
         "target_layers": [layer + 1 for layer in dflash["target_layer_ids"]],
         "block_size": dflash["block_size"],
     }
+    if dflash.get("causal"):
+        fields["attention.causal"] = True
     if config.get("markov_rank"):
         fields |= {"sample_from_anchor": True, "has_confidence_head": config["enable_confidence_head"]}
     return fields
 
 
 def _dflash_config(fields: Fields) -> dict[str, Any]:
-    block, others = fields.get("block_size", 16), ("attention.sliding_window", "attention.causal", "selector_rank")
+    block, others = fields.get("block_size", 16), ("attention.sliding_window", "selector_rank")
     if beyond := [name for name in others if fields.get(name)]:
         raise ValueError(f"dflash.{beyond[0]} is set, which DFlash here has not")
+    causal = {"causal": True} if fields.get("attention.causal") else {}
     config = {
         "model_type": "qwen3",
         "block_size": block,
-        "dflash_config": {"mask_token_id": fields[MASK], "block_size": block},
+        "dflash_config": {"mask_token_id": fields[MASK], "block_size": block, **causal},
         "aux_hidden_state_layer_ids": fields["target_layers"],
     }
     # It is written of DSpark alone, whose Markov head is what tells llama.cpp the two apart.
