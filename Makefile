@@ -85,7 +85,7 @@ $(VENV)-parity/.installed: tests/parity/requirements.txt tests/parity/requiremen
 
 # A real vLLM on CPU runs what export wrote; RESULTS=benchmarks/results also writes what it accepted. Without its own
 # OpenMP, loaded first, it is ten times slower; a core binding of its own would hold both workers on one core.
-test-engines: $(VENV)-engines/.installed
+test-engines: $(VENV)-engines/.suffix
 	LD_PRELOAD=$(CURDIR)/$(VENV)-engines/lib/libiomp5.so OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
 		VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_NO_USAGE_STATS=1 \
 		$(VENV)-engines/bin/python -m pytest -q -m engines -n 2 --dist loadfile tests/engines $(if $(RESULTS),--results $(RESULTS))
@@ -104,11 +104,20 @@ $(VENV)-engines/.installed: pyproject.toml tests/engines/requirements.txt tests/
 	$(VENV)-engines/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
 	touch $@
 
-# A real llama.cpp runs what export wrote. Built once for each version and instruction set, outside the checkout.
+# The suffix tree that vLLM's suffix decoding imports: its package has no wheel, and needs a C++ compiler and half a
+# minute. Nothing but the tests asks for it, so the environment works without.
+$(VENV)-engines/.suffix: tests/engines/requirements-suffix.txt $(VENV)-engines/.installed
+	$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps cmake==3.31.6 nanobind==2.9.2
+	PATH="$(CURDIR)/$(VENV)-engines/bin:$$PATH" $(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-deps --no-build-isolation -r tests/engines/requirements-suffix.txt
+	touch $@
+
+# A real llama.cpp runs what export wrote; RESULTS=benchmarks/results also writes what it accepted. Built once for each
+# version and instruction set, outside the checkout.
 LLAMACPP_VERSION := 11434.0.0
 LLAMACPP := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hiddenstore/llamacpp-$(LLAMACPP_VERSION)-$(shell cc -march=native -dM -E - </dev/null 2>/dev/null | cksum | cut -d' ' -f1)
 test-llamacpp: install $(LLAMACPP)/.built
-	LLAMACPP=$(LLAMACPP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m llamacpp tests/llamacpp
+	LLAMACPP=$(LLAMACPP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m llamacpp tests/llamacpp $(if $(RESULTS),--results $(RESULTS))
 
 $(LLAMACPP)/.built:
 	sh tests/llamacpp/build.sh $(PYTHON) $(LLAMACPP_VERSION) $(LLAMACPP)

@@ -7,6 +7,7 @@ end inside theirs here. SpecForge teaches the text, divides by the sum of the we
 Needs the environment of `make test-parity`.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -30,14 +31,16 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def assert_equal(found: Tensor, case: Case, theirs: Any, loss: Tensor | None) -> None:
-    """Losses to 1e-5 and every gradient to 1e-4 of its largest entry."""
+def assert_equal(
+    found: Tensor, case: Case, theirs: Any, loss: Tensor | None, their_name: Callable[[str], str] = str
+) -> None:
+    """Losses to 1e-5 and every gradient to 1e-4 of its largest entry. ``their_name``: of a parameter of ours."""
     if loss is not None:
         assert float(found.detach()) == pytest.approx(float(loss.detach()), rel=1e-5)
     found.backward()  # type: ignore[no-untyped-call]
     gradients = dict(theirs.named_parameters())
     for name, parameter in case.model.named_parameters():
-        expected = gradients[name].grad
+        expected = gradients[their_name(name)].grad
         assert parameter.grad is not None
         assert expected is not None, name
         assert float((parameter.grad - expected).abs().max()) <= 1e-4 * float(expected.abs().max()), name
@@ -108,38 +111,51 @@ def test_speculators_losses_and_gradients_are_equal(
     assert_equal(ours.total, case, theirs, None if term == "kl_div" else loss)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("kind", ["dflash", "dpace"])
-def test_specforge_losses_and_gradients_are_equal(monkeypatch: pytest.MonkeyPatch, attention: str, kind: str) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    draft = pytest.importorskip("specforge.modeling.draft.dflash")
-    family = pytest.importorskip("specforge.algorithms.common.dflash_family_model")
-    case = make_case([26, 26], dtype=torch.float32)
-    anchors = candidate_anchors(case.batch, BLOCK, "next")
-    anchors = torch.cat([rows[:7] for rows in (anchors[anchors < 26], anchors[anchors >= 26])])
-    model = draft.DFlashDraftModel(
+def specforge_parts(case: Case, draft: type, attention: str, **more: Any) -> dict[str, Any]:
+    """What SpecForge's trainers of blocks are made of: its drafter with our weights, and the target's tables."""
+    ours = case.model.config
+    model = draft(
         speculators_models.qwen3(
-            case.model.config,
+            ours,
             attention,
             block_size=BLOCK,
             num_target_layers=6,
-            dflash_config={"mask_token_id": MASK_ID, "target_layer_ids": list(case.model.config.aux_layers)},
+            dflash_config={"mask_token_id": MASK_ID, "target_layer_ids": list(ours.aux_layers), **more},
         )
     )
     model.load_state_dict(case.model.state_dict())
     embed, head = torch.nn.Embedding(VOCAB, WIDTH), torch.nn.Linear(WIDTH, VOCAB, bias=False)
     embed.weight.data, head.weight.data = case.target.head.embed_tokens, case.target.head.output_weight
-    peer = family.OnlineDFlashModel(
-        model, head, embed, MASK_ID, block_size=BLOCK, attention_backend=attention, loss_decay_gamma=GAMMA,
-        loss_type=kind,
-    )  # fmt: skip
+    how = {"block_size": BLOCK, "attention_backend": attention, "loss_decay_gamma": GAMMA}
+    return {"draft_model": model, "target_lm_head": head, "target_embed_tokens": embed, "mask_token_id": MASK_ID, **how}
+
+
+def two_rows(case: Case, room: int) -> tuple[Tensor, tuple[Tensor, Tensor], dict[str, Tensor]]:
+    """Seven anchors in either of two samples of 26, the same as SpecForge draws them, and the batch as it reads it."""
+    anchors = candidate_anchors(case.batch, room, "next")
+    anchors = torch.cat([rows[:7] for rows in (anchors[anchors < 26], anchors[anchors >= 26])])
     placed = (anchors.view(2, -1) - torch.tensor([[0], [26]]), torch.ones(2, 7, dtype=torch.bool))
-    monkeypatch.setattr(peer, "_sample_anchor_positions", lambda *_: placed)
     batch = case.batch
-    states = batch.aux.transpose(0, 1).reshape(2, 26, LAYERS * WIDTH)
-    loss, _, _ = peer(batch.input_ids.view(2, 26), states, batch.loss_mask.view(2, 26).float())
+    rows = {
+        "input_ids": batch.input_ids.view(2, 26),
+        "hidden_states": batch.aux.transpose(0, 1).reshape(2, 26, LAYERS * WIDTH),
+        "loss_mask": batch.loss_mask.view(2, 26).float(),
+    }
+    return anchors, placed, rows
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["dflash", "dpace"])
+def test_specforge_losses_and_gradients_are_equal(monkeypatch: pytest.MonkeyPatch, attention: str, kind: str) -> None:
+    draft = pytest.importorskip("specforge.modeling.draft.dflash")
+    family = pytest.importorskip("specforge.algorithms.common.dflash_family_model")
+    case = make_case([26, 26], dtype=torch.float32)
+    anchors, placed, rows = two_rows(case, BLOCK)
+    peer = family.OnlineDFlashModel(**specforge_parts(case, draft.DFlashDraftModel, attention), loss_type=kind)
+    monkeypatch.setattr(peer, "_sample_anchor_positions", lambda *_: placed)
+    loss, _, _ = peer(**rows)
     loss.backward()
     settings = {"gamma": GAMMA} if kind == "dflash" else {"weighting": "dpace"}
     result = our_loss(case, BlockLoss.model_validate(settings), anchors.tolist())
     ours = result.total if kind == "dflash" else result.total * result.counts.sum() / 2
-    assert_equal(ours, case, model, loss)
+    assert_equal(ours, case, peer.draft_model, loss)

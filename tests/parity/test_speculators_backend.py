@@ -96,7 +96,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(arguments: list[str], target: Path, kind: str, out: Path) -> dict[str, torch.Tensor]:
+def trained(
+    arguments: list[str], target: Path, kind: str, out: Path
+) -> tuple[tuple[float, float], dict[str, torch.Tensor]]:
+    """Its first and last loss, and its weights."""
     words = [*arguments, *ON_A_CPU, "--verifier-name-or-path", str(target), "--speculator-type", kind]
     if kind == "dflash":
         words += ["--block-size", "4"]
@@ -105,7 +108,8 @@ def trained(arguments: list[str], target: Path, kind: str, out: Path) -> dict[st
         capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return load_file(Path(json.loads(done.stdout.splitlines()[-1])["checkpoint"]) / "model.safetensors")
+    said = json.loads(done.stdout.splitlines()[-1])
+    return (said["first_loss"], said["last_loss"]), load_file(Path(said["checkpoint"], "model.safetensors"))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
@@ -115,8 +119,10 @@ def test_their_trainer_makes_the_same_drafter_from_a_store_as_from_its_own_files
     """The command is the one that ``export-data`` prints, less the program's name."""
     from_store = train_command(rows, str(store.path))
     assert from_store[:3] == ["python", "-m", "hiddenstore.dumps.speculators_backend"]
-    ours = trained(from_store[3:], target, kind, tmp_path / "ours")
-    theirs = trained(train_command(files, str(store.path))[2:], target, kind, tmp_path / "theirs")
+    our_losses, ours = trained(from_store[3:], target, kind, tmp_path / "ours")
+    losses, theirs = trained(train_command(files, str(store.path))[2:], target, kind, tmp_path / "theirs")
+    assert our_losses == losses
+    assert losses[0] != losses[1]
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

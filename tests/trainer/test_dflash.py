@@ -159,13 +159,14 @@ def test_causal_slots_and_layers_of_several_kinds_see_what_a_dense_mask_shows(si
 
 
 @pytest.mark.parametrize("sight", ["causal", "causal, windowed"])
-def test_gradients_of_causal_blocks_equal_those_under_a_dense_mask(sight: str) -> None:
-    case = make_case(LENGTHS, num_layers=2, **SIGHTS[sight])
-    plan, seed = map_blocks(torch.tensor(ANCHORS), case.batch.document, case.model.window), torch.randn(WIDTH).double()
-    ours = (case.model.block_states(case.batch, plan) @ seed).sum()
-    theirs = (plain(case, ANCHORS)[:, 1:] @ seed).sum()
+@pytest.mark.parametrize("known", [VOCAB, 25])
+def test_jetspec_s_loss_and_gradients_equal_the_plain_restatement(sight: str, known: int) -> None:
+    case, loss = make_case(LENGTHS, known=known, **SIGHTS[sight]), BlockLoss(distil=1.0)
+    result, (expected, sums) = our_loss(case, loss, ANCHORS), expected_loss(case, loss, ANCHORS)
+    assert float(result.total.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert torch.allclose(result.sums, torch.stack(sums), rtol=1e-5)
     weights = list(case.model.parameters())
-    for a, b in zip(*(torch.autograd.grad(x, weights) for x in (ours, theirs)), strict=True):
+    for a, b in zip(*(torch.autograd.grad(x, weights) for x in (result.total, expected)), strict=True):
         assert float((a - b).abs().max()) <= 1e-5 * float(b.abs().max())
 
 

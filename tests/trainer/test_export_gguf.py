@@ -21,7 +21,7 @@ TAKEN = [
     name
     for name, (drafter, _, flags) in KINDS.items()
     if drafter in ("eagle3", "dflash", "dspark", "dflash2")
-    and not flags.keys() & {"fc_norm", "num_layers", "causal", "sliding_window", "layer_types"}
+    and not flags.keys() & {"fc_norm", "num_layers", "sliding_window", "layer_types"}
 ]
 SCALINGS = [
     {"rope_type": "linear", "factor": 2.0},
@@ -53,6 +53,15 @@ def test_the_file_holds_the_drafter_bit_for_bit_in_its_dtype(name: str, target: 
     assert kinds["fc.weight"] == GGMLQuantizationType.BF16
     assert kinds["output_norm.weight"] == kinds["blk.0.attn_norm.weight"] == GGMLQuantizationType.F32
     assert kinds.get("d2t", GGMLQuantizationType.I64) == GGMLQuantizationType.I64
+
+
+def test_a_causal_block_is_told_to_llama_cpp_and_read_back(target: str, tmp_path: Path) -> None:
+    """b11434 reads ``dflash.attention.causal``, and takes a file without it for a block that sees all."""
+    files = {name: written(case(name), tmp_path / f"{name}.gguf", target) for name in ("dflash", "jetspec")}
+    assert fields(files["jetspec"])["dflash.attention.causal"] is True
+    assert "dflash.attention.causal" not in fields(files["dflash"])
+    for name, file in files.items():
+        assert read_published(file, case(name).head, LAYERS).config.causal is (name == "jetspec")
 
 
 @pytest.mark.parametrize("rope", SCALINGS, ids=lambda rope: rope["rope_type"])
@@ -223,7 +232,7 @@ def test_a_file_of_another_kind_or_with_more_than_a_drafter_here_has_is_refused(
     _refused(Path(target), "is llama; drafters are eagle3, dflash, qwen35")
     for name, field, text in (
         ("eagle3", "norm_before_fc", "norms all layers as one"),
-        ("dflash", "attention.causal", "which DFlash here has not"),
+        ("dflash", "attention.sliding_window", "which DFlash here has not"),
     ):
         out = written(case(name), tmp_path / f"{name}.gguf", target)
         changed = rewritten(out, tmp_path / f"{name}-changed.gguf", {f"{name}.{field}": True})

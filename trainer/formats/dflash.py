@@ -4,6 +4,7 @@ Shapes: D target width, U draft vocabulary.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schemas.layers import default_aux_layers, from_convention, to_convention
@@ -177,9 +178,7 @@ _VLLM = Reads(
     lacks=(SYMMETRIC_WINDOW,),
     warn=_mixed_attention,
 )
-_LLAMACPP = Reads(
-    "dflash", "draft-dflash", "src/models/dflash.cpp", ran="11434", lacks=(WINDOW, CAUSAL_BLOCK, *base.OF_LLAMACPP)
-)
+_LLAMACPP = Reads("dflash", "draft-dflash", "src/models/dflash.cpp", ran="11434", lacks=(WINDOW, *base.OF_LLAMACPP))
 _SPECULATORS = Reads(
     "DFlashSpeculator",
     "dflash",
@@ -189,7 +188,9 @@ _SPECULATORS = Reads(
     quirks=Quirks(wrap=wrapped),
 )
 
-_NO_CAUSAL = Refused("the slots of its blocks see later ones", "--engine vllm, or train with drafter.causal=false")
+_NO_CAUSAL = Refused(
+    "the slots of its blocks see later ones", "--engine vllm or llamacpp, or train with drafter.causal=false"
+)
 
 
 def _word(flags: Mapping[str, Any]) -> str:
@@ -217,6 +218,7 @@ DFLASH = DrafterExport(
         ("vllm", "jetspec"): _VLLM.preceded_by(
             "the first vLLM known to read dflash_config.causal is 0.32", "--engine-version 0.32"
         ),
+        ("llamacpp", "jetspec"): (replace(_LLAMACPP, ran=None),),
         ("sglang", "jetspec"): (_NO_CAUSAL,),
         ("trtllm", "jetspec"): (_NO_CAUSAL,),
         ("speculators", "jetspec"): (_NO_CAUSAL,),

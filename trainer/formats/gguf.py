@@ -131,16 +131,19 @@ def _dflash_fields(config: Mapping[str, Any]) -> Fields:
         "block_size": dflash["block_size"],
     }
     fields |= {name: dflash[name] for name in SIZES if name in dflash}
+    if dflash.get("causal"):
+        fields["attention.causal"] = True
     if config.get("markov_rank"):
         fields |= {"sample_from_anchor": True, "has_confidence_head": config["enable_confidence_head"]}
     return fields
 
 
 def _dflash_config(fields: Fields) -> dict[str, Any]:
-    block, others = fields.get("block_size", 16), ("attention.sliding_window", "attention.causal")
-    if beyond := [name for name in others if fields.get(name)]:
-        raise ValueError(f"dflash.{beyond[0]} is set, which DFlash here has not")
-    dflash = {"mask_token_id": fields[MASK], "block_size": block}
+    block = fields.get("block_size", 16)
+    if fields.get("attention.sliding_window"):
+        raise ValueError("dflash.attention.sliding_window is set, which DFlash here has not")
+    causal = {"causal": True} if fields.get("attention.causal") else {}
+    dflash = {"mask_token_id": fields[MASK], "block_size": block, **causal}
     if fields.get("selector_rank"):
         names = {name: name for name in SIZES} | _CHANGED
         dflash |= {ours: fields[theirs] for ours, theirs in names.items() if theirs in fields}

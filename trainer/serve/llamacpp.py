@@ -1,7 +1,7 @@
 """llama.cpp: ``llama-server -m TARGET.gguf -md DRAFTER.gguf --spec-type …``.
 
 Sources: llama.cpp b11434, its page on speculative decoding and ``common/arg.cpp``. Run on CPU: draft-eagle3,
-draft-dflash, draft-mtp, draft-simple and ngram-simple.
+draft-dflash, draft-dspark, draft-mtp, draft-simple and ngram-simple.
 """
 
 import re
