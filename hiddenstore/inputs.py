@@ -383,6 +383,8 @@ class PreparedInput:
     def _typed(self, batch: pa.RecordBatch, columns: list[str], schema: pa.Schema) -> pa.RecordBatch:
         try:
             typed = batch.select(columns).cast(pa.schema([schema.field(name) for name in columns]))
+            # Places and text as a file gives them are believed by everything below.
+            typed.validate(full=True)
         except (pa.ArrowException, KeyError) as error:
             raise self._misfit(f"{error}") from error
         for name in columns:

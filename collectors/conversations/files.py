@@ -176,7 +176,7 @@ def _open_parquet(path: Path, label: str, columns: ColumnFilter) -> Source:
     try:
         with pq.ParquetFile(path) as file:
             names, rows = file.schema_arrow.names, file.metadata.num_rows
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise_refusal(error, path)
         raise _unreadable(path, error) from error
     if rows == 0:
@@ -195,7 +195,7 @@ def _parquet_rows(path: Path, label: str, columns: list[str]) -> Iterator[Row]:
             for batch in file.iter_batches(batch_size=TABLE_BATCH_ROWS, columns=columns):
                 for value in batch.to_pylist():
                     yield Row(f"{label}:{next(numbers)}", value, size, path.parent)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise_refusal(error, path)
         raise _unreadable(path, error) from error
 
