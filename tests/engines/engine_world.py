@@ -93,7 +93,7 @@ class EngineWorld:
     def decoded(self, run: str, draft_len: Sequence[int]) -> "Decoded":
         """Every question of the store decoded with the drafter of a run, by our own loop."""
         lengths = ",".join(map(str, draft_len))
-        file = Path(f"{run}-decoded-{lengths}.json")
+        file = Path(f"{run}-decoded-{lengths}-{self.new_tokens}.json")
         with FileLock(f"{file}.lock"):
             if not file.exists():
                 answers = file.with_suffix(".jsonl")

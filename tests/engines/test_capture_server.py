@@ -17,7 +17,7 @@ import torch
 from collectors.checks.crosscheck import row_errors
 from collectors.demo import TARGET_DIR
 from collectors.engines import CaptureRequest, EngineOptions
-from collectors.engines.vllm import LayerIds, VllmServer, kv_transfer_config, speculative_config
+from collectors.engines.vllm import LayerIds, VllmProcess, VllmServer, kv_transfer_config, speculative_config
 from collectors.targets.load import EngineTarget, load_target
 from collectors.targets.probe import probe_states
 from hiddenstore.errors import ConfigError
@@ -96,6 +96,25 @@ def test_every_layer_equals_hugging_face_and_no_file_stays(server: str, states: 
     assert len(captured.next_rows) == len(requests)
     assert list(states.glob("*.safetensors*")) == []
     assert engine.describe().version.startswith("0.")
+
+
+def test_a_server_s_files_and_the_memory_of_one_process_hold_the_same_bits(server: str) -> None:
+    """One request at a time on both sides: the rows of a product round by how many there are of them."""
+    layers, rng = tuple(range(-1, 8)), np.random.default_rng(1)
+    rows = [rng.integers(3, 300, length).astype(np.int32) for length in LENGTHS[:7]]
+    requests = [CaptureRequest(ids, np.arange(len(ids), dtype=np.int32)) for ids in rows]
+    one = {"max_num_seqs": 1, "enable_prefix_caching": False}
+    found = VllmServer(
+        target(), EngineOptions(layers, 256, longest=200, server=server, extra={"concurrency": 1})
+    ).capture(requests)
+    inside = VllmProcess(target(), EngineOptions(layers, 256, longest=200, dtype="float32", extra=one))
+    try:
+        captured = inside.capture(requests)
+    finally:
+        inside.close()
+    for ours, theirs in ((captured.aux, found.aux), (captured.final, found.final)):
+        assert torch.equal(ours.bfloat16(), theirs.bfloat16())
+    assert torch.equal(captured.next_tokens, found.next_tokens)
 
 
 def test_a_server_of_other_layers_is_refused_with_the_command_that_starts_the_right_one(server: str) -> None:

@@ -38,3 +38,12 @@ def test_a_causal_block_is_a_chain_that_vllm_drafts_causally(engine_world, recor
     # Later slots say little of earlier ones, so that it costs a few per cent, of which OF_COUNTS is one.
     assert row["identical"] == row["answers"]
     assert not within(row["engine"], row["decode_as_counted"], 2 * OF_COUNTS), row
+
+    def shift(config):
+        chosen = config["dflash_config"]
+        chosen["target_layer_ids"] = [layer + 1 for layer in chosen["target_layer_ids"]]
+        config.pop("eagle_aux_hidden_state_layer_ids", None)
+
+    (row,) = agreement(engine_world, run, "jetspec", (5,), spoiled(engine_world.exported(run), "layers-one-off", shift))
+    record_property("caught", row)
+    assert_caught(row)

@@ -69,10 +69,7 @@ def llama_server(
 
 def answers(url: str, prompts: list[list[int]], new_tokens: int) -> Served:
     """Every prompt answered greedily, one after another."""
-    client = HttpClient(ServerAccess(url, tries=1))
-    server = LlamacppServer(client)
-    before = server.counts()
-    given = []
+    client, before, given = HttpClient(ServerAccess(url, tries=1)), counted(url), []
     for prompt in prompts:
         body = {
             "prompt": prompt,
@@ -82,10 +79,14 @@ def answers(url: str, prompts: list[list[int]], new_tokens: int) -> Served:
             "cache_prompt": False,
         }
         given.append(client.post("/completion", body, lambda document: list(document["tokens"])))
-    after = server.counts()
-    assert before is not None
-    assert after is not None
-    return Served(given, after - before)
+    return Served(given, counted(url) - before)
+
+
+def counted(url: str) -> DraftCounts:
+    """What a server counted so far."""
+    counts = LlamacppServer(HttpClient(ServerAccess(url, tries=1))).counts()
+    assert counts is not None
+    return counts
 
 
 def _url(process: "subprocess.Popen[bytes]", log: Path) -> str:

@@ -1,7 +1,6 @@
-"""EAGLE-3, DFlash, DFlash2, DSpark and n-gram lookup in a real llama.cpp: what was exported drafts there as it does
-here, and a mistake shows."""
+"""EAGLE-3, DFlash, DFlash2, JetSpec, DSpark and n-gram lookup in a real llama.cpp: what was exported drafts there as
+it does here, and a mistake shows."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,10 @@ import pytest
 from gguf import GGUFReader
 
 from tests.engines.engine_world import NEW_TOKENS, EngineWorld, hiddenstore
-from tests.llamacpp.llama_server import Served, answers, convert, llama_server
+from tests.engines.lookup import accepted_length, as_llamacpp, as_vllm, continued
+from tests.llamacpp.llama_server import Served, answers, convert, counted, llama_server
+from trainer.evaluate.server import WARM_UP_TOKENS
+from trainer.serve.llamacpp import NGRAM
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
@@ -33,6 +35,12 @@ def eagle3(engine_world: EngineWorld, target: str) -> str:
 @pytest.fixture(scope="session")
 def dflash(engine_world: EngineWorld, target: str) -> str:
     return exported(engine_world.trained("dflash", "dflash", "drafter.block_size=6", steps=40), target)
+
+
+@pytest.fixture(scope="session")
+def jetspec(engine_world: EngineWorld, target: str) -> str:
+    words = ("drafter.block_size=6", "drafter.causal=true")
+    return exported(engine_world.trained("jetspec", "dflash", *words, steps=40), target)
 
 
 @pytest.fixture(scope="session")
@@ -149,6 +157,15 @@ def test_dflash_fills_a_block_from_the_layers_it_was_trained_on(agreement, dflas
     assert agreement.of(spoiled(dflash, "layers-one-off", shift), "dflash", 5) > OF_DECODE
 
 
+def test_a_causal_block_is_a_chain_that_llama_cpp_drafts_causally(agreement, jetspec):
+    assert agreement.of(jetspec, "jetspec", 5) <= OF_DECODE
+
+    def forget(reader):
+        numbers(reader, "dflash.attention.causal")[0][0] = False
+
+    assert agreement.of(spoiled(jetspec, "not-causal", forget), "jetspec", 5) > OF_DECODE
+
+
 def test_dspark_proposes_from_every_slot_and_knows_the_token_before(agreement, dspark):
     assert agreement.of(dspark, "dspark", 5) <= OF_DECODE
 
@@ -175,11 +192,18 @@ def test_dflash2_mixes_the_slots_of_a_block_and_selects_after_the_token_before(a
     assert agreement.of(spoiled(dflash2, "misselected", misselect), "dflash2", 5) > OF_DECODE
 
 
-def test_ngram_lookup_changes_no_token_and_its_counters_add_up(engine_world, target, plain, tmp_path, record_property):
+def test_ngram_lookup_is_accepted_as_its_plain_restatement_says(engine_world, target, plain, tmp_path, record_property):
     found = served(target, engine_world.prompts, tmp_path, method="ngram", length=3)
     assert found.answers == plain.answers
     assert 0 < found.counts.accepted <= found.counts.drafted <= 3 * found.counts.drafts
-    record_property("agreement", {"drafter": "n-gram", "draft_len": 3, "engine": found.counts.accepted_length})
+    texts = continued(engine_world.target, engine_world.greedy, 3)
+    ours, drafts = accepted_length(as_llamacpp(3, NGRAM), texts, NEW_TOKENS)
+    row = {"drafter": "n-gram", "draft_len": 3, "engine": found.counts.accepted_length, "plain lookup": ours}
+    record_property("agreement", {**row, "drafts": found.counts.drafts})
+    assert found.counts.accepted_length == pytest.approx(ours, rel=OF_DECODE)
+    assert found.counts.drafts == pytest.approx(drafts, rel=OF_DECODE)
+    other, _ = accepted_length(as_vllm(3), texts, NEW_TOKENS)
+    assert found.counts.accepted_length != pytest.approx(other, rel=OF_DECODE), "another lookup would have passed too"
 
 
 def test_the_target_as_its_own_draft_is_accepted_whole(engine_world, target, plain, tmp_path):
@@ -190,7 +214,7 @@ def test_the_target_as_its_own_draft_is_accepted_whole(engine_world, target, pla
     assert found.counts.drafts > len(found.answers)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "dflash2"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "jetspec", "dspark", "dflash2"])
 def test_the_file_is_what_llama_cpp_s_own_converter_makes_of_the_export_for_vllm(engine_world, kind, request, tmp_path):
     ours = GGUFReader(request.getfixturevalue(kind))
     folder = engine_world.exported(f"{engine_world.root}/runs/{kind}")
@@ -212,10 +236,14 @@ def test_eval_reads_what_the_server_counts(engine_world, target, eagle3, tmp_pat
         llama_server(target, tmp_path / "drafting.log", eagle3) as url,
         llama_server(target, tmp_path / "plain.log") as at,
     ):
+        before = counted(url)
         words = ("--prompts", engine_world.questions, "-n", "4", "--max-new-tokens", "48")
         document = hiddenstore("eval", "--engine", "llamacpp", "--server", url, "--baseline-server", at, *words)
-        # Its counters are those of the whole server, of warming up as well.
-        metrics = json.dumps(document["rows"][-1])
-    assert document["draft_len"] == 3, metrics
-    assert 1 < document["accepted_length"] <= 4
+        moved = counted(url) - before
+    assert document["draft_len"] == 3
     assert document["rows"][0]["same_as_baseline"] == document["answers"]
+    # The server counts the answer that warms it up too, which is in no figure.
+    drafts, accepted = document["drafts"], document["drafts"] * (document["accepted_length"] - 1)
+    assert 0 <= moved.drafts - drafts <= WARM_UP_TOKENS
+    assert -1e-6 <= moved.accepted - accepted <= WARM_UP_TOKENS
+    assert drafts > 4 * WARM_UP_TOKENS
