@@ -15,7 +15,7 @@ from typing import TypeVar
 from hiddenstore.errors import CorruptionError, HiddenstoreError, Kind, NotFoundError, StorageError
 from hiddenstore.files import layout
 from hiddenstore.files.damage import twice
-from hiddenstore.files.documents import load, read_bounded, seal, sha256_hex, unseal
+from hiddenstore.files.documents import load, opened, parsed, read_bounded, seal
 from hiddenstore.fs.seam import Filesystem, is_inside
 from hiddenstore.threads import Threads, reading_threads
 from schemas.manifest import CommitHead, CommitRecord
@@ -73,9 +73,10 @@ def read_commit(fs: Filesystem, name: str) -> Commit:
 
 def commit_of(data: bytes, name: str, where: str) -> Commit:
     """The record in the bytes of a file; raises as ``read_commit``."""
-    record = unseal(data, CommitRecord, where)
+    body, sha256 = opened(data, where)
+    record = parsed(body, CommitRecord, where)
     _check_record(record, name, where)
-    return Commit(name, sha256_hex(data), record)
+    return Commit(name, sha256, record)
 
 
 def publish_commit(fs: Filesystem, record: CommitRecord, revision: int = 0) -> bool:
@@ -114,13 +115,15 @@ def missing_commit(fs: Filesystem, name: str) -> CorruptionError:
     return CorruptionError(message, kind=Kind.COMMIT_MISSING, path=path)
 
 
-def read_many(
-    fs: Filesystem,
-    names: Sequence[str],
-    read_one: Callable[[Filesystem, str], C] = read_commit,  # type: ignore
+def read_many(fs: Filesystem, names: Sequence[str]) -> list[Commit | HiddenstoreError]:
+    """Records by file name; what is wrong with one stands in its place. Raises StorageError: the storage refused."""
+    return in_parts(fs, names, lambda part: read_each(fs, part, read_commit))
+
+
+def read_each(
+    fs: Filesystem, names: Sequence[str], read_one: Callable[[Filesystem, str], C]
 ) -> list[C | HiddenstoreError]:
-    """Records by file name, as ``read_one`` gives them; what is wrong with one stands in its place. Raises
-    StorageError: the storage refused."""
+    """Records one after the other, as ``read_one`` gives them; otherwise as ``read_many``."""
 
     def read(name: str) -> C | HiddenstoreError:
         path = f"{layout.COMMITS_DIR}/{name}"
@@ -133,11 +136,16 @@ def read_many(
         except HiddenstoreError as error:
             return error
 
+    return [read(name) for name in names]
+
+
+def in_parts(fs: Filesystem, names: Sequence[str], read: Callable[[Sequence[str]], list[C]]) -> list[C]:
+    """What ``read`` makes of names, a few at a time in threads; in the order of the names."""
     if len(names) <= READ_AT_ONCE:
-        return [read(name) for name in names]
+        return read(names)
     parts = [names[start : start + READ_AT_ONCE] for start in range(0, len(names), READ_AT_ONCE)]
     with collector_paused(), Threads(reading_threads(fs.prefers_few_files)) as pool:
-        return [item for items in pool.map(lambda part: [read(name) for name in part], parts) for item in items]
+        return [item for items in pool.map(read, parts) for item in items]
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class RegisteredInput:
         """Unit names in input order; raises as ``table``."""
         # Ids are nine tenths of the file and of the time to read it.
         names = _unit_names(self._bytes(), self.digest) if "table" not in vars(self) else None
-        return pc.unique(self.table["unit"]).to_pylist() if names is None else names
+        return self._coded[0] if names is None else names
 
     @property
     def samples(self) -> int:
@@ -112,23 +112,29 @@ class RegisteredInput:
 
     def members(self, unit: str) -> list[str]:
         """Sample ids of one unit, in order; none of a unit that the input does not have."""
-        start, stop = self._places.get(unit, (0, 0))
+        start, stop = self.places.get(unit, (0, 0))
         ids = self.table["sample_id"]
-        return (ids.slice(start, stop - start) if self._rows is None else ids.take(self._rows[start:stop])).to_pylist()
+        return (ids.slice(start, stop - start) if self.rows is None else ids.take(self.rows[start:stop])).to_pylist()
 
     @cached_property
-    def _places(self) -> dict[str, tuple[int, int]]:
-        """Where the samples of each unit lie in the rows sorted by unit."""
-        names = self.units
-        codes = pc.index_in(self.table["unit"], pa.array(names, pa.string())).to_numpy()
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Where the samples of each unit lie in the rows sorted by unit; units are in input order."""
+        names, codes = self._coded
         stops = [0, *np.cumsum(np.bincount(codes, minlength=len(names))).tolist()]
         return dict(zip(names, pairwise(stops), strict=True))
 
     @cached_property
-    def _rows(self) -> np.ndarray | None:
+    def rows(self) -> np.ndarray | None:
         """The rows sorted by unit; None where they are."""
-        codes = pc.index_in(self.table["unit"], pa.array(self.units, pa.string())).to_numpy()
+        _, codes = self._coded
         return None if bool((codes[1:] >= codes[:-1]).all()) else np.argsort(codes, kind="stable")
+
+    @cached_property
+    def _coded(self) -> tuple[list[str], np.ndarray]:
+        """The units in input order, and int32 [N] which of them each row is of."""
+        chunks = self.table["unit"].dictionary_encode().unify_dictionaries().chunks
+        codes = [np.zeros(0, np.int32), *(chunk.indices.to_numpy() for chunk in chunks)]
+        return chunks[0].dictionary.to_pylist() if chunks else [], np.concatenate(codes)
 
     def unit_samples(self) -> dict[str, list[str]]:
         """Sample ids of every unit, in order."""
@@ -224,11 +230,11 @@ def _rows_sha256(table: pa.Table, names: list[str]) -> str:
         lines = pc.binary_join_element_wise(*first, pc.binary_join_element_wise(last, "", "\n"), "\t")
         if lines.null_count:
             raise ValueError("a value is missing")
-        digest.update(_text_of(lines))
+        digest.update(text_of(lines))
     return digest.hexdigest()
 
 
-def _text_of(lines: pa.StringArray) -> memoryview:
+def text_of(lines: pa.StringArray) -> memoryview:
     """The text of an array end to end."""
     offsets, text = lines.buffers()[1:]
     borders = np.frombuffer(offsets, dtype=np.int32)[lines.offset : lines.offset + len(lines) + 1]

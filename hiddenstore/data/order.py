@@ -53,12 +53,16 @@ def global_batches(
     ordered = np.asarray(lengths)[order]
     if len(ordered) and int(ordered.max()) > pack_tokens:
         raise ValueError(f"a sample of {int(ordered.max())} tokens does not fit into a pack of {pack_tokens}")
-    ends = np.cumsum(ordered, dtype=np.int64)
+    room = 64
     while start < len(ordered):
-        before = int(ends[start - 1]) if start else 0
-        stop = int(np.searchsorted(ends, before + batch_tokens, side="right"))
-        yield BatchPlan(start, stop, tuple(ordered[start:stop].tolist()), pack_tokens)
-        start = stop
+        following = ordered[start : start + room]
+        ends = np.cumsum(following, dtype=np.int64)
+        if int(ends[-1]) <= batch_tokens and start + room < len(ordered):
+            room *= 2
+            continue
+        count = int(np.searchsorted(ends, batch_tokens, side="right"))
+        yield BatchPlan(start, start + count, tuple(following[:count].tolist()), pack_tokens)
+        start += count
 
 
 def balanced(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -140,14 +144,33 @@ class Order:
         """
         text = f"{self.digest}:{seed}:{epoch}".encode()
         key = np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), dtype="<u8").astype(np.uint64)
-        hashed = np.empty(len(self), dtype=np.uint64)
-        for start in range(0, len(self), _AT_ONCE):
-            ranks = np.arange(start, min(start + _AT_ONCE, len(self)), dtype=np.uint64)
-            # A bijection of the rank, then a keyed mix: hashes are distinct and follow no pattern of the ranks.
-            hashed[start : start + _AT_ONCE] = splitmix64(splitmix64(ranks) ^ key)
-        # No two are equal, so the sort need not be stable, and the quicker one gives the same order.
-        order = np.argsort(hashed).astype(np.int64, copy=False)
+        order = _by_hash(len(self), key)
         return order if self._sorted is None else self._sorted[order]
+
+
+def _by_hash(count: int, key: np.ndarray) -> np.ndarray:
+    """int64 [N]: ranks 0…N-1 in the order of their hashes.
+
+    Numbers are sorted several times as fast as places of numbers, so the low bits of each hash give way to its rank;
+    the few that are alike above those are put in order by their whole hashes.
+    """
+    low = np.uint64((1 << count.bit_length()) - 1)
+    keys = np.empty(count, dtype=np.uint64)
+    for start in range(0, count, _AT_ONCE):
+        ranks = np.arange(start, min(start + _AT_ONCE, count), dtype=np.uint64)
+        keys[start : start + _AT_ONCE] = _hash(ranks, key) & ~low | ranks
+    keys.sort()
+    alike = np.flatnonzero(keys[1:] ^ keys[:-1] <= low)
+    keys &= low
+    if len(alike):
+        rows = np.union1d(alike, alike + 1)
+        keys[rows] = keys[rows][np.argsort(_hash(keys[rows], key))]
+    return keys.view(np.int64)
+
+
+def _hash(ranks: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """A bijection of the rank, then a keyed mix: hashes are distinct and follow no pattern of the ranks."""
+    return splitmix64(splitmix64(ranks) ^ key)
 
 
 def permutation(sample_ids: Sequence[str], seed: int, epoch: int) -> np.ndarray:

@@ -99,22 +99,31 @@ def read_bounded(fs: Filesystem, path: str) -> bytes:
 
 def checked_body(data: bytes, where: str) -> bytes:
     """Sealed bytes without their seal; CorruptionError ``document-corrupt``."""
+    return opened(data, where)[0]
+
+
+def opened(data: bytes, where: str) -> tuple[bytes, str]:
+    """Sealed bytes without their seal, and the sha256 of all of them; raises as ``checked_body``."""
     if len(data) > MAX_DOCUMENT_BYTES:
         raise _corrupt(where, f"it has {len(data):,} bytes, a document at most {MAX_DOCUMENT_BYTES:,}")
     match = _SEAL.fullmatch(data[-_SEAL_BYTES:]) or _SEAL.fullmatch(data[1 - _SEAL_BYTES :])
     if match is None:
         raise _corrupt(where, "it does not end with its sha256")
     body = data[: -len(match[0])] + b"}"
-    expected, sha256 = match[1].decode(), sha256_hex(body)
+    digest = hashlib.sha256(memoryview(body)[:-1])
+    of_all = digest.copy()
+    digest.update(b"}")
+    of_all.update(match[0])
+    expected, sha256 = match[1].decode(), digest.hexdigest()
     if sha256 != expected:
         raise _corrupt(where, f"expected sha256 {expected}, found {sha256}")
-    return body
+    return body, of_all.hexdigest()
 
 
 def _parse(body: bytes, where: str) -> dict[str, Any]:
     try:
         text = body.decode("utf-8")
-        content = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+        content = _DECODER.decode(text)
         members = _members(content)
         # Without escapes and loose colons, keys can be counted in the bytes: far cheaper than a hook per object.
         if b"\\" in body or _LOOSE_COLON.search(body) or body.count(b'":') != members:
@@ -145,6 +154,9 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is too large a number")
     return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 
 
 def _members(content: object) -> int:

@@ -199,6 +199,9 @@ def _parquet(fs: Filesystem, path: str) -> Iterator[Any]:
         raise
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise _damaged(fs, path, str(error)) from error
+    finally:
+        # Arrow would keep it for the next file, while numpy sorts.
+        pa.default_memory_pool().release_unused()
 
 
 def _ids_of(column: Any) -> tuple[np.ndarray, bool]:

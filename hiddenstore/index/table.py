@@ -4,6 +4,7 @@ Shapes: N samples.
 """
 
 import re
+from binascii import hexlify
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -39,8 +40,12 @@ class Ids(Sequence[str]):
 
     @classmethod
     def of_digits(cls, digits: str) -> "Ids":
-        """Of ids of 32 hex digits, end to end."""
-        return cls(np.frombuffer(bytes.fromhex(digits), dtype=f"S{ID_BYTES}"), True)
+        """Of ids of 32 hex digits, end to end. Raises ValueError: that is not what ``digits`` are."""
+        packed = bytes.fromhex(digits)
+        # Capitals and blanks are digits for Python.
+        if packed.hex() != digits:
+            raise ValueError("an id has a character that is no hex digit")
+        return cls(np.frombuffer(packed, dtype=f"S{ID_BYTES}"), True)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -75,6 +80,14 @@ class Ids(Sequence[str]):
         """The ids at int [n] or bool [N]."""
         return Ids(self.values[rows], self.packed)
 
+    def permuted(self, order: np.ndarray) -> "Ids":
+        """These in the order int [N]; packed ones in their own memory, so that it holds half of them twice."""
+        if not self.packed:
+            return self.take(order)
+        for half in self.values.view(np.uint64).reshape(-1, 2).T:
+            half[:] = half[order]
+        return self
+
     def texts(self, values: np.ndarray) -> list[str]:
         """Values of this array as text."""
         if not self.packed:
@@ -87,7 +100,7 @@ class Ids(Sequence[str]):
         values = self.values[rows]
         for start in range(0, len(values), 65_536):
             part = values[start : start + 65_536]
-            text = part.tobytes().hex("\n", ID_BYTES).encode() if self.packed else b"\n".join(part.tolist())
+            text = hexlify(part.tobytes(), "\n", ID_BYTES) if self.packed else b"\n".join(part.tolist())
             yield text if start == 0 else b"\n" + text
 
     def bounds(self, text: str) -> tuple[int, int]:
@@ -153,7 +166,7 @@ def joined(tables: Sequence[SampleTable]) -> SampleTable:
     for table in tables:
         table.ids = ids.take(np.zeros(0, dtype=np.int64))
     order = _order(ids, lambda name: np.concatenate([table.columns[name] for table in tables]))
-    ids = ids.take(order)
+    ids = ids.permuted(order)
     names = list(tables[0].columns)
     return SampleTable(ids, {name: np.concatenate([t.columns.pop(name) for t in tables])[order] for name in names})
 

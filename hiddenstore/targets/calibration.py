@@ -8,13 +8,9 @@ Shapes: L aux layers, T tokens of the slice, R of them with a final hidden, D ta
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
-from torch import Tensor
 
 from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.files import layout
@@ -24,6 +20,9 @@ from hiddenstore.fs.seam import Filesystem
 from hiddenstore.records import Record
 from schemas.advice import CalibrationSlice, SliceSample
 from schemas.capture import FINAL, CaptureSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SLICE_PATH = f"{layout.CALIBRATION_DIR}/slice.json"
 MOST_TOKENS = 4096
@@ -35,8 +34,8 @@ class Slice:
     """aux bfloat16 [L, T, D], layers ascending; final bfloat16 [R, D]; samples end to end."""
 
     samples: tuple[SliceSample, ...]
-    aux: Tensor
-    final: Tensor
+    aux: "Tensor"
+    final: "Tensor"
 
     @property
     def tokens(self) -> int:
@@ -55,6 +54,8 @@ def take_slice(records: Iterable[Record], capture: CaptureSpec, from_first: bool
     The record that does not fit gives what room is left, up to its last final row, and ends the slice; of a capture
     that rebuilds states, or ``from_first``, what room is left from its first token on, which alone can be rebuilt.
     """
+    import torch
+
     left = slice_tokens(capture)
     samples: list[SliceSample] = []
     aux: list[Tensor] = []
@@ -74,12 +75,14 @@ def take_slice(records: Iterable[Record], capture: CaptureSpec, from_first: bool
 
 def write_slice(fs: Filesystem, states: Slice, capture: CaptureSpec) -> bool:
     """Publish a slice; False when the store has one already."""
+    from safetensors.torch import save
+
     if fs.size(SLICE_PATH) is not None:
         return False
     tensors = {name: states.aux[index].contiguous() for index, name in enumerate(capture.aux_fields)}
     if capture.final != "none":
         tensors[FINAL] = states.final.contiguous()
-    data = bytes(save_tensors(tensors))
+    data = bytes(save(tensors))
     document = CalibrationSlice(
         fields=tuple(tensors), samples=states.samples, file_sha256=sha256_hex(data), size=len(data)
     )
@@ -89,6 +92,10 @@ def write_slice(fs: Filesystem, states: Slice, capture: CaptureSpec) -> bool:
 def read_slice(fs: Filesystem, capture: CaptureSpec) -> Slice | None:
     """The slice of a store, None when it has none. Raises CorruptionError: ``document-corrupt``, or
     ``calibration-corrupt``: the states are not those the document names."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load as load_tensors
+
     document = slice_document(fs)
     if document is None:
         return None

@@ -8,7 +8,6 @@ from hiddenstore.files.damage import reading_only
 from hiddenstore.files.folders import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.verify.bytes import check_content
 from hiddenstore.verify.report import DEPTHS, Begin, Depth, Finding, Report, unseen
 from hiddenstore.verify.structure import check_structure
 
@@ -45,6 +44,8 @@ def verify(
     with reading_only():
         store = check_structure(fs, report)
         if store is not None and (depth == "bytes" or also_bytes):
+            from hiddenstore.verify.bytes import check_content
+
             size = sum(file.size for file in store.manifest.target_files)
             size += sum(record.bytes_stored for record in store.commits())
             check_content(store, report, begin("verify bytes", size, "bytes"))

@@ -13,6 +13,8 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from hiddenstore.commit import committed_units, lost_samples, missing_commit, read_commit
 from hiddenstore.console.text import plural
@@ -26,8 +28,8 @@ from hiddenstore.index.catalog import Catalog, read_catalog, read_replaced
 from hiddenstore.index.file import IndexFile, index_numbers, renumbered
 from hiddenstore.index.listed import Listed
 from hiddenstore.index.publish import replaced_indexes
-from hiddenstore.index.table import SampleTable, joined
-from hiddenstore.inputs import RegisteredInput, registered_inputs
+from hiddenstore.index.table import ID_BYTES, Ids, SampleTable, joined
+from hiddenstore.inputs import RegisteredInput, registered_inputs, text_of
 from hiddenstore.store import Store, load_snapshot
 from hiddenstore.targets.calibration import SLICE_PATH, slice_document, unnamed_slices
 from hiddenstore.threads import Threads, reading_threads
@@ -57,6 +59,8 @@ def check_structure(fs: Filesystem, report: Report) -> Store | None:
     report.findings += [Finding.of(error) for error in catalog.damaged]
     report.units, report.samples, report.files = len(catalog), int(catalog.facts["samples"].sum()), look.files
     look.finish()
+    # Their memory is for the comparison of the indexes.
+    look.inputs.clear()
     frozen = _Frozen(fs, catalog, look.inputs_of)
     indexes = check_indexes(fs, catalog)
     report.findings += [*look.size_findings, *look.input_findings, *frozen.findings]
@@ -140,14 +144,17 @@ class _Look:
         self.input_findings: list[Finding] = []
         self.pending: list[Finding] = []
         self._waiting: list[Listed] = []
-        self._inputs: dict[str, RegisteredInput] = {}
-        for digest, registered in registered_inputs(fs).items():
+        self.inputs: list[_Members] = []
+        for digest in registered_inputs(fs):
             path = layout.input_path(digest)
             try:
-                self._missing_units(registered, twice(fs, partial(getattr, registered, "units"), path), path)
-                self._inputs[digest] = registered
+                members = twice(fs, partial(_Members, fs, digest), path)
+                self._missing_units(members, path)
+                self.inputs.append(members)
             except DAMAGE as error:
                 self.input_findings.append(Finding.of(error, path))
+            # Arrow would keep the memory of the table.
+            pa.default_memory_pool().release_unused()
 
     def record(self, item: Listed) -> None:
         """One record."""
@@ -155,8 +162,8 @@ class _Look:
         self.pending += _pending(item)
         self.files += len(head.files)
         self.segments[item.name], self.inputs_of[item.name] = head.segment, head.input
-        for registered in self._inputs.values():
-            if expected := registered.members(head.unit):
+        for members in self.inputs:
+            if expected := members.of(head.unit):
                 self.input_findings += _membership(item, expected)
         self._waiting.append(item)
         if len(self._waiting) >= AT_ONCE:
@@ -172,21 +179,49 @@ class _Look:
                 self.size_findings += findings
         self._waiting = []
 
-    def _missing_units(self, registered: RegisteredInput, units: Sequence[str], path: str) -> None:
+    def _missing_units(self, members: "_Members", path: str) -> None:
         named = committed_units(self._fs)
-        missing = [unit for unit in units if unit not in named]
+        missing = [unit for unit in members.places if unit not in named]
         if missing:
-            lost = tuple(name for unit in missing for name in registered.members(unit))
+            lost = tuple(name for unit in missing for name in members.of(unit))
             detail = (
-                f"{len(missing)} of {len(units)} units have no commit ({_some(missing)}): what made it "
+                f"{len(missing)} of {len(members.places)} units have no commit ({_some(missing)}): what made it "
                 "(collect, copy, import) is not finished, and the same command goes on"
             )
             self.input_findings.append(Finding("incomplete", path, lost, detail))
 
 
-def _membership(item: Listed, expected: list[str]) -> Iterator[Finding]:
+class _Members:
+    """The samples of an input by unit, without its table, which takes four times as much memory."""
+
+    def __init__(self, fs: Filesystem, digest: str) -> None:
+        registered = RegisteredInput(fs, digest)
+        column, rows = registered.table["sample_id"].cast(pa.string()), registered.rows
+        self.places = registered.places
+        self._ids = _ids_of(column if rows is None else column.take(rows))
+
+    def of(self, unit: str) -> Sequence[str]:
+        """Those of one unit, in order; none of a unit that the input does not have."""
+        start, stop = self.places.get(unit, (0, 0))
+        return Ids(self._ids.values[start:stop], True) if isinstance(self._ids, Ids) else self._ids[start:stop]
+
+
+def _ids_of(column: pa.ChunkedArray) -> Ids | list[str]:
+    """A column of text, packed where every text is a digest."""
+    if pc.all(pc.equal(pc.binary_length(column), 2 * ID_BYTES)).as_py():
+        with suppress(ValueError):
+            batches = pa.table([column], names=["id"]).to_batches(1 << 16)
+            parts = [Ids.of_digits(str(text_of(batch.column(0)), "ascii")).values for batch in batches]
+            return Ids(np.concatenate(parts), True)
+    texts: list[str] = column.to_pylist()
+    return texts
+
+
+def _membership(item: Listed, members: Sequence[str]) -> Iterator[Finding]:
     """Samples and rejects of a unit must add up to what its input says."""
-    path = f"{layout.COMMITS_DIR}/{item.name}"
+    if not item.head.rejects and item.samples.ids == members:
+        return
+    path, expected = f"{layout.COMMITS_DIR}/{item.name}", list(members)
     stored = [*item.samples.ids[:], *(reject.id for reject in item.head.rejects)]
     if stored == expected:
         return
@@ -454,9 +489,9 @@ class _IndexLook:
     def _agrees(self, table: SampleTable, numbers: np.ndarray) -> bool:
         covers = np.zeros(len(self._places), dtype=bool)
         covers[numbers[numbers >= 0]] = True
-        expected = self._truth.take(covers[self._truth.record])
-        if bool(table.repeats().any()):
-            table, expected = (part.take(part.order()) for part in (table, expected))
-        if len(table) != len(expected) or table.ids != expected.ids:
+        rows = np.flatnonzero(covers[self._truth.record])
+        if len(table) != len(rows) or table.ids != self._truth.ids.take(rows):
             return False
-        return all(np.array_equal(column, expected.columns[name]) for name, column in table.columns.items())
+        if bool(table.repeats().any()):
+            table = table.take(table.order())
+        return all(np.array_equal(column, self._truth.columns[name][rows]) for name, column in table.columns.items())

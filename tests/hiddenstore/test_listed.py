@@ -1,6 +1,7 @@
 """Records read as columns say what records say, and refuse what they refuse, whatever their bytes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,25 @@ def outcome(item: Listed | HiddenstoreError) -> tuple[object, ...]:
     return item.name, item.sha256, head, item.samples.ids[:], columns, item.facts
 
 
+def body_of(store: Store, number: int) -> bytes:
+    name = store.catalog.names[number]
+    return checked_body(Path(store.path, layout.COMMITS_DIR, name).read_bytes(), name)
+
+
+@contextmanager
+def records_of(store: Store, bodies: Mapping[int, bytes]) -> Iterator[None]:
+    """Other records under the names of some, each with its digest."""
+    paths = {Path(store.path, layout.COMMITS_DIR, store.catalog.names[number]): bodies[number] for number in bodies}
+    sound = {path: path.read_bytes() for path in paths}
+    for path, body in paths.items():
+        path.write_bytes(b'%s,"sha256":"%s"}\n' % (body[:-1], sha256_hex(body).encode()))
+    try:
+        yield
+    finally:
+        for path, data in sound.items():
+            path.write_bytes(data)
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return make_store(tmp_path_factory.mktemp("listed") / "store", samples=6, container="webdataset")
@@ -80,16 +100,24 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_both_readers_of_a_record_agree(store: Store, change: Change) -> None:
-    name = store.catalog.names[0]
-    path = Path(store.path, layout.COMMITS_DIR, name)
-    sound = path.read_bytes()
-    body = change(checked_body(sound, name))
-    path.write_bytes(b'%s,"sha256":"%s"}\n' % (body[:-1], sha256_hex(body).encode()))
-    try:
-        (listed,), (read,) = list_records(store.fs, [name]), read_many(store.fs, [name])
-    finally:
-        path.write_bytes(sound)
-    assert outcome(listed) == outcome(Listed.of(read) if isinstance(read, Commit) else read)
+    changed, name = change(body_of(store, 0)), store.catalog.names[0]
+    for names in ([name], store.catalog.names, store.catalog.names[::-1], [name, name]):
+        with records_of(store, {0: changed}):
+            listed, read = list_records(store.fs, names), read_many(store.fs, names)
+        assert [outcome(item) for item in listed] == [
+            outcome(Listed.of(item) if isinstance(item, Commit) else item) for item in read
+        ]
+
+
+@pytest.mark.parametrize("border", [b'"final_start"', b'"id"', b'"supervised"', b"}"])
+def test_a_sample_in_two_records_is_in_neither(store: Store, border: bytes) -> None:
+    """The end of the first record's last sample moves to the beginning of the second's first."""
+    first, second = body_of(store, 0), body_of(store, 1)
+    end, opening = first.index(b'],"segment"'), b'"samples":['
+    cut = first.rindex(border, 0, end)
+    moved = opening + first[cut:end] + b","
+    with records_of(store, {0: first[:cut].rstrip(b",") + first[end:], 1: second.replace(opening, moved, 1)}):
+        assert all(isinstance(item, HiddenstoreError) for item in list_records(store.fs, store.catalog.names[:2]))
 
 
 def test_what_this_package_writes_is_read_by_the_quick_way(store: Store) -> None:

@@ -41,6 +41,27 @@ GOLDEN_IDS = "532d4850cc2cc58fb7cdf12527573401"
 GOLDEN_ORDER = "a8f1f08e34b09ec408bb42c0a6e4afb996d7e472922fd69a5828860e804c1951"
 
 
+@pytest.mark.parametrize("high", [64, 44, 20, 0])
+def test_an_order_is_that_of_the_whole_hashes_however_many_of_their_bits_are_alike(
+    high: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashes that keep ``high`` of their first bits beside those that tell them apart."""
+    kept = np.uint64((1 << 64) - (1 << (64 - high)))
+
+    def hashed(ranks: np.ndarray) -> np.ndarray:
+        return splitmix64(ranks) & kept | ranks * np.uint64(2_654_435_761) % np.uint64(1 << 16)
+
+    monkeypatch.setattr("hiddenstore.data.order._hash", lambda ranks, key: hashed(ranks))
+    for count in (0, 1, 2, 3, 4096, 50_000):
+        expected = np.argsort(hashed(np.arange(count, dtype=np.uint64)))
+        assert np.array_equal(Order(ids_of(count)).permutation(0, 0), np.argsort(ranks_of(count))[expected])
+
+
+def ranks_of(count: int) -> np.ndarray:
+    """Where each id comes when they are sorted."""
+    return np.argsort(np.argsort(np.array(ids_of(count), dtype=np.bytes_)))
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text("0123456789abcdef", min_size=1, max_size=8), unique=True), st.integers(), st.integers(0, 9))
 def test_an_order_is_a_permutation_that_ignores_how_the_ids_were_given(ids: list[str], seed: int, epoch: int) -> None:

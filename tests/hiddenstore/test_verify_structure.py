@@ -1,12 +1,16 @@
 """verify finds what is missing, left over, cut short or changed, and names the file and the samples."""
 
+import subprocess
+import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from hiddenstore.errors import ConfigError, NotFoundError
 from hiddenstore.files import layout
 from hiddenstore.files.documents import seal
+from hiddenstore.inputs import REGISTERED, encode_registered, table_digest
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_store, random_records
 from hiddenstore.verify import Report, verify
@@ -32,6 +36,32 @@ def test_a_healthy_store_has_no_finding_at_the_first_two_depths(tmp_path: Path, 
         assert report.findings == report.notes == []
         assert (report.units, report.samples) == (len(store.commits()), 10)
     assert report.bytes_checked > sum(record.bytes_stored for record in store.commits())
+
+
+def test_structure_is_checked_without_torch(tmp_path: Path) -> None:
+    """Loading it takes longer than a small store."""
+    store = make_store(tmp_path, samples=10)
+    program = (
+        "import sys\n"
+        "from hiddenstore.verify import verify\n"
+        "assert not verify(sys.argv[1]).findings\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program, store.path], timeout=120, check=True)
+
+
+@pytest.mark.parametrize("other", ["0" * 31 + "F", "0" * 31 + " ", "é" * 32, "é" * 16, "a" * 31 + "\0", "b" * 64, ""])
+def test_samples_that_an_input_names_otherwise_are_missing(tmp_path: Path, other: str) -> None:
+    """Whatever text stands for the id of the first sample of a unit."""
+    store = make_store(tmp_path, samples=4)
+    unit, ids = store.commits()[0].unit, [sample.id for sample in store.commits()[0].samples]
+    rows = pa.table([[other, *ids[1:]], [unit] * len(ids), [8] * len(ids), ["train"] * len(ids)], schema=REGISTERED)
+    store.fs.put_if_absent(layout.input_path(table_digest(rows)), encode_registered(rows))
+    found = [finding for finding in verify(store.path).findings if finding.kind.startswith("samples")]
+    assert [(finding.kind, finding.samples) for finding in found] == [
+        ("samples-missing", (other,)),
+        ("samples-unexpected", (ids[0],)),
+    ]
 
 
 def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
