@@ -73,7 +73,7 @@ def _show_events(events: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _machines(hosts: Sequence[str]) -> str:
-    return "–" if not hosts else f"{hosts[0]} +{len(hosts) - 1}" if hosts[1:] else hosts[0]
+    return "–" if not hosts else f"{len(hosts)} machines" if hosts[1:] else hosts[0]
 
 
 def _when(text: str | None) -> str:

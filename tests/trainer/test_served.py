@@ -305,7 +305,7 @@ def test_a_llama_server_says_the_gaps_of_a_completion_in_the_form_of_chats():
     with fake_server(engine="llamacpp", lead=0.5) as server:
         client = HttpClient(ServerAccess(server.url))
         choices = LlamacppServer(client, None, lambda messages: [1]).choices([], SamplingOptions(4))
-    assert choices == [("MADE", 0.5, "")]
+    assert choices == [("MADE", 0.5, "", -0.5)]
 
 
 def test_options_that_would_be_left_unread_are_refused(prompts, tmp_path):

@@ -92,12 +92,6 @@ def test_a_short_run_takes_a_higher_rate_under_muon(store: Store, words: list[st
     assert load_config(store, words=[*words, "optim.lr=3e-4"]).optim.lr == 3e-4
 
 
-def test_dspark_takes_twice_the_rate_of_the_block_drafter_below_it(store: Store) -> None:
-    words = ["train.max_steps=500", "drafter.mask_token_id=0"]
-    dflash, dspark = (load_config(store, name, words=words).optim.lr for name in ("dflash", "dspark"))
-    assert dspark == pytest.approx(2 * dflash)
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -88,6 +88,7 @@ def decode(
     head, unusable = bundle_of(live.model, info.spec.head), list[str]()
     drafter = load_drafter(run, device, head=head)
     source, copy = tee(read_prompts(prompts, live.tokenizer, live.identity, "validation", unusable))
+    rule = partial(speculate.RejectionSampling, temperature, drafter.vocab.target_ids) if temperature else None
     with Progress("decode", total=count, unit="prompts") as progress:
         result = speculate.decode(
             live,
@@ -95,16 +96,14 @@ def decode(
             (prompt.ids for prompt in source),
             shapes,
             speculate.DecodeLimits(count, max_new_tokens),
-            rule=partial(speculate.RejectionSampling, temperature, drafter.vocab.target_ids) if temperature else None,
+            rule=rule,
             on_prompt=lambda done: progress.update(len(done.prompts), looping=done.looping),
         )
     rivals = [load_drafter(run, device, head=head, untrained=True)] if untrained else []
     simulated, floor = _simulate_same_text(result, live, [drafter, *rivals], store)
     document = {
         **{"run": run, "step": drafter.step, "target": live.identity.name, "prompts_from": prompts},
-        "prompts_unusable": len(unusable),
-        "temperature": temperature,
-        "dtype": live.identity.dtype,
+        **{"prompts_unusable": len(unusable), "temperature": temperature, "dtype": live.identity.dtype},
         **_document(result, simulated, temperature, live.identity.dtype),
         **floor_members(floor),
     }
@@ -282,6 +281,8 @@ def _write_answers(path: str | None, result: "DecodeResult", source: "Iterable[P
     ``prepare`` from teaching its end."""
     if path is None:
         return
+    from hiddenstore.fs.publish import replace_file
+
     prompts, stops, lines = list(source), live.stop_ids, []
     for index, prompt, answer in zip(result.indices, result.prompts, result.by_shape[-1].answers, strict=True):
         text = live.tokenizer.decode(answer, skip_special_tokens=True)
@@ -291,4 +292,4 @@ def _write_answers(path: str | None, result: "DecodeResult", source: "Iterable[P
             end = {} if answer[-1] in stops else {"finish_reason": "length"}
             row["messages"] = [*messages, {"role": "assistant", "content": text, **end}]
         lines.append(json.dumps(row, ensure_ascii=False))
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    replace_file(Path(path), ("\n".join(lines) + "\n").encode())
