@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.memory import keep_freed_memory
 from hiddenstore.targets.checkpoint import damage, inapplicable, require_applied, require_complete
 from hiddenstore.targets.folder import TargetFolder, first_line
 
@@ -43,6 +44,7 @@ def load_model(folder: TargetFolder, device: "str | torch.device", other_way: st
         raise ConfigError(problem, kind=Kind.NOT_INSTALLED, hint="pip install 'hiddenstore[hf]'")
     require_applied(folder, other_way)
     logging.disable_progress_bar()
+    keep_freed_memory()
     settings |= {"revision": folder.revision, "trust_remote_code": folder.trust_remote_code}
     try:
         # Tensors of another shape are reported with the rest, by name, and refused.

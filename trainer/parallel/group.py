@@ -4,9 +4,7 @@ An error of one rank is told to all before any stops, so that none waits for a r
 messages travel through gloo; gradients through NCCL where they lie on a GPU.
 """
 
-import ctypes
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -32,25 +30,6 @@ def use_all_cores() -> int:
         cores = min(torch.get_num_threads(), usable_cores())
         torch.set_num_threads(max(1, cores // local_ranks))
     return torch.get_num_threads()
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_MMAP_MOST = 32 << 20
-"""The largest threshold glibc takes."""
-_TRIM_MOST = (1 << 31) - 1
-
-
-def keep_freed_memory() -> bool:
-    """Ask glibc to keep freed blocks of up to 32 MiB instead of returning them to the kernel; False without glibc. A
-    step frees and asks again for the same tensors. Each one returned costs a fault for every page of the next: 5,000 to
-    10,000 of them a step, 5 to 10 % of the CPU time of an EAGLE-3 step of 512 tokens."""
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_MOST)) and bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_MOST))
 
 
 _KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}

@@ -14,6 +14,7 @@ from hiddenstore.data.view import WHOLE
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.files.documents import seal, unseal
 from hiddenstore.files.lock import FolderLock
+from hiddenstore.memory import keep_freed_memory
 from hiddenstore.store import Store
 from hiddenstore.targets.load import pick_device
 from schemas.manifest import Snapshot
@@ -24,7 +25,7 @@ from trainer.drafters.blocks import compile_blocks
 from trainer.losses.teacher import TargetInterface
 from trainer.parallel.context import ContextGroup, context_group
 from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
-from trainer.parallel.group import ProcessGroup, keep_freed_memory, limit_kernel_caches
+from trainer.parallel.group import ProcessGroup, limit_kernel_caches
 from trainer.settings import config_class
 from trainer.train import checkpoint
 from trainer.train.epochs import batches_at, token_batches, view_of
