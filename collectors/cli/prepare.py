@@ -40,7 +40,7 @@ TOKEN_OPTIONS = (
 @click.command(
     epilog=examples(
         "hiddenstore prepare chats.jsonl -o data --target Qwen/Qwen3-8B --max-tokens 4096",
-        "hiddenstore prepare preset:ultrachat preset:gsm8k -o data --target ./llama --overlong drop --val 2%",
+        "hiddenstore prepare dataset:ultrachat dataset:gsm8k -o data --target ./llama --overlong drop --val 2%",
         "hiddenstore prepare 'HuggingFaceH4/ultrachat_200k:train_sft[:1000]' -o data --target T --loss-on last-turn",
         "hiddenstore prepare --mix mix.yaml --mode generate --augment default -o prompts.jsonl",
     )
@@ -94,9 +94,9 @@ TOKEN_OPTIONS = (
 )
 @click.option("--workers", type=click.IntRange(min=1), metavar="W", help="Processes; default: all cores when worth it.")
 @click.option(
-    "--preset-root", "dataset_root", type=click.Path(), metavar="DIR", help="Local copies of presets: DIR/OWNER/NAME."
+    "--dataset-root", "dataset_root", type=click.Path(), metavar="DIR", help="Local copies of datasets: DIR/OWNER/NAME."
 )
-@click.option("--list-presets", is_flag=True, help="Show the presets and stop.")
+@click.option("--list-datasets", is_flag=True, help="Show the datasets by name and stop.")
 @common_options
 @click.pass_context
 def prepare(
@@ -108,17 +108,17 @@ def prepare(
     mode: str,
     augment: str | None,
     dataset_root: str | None,
-    list_presets: bool,
+    list_datasets: bool,
     **options: Any,
 ) -> None:
     """Turn conversations into tokens with a loss mask (DATA) that collect takes.
 
     INPUT is a JSONL, JSON or parquet file of OpenAI messages, ShareGPT conversations, prompts and completions or
-    Alpaca's instructions, some of its rows (FILE:train[:1000]), a folder of them, a preset by name (preset:ultrachat,
-    preset:NAME:SPLIT[slice]) or a datasets id written name[config]:split[slice]. The mask comes
+    Alpaca's instructions, some of its rows (FILE:train[:1000]), a folder of them, a dataset by name (dataset:ultrachat,
+    dataset:NAME:SPLIT[slice]) or a datasets id written name[config]:split[slice]. The mask comes
     from the {% generation %} tags of the chat template; where it has none, from comparing rendered prefixes.
     """
-    if list_presets:
+    if list_datasets:
         _show_datasets()
         return
     sources = _sources(inputs, mix)
@@ -286,7 +286,7 @@ def _show_datasets() -> None:
             )
             for row in rows
         ]
-        output().table(["preset", "what", Column("from", wide=True)], table)
+        output().table(["dataset", "what", Column("from", wide=True)], table)
 
-    output().data({"presets": rows}, human=human)
-    output().hint("hiddenstore", "prepare", f"preset:{rows[0]['name']}", "-o", "data", "--target", "T")
+    output().data({"datasets": rows}, human=human)
+    output().hint("hiddenstore", "prepare", f"dataset:{rows[0]['name']}", "-o", "data", "--target", "T")

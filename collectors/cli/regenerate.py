@@ -40,7 +40,7 @@ class Shard(click.ParamType):
     epilog=examples(
         "hiddenstore regenerate chats.jsonl -o answers.jsonl --server http://localhost:8000 --temperature 0.8",
         "hiddenstore regenerate prompts.jsonl -o answers.jsonl --server https://host/v1 --model M --api-key-env KEY",
-        "hiddenstore regenerate preset:ultrachat -o answers.jsonl --server http://node2:8000 --shard 2/4",
+        "hiddenstore regenerate dataset:ultrachat -o answers.jsonl --server http://node2:8000 --shard 2/4",
         "hiddenstore regenerate chats.jsonl -o parts --server URL --set turns=last --set rows_per_file=1000",
         "hiddenstore regenerate self:2000 -o answers.jsonl --target ./target    # questions of its own",
         "hiddenstore regenerate chats.jsonl -o answers.jsonl --target ./target --engine-python ENV/bin/python",

@@ -1,7 +1,7 @@
-"""Datasets by name, from ``datasets.yaml``: ``preset:NAME``, or ``preset:NAME:SPLIT[slice]`` for one of its splits.
+"""Datasets by name, from ``datasets.yaml``: ``dataset:NAME``, or ``dataset:NAME:SPLIT[slice]`` for one of its splits.
 
-A dataset comes from a copy below ``--preset-root`` where there is one, else through ``datasets`` from its cache or hub.
-How its rows become rows with ``messages`` is one small function for each shape of row.
+A dataset comes from a copy below ``--dataset-root`` where there is one, else through ``datasets`` from its cache or
+hub. How its rows become rows with ``messages`` is one small function for each shape of row.
 """
 
 import ast
@@ -45,7 +45,7 @@ class Shape:
             raise ConfigError(
                 f"{table} has no column {' or '.join(missing)}; it has {', '.join(names) or 'none'}",
                 kind=Kind.INPUT_COLUMNS,
-                hint="give the file itself where its rows hold messages, or another copy with --preset-root DIR",
+                hint="give the file itself where its rows hold messages, or another copy with --dataset-root DIR",
             )
         return [name for name in names if name in (*self.columns, *self.optional)]
 
@@ -193,7 +193,7 @@ SHAPES = {
 }
 
 
-PRESET = "preset:"
+DATASET = "dataset:"
 """What an input that names a dataset of the table begins with."""
 
 _NAME = re.compile(r"([^:]+)(?::(.+))?")
@@ -237,16 +237,16 @@ def find_dataset(name: str) -> NamedDataset:
     datasets = named_datasets()
     if name in datasets:
         return datasets[name]
-    problem = f"there is no preset {name!r}" + (f"; did you mean {near}?" if (near := nearest(name, datasets)) else "")
-    raise ConfigError(problem, kind=Kind.NAME_UNKNOWN, hint="hiddenstore prepare --list-presets")
+    problem = f"there is no dataset {name!r}" + (f"; did you mean {near}?" if (near := nearest(name, datasets)) else "")
+    raise ConfigError(problem, kind=Kind.NAME_UNKNOWN, hint="hiddenstore prepare --list-datasets")
 
 
 def open_named(text: str, root: str | Path | None = None) -> list[Source]:
-    """The sources behind ``preset:NAME[:SPLIT]``, one for each of its splits; ``root`` holds local copies. Raises
+    """The sources behind ``dataset:NAME[:SPLIT]``, one for each of its splits; ``root`` holds local copies. Raises
     NotFoundError: ``name-unknown``, ``path-missing`` (not below ``root``); ConfigError: ``dataset-split``,
     ``input-columns`` and what ``open_table`` raises."""
-    match = _NAME.fullmatch(text.removeprefix(PRESET))
-    name, split = match.groups() if match else (text.removeprefix(PRESET), None)
+    match = _NAME.fullmatch(text.removeprefix(DATASET))
+    name, split = match.groups() if match else (text.removeprefix(DATASET), None)
     dataset = find_dataset(name)
     file = _single_file(root, name)
     if file is not None:
@@ -282,8 +282,8 @@ def _select(dataset: NamedDataset, sliced: str | None) -> tuple[HubSplit, ...]:
     if splits:
         return tuple(replace(split, split=sliced) for split in splits)
     names = ", ".join(dict.fromkeys(str(split.split) for split in dataset.splits))
-    problem = f"preset {dataset.name} has no split {name!r}; it has {names}"
-    raise ConfigError(problem, kind=Kind.DATASET_SPLIT, hint="hiddenstore prepare --list-presets")
+    problem = f"dataset {dataset.name} has no split {name!r}; it has {names}"
+    raise ConfigError(problem, kind=Kind.DATASET_SPLIT, hint="hiddenstore prepare --list-datasets")
 
 
 def _single_file(root: str | Path | None, name: str) -> Path | None:
@@ -327,8 +327,8 @@ def _read(row: Row, shape: Shape) -> Any:
     try:
         shaped = shape.read(value)
     except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
-        detail = f"a row of this preset holds {', '.join(shape.columns)}: {type(error).__name__} {error}"
-        return Problem(row.location, "preset-row", detail)
+        detail = f"a row of this dataset holds {', '.join(shape.columns)}: {type(error).__name__} {error}"
+        return Problem(row.location, "dataset-row", detail)
     if leaves_question_out(shaped["messages"]):
         detail = "the publisher left the question out; it has to be put back from the set that it came from"
         return Problem(row.location, "question-left-out", detail)

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from collectors.conversations.datasets import PRESET, find_dataset, open_named
+from collectors.conversations.datasets import DATASET, find_dataset, open_named
 from collectors.conversations.files import SUFFIXES, open_file
 from collectors.conversations.hub import is_saved_dataset, open_dataset
 from collectors.conversations.rows import Row, Source
@@ -41,7 +41,7 @@ def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> 
     for text in inputs:
         path, cut = _sliced(text)
         slices.append(cut)
-        if text.startswith(PRESET):
+        if text.startswith(DATASET):
             opened.append([*open_named(text, dataset_root)])
         elif path.is_dir() and not is_saved_dataset(path):
             files = _files_below(path)
@@ -114,16 +114,16 @@ class _Settings(BaseModel):
 
 
 class MixSource(_Settings):
-    """One source: exactly one of ``preset``, ``file`` (or folder) and ``dataset`` (``name[config]:split[slice]``).
+    """One source: exactly one of ``dataset``, ``file`` (or folder) and ``hub`` (``name[config]:split[slice]``).
 
-    ``preset`` is a dataset by name; ``split`` chooses one split of it or of ``dataset``. ``cap`` is the most rows taken
-    of each split or file; ``weight`` the share of the mix relative to the other weights. ``augment`` False: no variants
-    of its prompts.
+    ``dataset`` is one of the table, by name; ``split`` chooses one split of it or of ``hub``. ``cap`` is the most rows
+    taken of each split or file; ``weight`` the share of the mix relative to the other weights. ``augment`` False: no
+    variants of its prompts.
     """
 
-    preset: str | None = None
-    file: str | None = None
     dataset: str | None = None
+    file: str | None = None
+    hub: str | None = None
     split: str | None = None
     cap: int | None = Field(default=None, ge=1)
     weight: float | None = Field(default=None, gt=0)
@@ -131,9 +131,9 @@ class MixSource(_Settings):
 
     @model_validator(mode="after")
     def _one_source(self) -> "MixSource":
-        given = [name for name in ("preset", "file", "dataset") if getattr(self, name) is not None]
+        given = [name for name in ("dataset", "file", "hub") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"a source is one of preset, file or dataset, found {' and '.join(given) or 'none'}")
+            raise ValueError(f"a source is one of dataset, file or hub, found {' and '.join(given) or 'none'}")
         if self.split is not None and self.file is not None:
             raise ValueError("a file has no split")
         return self
@@ -141,7 +141,7 @@ class MixSource(_Settings):
     @property
     def text(self) -> str:
         """The source as the command line writes it."""
-        name = f"{PRESET}{self.preset}" if self.preset is not None else self.file or self.dataset
+        name = f"{DATASET}{self.dataset}" if self.dataset is not None else self.file or self.hub
         return f"{name}:{self.split}" if self.split is not None else str(name)
 
 
@@ -178,7 +178,7 @@ class MixedSource:
         """Whether variants of its prompts are asked for; a dataset in many languages says no by itself."""
         if self.entry.augment is not None:
             return self.entry.augment
-        return self.entry.preset is None or not find_dataset(self.entry.preset).is_multilingual
+        return self.entry.dataset is None or not find_dataset(self.entry.dataset).is_multilingual
 
 
 def read_mix(path: str | Path) -> Mix:
@@ -211,8 +211,8 @@ def open_inputs(inputs: Sequence[str] | Mix, dataset_root: str | Path | None = N
         raise ConfigError("no input given", kind=Kind.INPUT_EMPTY, hint="hiddenstore prepare INPUT… -o DATA --target T")
     mixed: list[MixedSource] = []
     for text, sources in zip(inputs, open_each(inputs, dataset_root), strict=True):
-        name = text.removeprefix(PRESET).partition(":")[0]
-        entry = MixSource(preset=name) if text.startswith(PRESET) else MixSource(file=text)
+        name = text.removeprefix(DATASET).partition(":")[0]
+        entry = MixSource(dataset=name) if text.startswith(DATASET) else MixSource(file=text)
         mixed += [MixedSource(source, entry) for source in sources]
     return mixed
 

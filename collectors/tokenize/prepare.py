@@ -132,8 +132,8 @@ def prepare(
     """Write ``out`` from every conversation of ``inputs``; all of it or nothing.
 
     Args:
-        inputs: files, folders, datasets by name (``preset:NAME``) and ``datasets`` ids (``name[config]:split[slice]``),
-            read in this order; or a mix of them.
+        inputs: files, folders, datasets by name (``dataset:NAME``) and hub ids (``name[config]:split[slice]``), read in
+            this order; or a mix of them.
         target: folder or hub id whose tokenizer and chat template are used; its weights are not read.
         stopping: called between batches; a True ends the run with InterruptError and leaves nothing.
 
@@ -212,12 +212,12 @@ def _prepare(
 
 def _refuse_prompts(sources: Sequence[MixedSource], loss_on: LossOn) -> None:
     for mixed in sources:
-        name = mixed.entry.preset
+        name = mixed.entry.dataset
         if name is not None and loss_on != "all" and find_dataset(name).shape.is_prompt:
             raise ConfigError(
-                f"preset {name} holds questions without answers: there is nothing to learn from yet",
+                f"dataset {name} holds questions without answers: there is nothing to learn from yet",
                 kind=Kind.DATASET_PROMPTS_ONLY,
-                hint=f"hiddenstore prepare preset:{name} --mode generate -o prompts.jsonl, then regenerate it",
+                hint=f"hiddenstore prepare dataset:{name} --mode generate -o prompts.jsonl, then regenerate it",
             )
 
 

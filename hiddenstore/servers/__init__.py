@@ -6,17 +6,16 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import seconds
-from hiddenstore.errors import ConfigError, InterruptError, Kind, StorageError
+from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind, StorageError
 from hiddenstore.fs.seam import storage_errors
+from hiddenstore.servers.http import HttpClient, ServerAccess
 from hiddenstore.threads import usable_cores
 
 _OPENMP = "libiomp5.so"
@@ -89,6 +88,7 @@ def engine_flags(words: Iterable[str]) -> tuple[str, ...]:
 # Some compile their model first: a minute on cores of their own, a quarter of an hour on a share of one.
 START_S = 1800
 _POLL_S = 0.5
+_HEALTH_S = 5.0
 _WATCHED = Path(__file__).with_name("watched.py")
 
 
@@ -147,16 +147,17 @@ def _wait_until_up(
     url: str, process: "subprocess.Popen[bytes]", log: Path, stopping: Callable[[], bool] = lambda: False
 ) -> None:
     end = time.monotonic() + START_S
-    # No proxy of the environment reaches this machine's own ports.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    while time.monotonic() < end and process.poll() is None:
-        with suppress(OSError, HTTPException), opener.open(f"{url}/health", timeout=5):
-            return
-        if stopping():
-            raise InterruptError(
-                "stopped as asked, before the server was up", kind=Kind.INTERRUPTED, hint="the same command starts anew"
-            )
-        time.sleep(_POLL_S)
+    with closing(HttpClient(ServerAccess(url, timeout_s=_HEALTH_S, tries=1))) as client:
+        while time.monotonic() < end and process.poll() is None:
+            with suppress(HiddenstoreError):
+                return client.text("/health", lambda body: None)
+            if stopping():
+                raise InterruptError(
+                    "stopped as asked, before the server was up",
+                    kind=Kind.INTERRUPTED,
+                    hint="the same command starts anew",
+                )
+            time.sleep(_POLL_S)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     how = f"is not up after {START_S} s" if process.poll() is None else f"ended with exit code {process.returncode}"
     # The reason of a validation's error stands below its name, and a page that explains it (`errors.…/value_error`)

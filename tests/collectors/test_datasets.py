@@ -104,7 +104,7 @@ def copy_of(root: Path, split: HubSplit, row: dict[str, Any]) -> None:
 
 
 def conversations(name: str, root: Path) -> list[Conversation]:
-    found = [parse_row(row) for source in open_named(f"preset:{name}", root) for row in source.rows()]
+    found = [parse_row(row) for source in open_named(f"dataset:{name}", root) for row in source.rows()]
     assert not [item for item in found if isinstance(item, Problem)], found
     return [item for item in found if isinstance(item, Conversation)]
 
@@ -168,10 +168,10 @@ def test_a_tool_call_that_cannot_be_read_costs_its_row_alone(tmp_path: Path, cal
     asked = {"from": "human", "value": Q}
     row = {"conversations": [asked, {"from": "gpt", "value": f"<tool_call>{call}</tool_call>"}], "tools": "[{}]"}
     (tmp_path / "hermes-tools.jsonl").write_text(json.dumps(row) + "\n")
-    (source,) = open_named("preset:hermes-tools", tmp_path)
+    (source,) = open_named("dataset:hermes-tools", tmp_path)
     (found,) = [parse_row(item) for item in source.rows()]
     assert isinstance(found, Problem)
-    assert found.reason == "preset-row"
+    assert found.reason == "dataset-row"
 
 
 @pytest.mark.parametrize(("name", "key"), [("nemotron-v3-code", "messages"), ("opencodereasoning", None)])
@@ -181,7 +181,7 @@ def test_a_row_whose_question_was_left_out_is_a_problem(tmp_path: Path, name: st
         return {key: [asked, {"role": "assistant", "content": A}]} if key else {"input": question, "output": A}
 
     (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row(question)) for question in ("-", Q)) + "\n")
-    (source,) = open_named(f"preset:{name}", tmp_path)
+    (source,) = open_named(f"dataset:{name}", tmp_path)
     assert [getattr(parse_row(item), "reason", "") for item in source.rows()] == ["question-left-out", ""]
 
 
@@ -195,7 +195,7 @@ def test_a_row_of_nemotron_v1_without_tools_is_a_conversation(tmp_path: Path, me
 def test_the_code_of_nemotron_v1_is_read_only_when_it_is_asked_for(tmp_path: Path) -> None:
     assert "code" not in [split.split for split in DATASETS["nemotron-v1"].splits]
     copy_of(tmp_path, HubSplit(DATASETS["nemotron-v1"].splits[0].name, split="code"), DOCUMENTED["nemotron-v1"])
-    (source,) = open_named("preset:nemotron-v1:code", tmp_path)
+    (source,) = open_named("dataset:nemotron-v1:code", tmp_path)
     assert source.count == 1
 
 
@@ -206,7 +206,7 @@ def test_the_question_file_of_fastchat_serves_as_mt_bench(tmp_path: Path) -> Non
     assert [message["content"] for message in found.messages] == [Q, "And three?"]
 
 
-def test_every_preset_has_the_shape_of_a_documented_one() -> None:
+def test_every_dataset_has_the_shape_of_a_documented_one() -> None:
     known = {id(DATASETS[name].shape) for name in DOCUMENTED} | {DATASETS[name].shape.columns for name in DOCUMENTED}
     for name, dataset in DATASETS.items():
         assert id(dataset.shape) in known or dataset.shape.columns in known, name
@@ -214,10 +214,10 @@ def test_every_preset_has_the_shape_of_a_documented_one() -> None:
         assert all("/" in split.name for split in dataset.splits), name
 
 
-def test_one_split_of_a_preset_can_be_cut_out(tmp_path: Path) -> None:
+def test_one_split_of_a_dataset_can_be_cut_out(tmp_path: Path) -> None:
     for split in ("chat", "math"):
         copy_of(tmp_path, HubSplit("nvidia/Nemotron-Post-Training-Dataset-v2", split=split), NEMOTRON)
-    (source,) = open_named("preset:nemotron-v2:math[:1]", tmp_path)
+    (source,) = open_named("dataset:nemotron-v2:math[:1]", tmp_path)
     assert source.label.startswith("nvidia/Nemotron-Post-Training-Dataset-v2:math")
     assert [row.location.rpartition(":")[2] for row in source.rows()] == ["1"]
 
@@ -228,7 +228,7 @@ def test_the_folder_of_a_config_is_enough_without_a_card(tmp_path: Path) -> None
     assert len(conversations("gsm8k", tmp_path)) == 1
 
 
-def test_a_file_named_after_the_preset_stands_for_it(tmp_path: Path) -> None:
+def test_a_file_named_after_the_dataset_stands_for_it(tmp_path: Path) -> None:
     (tmp_path / "gsm8k.jsonl").write_text(json.dumps(DOCUMENTED["gsm8k"]) + "\n")
     (found,) = conversations("gsm8k", tmp_path)
     assert (found.location, found.messages[1]["content"]) == ("gsm8k:1", A)
@@ -237,18 +237,18 @@ def test_a_file_named_after_the_preset_stands_for_it(tmp_path: Path) -> None:
 def test_a_row_of_another_shape_is_a_problem_and_not_the_end(tmp_path: Path) -> None:
     lines = ["{oops", json.dumps({"question": Q}), json.dumps(DOCUMENTED["gsm8k"])]
     (tmp_path / "gsm8k.jsonl").write_text("\n".join(lines) + "\n")
-    (source,) = open_named("preset:gsm8k", tmp_path)
+    (source,) = open_named("dataset:gsm8k", tmp_path)
     found = [parse_row(row) for row in source.rows()]
-    assert [getattr(item, "reason", "") for item in found] == ["invalid-json", "preset-row", ""]
+    assert [getattr(item, "reason", "") for item in found] == ["invalid-json", "dataset-row", ""]
 
 
 @pytest.mark.parametrize(
     ("text", "kind", "said"),
     [
-        ("preset:ultrachad", "name-unknown", "did you mean ultrachat"),
-        ("preset:gsm8k", "path-missing", "hf download openai/gsm8k"),
-        ("preset:camel:chat", "dataset-split", "train"),
-        ("preset:mbpp", "input-columns", "no column prompt"),
+        ("dataset:ultrachad", "name-unknown", "did you mean ultrachat"),
+        ("dataset:gsm8k", "path-missing", "hf download openai/gsm8k"),
+        ("dataset:camel:chat", "dataset-split", "train"),
+        ("dataset:mbpp", "input-columns", "no column prompt"),
     ],
 )
 def test_what_cannot_be_opened_says_why(tmp_path: Path, text: str, kind: str, said: str) -> None:
@@ -260,20 +260,20 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path, text: str, kind: str, sa
     assert isinstance(caught.value, NotFoundError | ConfigError)
 
 
-def test_without_a_copy_the_preset_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_copy_the_dataset_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
     with pytest.raises(HiddenstoreError, match="openai/gsm8k") as caught:
-        open_named("preset:gsm8k")
+        open_named("dataset:gsm8k")
     assert caught.value.kind == "dataset-unreachable"
 
 
-def test_the_list_of_presets_is_a_document_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_datasets_is_a_document_too(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["prepare", "--list-presets", "--json"])
+        main(["prepare", "--list-datasets", "--json"])
     assert caught.value.code == 0
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "hiddenstore.prepare/1"
-    assert [row["name"] for row in document["presets"]] == list(DATASETS)
-    assert {row["name"] for row in document["presets"] if not row["answers"]} == {"mt-bench", "humaneval", "mbpp"}
+    assert [row["name"] for row in document["datasets"]] == list(DATASETS)
+    assert {row["name"] for row in document["datasets"] if not row["answers"]} == {"mt-bench", "humaneval", "mbpp"}

@@ -14,7 +14,7 @@ from collectors.conversations.parse import Conversation, parse_row
 from collectors.conversations.rows import Problem, Source
 from hiddenstore.errors import ConfigError
 
-PRESET = "preset:nemotron-v3-safety"
+DATASET = "dataset:nemotron-v3-safety"
 HUB = "nvidia/Nemotron-SFT-Safety-v1"
 
 
@@ -85,7 +85,7 @@ def questions(source: Source) -> list[str]:
 )
 def test_every_row_keeps_the_members_it_has_and_no_others(tmp_path: Path, name: str, content: bytes) -> None:
     copy_of(tmp_path, **{name: content})
-    (source,) = open_named(PRESET, tmp_path)
+    (source,) = open_named(DATASET, tmp_path)
     same(source, ROWS)
 
 
@@ -95,14 +95,14 @@ def test_the_table_reader_gives_turns_of_unlike_members_too(tmp_path: Path) -> N
 
 def test_a_line_that_is_no_json_costs_itself_alone(tmp_path: Path) -> None:
     copy_of(tmp_path, a_jsonl=lines(ROWS[:1]) + b"{oops\n" + lines(ROWS[1:]))
-    (source,) = open_named(PRESET, tmp_path)
+    (source,) = open_named(DATASET, tmp_path)
     assert questions(source) == ["Add.", "invalid-json", "Say it.", "Stop."]
     assert [row.location for row in source.rows()] == [f"{HUB}:train:{number}" for number in (1, 2, 3, 4)]
 
 
 def test_the_files_of_a_split_are_one_source(tmp_path: Path) -> None:
     copy_of(tmp_path, a_jsonl=lines(ROWS[:2]), b_jsonl=lines(ROWS[2:]))
-    (source,) = open_named(PRESET, tmp_path)
+    (source,) = open_named(DATASET, tmp_path)
     same(source, ROWS)
     assert [row.location for row in source.rows()][-1] == f"{HUB}:train/b.jsonl:1"
     assert source.size == len(lines(ROWS))
@@ -113,14 +113,14 @@ def test_the_files_of_a_split_are_one_source(tmp_path: Path) -> None:
 )
 def test_a_split_kept_as_json_can_be_cut(tmp_path: Path, cut: str, expected: list[int]) -> None:
     copy_of(tmp_path, a_jsonl=lines(ROWS))
-    (source,) = open_named(f"{PRESET}:train{cut}", tmp_path)
+    (source,) = open_named(f"{DATASET}:train{cut}", tmp_path)
     same(source, [ROWS[number] for number in expected])
 
 
-def test_a_split_without_the_columns_of_its_preset_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_split_without_the_columns_of_its_entry_is_refused_at_once(tmp_path: Path) -> None:
     copy_of(tmp_path, a_jsonl=b'{"prompt": "Add.", "answer": "3"}\n')
     with pytest.raises(ConfigError, match="has no column messages; it has prompt, answer") as caught:
-        open_named(PRESET, tmp_path)
+        open_named(DATASET, tmp_path)
     assert caught.value.kind == "input-columns"
 
 
@@ -134,7 +134,7 @@ def test_what_names_neither_a_file_nor_a_split_is_refused_with_the_spelling(text
 def test_an_empty_cut_of_a_split_is_refused(tmp_path: Path) -> None:
     copy_of(tmp_path, a_jsonl=lines(ROWS))
     with pytest.raises(ConfigError, match="is empty"):
-        open_named(f"{PRESET}:train[5:]", tmp_path)
+        open_named(f"{DATASET}:train[5:]", tmp_path)
 
 
 def test_what_was_fetched_once_is_read_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +149,6 @@ def test_what_was_fetched_once_is_read_without_a_network(tmp_path: Path, monkeyp
     (kept / "refs" / "main").write_text("0" * 40)
     (kept / "snapshots").mkdir()
     copy_of(tmp_path, a_jsonl=lines(ROWS)).rename(kept / "snapshots" / ("0" * 40))
-    (source,) = open_named(PRESET)
+    (source,) = open_named(DATASET)
     assert source.label == f"{HUB}:train"
     same(source, ROWS)

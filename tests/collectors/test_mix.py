@@ -95,8 +95,8 @@ def test_data_json_says_what_each_source_gave(files: Path, target: str) -> None:
     ("mix", "said"),
     [
         ({"sources": []}, "sources"),
-        ({"sources": [{"cap": 3}]}, "one of preset, file or dataset"),
-        ({"sources": [{"file": "x", "preset": "gsm8k"}]}, "preset and file"),
+        ({"sources": [{"cap": 3}]}, "one of dataset, file or hub"),
+        ({"sources": [{"file": "x", "dataset": "gsm8k"}]}, "dataset and file"),
         ({"sources": [{"file": "x", "weight": 1}, {"file": "y"}]}, "1 of 2 sources"),
         ({"sources": [{"file": "x", "weight": -1}]}, "greater than 0"),
         ({"sources": [{"file": "x", "weight": "inf"}]}, "finite number"),
@@ -233,9 +233,11 @@ def test_questions_alone_are_refused_where_answers_are_learned(tmp_path: Path, t
     (tmp_path / "mt-bench.jsonl").write_text('{"prompt": ["q"], "prompt_id": 1}\n')
     options = PrepareOptions(workers=1, dataset_root=str(tmp_path))
     with pytest.raises(ConfigError, match="questions without answers") as caught:
-        prepare(["preset:mt-bench"], tmp_path / "data", target, options)
+        prepare(["dataset:mt-bench"], tmp_path / "data", target, options)
     assert caught.value.kind == "dataset-prompts-only"
-    info = prepare(["preset:mt-bench"], tmp_path / "all", target, PrepareOptions(**{**vars(options), "loss_on": "all"}))
+    info = prepare(
+        ["dataset:mt-bench"], tmp_path / "all", target, PrepareOptions(**{**vars(options), "loss_on": "all"})
+    )
     assert info.samples == 1
 
 
@@ -260,7 +262,7 @@ def test_words_that_mean_nothing_together_are_usage_errors(
 
 
 def test_a_mix_model_is_plain_settings() -> None:
-    assert Mix(sources=({"preset": "gsm8k", "split": "test", "cap": 3},)).sources[0].text == "preset:gsm8k:test"
+    assert Mix(sources=({"dataset": "gsm8k", "split": "test", "cap": 3},)).sources[0].text == "dataset:gsm8k:test"
 
 
 @pytest.mark.parametrize(("name", "splits", "repositories"), [("nemotron-v2", 9, 1), ("nemotron-v3", 57, 16)])
@@ -269,8 +271,8 @@ def test_the_shipped_mixes_name_splits_of_the_table(name: str, splits: int, repo
     assert name in mix_names()
     found = []
     for source in mix.sources:
-        assert source.preset is not None
-        chosen = _select(find_dataset(source.preset), source.split)
+        assert source.dataset is not None
+        chosen = _select(find_dataset(source.dataset), source.split)
         assert all(one.split == source.split for one in chosen if source.split)
         found += [(one.name, one.split) for one in chosen]
     assert len(found) == len(set(found)) == splits
