@@ -6,7 +6,7 @@ bits, one at least and BITS on average, where the next bit lowers the error most
 variable. Rows that are far louder than the others stay as they are. States are stored as bf16 after rounding: this
 measures a loss, not bytes. Recipes by name stand beside it, in the same pairs.
 Usage: python -m benchmarks.transform RAW --target DIR [--bits 3.5 3.0] [--recipes rebuilt …] [--drafter dspark]
-[--seeds 3] [key.path=value …]
+[--seeds 3] [--settings key.path=value …]
 """
 
 import heapq
@@ -131,12 +131,12 @@ class Steps:
 def main() -> None:
     options = report.parser(__doc__)
     options.add_argument("raw")
-    options.add_argument("words", nargs="*", help="settings of train")
     options.add_argument("--target", required=True, help="folder of the target")
     options.add_argument("--bits", type=float, nargs="*", default=[3.5])
     options.add_argument("--recipes", nargs="*", default=["rebuilt"])
     options.add_argument("--drafter", default="eagle3")
     options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--settings", nargs="*", default=[], help="of train")
     options.add_argument("--name", default="transform")
     args = options.parse_args()
     store, recipes, errors = Store.open(args.raw), list(args.recipes), {}
@@ -148,7 +148,7 @@ def main() -> None:
         CODECS.rows[name] = TransformCodec(name=name, bits=bits, transforms=transforms)
         recipes.append(f"aux={name},final=rebuilt")
         errors[name] = [round(error(*pair), 4) for pair in zip(rows[1:], transforms, strict=True)]
-    pairs = measure_paired(store, recipes, range(args.seeds), args.words, Steps(), args.target, None, args.drafter)
+    pairs = measure_paired(store, recipes, range(args.seeds), args.settings, Steps(), args.target, None, args.drafter)
     lines = [
         [row.recipe, f"{100 * row.difference:+.2f}", f"{100 * row.standard_error:.2f}", _percent(row.half_width)]
         for row in pairs
@@ -157,8 +157,9 @@ def main() -> None:
     first = pairs[0]
     page = [
         f"# States rounded by a transform, {report.today()}\n",
-        f"{args.drafter}, {first.steps} steps, {len(first.seeds)} seeds in pairs, {' '.join(args.words)}; mean overlap "
-        f"of first drafts on original held-out states {100 * sum(first.original_acceptance) / len(first.seeds):.2f}.",
+        f"{args.drafter}, {first.steps} steps, {len(first.seeds)} seeds in pairs, {' '.join(args.settings)}; mean "
+        f"overlap of first drafts on original held-out states "
+        f"{100 * sum(first.original_acceptance) / len(first.seeds):.2f}.",
         *(f"Error of {name} by layer, normalised: {' '.join(map(str, one))}." for name, one in errors.items()),
         "",
         report.table(head, lines),

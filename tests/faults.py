@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import count, product
 from typing import Literal
 
 from hiddenstore.errors import Kind, StorageError
@@ -130,6 +130,7 @@ class FaultDisk(PosixDisk):
         self.observer: Callable[[], None] | None = None
         self._root = _Folder()
         self._open: dict[int, _File] = {}
+        self._handles = count(1)
         self._dead = False
         self._make_durable_parents(f"{ROOT}/x")
 
@@ -167,7 +168,7 @@ class FaultDisk(PosixDisk):
             if name in folder.names:
                 raise _error(errno.EEXIST, path)
             file = folder.names[name] = _File()
-            handle = len(self._open) + 1
+            handle = next(self._handles)
             self._open[handle] = file
             return handle
 
@@ -192,6 +193,7 @@ class FaultDisk(PosixDisk):
 
     def close(self, handle: int) -> None:
         self._require_alive()
+        del self._open[handle]
 
     def link(self, source: str, target: str) -> None:
         with self._operation(f"link {target}"):

@@ -98,7 +98,8 @@ class EngineWorld:
             if not file.exists():
                 answers = file.with_suffix(".jsonl")
                 count = ("-n", str(self.count), "--max-new-tokens", str(self.new_tokens), "--answers", str(answers))
-                words = ("--target", self.target, "--prompts", self.questions, "--draft-len", lengths)
+                words = ("--target", self.target, "--dtype", "float32", "--prompts", self.questions)
+                words += ("--draft-len", lengths)
                 document = hiddenstore("decode", run, *words, *count)
                 rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
                 file.write_text(json.dumps({**document, "rows": rows}), encoding="utf-8")
