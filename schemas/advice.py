@@ -4,7 +4,7 @@ from math import inf
 
 from pydantic import Field, model_validator
 
-from schemas.base import FORMAT_VERSION, Document, Sparse
+from schemas.base import FORMAT_VERSION, Document, Format, Sparse
 
 
 class SliceSample(Document):
@@ -23,7 +23,7 @@ class CalibrationSlice(Document):
     end; ``file_sha256`` and ``size`` are those of the file.
     """
 
-    format: int = FORMAT_VERSION
+    format: Format = FORMAT_VERSION
     fields: tuple[str, ...] = Field(min_length=1)
     samples: tuple[SliceSample, ...] = Field(min_length=1)
     file_sha256: str = Field(pattern="^[0-9a-f]{64}$")
@@ -108,7 +108,7 @@ class Advice(Sparse):
     """
 
     absent = ("max_loss",)
-    format: int = FORMAT_VERSION
+    format: Format = FORMAT_VERSION
     tokens: int
     final_rows: int
     max_kl: float

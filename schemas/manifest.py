@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from schemas.base import FORMAT_VERSION, Document, Sparse
+from schemas.base import FORMAT_VERSION, Document, Format, FormatOfImages, Sparse, require_format
 from schemas.capture import CaptureSpec, HeadSpec
 
 Container = str
@@ -53,13 +53,18 @@ class StoreManifest(Sparse):
     """
 
     absent = ("packages",)
-    format: int = FORMAT_VERSION
+    format: FormatOfImages = FORMAT_VERSION
     container: Container = "zarr"
     recipe: str
     capture: CaptureSpec
     head: HeadSpec
     target_files: tuple[FileEntry, ...]
     packages: dict[PackageRole, Package] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _says_whether_there_are_images(self) -> "StoreManifest":
+        require_format(self.format, has_images=self.capture.images is not None)
+        return self
 
 
 class Engine(Document):
@@ -140,7 +145,7 @@ class CommitHead(Sparse):
     """
 
     absent = ("recaptured",)
-    format: int = FORMAT_VERSION
+    format: Format = FORMAT_VERSION
     unit: str
     input: str
     segment: str
@@ -190,7 +195,7 @@ class SnapshotEntry(Document):
 class Snapshot(Document):
     """``snapshots/<name>.json``: a frozen list of commits, what a training run names."""
 
-    format: int = FORMAT_VERSION
+    format: Format = FORMAT_VERSION
     name: str
     commits: tuple[SnapshotEntry, ...]
     samples: int
@@ -206,7 +211,7 @@ class IndexHeader(Document):
     group; ``rows`` counts samples, ``repeats`` those with the id of another before them.
     """
 
-    format: int = FORMAT_VERSION
+    format: Format = FORMAT_VERSION
     records: tuple[str, ...]
     sha256s: tuple[str, ...]
     samples: tuple[int, ...]

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from schemas.base import FORMAT_VERSION, Document, Sparse
+from schemas.base import FORMAT_VERSION, Document, FormatOfImages, Sparse, require_format
 from schemas.capture import ImageSpec
 from schemas.manifest import FileEntry
 
@@ -52,7 +52,7 @@ class PreparedData(Sparse):
     """
 
     absent = ("images",)
-    format: int = FORMAT_VERSION
+    format: FormatOfImages = FORMAT_VERSION
     digest: str
     target: str
     tokenizer_sha256: str
@@ -79,3 +79,8 @@ class PreparedData(Sparse):
     rejects: tuple[RejectCount, ...] = ()
     files: tuple[FileEntry, ...] = Field(default_factory=tuple)
     images: PreparedImages | None = None
+
+    @model_validator(mode="after")
+    def _says_whether_there_are_images(self) -> "PreparedData":
+        require_format(self.format, has_images=self.images is not None)
+        return self

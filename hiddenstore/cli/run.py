@@ -28,7 +28,7 @@ from hiddenstore.fs.publish import replace_file
 from hiddenstore.registry import nearest
 from hiddenstore.settings import all_problems, written
 from hiddenstore.settings import load as load_settings
-from schemas.base import FORMAT_VERSION, Document
+from schemas.base import FORMAT_VERSION, Document, Format
 
 Section = dict[str, str | Any]
 """Options of a command by their long names, with ``_`` or ``-``: ``max-tokens: 2048``, ``full: true``. ``str``: what is
@@ -240,7 +240,7 @@ def stages_of(pipeline: Pipeline) -> list[Stage]:
 class DoneStage(Document):
     """A finished stage: its words, what it answered (JSON text), seconds. ``built_on``: digest of what it read."""
 
-    format: int = FORMAT_VERSION
+    format: Format = FORMAT_VERSION
     stage: str
     words: tuple[str, ...]
     answer: str

@@ -72,8 +72,9 @@ def as_hiddenstore_error(error: Exception, arguments: Sequence[str]) -> Hiddenst
 def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    # torch has a class for a full GPU, and none for a full machine.
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    # torch has a class for a full GPU, and none for a full machine; the loader of libraries has no class.
+    full = "DefaultCPUAllocator: can't allocate memory", "failed to map segment", "cannot map zero-fill pages"
+    return isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in full)
 
 
 def _bug(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:

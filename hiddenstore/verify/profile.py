@@ -25,7 +25,7 @@ from hiddenstore.files.layout import CALIBRATION_DIR
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.store import Store
 from hiddenstore.targets.identity import CHECKPOINT, captured_from, identity_differences, unstated_digests
-from schemas.base import FORMAT_VERSION, Document
+from schemas.base import FORMAT_VERSION, Document, Format
 from schemas.capture import TargetIdentity
 
 PROFILE_PATH = f"{CALIBRATION_DIR}/profile.json"
@@ -59,7 +59,7 @@ class LayerProfile(Document):
     the last one after it.
     """
 
-    format: int = FORMAT_VERSION
+    format: Format = FORMAT_VERSION
     sample_id: str
     positions: tuple[int, ...] = Field(min_length=1)
     tokens: tuple[int, ...]

@@ -53,6 +53,7 @@ BROKE = {
     "runs: a run: no snapshot.json, resume",
     "runs: a run: weights with NaN, eval",
     "stores: a tar's index lies: fields null",
+    "stores: sealed again: format 2",
     "stores: sealed again: format as text",
     "stores: sealed again: supervised tokens one more",
 }

@@ -15,7 +15,7 @@ from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.files.documents import seal, unseal
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.fs.seam import storage_errors
-from schemas.base import FORMAT_VERSION, Document
+from schemas.base import FORMAT_VERSION, Document, Format
 from trainer.drafters.base import DrafterInUse, most_probable
 from trainer.evaluate.target import LiveTarget
 
@@ -38,7 +38,7 @@ class Costs:
 class DraftLength(Document):
     """The length that `eval --costs` chose for the drafter of ``step``, and what it gave there."""
 
-    format: int = FORMAT_VERSION
+    format: Format = FORMAT_VERSION
     step: int
     draft_len: int
     speedup: float
