@@ -113,11 +113,29 @@ def forms_text(forms: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {form}" for form, count in Counter(forms).most_common())
 
 
-def _reader(path: Path) -> "GGUFReader":
+def bounded_reader(path: Path) -> "GGUFReader":
+    """The ``gguf`` package's reader of a file, which raises anything over a damaged one. Where a count is damaged that
+    package reads nothing behind the end of the file for as long as the count says; this one raises ValueError. Fields
+    that hold what they may not, such as text that is no UTF-8, raise here and not where they are used."""
+    import numpy as np
     from gguf import GGUFReader
 
+    class BoundedReader(GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+            end = int(offset) + int(count) * np.dtype(dtype).itemsize
+            if end > len(self.data):
+                raise ValueError(f"a field ends at byte {end:,} of {len(self.data):,}")
+            return super()._get(offset, dtype, count, override_order)
+
+    reader = BoundedReader(path)
+    for field in reader.fields.values():
+        field.contents()
+    return reader
+
+
+def _reader(path: Path) -> "GGUFReader":
     try:
-        return GGUFReader(path)
+        return bounded_reader(path)
     except Exception as error:  # numpy slices of a damaged file raise anything
         raise_refusal(error, path)
         raise _unreadable(path, f"is no whole GGUF file: {error}", f"download {path.name} again") from error

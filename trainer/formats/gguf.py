@@ -295,10 +295,10 @@ def _stretched(config: Mapping[str, Any]) -> "Tensor | None":
 
 def open_gguf(path: Path) -> "GGUFReader":
     """A GGUF file. Raises NotFoundError: there is none; ConfigError ``drafter-unfit``: not whole; StorageError."""
-    from gguf import GGUFReader
+    from hiddenstore.targets.gguf import bounded_reader
 
     try:
-        return GGUFReader(path)
+        return bounded_reader(path)
     except FileNotFoundError as error:
         raise NotFoundError(f"{path} does not exist", kind=Kind.PATH_MISSING) from error
     except OSError as error:
