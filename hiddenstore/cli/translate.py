@@ -74,6 +74,7 @@ def _is_out_of_memory(error: Exception) -> bool:
         return True
     # torch has a class for a full GPU, and none for a full machine; the loader of libraries has no class.
     full = "DefaultCPUAllocator: can't allocate memory", "failed to map segment", "cannot map zero-fill pages"
+    full += "annot allocate memory", "std::bad_alloc"
     return isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in full)
 
 

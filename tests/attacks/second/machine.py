@@ -167,7 +167,7 @@ ATTEMPTS = (
             ("ulimit -n 16", shell("ulimit -n 16; $H verify $W/store --full"), "held|io-error"),
             ("ulimit -n 32 while collecting", shell(f"ulimit -n 32; {COLLECT}"), "held|io-error"),
             ("ulimit -n 32 while training", shell(f"ulimit -n 32; {TRAIN}"), "held|io-error"),
-            ("ulimit -v 1 GB", shell("ulimit -v 1000000; $H verify $W/store --full"), "held|out-of-memory"),
+            ("ulimit -v 1 GB", shell("ulimit -v 1000000; $H verify $W/store --full"), "held|out-of-memory|too-many-threads"),
             ("umask 777", then_same(f"umask 777; {COLLECT}; chmod -R u+rwX store; false"), "held"),
             ("stdout closed", shell("$H info $W/store >&-"), "held"),
             ("stdout full", shell("$H info $W/store > /dev/full"), "disk-full|io-error|exit 1"),
