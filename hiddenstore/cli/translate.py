@@ -16,6 +16,13 @@ INTERRUPTED_EXIT = 75
 RUN_AGAIN = "run the same command again"
 PIPE_EXIT = 141
 
+_NO_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "failed to map segment",
+    "cannot map zero-fill pages",
+    "annot allocate memory",
+    "std::bad_alloc",
+)
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 _OS_KINDS = {
     errno.EIO: Kind.IO_ERROR,
@@ -73,9 +80,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     # torch has a class for a full GPU, and none for a full machine; the loader of libraries has no class.
-    full = "DefaultCPUAllocator: can't allocate memory", "failed to map segment", "cannot map zero-fill pages"
-    full += "annot allocate memory", "std::bad_alloc"
-    return isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in full)
+    return isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def _bug(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:
