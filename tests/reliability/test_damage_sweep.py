@@ -51,6 +51,7 @@ def test_every_damage_is_exact_data_or_an_error(
     tally = Tally()
     for name, changes in damages(sweep):
         tally.check(name, partial(sweep.check, changes))
-    figures.add(f"damage: {damages.__name__}", sweep.store.manifest.container, tally)
+    manifest = sweep.store.manifest
+    figures.add(f"damage: {damages.__name__}", f"{manifest.container}, {manifest.recipe}", tally)
     assert tally.points
     assert tally.failures == []
