@@ -238,7 +238,10 @@ def find_dataset(name: str) -> NamedDataset:
     if name in datasets:
         return datasets[name]
     problem = f"there is no dataset {name!r}" + (f"; did you mean {near}?" if (near := nearest(name, datasets)) else "")
-    raise ConfigError(problem, kind=Kind.NAME_UNKNOWN, hint="hiddenstore prepare --list-datasets")
+    hint = "hiddenstore prepare --list-datasets"
+    if "/" in name:
+        hint += f"; an id of the hub is written without dataset:, in a mix as {{hub: {name}}}"
+    raise ConfigError(problem, kind=Kind.NAME_UNKNOWN, hint=hint)
 
 
 def open_named(text: str, root: str | Path | None = None) -> list[Source]:

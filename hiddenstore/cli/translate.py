@@ -17,10 +17,10 @@ RUN_AGAIN = "run the same command again"
 PIPE_EXIT = 141
 
 _NO_MEMORY = (
-    "DefaultCPUAllocator: can't allocate memory",
+    "defaultcpuallocator: can't allocate memory",
     "failed to map segment",
     "cannot map zero-fill pages",
-    "annot allocate memory",
+    "cannot allocate memory",
     "std::bad_alloc",
 )
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -80,7 +80,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     # torch has a class for a full GPU, and none for a full machine; the loader of libraries has no class.
-    return isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in _NO_MEMORY)
+    return isinstance(error, RuntimeError | ImportError) and any(words in str(error).lower() for words in _NO_MEMORY)
 
 
 def _bug(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:

@@ -246,6 +246,7 @@ def test_a_row_of_another_shape_is_a_problem_and_not_the_end(tmp_path: Path) -> 
     ("text", "kind", "said"),
     [
         ("dataset:ultrachad", "name-unknown", "did you mean ultrachat"),
+        ("dataset:a/b", "name-unknown", "in a mix as {hub: a/b}"),
         ("dataset:gsm8k", "path-missing", "hf download openai/gsm8k"),
         ("dataset:camel:chat", "dataset-split", "train"),
         ("dataset:mbpp", "input-columns", "no column prompt"),

@@ -76,6 +76,13 @@ def within(found: float, expected: float, share: float) -> bool:
     return abs(found - expected) <= share * expected
 
 
+def layers_one_off(config: dict[str, Any]) -> None:
+    """The mistake of a block drafter that reads the layer after each of its own."""
+    chosen = config["dflash_config"]
+    chosen["target_layer_ids"] = [layer + 1 for layer in chosen["target_layer_ids"]]
+    config.pop("eagle_aux_hidden_state_layer_ids", None)
+
+
 def spoiled(
     export: str,
     name: str,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from agreement import agreement, assert_agrees, assert_caught, spoiled
+from agreement import agreement, assert_agrees, assert_caught, layers_one_off, spoiled
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(1500)]
 
@@ -29,12 +29,9 @@ def test_dflash_fills_a_block_from_the_layers_it_was_trained_on(engine_world, re
     record_property("agreement", row)
     assert_agrees(row)
 
-    def shift(config):
-        chosen = config["dflash_config"]
-        chosen["target_layer_ids"] = [layer + 1 for layer in chosen["target_layer_ids"]]
-        config.pop("eagle_aux_hidden_state_layer_ids", None)
-
-    (row,) = agreement(engine_world, run, "dflash", (5,), spoiled(engine_world.exported(run), "layers-one-off", shift))
+    (row,) = agreement(
+        engine_world, run, "dflash", (5,), spoiled(engine_world.exported(run), "layers-one-off", layers_one_off)
+    )
     record_property("caught", row)
     assert_caught(row)
 

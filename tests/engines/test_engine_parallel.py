@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from agreement import OF_COUNTS, agreement, assert_agrees, assert_caught, spoiled, within
+from agreement import OF_COUNTS, agreement, assert_agrees, assert_caught, layers_one_off, spoiled, within
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(1500)]
 
@@ -39,11 +39,8 @@ def test_a_causal_block_is_a_chain_that_vllm_drafts_causally(engine_world, recor
     assert row["identical"] == row["answers"]
     assert not within(row["engine"], row["decode_as_counted"], 2 * OF_COUNTS), row
 
-    def shift(config):
-        chosen = config["dflash_config"]
-        chosen["target_layer_ids"] = [layer + 1 for layer in chosen["target_layer_ids"]]
-        config.pop("eagle_aux_hidden_state_layer_ids", None)
-
-    (row,) = agreement(engine_world, run, "jetspec", (5,), spoiled(engine_world.exported(run), "layers-one-off", shift))
+    (row,) = agreement(
+        engine_world, run, "jetspec", (5,), spoiled(engine_world.exported(run), "layers-one-off", layers_one_off)
+    )
     record_property("caught", row)
     assert_caught(row)
