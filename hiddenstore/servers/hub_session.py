@@ -33,14 +33,16 @@ _CLOSE_S = 2.0
 
 def bound_hub_requests() -> None:
     """From here on every request of ``huggingface_hub`` in this process ends. Its hooks stay; a client that somebody
-    else set is replaced. Releases of it with another HTTP library are left as they are."""
-    from huggingface_hub import get_session, set_client_factory
+    else set is replaced. Releases of it with another HTTP library (before 1.0: requests) are left as they are."""
+    import huggingface_hub
 
-    session = get_session()
+    if not hasattr(huggingface_hub, "set_client_factory"):
+        return
+    session = huggingface_hub.get_session()
     if isinstance(session, _HubClient) or not isinstance(session, Client):
         return
     hooks, redirects, timeout = session.event_hooks, session.follow_redirects, session.timeout
-    set_client_factory(
+    huggingface_hub.set_client_factory(
         lambda: _HubClient(event_hooks=hooks, follow_redirects=redirects, timeout=timeout, transport=_Transport())
     )
 
