@@ -10,17 +10,20 @@ import sys
 from contextlib import chdir
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import transformers
 
 from hiddenstore.codecs.recipes import recipe_name
+from hiddenstore.index.publish import publish_index
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import take_slice, write_slice
 from hiddenstore.testing import builders
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.manifest import Engine, Reject
 from tests.collectors.tiny import tiny_tokenizer
+from tests.collectors.tiny_images import about, data_uri, noise, openai_part, save_image_target
 from tests.golden.reading import (
     CHATS,
     DATA,
@@ -57,6 +60,7 @@ class Plan:
     reject: bool = False
     repair: bool = False
     snapshot: str | None = None
+    index: bool = False
 
 
 PLANS = {
@@ -72,6 +76,9 @@ PLANS = {
     "compact-webdataset": Plan("compact", "webdataset", reject=True, repair=True),
     "tiny-webdataset": Plan("tiny", "webdataset", layers=(1, 3, 4), samples=7, width=32),
     "no-final-webdataset": Plan("lossless", "webdataset", final="none", layers=(0,)),
+    # Files of more than one piece of a digest's tree, and more records than are read without an index.
+    "wide-webdataset": Plan("raw", "webdataset", layers=(1, 2, 3), samples=2, width=4096),
+    "indexed-webdataset": Plan("safe", "webdataset", samples=140, width=16, index=True),
 }
 
 
@@ -94,6 +101,9 @@ def main() -> None:
             make_store(STORES / name, plan)
     if not (STORES / "collected-zarr").exists():
         collect(STORES / "collected-zarr")
+    for container in ("zarr", "webdataset"):
+        if not (STORES / f"images-{container}").exists():
+            collect_images(STORES / f"images-{container}", container)
     for name, plan in REBUILT_PLANS.items():
         if not (REBUILT / name).exists():
             make_store(REBUILT / name, plan)
@@ -119,6 +129,8 @@ def make_store(folder: Path, plan: Plan) -> None:
     if plan.repair:
         Store.open(folder).save_snapshot("before-the-repair")
         repair(folder)
+    if plan.index:
+        publish_index(store.fs, [path.name for path in (folder / "commits").iterdir()])
 
 
 def add_input(store: Store, plan: Plan, seed: int, engine: Engine) -> None:
@@ -207,6 +219,18 @@ def collect(folder: Path) -> None:
             command("advise", store)
     finally:
         shutil.rmtree(more)
+
+
+def collect_images(folder: Path, container: str) -> None:
+    """A store of format 2: conversations about one image, two and none, by a target that is thrown away."""
+    one, two = (openai_part(data_uri(noise(size, 24, seed=size))) for size in (16, 32))
+    rows = [about(one), about(one, two, question="Both?"), about(question="Neither?", answer="No.")]
+    with TemporaryDirectory() as scratch, chdir(scratch):
+        save_image_target(Path("target"))
+        Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        command("prepare", "rows.jsonl", "-o", "data", "--target", "target", "--val", "0")
+        words = ("--target", "target", "--layers", "0,1", "--device", "cpu", "--container", container)
+        command("collect", "data", "-o", folder, *words)
 
 
 if __name__ == "__main__":

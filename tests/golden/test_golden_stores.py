@@ -1,4 +1,4 @@
-"""Stores of format 1 that were written once and never again: every version must read the same bits from them."""
+"""Stores that were written once and never again: every version must read the same bits from them."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hiddenstore
+from hiddenstore.files.digests import PIECE_BYTES
 from tests.golden.reading import (
     CHATS,
     DATA,
@@ -57,10 +58,17 @@ def test_the_files_are_those_that_were_checked_in() -> None:
         "store.json", "target/head.safetensors", "target/tokenizer.json", "inputs/*.parquet", "commits/*-000000.json",
         "commits/*.r1.json", "segments/*/zarr.json", "segments/*/samples.tar", "snapshots/*.json",
         "calibration/profile.json", "calibration/slice.json", "calibration/slice-*.safetensors", "advice/1.json",
+        "index/*",
     ],
 )  # fmt: skip
 def test_every_kind_of_file_of_the_format_is_among_them(pattern: str) -> None:
     assert list(STORES.glob(f"*/{pattern}"))
+
+
+def test_files_of_several_pieces_of_a_digest_and_samples_with_images_are_among_them() -> None:
+    assert max(path.stat().st_size for path in STORES.rglob("samples.tar")) > PIECE_BYTES
+    images = {name for name in NAMES if json.loads((STORES / name / "store.json").read_text())["format"] == 2}
+    assert images == {"images-zarr", "images-webdataset"}
 
 
 @pytest.mark.parametrize("container", ["zarr", "webdataset"])
