@@ -35,7 +35,7 @@ from collectors.checks.reference import (
     profile_target,
     typical_norms,
 )
-from collectors.engines import Captured, CaptureEngine, CaptureRequest, open_engine
+from collectors.engines import Captured, CaptureEngine, CaptureRequest, Done, nobody, open_engine
 from collectors.targets.layers import choose_layers
 from collectors.targets.load import EngineTarget, LoadOptions
 from collectors.tokenize.template import read_template
@@ -86,11 +86,11 @@ class UnitStates:
 
 
 def capture_samples(
-    engine: CaptureEngine, samples: Sequence[Sample], final: FinalMode, stop: Callable[[], bool]
+    engine: CaptureEngine, samples: Sequence[Sample], final: FinalMode, stop: Callable[[], bool], done: Done = nobody
 ) -> UnitStates:
     """Run samples, with ``final`` none one final row of each for the top-1 check; InterruptError on ``stop()``."""
     requests = requests_of(samples, final, engine.final_norm is not None)
-    captured = engine.capture(requests, stop)
+    captured = engine.capture(requests, stop, done)
     refused = {refusal.index for refusal in captured.refusals}
     rejects = []
     for refusal in captured.refusals:
@@ -399,6 +399,7 @@ class CollectJob:
         self._pending = pending_units(self.store, self.digest)
         self._behind: Future[CommitRecord | None] | None = None
         self._last, self._is_proven = "", False
+        self._open_tokens = self._behind_tokens = 0
 
     def __enter__(self) -> "CollectJob":
         return self
@@ -417,29 +418,38 @@ class CollectJob:
         with Progress(label, sum(pending[name] for name in names), "tokens") as progress:
             try:
                 for unit in self._units(names):
-                    self.capture(unit)
-                    self.report.show(progress)
+                    self.capture(unit, partial(self._show, progress))
+                    self._show(progress)
             except InterruptError:
                 # The open unit is dropped; the one in the worker is complete and is committed.
+                self._open_tokens = 0
                 self.settle()
-                self.report.show(progress)
+                self._show(progress)
                 raise
             self.settle()
-            self.report.show(progress)
+            self._show(progress)
         self.report.pending_units = len(pending_units(self.store, self.digest))
         self.report.seconds = time.monotonic() - began
         return self.report
 
-    def capture(self, unit: Unit) -> Future[CommitRecord | None]:
+    def _show(self, progress: Progress, tokens: int = 0) -> None:
+        """``tokens`` more of the open unit are here; like those of the unit in the worker they count for the rate."""
+        self._open_tokens += tokens
+        progress.underway = self._open_tokens + self._behind_tokens
+        self.report.show(progress)
+
+    def capture(self, unit: Unit, done: Done = nobody) -> Future[CommitRecord | None]:
         """Run one unit and leave it to the worker thread; its result is None where another job committed it first."""
         began = time.monotonic()
-        states = capture_samples(self.engine, unit.samples, self.store.capture.final, lambda: self.drain.requested)
+        final, stop = self.store.capture.final, lambda: self.drain.requested
+        states = capture_samples(self.engine, unit.samples, final, stop, done)
         self.report.forward_s += time.monotonic() - began
         if self.compare is not None:
             # Before the unit reaches the worker, so that nothing of an engine that disagrees is ever committed.
             self.report.compared_samples += self.compare.unit(states.samples, states.requests, states.captured)
         self.settle()
         self._behind = self._worker.submit(self._commit, unit, states)
+        self._behind_tokens, self._open_tokens = sum(sample.tokens for sample in unit.samples), 0
         return self._behind
 
     def capture_named(self, name: str) -> Future[CommitRecord | None] | None:
@@ -454,7 +464,7 @@ class CollectJob:
 
     def settle(self) -> None:
         """Wait for the unit in the worker thread, so that at most two units are in memory, and count it."""
-        behind, self._behind = self._behind, None
+        behind, self._behind, self._behind_tokens = self._behind, None, 0
         if behind is None:
             return
         began = time.monotonic()

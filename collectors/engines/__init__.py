@@ -59,6 +59,13 @@ class Captured:
     refusals: tuple[Refusal, ...] = ()
 
 
+Done = Callable[[int], None]
+
+
+def nobody(_tokens: int) -> None:
+    """Told of tokens, and nobody looks."""
+
+
 class CaptureEngine(Protocol):
     """Runs a target over token ids; ``final_norm`` says what ``Captured.final`` is, None where the engine has none."""
 
@@ -71,10 +78,11 @@ class CaptureEngine(Protocol):
         """Name, version, what it stands on, and the settings that decide what its states are."""
         ...
 
-    def capture(self, requests: Sequence[CaptureRequest], stop: Callable[[], bool]) -> Captured:
+    def capture(self, requests: Sequence[CaptureRequest], stop: Callable[[], bool], done: "Done" = nobody) -> Captured:
         """Capture one unit, into memory that is never used again: the unit before may still be on its way to disk.
 
-        Raises InterruptError soon after ``stop()`` turns true (``raise_if_stopped``).
+        ``done`` is told the tokens of what has come in since it was last told. Raises InterruptError soon after
+        ``stop()`` turns true (``raise_if_stopped``).
         """
         ...
 

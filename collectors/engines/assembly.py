@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collectors.engines import Captured, CaptureRequest
+from collectors.engines import Captured, CaptureRequest, Done, nobody
 from hiddenstore.codecs.base import fresh
 from hiddenstore.errors import CaptureError, Kind
 
@@ -22,9 +22,15 @@ class Assembly:
     """The states of one unit while its requests come in."""
 
     def __init__(
-        self, requests: Sequence[CaptureRequest], layers: int, width: int, tensors: UnitTensors | None = None
+        self,
+        requests: Sequence[CaptureRequest],
+        layers: int,
+        width: int,
+        tensors: UnitTensors | None = None,
+        done: Done = nobody,
     ) -> None:
-        """``tensors`` None: new memory of this process."""
+        """``tensors`` None: new memory of this process. ``done`` as ``CaptureEngine.capture`` has it."""
+        self._done = done
         self._requests = requests
         self._starts = list(accumulate((len(request.input_ids) for request in requests), initial=0))
         self._final_starts = list(accumulate((len(request.final_rows) for request in requests), initial=0))
@@ -67,6 +73,7 @@ class Assembly:
         """Count request ``index``, whose states are in place; CaptureError ``engine-request`` if they were before."""
         self._require_missing(index)
         self._missing.remove(index)
+        self._done(len(self._requests[index].input_ids))
         rows = self._requests[index].final_rows
         if next_token is not None and len(rows) and int(rows[-1]) == len(self._requests[index].input_ids) - 1:
             self._next[self._final_starts[index] + len(rows) - 1] = next_token

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from collectors.engines import ENGINES, Captured, CaptureRequest, EngineOptions, raise_if_stopped, read_settings
+from collectors.engines import (
+    ENGINES,
+    Captured,
+    CaptureRequest,
+    Done,
+    EngineOptions,
+    nobody,
+    raise_if_stopped,
+    read_settings,
+)
 from collectors.engines.resources import optional_package
 from collectors.targets.images import ImageError
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
@@ -174,7 +183,9 @@ class HfEngine:
     def close(self) -> None:
         """Nothing outlives the process."""
 
-    def capture(self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False) -> Captured:
+    def capture(
+        self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False, done: Done = nobody
+    ) -> Captured:
         """States of one unit; its bytes depend on the unit, the options and the machine only."""
         lengths = [len(request.input_ids) for request in requests]
         self._require_stateless_positions(max(lengths, default=0))
@@ -200,6 +211,7 @@ class HfEngine:
                 rows, tokens = self._next_tokens(last, [requests[i] for i in batch], tap.batch)
                 next_rows.append(rows)
                 next_tokens.append(tokens)
+                done(sum(lengths[i] for i in batch))
         return Captured(token_ids, tap.aux, tap.final, torch.cat(next_rows), torch.cat(next_tokens))
 
     def _batches(self, requests: Sequence[CaptureRequest]) -> Iterator[list[int]]:

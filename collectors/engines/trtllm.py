@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collectors.engines import Captured, CaptureRequest, EngineOptions, raise_if_stopped
+from collectors.engines import Captured, CaptureRequest, Done, EngineOptions, nobody, raise_if_stopped
 from collectors.engines.assembly import Assembly
 from collectors.engines.resources import Scratch, check_version, choose_devices
 from collectors.engines.trtllm_files import SavedFolder, SavedStates
@@ -307,10 +307,12 @@ class TrtllmEngine:
         finally:
             self._scratch.close()
 
-    def capture(self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False) -> Captured:
+    def capture(
+        self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False, done: Done = nobody
+    ) -> Captured:
         """States of one unit. Raises ConfigError: ``request-too-long``: before the request is run; CaptureError:
         ``norm-state``: a final hidden before the norm; as ``RunningRequests``, ``SavedFolder.take``."""
-        unit = Assembly(requests, len(self._layers), self.target.head.hidden_size)
+        unit = Assembly(requests, len(self._layers), self.target.head.hidden_size, done=done)
         running = RunningRequests(requests)
         try:
             for index, request in enumerate(requests):

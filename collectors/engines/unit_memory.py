@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collectors.engines import CaptureRequest
+from collectors.engines import CaptureRequest, Done, nobody
 from collectors.engines.assembly import Assembly
 from hiddenstore.errors import CaptureError, HiddenstoreError, Kind
 
@@ -62,7 +62,7 @@ class Place:
 class UnitMemory:
     """One unit's memory as one process maps it; ``assembly`` is over it, ``number`` the unit's in its process."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, done: Done = nobody) -> None:
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
         self._map = mmap.mmap(descriptor, 0)
@@ -77,11 +77,13 @@ class UnitMemory:
         self._reason = self._skip(_REASON_BYTES)
         token_ids, tokens = self._take(np.int32, sum(lengths)), sum(lengths)
         tensors = token_ids, self._states((layers, tokens, width)), self._states((sum(rows), width))
-        self._layers, self.assembly = layers, Assembly(requests, layers, width, tensors)
+        self._layers, self.assembly = layers, Assembly(requests, layers, width, tensors, done)
 
     @classmethod
-    def create(cls, requests: Sequence[CaptureRequest], layers: int, columns: int, width: int) -> "UnitMemory":
-        """Memory for the states of these requests, filled from ``columns`` states a token."""
+    def create(
+        cls, requests: Sequence[CaptureRequest], layers: int, columns: int, width: int, done: Done = nobody
+    ) -> "UnitMemory":
+        """Memory for the states of these requests, filled from ``columns`` states a token; ``done`` as in Assembly."""
         lengths = [len(request.input_ids) for request in requests]
         rows = [len(request.final_rows) for request in requests]
         plan = [np.array([next(_NUMBERS), layers, columns, width, len(requests)]), np.array(lengths), np.array(rows)]
@@ -97,7 +99,7 @@ class UnitMemory:
         for part in head:
             os.pwrite(descriptor, part, end)
             end = _aligned(end + len(part))
-        return cls(descriptor)
+        return cls(descriptor, done)
 
     @classmethod
     def open(cls, place: Place) -> "UnitMemory":

@@ -28,7 +28,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from collectors.engines import Captured, CaptureEngine, CaptureRequest, EngineOptions, raise_if_stopped, read_settings
+from collectors.engines import (
+    Captured,
+    CaptureEngine,
+    CaptureRequest,
+    Done,
+    EngineOptions,
+    nobody,
+    raise_if_stopped,
+    read_settings,
+)
 from collectors.engines.assembly import Assembly
 from collectors.engines.resources import check_version, choose_devices, major_minor
 from collectors.engines.unit_memory import PLACE, UnitMemory
@@ -274,10 +283,12 @@ class VllmProcess:
             settings={name: str(value).lower() for name, value in settings.items() if value is not None},
         )
 
-    def capture(self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False) -> Captured:
+    def capture(
+        self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False, done: Done = nobody
+    ) -> Captured:
         """States of one unit, each put where its request says; a request's place names unit and index."""
         width = self.target.head.hidden_size
-        memory = UnitMemory.create(requests, self._layer_ids.aux, columns=len(self._layer_ids.ids), width=width)
+        memory = UnitMemory.create(requests, self._layer_ids.aux, len(self._layer_ids.ids), width, done)
         flow = _Flow(self._llm.llm_engine, memory)
         try:
             flow.send(requests)
@@ -506,9 +517,11 @@ class VllmServer:
         settings = {"server": "true", "concurrency": str(self._concurrency)}
         return Engine(name="vllm", version=self._version, settings=settings)
 
-    def capture(self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False) -> Captured:
+    def capture(
+        self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False, done: Done = nobody
+    ) -> Captured:
         """States of one unit; at most ``concurrency`` requests, and as many files, are under way at one time."""
-        assembly = Assembly(requests, self._layers, self.target.head.hidden_size)
+        assembly = Assembly(requests, self._layers, self.target.head.hidden_size, done=done)
         with ThreadPoolExecutor(self._concurrency, thread_name_prefix="vllm") as pool:
             running: dict[Future[_Answer], int] = {}
             waiting = iter(enumerate(requests))
@@ -518,8 +531,8 @@ class VllmServer:
                         running[pool.submit(self._ask, request)] = index
                     if not running:
                         return assembly.captured()
-                    done, _ = wait(running, timeout=_SERVER_POLL_S, return_when=FIRST_COMPLETED)
-                    for future in done:
+                    ended, _ = wait(running, timeout=_SERVER_POLL_S, return_when=FIRST_COMPLETED)
+                    for future in ended:
                         token_ids, states, next_token = future.result()
                         assembly.put(running.pop(future), token_ids, *self._layer_ids.split(states), next_token)
                     raise_if_stopped(stop)

@@ -6,7 +6,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -139,9 +139,9 @@ def _spoil(job: CollectJob, folder: Path) -> None:
     spoilt.touch()
     capture = job.engine.capture
 
-    def capture_with_zeros(requests: Sequence[CaptureRequest], stop: Callable[[], bool]) -> Captured:
+    def capture_with_zeros(requests: Sequence[CaptureRequest], *watched: Any) -> Captured:
         job.engine.capture = capture  # type: ignore[method-assign]
-        captured = capture(requests, stop)
+        captured = capture(requests, *watched)
         captured.aux[0, 1] = 0
         return captured
 

@@ -168,7 +168,7 @@ def test_collect_refuses_a_mistaken_engine_before_anything_is_committed(
 ) -> None:
     capture = HfEngine.capture
 
-    def mistaken(self: HfEngine, requests: Sequence[CaptureRequest], stop: object = None) -> Captured:
+    def mistaken(self: HfEngine, requests: Sequence[CaptureRequest], *_watched: object) -> Captured:
         with monkeypatch.context() as real:
             real.setattr(HfEngine, "capture", capture)
             return wrong(self, requests)

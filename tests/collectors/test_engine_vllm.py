@@ -78,7 +78,10 @@ def test_a_server_gives_what_hugging_face_computes(
 ) -> None:
     double.delay_s = 0.01
     engine, asked = open_engine("vllm", target, options), requests()
-    found, expected = engine.capture(asked, lambda: False), HfEngine(loaded, EngineOptions(AUX, 64)).capture(asked)
+    came: list[int] = []
+    found = engine.capture(asked, lambda: False, came.append)
+    assert sorted(came) == sorted(len(request.input_ids) for request in asked)
+    expected = HfEngine(loaded, EngineOptions(AUX, 64)).capture(asked)
     torch.testing.assert_close(found.aux.float(), expected.aux.float(), rtol=2**-7, atol=1e-4)
     torch.testing.assert_close(found.final.float(), expected.final.float(), rtol=2**-7, atol=1e-4)
     assert np.array_equal(found.token_ids, expected.token_ids)

@@ -1,5 +1,6 @@
 """Whole collect runs on a tiny saved target: content, resume, refusals, rejects."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,15 @@ def test_the_store_holds_what_a_direct_forward_computes(options: CollectOptions,
         normed = loaded.head.norm(record.final.float())
         torch.testing.assert_close(normed, states[LAYERS][0][record.final_rows], rtol=2**-6, atol=1e-2)
         assert np.array_equal(record.sample.input_ids, sample.input_ids)
+
+
+def test_a_first_unit_says_how_long_it_all_takes_before_it_is_committed(
+    options: CollectOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hiddenstore.console.progress.FIRST_LINE_S", 0.0)
+    run(options)
+    first = next(line for line in capsys.readouterr().err.splitlines() if " collect tokens=" in line)
+    assert re.search(r"tokens=0/\d+ rate=[1-9]\S* eta=\S+ samples=0", first), first
 
 
 def test_recipe_tiny_stores_what_the_target_predicts_at_each_final_row(options: CollectOptions, target: Path) -> None:
@@ -212,8 +222,8 @@ def test_a_target_that_computes_nan_writes_nothing(options: CollectOptions, tmp_
 def sicken(monkeypatch: pytest.MonkeyPatch, damage: object) -> None:
     capture = HfEngine.capture
 
-    def sick(self: HfEngine, requests: list[CaptureRequest], stop: object) -> Captured:
-        captured = capture(self, requests, stop)  # type: ignore[arg-type]
+    def sick(self: HfEngine, requests: list[CaptureRequest], *watched: object) -> Captured:
+        captured = capture(self, requests, *watched)  # type: ignore[arg-type]
         damage(captured)  # type: ignore[operator]
         return captured
 

@@ -152,8 +152,8 @@ def spoil_hugging_face(patch: pytest.MonkeyPatch, spoil: Spoil) -> None:
     """The transformers engine hands out spoiled states."""
     right = HfEngine.capture
 
-    def capture(self: HfEngine, requests: Sequence[CaptureRequest], stop: Callable[[], bool]) -> Captured:
-        captured = right(self, requests, stop)
+    def capture(self: HfEngine, requests: Sequence[CaptureRequest], *watched: Any) -> Captured:
+        captured = right(self, requests, *watched)
         whole = torch.cat([captured.aux, captured.final[None]]).transpose(0, 1)
         lengths = [len(request.input_ids) for request in requests]
         spoiled = torch.cat([spoil(states) for states in whole.split(lengths)]).transpose(0, 1)

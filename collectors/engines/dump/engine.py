@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collectors.engines import Captured, CaptureRequest, Refusal, raise_if_stopped
+from collectors.engines import Captured, CaptureRequest, Done, Refusal, nobody, raise_if_stopped
 from collectors.engines.dump.matching import rows_of
 from collectors.engines.dump.peer import PeerSample, PeerSource, Unusable
 from collectors.targets.layers import listed, require_inside
@@ -190,7 +190,9 @@ class DumpEngine:
     def close(self) -> None:
         """Nothing outlives the process."""
 
-    def capture(self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False) -> Captured:
+    def capture(
+        self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False, done: Done = nobody
+    ) -> Captured:
         """States of one unit; a sample that cannot be read, or whose tokens have changed, is refused."""
         width = self.target.head.hidden_size
         tokens = sum(len(request.input_ids) for request in requests)
@@ -213,6 +215,7 @@ class DumpEngine:
                 final_end = final_rows.stop
             token_ids.append(request.input_ids)
             end = rows.stop
+            done(len(request.input_ids))
             tensors = [tensor for tensor in (sample.columns, sample.final) if tensor is not None]
             self.rounded += any(tensor.dtype != torch.bfloat16 for tensor in tensors)
         nothing = torch.zeros(0, dtype=torch.long)
