@@ -1,23 +1,31 @@
-"""What can be known of a target without its weights: config, tokenizer, chat template and their digests."""
+"""What can be known of a target without its weights: config, tokenizer, chat template and their digests, its own Python
+and a LoRA adapter in the form that peft writes, merged into the weights as they are loaded.
 
+Merged: ``W + s B A`` in fp32, rounded to the dtype of W; ``s = alpha / r``, or ``alpha / √r`` with ``use_rslora``.
+Shapes: W [out, in], A [r, in], B [out, r].
+"""
+
+import hashlib
+import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import foreign_json
-from hiddenstore.targets.adapter import Adapter, open_adapter
 from hiddenstore.targets.gguf import RECORD_FILE, target_folder
 from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_rules_sha256, tokenizer_sha256
-from hiddenstore.targets.remote_code import code_sha256, require_pinned
 from schemas.capture import TargetIdentity
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG_FILE = "config.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -25,6 +33,118 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", TEMPLATE_FILE, "generation_config.json"),
 )
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_ADAPTER_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+# With any of these the adapter was not trained as the formula above.
+_OTHERWISE = (
+    *("use_dora", "use_qalora", "modules_to_save", "fan_in_fan_out", "lora_bias", "target_parameters"),
+    *("layer_replication", "trainable_token_indices", "alora_invocation_tokens"),
+)
+_MERGE = "merge it where it was trained (merge_and_unload, save_pretrained), then --target MERGED without --adapter"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """Pairs (B, A) and their scale by module; ``sha256`` covers every tensor and scale."""
+
+    label: str
+    sha256: str
+    pairs: Mapping[str, "tuple[Tensor, Tensor, float]"]
+
+    def merge_into(self, model: Any) -> None:
+        """Change the weights of a loaded model; ConfigError ``adapter-unfit``: it is not one of this target."""
+        import torch
+        from torch import nn
+
+        tied = model.get_input_embeddings().weight
+        for name, (up, down, scale) in self.pairs.items():
+            try:
+                module = model.get_submodule(name)
+            except AttributeError:
+                module = None
+            expected = [up.shape[0], down.shape[1]]
+            if not isinstance(module, nn.Linear) or list(module.weight.shape) != expected:
+                found = "nothing" if module is None else f"{type(module).__name__} {list(module.weight.shape)}"
+                raise _unfit(self.label, f"changes {name} {expected}, where the target has {found}")
+            if module.weight is tied or module.weight.device.type == "meta":
+                where = "is also the embedding" if module.weight is tied else "is not in memory"
+                raise _unfit(self.label, f"changes {name}, whose weight {where}")
+            weight, device = module.weight, module.weight.device
+            with torch.no_grad():
+                delta = up.to(device).float() @ down.to(device).float()
+                weight.copy_(weight.float() + scale * delta)
+
+
+def open_adapter(folder: str, packed: bool = False) -> Adapter:
+    """Read the two files of an adapter; ``packed``: the weights it is for are quantised. Raises ConfigError:
+    ``adapter-unfit``: a file is missing or damaged, or the adapter is more than such pairs."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    label = Path(folder).resolve().name
+    if packed:
+        raise _unfit(label, "would change quantised weights")
+    try:
+        settings = foreign_json((Path(folder) / _ADAPTER_CONFIG).read_bytes())
+        tensors = load_file(Path(folder) / _ADAPTER_WEIGHTS)
+        alpha, patterns = float(settings["lora_alpha"]), settings.get("alpha_pattern") or {}
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, SafetensorError) as error:
+        raise_refusal(error, folder)
+        reason = f"has no {_ADAPTER_CONFIG} and {_ADAPTER_WEIGHTS} that can be read: {error!r}"
+        raise _unfit(label, reason) from error
+    if (formula := _other_formula(settings)) is not None:
+        raise _unfit(label, formula)
+    sides: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _ADAPTER_NAME.fullmatch(name)
+        if match is None or tensor.ndim != 2 or not tensor.is_floating_point():
+            raise _unfit(label, f"holds {name}, which is no A or B of a linear layer")
+        sides.setdefault(match["module"], {})[match["side"]] = tensor
+    pairs = {}
+    for module, side in sorted(sides.items()):
+        if len(side) < 2 or not 0 < (rank := side["A"].shape[0]) == side["B"].shape[1]:
+            raise _unfit(label, f"has no fitting A and B for {module}")
+        try:
+            own = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), alpha)
+            scale = float(own) / (rank**0.5 if settings.get("use_rslora") else rank)
+        except (re.error, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+            raise _unfit(label, f"has an alpha_pattern that cannot be used: {error}") from error
+        pairs[module] = side["B"], side["A"], scale
+    if not pairs:
+        raise _unfit(label, "holds no tensors")
+    return Adapter(label, _pairs_sha256(pairs), pairs)
+
+
+def _other_formula(settings: Mapping[str, Any]) -> str | None:
+    kind, start = settings.get("peft_type"), settings.get("init_lora_weights", True)
+    if kind != "LORA":
+        return f"is of type {kind}, not LORA"
+    if others := [name for name in _OTHERWISE if settings.get(name)]:
+        return f"was trained with {', '.join(others)}"
+    if settings.get("bias", "none") != "none":
+        return f"was trained with bias={settings['bias']}"
+    # Such a start (PiSSA, OLoRA, CorDA, LoftQ) changes the weights that the pairs are added to.
+    if isinstance(start, str) and start not in ("gaussian", "orthogonal", "eva"):
+        return f"was started with {start}, which changes the target's own weights"
+    return None
+
+
+def _pairs_sha256(pairs: Mapping[str, "tuple[Tensor, Tensor, float]"]) -> str:
+    import torch
+
+    digest = hashlib.sha256()
+    for module, (up, down, scale) in pairs.items():
+        digest.update(f"{module}\t{scale!r}\n".encode())
+        for tensor in (up, down):
+            digest.update(f"{tensor.dtype}\t{list(tensor.shape)}\n".encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _unfit(label: str, reason: str) -> ConfigError:
+    return ConfigError(f"adapter {label} cannot be merged: it {reason}", kind=Kind.ADAPTER_UNFIT, hint=_MERGE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +302,7 @@ def open_target(
 
     try:
         raw, _ = PretrainedConfig.get_config_dict(name, **where)
-        code = _code_sha256(name, revision, raw) if trust_remote_code else None
+        code = _own_code_sha256(name, revision, raw) if trust_remote_code else None
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
     except ConfigError:
         raise
@@ -274,10 +394,63 @@ def _commit(name: str, revision: str | None) -> str | None:
     return extract_commit_hash(path and str(path), None) or revision
 
 
-def _code_sha256(name: str, revision: str | None, config: Mapping[str, Any]) -> str | None:
+def _own_code_sha256(name: str, revision: str | None, config: Mapping[str, Any]) -> str | None:
     documents, path = [config], _file(name, revision, "tokenizer_config.json")
     if path is not None:
         # What is no JSON is refused where the tokenizer is read.
         with suppress(ValueError):
             documents.append(foreign_json(path.read_bytes()))
     return code_sha256(name, documents, lambda file: _file(name, revision, file))
+
+
+def require_pinned(name: str, revision: str | None) -> None:
+    """Refuse a hub id without a commit, ConfigError ``code-unpinned``; a folder's code is known by its digest."""
+    if not Path(name).exists() and (revision is None or not _COMMIT.fullmatch(revision)):
+        raise ConfigError(
+            f"--trust-remote-code runs the repository's own Python: revision {revision or 'none'} of {name} may be "
+            f"other code tomorrow",
+            kind=Kind.CODE_UNPINNED,
+            hint="--target ORG/NAME --revision COMMIT, the 40 hex digits of a commit whose code was read",
+        )
+
+
+def code_sha256(name: str, documents: list[Mapping[str, Any]], find: Callable[[str], Path | None]) -> str | None:
+    """Digest of every Python file that the ``auto_map`` of ``documents`` names, and those that they import from beside
+    themselves; None where none names any. ``find`` gives a file of the target by its name. Raises ConfigError:
+    ``code-unpinned``: it is code of another repository; ``target-incomplete``: a file is not there."""
+    lines: dict[str, str] = {}
+    waiting = [module for document in documents for module in _modules(name, document)]
+    while waiting:
+        module = waiting.pop()
+        if module in lines:
+            continue
+        path = find(module)
+        if path is None:
+            raise ConfigError(
+                f"target {name} names its own code in {module}, which it lacks", kind=Kind.TARGET_INCOMPLETE
+            )
+        lines[module] = hashlib.sha256(path.read_bytes()).hexdigest()
+        waiting += _beside(path, module)
+    listed = "".join(f"{module}\t{digest}\n" for module, digest in sorted(lines.items()))
+    return hashlib.sha256(listed.encode()).hexdigest() if lines else None
+
+
+def _modules(name: str, document: Mapping[str, Any]) -> Iterator[str]:
+    for value in (document.get("auto_map") or {}).values():
+        for entry in value if isinstance(value, list) else [value]:
+            if not isinstance(entry, str):
+                continue
+            if "--" in entry:
+                raise ConfigError(
+                    f"the config of {name} runs code of another repository ({entry}), which nothing pins",
+                    kind=Kind.CODE_UNPINNED,
+                    hint="use a copy of the target that holds its own code",
+                )
+            yield f"{entry.partition('.')[0]}.py"
+
+
+def _beside(path: Path, module: str) -> Iterator[str]:
+    from transformers.dynamic_module_utils import get_relative_imports
+
+    for name in get_relative_imports(path):
+        yield str(Path(module).parent / f"{name}.py")

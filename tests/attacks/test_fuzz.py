@@ -43,8 +43,7 @@ from hiddenstore.settings import load as load_settings
 from hiddenstore.share.remote import parse_sums
 from hiddenstore.store import Store
 from hiddenstore.targets import calibration, checkpoint, gguf
-from hiddenstore.targets.adapter import open_adapter
-from hiddenstore.targets.folder import TargetFolder
+from hiddenstore.targets.folder import TargetFolder, open_adapter
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import HEAD, capture_spec, make_data, make_samples, make_store, random_records
 from hiddenstore.testing.invariants import contents

@@ -14,8 +14,7 @@ from collectors.regenerate.in_process import open_in_process
 from collectors.regenerate.options import RegenerateOptions, require_possible
 from collectors.targets.load import EngineTarget, LoadOptions, load_target, load_weights
 from hiddenstore.errors import ConfigError
-from hiddenstore.targets.adapter import open_adapter
-from hiddenstore.targets.folder import open_target
+from hiddenstore.targets.folder import open_adapter, open_target
 from tests.collectors.tiny import WIDTH, save_target
 from tests.tiny_world import LAYERS, TRAIN, World, error_of, run
 

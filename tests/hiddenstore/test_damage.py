@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from hiddenstore.errors import ConfigError, Kind, StorageError
 from hiddenstore.files.damage import raise_refusal
-from hiddenstore.targets.adapter import open_adapter
+from hiddenstore.targets.folder import open_adapter
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, NotFoundError
+from hiddenstore.targets.folder import code_sha256
 from hiddenstore.targets.identity import config_sha256
-from hiddenstore.targets.remote_code import code_sha256
 from tests.trainer.export_cases import case
 from tests.trainer.serve_cases import TARGET_CONFIG, asked, planned, published, write_exports
 from trainer.export.named_target import target_differences

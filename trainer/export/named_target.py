@@ -8,9 +8,8 @@ from typing import Any
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.files.documents import foreign_json
 from hiddenstore.targets.checkpoint import read_object
-from hiddenstore.targets.folder import TOKENIZER_FILES, TargetFolder
+from hiddenstore.targets.folder import TOKENIZER_FILES, TargetFolder, code_sha256
 from hiddenstore.targets.identity import tokenizer_rules_sha256
-from hiddenstore.targets.remote_code import code_sha256
 from hiddenstore.targets.tensors import checkpoint_sha256
 from schemas.capture import TargetIdentity
 from trainer.export.support import config_differences, config_digests
