@@ -16,8 +16,7 @@ from torch import Tensor
 from hiddenstore.data import PackedBatch
 from hiddenstore.targets.head import HeadBundle
 from schemas import HeadSpec
-from trainer.drafters.eagle3 import EAGLE3, Eagle3, Eagle3Config, Eagle3Loss
-from trainer.drafters.mixing import draw_shares
+from trainer.drafters.eagle3 import EAGLE3, Eagle3, Eagle3Config, Eagle3Loss, draw_shares
 from trainer.losses.teacher import TargetInterface
 from trainer.vocab import DraftVocab
 

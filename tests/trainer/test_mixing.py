@@ -10,8 +10,7 @@ from torch import Tensor
 from tests.trainer.conftest import Setting, make_batch, make_setting
 from tests.trainer.eagle3_plain import MixedEagle3, plain_losses
 from tests.trainer.runs import WORDS, tiny_store
-from trainer.drafters.eagle3 import EAGLE3, Eagle3Loss
-from trainer.drafters.mixing import Mixing, draw_shares, replaced_rows
+from trainer.drafters.eagle3 import EAGLE3, Eagle3Loss, Mixing, draw_shares, replaced_rows
 from trainer.losses.fused_head import StepLosses
 from trainer.losses.teacher import TargetInterface
 from trainer.train import step as step_module

@@ -2,12 +2,16 @@
 
 g = fc([a; b; c]); layer input [input_layernorm(emb(x_{t+1})); hidden_norm(g)]; residual g; the layer's output is fed
 back as the next step's g before the final norm, or after it with ``norm_output``. Weight names are those engines load.
+Mixed states, Model Optimizer's ``eagle_mix_hidden_states`` with its ``eagle_hsm_mode``: every step is a causal pass over
+all rows, so that keys too come from mixed states. What a step says at row t-1 is what row t may read next; the first
+row of a sample has none before it and reads the target's state throughout.
 Sources: docs/design/009; vLLM ``llama_eagle3.py`` for ``norm_output`` and ``norm_before_residual``.
 
 Shapes: T tokens, L aux layers, D target width, H drafter width, V target vocabulary, U draft vocabulary, K TTT steps,
 A active slots, N query heads, G key heads, E head width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, Self
@@ -23,10 +27,19 @@ from hiddenstore.targets.matmul import Linear, linear
 from trainer.attention.cache import KVCache, attend_cached
 from trainer.attention.ttt import for_kernel, ttt_attention
 from trainer.config import DrafterConfig, LossConfig
-from trainer.drafters.base import Drafter, LossInputs, Needs, TargetFacts, Verified, quiet_scale, rms_weight, seeded
+from trainer.drafters.base import (
+    Drafter,
+    LossInputs,
+    Needs,
+    TargetFacts,
+    Verified,
+    quiet_scale,
+    rms_weight,
+    sample_generator,
+    seeded,
+)
 from trainer.drafters.blocks import DecoderLayer, RMSNorm, Rotary, recomputed, rotate
 from trainer.drafters.live import RecurrentKind, recurrent_hits
-from trainer.drafters.mixing import Mixing, draw_shares, mixed, moved
 from trainer.formats.eagle3 import EAGLE3 as EAGLE3_EXPORT
 from trainer.losses.fused_head import StepLosses, Supervision, head_losses, step_scales, step_weights
 from trainer.losses.kinds import LOSSES
@@ -37,6 +50,7 @@ from trainer.slots import (
     SlotMap,
     SlotRange,
     document_ranges,
+    document_starts,
     gather_pieces,
     map_slots,
     next_tokens,
@@ -44,6 +58,9 @@ from trainer.slots import (
     teacher_rows,
 )
 from trainer.vocab import DraftVocab
+
+Mixing = Literal["none", "sparse_replace", "uniform_layer_sample", "no_replace"]
+"""Which row's next step reads a state of the target, and which one of the drafter's own."""
 
 
 class TttLoss(LossConfig):
@@ -537,3 +554,42 @@ class _Eagle3Kind(RecurrentKind[Eagle3, Eagle3Config, Eagle3Loss]):
 
 
 EAGLE3 = _Eagle3Kind()
+
+
+def draw_shares(batch: PackedBatch, steps: int, rng_key: tuple[int, int]) -> Tensor:
+    """Numbers in [0, 1) that follow from step of the run and sample alone: fp32 [K, T]."""
+    lengths = torch.bincount(batch.document, minlength=len(batch.sample_ids)).tolist()
+    # Drawn on the CPU, so that a device changes nothing of what is drawn.
+    parts = [
+        torch.rand(steps, length, generator=sample_generator(rng_key, name, torch.device("cpu")))
+        for name, length in zip(batch.sample_ids, lengths, strict=True)
+    ]
+    return torch.cat(parts, 1).to(batch.aux.device)
+
+
+def moved(outputs: Tensor) -> Tensor:
+    """Outputs [T, H] at the row after their own; row 0 is zero."""
+    return F.pad(outputs, (0, 0, 1, -1))
+
+
+def mixed(how: Mixing, read: Tensor, history: Sequence[Tensor], shares: Tensor, document: Tensor) -> Tensor:
+    """What the next step reads [T, H], after a step that read ``read``. ``history``: the target's states, then `moved`
+    outputs of every step so far [T, H] each; shares fp32 [T]; document int64 [T]."""
+    at = torch.arange(len(document), device=document.device)
+    inner = at > document_starts(document)
+    if how == "uniform_layer_sample":
+        chosen = (shares * len(history)).long().clamp(max=len(history) - 1)
+        return torch.stack(list(history))[torch.where(inner, chosen, 0), at]
+    taken = inner if how == "no_replace" else replaced_rows(len(history) - 2, shares, document)
+    return torch.where(taken[:, None], history[-1], read)
+
+
+def replaced_rows(step: int, shares: Tensor, document: Tensor) -> Tensor:
+    """Rows whose state gives way to an output of ``step``: bool [T]. Of a sample's n rows n // (2^step + 1), one at the
+    least, those of the lowest shares."""
+    taken = torch.zeros_like(document, dtype=torch.bool)
+    for sample in document_ranges(document):
+        first = sample.begin + 1
+        count = max(1, sample.length // (2**step + 1))
+        taken[first + shares[first : sample.end].argsort()[:count]] = True
+    return taken
