@@ -2,9 +2,9 @@
 
 g = fc([a; b; c]); layer input [input_layernorm(emb(x_{t+1})); hidden_norm(g)]; residual g; the layer's output is fed
 back as the next step's g before the final norm, or after it with ``norm_output``. Weight names are those engines load.
-Mixed states, Model Optimizer's ``eagle_mix_hidden_states`` with its ``eagle_hsm_mode``: every step is a causal pass over
-all rows, so that keys too come from mixed states. What a step says at row t-1 is what row t may read next; the first
-row of a sample has none before it and reads the target's state throughout.
+Mixed states are Model Optimizer's ``eagle_mix_hidden_states`` with its ``eagle_hsm_mode``: every step is a causal pass
+over all rows, so that keys too come from mixed states. What a step says at row t-1 is what row t may read next. The
+first row of a sample has none before it and reads the target's state throughout.
 Sources: docs/design/009; vLLM ``llama_eagle3.py`` for ``norm_output`` and ``norm_before_residual``.
 
 Shapes: T tokens, L aux layers, D target width, H drafter width, V target vocabulary, U draft vocabulary, K TTT steps,
