@@ -24,8 +24,7 @@ from typing import Any, Literal, cast
 
 from hiddenstore.errors import HiddenstoreError, Kind, StorageError
 from hiddenstore.fs.seam import Filesystem, WritableFile
-from hiddenstore.testing.damage import Sweep
-from hiddenstore.testing.workload import Backend, Plan, Workload
+from hiddenstore.testing.workload import Backend, Plan, Sweep, Workload
 
 Moment = Literal["before", "half", "after"]
 

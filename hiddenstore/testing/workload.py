@@ -1,11 +1,24 @@
-"""What a collector does to a store, as work that can be stopped at any point and done again."""
+"""What a collector does to a store, as work that can be stopped at any point and done again, and a small store that is
+damaged, looked at and healed again and again.
 
-from collections.abc import Callable, Mapping
+A damaged store is opened and read whole through the reader. What the reader does not look at (the attributes of a
+group, documentation for other readers) is the business of ``verify`` at depth bytes. Whatever is read must be exactly
+what was written. An error of a unit names samples of that unit, an error of a document names the file. A document of
+this very store that is older and no less true, a shorter list under a snapshot's name or a record under a later
+revision, need not be noticed: what it leads to is still what was written.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import combinations
 
 from hiddenstore.codecs.recipes import recipe_name
+from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError, NotFoundError
 from hiddenstore.files import layout
+from hiddenstore.files.documents import seal
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.base import EncodedUnit
 from hiddenstore.segments.encode import encode_records
@@ -13,14 +26,17 @@ from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
     ENGINE,
     HEAD,
+    UNIT_TOKENS,
     capture_spec,
+    make_store,
     memory_input,
     random_records,
     rebuilding_files,
     target_files,
 )
-from hiddenstore.testing.invariants import contents, fingerprint, problems
-from hiddenstore.writer import create_store, register_input, write_encoded_unit
+from hiddenstore.testing.invariants import contents, fingerprint, problems, record_digest, sample_digest
+from hiddenstore.verify import verify
+from hiddenstore.writer import create_store, register_input, write_encoded_unit, write_unit
 from schemas.capture import REBUILT, CaptureSpec
 from schemas.manifest import Container
 
@@ -30,6 +46,13 @@ For kills it must pickle."""
 
 SAMPLES = 3
 WIDTH = 8
+READ_ERRORS = (CorruptionError, FormatError)
+SNAPSHOT = "whole"
+TOGETHER_EVERY = 4
+UNLIKE_EVERY = 7
+
+Changes = Mapping[str, bytes | None]
+"""New bytes by path; None removes the file."""
 
 
 @dataclass(frozen=True)
@@ -120,3 +143,203 @@ def require_sound(store: Store, expected: Mapping[str, str], *, finished: bool =
     assert not finished or digests.keys() == expected.keys(), "lost: samples are missing"
     listed = problems(store, finished=finished)
     assert not listed, f"other: {listed[:3]}"
+
+
+class Sweep:
+    """``files`` are the bytes of the whole store by path; ``by_reader`` and ``by_verify`` count who saw the damage."""
+
+    def __init__(self, backend: Backend, codec: str = "q8", step: int = 1, container: str = "zarr") -> None:
+        self.backend, self.step = backend, step
+        self.fs = backend("damaged")
+        self.store = make_store(self.fs, samples=2, layers=(1, 3), codec=codec, container=container)
+        self.store.save_snapshot(SNAPSHOT)
+        self.others = {_plain(path): data for path, data in _files(_with_other_states(backend("other"), self.store))}
+        self.expected = contents(self.store)
+        self.inputs = {digest: registered.table for digest, registered in self.store.inputs().items()}
+        self.files = dict(_files(self.fs))
+        self.units = {record.segment: [sample.id for sample in record.samples] for record in self.store.commits()}
+        self.by_reader = self.by_verify = 0
+
+    def flips(self) -> Iterator[tuple[str, dict[str, bytes | None]]]:
+        """Every ``step``-th byte of every file with one bit flipped."""
+        for path, data in self.files.items():
+            for place in range(0, len(data), self.step):
+                damaged = bytearray(data)
+                damaged[place] ^= 1 << (place % 8)
+                yield f"byte {place} of {path} flipped", {path: bytes(damaged)}
+
+    def cuts(self) -> Iterator[tuple[str, dict[str, bytes | None]]]:
+        """Every file cut, lengthened, zeroed and removed."""
+        for path, data in self.files.items():
+            size = len(data)
+            for length in sorted({0, 1, size // 3, size // 2, size - 4, size - 1}):
+                if 0 <= length < size:
+                    yield f"{path} cut to {length} bytes", {path: data[:length]}
+            yield f"{path} lengthened", {path: data + b"\0"}
+            yield f"{path} zeroed", {path: bytes(size)}
+            yield f"{path} removed", {path: None}
+
+    def swaps(self) -> Iterator[tuple[str, dict[str, bytes | None]]]:
+        """Every pair of files of one size in each other's place, and of unlike size too; every 7th where not every
+        byte is flipped."""
+        pairs = [pair for pair in combinations(self.files, 2) if self.files[pair[0]] != self.files[pair[1]]]
+        unlike = [pair for pair in pairs if len(self.files[pair[0]]) != len(self.files[pair[1]])]
+        for one, other in [*(pair for pair in pairs if pair not in unlike), *unlike[:: min(self.step, UNLIKE_EVERY)]]:
+            yield f"{one} and {other} swapped", {one: self.files[other], other: self.files[one]}
+
+    def replays(self) -> Iterator[tuple[str, dict[str, bytes | None]]]:
+        """Every file replaced by the one of that name, attempt digits aside, of another store of the same samples:
+        whole, and of other states; every input by another input; and what was true of this store before."""
+        for path, data in self.files.items():
+            replayed = self.others.get(_plain(path), data)
+            if path.startswith(f"{layout.INPUTS_DIR}/"):
+                replayed = memory_input(2, seed=1).registration(UNIT_TOKENS)
+            if replayed != data:
+                yield f"{path} of another store", {path: replayed}
+        for path, data in self.once_true.items():
+            yield f"{path} of this store, from before", {path: data}
+
+    @cached_property
+    def once_true(self) -> dict[str, bytes]:
+        """Documents that are older and no less true: each record as a revision of its own, and the snapshot without
+        the last unit."""
+        records = {
+            layout.commit_path(record.unit, 1): self.files[layout.commit_path(record.unit)]
+            for record in self.store.commits()
+        }
+        whole, last = self.store.snapshot(SNAPSHOT), self.store.commits()[-1]
+        less = {"samples": whole.samples - len(last.samples), "tokens": whole.tokens - last.tokens}
+        shorter = whole.model_copy(update={"commits": whole.commits[:-1], **less})
+        return {**records, layout.snapshot_path(SNAPSHOT): seal(shorter)}
+
+    def check(self, changes: Changes) -> None:
+        """Damage files, demand exact data or an error that names what is wrong, heal them. Raises AssertionError: other
+        data was read, nothing noticed, or the error names something else."""
+        try:
+            for path, data in changes.items():
+                _write(self.fs, path, data)
+            self.check_now(changes)
+        finally:
+            for path in changes:
+                _write(self.fs, path, self.files.get(path))
+
+    def check_now(self, changes: Changes) -> None:
+        """Demand exact data or an error, of files that are damaged now."""
+        fs, paths = self.backend("damaged"), tuple(changes)
+        digests, errors = self._read(fs, paths)
+        given = [*digests.items()]
+        # Another way through the same bytes, at some points: it names no sample, and must not read them wrong.
+        if (self.by_reader + self.by_verify) % TOGETHER_EVERY == 0:
+            given += self._read_together(fs)
+        wrong = [name for name, digest in given if self.expected.get(name) != digest]
+        assert not wrong, f"wrong: damage of {paths} reads as other data"
+        for error in errors:
+            self._check_names(error, paths)
+        if errors:
+            self.by_reader += 1
+            return
+        report = verify(fs, depth="bytes")
+        # A deleted input costs no sample: it is a note.
+        gone = [note.path for note in report.notes if note.kind == "input-missing"]
+        is_true = changes.items() <= self.once_true.items()
+        assert report.findings or is_true or set(paths) & set(gone), f"silent: damage of {paths}"
+        self.by_verify += 1
+
+    def _read(self, fs: Filesystem, damaged: tuple[str, ...]) -> tuple[dict[str, str], list[HiddenstoreError]]:
+        """Digests of the samples that can be read, and every error on the way."""
+        digests: dict[str, str] = {}
+        errors: list[HiddenstoreError] = []
+        stores: list[Store] = []
+        looks: list[Callable[[], object]] = [lambda: stores.append(Store.open(fs))]
+        if any(layout.SEGMENTS_DIR not in path for path in damaged):
+            looks += [partial(self._look_beside, fs), lambda: stores.append(Store.open(fs, snapshot=SNAPSHOT))]
+        for look in looks:
+            try:
+                look()
+            except (*READ_ERRORS, NotFoundError) as error:
+                errors.append(error)
+        is_snapshot = any(path.startswith(f"{layout.SNAPSHOTS_DIR}/") for path in damaged)
+        for store in stores if is_snapshot else stores[:1]:
+            for name in store.sample_ids:
+                try:
+                    digests |= {name: sample_digest(store, name)}
+                except READ_ERRORS as error:
+                    errors.append(error)
+        return digests, errors
+
+    def _look_beside(self, fs: Filesystem) -> None:
+        """Read the documents that no sample needs."""
+        store = Store.open(fs)
+        for file in store.manifest.target_files:
+            store.target_file(file.path)
+        for digest, registered in store.inputs().items():
+            assert registered.table.equals(self.inputs[digest]), "wrong: another input"
+
+    def _read_together(self, fs: Filesystem) -> Iterator[tuple[str, str]]:
+        """Digests of the samples that reading those of a unit together gives before an error."""
+        with suppress(*READ_ERRORS, NotFoundError):
+            for record in Store.open(fs):
+                yield record.sample.id, record_digest(record)
+
+    def _check_names(self, error: HiddenstoreError, paths: tuple[str, ...]) -> None:
+        segments = [path for path in paths if path.startswith(f"{layout.SEGMENTS_DIR}/")]
+        if any(_is_named(error, path) for path in paths if path not in segments):
+            return
+        units = {unit for path in paths for unit in self.units if unit in path or f"/{_unit(path)}-" in unit}
+        allowed = {name for unit in units for name in self.units[unit]}
+        assert isinstance(error, CorruptionError), error.message
+        assert error.samples, error.message
+        assert set(error.samples) <= allowed, error.message
+        named = [path.rpartition("/")[2] for path in segments] + [_unit(path) for path in paths if _unit(path)]
+        assert any(name in error.message for name in named), error.message
+
+
+def _with_other_states(fs: Filesystem, store: Store) -> Filesystem:
+    """A whole store of the same samples and another target."""
+    prepared, capture = memory_input(2), store.capture
+    files = rebuilding_files(capture, 1) if capture.blocks else target_files(seed=1)
+    other = create_store(fs, capture, HEAD, store.manifest.recipe, files, store.manifest.container)
+    register_input(other, prepared)
+    for unit in prepared.units():
+        write_unit(other, unit.name, prepared.info.digest, random_records(unit.samples, capture, 1), (), ENGINE)
+    Store.open(fs).save_snapshot(SNAPSHOT)
+    return fs
+
+
+def _unit(path: str) -> str:
+    """The unit whose record a path is; empty for another file."""
+    parsed = layout.parse_commit(path.rpartition("/")[2]) if path.startswith(f"{layout.COMMITS_DIR}/") else None
+    return parsed.unit if parsed is not None else ""
+
+
+def _is_named(error: HiddenstoreError, path: str) -> bool:
+    """Whether a message names a document; a snapshot may be named as the user names it, and of store.json and a file
+    of the target that do not fit, either one."""
+    if path == layout.snapshot_path(SNAPSHOT) and re.search(rf"snapshot '?{SNAPSHOT}\b", error.message):
+        return True
+    names = (path.rpartition("/")[2], *([f"/{layout.TARGET_DIR}/"] if path == layout.STORE_JSON else []))
+    return any(name in error.message for name in names)
+
+
+def _files(fs: Filesystem, folder: str = "") -> Iterator[tuple[str, bytes]]:
+    for name in fs.list(folder):
+        path = f"{folder}/{name}".lstrip("/")
+        if fs.size(path) is None:
+            yield from _files(fs, path)
+        else:
+            yield path, fs.read(path)
+
+
+def _write(fs: Filesystem, path: str, data: bytes | None) -> None:
+    fs.remove_tree(path)
+    if data is not None:
+        file = fs.create(path)
+        file.write(data)
+        file.close()
+
+
+def _plain(path: str) -> str:
+    """A path without the random digits of an attempt."""
+    folder, _, rest = path.partition("/")
+    segment, _, inner = rest.partition("/")
+    return f"{folder}/{segment[:-8]}/{inner}" if folder == layout.SEGMENTS_DIR else path

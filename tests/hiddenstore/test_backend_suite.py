@@ -70,5 +70,5 @@ def test_a_backend_that_forgets_a_document_fails(monkeypatch: pytest.MonkeyPatch
 
 
 def test_damage_that_nothing_notices_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiddenstore.testing.damage.verify", lambda *_, **__: Report("bytes"))
+    monkeypatch.setattr("hiddenstore.testing.workload.verify", lambda *_, **__: Report("bytes"))
     assert "silent: " in failures([damage(memory_backend(), "bf16", "webdataset", step=211)])

@@ -27,7 +27,7 @@ from hiddenstore.segments.segment import write_encoded
 from hiddenstore.store import Store
 from hiddenstore.testing import builders
 from hiddenstore.testing.builders import ENGINE, VOCAB, capture_spec, make_store, random_records
-from hiddenstore.testing.damage import Sweep
+from hiddenstore.testing.workload import Sweep
 from hiddenstore.verify import verify
 from hiddenstore.writer import pending_units
 from schemas.capture import Codecs

@@ -26,9 +26,8 @@ from hiddenstore.store import Store
 from hiddenstore.targets.blocks import BLOCKS_FILE, block_parameters
 from hiddenstore.targets.calibration import take_slice, write_slice
 from hiddenstore.testing.builders import HEAD, capture_spec, make_samples, make_store, random_records, target_files
-from hiddenstore.testing.damage import Sweep
 from hiddenstore.testing.suite import crash_points
-from hiddenstore.testing.workload import Plan
+from hiddenstore.testing.workload import Plan, Sweep
 from hiddenstore.verify import verify
 from hiddenstore.writer import create_store
 from schemas.capture import Codecs

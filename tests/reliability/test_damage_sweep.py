@@ -1,5 +1,5 @@
 """Every byte of a small store flipped, every file truncated, deleted, emptied, swapped or replayed: exact data or an
-error; ``hiddenstore.testing.damage`` says what counts as one.
+error; ``hiddenstore.testing.workload`` says what counts as one.
 """
 
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from hiddenstore.testing.damage import Changes, Sweep
 from hiddenstore.testing.suite import Tally
+from hiddenstore.testing.workload import Changes, Sweep
 from hiddenstore.verify import verify
 from tests.faults import memory_backend
 from tests.reliability.figures import Figures
