@@ -127,7 +127,7 @@ def _bundled(folder: Path) -> dict[str, Any]:
 
 def _smollm2(model: str | None, engine_python: str | None, quick: bool) -> dict[str, Any]:
     """Target and questions of the demo on a real model; the engine, where there is one."""
-    from collectors.demo.wheel import smollm2
+    from collectors.demo import smollm2
 
     return {
         "target": str(smollm2(model)),

