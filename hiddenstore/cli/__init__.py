@@ -19,7 +19,7 @@ import click
 
 from hiddenstore.cli.translate import INTERRUPTED_EXIT, PIPE_EXIT, RUN_AGAIN, as_hiddenstore_error, usage_error
 from hiddenstore.console.output import Output
-from hiddenstore.doctor.packages import PACKAGES, check_packages
+from hiddenstore.doctor import PACKAGES, check_packages
 from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind
 
 __all__ = ["main"]

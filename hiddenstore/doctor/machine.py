@@ -12,8 +12,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from hiddenstore.console.text import plural, seconds, size
-from hiddenstore.doctor import DoctorCheck, Status, version_of
-from hiddenstore.doctor.packages import elsewhere
+from hiddenstore.doctor import DoctorCheck, Status, elsewhere, version_of
 from hiddenstore.errors import HiddenstoreError
 from hiddenstore.fs import is_address, open_filesystem
 from hiddenstore.settings import first_line

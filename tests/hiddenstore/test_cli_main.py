@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from hiddenstore.cli import CommandSpec, find_commands, main
 from hiddenstore.cli.translate import usage_error
 from hiddenstore.console.output import common_options, output
-from hiddenstore.doctor.packages import check_packages
+from hiddenstore.doctor import check_packages
 from hiddenstore.errors import (
     CaptureError,
     ConfigError,

@@ -11,9 +11,8 @@ from click.testing import CliRunner, Result
 from packaging.requirements import Requirement
 
 from hiddenstore.cli import main
-from hiddenstore.doctor import DoctorCheck, install_command
+from hiddenstore.doctor import PACKAGES, DoctorCheck, install_command
 from hiddenstore.doctor.machine import GROUP, _added, compute_checks, installation_checks
-from hiddenstore.doctor.packages import PACKAGES
 
 
 def needing(monkeypatch: pytest.MonkeyPatch, *lines: str) -> dict[str, DoctorCheck]:
