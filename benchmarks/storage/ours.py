@@ -23,7 +23,7 @@ from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.data.packed import Buffers, small_on
 from hiddenstore.data.read import DecodedFiller, EncodedFiller, Filler, SampleSlot, packed_samples
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
-from hiddenstore.segments import files, zarr_read, zarr_write
+from hiddenstore.segments import files, zarr_arrays
 from hiddenstore.segments.encode import encode_records
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HEAD_FILE, HeadBundle
@@ -101,7 +101,7 @@ class Ours(SampleFormat):
         write_store(self.folder, self.recipe, samples(), [shape[1] for shape in self.shapes], self.shapes[0][2])
 
     def open(self) -> None:
-        zarr_read.CHECK_CHUNKS = self.checked
+        zarr_arrays.CHECK_CHUNKS = self.checked
         self.store = Store.open(self.folder / "store")
         self.ids = self.store.sample_ids
 
@@ -125,7 +125,7 @@ class OursWithoutChecks(Ours):
             patch.object(files.TreeDigest, "hexdigest", lambda _: "0" * 64),
             patch.object(files, "sha256_hex", lambda _: "0" * 64),
             patch.object(files, "combine_crc32c", lambda *_: 0),
-            patch.object(zarr_write, "crc32c", lambda _: 0),
+            patch.object(zarr_arrays, "crc32c", lambda _: 0),
         ):
             super().write(samples)
 

@@ -51,8 +51,16 @@ from hiddenstore.segments.many import (
     row_numbers,
     sample_places,
 )
-from hiddenstore.segments.zarr_read import ShardReader, read_small
-from hiddenstore.segments.zarr_write import METADATA, ArraySpec, parse_metadata, write_array, write_group, write_sharded
+from hiddenstore.segments.zarr_arrays import (
+    METADATA,
+    ArraySpec,
+    ShardReader,
+    parse_metadata,
+    read_small,
+    write_array,
+    write_group,
+    write_sharded,
+)
 from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry
 
 _PLAIN_ARRAYS = 4

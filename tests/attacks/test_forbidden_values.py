@@ -115,17 +115,17 @@ def test_show_and_verify_name_a_turn_out_of_range_a14(tmp_path_factory: pytest.T
 
 
 def test_metadata_without_the_checksums_of_its_chunks_is_refused_a18(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hiddenstore.segments import zarr_write
+    from hiddenstore.segments import zarr_arrays
 
     store = make_store(FaultFilesystem(), samples=2)
-    written = zarr_write.ArraySpec.metadata
+    written = zarr_arrays.ArraySpec.metadata
 
-    def without(spec: zarr_write.ArraySpec) -> dict[str, object]:
+    def without(spec: zarr_arrays.ArraySpec) -> dict[str, object]:
         document = written(spec)
         attributes = document["attributes"]
         return {**document, "attributes": dict.fromkeys(attributes) if "chunk_crc32c" in attributes else attributes}
 
-    monkeypatch.setattr(zarr_write.ArraySpec, "metadata", without)
+    monkeypatch.setattr(zarr_arrays.ArraySpec, "metadata", without)
     unit = encode_records("faulty-000000", random_records(make_samples(1, seed=7), store.capture), store.capture)
     write_encoded_unit(store, unit.unit, "f" * 64, unit, (), ENGINE)
     monkeypatch.undo()

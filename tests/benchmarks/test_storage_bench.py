@@ -16,7 +16,7 @@ from benchmarks.workers import ROOT, Row, Timing
 from hiddenstore.codecs import CODECS
 from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.errors import CorruptionError
-from hiddenstore.segments import zarr_read
+from hiddenstore.segments import zarr_arrays
 from hiddenstore.store import Store
 
 ALONE = ("Preadv", "TorchFiles", "Ours", "OursUnchecked", "StockZarr", "SafePacked", "SafeDecoded")
@@ -54,7 +54,7 @@ def timings(bench: Bench) -> list[Timing]:
             options = {} if measure == "sequential" else {"seed": 0}
             timing.add(measure, getattr(worker, measure)(**options), bench.raw.logical_bytes / 1e9)
         timings.append(timing)
-    zarr_read.CHECK_CHUNKS = True
+    zarr_arrays.CHECK_CHUNKS = True
     return timings
 
 

@@ -11,12 +11,12 @@ from google_crc32c import value as crc32c
 
 from hiddenstore.errors import CorruptionError
 from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.segments import zarr_read
-from hiddenstore.segments.zarr_read import ShardReader
-from hiddenstore.segments.zarr_write import (
+from hiddenstore.segments import zarr_arrays
+from hiddenstore.segments.zarr_arrays import (
     ALIGNMENT,
     CHUNK_CRCS,
     ArraySpec,
+    ShardReader,
     parse_metadata,
     write_array,
     write_sharded,
@@ -65,7 +65,7 @@ def test_every_chunk_starts_at_a_multiple_of_the_alignment_and_stock_readers_agr
 def test_any_rows_come_back_whatever_the_size_of_a_request(
     fs: LocalFilesystem, values: np.ndarray, monkeypatch: pytest.MonkeyPatch, request_bytes: int
 ) -> None:
-    monkeypatch.setattr(zarr_read, "_REQUEST_BYTES", request_bytes)
+    monkeypatch.setattr(zarr_arrays, "_REQUEST_BYTES", request_bytes)
     for start, stop in [(0, ROWS), (0, 1), (15, 17), (16, 32), (20, 30), (31, 75), (74, 75), (64, 75), (5, 5)]:
         assert np.array_equal(read(fs, start, stop), values[start:stop])
 
@@ -97,7 +97,7 @@ def test_checks_can_be_left_out_to_measure_them(
     data = bytearray(fs.read(PATH))
     data[0] ^= 1
     (tmp_path / PATH).write_bytes(data)
-    monkeypatch.setattr(zarr_read, "CHECK_CHUNKS", False)
+    monkeypatch.setattr(zarr_arrays, "CHECK_CHUNKS", False)
     found = read(fs, 0, ROWS)
     assert found[0, 0] == values[0, 0] ^ 1
     assert np.array_equal(found[1:], values[1:])

@@ -19,8 +19,15 @@ from hiddenstore.errors import CorruptionError, FormatError
 from hiddenstore.fs.disk import PosixDisk
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.segments.files import HashedFile
-from hiddenstore.segments.zarr_read import ShardReader, read_small
-from hiddenstore.segments.zarr_write import ArraySpec, parse_metadata, write_array, write_group, write_sharded
+from hiddenstore.segments.zarr_arrays import (
+    ArraySpec,
+    ShardReader,
+    parse_metadata,
+    read_small,
+    write_array,
+    write_group,
+    write_sharded,
+)
 from tests.hiddenstore.test_digests import tree_of
 
 
