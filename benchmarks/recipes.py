@@ -20,7 +20,7 @@ from hiddenstore.codecs.recipes import RECIPES, get_recipe
 from hiddenstore.inspect.advise import advise_store
 from hiddenstore.inspect.choice import FP8, RecipeLimits
 from hiddenstore.inspect.facts import raw_bytes_per_token, read_advice
-from hiddenstore.report import charts
+from hiddenstore.report import page
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import capture_spec
@@ -95,7 +95,7 @@ def million_lines(estimates: Sequence[Estimate]) -> list[str]:
     ]  # fmt: skip
 
 
-def measured(store: Store, rows: Sequence[dict[str, Any]]) -> list[charts.Bar]:
+def measured(store: Store, rows: Sequence[dict[str, Any]]) -> list[page.Bar]:
     """A bar a recipe and a peer's format, the largest first: bytes a token, acceptance where it was trained."""
     kept = read_advice(store.fs)
     advice = kept or advise_store(store, RecipeLimits())
@@ -107,11 +107,11 @@ def measured(store: Store, rows: Sequence[dict[str, Any]]) -> list[charts.Bar]:
         "the same, gzip (SpecForge)": raw * GZIP,
         "fp8 per token (speculators)": float(layers * (store.capture.target.hidden_size + 2)),
     }
-    bars = [charts.Bar(name, size, f"{size:,.0f} B · {raw / size:.2f}x", series=1) for name, size in peers.items()]
+    bars = [page.Bar(name, size, f"{size:,.0f} B · {raw / size:.2f}x", series=1) for name, size in peers.items()]
     for row in advice.rows:
         if row.recipe != FP8:
             text = f"{row.bytes_per_token:,.0f} B · {raw / row.bytes_per_token:.2f}x{_points(paired.get(row.recipe))}"
-            bars.append(charts.Bar(row.recipe, row.bytes_per_token, text))
+            bars.append(page.Bar(row.recipe, row.bytes_per_token, text))
     return sorted(bars, key=lambda bar: -bar.value)
 
 
@@ -123,9 +123,9 @@ def _points(row: PairedRow | None) -> str:
     return f" · {100 * row.difference:+.2f} ± {100 * row.half_width:.2f} points"
 
 
-def drawing(title: str, bars: Sequence[charts.Bar]) -> str:
+def drawing(title: str, bars: Sequence[page.Bar]) -> str:
     """The chart as an SVG file of its own, with the colours of the reports."""
-    found = re.search("<svg.*</svg>", charts.bars(title, bars), re.DOTALL)
+    found = re.search("<svg.*</svg>", page.bars(title, bars), re.DOTALL)
     assert found is not None
     style = (files("hiddenstore.report") / "page.css").read_text(encoding="utf-8")
     text = found[0].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)

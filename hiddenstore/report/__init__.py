@@ -1,1 +1,1 @@
-"""A store as one HTML page that needs nothing beside it: the page, its charts, and what a store's page says."""
+"""A store as one HTML page that needs nothing beside it: the page with its charts, and what a store's page says."""

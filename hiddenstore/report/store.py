@@ -19,9 +19,8 @@ from hiddenstore.inspect import facts
 from hiddenstore.inspect.history import history
 from hiddenstore.inspect.samples import load_tokenizer, pieces
 from hiddenstore.records import Record, Sample
-from hiddenstore.report import charts, page
-from hiddenstore.report.charts import Bar, Series
-from hiddenstore.report.page import Html, Page, Section, Verdict, join, table, tag
+from hiddenstore.report import page
+from hiddenstore.report.page import Bar, Html, Page, Section, Series, Verdict, join, table, tag
 from hiddenstore.store import Store
 from hiddenstore.verify import verify
 from hiddenstore.verify.report import Begin, unseen
@@ -158,7 +157,7 @@ def _holding(info: Mapping[str, Any], spread: Spread) -> Section:
 def _lengths(store: Store, stats: Mapping[str, Any]) -> Section:
     drawn = [("Tokens per sample", "lengths"), ("Trained tokens per sample", "supervised")]
     histograms = [(title, stats[key]["histogram"]) for title, key in drawn]
-    body = [charts.histogram(title, bins["edges"], bins["counts"], "tokens", "samples") for title, bins in histograms]
+    body = [page.histogram(title, bins["edges"], bins["counts"], "tokens", "samples") for title, bins in histograms]
     verdicts = []
     for what, lengths in (("samples", store.catalog.table.tokens), ("answers", store.catalog.table.supervised)):
         length, many = _wall(lengths)
@@ -216,9 +215,9 @@ def _norms(stats: Mapping[str, Any], spread: Spread) -> Section:
         Bar(layer["field"], layer["rms_median"], number(layer["rms_median"], 3), high=layer["rms_max"])
         for layer in layers
     ]
-    body = [charts.bars("Root mean square of a row: median, line to the loudest", rows, log=True)]
+    body = [page.bars("Root mean square of a row: median, line to the loudest", rows, log=True)]
     curves = [_by_position(name, np.stack(states)) for name, states in spread.rms.items()]
-    body.append(charts.lines(f"Median norm at the first {FIRST_POSITIONS} tokens", curves, "position", "rms", log=True))
+    body.append(page.lines(f"Median norm at the first {FIRST_POSITIONS} tokens", curves, "position", "rms", log=True))
     silent = [layer["field"] for layer in layers if not layer["rms_median"] or not isfinite(layer["rms_median"])]
     verdict = Verdict("good", "every layer has states, and none is silent")
     if silent:
@@ -265,8 +264,8 @@ def _agreement(store: Store, share: float, begin: Begin) -> Section:
     verdicts += [Verdict("unknown", note.detail) for note in report.notes if note.kind.endswith("-undecided")]
     numbers = table(("measure", ">value"), [(name.replace("_", " "), f"{value:g}") for name, value in measures.items()])
     figures = page.beside(
-        charts.bars("How surprising a token is to the stored final hidden, in nats", nats),
-        charts.bars("How much rows resemble those of their own token (cosine above chance)", cosines),
+        page.bars("How surprising a token is to the stored final hidden, in nats", nats),
+        page.bars("How much rows resemble those of their own token (cosine above chance)", cosines),
     )
     healthy = (
         "of the three offsets the next token surprises least, and less than bare frequencies; every layer is clearly "
@@ -280,7 +279,7 @@ def _agreement(store: Store, share: float, begin: Begin) -> Section:
 def _sizes(store: Store, info: Mapping[str, Any], stats: Mapping[str, Any]) -> Section:
     tokens, stored = info["tokens"], info["bytes_stored"]
     rows = [Bar(name, float(n), size(n)) for name, n in stats["bytes"].items()]
-    body = [charts.bars("Bytes by field", rows)]
+    body = [page.bars("Bytes by field", rows)]
     verdicts = []
     if tokens:
         here = stored / tokens
@@ -290,7 +289,7 @@ def _sizes(store: Store, info: Mapping[str, Any], stats: Mapping[str, Any]) -> S
         bars = [Bar("as stored", here, f"{here:,.0f} B/token", series=1)]
         bars += [Bar(name, value, f"{value:,.0f} B/token") for name, value in estimates.items()]
         how = "measured by advise" if advice else "by arithmetic, states alone"
-        body.append(charts.bars(f"Bytes per token by recipe ({how})", bars))
+        body.append(page.bars(f"Bytes per token by recipe ({how})", bars))
         if not advice:
             verdicts.append(Verdict("unknown", "which recipe these states can take was not measured yet"))
         elif measured.get(advice["chosen"], here) < _SMALLER * here:

@@ -13,9 +13,8 @@ from tokenizers import Tokenizer, models
 from hiddenstore.cli import main
 from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.recipes import RECIPES, get_recipe
-from hiddenstore.report import charts
-from hiddenstore.report.charts import Bar, Scale, Series
-from hiddenstore.report.page import Html, Page, Section, Verdict, tag
+from hiddenstore.report import page
+from hiddenstore.report.page import Bar, Html, Page, Scale, Section, Series, Verdict, tag
 from hiddenstore.report.store import nominal_bytes, spread_ids, store_page
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
@@ -279,7 +278,7 @@ def test_what_is_not_markup_is_escaped_once() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.13, 0.131), (3.0, 48_000.0), (-2.0, 2.0)])
 def test_ticks_are_round_numbers_inside_the_range(low: float, high: float) -> None:
-    marks = charts.ticks(low, high)
+    marks = page.ticks(low, high)
     assert 2 <= len(marks) <= 7
     assert all(low - 1e-9 <= mark <= high + 1e-9 for mark in marks)
     steps = np.diff(marks)
@@ -292,7 +291,7 @@ def test_a_scale_puts_its_ends_where_they_belong() -> None:
 
 
 def test_a_line_is_broken_where_a_value_is_not_finite() -> None:
-    drawn = charts.lines("t", [Series("a", [0, 1, 2, 3], [1.0, float("nan"), 2.0, 3.0])], "x", "y")
+    drawn = page.lines("t", [Series("a", [0, 1, 2, 3], [1.0, float("nan"), 2.0, 3.0])], "x", "y")
     path = re.search(r'<path d="([^"]*)" class="line s0">', drawn)
     assert path is not None
     assert path[1].count("M") == 2
@@ -301,25 +300,25 @@ def test_a_line_is_broken_where_a_value_is_not_finite() -> None:
 
 def test_nothing_to_draw_is_said() -> None:
     for drawing in (
-        charts.lines("t", [Series("a", [1], [float("nan")])], "x", "y"),
-        charts.histogram("t", [], [], "x", "y"),
-        charts.bars("t", [Bar("a", float("nan"), "–")]),
+        page.lines("t", [Series("a", [1], [float("nan")])], "x", "y"),
+        page.histogram("t", [], [], "x", "y"),
+        page.bars("t", [Bar("a", float("nan"), "–")]),
     ):
         assert 'class="none"' in drawing
 
 
 def test_a_long_line_keeps_its_mean_in_few_points() -> None:
     thin = Series("a", list(range(10_000)), [float(i % 7) for i in range(10_000)]).thinned()
-    assert len(thin.xs) <= charts.MOST_POINTS
+    assert len(thin.xs) <= page.MOST_POINTS
     assert np.mean(thin.ys) == pytest.approx(3.0, abs=0.01)
 
 
 def test_bars_are_as_long_as_their_values_say() -> None:
-    drawn = charts.bars("t", [Bar("a", 4.0, "4"), Bar("b", 2.0, "2")])
+    drawn = page.bars("t", [Bar("a", 4.0, "4"), Bar("b", 2.0, "2")])
     full, half = (float(width) for width in re.findall(r'width="([\d.]+)" height="8" rx="4" class="fill', drawn))
     assert half / full == pytest.approx(0.5, abs=0.01)
 
 
 def test_an_axis_of_steps_names_no_half_step() -> None:
-    drawn = str(charts.lines("Loss", [Series("training", [1, 2, 3], [7.0, 5.0, 4.5])], "step", "loss"))
+    drawn = str(page.lines("Loss", [Series("training", [1, 2, 3], [7.0, 5.0, 4.5])], "step", "loss"))
     assert re.findall(r'class="middle">([^<]+)<', drawn) == ["1", "2", "3"]

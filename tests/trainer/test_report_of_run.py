@@ -192,7 +192,7 @@ def test_a_run_overfits_when_its_validation_loss_has_risen_since_its_least() -> 
 
 
 def test_more_lines_than_styles_are_drawn_all_the_same() -> None:
-    from hiddenstore.report.charts import STYLES, Series, lines
+    from hiddenstore.report.page import STYLES, Series, lines
 
     drawn = lines("t", [Series(f"line {n}", [0, 1], [n, n]) for n in range(STYLES + 2)], "x", "y")
     assert drawn.count('<path d="M5') == STYLES + 2

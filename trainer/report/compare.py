@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hiddenstore.console.text import count, plural, seconds
-from hiddenstore.report import charts, page
-from hiddenstore.report.charts import Bar, Series
-from hiddenstore.report.page import Html, Page, Section, Verdict, table, tag
+from hiddenstore.report import page
+from hiddenstore.report.page import Bar, Html, Page, Section, Series, Verdict, table, tag
 from trainer.report.run import flat, read_config
 from trainer.train.log import Curves, read_curves
 from trainer.train.run_folder import RunInfo, run_snapshot
@@ -68,8 +67,8 @@ def _result(
         for name, log in logs.items()
     ]
     body = page.beside(
-        tag("div", charts.bars("Best accepted length in validation", bars), _cost(logs)),
-        charts.lines("Accepted length in validation", curves, "step", "tokens"),
+        tag("div", page.bars("Best accepted length in validation", bars), _cost(logs)),
+        page.lines("Accepted length in validation", curves, "step", "tokens"),
     )
     verdicts = []
     snapshots = {run_snapshot(info.run).commits for info in runs}
@@ -99,8 +98,8 @@ def _losses(logs: Mapping[str, Curves]) -> Section:
         for name, log in logs.items()
     ]
     body = page.beside(
-        charts.lines("Loss in training, mean over depths", training, "step", "loss"),
-        charts.lines("Loss in validation", validation, "step", "loss"),
+        page.lines("Loss in training, mean over depths", training, "step", "loss"),
+        page.lines("Loss in validation", validation, "step", "loss"),
     )
     verdicts = []
     for name, log in logs.items():

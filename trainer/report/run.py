@@ -13,9 +13,8 @@ from hiddenstore.console.text import count, percent, plural, seconds
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError
 from hiddenstore.inspect.samples import load_tokenizer, token_text
-from hiddenstore.report import charts, page
-from hiddenstore.report.charts import Bar, Series
-from hiddenstore.report.page import Html, Page, Section, Verdict, join, table, tag
+from hiddenstore.report import page
+from hiddenstore.report.page import Bar, Html, Page, Section, Series, Verdict, join, table, tag
 from hiddenstore.report.store import browser_tools
 from hiddenstore.store import Store
 from hiddenstore.targets.load import pick_device
@@ -135,12 +134,12 @@ def _curves(curves: Curves, step: int) -> Section:
     norms, rates = (Series(name, at, [row[name] for row in steps]) for name in ("grad_norm", "lr"))
     accuracy = by_depth(validations, "acc", "depth", dots=True)
     body = page.beside(
-        charts.lines("Loss, mean over depths", loss, "step", "loss"),
-        charts.lines("Accuracy in training, by depth", by_depth(steps, "acc", "depth"), "step", "share", zero=True),
-        charts.lines("Loss in training, by depth", by_depth(steps, "losses", "depth"), "step", "loss"),
-        charts.lines("Accuracy in validation, by depth", accuracy, "step", "share", zero=True),
-        charts.lines("Gradient norm before it is clipped", [norms], "step", "norm", log=True),
-        charts.lines("Learning rate", [rates], "step", "rate", zero=True),
+        page.lines("Loss, mean over depths", loss, "step", "loss"),
+        page.lines("Accuracy in training, by depth", by_depth(steps, "acc", "depth"), "step", "share", zero=True),
+        page.lines("Loss in training, by depth", by_depth(steps, "losses", "depth"), "step", "loss"),
+        page.lines("Accuracy in validation, by depth", accuracy, "step", "share", zero=True),
+        page.lines("Gradient norm before it is clipped", [norms], "step", "norm", log=True),
+        page.lines("Learning rate", [rates], "step", "rate", zero=True),
     )
     overfit = curves.overfit(step)
     verdicts = [Verdict("look", overfit)] if overfit else []
@@ -183,8 +182,8 @@ def _acceptance(measured: Measured | None, info: RunInfo) -> Section:
     lines = [Series(name, range(1, len(shares) + 1), shares, dots=True) for name, shares in positions.items() if shares]
     title = f"Tokens per target forward, drafts of {trained.draft_len}"
     body = page.beside(
-        charts.bars(title, bars),
-        charts.lines("Share of drafts accepted up to a position", lines, "position", "share", zero=True),
+        page.bars(title, bars),
+        page.lines("Share of drafts accepted up to a position", lines, "position", "share", zero=True),
     )
     walked = f"{plural(len(measured.trained.texts), measured.split + ' sample')}, {count(trained.drafts)} drafts"
     verdicts = []
@@ -240,8 +239,8 @@ def _time(curves: Curves) -> Section:
     ]
     xs = [row["step"] for row in curves.steps]
     speed = Series("tokens/s", xs, [row["tokens_per_s"] for row in curves.steps])
-    body = [charts.bars("Where the time of the steps went", bars if total else [])]
-    body.append(charts.lines("Tokens per second", [speed], "step", "tokens/s", zero=True))
+    body = [page.bars("Where the time of the steps went", bars if total else [])]
+    body.append(page.lines("Tokens per second", [speed], "step", "tokens/s", zero=True))
     verdicts = []
     if total:
         level: page.Level = "look" if wait > _WAITING else "good"
