@@ -1,26 +1,31 @@
-"""The command line: a lazy click group whose ``--help`` imports nothing heavy, and one place where errors become exits.
+"""The command line: a lazy click group whose ``--help`` imports nothing heavy, and one place where errors,
+ours, click's and the operating system's, become exits.
 
 Exit codes: 0 ok · 1 our bug · 2 usage or configuration · 3 verify or diff found something · 4 incompatible · 5 storage
 or environment · 6 conflict · 75 interrupted, resumable · 130 second interrupt · 141 the reader of a pipe has gone.
 """
 
+import errno
 import os
+import platform
 import signal
 import sys
+import tempfile
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO, cast
 
 import click
 
-from hiddenstore.cli.translate import INTERRUPTED_EXIT, PIPE_EXIT, RUN_AGAIN, as_hiddenstore_error, usage_error
 from hiddenstore.console.output import Output
 from hiddenstore.doctor import PACKAGES, check_packages
-from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind
+from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind, NotFoundError, StorageError
 
 __all__ = ["main"]
 
@@ -28,6 +33,34 @@ __all__ = ["main"]
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Pydantic would read what every installed package says of itself, in search of plug-ins.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+
+INTERRUPTED_EXIT = 75
+RUN_AGAIN = "run the same command again"
+PIPE_EXIT = 141
+
+_NO_MEMORY = (
+    "defaultcpuallocator: can't allocate memory",
+    "failed to map segment",
+    "cannot map zero-fill pages",
+    "cannot allocate memory",
+    "std::bad_alloc",
+)
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+_OS_KINDS = {
+    errno.EIO: Kind.IO_ERROR,
+    errno.ESTALE: Kind.IO_ERROR,
+    errno.EMFILE: Kind.TOO_MANY_OPEN_FILES,
+    errno.ENFILE: Kind.TOO_MANY_OPEN_FILES,
+    errno.ENOMEM: Kind.OUT_OF_MEMORY,
+    errno.ETIMEDOUT: Kind.IO_ERROR,
+    errno.ECONNREFUSED: Kind.IO_ERROR,
+    errno.ECONNRESET: Kind.IO_ERROR,
+    errno.ENOTDIR: Kind.PATH_INVALID,
+    # A folder was to be made where a file is.
+    errno.EEXIST: Kind.PATH_INVALID,
+    errno.EISDIR: Kind.PATH_INVALID,
+    errno.ENAMETOOLONG: Kind.PATH_INVALID,
+}
 
 ENTRY_POINT_GROUP = "hiddenstore.commands"
 _ADDED = "Added"
@@ -342,3 +375,79 @@ def main(context: click.Context) -> None:
     """Capture a target's hidden states once; train any speculative-decoding drafter from disk."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
+
+
+def usage_error(error: click.ClickException) -> ConfigError:
+    """A click error as ours; it names the command whose ``--help`` tells more."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "hiddenstore"
+    message = error.format_message().rstrip(".")
+    if message[1:2].islower():
+        # Not RUN, which is the name of an argument.
+        message = message[0].lower() + message[1:]
+    return ConfigError(message, kind=Kind.USAGE, hint=f"{command} --help")
+
+
+def as_hiddenstore_error(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:
+    """Our errors as they are; the operating system's with a kind; anything else is a bug and leaves a log file."""
+    if isinstance(error, InterruptError) and error.hint is None:
+        error.hint = RUN_AGAIN
+    if isinstance(error, HiddenstoreError):
+        return error
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return NotFoundError(f"{error.filename} does not exist", kind=Kind.PATH_MISSING)
+    if isinstance(error, OSError) and error.errno in _STORAGE:
+        from hiddenstore.fs.seam import storage_error
+
+        return storage_error(error, str(error.filename or "the disk"))
+    if isinstance(error, OSError) and error.errno in _OS_KINDS:
+        where = f" ({error.filename})" if error.filename else ""
+        return StorageError(f"{error.strerror}{where}", kind=_OS_KINDS[error.errno])
+    if _is_out_of_memory(error):
+        first = (str(error).splitlines() or ["no memory left"])[0]
+        return StorageError(f"out of memory: {first}", kind=Kind.OUT_OF_MEMORY, hint="use smaller batches")
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        message = "the system starts no more threads for this user or container"
+        return StorageError(message, kind=Kind.TOO_MANY_THREADS, hint="ulimit -u; export OMP_NUM_THREADS=1")
+    return _bug(error, arguments)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    # torch has a class for a full GPU, and none for a full machine; the loader of libraries has no class.
+    return isinstance(error, RuntimeError | ImportError) and any(words in str(error).lower() for words in _NO_MEMORY)
+
+
+def _bug(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:
+    try:
+        log = str(write_crash_log(error, arguments))
+    except OSError as failure:
+        log = f"not written ({failure.strerror}); run again with -v"
+    first = (str(error).splitlines() or [""])[0]
+    problem = f"this is a bug: {type(error).__name__}: {first}\ntraceback: {log}"
+    return HiddenstoreError(problem, kind=Kind.INTERNAL, hint="report it with that file attached")
+
+
+def write_crash_log(error: BaseException, arguments: Sequence[str]) -> Path:
+    """Write the traceback and the versions of this machine to a new file in the temporary folder; its path."""
+    versions = [f"{name} {_version(name)}" for name in ("hiddenstore", "torch", "transformers", "zarr", "numpy")]
+    lines = [
+        f"hiddenstore {' '.join(arguments)}",
+        f"python {platform.python_version()} on {platform.platform()}; {', '.join(versions)}",
+        "",
+        *traceback.format_exception(error),
+    ]
+    descriptor, path = tempfile.mkstemp(prefix="hiddenstore-error-", suffix=".log")
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as log:
+        log.write("\n".join(lines))
+    return Path(path)
+
+
+def _version(name: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "absent"

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import click
 
-from hiddenstore.cli.translate import INTERRUPTED_EXIT
+from hiddenstore.cli import INTERRUPTED_EXIT
 from hiddenstore.cli.words import WORDS_ONLY
 from hiddenstore.console.output import INNER, output, swapped_output
 from hiddenstore.errors import CaptureError, InterruptError, Kind

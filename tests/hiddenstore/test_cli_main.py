@@ -14,8 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from hiddenstore.cli import CommandSpec, find_commands, main
-from hiddenstore.cli.translate import usage_error
+from hiddenstore.cli import CommandSpec, find_commands, main, usage_error
 from hiddenstore.console.output import common_options, output
 from hiddenstore.doctor import check_packages
 from hiddenstore.errors import (
