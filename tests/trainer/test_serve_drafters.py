@@ -11,7 +11,7 @@ from hiddenstore.targets.folder import code_sha256
 from hiddenstore.targets.identity import config_sha256
 from tests.trainer.export_cases import case
 from tests.trainer.serve_cases import TARGET_CONFIG, asked, planned, published, write_exports
-from trainer.export.named_target import target_differences
+from trainer.export.support import target_differences
 from trainer.export.write import export
 from trainer.formats.base import is_within
 from trainer.formats.base import parse_version as parse

@@ -33,8 +33,7 @@ from hiddenstore.targets.head import HeadBundle
 from schemas.layers import LayerConvention
 from trainer.config import DrafterConfig
 from trainer.drafters import DRAFTERS, check_store, drafter_kind
-from trainer.export.named_target import require_named_target
-from trainer.export.support import drafter_export, recognised
+from trainer.export.support import drafter_export, recognised, require_named_target
 from trainer.formats import gguf
 from trainer.formats.base import DrafterExport, Target, Tensors
 from trainer.losses.teacher import TargetInterface

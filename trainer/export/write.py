@@ -34,9 +34,8 @@ from trainer.attention.rope import RopeScaling
 from trainer.drafters import drafter_kind
 from trainer.drafters.base import Drafter
 from trainer.evaluate.cost import kept
-from trainer.export.named_target import require_named_target
 from trainer.export.published import read_published
-from trainer.export.support import ENGINES, checkpoint_word, drafter_export, required
+from trainer.export.support import ENGINES, checkpoint_word, drafter_export, require_named_target, required
 from trainer.formats import gguf
 from trainer.formats.base import LAYER_IDS, Checkpoint, Engine, Files, Reads, shares_embeddings, weights
 from trainer.losses.teacher import TargetInterface

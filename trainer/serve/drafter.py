@@ -14,8 +14,7 @@ from hiddenstore.files.documents import foreign_json
 from hiddenstore.targets import LAYER_RULES
 from hiddenstore.targets.checkpoint import WEIGHTS_FILE
 from schemas.layers import LayerConvention, to_convention
-from trainer.export.named_target import target_differences
-from trainer.export.support import ENGINES, recognised, row, words
+from trainer.export.support import ENGINES, recognised, row, target_differences, words
 from trainer.formats import gguf
 from trainer.formats.base import LAYER_IDS, Reads
 from trainer.serve.plan import ServingEngine
