@@ -8,10 +8,10 @@ from fake_server import fake_server
 from tiny_target import save_target
 
 from hiddenstore.cli import main
+from trainer.evaluate.acceptance import tie_gap
 from trainer.evaluate.prompts import Question
 from trainer.evaluate.rounds import _parting, departures
 from trainer.evaluate.server import Choice, Completion, SamplingOptions, TaskResult
-from trainer.evaluate.ties import tie_gap
 
 ACCEPTS = (3, 0, 1, 2)
 QUESTION = "which word is next of these"

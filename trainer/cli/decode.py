@@ -184,7 +184,7 @@ def _document(result: "DecodeResult", simulated: "list[Evaluation]", temperature
 
 def split_ties(departures: list[dict[str, Any]], dtype: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Answers that first leave the greedy one at a tie of the arithmetic, and those that do for another reason."""
-    from trainer.evaluate.ties import tie_gap
+    from trainer.evaluate.acceptance import tie_gap
 
     ties = [one for one in departures if one["logit_gap"] <= tie_gap(one["logit"], dtype)]
     return ties, [one for one in departures if one not in ties]
@@ -259,7 +259,7 @@ def _judge(document: dict[str, Any], dtype: str) -> None:
     if gaps := [tie["logit_gap"] for tie in document["ties"]]:
         output().warn(f"{len(gaps)} answers first differ from greedy at a tie: a logit gap of at most {max(gaps):.2g}")
     if document["differences"]:
-        from trainer.evaluate.ties import tie_gap
+        from trainer.evaluate.acceptance import tie_gap
 
         widest = max(document["differences"], key=lambda one: one["logit_gap"])
         output().warn(

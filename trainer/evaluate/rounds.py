@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from hiddenstore.errors import HiddenstoreError
+from trainer.evaluate.acceptance import tie_gap
 from trainer.evaluate.prompts import Message, Question
 from trainer.evaluate.server import (
     Choice,
@@ -25,7 +26,6 @@ from trainer.evaluate.server import (
     measure,
     row_of,
 )
-from trainer.evaluate.ties import tie_gap
 
 SURELY_A_LOGIT = 1e-3
 """No log-probability is greater, rounding included."""
