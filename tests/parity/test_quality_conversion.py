@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.quality_against_speculators import as_ours
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, make_setting
-from trainer.attention.cache import KVCache
+from trainer.attention.ttt import KVCache
 from trainer.export.published import read_published
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]

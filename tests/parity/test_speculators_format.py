@@ -16,7 +16,7 @@ from torch import Tensor  # noqa: E402
 from hiddenstore.targets.head import HeadBundle  # noqa: E402
 from schemas.capture import HeadSpec  # noqa: E402
 from tests.trainer.export_cases import LAYERS, D, E, F, G, N, V, make  # noqa: E402
-from trainer.attention.cache import KVCache  # noqa: E402
+from trainer.attention.ttt import KVCache  # noqa: E402
 from trainer.export.published import read_published  # noqa: E402
 from trainer.export.write import export  # noqa: E402
 from trainer.slots import Blocks  # noqa: E402

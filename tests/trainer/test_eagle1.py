@@ -21,7 +21,7 @@ from schemas.capture import HeadSpec
 from tests.trainer.conftest import VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.eagle1_plain import PlainEagle1, plain_losses
 from tests.trainer.live import assert_live_equals_eval, identity_in_memory
-from trainer.attention.cache import KVCache
+from trainer.attention.ttt import KVCache
 from trainer.drafters.base import DrafterInUse, Verified
 from trainer.drafters.eagle1 import EAGLE1, Eagle1, Eagle1Config, RegressionLoss, RegressionObjective
 from trainer.evaluate.acceptance import DraftShape, drafting_positions

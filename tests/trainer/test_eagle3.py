@@ -9,7 +9,7 @@ from torch import Tensor
 from hiddenstore.records import TopK
 from tests.trainer.conftest import VOCAB, WIDTH, Setting, make_setting
 from tests.trainer.eagle3_plain import PlainEagle3, plain_losses
-from trainer.attention.cache import KVCache
+from trainer.attention.ttt import KVCache
 from trainer.drafters.eagle3 import TttLoss, TttObjective
 from trainer.losses.fused_head import StepLosses
 from trainer.losses.teacher import Teacher

@@ -24,7 +24,7 @@ from tests.trainer.conftest import VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.eagle3_plain import normalised, turned
 from tests.trainer.live import assert_live_equals_eval, identity_in_memory
 from tests.trainer.mtp_target import PREFIX, make_mimo, save_mimo
-from trainer.attention.cache import KVCache
+from trainer.attention.ttt import KVCache
 from trainer.drafters.base import DrafterInUse
 from trainer.drafters.mtp import MTP, Mtp, MtpConfig, MtpLoss
 from trainer.evaluate.acceptance import DraftShape

@@ -7,7 +7,9 @@ Both are merged through their log-sum-exp, so neither a T x iT mask nor repeated
 The backward is exact: with L the joint log-sum-exp, o the joint output and delta = do·o, every key j obeys
 p = exp(s_j - L), dv_j += p do, ds_j = p (do·v_j - delta). A flash backward given the joint L and o does just that.
 
-Shapes: A active slots, T tokens, N query heads, G key heads, E head width, K steps so far.
+For decoding: keys and values of a growing sequence, and attention over them.
+
+Shapes: A active slots, T tokens, n new rows, N query heads, G key heads, E head width, K steps so far.
 """
 
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from trainer.slots import SlotRange
 
@@ -324,3 +327,54 @@ def _dense_scores(q: Tensor, k: Tensor, start: int, causal: bool) -> Tensor:
         at = torch.arange(start, start + rows.shape[2], device=q.device)
         scores.masked_fill_(torch.arange(length, device=q.device) > at[:, None], float("-inf"))
     return scores
+
+
+class KVCache:
+    """Keys and values of one growing sequence, for decoding: [1, G, length, E] a layer, storage grown by doubling.
+    ``visible`` bool [n, length + n]: what the next n rows may read, themselves included; None where they are a
+    chain."""
+
+    def __init__(self) -> None:
+        self.visible: Tensor | None = None
+        self._k: dict[int, Tensor] = {}
+        self._v: dict[int, Tensor] = {}
+        self._lengths: dict[int, int] = {}
+
+    @property
+    def length(self) -> int:
+        """Positions in layer 0, which a forward appends to first."""
+        return self._lengths.get(0, 0)
+
+    def append(self, k: Tensor, v: Tensor, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """Add k, v [n, G, E]; returns everything so far as views [1, G, length, E]."""
+        begin = self._lengths.get(layer, 0)
+        end = begin + k.shape[0]
+        if layer not in self._k or end > self._k[layer].shape[2]:
+            self._k[layer] = _grown(self._k.get(layer), k, begin, end)
+            self._v[layer] = _grown(self._v.get(layer), v, begin, end)
+        self._k[layer][0, :, begin:end] = k.transpose(0, 1)
+        self._v[layer][0, :, begin:end] = v.transpose(0, 1)
+        self._lengths[layer] = end
+        return self._k[layer][:, :, :end], self._v[layer][:, :, :end]
+
+    def crop(self, length: int) -> None:
+        """Forget everything from position ``length`` on, in every layer."""
+        self._lengths = {layer: min(old, length) for layer, old in self._lengths.items()}
+
+
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int = 0) -> Tensor:
+    """Add k, v [n, G, E] to the cache and attend to what its rows may read with q [n, N, E]: [n, N, E]."""
+    keys, values = cache.append(k, v, layer)
+    n, length = q.shape[0], keys.shape[2]
+    mask = cache.visible
+    if mask is None and n > 1:
+        mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
+    attended = F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, attn_mask=mask, enable_gqa=True)
+    return attended[0].transpose(0, 1)
+
+
+def _grown(old: Tensor | None, like: Tensor, length: int, end: int) -> Tensor:
+    new = like.new_empty(1, like.shape[1], max(64, 2 * end), like.shape[2])
+    if old is not None:
+        new[:, :, :length] = old[:, :, :length]
+    return new

@@ -24,8 +24,7 @@ from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear
-from trainer.attention.cache import KVCache, attend_cached
-from trainer.attention.ttt import ttt_attention
+from trainer.attention.ttt import KVCache, attend_cached, ttt_attention
 from trainer.config import DrafterConfig, LossConfig
 from trainer.drafters.base import (
     Drafter,

@@ -24,8 +24,7 @@ from torch.nn import functional as F
 from hiddenstore.data import PackedBatch
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear, linear
-from trainer.attention.cache import KVCache, attend_cached
-from trainer.attention.ttt import for_kernel, ttt_attention
+from trainer.attention.ttt import KVCache, attend_cached, for_kernel, ttt_attention
 from trainer.config import DrafterConfig, LossConfig
 from trainer.drafters.base import (
     Drafter,

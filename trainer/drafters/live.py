@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hiddenstore.data import PackedBatch
-from trainer.attention.cache import KVCache
+from trainer.attention.ttt import KVCache
 from trainer.drafters.base import C, DrafterKind, DraftTree, M, Pick, S, Verified, most_probable
 from trainer.losses.teacher import TargetInterface
 from trainer.slots import Blocks, Piece, SlotMap, following_rows, map_blocks, map_slots

@@ -22,8 +22,7 @@ from hiddenstore.errors import FormatError, Kind
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear
 from schemas.capture import NormState
-from trainer.attention.cache import KVCache, attend_cached
-from trainer.attention.ttt import ttt_attention
+from trainer.attention.ttt import KVCache, attend_cached, ttt_attention
 from trainer.config import DrafterConfig
 from trainer.drafters.base import Drafter, Needs, TargetFacts, Verified, require_width, seeded
 from trainer.drafters.blocks import Attention, DecoderLayer, OnePlusNorm, RMSNorm, Rotary, recomputed, rotate

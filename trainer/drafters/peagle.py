@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hiddenstore.data import PackedBatch
 from hiddenstore.targets.head import HeadBundle
 from trainer.attention.block import Sight, block_attention
-from trainer.attention.cache import KVCache
+from trainer.attention.ttt import KVCache
 from trainer.config import LossConfig
 from trainer.drafters.base import DrafterKind, Needs, Pick, TargetFacts, Verified, most_probable
 from trainer.drafters.blocks import recomputed, rotate

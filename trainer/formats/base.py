@@ -400,7 +400,7 @@ def probe_chain(model: Any, checkpoint: Checkpoint) -> "Tensor":
     """Logits [rows, U] of a chain: one forward over text, then a token at a time."""
     import torch
 
-    from trainer.attention.cache import KVCache
+    from trainer.attention.ttt import KVCache
 
     layers = len(model.config.aux_layers)
     aux, ids = probe_states(checkpoint, layers or 1), probe_ids(checkpoint)

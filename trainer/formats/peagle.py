@@ -53,7 +53,7 @@ def _probe(model: Any, checkpoint: Checkpoint) -> "Tensor":
     """The logits of a text's slots and of the mask slots behind it."""
     import torch
 
-    from trainer.attention.cache import KVCache
+    from trainer.attention.ttt import KVCache
 
     aux, ids = base.probe_states(checkpoint, len(model.config.aux_layers)), base.probe_ids(checkpoint)
     ids = torch.cat([ids[: base.PROBE_TOKENS], model.mask_ids(base.PROBE_STEPS)])
