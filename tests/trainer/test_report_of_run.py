@@ -13,8 +13,7 @@ from hiddenstore.errors import ConfigError, CorruptionError
 from hiddenstore.testing.builders import make_store
 from tests.tiny_world import TRAIN, World, run
 from trainer.evaluate.acceptance import AcceptanceTally, walk
-from trainer.report.compare import compare_page, short_names
-from trainer.report.run import _article, _settings, measure, run_page
+from trainer.report import _article, _settings, compare_page, measure, run_page, short_names
 from trainer.settings import load_config
 from trainer.train.log import Curves, read_curves
 from trainer.train.run_folder import describe, training_store

@@ -80,7 +80,7 @@ def compare(runs: tuple[str, ...], out: str | None) -> None:
     """RUNs beside each other, as one HTML file: accepted length, losses, cost, and the settings that differ."""
     if len(runs) < 2:
         raise click.UsageError(f"compare needs two runs; hiddenstore report {runs[0]} shows one")
-    from trainer.report.compare import compare_page
+    from trainer.report import compare_page
     from trainer.train.run_folder import describe
 
     file = _file(out or "runs-report.html")
@@ -108,8 +108,8 @@ def _store_page(path: str, samples: int, measure: int) -> "Page":
 
 
 def _run_page(path: str, samples: int, measure: int, draft_len: int) -> "Page":
-    from trainer.report.run import measure as measure_run
-    from trainer.report.run import run_page
+    from trainer.report import measure as measure_run
+    from trainer.report import run_page
     from trainer.train.run_folder import describe, training_store
 
     info = describe(path)

@@ -1,1 +1,0 @@
-"""A training run, or several beside each other, as one HTML page that needs nothing beside it."""
