@@ -46,8 +46,8 @@ from hiddenstore.targets import calibration, checkpoint, gguf
 from hiddenstore.targets.folder import TargetFolder, open_adapter
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import HEAD, capture_spec, make_data, make_samples, make_store, random_records
-from hiddenstore.testing.invariants import contents
 from hiddenstore.testing.suite import Tally
+from hiddenstore.testing.workload import contents
 from schemas.advice import Advice, AdviceRow
 from schemas.manifest import CommitRecord, Snapshot, StoreManifest
 from tests.collectors import peer_dumps

@@ -18,7 +18,7 @@ from hiddenstore.errors import CaptureError, ConfigError, ConflictError, FormatE
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Drain, Rank
 from hiddenstore.store import Store
-from hiddenstore.testing.invariants import contents
+from hiddenstore.testing.workload import contents
 from hiddenstore.verify import verify
 from schemas.manifest import Container
 from tests.accepting import repair_all

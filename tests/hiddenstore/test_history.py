@@ -22,7 +22,7 @@ from hiddenstore.testing.builders import (
     random_records,
     target_files,
 )
-from hiddenstore.testing.invariants import contents
+from hiddenstore.testing.workload import contents
 from hiddenstore.verify import verify
 from hiddenstore.writer import create_store, pending_units, register_input, write_unit
 from tests.accepting import repair_all

@@ -24,7 +24,7 @@ from hiddenstore.index.publish import IndexWriter, publish_index
 from hiddenstore.index.table import SampleTable
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
-from hiddenstore.testing.invariants import contents
+from hiddenstore.testing.workload import contents
 from hiddenstore.verify import verify
 from hiddenstore.writer import pending_units, write_unit
 from schemas.manifest import CommitRecord, FileEntry, SampleEntry

@@ -20,7 +20,7 @@ from hiddenstore.files.documents import canonical, sha256_hex
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
-from hiddenstore.testing.invariants import contents, problems
+from hiddenstore.testing.workload import contents, problems
 from hiddenstore.verify import verify
 from hiddenstore.writer import pending_units, publish_segment, write_unit
 from schemas.manifest import Container, Reject

@@ -28,7 +28,7 @@ from hiddenstore.share.push import open_staging, push_store
 from hiddenstore.share.remote import CARD, SUMS, StorageRemote
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
-from hiddenstore.testing.invariants import contents
+from hiddenstore.testing.workload import contents
 from hiddenstore.verify import verify
 from tests.hiddenstore.hub_double import TOKEN, HubDouble, in_place_of_the_hub
 from tests.tiny_world import World, error_of, run, tree

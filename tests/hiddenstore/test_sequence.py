@@ -16,7 +16,7 @@ from hiddenstore.errors import ConfigError, NotFoundError
 from hiddenstore.records import Record
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
-from hiddenstore.testing.invariants import contents
+from hiddenstore.testing.workload import contents
 
 
 @pytest.fixture

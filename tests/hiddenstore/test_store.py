@@ -24,7 +24,7 @@ from hiddenstore.files.documents import seal
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
-from hiddenstore.testing.invariants import contents, problems
+from hiddenstore.testing.workload import contents, problems
 from hiddenstore.writer import write_unit
 from tests.faults import FaultFilesystem
 

@@ -25,7 +25,7 @@ from hiddenstore.segments.encode import encode_records
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import HEAD, VOCAB, capture_spec, make_samples, make_store, random_records
-from hiddenstore.testing.invariants import contents
+from hiddenstore.testing.workload import contents
 from hiddenstore.verify import verify
 from tests.accepting import repair_all
 

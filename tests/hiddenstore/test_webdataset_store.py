@@ -19,7 +19,7 @@ from hiddenstore.files.documents import canonical, seal, sha256_hex
 from hiddenstore.inspect.samples import parse_where
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import HEAD, capture_spec, make_store, target_files
-from hiddenstore.testing.invariants import contents, problems
+from hiddenstore.testing.workload import contents, problems
 from hiddenstore.verify import verify
 from hiddenstore.writer import create_store
 from schemas.manifest import Container, FileEntry

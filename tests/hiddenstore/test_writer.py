@@ -20,7 +20,7 @@ from hiddenstore.testing.builders import (
     random_records,
     target_files,
 )
-from hiddenstore.testing.invariants import contents, fingerprint, garbage, problems
+from hiddenstore.testing.workload import contents, fingerprint, garbage, problems
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.manifest import CommitRecord, Reject
 from tests.faults import Fault, FaultFilesystem

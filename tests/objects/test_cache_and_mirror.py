@@ -18,7 +18,7 @@ from hiddenstore.fs.cache import BLOCK_BYTES, LEAST_BYTES, CachedFilesystem
 from hiddenstore.fs.objects import ObjectFilesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
-from hiddenstore.testing.invariants import contents
+from hiddenstore.testing.workload import contents
 from hiddenstore.verify import verify
 from tests.objects.proxy import FaultProxy
 from tests.tiny_world import TRAIN, World, run, tree

@@ -16,8 +16,8 @@ from hiddenstore.fs.objects import ObjectFilesystem
 from hiddenstore.fs.seam import is_temporary
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.store import Store
-from hiddenstore.testing.invariants import fingerprint, garbage, problems
 from hiddenstore.testing.suite import Tally
+from hiddenstore.testing.workload import fingerprint, garbage, problems
 from tests.collectors.prepared import data_for_tiny
 from tests.collectors.tiny import save_target
 from tests.faults import SimulatedCrash

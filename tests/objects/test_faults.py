@@ -13,7 +13,7 @@ from hiddenstore.errors import HiddenstoreError, StorageError
 from hiddenstore.fs.objects import ObjectFilesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
-from hiddenstore.testing.invariants import contents, fingerprint, garbage, problems
+from hiddenstore.testing.workload import contents, fingerprint, garbage, problems
 from hiddenstore.verify import verify
 from tests.objects.conftest import every_scheme
 from tests.objects.proxy import Fault, FaultProxy, Plan, Request

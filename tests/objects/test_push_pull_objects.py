@@ -7,7 +7,7 @@ import pytest
 from hiddenstore.share.hub import open_remote
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
-from hiddenstore.testing.invariants import contents
+from hiddenstore.testing.workload import contents
 from tests.objects.proxy import FaultProxy
 from tests.tiny_world import World, run, tree
 

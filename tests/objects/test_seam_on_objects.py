@@ -17,7 +17,7 @@ from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.objects import PART_BYTES, ObjectFilesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
-from hiddenstore.testing.invariants import contents, garbage, problems
+from hiddenstore.testing.workload import contents, garbage, problems
 from hiddenstore.verify import verify
 from tests.objects.conftest import SECRETS, every_scheme
 from tests.objects.proxy import FaultProxy

@@ -15,9 +15,8 @@ from hiddenstore.files import layout
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.publish import upload
 from hiddenstore.store import Store
-from hiddenstore.testing.invariants import contents
 from hiddenstore.testing.suite import Tally, run_and_kill
-from hiddenstore.testing.workload import require_sound
+from hiddenstore.testing.workload import contents, require_sound
 from hiddenstore.verify import verify
 from tests.accepting import repair_words
 from tests.collectors import peer_dumps

@@ -18,8 +18,8 @@ from hiddenstore.files import layout
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
-from hiddenstore.testing.invariants import contents, problems, sample_digest
 from hiddenstore.testing.suite import Tally
+from hiddenstore.testing.workload import contents, problems, sample_digest
 from hiddenstore.verify import verify
 from hiddenstore.writer import pending_units
 from schemas.manifest import Container

@@ -15,9 +15,8 @@ import pytest
 from hiddenstore import writer
 from hiddenstore.errors import HiddenstoreError, StorageError
 from hiddenstore.files import layout
-from hiddenstore.testing.invariants import garbage
 from hiddenstore.testing.suite import SimulatedCrash, Tally
-from hiddenstore.testing.workload import Plan, Workload
+from hiddenstore.testing.workload import Plan, Workload, garbage
 from tests.faults import SURVIVALS, Fault, FaultDisk, FaultFilesystem
 from tests.reliability.figures import Figures
 

@@ -8,7 +8,7 @@ import pytest
 from hiddenstore.errors import StorageError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
-from hiddenstore.testing.invariants import contents, garbage, problems
+from hiddenstore.testing.workload import contents, garbage, problems
 from tests.tmpfs import mounted
 
 SIZE_BYTES = 1 << 20

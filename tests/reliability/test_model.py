@@ -35,8 +35,8 @@ from hiddenstore.segments.encode import encode_records
 from hiddenstore.segments.segment import write_encoded
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, HEAD, capture_spec, memory_input, random_records, target_files
-from hiddenstore.testing.invariants import contents, problems, sample_digest
 from hiddenstore.testing.suite import SimulatedCrash, Tally
+from hiddenstore.testing.workload import contents, problems, sample_digest
 from hiddenstore.verify import structure, verify
 from hiddenstore.writer import create_store, pending_units, publish_segment, register_input, write_encoded_unit
 from schemas.manifest import CommitRecord

@@ -15,8 +15,8 @@ from hiddenstore.errors import HiddenstoreError, NotFoundError, StorageError
 from hiddenstore.files import layout
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
-from hiddenstore.testing.invariants import contents, problems
 from hiddenstore.testing.suite import Tally
+from hiddenstore.testing.workload import contents, problems
 from hiddenstore.verify import verify
 from schemas.manifest import Container
 from tests.faults import FaultFilesystem, ReadFault

@@ -10,8 +10,8 @@ import torch
 from collectors.capture.import_job import ImportOptions, import_dump
 from hiddenstore.errors import StorageError
 from hiddenstore.store import Store
-from hiddenstore.testing.invariants import contents
 from hiddenstore.testing.suite import Tally
+from hiddenstore.testing.workload import contents
 from hiddenstore.verify import verify
 from tests.collectors import peer_dumps
 from tests.collectors.tiny import save_target

@@ -17,8 +17,8 @@ from hiddenstore.data import TokenBatches
 from hiddenstore.errors import StorageError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
-from hiddenstore.testing.invariants import contents
 from hiddenstore.testing.suite import Tally
+from hiddenstore.testing.workload import contents
 from hiddenstore.verify import verify
 from tests.collectors.prepared import data_for_tiny
 from tests.collectors.tiny import save_target

@@ -20,7 +20,7 @@ import pytest
 from hiddenstore import inputs
 from hiddenstore.files.documents import canonical, sha256_hex
 from hiddenstore.store import Store
-from hiddenstore.testing.invariants import contents
+from hiddenstore.testing.workload import contents
 from tests.tiny_world import LAYERS, World, run
 
 SECONDS = 120
