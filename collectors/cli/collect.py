@@ -1,31 +1,28 @@
-"""``hiddenstore plan`` and ``collect``."""
+"""``hiddenstore plan``, ``collect`` and ``import``: how large a store will be, and what fills one."""
 
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from collectors.cli.options import (
-    container_option,
-    engine_flags,
-    engine_option,
-    job_document,
-    job_lines,
-    layers_type,
-    recipe_type,
-    server_option,
-    tensor_parallel_option,
-)
+from collectors.cli.prepare import Share
+from collectors.engines import ENGINES, EngineRow
+from collectors.engines.dump import FORMATS
+from collectors.targets.layers import layer_names, require_layers
 from hiddenstore.cli.words import (
     DATA,
     FiniteRange,
+    Name,
     remote_code_option,
     revision_option,
     same_target_option,
     target_options,
 )
-from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPE_HELP
+from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPE_HELP, RECIPES, get_recipe
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import count, plural, seconds, size
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.inspect.expect import expectation
 from hiddenstore.process import drain_on_signal
 from hiddenstore.segments import CONTAINERS
@@ -33,7 +30,95 @@ from hiddenstore.targets import LAYER_RULES
 
 if TYPE_CHECKING:
     from collectors.capture.estimate import Plan
+    from collectors.capture.import_job import ImportReport
     from collectors.capture.job import CollectReport
+
+layers_type = Name(require_layers, layer_names())
+recipe_type = Name(lambda text: text == "auto" or get_recipe(text), (*RECIPES, "auto"))
+
+container_option = click.option(
+    "--container",
+    type=click.Choice(tuple(CONTAINERS)),
+    help="What a segment is: a Zarr group, or a tar that stock webdataset iterates. Default: zarr; on object storage "
+    "webdataset; of a store that is there, its own.",
+)
+
+
+def _our_engines() -> Iterator[tuple[str, EngineRow]]:
+    """Engines of other packages are set by ``--engine-arg``: importing them would slow every ``--help``."""
+    for name, row in ENGINES.rows.items():
+        if isinstance(row, EngineRow):
+            yield name, row
+
+
+*_first, _last = ENGINES
+engine_option = click.option(
+    "--engine",
+    type=Name(ENGINES.require, ENGINES),
+    default=_first[0],
+    show_default=True,
+    help=f"What runs the target: {', '.join(_first)} or {_last}.",
+)
+
+tensor_parallel_option = click.option(
+    "--tensor-parallel",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help=f"GPUs per engine: {', '.join(name for name, row in _our_engines() if row.tensor_parallel)}.",
+)
+
+server_option = click.option(
+    "--server",
+    metavar="URL",
+    help=" ".join(f"Engine {name}: {row.server}" for name, row in _our_engines() if row.server),
+)
+
+
+def engine_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that one engine alone takes; those given reach ``command`` as ``engine_flags``, by setting."""
+    flags = [(setting, name, text) for name, row in _our_engines() for setting, text in row.flags.items()]
+
+    @wraps(command)
+    def run(**options: Any) -> None:
+        values = {setting: options.pop(setting) for setting, _, _ in flags}
+        command(engine_flags={setting: value for setting, value in values.items() if value}, **options)
+
+    for setting, name, text in reversed(flags):
+        run = click.option(f"--{setting.replace('_', '-')}", help=f"Engine {name}: {text}")(run)
+    return run
+
+
+def job_document(report: "CollectReport") -> dict[str, Any]:
+    """What every job that fills a store says for ``--json``."""
+    names = ("store", "units", "samples", "tokens", "bytes_stored")
+    return {name: getattr(report, name) for name in names} | {
+        **{name: number for name, number in report.bytes_in_all.items() if name != "bytes_stored"},
+        "rejects": dict(report.rejects),
+        "units_before": report.resumed_units,
+        "units_pending": report.pending_units,
+        "seconds": round(report.seconds, 3),
+    }
+
+
+def job_lines(report: "CollectReport", rate: str = "") -> list[tuple[str, str]]:
+    """The same for people; ``rate`` follows the tokens."""
+    before = f" ({report.resumed_units} were committed before)" if report.resumed_units else ""
+    per_token = f", {report.bytes_stored / report.tokens:,.0f} bytes per token" if report.tokens else ""
+    return [
+        ("store", report.store),
+        ("units", f"{report.units}{before}"),
+        ("samples", f"{report.samples:,}"),
+        ("tokens", f"{report.tokens:,}{rate}"),
+        ("written", f"{size(report.bytes_stored)}{per_token}"),
+        ("on disk", f"{size(report.bytes_in_all['bytes_on_disk'])} in all, with target and calibration"),
+        ("rejects", counts(report.rejects)),
+    ]
+
+
+def counts(counter: dict[str, int]) -> str:
+    """``3 duplicate, 1 empty``, or none."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counter.items())) or "none"
 
 
 @click.command(
@@ -257,3 +342,112 @@ def _note_of_blocks(needs: "Plan") -> None:
         f"training holds {size(rebuilt.bytes_target - stored.bytes_target)} of the target's blocks in memory and "
         f"computes {rebuilt.rebuild_flops / 1e6:,.0f} MFLOPs more a token"
     )
+
+
+@click.command(
+    "import",
+    epilog=examples(
+        "hiddenstore import cache/hidden_states --from specforge-eagle3 -o store --target Qwen/Qwen3-8B",
+        "hiddenstore import dump --from modelopt-vllm -o store --target T --peer-layers 2,18,33 --tokens-from data",
+        "hiddenstore import training_data --from speculators -o store --target T --recipe lossless --delete-source",
+    ),
+)
+@click.argument("source", type=click.Path(), metavar="SRC")
+@click.option("--from", "peer", required=True, metavar="FORMAT", help=f"Who wrote it: {', '.join(FORMATS)}.")
+@click.option("-o", "--out", "store", required=True, type=click.Path(), help="The store; the same command goes on.")
+@click.option("--target", required=True, help="What the dump was made with: a local folder, a GGUF file or a hub id.")
+@revision_option
+@remote_code_option
+@click.option("--template", type=click.Path(), help="The chat template file that the conversations were rendered with.")
+@click.option("--layers", help="Layers of the dump's columns: eagle3, dflash or 1,15,28 (by their output, from 0).")
+@click.option("--peer-layers", help="The same, as the ids that the dump was made with.")
+@click.option("--norm", type=click.Choice(["pre", "post"]), help="The final hidden is before or after the final norm.")
+@click.option(
+    "--tokens-from",
+    type=click.Path(),
+    metavar="DATA",
+    help="Prepared DATA of the same conversations: true ends, masks, turns and split.",
+)
+@click.option("--loss-on", type=click.Choice(["all"]), help="Train on every token of a dump without loss masks.")
+@click.option(
+    "--val", "validation", type=Share(), default="1%", show_default=True, help="Share held out where nothing says so."
+)
+@click.option(
+    "--recipe",
+    default=DEFAULT_RECIPE,
+    show_default=True,
+    help=f"{RECIPE_HELP}.",
+)
+@container_option
+@click.option(
+    "--max-rejects", type=Share(), default="0.1%", show_default=True, help="Share of samples that may be unusable."
+)
+@click.option(
+    "--check",
+    default="auto",
+    show_default=True,
+    help="hf: hold the layers against Hugging Face's; auto: where the target fits half of the free memory; none.",
+)
+@click.option("--delete-source", is_flag=True, help="Delete each file once all it holds is committed and read back.")
+@common_options
+def import_data(norm: str | None, **options: Any) -> None:
+    """Bring another project's dump of hidden states into a store.
+
+    What the numbers mean follows from FORMAT, and the first samples are held against it before anything is written.
+    What no file says is asked for. Samples that cannot be used are listed with their reason. No code of a torch file
+    runs.
+    """
+    from collectors.capture.import_job import ImportOptions, import_dump
+
+    out = output()
+    options["norm"] = norm and f"{norm}_norm"
+    with drain_on_signal() as drain:
+        report = import_dump(ImportOptions(**options), drain, out.note)
+    out.data(_import_document(report), human=lambda: out.pairs(_import_lines(report)))
+    if report.rounded:
+        out.warn(f"{report.rounded:,} samples held wider numbers than bf16 and were rounded")
+    if report.units and options["validation"] > 0:
+        _warn_of_no_validation(report.store)
+    if options["delete_source"] and report.remaining_files:
+        out.note(f"{report.remaining_files:,} source files stay: not everything in them is in the store")
+    if report.units or report.resumed_units:
+        out.hint("hiddenstore", "verify", report.store, "--meaning")
+    elif report.skipped and "already-stored" not in report.skipped:
+        why = ", ".join(f"{count:,} {reason}" for reason, count in report.skipped.items())
+        raise ConfigError(f"nothing of {options['source']} can be used: {why}", kind=Kind.NOTHING_USABLE)
+
+
+def _warn_of_no_validation(location: str) -> None:
+    from hiddenstore.index.table import SPLITS
+    from hiddenstore.store import Store
+
+    if not (Store.open(location).catalog.table.split == SPLITS.index("validation")).any():
+        output().warn("no sample fell into the validation split, which eval reads; a larger --val gives it some")
+
+
+def _import_document(report: "ImportReport") -> dict[str, Any]:
+    return job_document(report) | {
+        "from": report.peer,
+        "inputs": report.inputs,
+        "layers": report.explained,
+        "final_norm": report.final_norm,
+        "skipped": dict(report.skipped),
+        "padding_rows": report.padding,
+        "rounded_samples": report.rounded,
+        "deleted_files": report.deleted_files,
+        "evidence": report.evidence.document(),
+    }
+
+
+def _import_lines(report: "ImportReport") -> list[tuple[str, str]]:
+    lines = job_lines(report)
+    if report.skipped:
+        lines.append(("skipped", counts(report.skipped)))
+    if report.padding:
+        lines.append(("padding", f"{report.padding:,} rows left behind"))
+    if report.deleted_files:
+        lines.append(("deleted", f"{report.deleted_files:,} source files"))
+    top1, samples = report.evidence.next_token_top1, report.evidence.samples
+    if top1 is not None:
+        lines.append(("meaning", f"top-1 of the next token {top1:.0%} on supervised spans of {samples} samples"))
+    return lines

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from collectors import doctor
 from collectors.capture.options import read_engine_args
-from collectors.cli.options import engine_flags
+from collectors.cli.collect import engine_flags
 from collectors.engines import ENGINES, CaptureRequest, EngineOptions, EngineRow, open_engine, read_settings
 from collectors.engines.assembly import Assembly
 from collectors.engines.resources import PREFIX, Scratch, rank_devices
