@@ -1,17 +1,21 @@
-"""What an engine takes of its machine: versions of packages, the GPUs of its rank, and a folder in memory."""
+"""What an engine takes of its machine: versions of packages, the GPUs of its rank, and a folder in memory; and what
+``doctor`` says of the engines, of Ray, and of that folder.
+
+Versions are read from metadata; what an engine adds to that is in its own file, named by its row.
+"""
 
 import fcntl
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from collectors.engines import EngineOptions
+from collectors.engines import ENGINES, EngineOptions, load_attribute
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import ConfigError, Kind
 
@@ -133,3 +137,23 @@ def remove_abandoned(root: Path) -> None:
             continue
         finally:
             os.close(owner)
+
+
+def checks() -> Iterator[DoctorCheck]:
+    """The lines of every engine, and what several of them need."""
+    for name in ENGINES:
+        yield from load_attribute(ENGINES[name].doctor)()
+    yield optional_package("ray", "ray", "collect --launcher ray")
+    yield _scratch()
+
+
+def _scratch() -> DoctorCheck:
+    root = default_root()
+    free = shutil.disk_usage(root).free
+    detail = f"{root} · {free / 1e9:.1f} GB free for states on their way from vLLM and TensorRT-LLM"
+    if not _MEMORY.is_dir():
+        return DoctorCheck("scratch", "ok", f"{detail}; this system has no {_MEMORY}")
+    if root != _MEMORY:
+        detail += f", for {_MEMORY} has only {shutil.disk_usage(_MEMORY).free / 1e6:.0f} MB"
+        return DoctorCheck("scratch", "warning", detail, "docker run --ipc host, or --shm-size 16g")
+    return DoctorCheck("scratch", "ok", detail)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from collectors import doctor
-from collectors.engines import ENGINES, load_attribute
+from collectors.engines import ENGINES, load_attribute, resources
 from collectors.engines import vllm as vllm_engine
 from hiddenstore.doctor import DoctorCheck
 
@@ -79,6 +78,6 @@ def test_vllm_is_judged_by_its_connector_and_by_versions_that_were_measured(
 
 def test_a_small_shared_memory_is_warned_of_with_the_containers_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collectors.engines.resources._SMALL_BYTES", 1 << 60)
-    found = doctor._scratch()
-    assert found.status == ("warning" if doctor.MEMORY.is_dir() else "ok")
+    found = resources._scratch()
+    assert found.status == ("warning" if resources._MEMORY.is_dir() else "ok")
     assert found.status == "ok" or found.fix == "docker run --ipc host, or --shm-size 16g"

@@ -12,10 +12,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from collectors import doctor
 from collectors.capture.options import read_engine_args
 from collectors.cli.collect import engine_flags
-from collectors.engines import ENGINES, CaptureRequest, EngineOptions, EngineRow, open_engine, read_settings
+from collectors.engines import ENGINES, CaptureRequest, EngineOptions, EngineRow, open_engine, read_settings, resources
 from collectors.engines.assembly import Assembly
 from collectors.engines.resources import PREFIX, Scratch, rank_devices
 from hiddenstore.doctor import DoctorCheck
@@ -154,6 +153,6 @@ def test_an_engine_is_a_file_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert CliRunner().invoke(collect, ["--volume", "3", "--data", "d"]).output == "d 3 {'volume': '3'}\n"
     assert "Engine echo: how loud." in CliRunner().invoke(collect, ["--help"]).output
-    assert "engine echo" in [check.name for check in doctor.checks()]
+    assert "engine echo" in [check.name for check in resources.checks()]
     with pytest.raises(ConfigError, match="engine echo runs in this process and takes no --server"):
         open_engine("echo", None, EngineOptions((), 1, server="http://localhost"))  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ def test_checks_of_other_packages_are_asked_and_a_broken_one_is_named(monkeypatc
     points = [
         metadata.EntryPoint("mine", "tests.hiddenstore_doctor_absent:checks", GROUP),
         metadata.EntryPoint("other", "operator:no_such_function", GROUP),
-        metadata.EntryPoint("engines", "collectors.doctor:checks", GROUP),
+        metadata.EntryPoint("engines", "collectors.engines.resources:checks", GROUP),
     ]
     monkeypatch.setattr(metadata, "entry_points", lambda group: points if group == GROUP else [])
     found = {check.name: check for check in _added()}
