@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shlex
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -383,12 +382,9 @@ def _do(fs: LocalFilesystem, stage: Stage, built_on: str) -> DoneStage:
             )
         elif not stage.resume and known == begun:
             return begun
-    if stage.resume and stage.product is not None:
-        if (stage.product / "run.json").exists():
-            words = stage.resume
-        else:
-            # A run stopped before its first document has nothing to go on from.
-            shutil.rmtree(stage.product, ignore_errors=True)
+    # Without that document `train` itself tells what a kill left of a new run from checkpoints that nobody may lose.
+    if stage.resume and stage.product is not None and (stage.product / "run.json").exists():
+        words = stage.resume
     answer: Mapping[str, Any] = {}
     if stage.ranks > 1:
         do_on_ranks(stage.ranks, stage.command, words)

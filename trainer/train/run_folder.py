@@ -241,6 +241,10 @@ class RunFacts(Document):
 def refuse_existing(run: Path, hint: str) -> None:
     """ConflictError ``output-exists`` where a folder holds a run, or somebody's files under names that a run has."""
     newest = checkpoint.latest(run)
+    if newest is not None and not (run / RUN_JSON).exists():
+        problem = f"{run} holds checkpoints, {newest.name} the newest, of a run whose {RUN_JSON} is missing"
+        hint = f"put {RUN_JSON} back, or {shlex.join(['mv', str(run), f'{run}-aside'])}"
+        raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint=hint)
     if newest is not None or (run / RUN_JSON).exists():
         at = f"with {newest.name} its newest checkpoint" if newest is not None else "without a checkpoint yet"
         problem = f"{run} holds a run already, {at}; --resume continues it, another -o starts a new one"
