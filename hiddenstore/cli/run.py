@@ -23,7 +23,7 @@ from hiddenstore.files.documents import load, seal
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.fs.publish import replace_file
+from hiddenstore.fs.publish import make_folder, replace_file
 from hiddenstore.registry import nearest
 from hiddenstore.settings import all_problems, written
 from hiddenstore.settings import load as load_settings
@@ -267,7 +267,7 @@ def run_pipeline(pipeline: Pipeline) -> list[StageResult]:
         raise ConflictError(
             f"{out} holds things that no `hiddenstore run` made", kind=Kind.OUTPUT_EXISTS, hint="out: another folder"
         )
-    (out / _DONE_FOLDER).mkdir(parents=True, exist_ok=True)
+    make_folder(out / _DONE_FOLDER)
     with FolderLock(out, "pipeline", "wait for it or stop it, or name another folder: out=FOLDER") as lock:
         lock.take()
         return _do_all(pipeline, stages, out)

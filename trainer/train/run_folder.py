@@ -18,7 +18,7 @@ from hiddenstore.console.output import output
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files.documents import seal, unseal
 from hiddenstore.files.lock import FolderLock
-from hiddenstore.fs.publish import new_folder, replace_file
+from hiddenstore.fs.publish import make_folder, new_folder, replace_file
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.records import facts_table
 from hiddenstore.store import Store
@@ -312,7 +312,7 @@ def create(
         RUN_JSON: seal(facts),
     }
     is_new = not path.exists()
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     try:
         lock.take()
     except OSError:
