@@ -85,7 +85,7 @@ class TrainOptions:
     def open_mirror(self) -> Mirror | None:
         """Where the checkpoints are copied to, None for nowhere."""
         names = (CONFIG, SNAPSHOT, checkpoint.VOCAB, RUN_JSON)
-        return None if self.mirror is None else Mirror(self.run, self.mirror, names, (SNAPSHOT, RUN_JSON))
+        return None if self.mirror is None else Mirror(self.run, self.mirror, names, (RUN_JSON, SNAPSHOT))
 
     def open_store(self, snapshot: Snapshot | str | None = None) -> Store:
         """The store, through the cache where there is one; raises as ``Store.open``."""
