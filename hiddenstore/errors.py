@@ -152,7 +152,7 @@ class Kind(StrEnum):
     NO_HARD_LINKS = "no-hard-links", StorageError, "The file system has no hard links, which commits need."
     NO_ATOMIC_PUT = "no-atomic-put", StorageError, "The object storage lacks conditional puts, which commits need."
     PATH_INVALID = "path-invalid", StorageError, "The operating system takes no such path."
-    PATH_UNSAFE = "path-unsafe", ConfigError, "A name leads out of the store's folder."
+    PATH_UNSAFE = "path-unsafe", ConfigError, "A name leads out of its folder, or holds `:` or a backslash."
     NAME_INVALID = "name-invalid", ConfigError, "A name has characters that names in a store cannot have."
     ADDRESS_INVALID = "address-invalid", ConfigError, "An address has a user, a password or a query, or no bucket."
     SCHEME_UNSUPPORTED = "scheme-unsupported", ConfigError, "An address of a kind that this version cannot open."

@@ -323,6 +323,29 @@ def test_a_product_that_a_kill_left_without_its_record_is_taken_as_it_is(
     assert tree(finished / "out") == before
 
 
+def test_checkpoints_of_a_run_whose_first_document_is_missing_stay_and_are_named(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained, done = finished / "out" / "medusa" / "run", finished / "out" / "done"
+    names = {trained / "run.json", done / "medusa.train.json"}
+    aside, before = {path: path.read_bytes() for path in names}, tree(finished / "out")
+    for path in names:
+        path.unlink()
+    left = tree(trained)
+    try:
+        for _ in ("first", "with the mark of a stage that was begun"):
+            assert run("run", str(finished / "pipeline.yaml"), "-q") == CONFLICT
+            message, fix = error_of(capsys.readouterr().err)
+            assert "of a run whose run.json is missing" in message
+            assert fix == f"put run.json back, or mv {trained} {trained}-aside"
+            assert tree(trained) == left
+    finally:
+        for path, data in aside.items():
+            path.write_bytes(data)
+        (done / "medusa.train.json.begun").unlink(missing_ok=True)
+    assert tree(finished / "out") == before
+
+
 def test_how_long_stages_take_is_said_and_corrected_by_what_the_first_ones_took() -> None:
     stages = [pipeline.Stage(name, name, ()) for name in ("collect", "verify", "a/train")]
     clock = pipeline._Clock({"collect": 10, "train": 20}, stages)

@@ -1,13 +1,14 @@
 """The import: a dump, read as prepared DATA and then collected with the dump as the engine; the same command goes on.
 
-Nothing of the dump is touched unless ``delete_source`` asks for it, and then only what a committed unit has been read
-back from.
+Nothing of the dump is touched unless ``delete_source`` asks for it, and then only files that still hold what a unit was
+committed from that has been read back.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -26,8 +27,19 @@ from collectors.engines.dump import find_format
 from collectors.engines.dump.engine import Claims, DumpEngine
 from collectors.engines.dump.matching import Matcher, PreparedTokens, exported_turns
 from collectors.engines.dump.meaning import DumpMeaning, Evidence, check_layers, settle_meaning
-from collectors.engines.dump.peer import PeerSource
-from collectors.engines.dump.scan import SKIPPED, Scan, count_refused, covered_locations, finished_scans, scan_key
+from collectors.engines.dump.peer import PeerSource, Unusable
+from collectors.engines.dump.scan import (
+    SKIPPED,
+    FileFacts,
+    Scan,
+    count_refused,
+    covered_locations,
+    dump_files,
+    file_facts,
+    files_read,
+    finished_scans,
+    scan_key,
+)
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions
 from collectors.tokenize.template import read_template
 from hiddenstore.codecs import get_codec
@@ -77,7 +89,8 @@ class ImportOptions:
 
 @dataclass
 class ImportReport(CollectReport):
-    """What this run did over all ``inputs``; ``rounded`` samples were wider than bf16, ``padding`` rows left out."""
+    """What this run did over all ``inputs``; ``rounded`` samples were wider than bf16, ``padding`` rows left out;
+    ``changed_files`` of those that remain hold something else than when they were read."""
 
     peer: str = ""
     explained: str = ""
@@ -89,6 +102,7 @@ class ImportReport(CollectReport):
     rounded: int = 0
     deleted_files: int = 0
     remaining_files: int = 0
+    changed_files: int = 0
 
     def add_job(self, job: CollectReport) -> None:
         """Count the job of one pass over the dump."""
@@ -122,8 +136,7 @@ def import_dump(
     report = ImportReport(str(options.store), "", peer=source.name, explained=meaning.explained)
     report.evidence, report.final_norm = meaning.evidence, engine.final_norm
     job = ImportJob(options, meaning, engine, drain or Drain(), report)
-    if scans := job.scans():
-        job.collect(scans, reference.target)
+    job.collect(reference.target)
     report.seconds = time.monotonic() - began
     return report
 
@@ -138,26 +151,34 @@ class ImportJob:
     drain: Drain
     report: ImportReport
 
-    def scans(self) -> list[PreparedInput]:
-        """The passes made before, and one over what they do not cover."""
+    def _passes(self) -> Iterator[PreparedInput]:
+        """The passes made before, and when they are collected one over what they do not cover: only then the store says
+        of a file that has changed whether it holds its sample."""
         options, source, matcher = self.options, self.engine.source, self.meaning.matcher
         store = open_filesystem(options.store)
         key = scan_key(source.name, Path(options.source), *matcher.settings)
-        scans = finished_scans(store, key)
-        covered = covered_locations(scans)
+        scans, known = finished_scans(store, key), dump_files(source, self.meaning.locations)
+        yield from scans
+        covered = covered_locations(scans, source, known)
         locations = [location for location in self.meaning.locations if location not in covered]
         if not locations:
-            return scans
+            return
         stop, target = lambda: self.drain.requested, self.engine.target
         scan = Scan(source, target, matcher, store, key, _membership(store), options.max_rejects, stop)
-        prepared = scan.run(locations)
+        prepared = scan.run(locations, known)
         self.report.padding = scan.tally.padding
         for reason, rows in scan.tally.rejects.items():
             (self.report.skipped if reason in SKIPPED else self.report.rejects)[reason] += rows
-        return scans if prepared is None else [*scans, prepared]
+        if prepared is not None:
+            yield prepared
 
-    def collect(self, scans: Sequence[PreparedInput], reference: LoadedTarget | None) -> None:
+    def collect(self, reference: LoadedTarget | None) -> None:
         """What is pending of every pass, through the collect job."""
+        passes = self._passes()
+        # A first pass that is refused leaves no store behind.
+        first = next(passes, None)
+        if first is None:
+            return
         engine, report, meaning, options = self.engine, self.report, self.meaning, self.options
         layers, codecs = meaning.columns.aux_layers, get_recipe(options.recipe)
         final: FinalMode = "none" if engine.final_norm is None else "all"
@@ -166,11 +187,11 @@ class ImportJob:
         require_rebuildable(codecs, layers, identity.num_layers)
         capture = CaptureSpec(target=identity, aux_layers=layers, final=final, final_norm=meaning.norm, codecs=codecs)
         store = new_store(options.store, options.container, engine.target, capture)
-        profile = None if reference is None else profile_target(reference, scans[0], final)
+        profile = None if reference is None else profile_target(reference, first, final)
         compare_with_store(store, identity, reference_states(reference), profile, lambda _warning: None)
         check = CheckSpec(layers, meaning.norm, meaning.evidence.typical_norms, names_source=True)
-        deleter = SourceDeleter(store, engine.source, meaning.locations) if options.delete_source else None
-        for prepared in scans:
+        deleter = SourceDeleter(store, engine.source, meaning) if options.delete_source else None
+        for prepared in chain([first], passes):
             allowed = max(1, int(prepared.info.rows_read * options.max_rejects)) - count_refused(prepared)
             settings = JobSettings("import", max(0, allowed), None if deleter is None else deleter.on_commit)
             with CollectJob(store, prepared, engine, check, None, Rank(), self.drain, settings) as job:
@@ -180,6 +201,7 @@ class ImportJob:
         report.rounded = engine.rounded
         if deleter is not None:
             report.deleted_files, report.remaining_files = deleter.deleted, deleter.remaining
+            report.changed_files = deleter.changed
 
 
 def _matcher(options: ImportOptions, target: EngineTarget) -> Matcher:
@@ -204,49 +226,80 @@ def _membership(store: Filesystem) -> Callable[[str], bool]:
 
 
 class SourceDeleter:
-    """Knows what is only in each file of a dump: ``deleted`` files are gone, ``remaining`` are not all imported."""
+    """Knows what is only in each file of a dump: ``deleted`` files are gone, ``remaining`` are not all imported, or
+    ``changed`` since they were read."""
 
-    def __init__(self, store: Store, source: PeerSource, locations: Sequence[str]) -> None:
-        self._store, self._source = store, source
+    def __init__(self, store: Store, source: PeerSource, meaning: DumpMeaning) -> None:
+        self._store, self._source, self._matcher = store, source, meaning.matcher
         self._left: dict[Path, set[str]] = {}
-        for location in locations:
+        for location in meaning.locations:
             self._left.setdefault(source.file_of(location), set()).add(location)
+        # Ids by location, of files that hold more than what is committed so far.
+        self._committed: dict[Path, dict[str, str]] = {}
+        self._changed: set[Path] = set()
+        self._read: dict[Path, FileFacts] | None = None
         self.deleted = 0
 
     @property
     def remaining(self) -> int:
         return sum(path.is_file() for path in self._left)
 
+    @property
+    def changed(self) -> int:
+        return sum(path.is_file() for path in self._changed & self._left.keys())
+
     def on_commit(self, commit: CommitRecord, records: Sequence[Record]) -> None:
         """Read a unit back that was just committed; files that hold no sample outside the store are deleted."""
         read_back(self._store, commit, records)
-        self._release(record.sample.source for record in records)
+        self._release((record.sample.source, record.sample.id) for record in records)
 
     def catch_up(self, prepared: PreparedInput, digest: str) -> None:
-        """The same for units of an input that were committed before this run."""
+        """The same for units of an input that were committed before this run; what is committed next is of it too."""
+        self._read = files_read(prepared, self._source.folder)
         locations = {sample.id: sample.source for sample in prepared.samples()}
         for commit in Store.open(self._store.fs).commits():
             if commit.input == digest:
-                sources = [locations[sample.id] for sample in commit.samples if sample.id in locations]
-                if any(self._source.file_of(location).is_file() for location in sources):
+                sources = [(locations[sample.id], sample.id) for sample in commit.samples if sample.id in locations]
+                if any(self._is_as_read(self._source.file_of(location)) for location, _ in sources):
                     read_back(self._store, commit, ())
                 self._release(sources)
 
-    def _release(self, locations: Iterable[str]) -> None:
-        for location in locations:
+    def _release(self, sources: Iterable[tuple[str, str]]) -> None:
+        for location, name in sources:
             path = self._source.file_of(location)
-            if (left := self._left.get(path)) is None:
+            if (left := self._left.get(path)) is None or not self._is_as_read(path):
                 continue
             left.discard(location)
+            committed = self._committed.setdefault(path, {})
+            committed[location] = name
             if left:
                 continue
-            del self._left[path]
+            # The time of a file may be copied with it, and older passes noted none.
+            if others := {location for location, name in committed.items() if not self._holds(location, name)}:
+                left |= others
+                self._changed.add(path)
+                continue
+            del self._left[path], self._committed[path]
             try:
-                self.deleted += path.is_file()
                 path.unlink(missing_ok=True)
             except OSError as error:
                 problem = f"{path} is imported but cannot be deleted: {error}"
                 raise StorageError(problem, kind=Kind.SOURCE_UNDELETED) from error
+            self.deleted += 1
+
+    def _is_as_read(self, path: Path) -> bool:
+        """Whether a file is there, and as the pass at hand read it as far as that says."""
+        now = file_facts(path)
+        is_same = now is not None and (self._read is None or self._read.get(path) == now)
+        if now is not None and not is_same:
+            self._changed.add(path)
+        return is_same
+
+    def _holds(self, location: str, name: str) -> bool:
+        try:
+            return self._matcher.sample(self._source.read(location, states=False), location).id == name
+        except Unusable:
+            return False
 
 
 def read_back(store: Store, commit: CommitRecord, records: Sequence[Record]) -> None:

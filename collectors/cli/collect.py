@@ -410,6 +410,10 @@ def import_data(norm: str | None, **options: Any) -> None:
         _warn_of_no_validation(report.store)
     if options["delete_source"] and report.remaining_files:
         out.note(f"{report.remaining_files:,} source files stay: not everything in them is in the store")
+    if report.changed_files:
+        out.warn(
+            f"{report.changed_files:,} of them have changed since they were read: what they hold may be nowhere else"
+        )
     if report.units or report.resumed_units:
         out.hint("hiddenstore", "verify", report.store, "--meaning")
     elif report.skipped and "already-stored" not in report.skipped:
@@ -435,6 +439,7 @@ def _import_document(report: "ImportReport") -> dict[str, Any]:
         "padding_rows": report.padding,
         "rounded_samples": report.rounded,
         "deleted_files": report.deleted_files,
+        "changed_files": report.changed_files,
         "evidence": report.evidence.document(),
     }
 

@@ -17,7 +17,7 @@ from hiddenstore.cli.run import Pipeline, StageResult, run_pipeline
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import seconds, size
 from hiddenstore.errors import ConflictError, Kind
-from hiddenstore.fs.publish import replace_file
+from hiddenstore.fs.publish import make_folder, replace_file
 from hiddenstore.fs.seam import storage_errors
 from hiddenstore.servers import VllmPython
 from hiddenstore.settings import load
@@ -88,7 +88,7 @@ def _claim(folder: Path) -> None:
         if folder.exists() and any(folder.iterdir()) and not (folder / "done").is_dir():
             problem = f"{folder} holds things that no demo made"
             raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint=f"hiddenstore demo {shlex.quote(f'{folder}-2')}")
-        (folder / "done").mkdir(parents=True, exist_ok=True)
+        make_folder(folder / "done")
 
 
 def _pipeline_file(folder: Path, name: str, words: Mapping[str, Any]) -> Path:

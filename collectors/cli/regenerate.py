@@ -12,6 +12,7 @@ from hiddenstore.cli.words import FiniteRange
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, percent, plural
 from hiddenstore.fs import require_local
+from hiddenstore.fs.publish import make_folder
 from hiddenstore.process import drain_on_signal
 from hiddenstore.servers import ServerProcess, VllmPython, engine_flags, running
 from hiddenstore.settings import load
@@ -179,7 +180,7 @@ def _served(
     command = python.command(
         target_folder(str(request.target)), (*engine_flags(request.engine_args), *revision, *trust)
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     output().note(f"starting vLLM; it writes {log}")
     with running([ServerProcess(command, python.environment(), log)], stopping) as (url,):
         yield replace(request, target=None, server=url)

@@ -19,7 +19,7 @@ from hiddenstore.console.progress import Progress
 from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.fs.publish import replace_file
+from hiddenstore.fs.publish import make_folder, replace_file
 from hiddenstore.records import LOOP_SHARE, repeated_share
 from hiddenstore.targets.folder import TargetFolder, open_target
 from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of
@@ -50,7 +50,7 @@ def invent(options: RegenerateOptions, count: int, stopping: Callable[[], bool] 
     template = read_template(options.template)
     target_name = str(options.target)
     folder = open_target(target_name, options.revision, template, options.trust_remote_code, options.adapter)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     _claim(path, options, folder)
     rows = _rows(path)
     if len(rows) >= count:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shlex
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from hiddenstore.files.documents import load, seal
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.fs.publish import replace_file
+from hiddenstore.fs.publish import make_folder, replace_file
 from hiddenstore.registry import nearest
 from hiddenstore.settings import all_problems, written
 from hiddenstore.settings import load as load_settings
@@ -268,7 +267,7 @@ def run_pipeline(pipeline: Pipeline) -> list[StageResult]:
         raise ConflictError(
             f"{out} holds things that no `hiddenstore run` made", kind=Kind.OUTPUT_EXISTS, hint="out: another folder"
         )
-    (out / _DONE_FOLDER).mkdir(parents=True, exist_ok=True)
+    make_folder(out / _DONE_FOLDER)
     with FolderLock(out, "pipeline", "wait for it or stop it, or name another folder: out=FOLDER") as lock:
         lock.take()
         return _do_all(pipeline, stages, out)
@@ -383,12 +382,9 @@ def _do(fs: LocalFilesystem, stage: Stage, built_on: str) -> DoneStage:
             )
         elif not stage.resume and known == begun:
             return begun
-    if stage.resume and stage.product is not None:
-        if (stage.product / "run.json").exists():
-            words = stage.resume
-        else:
-            # A run stopped before its first document has nothing to go on from.
-            shutil.rmtree(stage.product, ignore_errors=True)
+    # Without that document `train` itself tells what a kill left of a new run from checkpoints that nobody may lose.
+    if stage.resume and stage.product is not None and (stage.product / "run.json").exists():
+        words = stage.resume
     answer: Mapping[str, Any] = {}
     if stage.ranks > 1:
         do_on_ranks(stage.ranks, stage.command, words)

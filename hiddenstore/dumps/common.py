@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, StorageError
-from hiddenstore.fs.publish import new_folder, refuse_existing_folder
+from hiddenstore.fs.publish import make_folder, new_folder, refuse_existing_folder
 from hiddenstore.images import WITHOUT_IMAGES
 from hiddenstore.inputs import TURNS
 from hiddenstore.records import Record, Sample
@@ -121,7 +121,7 @@ def export_samples(
         raise ConfigError(f"{store.path} holds no samples", kind=Kind.STORE_EMPTY)
     refuse_existing_folder(out)
     target, tokens = store.capture.target, sum(entry.tokens for _, entry in store.entries)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     if layout.holds_states:
         _require_room(out.parent, tokens * (len(picked) + (layout.final is not None)) * target.hidden_size * 2)
     validation = sum(split == "validation" for _, split in rows)

@@ -23,6 +23,16 @@ from hiddenstore.fs.seam import Filesystem, WritableFile, storage_error, storage
 _PIECE_BYTES = 1 << 20
 
 
+def make_folder(path: Path) -> None:
+    """A folder with those above it; the names that were not there survive a power loss. Raises StorageError: the disk
+    refused."""
+    with storage_errors(path):
+        made = [folder.absolute() for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for folder in reversed(made):
+            PosixDisk().sync_folder(str(folder.parent))
+
+
 def refuse_existing_file(out: Path) -> None:
     """ConflictError ``output-exists`` when the name is taken."""
     if out.exists() or out.is_symlink():
@@ -102,7 +112,7 @@ def room_beside(out: Path) -> Iterator[Path]:
     ``out``. Raises StorageError: it cannot be made."""
     hidden = out.parent / _hidden_name(out)
     with storage_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(out.parent)
         sweep_killed(out.parent, out.name)
         hidden.mkdir()
     with _locked(hidden):

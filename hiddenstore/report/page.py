@@ -18,8 +18,8 @@ from typing import Literal
 
 from hiddenstore.console.text import amount, clean
 from hiddenstore.errors import ConflictError, Kind
-from hiddenstore.fs.publish import replace_file
-from hiddenstore.fs.seam import storage_error, storage_errors
+from hiddenstore.fs.publish import make_folder, replace_file
+from hiddenstore.fs.seam import storage_error
 
 TEXT_BYTES = 1_500_000
 """What the samples of a page may take: half of what a page should, so that a phone opens it."""
@@ -230,8 +230,7 @@ def write_page(path: Path, shown: Page) -> int:
     report of ours; StorageError."""
     data = shown.html().encode()
     refuse_other_file(path)
-    with storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     replace_file(path, data)
     return len(data)
 

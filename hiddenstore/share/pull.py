@@ -16,7 +16,7 @@ from threading import Event
 from hiddenstore.errors import ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files.layout import STORE_JSON
 from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.fs.publish import replace_file, sweep_killed
+from hiddenstore.fs.publish import make_folder, replace_file, sweep_killed
 from hiddenstore.fs.seam import TEMP_PREFIX, storage_errors
 from hiddenstore.share.remote import PIECE_BYTES, SUMS, Advance, Begin, Remote, parse_sums, read_sums, sums_text
 from hiddenstore.threads import Threads
@@ -85,7 +85,7 @@ def _writing(out: Path) -> Iterator[None]:
     if out.exists() and not out.is_dir():
         raise ConflictError(f"{out} is no folder", kind=Kind.OUTPUT_EXISTS, hint="another DEST")
     with storage_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         handle = os.open(out, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,7 +5,9 @@ into a staging folder first. Every byte is read and compared with its record bef
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind
 from hiddenstore.files import layout
 from hiddenstore.files.digests import digest_for, mismatch
 from hiddenstore.fs import is_address
-from hiddenstore.fs.seam import storage_errors
+from hiddenstore.fs.seam import is_inside, storage_errors
 from hiddenstore.index.file import live_indexes
 from hiddenstore.inspect.samples import Test
 from hiddenstore.share.hub import HubRemote, require_limits
@@ -83,7 +85,8 @@ def push_store(store: Store, remote: Remote, card: str, public: bool, begin: Beg
 
 
 def push_drafter(folder: Path, remote: Remote, card: str, public: bool, begin: Begin) -> PushReport:
-    """Push an exported drafter; raises as ``push_store``. On the hub a newer one takes the older one's place."""
+    """Push an exported drafter. On the hub a newer one takes the older one's place. Raises as ``push_store``;
+    ConfigError ``path-unsafe``: a name that no pull takes."""
     names = [file.name for file in drafter_files(folder)[0]]
     replaceable = {*names} if remote.keeps_history else set[str]()
     return _push(folder, dict.fromkeys(names), replaceable, remote, card, public, begin)
@@ -131,6 +134,20 @@ def _size(root: Path, path: str) -> int:
         raise CorruptionError(problem, kind=Kind.FILE_MISSING, path=path, hint=hint) from error
 
 
+def _require_names(root: Path, paths: Iterable[str]) -> None:
+    """Refuse a name that every pull would: ConfigError ``path-unsafe``."""
+    for path in paths:
+        if not is_inside(path):
+            folder, _, name = path.rpartition("/")
+            plain = re.sub(r"[^A-Za-z0-9._-]", "-", name)
+            raise ConfigError(
+                f"{str(root / path)!r} cannot be pushed: no pull takes a name with ':', a backslash or what is not "
+                "printed; nothing was sent",
+                kind=Kind.PATH_UNSAFE,
+                hint=shlex.join(["mv", str(root / path), str(root / folder / plain)]),
+            )
+
+
 def _push(
     root: Path,
     entries: Mapping[str, FileEntry | None],
@@ -140,6 +157,7 @@ def _push(
     public: bool,
     begin: Begin,
 ) -> PushReport:
+    _require_names(root, entries)
     sizes = {path: _size(root, path) for path in entries}
     if isinstance(remote, HubRemote):
         require_limits([*sizes.items(), (CARD, len(card)), (SUMS, 1)])

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -322,6 +324,95 @@ def test_a_dump_that_has_grown_adds_what_is_new(
     report = bring()
     assert (report.samples, len(report.inputs)) == (3, 2)
     assert len(Store.open(tmp_path / "store")) == 13
+
+
+@pytest.mark.parametrize("without_facts", [False, True], ids=["", "passes of an older version"])
+@pytest.mark.parametrize("peer", ["specforge-eagle3", "automodel-dspark"])
+def test_a_new_dump_under_the_names_of_an_earlier_one_is_imported_before_it_is_deleted(
+    bring: Importer, tmp_path: Path, peer: str, without_facts: bool
+) -> None:
+    def write(seed: int) -> list[Path]:
+        spoken = peer_dumps.speak(5, seed=seed)
+        if peer == "specforge-eagle3":
+            peer_dumps.specforge(tmp_path / "dump", spoken, LAYERS)
+        else:
+            peer_dumps.automodel(tmp_path / "dump", spoken, LAYERS, "dspark")
+        return sorted(path for path in (tmp_path / "dump").rglob("*") if path.name.startswith(("data_", "shard-")))
+
+    layers = "0,1,2" if peer == "specforge-eagle3" else None
+    names = write(seed=1)
+    assert bring(peer, layers=layers, delete_source=True).deleted_files == len(names)
+    assert not any(path.exists() for path in names)
+    if without_facts:
+        for path in (tmp_path / "store" / ".import").glob("*/sources.parquet"):
+            path.unlink()
+    assert write(seed=9) == names
+    report = bring(peer, layers=layers, delete_source=True)
+    assert (report.samples, report.deleted_files, report.changed_files) == (5, len(names), 0)
+    assert len(Store.open(tmp_path / "store")) == 10
+    write(seed=17)
+    assert bring(peer, layers=layers).samples == 5
+    assert len(Store.open(tmp_path / "store")) == 15
+
+
+def test_a_file_that_no_longer_holds_what_was_read_stays_and_is_said(
+    bring: Importer, dump: Path, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bring()
+    peer_dumps.specforge(tmp_path / "other", peer_dumps.speak(10, seed=9), LAYERS)
+    other = max((tmp_path / "other").rglob("*.ckpt"), key=lambda path: path.stat().st_size)
+    # Other states of the same tokens, and other tokens under the size and time of what was read.
+    entry = torch.load(dump / "data_3.ckpt", weights_only=True)
+    saved(dump / "data_3.ckpt", entry | {"aux_hidden_state": entry["aux_hidden_state"] * 2})
+    forged = dump / "data_7.ckpt"
+    before, (pass_folder,) = forged.stat(), (tmp_path / "store" / ".import").iterdir()
+    forged.write_bytes(other.read_bytes())
+    os.utime(forged, ns=(before.st_atime_ns, before.st_mtime_ns))
+    _claim_size(pass_folder / "sources.parquet", b"rows_0-2000/data_7.ckpt", forged.stat().st_size)
+    words = ["import", str(tmp_path / "dump"), "--from", "specforge-eagle3", "-o", str(tmp_path / "store")]
+    words += ["--target", target, "--layers", "0,1,2", "--check", "none", "--recipe", "raw", "--delete-source"]
+    for _ in range(2):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 0
+        assert "2 of them have changed since they were read" in capsys.readouterr().err
+        assert {path.name for path in dump.iterdir()} == {"data_3.ckpt", "data_7.ckpt"}
+
+
+def _claim_size(sources: Path, name: bytes, size: int) -> None:
+    rows = pq.read_table(sources)
+    sizes = [size if row["file"] == name else row["size"] for row in rows.to_pylist()]
+    pq.write_table(rows.set_column(1, "size", pa.array(sizes, pa.int64())), sources)
+
+
+def test_a_file_that_was_only_touched_is_not_imported_again(bring: Importer, dump: Path, tmp_path: Path) -> None:
+    bring()
+    for path in dump.iterdir():
+        path.touch()
+    report = bring()
+    assert (report.samples, report.skipped) == (0, {"already-stored": 10})
+    store = Store.open(tmp_path / "store")
+    assert (len(store), store.duplicates) == (10, 0)
+
+
+def test_what_is_touched_while_an_import_stands_still_is_stored_once(
+    bring: Importer, dump: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain, write = Drain(), job.write_unit
+
+    def once(*args: Any) -> Any:
+        drain.request()
+        return write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "write_unit", once)
+        with pytest.raises(InterruptError):
+            bring(drain=drain)
+    for path in dump.iterdir():
+        path.touch()
+    bring()
+    store = Store.open(tmp_path / "store")
+    assert (len(store), store.duplicates) == (10, 0)
 
 
 def test_prepared_data_gives_true_ends_masks_turns_and_split(bring: Importer, tmp_path: Path, target: str) -> None:

@@ -5,14 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from hiddenstore.errors import ConflictError, CorruptionError, Kind, StorageError
-from hiddenstore.fs.publish import new_file, new_folder, replace_file, sweep_killed
+from hiddenstore.fs.disk import PosixDisk
+from hiddenstore.fs.publish import make_folder, new_file, new_folder, replace_file, sweep_killed
 
 WRITER = """
 import sys, time
@@ -130,6 +131,29 @@ def test_everything_is_durable_before_the_name_appears(tmp_path: Path, monkeypat
         (folder / "inner").mkdir()
         (folder / "inner" / "a").write_bytes(b"a")
     assert synced == ["a", "inner", ".out", "rename", tmp_path.name]
+
+
+@pytest.mark.parametrize("make", [make_folder, lambda path: write("folder", path)], ids=["folder", "new folder"])
+def test_folders_that_were_made_above_a_folder_are_durable_from_the_top(
+    make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, real = list[str](), PosixDisk.sync_folder
+    monkeypatch.setattr(PosixDisk, "sync_folder", lambda disk, path: synced.append(path) or real(disk, path))
+    monkeypatch.chdir(tmp_path)
+    make(Path("a", "b", "c"))
+    above = [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
+    assert [path for path in synced if path in above] == above
+    synced.clear()
+    make_folder(Path("a", "b", "c"))
+    assert synced == []
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageError) as caught:
+        make_folder(tmp_path / "file" / "inner")
+    assert caught.value.kind == "io-error"
+    assert str(tmp_path / "file" / "inner") in caught.value.message
 
 
 def test_a_replaced_file_is_the_old_one_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

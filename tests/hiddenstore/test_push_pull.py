@@ -430,6 +430,24 @@ def test_a_drafter_is_pushed_with_its_card_and_comes_back(
     assert "Mine" in hub.repos["me/drafter"].files[CARD].decode()
 
 
+@pytest.mark.parametrize("name", ["draft:8b.gguf", "draft\\8b.gguf", os.fsdecode(b"draft\xff.gguf")])
+def test_a_drafter_with_a_name_that_no_pull_takes_is_not_pushed_and_the_name_is_said(
+    hub: HubDouble, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / name).write_bytes(b"weights")
+    (tmp_path / "card.md").write_text("---\n---\nMine.\n")
+    assert run("push", str(folder), "hf://me/drafter", "--card", str(tmp_path / "card.md"), "--json") == 2
+    said = json.loads(capsys.readouterr().err)
+    assert said["kind"] == "path-unsafe"
+    assert "drafter/draft" in said["message"]
+    assert said["fix"].startswith("mv ")
+    assert said["fix"].endswith("/drafter/draft-8b.gguf" if "8b" in name else "/drafter/draft-.gguf")
+    assert hub.repos == {}
+
+
 @pytest.mark.parametrize(
     ("words", "says", "code"),
     [

@@ -56,6 +56,15 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-10", "step-11"]
 
 
+def test_the_name_of_every_folder_that_a_first_save_made_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, real = set[str](), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.add(os.readlink(f"/proc/self/fd/{handle}")) or real(handle))
+    save(tmp_path / "far" / "run", 3)
+    assert {str(tmp_path), str(tmp_path / "far"), str(tmp_path / "far" / "run")} <= synced
+
+
 @pytest.mark.parametrize("name", ["drafter.safetensors", "optimizer.safetensors", "drafter.json", "state.json"])
 def test_a_flipped_byte_or_missing_file_is_named(tmp_path: Path, name: str) -> None:
     file = save(tmp_path, 1) / name
@@ -91,6 +100,8 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_old_or_the_new(
     monkeypatch.setattr(os, "fsync", dying(os.fsync))
     monkeypatch.setattr(Path, "rename", dying(Path.rename))
     monkeypatch.setattr(Path, "replace", dying(Path.replace))
+    save(tmp_path / "count", 1)
+    count[0] = 0
     save(tmp_path / "count", 2)
     points, seen = count[0], set()
     assert points >= 9

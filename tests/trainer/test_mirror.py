@@ -2,13 +2,17 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hiddenstore.errors import ConflictError
+from tests.tiny_world import tree
 from tests.trainer.runs import WORDS, tiny_store
+from trainer.train import loop
 from trainer.train.loop import train
 from trainer.train.run_folder import TrainOptions
+from trainer.train.storage import Mirror
 
 
 def test_the_mirror_of_another_run_is_refused_before_a_step(tmp_path: Path) -> None:
@@ -18,6 +22,49 @@ def test_the_mirror_of_another_run_is_refused_before_a_step(tmp_path: Path) -> N
         train(store, tmp_path / "two", words=WORDS, mirror=str(mirror))
     assert caught.value.kind == "output-exists"
     assert not (tmp_path / "two").exists()
+
+
+def test_of_two_runs_that_begin_together_with_one_mirror_the_later_is_refused_before_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, one, two, mirror = tiny_store(tmp_path).path, tmp_path / "one", tmp_path / "two", tmp_path / "mirror"
+    train(store, one, words=WORDS)
+    first, build_state = mirror_of(one, mirror), loop.build_state
+
+    def while_another_begins(*args: Any) -> Any:
+        assert not mirror.exists(), "the place was looked at before this run was made"
+        first.claim()
+        return build_state(*args)
+
+    monkeypatch.setattr(loop, "build_state", while_another_begins)
+    with pytest.raises(ConflictError, match="holds the mirror of another run") as caught:
+        train(store, two, words=WORDS, mirror=str(mirror))
+    monkeypatch.undo()
+    assert caught.value.hint == f"--resume --mirror {mirror}/two"
+    assert not (two / "checkpoints").exists()
+    assert (mirror / "run.json").read_bytes() == (one / "run.json").read_bytes()
+    assert train(store, two, resume=True, mirror=f"{mirror}/two").steps == 12
+
+
+def test_what_another_run_put_there_is_not_replaced_but_for_settings_that_changed(tmp_path: Path) -> None:
+    store, one, two, mirror = tiny_store(tmp_path).path, tmp_path / "one", tmp_path / "two", tmp_path / "mirror"
+    train(store, one, words=WORDS, mirror=str(mirror))
+    train(store, two, words=[*WORDS, "train.seed=2"])
+    before, other = tree(mirror), mirror_of(two, mirror)
+    other.bring()
+    assert other.behind is not None
+    assert other.behind.kind == "output-exists"
+    assert tree(mirror) == before
+    train(store, one, words=["train.max_steps=13"], resume=True, mirror=str(mirror))
+    after = tree(mirror)
+    assert {name for name in before if after[name] != before[name]} == {"config.yaml"}
+    assert after["config.yaml"] == (one / "config.yaml").read_bytes()
+
+
+def mirror_of(run: Path, place: Path) -> Mirror:
+    mirror = TrainOptions("store", run, mirror=str(place)).open_mirror()
+    assert mirror is not None
+    return mirror
 
 
 def test_a_finished_run_brings_the_checkpoint_that_its_mirror_lacks(tmp_path: Path) -> None:

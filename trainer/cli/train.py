@@ -16,7 +16,7 @@ from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, Kin
 from hiddenstore.files.folders import kind_of, missing
 from hiddenstore.files.layout import DATA_JSON, STORE_JSON
 from hiddenstore.fs import open_filesystem
-from hiddenstore.fs.publish import replace_file
+from hiddenstore.fs.publish import make_folder, replace_file
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.process import from_environment
 from hiddenstore.settings import assignments, check, key_paths
@@ -306,7 +306,7 @@ def _token_counts(location: str) -> "tuple[np.ndarray, bool]":
 def _write(path: Path, data: bytes) -> None:
     if path.exists() and path.read_bytes() != data:
         raise ConflictError(f"{path} exists and holds something else", kind=Kind.FILE_EXISTS)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     replace_file(path, data)
 
 

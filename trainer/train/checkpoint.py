@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hiddenstore.errors import CorruptionError, Kind, NotFoundError
 from hiddenstore.files.documents import seal, sha256_hex, unseal
 from hiddenstore.files.folders import missing
-from hiddenstore.fs.publish import new_folder, replace_file, sweep_killed
+from hiddenstore.fs.publish import make_folder, new_folder, replace_file, sweep_killed
 from hiddenstore.fs.seam import storage_error
 from schemas.base import Document
 from schemas.capture import HeadSpec, TargetIdentity
@@ -83,7 +83,7 @@ def save(
     """Publish checkpoint ``step-N``; ``tensors`` are drafter weights and optimizer state. ``state.files`` is filled in.
     A step that was saved before is not replaced."""
     folder = run / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     sweep(run)
     final = folder / f"step-{state.step}"
     if not final.exists():

@@ -204,6 +204,9 @@ def _run(options: TrainOptions, group: ProcessGroup) -> TrainReport:
                 if restores:
                     copied.restore()
         state = build_state(options, group, lock)
+        with group.all_or_none():
+            if copied is not None:
+                copied.claim()
         began = time.monotonic()
         _check_validation(state)
         if state.step >= state.total_steps or state.best.is_out_of_patience:

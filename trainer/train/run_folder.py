@@ -18,7 +18,7 @@ from hiddenstore.console.output import output
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files.documents import seal, unseal
 from hiddenstore.files.lock import FolderLock
-from hiddenstore.fs.publish import new_folder, replace_file
+from hiddenstore.fs.publish import make_folder, new_folder, replace_file
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.records import facts_table
 from hiddenstore.store import Store
@@ -85,7 +85,7 @@ class TrainOptions:
     def open_mirror(self) -> Mirror | None:
         """Where the checkpoints are copied to, None for nowhere."""
         names = (CONFIG, SNAPSHOT, checkpoint.VOCAB, RUN_JSON)
-        return None if self.mirror is None else Mirror(self.run, self.mirror, names, (SNAPSHOT, RUN_JSON))
+        return None if self.mirror is None else Mirror(self.run, self.mirror, names, (RUN_JSON, SNAPSHOT))
 
     def open_store(self, snapshot: Snapshot | str | None = None) -> Store:
         """The store, through the cache where there is one; raises as ``Store.open``."""
@@ -241,6 +241,10 @@ class RunFacts(Document):
 def refuse_existing(run: Path, hint: str) -> None:
     """ConflictError ``output-exists`` where a folder holds a run, or somebody's files under names that a run has."""
     newest = checkpoint.latest(run)
+    if newest is not None and not (run / RUN_JSON).exists():
+        problem = f"{run} holds checkpoints, {newest.name} the newest, of a run whose {RUN_JSON} is missing"
+        hint = f"put {RUN_JSON} back, or {shlex.join(['mv', str(run), f'{run}-aside'])}"
+        raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint=hint)
     if newest is not None or (run / RUN_JSON).exists():
         at = f"with {newest.name} its newest checkpoint" if newest is not None else "without a checkpoint yet"
         problem = f"{run} holds a run already, {at}; --resume continues it, another -o starts a new one"
@@ -308,7 +312,7 @@ def create(
         RUN_JSON: seal(facts),
     }
     is_new = not path.exists()
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     try:
         lock.take()
     except OSError:

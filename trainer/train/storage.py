@@ -28,7 +28,8 @@ def through_cache(store: str | Path, folder: str | Path | None, most_bytes: int)
 @dataclass
 class Mirror:
     """The run folder ``run`` copied to ``location``. ``files``: those beside the checkpoints; ``own``: those of them
-    that no two runs share. ``behind``: the refusal that left checkpoints out, until they are brought by a later one."""
+    that no two runs share, the first of which decides whose mirror it is. ``behind``: the refusal that left checkpoints
+    out, until they are brought by a later one."""
 
     run: Path
     location: str
@@ -46,17 +47,31 @@ class Mirror:
         for name in () if restores else self.own:
             local = self.run / name
             if self._fs.size(name) is not None and not (local.is_file() and local.read_bytes() == self._fs.read(name)):
-                raise ConflictError(
-                    f"{self.location} holds the mirror of another run than {self.run}",
-                    kind=Kind.OUTPUT_EXISTS,
-                    hint=f"--mirror {self.location.rstrip('/')}/{self.run.name}",
-                )
+                raise self._another()
+
+    def claim(self) -> None:
+        """Put there what makes it this run's. Raises ConflictError ``output-exists``: another run came first;
+        StorageError: the storage refused."""
+        for name in self.own:
+            data = (self.run / name).read_bytes()
+            if not self._fs.put_if_absent(name, data) and self._fs.read(name) != data:
+                raise self._another()
+
+    def _another(self) -> ConflictError:
+        resumes = "--resume " if (self.run / self.own[0]).is_file() else ""
+        return ConflictError(
+            f"{self.location} holds the mirror of another run than {self.run}",
+            kind=Kind.OUTPUT_EXISTS,
+            hint=f"{resumes}--mirror {self.location.rstrip('/')}/{self.run.name}",
+        )
 
     def bring(self) -> None:
         """Copy the checkpoints that are not there yet, and what the run is beside them."""
         try:
+            self.claim()
             for name in self.files:
-                _replace(self._fs, name, (self.run / name).read_bytes())
+                if name not in self.own:
+                    _replace(self._fs, name, (self.run / name).read_bytes())
             whole = self._whole()
             for path in checkpoint.checkpoints(self.run):
                 if path.name not in whole:

@@ -1,17 +1,22 @@
 """The first pass over a dump: tokens and masks of every sample as prepared DATA, so that units follow from it alone.
 
 It lies in ``STORE/.import/`` and stays there: an interrupted import goes on from it, also when the sources of finished
-units are gone, and a dump that has grown adds another one.
+units are gone, and a dump that has grown or changed adds another one.
 """
 
 import hashlib
+import io
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from collectors.conversations.rows import Problem
 from collectors.engines.dump.matching import Matcher, rows_of
@@ -27,11 +32,12 @@ from collectors.tokenize.write import (
     write_document,
 )
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import CaptureError, InterruptError, Kind
+from hiddenstore.errors import CaptureError, InterruptError, Kind, StorageError
+from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import seal
 from hiddenstore.files.layout import DATA_JSON
 from hiddenstore.fs import open_filesystem
-from hiddenstore.fs.seam import Filesystem
+from hiddenstore.fs.seam import Filesystem, storage_errors
 from hiddenstore.inputs import PREPARED, PreparedInput, input_digest
 from hiddenstore.records import Sample
 from schemas.prepared import PreparedData
@@ -40,6 +46,11 @@ FOLDER = ".import"
 # Counted and shown, and no fault of the dump: they do not spend the budget of rejects.
 SKIPPED = ("duplicate", "already-stored", "nothing-supervised", "not-captured")
 _LATEST = 3
+_SOURCES = "sources.parquet"
+_FILES = pa.schema([("file", pa.binary()), ("size", pa.int64()), ("mtime_ns", pa.int64())])
+
+FileFacts = tuple[int, int]
+"""Size and ``mtime_ns`` of a file: peers give the files of every dump the same names."""
 
 
 @dataclass
@@ -91,15 +102,63 @@ def _names(store: Filesystem, key: str) -> list[str]:
     return [name for name in store.list(FOLDER) if name.startswith(f"{key}-")]
 
 
-def covered_locations(scans: Sequence[PreparedInput]) -> set[str]:
-    """Locations that need no further look: imported ones and skipped ones; a rejected one is tried again."""
+def covered_locations(scans: Sequence[PreparedInput], source: PeerSource, known: Mapping[Path, FileFacts]) -> set[str]:
+    """Locations that need no further look: imported and skipped ones whose file is as it was read, or gone; a rejected
+    one is tried again, and so is one of a pass that says nothing of its files. ``known`` as in ``dump_files``."""
     covered: set[str] = set()
+    is_gone = lru_cache(maxsize=1)(lambda path: file_facts(path) is None)
     for scan in scans:
-        covered |= {sample.source for sample in scan.samples()}
+        read = files_read(scan, source.folder) or {}
+        named: Iterable[str] = (sample.source for sample in scan.samples())
         if scan.fs.size(REJECTS_JSONL) is not None:
             lines = [json.loads(line) for line in scan.fs.read(REJECTS_JSONL).splitlines()]
-            covered |= {line["place"] for line in lines if line["reason"] in SKIPPED}
+            named = chain(named, [line["place"] for line in lines if line["reason"] in SKIPPED])
+        for location in named:
+            path = source.file_of(location)
+            if (path in read and read[path] == known.get(path)) or is_gone(path):
+                covered.add(location)
     return covered
+
+
+def dump_files(source: PeerSource, locations: Sequence[str]) -> dict[Path, FileFacts]:
+    """Every file of a dump that is there. Asked for before the files are read: what changes meanwhile has changed when
+    the next run compares."""
+    known = {path: file_facts(path) for path in dict.fromkeys(map(source.file_of, locations))}
+    return {path: facts for path, facts in known.items() if facts is not None}
+
+
+def file_facts(path: Path) -> FileFacts | None:
+    """What a file is now; None where there is none. Raises StorageError: it cannot be looked at."""
+    try:
+        with storage_errors(path):
+            state = path.stat()
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            return None
+        raise
+    return state.st_size, state.st_mtime_ns
+
+
+def files_read(scan: PreparedInput, folder: Path) -> dict[Path, FileFacts] | None:
+    """The files of the dump in ``folder`` as a pass read them; None of a pass that does not say, or not legibly."""
+    if scan.fs.size(_SOURCES) is None:
+        return None
+    try:
+        rows = pq.read_table(io.BytesIO(scan.fs.read(_SOURCES)), schema=_FILES)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise_refusal(error, f"{scan.folder}/{_SOURCES}")
+        return None
+    columns = (rows[name].to_pylist() for name in _FILES.names)
+    return {folder / os.fsdecode(name): (size, time) for name, size, time in zip(*columns, strict=True)}
+
+
+def _sources(files: Mapping[Path, FileFacts], folder: Path) -> bytes:
+    """What ``files_read`` gives back."""
+    rows = [(os.fsencode(path.relative_to(folder)), *facts) for path, facts in files.items()]
+    table = pa.Table.from_pylist([dict(zip(_FILES.names, row, strict=True)) for row in rows], schema=_FILES)
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue()
 
 
 @dataclass(eq=False)
@@ -116,20 +175,23 @@ class Scan:
     stop: Callable[[], bool]
     tally: ScanTally = field(default_factory=ScanTally)
 
-    def run(self, locations: Sequence[str]) -> PreparedInput | None:
-        """Read tokens and masks at ``locations``; None where there is no sample among them. Raises CaptureError:
-        ``too-many-rejects``; nothing is left behind; InterruptError: asked to stop; the pass begins anew next time."""
+    def run(self, locations: Sequence[str], known: Mapping[Path, FileFacts]) -> PreparedInput | None:
+        """Read tokens and masks at ``locations``; None where there is no sample among them. ``known``: the files they
+        lie in, and maybe others, as ``dump_files`` found them before. Raises CaptureError: ``too-many-rejects``;
+        nothing is left behind; InterruptError: asked to stop; the pass begins anew next time."""
         # On object storage a kill may leave a part of a pass: its number is not given again.
         number = 1 + max((int(name.rpartition("-")[2]) for name in _names(self.store, self.key)), default=-1)
         out = f"{self.store.root}/{FOLDER}/{self.key}-{number:03d}"
         self.tally.rows = len(locations)
         try:
             with new_data(out) as fs:
+                files = {path: known[path] for path in map(self.source.file_of, locations) if path in known}
+                fs.put_if_absent(_SOURCES, _sources(files, self.source.folder))
                 with data_files(fs) as (parts, _images, rejects):
                     self._read(locations, parts, rejects)
                     rejects.close()
-                    files = parts.close()
-                write_document(fs, DATA_JSON, seal(self._document().model_copy(update={"files": files})))
+                    written = parts.close()
+                write_document(fs, DATA_JSON, seal(self._document().model_copy(update={"files": written})))
         except _NoSampleError:
             return None
         finally:
