@@ -18,7 +18,7 @@ from hiddenstore.files.damage import twice
 from hiddenstore.files.documents import load, opened, parsed, read_bounded, seal
 from hiddenstore.fs.seam import Filesystem, is_inside
 from hiddenstore.threads import Threads, reading_threads
-from schemas.manifest import CommitHead, CommitRecord
+from schemas.manifest import CommitHead, CommitRecord, Engine
 
 DAMAGED = "damaged-on-disk"
 """Reason of the rejects that a repair leaves. Their samples are pending; those of a capture never are."""
@@ -63,6 +63,11 @@ def committed_units(fs: Filesystem) -> set[str]:
 def lost_samples(record: CommitHead) -> frozenset[str]:
     """Ids of the samples that a repair dropped and nobody has captured again."""
     return frozenset(reject.id for reject in record.rejects if reject.reason == DAMAGED)
+
+
+def engine_of(record: CommitHead, sample_id: str) -> Engine:
+    """What captured one of the samples of a record."""
+    return next((part.engine for part in record.recaptured if sample_id in part.samples), record.engine)
 
 
 def read_commit(fs: Filesystem, name: str) -> Commit:

@@ -22,7 +22,17 @@ from hiddenstore.store import Store, tables_of
 from hiddenstore.targets.identity import cast_hint
 from schemas.base import FORMAT_VERSION, IMAGES_FORMAT
 from schemas.capture import STATED, CaptureSpec, HeadSpec
-from schemas.manifest import CommitRecord, Container, Engine, FileEntry, Package, PackageRole, Reject, StoreManifest
+from schemas.manifest import (
+    CommitRecord,
+    Container,
+    Engine,
+    FileEntry,
+    Package,
+    PackageRole,
+    Recapture,
+    Reject,
+    StoreManifest,
+)
 
 if TYPE_CHECKING:
     from hiddenstore.inputs import PreparedInput
@@ -123,16 +133,18 @@ def write_unit(
     rejects: Sequence[Reject],
     engine: Engine,
     revision: int = 0,
+    recaptured: Sequence[Recapture] = (),
 ) -> CommitRecord | None:
     """Encode, write and commit one unit; None when another attempt committed it first.
 
     A lost race sweeps this attempt's own segment and nothing else. A unit whose samples were all rejected has a record
-    without files. Equal records give equal bytes, apart from the random digits of the segment's name.
+    without files. ``recaptured`` names samples that another engine captured. Equal records give equal bytes, apart from
+    the random digits of the segment's name.
     """
     from hiddenstore.segments.encode import encode_records
 
     encoded = encode_records(unit, records, store.capture) if records else None
-    return write_encoded_unit(store, unit, input_digest, encoded, rejects, engine, revision)
+    return write_encoded_unit(store, unit, input_digest, encoded, rejects, engine, revision, recaptured)
 
 
 def write_encoded_unit(
@@ -143,13 +155,21 @@ def write_encoded_unit(
     rejects: Sequence[Reject],
     engine: Engine,
     revision: int = 0,
+    recaptured: Sequence[Recapture] = (),
 ) -> CommitRecord | None:
     """``write_unit`` for a unit encoded elsewhere (``encode_records``); None holds no sample."""
     from hiddenstore.segments.segment import write_encoded
 
     fs, path = store.fs, layout.segment_path(unit, layout.new_attempt(), revision)
     commit = CommitRecord(
-        unit=unit, input=input_digest, segment=path, engine=engine, files=(), samples=(), rejects=tuple(rejects)
+        unit=unit,
+        input=input_digest,
+        segment=path,
+        engine=engine,
+        files=(),
+        samples=(),
+        rejects=tuple(rejects),
+        recaptured=tuple(recaptured),
     )
     if encoded is not None:
         try:

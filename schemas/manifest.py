@@ -121,7 +121,7 @@ class Reject(Document):
 
 
 class Recapture(Document):
-    """Samples that were captured again after a repair, by another engine than the rest of their unit."""
+    """Samples that another engine captured than the rest of their unit: after a repair, or in another store."""
 
     engine: Engine
     samples: tuple[str, ...]

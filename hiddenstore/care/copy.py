@@ -19,7 +19,7 @@ from hiddenstore.care.stored_unit import CopyUnit, copy_codes, copy_decoded, cop
 from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.base import CodeLayout, MaskedCodec
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
-from hiddenstore.commit import committed_units, lost_samples
+from hiddenstore.commit import committed_units, engine_of, lost_samples
 from hiddenstore.errors import ConfigError, ConflictError, FormatError, Kind, NotFoundError
 from hiddenstore.files import layout
 from hiddenstore.fs import open_filesystem
@@ -274,8 +274,8 @@ def _units_of_selection(sources: Sequence[Store], destination: Store, keep: Test
     for source in sources:
         for record, entry in source.entries:
             if keep(record, entry):
-                selected.setdefault(entry.id, (record.engine.model_dump_json(), entry))
-    # One input per engine, because a commit record names one engine.
+                selected.setdefault(entry.id, (engine_of(record, entry.id).model_dump_json(), entry))
+    # One input per engine: a unit names one for all of its samples but those that were captured again.
     groups: dict[str, list[SampleEntry]] = {}
     for sample_id, (engine, entry) in selected.items():
         if sample_id not in covered:

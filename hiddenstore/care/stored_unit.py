@@ -12,7 +12,7 @@ import numpy as np
 from hiddenstore.codecs import get_codec, get_layout
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, EncodedLayers, select_small
 from hiddenstore.codecs.topk import with_top_tokens
-from hiddenstore.commit import DAMAGED
+from hiddenstore.commit import DAMAGED, engine_of
 from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.files import layout
 from hiddenstore.files.digests import digest_for, mismatch
@@ -219,7 +219,9 @@ def copy_codes(source: Store, record: CommitRecord, destination: Store, revision
     encoded = stored_unit(source, record) if record.samples else None
     if encoded is not None and source.capture.aux_layers != destination.capture.aux_layers:
         encoded = with_layers(encoded, source.capture, destination.capture.stored_layers)
-    return write_encoded_unit(destination, record.unit, record.input, encoded, record.rejects, record.engine, revision)
+    return write_encoded_unit(
+        destination, record.unit, record.input, encoded, record.rejects, record.engine, revision, record.recaptured
+    )
 
 
 def copy_decoded(
@@ -234,14 +236,23 @@ def copy_decoded(
         records = (
             [source.read_unit(reader, n, layers) for n in range(len(commit.samples))] if reader is not None else []
         )
-        rejects = commit.rejects
+        rejects, engine, recaptured = commit.rejects, commit.engine, commit.recaptured
     else:
-        stores = ((index[sample_id], sample_id) for sample_id in unit.samples)
+        stores = [(index[sample_id], sample_id) for sample_id in unit.samples]
         records = [source.read(sample_id, _kept_layers(source, destination)) for source, sample_id in stores]
-        commit, _ = index[unit.samples[0]].locate(unit.samples[0])
         rejects = ()
+        engine, recaptured = _engines_of({name: engine_of(source.locate(name)[0], name) for source, name in stores})
     records = [with_top_tokens(record, head, destination.capture) for record in records]
-    return write_unit(destination, unit.name, unit.input, records, rejects, commit.engine, unit.revision)
+    return write_unit(destination, unit.name, unit.input, records, rejects, engine, unit.revision, recaptured)
+
+
+def _engines_of(engines: Mapping[str, Engine]) -> tuple[Engine, tuple[Recapture, ...]]:
+    """The engine of the first sample, and which samples others captured."""
+    samples: dict[str, list[str]] = {}
+    for sample_id, engine in engines.items():
+        samples.setdefault(engine.model_dump_json(), []).append(sample_id)
+    first, *others = ((Engine.model_validate_json(engine), tuple(names)) for engine, names in samples.items())
+    return first[0], tuple(Recapture(engine=engine, samples=names) for engine, names in others)
 
 
 def _kept_layers(source: Store, destination: Store) -> tuple[int, ...] | None:

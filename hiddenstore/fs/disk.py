@@ -1,4 +1,8 @@
-"""The POSIX operations the local filesystem stands on, with absolute paths and OSError."""
+"""The POSIX operations the local filesystem stands on, with absolute paths and OSError.
+
+What lies behind a link to nowhere is out of reach, not absent: a disk that is not mounted looks like that. Operations
+that would call it absent raise StorageError ``absence-unknown``.
+"""
 
 import contextlib
 import errno
@@ -11,6 +15,8 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, islice
+
+from hiddenstore.errors import Kind, StorageError
 
 OPEN_FILES = 512
 """Most read descriptors that a process keeps open between reads, over all its stores."""
@@ -33,6 +39,7 @@ class PosixDisk:
             os.mkdir(path)
             return
         if not os.path.isdir(path):
+            require_whole_links(path)
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
 
     def create(self, path: str) -> int:
@@ -95,7 +102,10 @@ class PosixDisk:
         """Bytes of a file, None when there is none."""
         try:
             status = os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
+        except NotADirectoryError:
+            return None
+        except FileNotFoundError:
+            require_whole_links(path)
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
@@ -104,6 +114,7 @@ class PosixDisk:
         try:
             return os.listdir(path)
         except FileNotFoundError:
+            require_whole_links(path)
             return []
 
     def read(self, path: str) -> bytes:
@@ -262,8 +273,25 @@ def _disk_status(path: str) -> os.statvfs_result:
 
 def _open_regular(path: str) -> int:
     """A read handle to a file; a pipe or device in its place would hang or never end, so it counts as absent."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        require_whole_links(path)
+        raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     return handle
+
+
+def require_whole_links(path: str) -> None:
+    """Return where a path that does not exist leads over no link to nowhere; StorageError ``absence-unknown``."""
+    nearest = os.path.abspath(path)
+    while not os.path.lexists(nearest):
+        nearest = os.path.dirname(nearest)
+    if os.path.islink(nearest) and not os.path.exists(nearest):
+        raise StorageError(
+            f"{path} cannot be opened, but is not known to be gone: {nearest} is a link to {os.readlink(nearest)}, "
+            "which does not exist; is its disk mounted?",
+            kind=Kind.ABSENCE_UNKNOWN,
+        )

@@ -93,6 +93,8 @@ class LocalFilesystem:
         # No ``_at``: a context manager costs as much as a short read.
         try:
             count = self._disk.read_into(full, offset, buffers)
+        except StorageError:
+            raise
         except OSError as error:
             raise self._error(error, path, None) from error
         if count != length:

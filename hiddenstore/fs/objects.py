@@ -146,11 +146,22 @@ class ObjectFilesystem:
     def remove_tree(self, path: str) -> None:
         if path in ("", "."):
             raise ValueError("remove_tree never removes the root")
-        keys = [path, *(entry["path"] for entry in self._below(path))]
-        with suppress(NotFoundError):
-            self._ask(path, lambda api, _key: api.delete(self._bucket, keys))
+        keys = [entry["path"] for entry in self._below(path)]
+        try:
+            if keys:
+                self._ask(path, lambda api, _key: api.delete(self._bucket, keys))
+        except NotFoundError:
+            # Google answers 404 for a key that somebody else removed meanwhile, and obstore then leaves the rest.
+            [*_pool().map(self._remove, keys)]
+        self._remove(path)
         for key in keys:
             self._known.pop(key, None)
+
+    def _remove(self, path: str) -> None:
+        """One object, which may be absent."""
+        with suppress(NotFoundError):
+            self._ask(path, lambda api, key: api.delete(self._bucket, key))
+        self._known.pop(path, None)
 
     def remove_empty(self, folder: str) -> None:
         """A prefix that nothing begins with is not there."""

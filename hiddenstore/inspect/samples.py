@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hiddenstore.commit import engine_of
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.registry import unknown
 from schemas.capture import FINAL
@@ -158,7 +159,7 @@ def view(store: "Store", sample_id: str) -> dict[str, Any]:
         "index": store.index_of(sample_id),
         "split": entry.split,
         "unit": commit.unit,
-        "engine": commit.engine.model_dump(),
+        "engine": engine_of(commit, sample_id).model_dump(),
         "tokens": entry.tokens,
         "supervised": entry.supervised,
         "final_rows": entry.final_rows,

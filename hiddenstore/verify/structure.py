@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from hiddenstore.commit import committed_units, lost_samples, missing_commit, read_commit
 from hiddenstore.console.text import plural
-from hiddenstore.errors import ConfigError, CorruptionError, Kind
+from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
 from hiddenstore.files import layout
 from hiddenstore.files.damage import DAMAGE, drop_caches, require_absent, twice
 from hiddenstore.files.documents import load
@@ -429,16 +429,22 @@ def check_indexes(fs: Filesystem, catalog: Catalog) -> IndexCheck:
     """Compare every index file with ``catalog``, for which every record was read. Entries of a record that a later
     revision replaced are not looked at: no reader believes them."""
     check, look = IndexCheck(), _IndexLook(fs, catalog)
-    replaced: set[int] = set()
-    for number in reversed(index_numbers(fs)):
+    done: set[int] = set()
+    numbers = index_numbers(fs)
+    while numbers:
+        number = numbers.pop()
         path = layout.index_path(number)
-        if number in replaced:
+        if number in done:
             continue
+        done.add(number)
         try:
             file = twice(fs, partial(IndexFile.open, fs, number), path)
-            replaced.update(file.header.replaces)
+            done.update(file.header.replaces)
             check.inputs.update(file.header.inputs)
             check.findings += look.findings(file, twice(fs, file.read, path))
+        except NotFoundError:
+            # A writer merged it into a file that was not there when they were listed.
+            numbers = index_numbers(fs)
         except DAMAGE as error:
             check.findings.append(Finding.of(error, path))
     return check
@@ -447,20 +453,26 @@ def check_indexes(fs: Filesystem, catalog: Catalog) -> IndexCheck:
 class _IndexLook:
     def __init__(self, fs: Filesystem, catalog: Catalog) -> None:
         self._fs = fs
-        self._listed = set(fs.list(layout.COMMITS_DIR))
-        self._last: dict[str, int] = {}
-        for name in self._listed:
-            if parsed := layout.parse_commit(name):
-                self._last[parsed.unit] = max(parsed.revision, self._last.get(parsed.unit, 0))
+        self._list()
         self._places = {name: place for place, name in enumerate(catalog.names)}
         self._digests = catalog.digests
         self._truth = catalog.table
         if len(catalog.dropped):
             self._truth = joined([part.take(np.arange(len(part))) for part in (catalog.table, catalog.dropped)])
 
+    def _list(self) -> None:
+        self._listed = set(self._fs.list(layout.COMMITS_DIR))
+        self._last: dict[str, int] = {}
+        for name in self._listed:
+            if parsed := layout.parse_commit(name):
+                self._last[parsed.unit] = max(parsed.revision, self._last.get(parsed.unit, 0))
+
     def findings(self, file: IndexFile, table: SampleTable) -> list[Finding]:
         findings, numbers = [], np.full(file.covered, -1, dtype=np.int32)
         other = 0
+        if any(name not in self._places and self._is_gone(name) for name in file.header.records):
+            # A record is there before an index names it, but maybe not when the folder was listed last.
+            self._list()
         for row, (name, digest) in enumerate(zip(file.header.records, file.header.sha256s, strict=True)):
             place = self._places.get(name)
             if place is not None and self._digests[place] == digest:

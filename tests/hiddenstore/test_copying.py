@@ -1,14 +1,19 @@
 """Merge, subset and re-encode: what a copy holds, and that it resumes."""
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hiddenstore.care.copy import CopyReport, open_copy, run_copy
+from hiddenstore.commit import engine_of, publish_commit
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
+from hiddenstore.files import layout
 from hiddenstore.inputs import RegisteredInput
-from hiddenstore.inspect.samples import parse_where
+from hiddenstore.inspect.facts import info
+from hiddenstore.inspect.samples import parse_where, view
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
     ENGINE,
@@ -21,7 +26,7 @@ from hiddenstore.testing.builders import (
 )
 from hiddenstore.verify import verify
 from hiddenstore.writer import create_store, write_unit
-from schemas.manifest import Engine, Reject
+from schemas.manifest import Engine, Recapture, Reject
 
 
 def copy(sources: list[Store], place: Path, recipe: str | None = None, where: str | None = None) -> Store:
@@ -130,6 +135,56 @@ def test_a_subset_of_two_engines_never_mixes_them_in_one_unit(tmp_path: Path) ->
     found = copy([Store.open(source.fs)], tmp_path / "copy", where="tokens>1")
     by_engine = {record.engine.name: [entry.id for entry in record.samples] for record in found.commits()}
     assert by_engine == {"hf": [s.id for s in samples[:3]], "vllm": [s.id for s in samples[3:]]}
+
+
+def two_engines(place: Path) -> tuple[Store, dict[str, str]]:
+    """A store of which another engine captured one sample again, and the engine of every sample."""
+    source = make_store(place, samples=6, codec="bf16")
+    record = source.commits()[0]
+    again = record.samples[0].id
+    segment = layout.segment_path(record.unit, "0badf00d", 1)
+    shutil.copytree(Path(source.path, record.segment), Path(source.path, segment))
+    recaptured = (Recapture(engine=Engine(name="vllm", version="9"), samples=(again,)),)
+    changes = {"segment": segment, "recaptured": recaptured}
+    assert publish_commit(source.fs, record.model_copy(update=changes), 1)
+    return Store.open(source.fs), dict.fromkeys(source.sample_ids, ENGINE.name) | {again: "vllm"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"container": "webdataset"},
+        {"recipe": "compact"},
+        {"layers": (1,)},
+        {"keep": parse_where(["tokens>0"])},
+        {"keep": parse_where(["tokens>0"]), "recipe": "raw", "container": "webdataset"},
+    ],
+)
+def test_a_copy_names_the_engine_that_captured_each_sample(tmp_path: Path, options: dict[str, Any]) -> None:
+    source, engines = two_engines(tmp_path)
+    run_copy(open_copy([source], tmp_path / "copy", **options))
+    found = Store.open(tmp_path / "copy")
+    assert {sample_id: view(found, sample_id)["engine"]["name"] for sample_id in found.sample_ids} == engines
+    assert {engine["name"] for engine in info(found)["engines"]} == set(engines.values())
+    assert verify(found.path, "bytes").ok
+
+
+def test_a_unit_that_stores_of_two_engines_fill_says_who_captured_what(tmp_path: Path) -> None:
+    destination = make_store(tmp_path, samples=6, codec="bf16")
+    record = destination.commits()[0]
+    stores, engines = [], {}
+    for number, entry in enumerate(record.samples):
+        engine = Engine(name="hf" if number % 2 else "vllm", version="1")
+        part = create_store(tmp_path / f"part{number}", destination.capture, HEAD, "raw", target_files())
+        write_unit(part, "u-000000", "0" * 64, [destination[entry.id]], (), engine)
+        stores.append(Store.open(part.fs))
+        engines[entry.id] = engine.name
+    assert len(engines) > 1
+    Path(destination.path, layout.commit_path(record.unit)).unlink()
+    run_copy(open_copy(stores, destination.path, keep=parse_where(["tokens>0"])))
+    found = Store.open(destination.path)
+    assert {name: engine_of(found.locate(name)[0], name).name for name in engines} == engines
 
 
 @pytest.mark.parametrize("where", [None, "tokens>5"])

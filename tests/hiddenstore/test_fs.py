@@ -141,6 +141,32 @@ def test_remove_tree_does_not_follow_links_out_of_the_store(tmp_path: Path) -> N
     assert not (tmp_path / "store" / "segments" / "u").exists()
 
 
+@pytest.mark.parametrize("place", ["", "segments", "segments/u", "segments/u/a"])
+def test_what_lies_behind_a_link_to_nowhere_is_out_of_reach_and_not_absent(tmp_path: Path, place: str) -> None:
+    fs = LocalFilesystem(tmp_path / "store")
+    write(fs, "segments/u/a", b"x")
+    link = tmp_path / "store" / place
+    link.rename(tmp_path / "elsewhere")
+    link.symlink_to(tmp_path / "unmounted")
+    folder = "segments/u" if place != "segments/u/a" else place
+    for look in (
+        lambda: fs.list(folder),
+        lambda: fs.size("segments/u/a"),
+        lambda: fs.read("segments/u/a"),
+        lambda: fs.read_range("segments/u/a", 0, 1),
+        lambda: fs.read_into("segments/u/a", 0, memoryview(bytearray(1))),
+        lambda: fs.drop_cache("segments/u/a"),
+    ):
+        with pytest.raises(StorageError, match=f"{link} is a link to {tmp_path}/unmounted") as error:
+            look()
+        assert error.value.kind == "absence-unknown"
+    with pytest.raises(StorageError):
+        fs.put_if_absent(f"{folder}/b", b"x")
+    link.unlink()
+    assert fs.list(folder) == []
+    assert fs.size("segments/u/a") is None
+
+
 @pytest.mark.parametrize("path", ["/etc/passwd", "../a", "a/../../b", "a\\b", "c:/x", "a\x00b", "a\nb", "..", "a/.."])
 def test_paths_that_leave_the_store_are_refused(fs: Filesystem, path: str) -> None:
     assert not is_inside(path)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from hiddenstore.index.table import SampleTable
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
 from hiddenstore.testing.workload import contents
-from hiddenstore.verify import verify
+from hiddenstore.verify import structure, verify
 from hiddenstore.writer import pending_units, write_unit
 from schemas.manifest import CommitRecord, FileEntry, SampleEntry
 from tests.accepting import repair_all
@@ -463,3 +464,50 @@ def test_an_interrupt_while_the_columns_are_made_costs_no_sample(
         len(opened.catalog.table)
     assert len(opened.catalog.table) == SAMPLES
     assert [opened.locate(name)[0] for name in opened.sample_ids]
+
+
+def test_an_index_of_records_that_were_written_while_verify_looked_is_no_finding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = make_store(FaultFilesystem(), samples=SAMPLES, container="webdataset")
+    disk, last = store.fs.disk, f"{store.path}/{layout.COMMITS_DIR}/{store.catalog.names[-1]}"
+    kept = disk.files()[last]
+    disk.overwrite(last, None)
+    publish_index(store.fs, store.catalog.names[:-1])
+
+    class LateLook(structure._IndexLook):
+        def __init__(self, fs: Filesystem, found: catalog.Catalog) -> None:
+            super().__init__(fs, found)
+            disk.overwrite(last, kept)
+            publish_index(fs, store.catalog.names[-1:])
+
+    monkeypatch.setattr(structure, "_IndexLook", LateLook)
+    report = verify(store.fs)
+    assert [finding for finding in report.findings if finding.kind == "commit-missing"] == []
+    monkeypatch.undo()
+    assert verify(store.fs).findings == []
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_an_index_that_was_merged_while_verify_looked_is_no_finding_and_the_merged_one_is_checked(
+    monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    store = make_store(FaultFilesystem(), samples=80, container="webdataset")
+    names = store.catalog.names
+    for name in names[: publish.MERGED - 1]:
+        publish_index(store.fs, [name])
+    seen: list[int] = []
+
+    def open_late(fs: Filesystem, number: int) -> IndexFile:
+        first = not seen
+        seen.append(number)
+        if first and not is_open:
+            publish_index(fs, names[publish.MERGED - 1 :])
+        file = IndexFile.open(fs, number)
+        if first and is_open:
+            publish_index(fs, names[publish.MERGED - 1 :])
+        return file
+
+    monkeypatch.setattr(structure, "IndexFile", SimpleNamespace(open=open_late))
+    assert verify(store.fs).findings == []
+    assert index_numbers(store.fs) == [max(seen)]

@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -297,6 +298,45 @@ def test_a_link_to_a_disk_that_is_not_mounted_is_no_damage_a1(tmp_path: Path) ->
         with pytest.raises(StorageError) as error:
             look(store.path)
         assert error.value.kind == "absence-unknown"
+
+
+def replace_segment(store: Store, attempt: str = "0badf00d") -> None:
+    """The next revision of the first unit, in a segment of its own."""
+    record = store.commits()[0]
+    segment = layout.segment_path(record.unit, attempt, 1)
+    shutil.copytree(Path(store.path) / record.segment, Path(store.path) / segment)
+    assert publish_commit(store.fs, record.model_copy(update={"segment": segment}), 1)
+
+
+def collected(location: str) -> int:
+    return len(Store.open(location))
+
+
+@pytest.mark.parametrize("folder", ["segments", "commits", "snapshots", "target"])
+def test_a_folder_of_a_store_on_a_disk_that_is_not_mounted_is_no_damage_and_no_garbage(
+    tmp_path: Path, folder: str
+) -> None:
+    store = make_store(tmp_path, samples=6)
+    store.save_snapshot("paper")
+    replace_segment(store)
+    expected, place = contents(Store.open(store.path, "paper")), Path(store.path) / folder
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+    assert verify(store.path).findings == []
+    place.unlink()
+    place.symlink_to(tmp_path / "unmounted")
+    looks = [repair, verify]
+    looks += [gc] if folder != "target" else []
+    looks += [collected] if folder == "commits" else []
+    for look in looks:
+        with pytest.raises(StorageError) as error:
+            look(store.path)
+        assert error.value.kind == "absence-unknown"
+    with suppress(StorageError):
+        gc(store.path, dry_run=False, older_than_s=0)
+    place.unlink()
+    (tmp_path / "elsewhere").rename(place)
+    assert contents(Store.open(store.path, "paper")) == expected
 
 
 def test_a_record_of_another_version_stops_a_repair(tmp_path: Path) -> None:

@@ -105,8 +105,8 @@ class FaultProxy:
 
 
 class GoogleProxy(FaultProxy):
-    """Google's XML interface before a server of S3: the same requests but for the condition and the credentials. No
-    emulator has that interface, which is the one that obstore speaks."""
+    """Google's XML interface before a server of S3: the same requests but for the condition, the credentials and the
+    answer to DELETE of what is not there, 404. No emulator has that interface, which is the one that obstore speaks."""
 
     _SIGNED = "AWS4-HMAC-SHA256 Credential=AKIACANARYCANARY/20260101/us-east-1/s3/aws4_request, SignedHeaders=host"
 
@@ -114,6 +114,10 @@ class GoogleProxy(FaultProxy):
         self, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> tuple[int, dict[str, str], bytes]:
         kept = {**headers, "authorization": f"{self._SIGNED}, Signature=0"}
+        if method == "DELETE":
+            status, _, _ = super().forward("HEAD", path, kept, b"")
+            if status == 404:
+                return 404, {}, b"<Error><Code>NoSuchKey</Code></Error>"
         if kept.pop("x-goog-if-generation-match", None) == "0":
             kept["if-none-match"] = "*"
         return super().forward(method, path, kept, body)

@@ -64,6 +64,24 @@ def test_a_new_file_never_replaces_another(place: str) -> None:
 
 
 @every_scheme
+def test_a_folder_goes_whole_though_others_remove_it_too(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs, names = ObjectFilesystem(place), [f"segments/u/{number:02}" for number in range(30)]
+    for name in (*names, "segments/u2/0", "snapshots/a.json"):
+        fs.put_if_absent(name, b"x")
+    fs.remove_tree("snapshots/a.json")
+    fs.remove_tree("segments/u")
+    assert (fs.list("segments"), fs.size("segments/u/00"), fs.size("snapshots/a.json")) == (["u2"], None, None)
+    for name in names:
+        fs.put_if_absent(name, b"x")
+    listed = fs._below("segments/u")
+    fs.remove_tree(names[0])
+    # What was listed before somebody else removed the first.
+    monkeypatch.setattr(fs, "_below", lambda path: listed)
+    fs.remove_tree("segments/u")
+    assert fs.list("segments") == ["u2"]
+
+
+@every_scheme
 def test_large_files_go_and_come_in_parts(place: str, proxy: FaultProxy) -> None:
     fs, data = ObjectFilesystem(place), os.urandom(2 * PART_BYTES + 17)
     write(fs, "large", data)

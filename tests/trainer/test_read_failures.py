@@ -39,6 +39,15 @@ def test_a_resume_whose_checkpoints_cannot_be_listed_does_not_start_anew(run: Pa
     assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
+def test_a_resume_whose_checkpoints_lie_on_a_disk_that_is_not_mounted_does_not_start_anew(
+    run: Path, tmp_path: Path
+) -> None:
+    (run / checkpoint.FOLDER).rename(tmp_path / "elsewhere")
+    (run / checkpoint.FOLDER).symlink_to(tmp_path / "unmounted")
+    with pytest.raises(StorageError, match="is its disk mounted"):
+        train(tmp_path / "store", run, words=["train.max_steps=14"], resume=True)
+
+
 def test_a_resume_whose_checkpoints_were_taken_away_does_not_start_anew(run: Path, tmp_path: Path) -> None:
     for path in checkpoint.checkpoints(run):
         path.rename(tmp_path / path.name)

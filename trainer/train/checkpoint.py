@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hiddenstore.errors import CorruptionError, Kind, NotFoundError
 from hiddenstore.files.documents import seal, sha256_hex, unseal
 from hiddenstore.files.folders import missing
+from hiddenstore.fs.disk import require_whole_links
 from hiddenstore.fs.publish import make_folder, new_folder, replace_file, sweep_killed
 from hiddenstore.fs.seam import storage_error
 from schemas.base import Document
@@ -114,11 +115,13 @@ def sweep(run: Path) -> None:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Complete checkpoints, by step. Raises StorageError: the folder is there and cannot be listed."""
+    """Complete checkpoints, by step. Raises StorageError: the folder is there and cannot be listed, or not known to be
+    gone."""
     folder = run / FOLDER
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
+        require_whole_links(str(folder))
         return []
     except OSError as error:
         raise storage_error(error, str(folder)) from error
