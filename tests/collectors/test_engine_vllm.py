@@ -19,16 +19,14 @@ from collectors.engines.hf import HfEngine
 from collectors.engines.resources import major_minor
 from collectors.engines.unit_memory import PLACE, UnitMemory
 from collectors.engines.vllm import (
-    _PROBE,
     LayerIds,
-    StateFile,
     VllmProcess,
-    VllmServer,
     _Flow,
     _require_memory,
     kv_transfer_config,
     speculative_config,
 )
+from collectors.engines.vllm_server import _PROBE, StateFile, VllmServer
 from collectors.targets.load import EngineTarget, LoadedTarget, load_target
 from hiddenstore.errors import CaptureError, ConfigError, FormatError, HiddenstoreError, InterruptError
 from hiddenstore.store import Store
@@ -227,7 +225,7 @@ def test_a_folder_that_is_mounted_elsewhere_is_found_there(
 
 
 def test_a_file_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectors.engines.vllm.LATE_S", 0.0)
+    monkeypatch.setattr("collectors.engines.vllm_server.LATE_S", 0.0)
     with pytest.raises(CaptureError, match="is not there after") as caught:
         StateFile(tmp_path / "x.safetensors").wait()
     assert caught.value.kind == "states-late"
