@@ -34,7 +34,7 @@ from collectors.engines.vllm import LATE_S, LayerIds, server_command
 from collectors.targets.load import EngineTarget
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.files.damage import raise_refusal
-from hiddenstore.servers.http import HttpClient, ServerAccess
+from hiddenstore.servers.http import NO_PENALTIES, HttpClient, ServerAccess
 from schemas.capture import NormState
 from schemas.manifest import Engine
 
@@ -206,6 +206,7 @@ class VllmServer:
         """One request; runs in a thread of the pool. Its file is removed whatever is wrong with it."""
         ids = request.input_ids.tolist()
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+        body |= NO_PENALTIES
         path, prompt, next_token = self._client.post("/v1/completions", body, _read_completion)
         file = StateFile(self._path(path))
         try:

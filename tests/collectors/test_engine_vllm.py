@@ -256,6 +256,17 @@ def test_collect_from_a_server_compares_with_hugging_face_and_writes_the_profile
     assert (Path(options.store) / "calibration" / "profile.json").exists()
 
 
+def test_a_target_that_ships_a_repetition_penalty_loses_no_sample_of_a_server(
+    double: VllmDouble, loaded: LoadedTarget, tmp_path: Path
+) -> None:
+    double.penalty = 8.0
+    options = CollectOptions(
+        data_for_tiny(tmp_path / "data"), tmp_path / "store", loaded.folder.name, engine="vllm", server=double.url
+    )
+    report = collect(replace(options, layers="-1,1,3", check="none"), note=lambda _text: None)
+    assert (report.samples, dict(report.rejects)) == (12, {})
+
+
 def test_a5_a_server_that_runs_another_checkpoint_than_the_folder_is_refused_by_its_states(
     double: VllmDouble, loaded: LoadedTarget, tmp_path: Path
 ) -> None:
