@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from collectors.capture.job import CollectJob, CollectReport, JobSettings, new_store
+from collectors.capture.estimate import shortage
+from collectors.capture.job import CollectJob, CollectReport, JobSettings, new_store, pending_tokens
 from collectors.capture.options import require_data_fits
 from collectors.checks.capture import CheckSpec
 from collectors.checks.reference import (
@@ -123,7 +124,7 @@ def import_dump(
     report.evidence, report.final_norm = meaning.evidence, engine.final_norm
     job = ImportJob(options, meaning, engine, drain or Drain(), report)
     if scans := job.scans():
-        job.collect(scans, reference.target)
+        job.collect(scans, reference.target, note)
     report.seconds = time.monotonic() - began
     return report
 
@@ -156,7 +157,9 @@ class ImportJob:
             (self.report.skipped if reason in SKIPPED else self.report.rejects)[reason] += rows
         return scans if prepared is None else [*scans, prepared]
 
-    def collect(self, scans: Sequence[PreparedInput], reference: LoadedTarget | None) -> None:
+    def collect(
+        self, scans: Sequence[PreparedInput], reference: LoadedTarget | None, note: Callable[[str], None]
+    ) -> None:
         """What is pending of every pass, through the collect job."""
         engine, report, meaning, options = self.engine, self.report, self.meaning, self.options
         layers, codecs = meaning.columns.aux_layers, get_recipe(options.recipe)
@@ -176,6 +179,8 @@ class ImportJob:
             with CollectJob(store, prepared, engine, check, None, Rank(), self.drain, settings) as job:
                 if deleter is not None:
                     deleter.catch_up(prepared, job.digest)
+                elif warning := shortage(store, prepared.info, pending_tokens(store, job.digest), "import"):
+                    note(warning)
                 report.add_job(job.run())
         report.rounded = engine.rounded
         if deleter is not None:
