@@ -1,32 +1,25 @@
-"""What a collect will need, from the counts in data.json and the target's config; nothing is run or written.
+"""What a collect will need, from the counts in data.json and the target's config; nothing is run or written."""
 
-Shapes: L aux layers, D target width.
-"""
-
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from collectors.targets.layers import LayerChoice
-from hiddenstore.codecs import get_layout
-from hiddenstore.codecs.base import mean_row_bits
 from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
-from hiddenstore.console.text import size
 from hiddenstore.errors import ConfigError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
+from hiddenstore.inspect.room import Counts, room_for
+from hiddenstore.inspect.room import shortage as room_lacking
 from hiddenstore.segments import CONTAINERS, default_container
-from hiddenstore.segments.base import Container, unit_tokens
+from hiddenstore.segments.base import Container
 from hiddenstore.store import Store
 from hiddenstore.targets.blocks import block_parameters, require_blocks
 from hiddenstore.targets.calibration import slice_tokens
 from hiddenstore.targets.folder import TargetFolder
 from schemas.capture import REBUILT, TOPK, CaptureSpec, Codecs, FinalMode, not_rebuildable
 from schemas.prepared import PreparedData
-
-# Token ids, mask and row positions of one token.
-BYTES_BESIDE_STATES = 5
 
 
 @dataclass(frozen=True)
@@ -113,20 +106,13 @@ def _require_blocks(folder: TargetFolder, capture: CaptureSpec) -> None:
     require_blocks(folder, capture.blocks, _value_bytes(folder.config))
 
 
-def shortage(store: Store, info: PreparedData, tokens: int) -> str | None:
-    """A warning where ``tokens`` of this input take more than is free beside a local store; None if they fit."""
-    free = free_bytes(store.fs)
-    if free is None:
-        return None
-    manifest, codecs = store.manifest, store.capture.codecs
-    estimate = _estimate(info, store.capture, manifest.recipe, codecs, CONTAINERS[manifest.container])
-    needed = int(estimate.bytes_per_token * tokens)
-    if needed <= free:
-        return None
-    return (
-        f"warning: what is left takes about {size(needed)} and {size(free)} are free at {store.path}: collect will "
-        "stop when the disk is full, and go on once there is room; `hiddenstore plan` shows what fits"
-    )
+def shortage(store: Store, info: PreparedData, pending: Mapping[str, int], job: str = "collect") -> str | None:
+    """A warning where the tokens of ``pending`` units take more than is free beside a local store; None if they fit."""
+    container = CONTAINERS[store.manifest.container]
+    room = room_for(_counts(info, store.capture), store.capture, container)
+    needed = room.size_bytes * sum(pending.values()) // max(1, info.tokens)
+    lacking = room_lacking(store, needed, job, "`hiddenstore plan` shows what fits")
+    return lacking and f"warning: {lacking}"
 
 
 def raw_bytes(info: PreparedData, capture: CaptureSpec) -> int:
@@ -148,32 +134,28 @@ def _capture(folder: TargetFolder, choice: LayerChoice, codecs: Codecs) -> Captu
 
 
 def _estimate(
-    info: PreparedData, capture: CaptureSpec, recipe: str, codecs: Codecs, container: Container, config: Any = None
+    info: PreparedData, capture: CaptureSpec, recipe: str, codecs: Codecs, container: Container, config: Any
 ) -> Estimate:
-    """``config``: the target's text config, None where only its segments are of interest."""
     capture = capture.with_codecs(codecs)
-    aux, final = get_layout(codecs.aux), get_layout(codecs.final)
-    layers, width = len(capture.stored_layers), capture.target.hidden_size
-    rows = final_rows(info, capture.final)
-    row_bits = mean_row_bits(aux, width, info.tokens, info.supervised_tokens, info.samples)
-    bits = info.tokens * layers * row_bits + rows * final.row_bits(width)
-    stored = int(bits / 8) + info.tokens * BYTES_BESIDE_STATES
-    segments = max(1, math.ceil(info.tokens / unit_tokens(capture)))
-    extra = container.overhead(capture, info.samples, segments)
-    stored += extra.size_bytes
-    blocks = 0 if config is None else block_parameters(config, capture.blocks)
+    width = capture.target.hidden_size
+    room = room_for(_counts(info, capture), capture, container)
+    blocks = block_parameters(config, capture.blocks)
     head = capture.target.vocab_size * width * (1 if getattr(config, "tie_word_embeddings", False) else 2)
     slice_bytes = 2 * width * slice_tokens(capture) * (len(capture.aux_layers) + (capture.final != "none"))
     return Estimate(
         recipe,
-        stored,
-        stored / max(1, info.tokens),
-        segments,
-        extra.files,
+        room.size_bytes,
+        room.size_bytes / max(1, info.tokens),
+        room.segments,
+        room.files,
         bytes_target=_value_bytes(config) * (head + blocks),
         bytes_calibration=min(slice_bytes, raw_bytes(info, capture)),
         rebuild_flops=2 * blocks,
     )
+
+
+def _counts(info: PreparedData, capture: CaptureSpec) -> Counts:
+    return Counts(info.samples, info.tokens, info.supervised_tokens, final_rows(info, capture.final))
 
 
 def _value_bytes(config: Any) -> int:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from collectors.capture.job import CollectJob, CollectReport, JobSettings, new_store
+from collectors.capture.estimate import shortage
+from collectors.capture.job import CollectJob, CollectReport, JobSettings, new_store, pending_tokens
 from collectors.capture.options import require_data_fits
 from collectors.checks.capture import CheckSpec
 from collectors.checks.reference import (
@@ -136,7 +137,7 @@ def import_dump(
     report = ImportReport(str(options.store), "", peer=source.name, explained=meaning.explained)
     report.evidence, report.final_norm = meaning.evidence, engine.final_norm
     job = ImportJob(options, meaning, engine, drain or Drain(), report)
-    job.collect(reference.target)
+    job.collect(reference.target, note)
     report.seconds = time.monotonic() - began
     return report
 
@@ -172,7 +173,7 @@ class ImportJob:
         if prepared is not None:
             yield prepared
 
-    def collect(self, reference: LoadedTarget | None) -> None:
+    def collect(self, reference: LoadedTarget | None, note: Callable[[str], None]) -> None:
         """What is pending of every pass, through the collect job."""
         passes = self._passes()
         # A first pass that is refused leaves no store behind.
@@ -197,6 +198,8 @@ class ImportJob:
             with CollectJob(store, prepared, engine, check, None, Rank(), self.drain, settings) as job:
                 if deleter is not None:
                     deleter.catch_up(prepared, job.digest)
+                elif warning := shortage(store, prepared.info, pending_tokens(store, job.digest), "import"):
+                    note(warning)
                 report.add_job(job.run())
         report.rounded = engine.rounded
         if deleter is not None:

@@ -359,7 +359,7 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
         if reference.target is not None and reference.compares:
             compare = CrossCheck(reference.target, check, parity.samples)
         with CollectJob(store, prepared, engine, check, compare, rank, drain) as job:
-            if warning := shortage(store, prepared.info, sum(pending_tokens(store, job.digest).values())):
+            if warning := shortage(store, prepared.info, pending_tokens(store, job.digest)):
                 say_once(warning)
             yield job
 

@@ -26,8 +26,9 @@ from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.publish import IndexWriter, indexed_revisions
 from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest
+from hiddenstore.inspect.room import Counts, room_for, shortage
 from hiddenstore.inspect.samples import Test
-from hiddenstore.segments import default_container
+from hiddenstore.segments import CONTAINERS, default_container
 from hiddenstore.store import Store, load_manifest
 from hiddenstore.targets.blocks import BLOCKS_FILE, TargetBlocks, block_files, recoded
 from hiddenstore.targets.calibration import copy_slice, read_slice
@@ -339,6 +340,20 @@ class Copy:
         """Units that will be copied byte for byte."""
         return sum(self.is_verbatim(unit) for unit in self.units)
 
+    def bytes_to_write(self) -> int:
+        """What the units take in the destination, about: those that keep their codes what they take now."""
+        origins = [(unit.origin[1], self.keeps_codes(unit)) for unit in self.units if unit.origin is not None]
+        kept = sum(record.bytes_stored for record, keeps in origins if keeps)
+        entries = [entry for record, keeps in origins if not keeps for entry in record.samples]
+        if names := {name for unit in self.units if unit.origin is None for name in unit.samples}:
+            found = {entry.id: entry for source in self.sources for _, entry in source.entries if entry.id in names}
+            entries += found.values()
+        if not entries:
+            return kept
+        sums = (sum(getattr(entry, name) for entry in entries) for name in ("tokens", "supervised", "final_rows"))
+        container = CONTAINERS[self.destination.manifest.container]
+        return kept + room_for(Counts(len(entries), *sums), self.destination.capture, container).size_bytes
+
     def is_verbatim(self, unit: CopyUnit) -> bool:
         """Whether a unit keeps its files: it keeps its codes and layers, and its container is the destination's."""
         container = self.destination.manifest.container
@@ -396,6 +411,9 @@ def open_copy(
     if copy.verbatim < len(units):
         copy.notes = rounding_notes(sources, destination, recoding_equal=keep is not None)
     copy.notes += warnings
+    hint = f"`hiddenstore advise {sources[0].path}` shows what other recipes take"
+    if lacking := shortage(destination, copy.bytes_to_write(), "copy", hint):
+        copy.notes.append(lacking)
     return copy
 
 

@@ -35,6 +35,9 @@ _TRANSIENT = frozenset({408, 409, 425, 429})
 _CLOSE_S = 2.0
 _LONGEST_QUOTE = 300
 _THIS_MACHINE = frozenset({"127.0.0.1", "localhost", "::1"})
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""What a request says where the most probable token is wanted: servers take what it leaves out from the model's
+``generation_config.json``, and a penalty that a model ships changes the choice at temperature 0 too."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def test_collect_says_beforehand_that_the_disk_is_too_small_for_what_is_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: str, target: str
 ) -> None:
     asked = ("collect", data, "-o", str(tmp_path / "store"), "--target", target)
-    monkeypatch.setattr("collectors.capture.estimate.free_bytes", lambda _place: 10)
+    monkeypatch.setattr("hiddenstore.fs.local.LocalFilesystem.free_bytes", lambda _fs: 10)
     assert call(*asked) == 0
     assert "warning: what is left takes about " in capsys.readouterr().err
     assert call(*asked) == 0

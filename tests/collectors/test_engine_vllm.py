@@ -19,16 +19,14 @@ from collectors.engines.hf import HfEngine
 from collectors.engines.resources import major_minor
 from collectors.engines.unit_memory import PLACE, UnitMemory
 from collectors.engines.vllm import (
-    _PROBE,
     LayerIds,
-    StateFile,
     VllmProcess,
-    VllmServer,
     _Flow,
     _require_memory,
     kv_transfer_config,
     speculative_config,
 )
+from collectors.engines.vllm_server import _PROBE, StateFile, VllmServer
 from collectors.targets.load import EngineTarget, LoadedTarget, load_target
 from hiddenstore.errors import CaptureError, ConfigError, FormatError, HiddenstoreError, InterruptError
 from hiddenstore.store import Store
@@ -227,7 +225,7 @@ def test_a_folder_that_is_mounted_elsewhere_is_found_there(
 
 
 def test_a_file_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectors.engines.vllm.LATE_S", 0.0)
+    monkeypatch.setattr("collectors.engines.vllm_server.LATE_S", 0.0)
     with pytest.raises(CaptureError, match="is not there after") as caught:
         StateFile(tmp_path / "x.safetensors").wait()
     assert caught.value.kind == "states-late"
@@ -256,6 +254,17 @@ def test_collect_from_a_server_compares_with_hugging_face_and_writes_the_profile
     (commit, *_) = Store.open(options.store).commits()
     assert (commit.engine.name, commit.engine.version) == ("vllm", "0.32.0")
     assert (Path(options.store) / "calibration" / "profile.json").exists()
+
+
+def test_a_target_that_ships_a_repetition_penalty_loses_no_sample_of_a_server(
+    double: VllmDouble, loaded: LoadedTarget, tmp_path: Path
+) -> None:
+    double.penalty = 8.0
+    options = CollectOptions(
+        data_for_tiny(tmp_path / "data"), tmp_path / "store", loaded.folder.name, engine="vllm", server=double.url
+    )
+    report = collect(replace(options, layers="-1,1,3", check="none"), note=lambda _text: None)
+    assert (report.samples, dict(report.rejects)) == (12, {})
 
 
 def test_a5_a_server_that_runs_another_checkpoint_than_the_folder_is_refused_by_its_states(

@@ -298,6 +298,25 @@ def test_sources_stay_unless_asked_and_go_only_once_they_are_in_the_store(
     assert len(Store.open(tmp_path / "store")) == 9
 
 
+def test_an_import_says_beforehand_that_the_disk_is_too_small_unless_the_source_makes_room(
+    dump: Path, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hiddenstore.fs.local.LocalFilesystem.free_bytes", lambda _fs: 10)
+    for makes_room in (False, True):
+        said: list[str] = []
+        options = ImportOptions(
+            dump.parent,
+            "specforge-eagle3",
+            tmp_path / f"store-{makes_room}",
+            target,
+            layers="0,1,2",
+            check="none",
+            delete_source=makes_room,
+        )
+        assert import_dump(options, None, said.append).samples == 10
+        assert any("import will stop when the disk is full" in line for line in said) != makes_room
+
+
 def test_rows_whose_states_are_gone_are_counted_apart_and_do_not_hide_the_others(
     bring: Importer, tmp_path: Path, spoken: list[Spoken], monkeypatch: pytest.MonkeyPatch
 ) -> None:

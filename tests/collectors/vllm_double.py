@@ -20,7 +20,8 @@ Damage = Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, list[int]]]
 
 class VllmDouble:
     """``ids`` are vLLM's; ``refusals`` are HTTP codes answered before the first good answer; ``keys`` are
-    those that were sent."""
+    those that were sent; ``penalty`` is the repetition penalty of the model's ``generation_config.json``, which holds
+    where a request names none."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str, folder: Path, ids: list[int]) -> None:
         self.model, self.tokenizer, self.name, self.folder, self.ids = model, tokenizer, name, folder, ids
@@ -29,6 +30,7 @@ class VllmDouble:
         self.damage: Damage = lambda states, tokens: (states, tokens)
         self.most_files = 0
         self.delay_s = 0.0
+        self.penalty = 1.0
         self._count = 0
         self._guard = threading.Lock()
         double = self
@@ -74,6 +76,9 @@ class VllmDouble:
             path = self.folder / f"cmpl-{self._count}-0.safetensors"
             self.most_files = max(self.most_files, len(list(self.folder.glob("*.safetensors"))))
             out, last = self._run(tokens)
+        penalty = asked.get("repetition_penalty", self.penalty)
+        seen = torch.tensor(sorted(set(tokens)))
+        last[seen] = torch.where(last[seen] > 0, last[seen] / penalty, last[seen] * penalty)
         states, read = self.damage(torch.stack([out[k] for k in self.ids], dim=1), tokens)
         lock = path.with_name(f"{path.name}.lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)

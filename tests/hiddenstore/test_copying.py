@@ -11,6 +11,7 @@ from hiddenstore.care.copy import CopyReport, open_copy, run_copy
 from hiddenstore.commit import engine_of, publish_commit
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
 from hiddenstore.files import layout
+from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.inputs import RegisteredInput
 from hiddenstore.inspect.facts import info
 from hiddenstore.inspect.samples import parse_where, view
@@ -303,3 +304,28 @@ def test_the_report_counts_what_was_written(tmp_path: Path) -> None:
     )
     assert len(seen) == report.units
     assert isinstance(next(iter(plan.destination.inputs().values())), RegisteredInput)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "where", "container"),
+    [(None, None, None), ("tiny", None, None), ("raw", None, "webdataset"), ("compact", "tokens>10", None)],
+)
+def test_a_copy_says_beforehand_that_the_disk_is_too_small_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str | None, where: str | None, container: Any
+) -> None:
+    source = make_store(tmp_path, samples=40, width=256)
+    keep = parse_where([where]) if where else None
+    whole = open_copy([source], tmp_path / "whole", recipe, keep, container)
+    expected, written = whole.bytes_to_write(), run_copy(whole).bytes_written
+    # Of samples as short as these what lies beside the values is not small.
+    assert 0.5 * written < expected <= written
+    for free, is_said in ((expected - 1, True), (expected, False)):
+        monkeypatch.setattr(LocalFilesystem, "free_bytes", lambda _fs, free=free: free)
+        opened = open_copy([source], tmp_path / f"copy-{is_said}", recipe, keep, container)
+        said = [note for note in opened.notes if "are free at" in note]
+        assert len(said) == is_said
+        assert all(str(tmp_path / "copy-True") in note and "hiddenstore advise" in note for note in said)
+    run_copy(opened)
+    monkeypatch.setattr(LocalFilesystem, "free_bytes", lambda _fs: 0)
+    again = open_copy([source], tmp_path / "copy-False", recipe, keep, container)
+    assert not [note for note in again.notes if "are free at" in note]

@@ -194,6 +194,24 @@ def test_with_a_tokenizer_token_ids_are_sent_to_the_engine_s_own_endpoint(prompt
         messages = [{"role": "user", "content": "two"}]
         assert where == path
         assert body[key] == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert body.get("sampling_params", body)["repetition_penalty"] == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ("vllm", {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}),
+        ("sglang", {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}),
+        ("trtllm", {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}),
+        ("llamacpp", {"repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}),
+        ("http", {"presence_penalty": 0, "frequency_penalty": 0}),
+    ],
+)
+def test_no_penalty_that_a_model_ships_changes_a_measured_answer(engine, said, prompts):
+    with fake_server(engine=engine, accepts=ACCEPTS) as server:
+        document(words(engine, server, prompts))
+    for _, body in server.asked:
+        assert {name: value for name, value in body.items() if name.endswith("_penalty")} == said
 
 
 @pytest.mark.parametrize(

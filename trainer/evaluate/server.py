@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from hiddenstore.errors import CaptureError, ConfigError, Kind
-from hiddenstore.servers.http import HttpClient, RefusedError
+from hiddenstore.servers.http import NO_PENALTIES, HttpClient, RefusedError
 from trainer.evaluate.prompts import Message, Question
 
 VLLM_PREFIX, LLAMACPP_PREFIX = "vllm:spec_decode_num_", "llamacpp:spec_decode_num_"
@@ -172,6 +172,8 @@ class Server:
     """Whether answers carry their counts; else ``counts`` is read before and after."""
     lost: str | None = None
     """Why drafts are not counted any more that were at first."""
+    plain: Mapping[str, float] = NO_PENALTIES
+    """What leaves the target's own choices as they are, in the words of the server."""
 
     def __init__(self, client: HttpClient, model: str | None = None, render: Render | None = None) -> None:
         self.client = client
@@ -212,7 +214,14 @@ class Server:
         )
 
     def _body(self, sampling: SamplingOptions) -> dict[str, Any]:
-        return {"model": self.model, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
+        asked = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
+        return {"model": self.model, **asked, **self.plain}
+
+
+class OtherServer(Server):
+    """Any OpenAI-like server, of which some refuse what OpenAI's own does not know."""
+
+    plain: Mapping[str, float] = {name: NO_PENALTIES[name] for name in ("presence_penalty", "frequency_penalty")}
 
 
 class SglangServer(Server):
@@ -223,7 +232,7 @@ class SglangServer(Server):
 
     def ask(self, messages: Sequence[Message], sampling: SamplingOptions) -> Completion:
         if self._render:
-            params = {"max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
+            params = {"max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, **self.plain}
             prompt = {"input_ids": self._render(messages), "sampling_params": params}
             return self.client.post("/generate", prompt, _read_generated)
         body = {**self._body(sampling), "messages": list(messages), "return_meta_info": True}
@@ -281,6 +290,7 @@ class LlamacppServer(Server):
     from the start that it rounds them; where they become so later, ``lost`` says it and what was measured stays."""
 
     _is_read = False
+    plain: Mapping[str, float] = {**OtherServer.plain, "repeat_penalty": 1.0}
 
     def counts(self) -> DraftCounts | None:
         try:
@@ -311,7 +321,7 @@ SERVERS: dict[str, type[Server]] = {
     "sglang": SglangServer,
     "trtllm": TrtllmServer,
     "llamacpp": LlamacppServer,
-    "http": Server,
+    "http": OtherServer,
 }
 """``--engine`` → how it is measured; ``http``: any OpenAI-like server, whose drafts are known if it counts as vLLM."""
 

@@ -1,0 +1,275 @@
+"""A vLLM server: prompts go to it as token ids; states come as the files that vLLM's connector writes.
+
+Measured on vLLM 0.32: a file holds ``hidden_states`` [T, n, D] in the model's dtype and ``token_ids`` int64 [T]; a
+writer holds an exclusive ``flock`` on ``<file>.lock`` until the file is whole.
+
+Shapes: T tokens of one request, n ids, D target width.
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from collectors.engines import (
+    Captured,
+    CaptureRequest,
+    Done,
+    EngineOptions,
+    nobody,
+    raise_if_stopped,
+    read_settings,
+)
+from collectors.engines.assembly import Assembly
+from collectors.engines.vllm import LATE_S, LayerIds, server_command
+from collectors.targets.load import EngineTarget
+from hiddenstore.errors import CaptureError, ConfigError, Kind
+from hiddenstore.files.damage import raise_refusal
+from hiddenstore.servers.http import NO_PENALTIES, HttpClient, ServerAccess
+from schemas.capture import NormState
+from schemas.manifest import Engine
+
+_STATES, _TOKENS = "hidden_states", "token_ids"
+SETTINGS = {"model": None, "concurrency": 32, "timeout_s": 600, "api_key_env": None}
+_SERVER_POLL_S = 0.2
+_PROBE_LINES = 8192
+_PROBE = "The quick brown fox jumps over the lazy dog. 0123456789"
+
+
+# token_ids int32 [T], states [T, n, D], the token sampled after the last.
+_Answer = tuple[np.ndarray, Tensor, int | None]
+
+
+class StateFile:
+    """The answer to one request on disk; ``read`` it, then ``remove`` it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._lock = self.path.with_name(f"{self.path.name}.lock")
+        self._answered_s = time.monotonic()
+
+    def read(self) -> tuple[np.ndarray, Tensor] | None:
+        """token_ids int32 [T], states [T, n, D]; None while it is written. Raises CaptureError: ``states-late``,
+        ``engine-file``."""
+        if not self._is_complete():
+            if time.monotonic() - self._answered_s > LATE_S:
+                raise CaptureError(
+                    f"vLLM answered a request, but {self.path} is not there after {LATE_S:.0f} s",
+                    kind=Kind.STATES_LATE,
+                    hint="vLLM's log says why it could not be written: a full folder is the usual reason",
+                )
+            return None
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                tokens, states = file.get_tensor(_TOKENS), file.get_tensor(_STATES)
+        except (SafetensorError, OSError) as error:
+            raise_refusal(error, self.path)
+            raise CaptureError(f"cannot read {self.path}: {error}", kind=Kind.ENGINE_FILE) from error
+        return tokens.numpy().astype(np.int32), states
+
+    def wait(self) -> tuple[np.ndarray, Tensor]:
+        """As ``read``, but waits until the file is whole."""
+        while (states := self.read()) is None:
+            time.sleep(0.002)
+        return states
+
+    def remove(self) -> None:
+        """Remove the file and its lock; CaptureError ``engine-file`` where this user may not."""
+        for path in (self.path, self._lock):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                problem = f"cannot remove {path}, so the folder would fill up: {error.strerror}"
+                hint = "run collect as the user of the server, or give both the same group and a writable folder"
+                raise CaptureError(problem, kind=Kind.ENGINE_FILE, hint=hint) from error
+
+    def _is_complete(self) -> bool:
+        """True once nobody writes: the writer lets go of its lock when the file is closed."""
+        try:
+            descriptor = os.open(self._lock, os.O_RDONLY)
+        except FileNotFoundError:
+            # A server without locks writes a file before it answers.
+            return self.path.exists()
+        try:
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return self.path.exists()
+            return False
+        finally:
+            os.close(descriptor)
+
+
+class VllmServer:
+    """An OpenAI-compatible vLLM endpoint that was started for hidden states.
+
+    Settings: ``model`` (the served name, where it is not the target's), ``concurrency``, ``timeout_s``,
+    ``api_key_env`` (the environment variable that holds the server's key).
+    ``options.scratch`` is where the server's folder is seen from here, when not at the path the server says.
+    """
+
+    final_norm: NormState = "pre_norm"
+
+    def __init__(self, target: EngineTarget, options: EngineOptions) -> None:
+        settings = read_settings("vllm with --server", options.extra, SETTINGS)
+        self.target = target
+        self._layer_ids = LayerIds.of(options.aux_layers, target.folder.num_layers)
+        self._layers = len(options.aux_layers)
+        self._scratch = options.scratch
+        self._concurrency = int(settings["concurrency"])
+        self._command = server_command(target, self._layer_ids)
+        access = ServerAccess(
+            url=str(options.server),
+            timeout_s=float(settings["timeout_s"]),
+            api_key_env=settings["api_key_env"],
+            key_option="--engine-arg api_key_env=NAME",
+            hint=self._command,
+        )
+        self._client = HttpClient(access)
+        self._version = self._client.get("/version", lambda document: str(document["version"]))
+        self._model = self._served_name(settings["model"], options.longest)
+        self._require_tokenizer()
+
+    def _served_name(self, name: str | None, longest: int) -> str:
+        """The name that the target is served under: ``name``, if one was given."""
+        cards = self._client.get("/v1/models", lambda page: [{**card, "id": str(card["id"])} for card in page["data"]])
+        folder = self.target.folder
+        for card in cards:
+            root = str(card.get("root") or card["id"])
+            if name is not None and name != card["id"]:
+                continue
+            if name is None and folder.name not in (card["id"], root) and not _same_folder(root, folder.name):
+                continue
+            room = card.get("max_model_len")
+            if room is not None and longest >= int(room):
+                problem = f"the server takes {room} positions, and a sample has {longest} tokens and one is sampled"
+                raise ConfigError(problem, kind=Kind.SERVER_UNFIT, hint=f"start it with --max-model-len {longest + 1}")
+            return str(card["id"])
+        served = ", ".join(f"{card['id']} (of {card.get('root')})" for card in cards) or "nothing"
+        raise ConfigError(
+            f"the server serves {served}, expected {name or folder.name}",
+            kind=Kind.SERVER_UNFIT,
+            hint="--engine-arg model=NAME, if NAME is this target under another name",
+        )
+
+    def _require_tokenizer(self) -> None:
+        """A server of another vocabulary would take the ids and answer with states of other words."""
+        for text in (_PROBE, *_vocabulary_texts(self.target.tokenizer)):
+            expected = self.target.tokenizer.encode(text, add_special_tokens=False)
+            request = {"model": self._model, "prompt": text, "add_special_tokens": False}
+            served = self._client.post("/tokenize", request, lambda document: list(document["tokens"]))
+            if served != expected:
+                at = next((i for i, (a, b) in enumerate(zip(served, expected, strict=False)) if a != b), 0)
+                ids, own = served[at : at + 8], expected[at : at + 8]
+                raise ConfigError(
+                    f"the server's tokenizer reads a text as {ids}…, the target's as {own}…: another model",
+                    kind=Kind.SERVER_UNFIT,
+                )
+
+    def describe(self) -> Engine:
+        settings = {"server": "true", "concurrency": str(self._concurrency)}
+        return Engine(name="vllm", version=self._version, settings=settings)
+
+    def capture(
+        self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False, done: Done = nobody
+    ) -> Captured:
+        """States of one unit; at most ``concurrency`` requests, and as many files, are under way at one time."""
+        assembly = Assembly(requests, self._layers, self.target.head.hidden_size, done=done)
+        with ThreadPoolExecutor(self._concurrency, thread_name_prefix="vllm") as pool:
+            running: dict[Future[_Answer], int] = {}
+            waiting = iter(enumerate(requests))
+            try:
+                while True:
+                    for index, request in islice(waiting, self._concurrency - len(running)):
+                        running[pool.submit(self._ask, request)] = index
+                    if not running:
+                        return assembly.captured()
+                    ended, _ = wait(running, timeout=_SERVER_POLL_S, return_when=FIRST_COMPLETED)
+                    for future in ended:
+                        token_ids, states, next_token = future.result()
+                        assembly.put(running.pop(future), token_ids, *self._layer_ids.split(states), next_token)
+                    raise_if_stopped(stop)
+            finally:
+                # Those under way still remove their files; the pool waits for them.
+                for future in running:
+                    future.cancel()
+
+    def _ask(self, request: CaptureRequest) -> _Answer:
+        """One request; runs in a thread of the pool. Its file is removed whatever is wrong with it."""
+        ids = request.input_ids.tolist()
+        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+        body |= NO_PENALTIES
+        path, prompt, next_token = self._client.post("/v1/completions", body, _read_completion)
+        file = StateFile(self._path(path))
+        try:
+            token_ids, states = file.wait()
+        finally:
+            file.remove()
+        if prompt is not None and prompt != ids:
+            raise CaptureError(
+                f"the server ran {len(prompt)} tokens that are not the {len(ids)} it was given",
+                kind=Kind.ENGINE_TOKENS,
+                hint="prompts must reach vLLM as token ids: check what stands between",
+            )
+        layer_ids = list(self._layer_ids.ids)
+        if states.ndim != 3 or states.shape[1] != len(layer_ids):
+            raise ConfigError(
+                f"the server hands out states {list(states.shape)}, expected {len(layer_ids)} layers for vLLM's ids "
+                f"{layer_ids}",
+                kind=Kind.SERVER_UNFIT,
+                hint=self._command,
+            )
+        return token_ids, states, next_token
+
+    def _path(self, named: str | None) -> Path:
+        """Where the states of an answer are on this machine."""
+        if named is None:
+            problem = "the server answered without hidden states: it was started without them"
+            raise ConfigError(problem, kind=Kind.SERVER_UNFIT, hint=self._command)
+        path = Path(named) if self._scratch is None else self._scratch / Path(named).name
+        if path.suffix != ".safetensors" or not path.parent.is_dir():
+            raise ConfigError(
+                f"the server writes its states to {named}, which cannot be reached from here",
+                kind=Kind.SERVER_UNFIT,
+                hint="run collect where that folder is mounted; --scratch FOLDER if it is mounted at another path",
+            )
+        return path
+
+    def close(self) -> None:
+        """The server goes on."""
+        self._client.close()
+
+
+def _read_completion(document: Any) -> tuple[str | None, list[int] | None, int | None]:
+    """Where the states of a request are, the prompt as the server read it, the token it sampled."""
+    choice = document["choices"][0]
+    prompt = choice.get("prompt_token_ids", document.get("prompt_token_ids"))
+    sampled = choice.get("token_ids") or []
+    path = (document.get("kv_transfer_params") or {}).get("hidden_states_path")
+    return (
+        None if path is None else str(path),
+        None if prompt is None else [int(token) for token in prompt],
+        int(sampled[0]) if sampled else None,
+    )
+
+
+def _vocabulary_texts(tokenizer: Any) -> Iterator[str]:
+    """The text of every token that its own text becomes, in lines: a merge or word that one side lacks shows."""
+    special = set(tokenizer.all_special_ids)
+    words = {index: tokenizer.decode([index]) for index in range(len(tokenizer)) if index not in special}
+    encoded = tokenizer([*words.values()], add_special_tokens=False)["input_ids"]
+    lines = [word for (index, word), ids in zip(words.items(), encoded, strict=True) if ids == [index] and word.strip()]
+    for start in range(0, len(lines), _PROBE_LINES):
+        yield "\n".join(lines[start : start + _PROBE_LINES])
+
+
+def _same_folder(one: str, other: str) -> bool:
+    return Path(one).exists() and Path(other).exists() and Path(one).resolve() == Path(other).resolve()

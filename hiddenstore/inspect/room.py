@@ -1,0 +1,60 @@
+"""Whether what a job has left to write fits beside its store, from counts and the bits of its recipe; nothing is read.
+
+Shapes: L stored layers, D target width.
+"""
+
+import math
+from dataclasses import dataclass
+
+from hiddenstore.codecs import get_layout
+from hiddenstore.codecs.base import mean_row_bits
+from hiddenstore.console.text import size
+from hiddenstore.segments.base import Container, unit_tokens
+from hiddenstore.store import Store
+from schemas.capture import CaptureSpec
+
+# Token ids, mask and row positions of one token.
+_BYTES_BESIDE_STATES = 5
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What segments hold: samples, their tokens and supervised tokens, and rows of the final hidden."""
+
+    samples: int
+    tokens: int
+    supervised_tokens: int
+    final_rows: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """What segments take, about: bytes, segments, and files in them."""
+
+    size_bytes: int
+    segments: int
+    files: int
+
+
+def room_for(counts: Counts, capture: CaptureSpec, container: Container) -> Room:
+    """What samples take in the codecs of ``capture``."""
+    aux, final = get_layout(capture.codecs.aux), get_layout(capture.codecs.final)
+    layers, width = len(capture.stored_layers), capture.target.hidden_size
+    row_bits = mean_row_bits(aux, width, counts.tokens, counts.supervised_tokens, counts.samples)
+    bits = counts.tokens * layers * row_bits + counts.final_rows * final.row_bits(width)
+    segments = max(1, math.ceil(counts.tokens / unit_tokens(capture)))
+    extra = container.overhead(capture, counts.samples, segments)
+    values = int(bits / 8) + counts.tokens * _BYTES_BESIDE_STATES
+    return Room(values + extra.size_bytes, segments, extra.files)
+
+
+def shortage(store: Store, needed: int, job: str, hint: str) -> str | None:
+    """What to say where a ``job`` has ``needed`` bytes left to write and fewer are free beside a local store; None if
+    they fit."""
+    free = store.fs.free_bytes()
+    if free is None or needed <= free:
+        return None
+    return (
+        f"what is left takes about {size(needed)} and {size(free)} are free at {store.path}: {job} will stop when the "
+        f"disk is full, and go on once there is room; {hint}"
+    )
