@@ -5,7 +5,8 @@ Shapes: n new rows, N query heads, G key-value heads, E head width.
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from trainer.attention.grouped import attend
 
 
 class KVCache:
@@ -48,8 +49,7 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int = 
     mask = cache.visible
     if mask is None and n > 1:
         mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
-    attended = F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, attn_mask=mask, enable_gqa=True)
-    return attended[0].transpose(0, 1)
+    return attend(q.transpose(0, 1)[None], keys, values, mask)[0].transpose(0, 1)
 
 
 def _grown(old: Tensor | None, like: Tensor, length: int, end: int) -> Tensor:
