@@ -46,16 +46,11 @@ def load(
     return settings
 
 
-def check(
-    model: type[M],
-    file: str | Path | None = None,
-    dotlist: Sequence[str] = (),
-    defaults: Mapping[str, Any] | None = None,
-) -> None:
+def check(model: type[M], file: str | Path | None = None, dotlist: Sequence[str] = ()) -> None:
     """Refuse unknown settings, values that are none of their setting's and those that contradict each other, as far as
     no default has a part in it; settings may lack. Raises ConfigError: as ``load``; NotFoundError: the file does not
     exist."""
-    merged = _merge(model, file, dotlist, defaults)
+    merged = _merge(model, file, dotlist, None)
     _, errors = _validate(model, merged)
     autos = {".".join(path) for path, value in _leaves(merged.values) if value == AUTO}
     written = {key: origin for key, origin in merged.origins.items() if key not in autos}

@@ -82,9 +82,10 @@ class DataConfig(Section):
     """How the store is read."""
 
     batch_tokens: int = Field(2048, gt=0)
-    """Tokens of one optimizer step, over all ranks."""
+    """Tokens of one optimizer step, over all ranks; a longer sample is a step alone."""
     pack_tokens: int = Field(2048, gt=0)
-    """Tokens of one forward; a batch of several packs accumulates their gradients."""
+    """Tokens of one forward, at least those of the longest sample; a batch of several packs accumulates their
+    gradients."""
     max_tokens: int | None = Field(None, gt=1)
     """Tokens after which longer samples end; none for whole samples."""
     loss_on: LossChoice = "stored"
@@ -94,12 +95,6 @@ class DataConfig(Section):
     """Seed of the order of samples."""
     prefetch_mb: int = Field(512, gt=0)
     """Memory that packs read ahead may take on a rank, in MB."""
-
-    @model_validator(mode="after")
-    def _packs_fit(self) -> "DataConfig":
-        if self.pack_tokens > self.batch_tokens:
-            raise ValueError(f"pack_tokens {self.pack_tokens} is more than batch_tokens {self.batch_tokens}")
-        return self
 
 
 class DrafterConfig(Section):

@@ -68,7 +68,8 @@ def load_config(
     Raises ConfigError: every unknown or invalid setting at once, or ``drafter-contradiction``."""
     name = _drafter_name(drafter, file, words, start)
     cuts = [str(value) for _, value in settings.assignments("data.max_tokens", file, words)[-1:]]
-    defaults = derived(store, name, next((int(cut) for cut in cuts if cut.isdecimal()), None))
+    cut = next((int(cut) for cut in cuts if cut.isdecimal()), None)
+    defaults = derived(store, name, cut)
     images = {key: value for key, value in defaults["drafter"].items() if key == IMAGE_TOKEN}
     if start is not None:
         defaults["drafter"] = start.model_dump(mode="json", exclude={"vocab_file"}) | images
@@ -78,10 +79,13 @@ def load_config(
     for _, batch_tokens in settings.assignments("data.batch_tokens", file, words)[-1:]:
         if str(batch_tokens).isdecimal() and int(batch_tokens) > 0:
             # A smaller batch is one smaller pack; a larger one is several.
-            defaults["data"]["pack_tokens"] = min(defaults["data"]["pack_tokens"], int(batch_tokens))
+            smaller = min(defaults["data"]["pack_tokens"], int(batch_tokens))
+            defaults["data"]["pack_tokens"] = max(smaller, longest_sample(store, cut))
     config = settings.load(config_class(name), file, words, defaults)
+    longest = longest_sample(store, config.data.max_tokens)
     if not settings.assignments("data.pack_tokens", file, words):
-        config = _within_memory(config, longest_sample(store, config.data.max_tokens))
+        config = _within_memory(config, longest)
+    _warn_of_longest(config, longest)
     if settings.assignments("optim.lr", file, words):
         return config
     return config.model_copy(update={"optim": config.optim.model_copy(update={"lr": derived_lr(store, config)})})
@@ -118,6 +122,25 @@ def _within_memory(config: TrainConfig, longest: int) -> TrainConfig:
     return config.model_copy(update={"data": config.data.model_copy(update={"pack_tokens": pack})})
 
 
+def _warn_of_longest(config: TrainConfig, longest: int) -> None:
+    """Say that the longest sample may end the run wherever it is drawn: no pack may be shorter."""
+    a_token, free = activation_bytes(config), _free_bytes(config.train.device)
+    needed = a_token * -(-longest // config.train.context_parallel)
+    if not free or config.train.checkpoint_activations or needed <= free:
+        return
+    ways = [
+        f"data.max_tokens={max(2, int(MEMORY_SHARE * free) // a_token)} cuts it",
+        "train.checkpoint_activations=true keeps less of it",
+    ]
+    if drafter_kind(config.drafter.name).splits_context(config.loss):
+        ranks = config.train.context_parallel * -(-needed // free)
+        ways.append(f"train.context_parallel={ranks} shares it among as many ranks")
+    output().warn(
+        f"the longest sample has {longest:,} tokens, which take about {size(needed)} of memory at once, and "
+        f"{size(free)} are free: {'; '.join(ways)}"
+    )
+
+
 def _free_bytes(device: str) -> int:
     """Free memory of the device that a run takes, 0 where it is not known."""
     import torch
@@ -143,8 +166,7 @@ def check_settings(drafter: str | None, file: str | Path | None, words: Sequence
     if not is_named and settings.assignments("train.init_from", file, words):
         # Which drafter it is, only what it starts from can tell.
         return
-    # Where only the batch is set, the pack follows it.
-    settings.check(config_class(_drafter_name(drafter, file, words, None)), file, words, {"data": {"pack_tokens": 1}})
+    settings.check(config_class(_drafter_name(drafter, file, words, None)), file, words)
 
 
 def _drafter_name(flag: str | None, file: str | Path | None, words: Sequence[str], start: DrafterConfig | None) -> str:
@@ -175,7 +197,7 @@ def derived(store: "Store", drafter: str = "eagle3", max_tokens: int | None = No
         partial(_target_file, store),
     )
     longest = longest_sample(store, max_tokens)
-    batch_tokens, _ = _batch(store, longest)
+    batch_tokens, _ = _batch(store)
     common = {
         "data": {"batch_tokens": batch_tokens, "pack_tokens": max(min(batch_tokens, MOST_PACK_TOKENS), longest)},
         "drafter": {"name": drafter, **_dimensions(facts, store.manifest.head.norm_eps)},
@@ -191,8 +213,9 @@ def derived(store: "Store", drafter: str = "eagle3", max_tokens: int | None = No
     return {section: values for section, values in common.items() if values}
 
 
-def _batch(store: "Store", longest: int) -> tuple[int, str]:
-    """Tokens of a batch, and why so many."""
+def _batch(store: "Store") -> tuple[int, str]:
+    """Tokens of a batch, and why so many. Not the longest sample's, which is a batch alone: one would make the steps of
+    all others fewer and their rate higher."""
     width, tokens = store.capture.target.hidden_size, store.totals["tokens"]
     limits = {
         f"{MOST_BATCH_TOKENS:,} at most": MOST_BATCH_TOKENS,
@@ -202,7 +225,7 @@ def _batch(store: "Store", longest: int) -> tuple[int, str]:
         ),
     }
     why, batch = min(limits.items(), key=lambda limit: limit[1])
-    return (longest, "the longest sample") if longest > batch else (batch, why)
+    return batch, why
 
 
 def reasons(store: "Store", config: TrainConfig) -> dict[str, str]:
@@ -221,7 +244,7 @@ def reasons(store: "Store", config: TrainConfig) -> dict[str, str]:
     start = "" if config.train.init_from is None else "as the drafter that it starts from"
     why |= {f"drafter.{key}": "the target's" for key in _dimensions(facts, store.manifest.head.norm_eps)}
     why |= {
-        "data.batch_tokens": _batch(store, longest)[1],
+        "data.batch_tokens": _batch(store)[1],
         "data.pack_tokens": pack,
         "optim.lr": _rate_reason(store, config),
     }
@@ -291,7 +314,9 @@ def _short_run(store: "Store", config: TrainConfig) -> tuple[float, float]:
     """How many times the usual rate a run takes for its few steps, and these."""
     table = store.catalog.table
     lengths = table.tokens[table.split == SPLITS.index("train")]
-    tokens = int(np.minimum(lengths, config.data.max_tokens or lengths.max(initial=1)).sum())
+    # A sample longer than a batch is one step.
+    most = min(config.data.batch_tokens, config.data.max_tokens or config.data.batch_tokens)
+    tokens = int(np.minimum(lengths, most).sum())
     steps = config.train.max_steps or config.train.epochs * tokens / config.data.batch_tokens
     if config.optim.kind != "muon":
         return 1.0, steps

@@ -81,9 +81,9 @@ class TokenBatches(IterableDataset[GlobalBatch]):
 
     store: "Store" = field(kw_only=False)
     batch_tokens: int
-    """Tokens of a global batch, over all ranks."""
+    """Tokens of a global batch, over all ranks; a longer sample is a batch alone."""
     pack_tokens: int | None = None
-    """Tokens of a pack; default: ``batch_tokens``, one pack a batch on each rank."""
+    """Tokens of a pack, at least the longest sample's; default: ``batch_tokens``, one pack a batch on each rank."""
     split: Split = "train"
     layers: Sequence[int] | None = None
     """Aux layers to read; default: all."""
@@ -248,9 +248,9 @@ class TokenBatches(IterableDataset[GlobalBatch]):
             )
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"rank {self.rank} is outside 0…{self.world_size - 1}", kind=Kind.PACK_INVALID)
-        if not 0 < self._pack_tokens <= self.batch_tokens:
+        if min(self._pack_tokens, self.batch_tokens) < 1:
             raise ConfigError(
-                f"pack_tokens {self._pack_tokens} must lie in 1…batch_tokens ({self.batch_tokens})",
+                f"pack_tokens {self._pack_tokens} and batch_tokens {self.batch_tokens} must be 1 at least",
                 kind=Kind.PACK_INVALID,
             )
         if self.view.shortfall(self.store.capture, self._read, self._final)[0]:
@@ -262,7 +262,7 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                 f"sample {longest.id} of {self.store.path} has {longest.tokens} tokens, "
                 f"more than pack_tokens ({self._pack_tokens})",
                 kind=Kind.SAMPLE_TOO_LONG,
-                hint=f"set pack_tokens (and batch_tokens) to at least {longest.tokens}, or max_tokens to less",
+                hint=f"set pack_tokens to at least {longest.tokens}, or max_tokens to less",
             )
 
 

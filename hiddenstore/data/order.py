@@ -44,12 +44,13 @@ def global_batches(
     """Global batches from position ``start`` of ``order`` on.
 
     A batch takes consecutive samples while their sum is at most ``batch_tokens``; inside it, each rank fills packs
-    first-fit up to ``pack_tokens``. Starting at any batch's ``stop`` continues exactly as if never interrupted.
+    first-fit up to ``pack_tokens``. A longer sample than a batch is one alone, so that it alone pays for its length.
+    Starting at any batch's ``stop`` continues exactly as if never interrupted.
 
     lengths int64 [N] tokens per sample; order int64 [N] indices into ``lengths``. Raises ValueError: a sample is longer
-    than ``pack_tokens``, or ``pack_tokens`` than ``batch_tokens``."""
-    if not 0 < pack_tokens <= batch_tokens:
-        raise ValueError(f"pack_tokens {pack_tokens} must lie in 1…batch_tokens ({batch_tokens})")
+    than ``pack_tokens``, or a budget is none."""
+    if min(pack_tokens, batch_tokens) < 1:
+        raise ValueError(f"pack_tokens {pack_tokens} and batch_tokens {batch_tokens} must be 1 at least")
     ordered = np.asarray(lengths)[order]
     if len(ordered) and int(ordered.max()) > pack_tokens:
         raise ValueError(f"a sample of {int(ordered.max())} tokens does not fit into a pack of {pack_tokens}")
@@ -60,7 +61,7 @@ def global_batches(
         if int(ends[-1]) <= batch_tokens and start + room < len(ordered):
             room *= 2
             continue
-        count = int(np.searchsorted(ends, batch_tokens, side="right"))
+        count = max(1, int(np.searchsorted(ends, batch_tokens, side="right")))
         yield BatchPlan(start, start + count, tuple(following[:count].tolist()), pack_tokens)
         start += count
 

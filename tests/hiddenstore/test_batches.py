@@ -294,8 +294,8 @@ def test_a_cursor_beyond_the_samples_is_refused(changes: dict[str, int]) -> None
     [
         ({"rank": 2, "world_size": 2}, r"rank 2 is outside 0…1"),
         ({"rank": -1}, r"rank -1 is outside 0…0"),
-        ({"pack_tokens": 61}, r"pack_tokens 61 must lie in 1…batch_tokens \(60\)"),
-        ({"pack_tokens": 0}, r"pack_tokens 0 must lie in"),
+        ({"pack_tokens": 0}, r"pack_tokens 0 and batch_tokens 60 must be 1 at least"),
+        ({"pack_tokens": 60, "batch_tokens": 0}, r"pack_tokens 60 and batch_tokens 0 must be"),
     ],
 )
 def test_ranks_and_packs_that_cannot_be_are_refused(options: dict[str, int], said: str) -> None:

@@ -101,7 +101,7 @@ def test_a_rank_without_a_pack_contributes_zero_and_the_first_says_so(tmp_path: 
     assert codes == [0, 0], err
     assert_same_training(tmp_path / "one", tmp_path / "two")
     assert "0.9 of 2 ranks have nothing to do in the average step" in err[0]
-    assert "try data.batch_tokens=78" in err[0]
+    assert "try data.batch_tokens=52" in err[0]
     assert err[1] == ""
 
 

@@ -205,6 +205,6 @@ def test_the_draft_vocabulary_covers_98_percent_of_what_is_supervised(often: int
 def test_a_small_store_is_cut_into_small_batches() -> None:
     store = store_of("Qwen3-8B")
     values = derived(store)
-    assert values["data"]["batch_tokens"] == 2048
+    assert values["data"] == {"batch_tokens": 1024, "pack_tokens": 2048}
     store.entries = [(None, SimpleNamespace(tokens=1500, split="train")) for _ in range(4000)]
     assert derived(store)["data"]["batch_tokens"] == 4000 * 1500 // 400

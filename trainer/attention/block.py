@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from trainer.attention.ttt import for_kernel
+from trainer.attention.ttt import attend, for_kernel
 from trainer.slots import Blocks
 
 GROUP_ROWS = 64
@@ -89,8 +88,7 @@ def attend_groups(q: Tensor, context: tuple[Tensor, Tensor], block_kv: tuple[Ten
         mask = None if mask is None else mask.expand(-1, sight.slots, -1).flatten(0, 1)
         queries = q[group.first * sight.slots : group.last * sight.slots]
         queries, k, v = (x.transpose(0, 1)[None] for x in (queries, k, v))
-        attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, enable_gqa=True)
-        out.append(attended[0].transpose(0, 1))
+        out.append(attend(queries, k, v, mask)[0].transpose(0, 1))
     return torch.cat(out) if out else q[:0]
 
 

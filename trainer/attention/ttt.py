@@ -9,7 +9,8 @@ p = exp(s_j - L), dv_j += p do, ds_j = p (do·v_j - delta). A flash backward giv
 
 For decoding: keys and values of a growing sequence, and attention over them.
 
-Shapes: A active slots, T tokens, n new rows, N query heads, G key heads, E head width, K steps so far.
+Shapes: A active slots, T tokens, n new rows, N query heads, G key heads, S rows queried, J keys, E head width, K steps
+so far.
 """
 
 from collections.abc import Sequence
@@ -369,8 +370,7 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int = 
     mask = cache.visible
     if mask is None and n > 1:
         mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
-    attended = F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, attn_mask=mask, enable_gqa=True)
-    return attended[0].transpose(0, 1)
+    return attend(q.transpose(0, 1)[None], keys, values, mask)[0].transpose(0, 1)
 
 
 def _grown(old: Tensor | None, like: Tensor, length: int, end: int) -> Tensor:
@@ -378,3 +378,19 @@ def _grown(old: Tensor | None, like: Tensor, length: int, end: int) -> Tensor:
     if old is not None:
         new[:, :, :length] = old[:, :, :length]
     return new
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attended values [1, N, S, E] of q [1, N, S, E] over k, v [1, G, J, E]; ``mask`` bool [S, J], None for all."""
+    shares = shares_keys(q, mask)
+    if not shares:
+        group = q.shape[1] // k.shape[1]
+        k, v = (x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=shares)
+
+
+def shares_keys(q: Tensor, mask: Tensor | None) -> bool:
+    """Whether the query heads of a group read one copy of their keys. Beside the CPU's only flash attention lets them,
+    which takes no mask; otherwise torch falls back to a kernel that keeps every score in fp32. transformers asks the
+    same (``use_gqa_in_sdpa``)."""
+    return q.device.type == "cpu" or (mask is None and fits(q))

@@ -199,7 +199,7 @@ def _refuse_settings(drafter: str | None, file: str | None, words: tuple[str, ..
 
     path = None if file is None else settings_file(file)
     if not any(assignments(section, path, words) for section in ("drafter", "loss")):
-        check(TrainConfig, path, words, {"data": {"pack_tokens": 1}})
+        check(TrainConfig, path, words)
     from trainer.settings import check_settings
 
     check_settings(drafter, path, words)

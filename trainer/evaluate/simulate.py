@@ -248,7 +248,8 @@ def split_packs(store: Store, split: Split, needs: "Needs") -> Iterator[PackedBa
         split=split,
         layers=needs.aux_layers,
         final=needs.final != "none",
-        batch_tokens=max(PACK_TOKENS, *lengths),
+        batch_tokens=PACK_TOKENS,
+        pack_tokens=max(PACK_TOKENS, *lengths),
         epochs=1,
     )
     for batch in batches:

@@ -19,7 +19,9 @@ from trainer.parallel.group import ProcessGroup, peer_errors
 
 class Ddp:
     """A copy on every rank, gradients summed in buckets. With one process everything here is free. Every method is
-    called by all ranks, in the same order."""
+    called by all ranks, in the same order. ``shards``: ranks that share a parameter and its moments."""
+
+    shards = 1
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -41,7 +43,8 @@ class Fsdp(Ddp):
 
     def __init__(self, model: nn.Module, group: ProcessGroup, device: torch.device) -> None:
         with peer_errors():
-            mesh = init_device_mesh(device.type, (group.rank.world_size,))
+            self.shards = group.rank.world_size
+            mesh = init_device_mesh(device.type, (self.shards,))
             self._touch = _TouchParameters(model)
             self._unit: FSDPModule = fully_shard(self._touch, mesh=mesh, reshard_after_forward=False)
         # The objective divides by the slots of the global batch, so that gradients add up.

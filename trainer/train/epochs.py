@@ -39,7 +39,7 @@ def token_batches(
         split="validation" if validation else "train",
         layers=needs.aux_layers,
         final=needs.final != "none",
-        batch_tokens=max(config.data.batch_tokens, longest),
+        batch_tokens=config.data.batch_tokens,
         pack_tokens=max(config.data.pack_tokens, longest),
         seed=config.data.seed,
         view=view_of(config),

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ import torch
 from hiddenstore.console.output import output
 from hiddenstore.console.text import amount, plural, size
 from hiddenstore.console.text import seconds as duration_text
-from hiddenstore.data import GlobalBatch, PackedBatch
-from hiddenstore.errors import ConfigError, CorruptionError, InterruptError, Kind
+from hiddenstore.data import Cursor, GlobalBatch, PackedBatch, TokenBatches
+from hiddenstore.errors import ConfigError, CorruptionError, InterruptError, Kind, StorageError
 from hiddenstore.files.documents import foreign_json
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.index.table import SPLITS
 from hiddenstore.inspect.expect import EXPECTED_DRAFTER, expectation
 from hiddenstore.process import Drain, drain_on_signal, from_environment, peak_bytes
+from trainer.parallel.data_parallel import unsharded
 from trainer.parallel.group import ProcessGroup, process_group
 from trainer.presets import settings_file
 from trainer.settings import derived, derived_lr, rank_settings
@@ -31,11 +33,12 @@ from trainer.train.log import METRICS, RunLog
 from trainer.train.optim import orthogonal
 from trainer.train.run_folder import CONFIG, TrainOptions, drafter_name, read_facts
 from trainer.train.state import TrainState, build_state, save_checkpoint, token_batches
-from trainer.train.step import autocast, some_of, steps, validate
+from trainer.train.step import autocast, inputs_of, some_of, steps, validate
 from trainer.train.storage import CACHE_BYTES, Mirror
 from trainer.train.track import Tracked, TrackedRun, tracker_names
 
 _COLUMNS = 2
+_BATCHES_LOOKED_AT = 32
 
 
 @dataclass(frozen=True)
@@ -216,6 +219,8 @@ def _run(options: TrainOptions, group: ProcessGroup) -> TrainReport:
                     raise copied.behind
             return _report(state, _last_metrics(state.path), began, was_finished=True)
         said = print_summary(state) if group.is_first else None
+        if state.device.type == "cuda":
+            walk_longest(state)
         report = replace(_train(state, drain, began, copied), forecast=asdict(said) if said else None)
         if copied is not None and copied.behind is not None:
             raise copied.behind
@@ -385,6 +390,49 @@ def forecast_text(said: Forecast, batch_tokens: int) -> str:
     return f"{duration}, measured on one pack; {size(said.memory_bytes)} of memory, {disk}"
 
 
+def walk_longest(state: TrainState) -> None:
+    """Forward and backward of the longest pack, on every rank alike: what does not fit into the memory of a GPU is told
+    before the first step and not where it is drawn. Weights, order and random draws of the run stay as they are. Raises
+    StorageError: ``out-of-memory``."""
+    group = state.group
+    with group.all_or_none():
+        pack = _longest_pack(state.batches).to(state.device)
+    with unsharded(state.parallel), group.all_or_none():
+        try:
+            # The first step makes the moments, and every later one works beside them.
+            room = 0 if state.optimizer.tensors() else _moment_bytes(state) // state.parallel.shards
+            beside = torch.empty(room, dtype=torch.uint8, device=state.device)
+            _walk(state, pack)
+            del beside
+        except torch.OutOfMemoryError as error:
+            raise StorageError(
+                f"the longest pack has {pack.tokens:,} tokens, and its forward and backward do not fit into the memory "
+                f"of {state.device}: {str(error).splitlines()[0]}",
+                kind=Kind.OUT_OF_MEMORY,
+                hint="shorter samples (data.max_tokens) or packs (data.pack_tokens), "
+                "train.checkpoint_activations=true, or train.context_parallel=N",
+            ) from error
+    if state.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _longest_pack(batches: TokenBatches) -> PackedBatch:
+    """Of all ranks in the first batches and in the one that holds the longest sample, which a later epoch may give to
+    any rank."""
+    plans = (plan for plan, _ids in batches.plan(0))
+    first = list(islice(plans, _BATCHES_LOOKED_AT))
+    holder = max(chain(first, plans), key=lambda plan: max(plan.lengths))
+    tokens, rank, start = max(
+        (sum(plan.lengths[position - plan.start] for position in pack), rank, plan.start)
+        for plan in (*first, holder)
+        for rank in range(batches.world_size)
+        for pack in plan.packs_of(rank, batches.world_size)
+    )
+    cursor = replace(Cursor.from_json(batches.state_dict()), epoch=0, samples=start)
+    there = next(iter(replace(batches, rank=rank, cursor=cursor, epochs=None)))
+    return next(pack for pack in there.packs if pack.tokens == tokens)
+
+
 def _moment_bytes(state: TrainState) -> int:
     """Of the optimizer: a moment of every matrix under Muon, two of everything else."""
     matrices = sum(p.numel() for p in state.optimizer.matrices)
@@ -393,7 +441,7 @@ def _moment_bytes(state: TrainState) -> int:
 
 def _walk(state: TrainState, pack: PackedBatch) -> None:
     state.model.rng_key = (state.config.train.seed, state.step)
-    inputs = state.objective.prepare(pack)
+    (inputs,) = inputs_of(state, [pack])
     with autocast(state):
         losses = state.objective.losses(inputs, state.objective.denominators(inputs))
     if losses.total.requires_grad:

@@ -1,6 +1,7 @@
 """The state of a training run: everything a step needs, new or as the newest checkpoint left it, on every rank."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -284,9 +285,9 @@ def _warn_of_idle_ranks(state: TrainState) -> None:
     idle = sum(max(0, ranks - count) for count in samples) / len(samples)
     if idle < 0.5:
         return
-    longest = view_of(state.config).tokens(int(state.batches.store.catalog.table.tokens.max()))
+    enough = math.ceil(ranks * state.batches.tokens / sum(samples))
     output().warn(
         f"{idle:.1f} of {ranks} ranks have nothing to do in the average step: a batch of "
         f"{state.config.data.batch_tokens:,} tokens holds {sum(samples) / len(samples):.1f} samples; "
-        f"try data.batch_tokens={longest * ranks}"
+        f"try data.batch_tokens={enough}"
     )

@@ -39,7 +39,7 @@ def steps(state: TrainState) -> Generator[tuple[GlobalBatch, StepMetrics], None,
         state.model.rng_key = (state.config.train.seed, state.step)
         with state.group.all_or_none():
             batch = next(batches, None)
-            inputs = [] if batch is None else _inputs(state, _on_device(state, batch))
+            inputs = [] if batch is None else inputs_of(state, _on_device(state, batch))
         if batch is None and state.config.train.follow:
             state.go_to(Cursor.from_json(state.batches.state_dict()))
             batches = iter(state.batches)
@@ -137,7 +137,7 @@ def validate(state: TrainState) -> None:
         tokens = 0
         for batch in token_batches(state.store, state.config, state.group, validation=True):
             packs = _on_device(state, batch)
-            inputs = _inputs(state, packs)
+            inputs = inputs_of(state, packs)
             totals.count(inputs)
             denominators = state.objective.denominators(*inputs)
             for pack in inputs:
@@ -179,7 +179,8 @@ def _on_device(state: TrainState, batch: GlobalBatch) -> list[PackedBatch]:
     return [pack.to(state.device) for pack in batch.packs]
 
 
-def _inputs(state: TrainState, packs: Sequence[PackedBatch]) -> list[LossInputs]:
+def inputs_of(state: TrainState, packs: Sequence[PackedBatch]) -> list[LossInputs]:
+    """What the losses of a rank's packs need, of its shards of them where ranks share a sequence."""
     if state.context is not None:
         # The deepest slot is taught `depths` rows on, by a row whose mask may lie one further.
         packs = [shard_of(pack, state.context, state.objective.depths + 2) for pack in packs]

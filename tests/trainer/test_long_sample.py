@@ -1,0 +1,193 @@
+"""One sample much longer than the others: it is a batch alone, and what it takes is known before the first step."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hiddenstore.errors import StorageError
+from hiddenstore.files.lock import FolderLock
+from hiddenstore.inputs import input_digest
+from hiddenstore.process import Rank, from_environment
+from hiddenstore.records import Sample, sample_id
+from hiddenstore.store import Store
+from hiddenstore.testing import builders
+from hiddenstore.writer import create_store, write_unit
+from tests.forked import Forked
+from tests.trainer.runs import WORDS, tiny_store
+from tests.trainer.two_ranks import free_ports
+from trainer import settings
+from trainer.parallel.group import ProcessGroup, process_group
+from trainer.settings import activation_bytes, load_config
+from trainer.train import loop
+from trainer.train.loop import walk_longest
+from trainer.train.run_folder import TrainOptions
+from trainer.train.state import TrainState, build_state
+from trainer.train.step import steps
+
+SHORT, LONG, CHATS = 30, 3000, 60
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """60 samples of 30 tokens and one of 3,000."""
+    capture = builders.capture_spec((1, 3, 4))
+    made = create_store(
+        tmp_path_factory.mktemp("long") / "store", capture, builders.HEAD, "safe", builders.target_files()
+    )
+    rng = np.random.default_rng(0)
+    samples = []
+    for index in range(CHATS + 1):
+        tokens = LONG if index == CHATS // 2 else SHORT
+        ids = rng.integers(0, builders.VOCAB, tokens).astype(np.int32)
+        mask = (np.arange(tokens) >= 8).astype(np.uint8)
+        spans = np.array([[2, 8, tokens]], np.int32)
+        samples.append(Sample(sample_id(ids, mask), ids, mask, spans, "train", f"chats:{index}"))
+    digest = input_digest((sample.id, sample.split) for sample in samples)
+    write_unit(made, f"{digest[:12]}-000000", digest, builders.random_records(samples, capture), (), builders.ENGINE)
+    return Store.open(made.path)
+
+
+def test_one_long_sample_leaves_batch_steps_and_rate_to_the_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "free_bytes", lambda: 1 << 50)
+    monkeypatch.setattr(settings, "FEWEST_BATCH_TOKENS", 120)
+    config = load_config(store, words=["optim.kind=muon"])
+    assert (config.data.batch_tokens, config.data.pack_tokens) == (120, LONG)
+    without = load_config(store, words=["optim.kind=muon", f"data.max_tokens={SHORT}"])
+    assert (without.data.batch_tokens, without.data.pack_tokens) == (120, 120)
+    steps_of_all = CHATS * SHORT / 120 + 1
+    assert settings._short_run(store, config)[1] == pytest.approx(steps_of_all)
+    assert config.optim.lr == pytest.approx(without.optim.lr, rel=0.05)
+
+
+def test_a_batch_that_was_set_keeps_its_length_beside_a_longer_sample(store: Store) -> None:
+    data = load_config(store, words=["data.batch_tokens=200"]).data
+    assert (data.batch_tokens, data.pack_tokens) == (200, LONG)
+    data = load_config(store, words=["data.batch_tokens=200", "data.max_tokens=100"]).data
+    assert (data.batch_tokens, data.pack_tokens) == (200, 200)
+
+
+def test_a_run_takes_the_long_sample_as_a_step_of_its_own(store: Store, tmp_path: Path) -> None:
+    words = [*WORDS[2:], "data.batch_tokens=150", "train.max_steps=none", "train.validate_every=0"]
+    state = state_of(store, tmp_path / "run", words, ProcessGroup(Rank()))
+    seen = [(batch.samples, metrics.tokens) for batch, metrics in steps(state)]
+    assert (1, LONG) in seen
+    assert len(seen) in range(13, 15)
+    assert max(tokens for samples, tokens in seen if samples > 1) <= 150
+
+
+def test_a_sample_that_memory_may_not_hold_is_said_before_the_first_step_with_what_helps(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(settings, "output", lambda: SimpleNamespace(warn=warned.append, note=lambda text: None))
+    monkeypatch.setattr(settings, "free_bytes", lambda: 1 << 50)
+    a_token = activation_bytes(load_config(store))
+    assert warned == []
+    monkeypatch.setattr(settings, "free_bytes", lambda: a_token * LONG // 2)
+    cpu, pack = "train.device=cpu", "data.pack_tokens=3000"
+    for words in (
+        [],
+        [pack, "data.max_tokens=1500"],
+        ["train.checkpoint_activations=true"],
+        ["train.context_parallel=2"],
+    ):
+        load_config(store, words=[cpu, *words])
+    (said,) = warned
+    assert "the longest sample has 3,000 tokens" in said
+    assert "data.max_tokens=750 cuts it" in said
+    assert "train.checkpoint_activations=true" in said
+    assert "train.context_parallel=2 shares it" in said
+    load_config(store, "dflash", words=[cpu, "drafter.mask_token_id=0"])
+    assert "longest sample" in warned[1]
+    assert "context_parallel" not in warned[1]
+
+
+def state_of(store: Store, run: Path, words: list[str], group: ProcessGroup) -> TrainState:
+    with FolderLock(run) as lock:
+        return build_state(TrainOptions(store.path, run, None, None, tuple(words)), group, lock)
+
+
+def test_the_longest_pack_is_walked_before_the_first_step_and_changes_nothing(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*WORDS[2:], "data.batch_tokens=150", "train.max_steps=6", "train.validate_every=0"]
+    straight = [metrics.loss for _, metrics in steps(state_of(store, tmp_path / "one", words, ProcessGroup(Rank())))]
+    walked = []
+    walk = loop._walk
+    monkeypatch.setattr(loop, "_walk", lambda state, pack: (walked.append(pack.tokens), walk(state, pack)))
+    state = state_of(store, tmp_path / "two", words, ProcessGroup(Rank()))
+    before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
+    walk_longest(state)
+    assert walked == [LONG]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.state_dict().items())
+    assert state.optimizer.tensors() == {}
+    assert all(parameter.grad is None for parameter in state.model.parameters())
+    assert [metrics.loss for _, metrics in steps(state)] == straight
+
+
+def test_packs_of_many_samples_are_walked_where_they_are_the_longest(tmp_path: Path) -> None:
+    state = state_of(tiny_store(tmp_path), tmp_path / "run", WORDS, ProcessGroup(Rank()))
+    pack = loop._longest_pack(state.batches)
+    plans = [plan for plan, _ in state.batches.plan(0)]
+    assert pack.tokens == max(sum(plan.lengths[i - plan.start] for i in pack) for plan in plans for pack in plan.packs)
+    assert len(pack.sample_ids) > 1
+
+
+def test_a_longest_pack_that_memory_does_not_hold_is_told_with_what_helps(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of(store, tmp_path / "run", [*WORDS[2:], "data.batch_tokens=150"], ProcessGroup(Rank()))
+
+    def full(inputs: object, denominators: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")
+
+    monkeypatch.setattr(state.objective, "losses", full)
+    with pytest.raises(StorageError, match=r"3,000 tokens, .* memory of cpu: CUDA out of memory") as caught:
+        walk_longest(state)
+    assert caught.value.kind == "out-of-memory"
+    for setting in ("data.max_tokens", "data.pack_tokens", "checkpoint_activations", "context_parallel"):
+        assert setting in str(caught.value.hint)
+
+
+WAYS = {"ddp": [], "fsdp": ["train.parallel=fsdp"], "context": ["train.context_parallel=2"]}
+
+
+def _walk_and_train(store: str, folder: str, words: list[str], ports: dict[str, int]) -> None:
+    """The body of one rank: each way with and without the walk."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    for name, port in ports.items():
+        os.environ["MASTER_PORT"] = str(port)
+        way, _, walks = name.partition("-")
+        with process_group(from_environment()) as group:
+            state = state_of(Store.open(store), Path(folder) / name, [*words, *WAYS[way]], group)
+            if walks:
+                walk_longest(state)
+            found = [metrics.loss for _, metrics in steps(state)]
+            if group.is_first:
+                (Path(folder) / f"{name}.txt").write_text(repr(found))
+
+
+def test_the_walk_of_two_ranks_changes_nothing_in_any_way_of_sharing_the_work(store: Store, tmp_path: Path) -> None:
+    words = [*WORDS[2:], "data.batch_tokens=150", "train.max_steps=4", "train.validate_every=0"]
+    names = [f"{way}{walks}" for way in WAYS for walks in ("", "-walks")]
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    ranks = [
+        Forked(_walk_and_train, store.path, str(tmp_path), words, ports, RANK=str(i), LOCAL_RANK=str(i), WORLD_SIZE="2")
+        for i in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=300)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    for way in WAYS:
+        with_and_without = [(tmp_path / f"{way}{walks}.txt").read_text() for walks in ("", "-walks")]
+        assert with_and_without[0] == with_and_without[1]
+        assert len(with_and_without[0].split(",")) == 4
