@@ -36,8 +36,7 @@ from collectors.capture.options import CollectOptions
 from collectors.demo import TARGET_DIR
 from collectors.engines.hf import _pad, plan_batches
 from collectors.engines.resources import default_root
-from collectors.engines.vllm import LayerIds, kv_transfer_config, speculative_config
-from collectors.engines.vllm_server import StateFile
+from collectors.engines.vllm_server import LayerIds, StateFile, kv_transfer_config, speculative_config
 from collectors.targets.layers import choose_layers
 from collectors.targets.load import load_target
 from hiddenstore import inputs

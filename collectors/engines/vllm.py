@@ -6,20 +6,16 @@ after k layers, so id N is the final hidden before its norm.
 Shapes: T tokens of one request, n ids, L aux layers, N decoder layers, D target width.
 """
 
-import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from collectors.engines import (
     Captured,
@@ -32,65 +28,13 @@ from collectors.engines import (
 )
 from collectors.engines.resources import check_version, choose_devices, major_minor
 from collectors.engines.unit_memory import PLACE, UnitMemory
+from collectors.engines.vllm_server import LATE_S, LayerIds, VllmServer, speculative_config
 from collectors.targets.load import EngineTarget
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.targets.folder import first_line
 from schemas.capture import NormState
-from schemas.layers import to_convention
 from schemas.manifest import Engine
-
-CONNECTOR = "ExampleHiddenStatesConnector"
-CPU_CONNECTOR = "CpuHiddenStatesConnector"
-CPU_CONNECTOR_MODULE = "collectors.engines.vllm_cpu_connector"
-# States that are not there so long after their request was answered will never be.
-LATE_S = 120.0
-
-
-@dataclass(frozen=True)
-class LayerIds:
-    """The ids vLLM is asked for, ascending: ``aux`` of them the aux layers', the last one N, the final hidden."""
-
-    ids: tuple[int, ...]
-    aux: int
-
-    @classmethod
-    def of(cls, aux_layers: tuple[int, ...], num_layers: int) -> "LayerIds":
-        """
-        >>> LayerIds.of((-1, 1, 3), 4)
-        LayerIds(ids=(0, 2, 4), aux=3)
-        """
-        ids = {*to_convention(aux_layers, "vllm"), num_layers}
-        return cls(tuple(sorted(ids)), len(aux_layers))
-
-    def split(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """aux [L, T, D], final [T, D], views of the states [T, n, D] of one request; CaptureError ``engine-shape``."""
-        if states.ndim != 3 or states.shape[1] != len(self.ids):
-            raise CaptureError(
-                f"vLLM gave states {list(states.shape)}, expected [tokens, {len(self.ids)}, width] for its layer ids "
-                f"{list(self.ids)}",
-                kind=Kind.ENGINE_SHAPE,
-            )
-        return states[:, : self.aux].transpose(0, 1), states[:, -1]
-
-
-def speculative_config(layer_ids: LayerIds) -> dict[str, Any]:
-    """What vLLM's ``speculative_config`` says to hand out hidden states."""
-    return {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids.ids)}},
-    }
-
-
-def kv_transfer_config(folder: str, on_cpu: bool = False) -> dict[str, Any]:
-    """What vLLM's ``kv_transfer_config`` says to write them below ``folder``."""
-    config: dict[str, Any] = {
-        "kv_connector": CPU_CONNECTOR if on_cpu else CONNECTOR,
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": folder},
-    }
-    return config | ({"kv_connector_module_path": CPU_CONNECTOR_MODULE} if on_cpu else {})
 
 
 def memory_transfer_config() -> dict[str, Any]:
@@ -103,20 +47,10 @@ def memory_transfer_config() -> dict[str, Any]:
     }
 
 
-def server_command(target: EngineTarget, layer_ids: LayerIds) -> str:
-    """The command that starts a server which hands out these layers."""
-    words = ["vllm", "serve", target.folder.name, "--dtype", target.identity.dtype]
-    words += ["--speculative-config", json.dumps(speculative_config(layer_ids))]
-    words += ["--kv-transfer-config", json.dumps(kv_transfer_config("/dev/shm/states"))]
-    return shlex.join(words)
-
-
 def open_vllm(target: EngineTarget, options: EngineOptions) -> CaptureEngine:
     """Start vLLM for a target, or reach the server at ``options.server``; raises as the two do."""
     if options.server is None:
         return VllmProcess(target, options)
-    from collectors.engines.vllm_server import VllmServer
-
     return VllmServer(target, options)
 
 

@@ -7,11 +7,14 @@ Shapes: T tokens of one request, n ids, D target width.
 """
 
 import fcntl
+import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,12 +33,12 @@ from collectors.engines import (
     read_settings,
 )
 from collectors.engines.assembly import Assembly
-from collectors.engines.vllm import LATE_S, LayerIds, server_command
 from collectors.targets.load import EngineTarget
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.servers.http import NO_PENALTIES, HttpClient, ServerAccess
 from schemas.capture import NormState
+from schemas.layers import to_convention
 from schemas.manifest import Engine
 
 _STATES, _TOKENS = "hidden_states", "token_ids"
@@ -43,6 +46,66 @@ SETTINGS = {"model": None, "concurrency": 32, "timeout_s": 600, "api_key_env": N
 _SERVER_POLL_S = 0.2
 _PROBE_LINES = 8192
 _PROBE = "The quick brown fox jumps over the lazy dog. 0123456789"
+
+CONNECTOR = "ExampleHiddenStatesConnector"
+CPU_CONNECTOR = "CpuHiddenStatesConnector"
+CPU_CONNECTOR_MODULE = "collectors.engines.vllm_cpu_connector"
+# States that are not there so long after their request was answered will never be.
+LATE_S = 120.0
+
+
+@dataclass(frozen=True)
+class LayerIds:
+    """The ids vLLM is asked for, ascending: ``aux`` of them the aux layers', the last one N, the final hidden."""
+
+    ids: tuple[int, ...]
+    aux: int
+
+    @classmethod
+    def of(cls, aux_layers: tuple[int, ...], num_layers: int) -> "LayerIds":
+        """
+        >>> LayerIds.of((-1, 1, 3), 4)
+        LayerIds(ids=(0, 2, 4), aux=3)
+        """
+        ids = {*to_convention(aux_layers, "vllm"), num_layers}
+        return cls(tuple(sorted(ids)), len(aux_layers))
+
+    def split(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """aux [L, T, D], final [T, D], views of the states [T, n, D] of one request; CaptureError ``engine-shape``."""
+        if states.ndim != 3 or states.shape[1] != len(self.ids):
+            raise CaptureError(
+                f"vLLM gave states {list(states.shape)}, expected [tokens, {len(self.ids)}, width] for its layer ids "
+                f"{list(self.ids)}",
+                kind=Kind.ENGINE_SHAPE,
+            )
+        return states[:, : self.aux].transpose(0, 1), states[:, -1]
+
+
+def speculative_config(layer_ids: LayerIds) -> dict[str, Any]:
+    """What vLLM's ``speculative_config`` says to hand out hidden states."""
+    return {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids.ids)}},
+    }
+
+
+def kv_transfer_config(folder: str, on_cpu: bool = False) -> dict[str, Any]:
+    """What vLLM's ``kv_transfer_config`` says to write them below ``folder``."""
+    config: dict[str, Any] = {
+        "kv_connector": CPU_CONNECTOR if on_cpu else CONNECTOR,
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": folder},
+    }
+    return config | ({"kv_connector_module_path": CPU_CONNECTOR_MODULE} if on_cpu else {})
+
+
+def server_command(target: EngineTarget, layer_ids: LayerIds) -> str:
+    """The command that starts a server which hands out these layers."""
+    words = ["vllm", "serve", target.folder.name, "--dtype", target.identity.dtype]
+    words += ["--speculative-config", json.dumps(speculative_config(layer_ids))]
+    words += ["--kv-transfer-config", json.dumps(kv_transfer_config("/dev/shm/states"))]
+    return shlex.join(words)
 
 
 # token_ids int32 [T], states [T, n, D], the token sampled after the last.

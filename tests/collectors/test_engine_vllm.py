@@ -18,15 +18,15 @@ from collectors.engines import CaptureRequest, EngineOptions, open_engine
 from collectors.engines.hf import HfEngine
 from collectors.engines.resources import major_minor
 from collectors.engines.unit_memory import PLACE, UnitMemory
-from collectors.engines.vllm import (
+from collectors.engines.vllm import VllmProcess, _Flow, _require_memory
+from collectors.engines.vllm_server import (
+    _PROBE,
     LayerIds,
-    VllmProcess,
-    _Flow,
-    _require_memory,
+    StateFile,
+    VllmServer,
     kv_transfer_config,
     speculative_config,
 )
-from collectors.engines.vllm_server import _PROBE, StateFile, VllmServer
 from collectors.targets.load import EngineTarget, LoadedTarget, load_target
 from hiddenstore.errors import CaptureError, ConfigError, FormatError, HiddenstoreError, InterruptError
 from hiddenstore.store import Store

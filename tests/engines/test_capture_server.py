@@ -17,8 +17,8 @@ import torch
 from collectors.checks.crosscheck import row_errors
 from collectors.demo import TARGET_DIR
 from collectors.engines import CaptureRequest, EngineOptions
-from collectors.engines.vllm import LayerIds, VllmProcess, kv_transfer_config, speculative_config
-from collectors.engines.vllm_server import VllmServer
+from collectors.engines.vllm import VllmProcess
+from collectors.engines.vllm_server import LayerIds, VllmServer, kv_transfer_config, speculative_config
 from collectors.targets.load import EngineTarget, load_target
 from collectors.targets.probe import probe_states
 from hiddenstore.errors import ConfigError

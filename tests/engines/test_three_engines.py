@@ -25,7 +25,8 @@ from collectors.demo import TARGET_DIR
 from collectors.demo.corpus import conversations
 from collectors.engines import Captured, CaptureRequest, EngineOptions, hf
 from collectors.engines.hf import HfEngine
-from collectors.engines.vllm import LayerIds, VllmProcess
+from collectors.engines.vllm import VllmProcess
+from collectors.engines.vllm_server import LayerIds
 from collectors.targets.load import EngineTarget, LoadedTarget, load_target
 from hiddenstore.errors import CaptureError
 from hiddenstore.store import Store

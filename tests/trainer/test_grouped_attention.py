@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer.attention import block, cache, grouped
+from trainer.attention import block, ttt
 from trainer.slots import Blocks
 
 N, G, E = 8, 2, 64
@@ -22,7 +22,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         calls.append((k.shape[1], attn_mask is not None, enable_gqa))
         return torch.empty_like(q)
 
-    monkeypatch.setattr(grouped.F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(ttt.F, "scaled_dot_product_attention", attention)
     return calls
 
 
@@ -40,7 +40,7 @@ def test_masked_attention_of_blocks_on_a_device_copies_keys_for_the_kernel_that_
 
 def test_a_masked_step_of_decoding_on_a_device_copies_keys_for_the_kernel_that_keeps_no_scores(asked: Asked) -> None:
     q, k, v = (torch.empty(3, n, E, device="meta") for n in (N, G, G))
-    cache.attend_cached(q, k, v, cache.KVCache())
+    ttt.attend_cached(q, k, v, ttt.KVCache())
     assert asked == [(N, True, False)]
 
 
@@ -59,7 +59,7 @@ def test_on_a_gpu_groups_share_keys_only_where_flash_attention_takes_them(
     with FakeTensorMode():
         q = torch.empty(1, N, 4, width, device="cuda", dtype=dtype)
         mask = torch.empty(4, 4, device="cuda", dtype=torch.bool) if masked else None
-        assert grouped.shares_keys(q, mask) is shares
+        assert ttt.shares_keys(q, mask) is shares
 
 
 def test_on_cpu_groups_share_their_keys(asked: Asked) -> None:
@@ -74,9 +74,9 @@ def test_copied_and_shared_keys_give_the_same_values_and_gradients(
     torch.manual_seed(0)
     tensors = [torch.randn(1, n, 6, 8, dtype=torch.float64, requires_grad=True) for n in (N, G, G)]
     mask = torch.ones(6, 6, dtype=torch.bool).tril() if masked else None
-    shared = grouped.attend(*tensors, mask)
-    monkeypatch.setattr(grouped, "shares_keys", lambda q, mask: False)
-    copied = grouped.attend(*tensors, mask)
+    shared = ttt.attend(*tensors, mask)
+    monkeypatch.setattr(ttt, "shares_keys", lambda q, mask: False)
+    copied = ttt.attend(*tensors, mask)
     assert torch.allclose(copied, shared, rtol=1e-12, atol=1e-12)
     seed = torch.randn_like(shared)
     for a, b in zip(*(torch.autograd.grad(out, tensors, seed) for out in (copied, shared)), strict=True):
