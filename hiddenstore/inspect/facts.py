@@ -27,6 +27,8 @@ from schemas.manifest import CommitRecord, LayerStats
 BYTES_PER_VALUE = 2
 CONFIG_FILE = "config.json"
 HISTOGRAM_BINS = 12
+_NAMED_ROWS = {"final_rows": "final_rows", "samples.tar": "tar of all fields", "index.json": "index of the tar"}
+_OTHER_ROWS = ("scales", "raw rows", "tokens and index", *_NAMED_ROWS.values())
 _QUANTILES = (0.5, 0.95)
 
 
@@ -217,7 +219,9 @@ def _merged(stats: Sequence[LayerStats]) -> dict[str, Any]:
 
 
 class _Sizes:
-    """Bytes on disk by field: the layer or final array, its scales with ``aux`` or ``final``, tokens and the rest."""
+    """Bytes on disk by field: the layer or final array, what the codecs keep beside them, the places of the final rows,
+    tokens and the rest. A tar holds all of it: how it divides, only its index says, which is as long as the samples are
+    many."""
 
     def __init__(self, store: "Store") -> None:
         self._fields = list(store.capture.fields)
@@ -226,10 +230,16 @@ class _Sizes:
     def add(self, record: CommitRecord) -> None:
         for file in record.files:
             name = file.path.split("/", 1)[0]
-            if name not in self._fields:
-                name = "scales" if name.startswith(("aux_", "final_")) else "tokens and index"
-            self._sizes[name] += file.size
+            self._sizes[name if name in self._fields else _row_of(name)] += file.size
 
     def by_field(self) -> dict[str, int]:
-        order = [*self._fields, "scales", "tokens and index"]
-        return {name: self._sizes[name] for name in order if name in self._sizes}
+        return {name: self._sizes[name] for name in (*self._fields, *_OTHER_ROWS) if name in self._sizes}
+
+
+def _row_of(name: str) -> str:
+    """Where the bytes of a file or array that is no field are counted."""
+    if name in _NAMED_ROWS:
+        return _NAMED_ROWS[name]
+    if not name.startswith(("aux_", "final_")):
+        return "tokens and index"
+    return "raw rows" if name.endswith(("_raw_index", "_raw_rows")) else "scales"

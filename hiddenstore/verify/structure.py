@@ -6,10 +6,11 @@ Reads metadata only, never a segment's bytes.
 
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from operator import attrgetter
 from typing import Literal
 
 import numpy as np
@@ -352,15 +353,41 @@ def unnamed_segments(fs: Filesystem, named: Mapping[str, str]) -> dict[str, Fate
     Left out are all of a unit of which any record cannot be read: it may name any of them. Raises CorruptionError,
     FormatError: a snapshot cannot be read: it may name anything."""
     units = _units(fs, named)
+    known, registered = frozenset(units), cache(partial(_registered_units, fs))
     fates: dict[str, Fate] = {}
+    # Inputs are read after the listing: a unit is registered before it has a segment.
     for name in fs.list(layout.SEGMENTS_DIR):
-        claims, path = layout.segment_claims(name), f"{layout.SEGMENTS_DIR}/{name}"
+        claims, path = _believable(layout.segment_claims(name), known, registered), f"{layout.SEGMENTS_DIR}/{name}"
         if not claims or not all(units[claim.unit].is_certain for claim in claims):
             continue
         fate = _fate(path, claims, units)
         if fate is not None:
             fates[path] = fate
     return fates
+
+
+def _believable(
+    claims: tuple[CommitName, ...], known: Collection[str], registered: Callable[[], Collection[str] | None]
+) -> tuple[CommitName, ...]:
+    """Of the two claims of ``X-rN-<8 hex>`` that for revision N of X alone where X is a unit and ``X-rN`` is none."""
+    if len(claims) < 2 or claims[1].unit in known:
+        return claims
+    others = registered()
+    if others is None or claims[1].unit in others or claims[0].unit not in {*known, *others}:
+        return claims
+    return claims[:1]
+
+
+def _registered_units(fs: Filesystem) -> frozenset[str] | None:
+    """The units of all inputs; None where an input cannot be read: it may have any."""
+    try:
+        parts = [
+            twice(fs, partial(attrgetter("units"), registered), layout.input_path(digest))
+            for digest, registered in registered_inputs(fs).items()
+        ]
+    except DAMAGE:
+        return None
+    return frozenset().union(*parts)
 
 
 def _fate(path: str, claims: tuple[CommitName, ...], units: "dict[str, _Unit]") -> Fate | None:

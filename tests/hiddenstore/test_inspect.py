@@ -190,6 +190,38 @@ def test_stats_merge_units_as_if_they_were_one(store: Store) -> None:
     assert sum(part["tokens"] for part in document["splits"].values()) == inspect.info(store)["tokens"]
 
 
+def array_bytes(store: Store, *names: str) -> int:
+    return sum(file.size for record in store.commits() for file in record.files if file.path.split("/")[0] in names)
+
+
+def test_stats_say_which_array_the_bytes_of_a_store_are_of(tmp_path: Path) -> None:
+    store = make_store(tmp_path, codec="q4")
+    scales = [
+        f"{group}_{name}" for group in ("aux", "final") for name in ("channel_offset", "channel_scale", "token_scale")
+    ]
+    expected = {
+        "layer_1": array_bytes(store, "layer_1"),
+        "layer_3": array_bytes(store, "layer_3"),
+        "final": array_bytes(store, "final"),
+        "scales": array_bytes(store, *scales),
+        "raw rows": array_bytes(store, "aux_raw_index", "aux_raw_rows", "final_raw_index", "final_raw_rows"),
+        "tokens and index": array_bytes(store, "input_ids", "loss_mask", "spans", "zarr.json"),
+        "final_rows": array_bytes(store, "final_rows"),
+    }
+    assert inspect.stats(store)["bytes"] == expected
+    assert sum(expected.values()) == inspect.info(store)["bytes_stored"]
+
+
+def test_stats_of_tars_call_their_bytes_neither_tokens_nor_index(tmp_path: Path) -> None:
+    store = make_store(tmp_path, codec="q4", container="webdataset")
+    expected = {
+        "tar of all fields": array_bytes(store, "samples.tar"),
+        "index of the tar": array_bytes(store, "index.json"),
+    }
+    assert inspect.stats(store)["bytes"] == expected
+    assert sum(expected.values()) == inspect.info(store)["bytes_stored"]
+
+
 def word_tokenizer() -> Tokenizer:
     words = {f"Ġw{i}": i for i in range(64)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="Ġw0"))

@@ -1,5 +1,6 @@
 """verify finds what is missing, left over, cut short or changed, and names the file and the samples."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from hiddenstore.care.gc import gc
+from hiddenstore.commit import publish_commit
 from hiddenstore.errors import ConfigError, NotFoundError
 from hiddenstore.files import layout
 from hiddenstore.files.documents import seal
@@ -14,6 +17,7 @@ from hiddenstore.inputs import REGISTERED, encode_registered, table_digest
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, make_store, random_records
 from hiddenstore.verify import Report, verify
+from hiddenstore.verify.structure import unnamed_segments
 from hiddenstore.writer import write_unit
 
 
@@ -206,3 +210,36 @@ def test_a_snapshot_that_names_a_record_which_is_gone_is_an_error(tmp_path: Path
     assert kinds(report) == ["commit-missing", "incomplete"]
     (gone,) = [finding for finding in report.findings if finding.kind == "commit-missing"]
     assert gone.path == layout.commit_path(record.unit)
+
+
+@pytest.mark.parametrize("is_a_unit", [False, True])
+def test_a_segment_of_a_lost_attempt_at_a_revision_is_an_orphan_unless_a_unit_has_its_name(
+    tmp_path: Path, is_a_unit: bool
+) -> None:
+    store = make_store(tmp_path, samples=10)
+    record, other = store.commits()[:2]
+    won, lost = (layout.segment_path(record.unit, attempt, 1) for attempt in ("0badf00d", "deadbeef"))
+    for path in (won, lost):
+        shutil.copytree(Path(store.path, record.segment), Path(store.path, path))
+    assert publish_commit(store.fs, record.model_copy(update={"segment": won}), 1)
+    if is_a_unit:
+        ((digest, registered),) = store.inputs().items()
+        units = [f"{record.unit}-r1" if unit == other.unit else unit for unit in registered.table["unit"].to_pylist()]
+        table = registered.table.set_column(1, "unit", pa.array(units))
+        Path(store.path, layout.input_path(digest)).write_bytes(encode_registered(table))
+    fate = "unfinished" if is_a_unit else "orphan"
+    named = {f"{record.unit}.r1.json": won}
+    assert unnamed_segments(store.fs, named) == {record.segment: "superseded", lost: fate}
+    assert [item.path for item in gc(store.path, older_than_s=0).unfinished] == ([lost] if is_a_unit else [])
+
+
+def test_a_segment_of_a_lost_attempt_stays_unfinished_while_an_input_cannot_be_read(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=10)
+    record = store.commits()[0]
+    won, lost = (layout.segment_path(record.unit, attempt, 1) for attempt in ("0badf00d", "deadbeef"))
+    for path in (won, lost):
+        shutil.copytree(Path(store.path, record.segment), Path(store.path, path))
+    assert publish_commit(store.fs, record.model_copy(update={"segment": won}), 1)
+    (digest,) = store.inputs()
+    Path(store.path, layout.input_path(digest)).write_bytes(b"PAR1")
+    assert unnamed_segments(store.fs, {})[lost] == "unfinished"
