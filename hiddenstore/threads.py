@@ -26,6 +26,21 @@ def usable_cores(quota: Path = _QUOTA) -> int:
         return cores
 
 
+def use_all_cores() -> int:
+    """Give torch the cores this process may use, shared with the other ranks of this machine; the number of threads.
+    torch already keeps to the affinity mask; a container's CPU quota it does not see. OMP_NUM_THREADS, where set, wins,
+    but for the 1 that torchrun sets for each of several ranks where nobody set it."""
+    import torch
+
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    stated = os.environ.get("OMP_NUM_THREADS")
+    is_torchruns = stated == "1" and local_ranks > 1 and "TORCHELASTIC_RUN_ID" in os.environ
+    if is_torchruns or not stated:
+        cores = usable_cores() if is_torchruns else min(torch.get_num_threads(), usable_cores())
+        torch.set_num_threads(max(1, cores // local_ranks))
+    return torch.get_num_threads()
+
+
 def reading_threads(is_far: bool) -> int:
     """Threads for reading and checking: one a core, two at least, since one waits for a disk while another computes;
     more where ``is_far``, and all of them wait for a network."""

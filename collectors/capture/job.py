@@ -258,7 +258,7 @@ class CollectReport:
     """What one process did, and what the store holds of this input now.
 
     ``compared_samples`` were recomputed with Hugging Face and agreed; ``workers`` are those of a launcher, 0 without,
-    whose ``forward_s`` and ``wait_s`` add up over all of them.
+    whose ``forward_s``, ``compare_s`` and ``wait_s`` add up over all of them.
     """
 
     store: str
@@ -274,6 +274,7 @@ class CollectReport:
     seconds: float = 0.0
     compared_samples: int = 0
     forward_s: float = 0.0
+    compare_s: float = 0.0
     wait_s: float = 0.0
     workers: int = 0
     workers_lost: int = 0
@@ -335,9 +336,8 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
     settings = engine_options(options, choice, prepared.info.longest, rank)
     with closing(open_engine(options.engine, EngineTarget(folder, options.dtype), settings)) as engine:
         target = engine.target
-        reference = open_reference(parity, target, LoadOptions(options.dtype, options.device), rank)
-        if reference.explained is not None:
-            say_once(reference.explained)
+        copied = LoadOptions(options.dtype, options.device)
+        reference = open_reference(parity, target, copied, rank, prepared.info.longest, say_once)
         # Text may join a store that holds images.
         stored = _stored_capture(options.store)
         beside = None if stored is None else stored.images
@@ -357,7 +357,7 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
         compare_with_store(store, target.identity, states_of, profile, say_once)
         compare = None
         if reference.target is not None and reference.compares:
-            compare = CrossCheck(reference.target, check, parity.samples)
+            compare = CrossCheck(reference.target, check, parity.samples, parity.prefix, parity.share)
         with CollectJob(store, prepared, engine, check, compare, rank, drain) as job:
             if warning := shortage(store, prepared.info, pending_tokens(store, job.digest)):
                 say_once(warning)
@@ -447,6 +447,7 @@ class CollectJob:
         if self.compare is not None:
             # Before the unit reaches the worker, so that nothing of an engine that disagrees is ever committed.
             self.report.compared_samples += self.compare.unit(states.samples, states.requests, states.captured)
+            self.report.compare_s = self.compare.seconds
         self.settle()
         self._behind = self._worker.submit(self._commit, unit, states)
         self._behind_tokens, self._open_tokens = sum(sample.tokens for sample in unit.samples), 0

@@ -1,5 +1,6 @@
 """The Hugging Face copy of a target that another engine's states, and those of a store, are compared with."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -32,6 +33,11 @@ from schemas.capture import FinalMode, TargetIdentity
 
 CHECK_SAMPLES = 4
 PROFILED_TEXT = 512
+# What nobody asked for may keep an engine waiting so long at first, and for this share of the time later on.
+MOST_MINUTES, WAITING_SHARE = 10.0, 0.05
+# A product of this many rows and columns reaches the rate of a forward of a few hundred tokens.
+_TIMED_ROWS, _TIMED_WIDTH = 256, 2048
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # The copy, its activations and the pages of the checkpoint must not push out the states being written.
 RAM_SHARE = 0.5
 
@@ -42,6 +48,16 @@ class Check:
 
     mode: Literal["auto", "hf", "none"]
     samples: int = CHECK_SAMPLES
+
+    @property
+    def prefix(self) -> int | None:
+        """How many tokens of a sample are compared at most."""
+        return PROFILED_TEXT if self.mode == "auto" else None
+
+    @property
+    def share(self) -> float | None:
+        """The share of the time that comparing may take."""
+        return WAITING_SHARE if self.mode == "auto" else None
 
 
 @dataclass(frozen=True)
@@ -71,11 +87,33 @@ def parse_check(text: str) -> Check:
     )
 
 
-def open_reference(check: Check, target: EngineTarget, options: LoadOptions, rank: Rank) -> Reference:
-    """Load the copy where ``--check`` wants one; an engine that is transformers is its own copy.
+def open_reference(
+    check: Check,
+    target: EngineTarget,
+    options: LoadOptions,
+    rank: Rank,
+    longest: int = PROFILED_TEXT,
+    note: Callable[[str], None] = lambda _text: None,
+) -> Reference:
+    """Load the copy where ``--check`` wants one; an engine that is transformers is its own copy. ``note`` is told
+    beforehand what it is for, or afterwards why there is none; ``longest`` is that of the samples to compare.
 
     It runs on the CPU unless ``options.device`` names another device, for the engine has the GPU. Raises ConfigError:
     as ``load_weights``, where the copy was asked for by name."""
+    found = _open_reference(check, target, options, rank, longest, note)
+    if found.target is None and found.explained is not None:
+        note(found.explained)
+    return found
+
+
+def _open_reference(
+    check: Check,
+    target: EngineTarget,
+    options: LoadOptions,
+    rank: Rank,
+    longest: int,
+    note: Callable[[str], None],
+) -> Reference:
     if isinstance(target, LoadedTarget):
         return Reference(target, compares=check.mode == "hf")
     if check.mode == "none" or (check.mode == "auto" and not rank.is_first):
@@ -87,14 +125,57 @@ def open_reference(check: Check, target: EngineTarget, options: LoadOptions, ran
         if needed > RAM_SHARE * free:
             return _left_out(f"its weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory is free")
     device = "cpu" if options.device == "auto" else options.device
+    tokens = min(longest, PROFILED_TEXT) + check.samples * min(longest, check.prefix or longest)
+    minutes = cpu_seconds(target, tokens) / 60 if device == "cpu" else 0.0
+    if check.mode == "auto" and minutes > MOST_MINUTES:
+        return _left_out(f"it would take about {minutes:,.0f} min on this CPU at first, while the engine waits")
+    explained = f"compared with Hugging Face on {device}: {_extent(check)}"
+    if minutes >= 0.5:
+        explained += f"; about {minutes:,.0f} min on the CPU at first, while the engine waits"
+    note(explained)
     try:
         loaded = load_weights(target.folder, LoadOptions(options.dtype, device))
     except ConfigError as error:
         if check.mode == "hf":
             raise
         return _left_out(error.message)
-    explained = f"compared with Hugging Face on {device}: {check.samples} samples of the first unit, then now and then"
     return Reference(loaded, True, explained)
+
+
+def cpu_seconds(target: EngineTarget, tokens: int) -> float:
+    """How long transformers takes for ``tokens`` of a target on this CPU, about: two operations a weight that a token
+    meets, at the rate of one large product in the target's dtype; 0 where the checkpoint does not say its size."""
+    size, dtype = weights_bytes(target.folder) or 0, target.head.norm_weight.dtype
+    # Of quantised weights, at least one a byte.
+    weights = size if target.folder.quantised else size / dtype.itemsize
+    config = target.config
+    experts = next((count for name in _EXPERTS if (count := getattr(config, name, None))), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if experts and chosen:
+        weights *= min(1.0, chosen / experts)
+    return 2 * weights * tokens / _operations_per_s(dtype)
+
+
+def _operations_per_s(dtype: torch.dtype) -> float:
+    rows, columns = (
+        torch.ones(_TIMED_ROWS, _TIMED_WIDTH, dtype=dtype),
+        torch.ones(_TIMED_WIDTH, _TIMED_WIDTH, dtype=dtype),
+    )
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        torch.mm(rows, columns)
+        seconds.append(time.perf_counter() - began)
+    return 2 * _TIMED_ROWS * _TIMED_WIDTH**2 / min(seconds)
+
+
+def _extent(check: Check) -> str:
+    if check.prefix is None:
+        return f"{check.samples} samples of the first unit, then now and then"
+    return (
+        f"the first {check.prefix} tokens of {check.samples} samples of the first unit, then now and then, within "
+        f"{100 * WAITING_SHARE:.0f} % of the time"
+    )
 
 
 def profile_target(target: LoadedTarget, prepared: PreparedInput, final: FinalMode) -> LayerProfile:

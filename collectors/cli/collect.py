@@ -141,8 +141,8 @@ def counts(counter: dict[str, int]) -> str:
     "--check",
     default="auto",
     show_default=True,
-    help="Recompute samples with Hugging Face and refuse states that differ: hf, hf=N samples a unit, none; auto: hf "
-    "for another engine, if the weights take at most half of the free memory.",
+    help="Recompute samples with Hugging Face and refuse states that differ: hf, hf=N samples a unit, none; auto: "
+    "their first 512 tokens, for another engine, if that takes at most half of the free memory and ten minutes.",
 )
 @click.option(
     "--layers",
@@ -186,7 +186,9 @@ def collect(
     """
     from collectors.capture.options import CollectOptions, read_engine_args
     from collectors.launch import launch
+    from hiddenstore.threads import use_all_cores
 
+    use_all_cores()
     out = output()
     extra = read_engine_args(engine_args) | engine_flags
     with drain_on_signal() as drain:
@@ -204,6 +206,7 @@ def _document(report: "CollectReport") -> dict[str, Any]:
         "input": report.input,
         "samples_compared": report.compared_samples,
         "forward_s": round(report.forward_s, 3),
+        "compare_s": round(report.compare_s, 3),
         "wait_s": round(report.wait_s, 3),
         "tokens_per_s": round(report.tokens_per_s, 1),
     }
@@ -223,8 +226,9 @@ def _lines(report: "CollectReport") -> list[tuple[str, str]]:
         lines.append(("workers", f"{report.workers}{lost}"))
     if report.seconds:
         share = 100 / (report.seconds * max(report.workers, 1))
-        forward, wait = share * report.forward_s, share * report.wait_s
-        lines.append(("time", f"{report.seconds:.1f} s: target {forward:.0f} %, waiting for writes {wait:.0f} %"))
+        parts = {"target": report.forward_s, "comparing": report.compare_s, "waiting for writes": report.wait_s}
+        shares = [f"{name} {share * s:.0f} %" for name, s in parts.items() if s or name != "comparing"]
+        lines.append(("time", f"{report.seconds:.1f} s: {', '.join(shares)}"))
     return lines
 
 

@@ -52,13 +52,15 @@ class UnitWorker:
         self._job = self._opened.enter_context(open_job(self._options, self._rank, self._drain, notes.append))
         return notes
 
-    def capture(self, name: str) -> tuple[float, float, int]:
-        """Commit one unit, unless it is; so far: seconds of forward and of waiting for writes, compared samples."""
+    def capture(self, name: str) -> tuple[float, float, float, int]:
+        """Commit one unit, unless it is; so far: seconds of forward, of comparing and of waiting for writes, and how
+        many samples were compared."""
         with self._turn:
             behind = self._job.capture_named(name)
         if behind is not None:
             behind.result()
-        return self._job.report.forward_s, self._job.report.wait_s, self._job.report.compared_samples
+        report = self._job.report
+        return report.forward_s, report.compare_s, report.wait_s, report.compared_samples
 
     @ray.method(concurrency_group="control")
     def close(self) -> None:
@@ -142,8 +144,8 @@ class _Dealer:
                 ray.wait(calls, num_returns=len(calls), timeout=STOP_WITHIN_S)
             for actor in self.actors.values():
                 ray.kill(actor)
-        totals = zip((0.0, 0.0, 0), *self.totals.values(), strict=True)
-        self.report.forward_s, self.report.wait_s, self.report.compared_samples = map(sum, totals)
+        totals = map(sum, zip((0.0, 0.0, 0.0, 0), *self.totals.values(), strict=True))
+        self.report.forward_s, self.report.compare_s, self.report.wait_s, self.report.compared_samples = totals
         self.report.seconds = time.monotonic() - began
         self.report.pending_units = len(pending_tokens(store, self.report.input))
         return self.report

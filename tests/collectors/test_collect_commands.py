@@ -1,6 +1,7 @@
 """collect, plan and regenerate as typed: documents, exit codes, nothing half written."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,19 @@ def test_a_wrong_rank_environment_is_refused(
     assert call("collect", data, "-o", str(tmp_path / "store"), "--target", target) == 2
     assert "WORLD_SIZE" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
+
+
+def test_the_time_at_the_end_says_what_comparing_took(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: str, target: str
+) -> None:
+    shown = []
+    for check in ("hf", "none"):
+        assert call("collect", data, "-o", str(tmp_path / check), "--target", target, "--check", check) == 0
+        shown.append(capsys.readouterr().out)
+    assert re.search(r"target \d+ %, comparing \d+ %, waiting for writes \d+ %", shown[0])
+    assert "comparing" not in shown[1]
+    done = call_json(capsys, "collect", data, "-o", str(tmp_path / "again"), "--target", target, "--check", "hf")
+    assert 0 < done["compare_s"] < done["seconds"] - done["forward_s"]
 
 
 def test_data_prepared_with_another_template_is_collected_with_that_template(

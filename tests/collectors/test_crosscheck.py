@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from collectors.capture.job import collect, requests_of
 from collectors.capture.options import CollectOptions
+from collectors.checks import crosscheck
 from collectors.checks.capture import CheckSpec
 from collectors.checks.crosscheck import CrossCheck, row_errors
 from collectors.checks.reference import Check, parse_check
@@ -153,6 +156,46 @@ def test_units_are_compared_less_and_less_often(
     check, captured = CrossCheck(target, SPEC, 2), engine(target).capture(requests)
     compared = [check.unit(samples, requests, captured) for _ in range(9)]
     assert compared == [2, 2, 0, 2, 0, 0, 0, 2, 0]
+
+
+def test_of_a_long_sample_its_first_tokens_are_compared_and_a_mistake_in_them_is_named(
+    target: LoadedTarget, samples: list[Sample], requests: list[CaptureRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    plain = crosscheck.probe_states
+    monkeypatch.setattr(
+        crosscheck, "probe_states", lambda parts, ids, *more: lengths.append(ids.shape[1]) or plain(parts, ids, *more)
+    )
+    whole = engine(target).capture(requests)
+    assert CrossCheck(target, SPEC, 4, prefix=12).unit(samples, requests, whole) == 4
+    assert lengths == [12] * 4
+    # The first five tokens have no final row, for the answer begins at the seventh.
+    assert CrossCheck(target, SPEC, 4, prefix=5).unit(samples, requests, normed(engine(target), requests)) == 4
+    for wrong, message in MISTAKES:
+        with pytest.raises(CaptureError, match=message.replace("8 of 24", "8 of 16")):
+            CrossCheck(target, SPEC, 4, prefix=16).unit(samples, requests, wrong(engine(target), requests))
+
+
+def test_a_unit_is_passed_over_where_comparing_it_would_take_more_than_its_share_of_the_time(
+    target: LoadedTarget, samples: list[Sample], requests: list[CaptureRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(crosscheck, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    captured = engine(target).capture(requests)
+    check = CrossCheck(target, SPEC, 2, share=0.05)
+    plain = check._compare
+
+    def takes_a_minute(*words: Any) -> int:
+        now[0] += 60
+        return plain(*words)
+
+    monkeypatch.setattr(check, "_compare", takes_a_minute)
+    compared = []
+    for _ in range(64):
+        compared.append(check.unit(samples, requests, captured))
+        now[0] += 100
+    assert [number for number, count in enumerate(compared, 1) if count] == [1, 32, 64]
+    assert check.seconds == 180 <= 0.05 * now[0]
 
 
 def test_rounding_to_bf16_is_no_error_and_a_tenth_of_a_percent_is() -> None:

@@ -250,6 +250,7 @@ def test_collect_from_a_server_compares_with_hugging_face_and_writes_the_profile
     )
     report = collect(options, note=said.append)
     assert (report.samples, report.compared_samples) == (12, 4)
+    assert 0 < report.compare_s <= report.seconds - report.forward_s
     assert any("compared with Hugging Face on cpu" in line for line in said)
     (commit, *_) = Store.open(options.store).commits()
     assert (commit.engine.name, commit.engine.version) == ("vllm", "0.32.0")

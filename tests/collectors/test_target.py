@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from collectors.checks.reference import Check, open_reference
+from collectors.checks import reference
+from collectors.checks.reference import Check, cpu_seconds, open_reference
 from collectors.engines import CaptureRequest, EngineOptions, open_engine
 from collectors.engines.hf import HfEngine
 from collectors.targets.load import EngineTarget, LoadOptions, load_target, load_weights, read_head
@@ -304,6 +306,39 @@ def test_the_copy_to_compare_with_is_loaded_where_it_fits(llama: Path, monkeypat
     too_big = open_reference(Check("auto"), target, options, first)
     assert too_big.target is None
     assert "--check hf compares all the same" in str(too_big.explained)
+
+
+def test_what_comparing_costs_is_said_before_the_copy_is_loaded_and_too_much_is_left_out(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    target = engine_target(llama)
+    monkeypatch.setattr(reference, "load_weights", lambda *words: said.append("loading") or load_weights(*words))
+
+    def opened(mode: Literal["auto", "hf"], minutes: float) -> list[str]:
+        """What is said where this CPU takes so long for the profile and for 512 tokens of four samples."""
+        operations = 2 * (weights_bytes(target.folder) or 0) / target.head.norm_weight.dtype.itemsize * 5 * 512
+        monkeypatch.setattr(reference, "_operations_per_s", lambda _dtype: operations / (60 * minutes))
+        said.clear()
+        open_reference(Check(mode), target, LoadOptions(), Rank(), 10_000, said.append)
+        return said
+
+    line, loading = opened("auto", 3)
+    assert loading == "loading"
+    assert "the first 512 tokens of 4 samples" in line
+    assert "about 3 min on the CPU at first, while the engine waits" in line
+    assert "min on the CPU" not in opened("auto", 0.01)[0]
+    (line,) = opened("auto", 20)
+    assert "it would take about 20 min on this CPU" in line
+    assert "--check hf compares all the same" in line
+    line, loading = opened("hf", 1)
+    assert (loading, "about 16 min on the CPU" in line) == ("loading", True)
+
+
+def test_a_mixture_of_experts_is_timed_by_the_experts_that_a_token_meets(tmp_path: Path) -> None:
+    dense, mixed = (engine_target(save_target(tmp_path / name, name)) for name in ("llama", "qwen3-moe"))
+    per_byte = [cpu_seconds(one, 10_000) / (weights_bytes(one.folder) or 1) for one in (dense, mixed)]
+    assert per_byte[1] < per_byte[0]
 
 
 def test_a_copy_that_cannot_be_loaded_is_no_reason_to_stop_unless_it_was_asked_for(

@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from hiddenstore.testing.builders import make_store
-from hiddenstore.threads import MOST_LOCAL, Threads, reading_threads, usable_cores
+from hiddenstore.threads import MOST_LOCAL, Threads, reading_threads, usable_cores, use_all_cores
 
 # The limit counts the threads of a real user on this machine, and holds for nobody who may exceed or set limits.
 _USER = 54_321
@@ -108,3 +109,31 @@ def test_a_container_quota_lowers_the_cores(tmp_path: Path) -> None:
     (tmp_path / "one").write_text("100000 100000\n")
     assert usable_cores(tmp_path / "none") == everything
     assert usable_cores(tmp_path / "one") == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 6),
+        ({"LOCAL_WORLD_SIZE": "3"}, 2),
+        ({"OMP_NUM_THREADS": "4"}, 4),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "none"}, 2),
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "9", "TORCHELASTIC_RUN_ID": "none"}, 1),
+        ({"OMP_NUM_THREADS": "4", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "none"}, 4),
+    ],
+)
+def test_ranks_share_the_cores_unless_a_person_says_how_many_threads(
+    environment: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    before = torch.get_num_threads()
+    monkeypatch.setattr("hiddenstore.threads.usable_cores", lambda: 6)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "8")))
+    try:
+        assert use_all_cores() == torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)

@@ -136,7 +136,7 @@ def _train(
     drafter = drafter or (None if target is None else "mtp")
     if not resume:
         _refuse_settings(drafter, file, words)
-    from trainer.parallel.group import use_all_cores
+    from hiddenstore.threads import use_all_cores
     from trainer.train.loop import train as train_run
     from trainer.train.run_folder import TrainOptions
 

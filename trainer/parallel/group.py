@@ -17,20 +17,7 @@ from torch import Tensor, distributed
 
 from hiddenstore.errors import ConfigError, HiddenstoreError, Kind, StorageError
 from hiddenstore.process import Rank
-from hiddenstore.threads import usable_cores
 from trainer.config import LoopConfig
-
-
-def use_all_cores() -> int:
-    """Give torch the cores this process may use, shared with the other ranks of this machine; the number of threads.
-    torch already keeps to the affinity mask; a container's CPU quota it does not see. OMP_NUM_THREADS, where set,
-    wins."""
-    if not os.environ.get("OMP_NUM_THREADS"):
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        cores = min(torch.get_num_threads(), usable_cores())
-        torch.set_num_threads(max(1, cores // local_ranks))
-    return torch.get_num_threads()
-
 
 _KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
 
