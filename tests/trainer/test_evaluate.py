@@ -10,9 +10,11 @@ from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import make_store
 from hiddenstore.verify.profile import target_differences
 from schemas.capture import HeadSpec
+from tests.trainer.conftest import VOCAB, make_batch
 from trainer.drafters import refuse_target
 from trainer.drafters.base import DrafterInUse, Verified
 from trainer.drafters.eagle3 import EAGLE3, Eagle3, Eagle3Config
+from trainer.drafters.live import text_hits
 from trainer.evaluate.acceptance import AcceptanceTally, DraftShape, drafting_positions, walk
 from trainer.evaluate.simulate import evaluate, floor, ngram_floor
 from trainer.losses.teacher import TargetInterface
@@ -125,6 +127,19 @@ def test_a_token_off_the_draft_vocabulary_is_a_miss():
     for n in torch.nonzero(hits)[:, 0].tolist():
         assert all(int(pack.input_ids[n + 1 + i]) in (1, 4) for i in range(int(hits[n])))
     assert int(hits.sum()) > 0
+
+
+def test_hits_end_at_the_first_miss_and_with_the_document_and_only_what_is_left_is_asked_for():
+    batch = make_batch([5, 3], torch.ones(8, dtype=torch.bool))
+    start, asked = torch.tensor([1, 2, 5]), []
+
+    def propose(depth, left):
+        asked.append(left.tolist())
+        text = batch.input_ids[(start[left] + 1 + depth).clamp(max=7)]
+        return torch.where(start[left] == 2, (text + depth) % VOCAB, text)
+
+    assert text_hits(batch, start, 4, propose).tolist() == [0, 3, 1, 0, 0, 2, 0, 0]
+    assert asked == [[0, 1, 2], [0, 1, 2], [0, 2], [0]]
 
 
 def test_evaluate_walks_every_sample_of_the_split_as_a_plain_loop_would(tmp_path):

@@ -186,12 +186,17 @@ class BlockObjective:
         return self._weights.to(denominators.device) / denominators.clamp(min=torch.finfo(torch.float32).tiny)
 
     @property
+    def compares(self) -> bool:
+        """Whether a slot is held against the target's distribution too, not against its label alone."""
+        return self.loss.distil > 0
+
+    @property
     def _by_count(self) -> bool:
         return self.loss.reduction == "kept" or self.loss.weighting == "dpace"
 
     def _supervision(self, inputs: BlockInputs, *, complete: bool) -> Supervision:
         teacher, rows = inputs.teacher, inputs.teacher_at
-        if self.loss.distil == 0 or teacher is None or rows is None:
+        if not self.compares or teacher is None or rows is None:
             return Supervision.of_labels(inputs.labels, complete=complete)
 
         def distribution(states: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from trainer.drafters.base import Needs, TargetFacts
 from trainer.drafters.dflash import DFLASH, BlockInputs, BlockLoss, BlockObjective, DFlash, DFlashConfig
 from trainer.drafters.live import draft_logits
 from trainer.formats.dspark import DSPARK as DSPARK_EXPORT
-from trainer.losses.fused_head import StepLosses, Supervision, head_losses
+from trainer.losses.fused_head import StepLosses, head_losses
 from trainer.losses.kinds import Compared, LossKind, Slopes
 from trainer.losses.teacher import TargetInterface, Teacher
 from trainer.slots import BlockMap
@@ -154,6 +154,7 @@ class DSparkObjective(BlockObjective):
 
     model: DSpark
     loss: DSparkLoss
+    compares = True
 
     def losses(self, inputs: BlockInputs, denominators: Tensor) -> StepLosses:
         """What this pack adds to the loss of the global batch. Sums are those of the tokens alone."""
@@ -174,16 +175,6 @@ class DSparkObjective(BlockObjective):
         return StepLosses(
             found.total + more, found.value + more.detach().double(), found.sums, found.hits, found.counts
         )
-
-    def _supervision(self, inputs: BlockInputs, *, complete: bool) -> Supervision:
-        teacher, rows = inputs.teacher, inputs.teacher_at
-        assert teacher is not None
-        assert rows is not None
-
-        def distribution(states: Tensor) -> Tensor:
-            return self.teacher.distribution_of(teacher, rows[states])
-
-        return Supervision.of_labels(inputs.labels, distribution, self.loss.distil, complete=complete)
 
 
 class _DSparkKind(type(DFLASH)):  # type: ignore[misc]

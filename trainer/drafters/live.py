@@ -50,24 +50,29 @@ def recurrent_hits(
     logits. Up to its first miss a drafter proposes the text itself, so one unroll fed with the text gives the hit
     prefix of every slot. Zero where no draft may start (`drafting_positions`). A token off the draft vocabulary is
     never proposed, so it is a miss."""
-    hits = torch.zeros_like(pack.input_ids)
     start = pack_drafting_positions(pack)
     if not len(start):
-        return hits
+        return torch.zeros_like(pack.input_ids)
     slot_map = map_slots(start, pack.document, 1)
     states = unroll(slot_map, draft_len).view(draft_len, slot_map.active.shape[0], -1)
-    target_ids = vocab.target_ids.to(states.device)
-    slot, last = slot_map.slots[:, 0], pack.input_ids.shape[0] - 1
+    target_ids, slot = vocab.target_ids.to(states.device), slot_map.slots[:, 0]
+    return text_hits(
+        pack, start, draft_len, lambda depth, left: target_ids[draft_tokens(states[depth, slot[left]], head)]
+    )
+
+
+def text_hits(pack: PackedBatch, start: Tensor, draft_len: int, propose: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """How many proposals in a row equal the text after the rows ``start`` [N] of a pack: int64 [T], zero at other rows.
+    ``propose(depth, left)`` gives target ids [n] at a depth for ``left`` [n], those of ``start`` without a miss yet."""
+    hits = torch.zeros_like(pack.input_ids)
+    ahead, inside = following_rows(pack.document, start, draft_len)
+    left = torch.arange(len(start), device=start.device)
     for depth in range(draft_len):
-        if not len(start):
+        if not len(left):
             break
-        ahead = start + 1 + depth
-        inside = ahead.clamp(max=last)
-        same_document = (ahead <= last) & (pack.document[inside] == pack.document[start])
-        proposed = target_ids[draft_tokens(states[depth, slot], head)]
-        alive = same_document & (proposed == pack.input_ids[inside])
-        start, slot = start[alive], slot[alive]
-        hits[start] += 1
+        is_hit = inside[left, depth] & (propose(depth, left) == pack.input_ids[ahead[left, depth]])
+        left = left[is_hit]
+        hits[start[left]] += 1
     return hits
 
 

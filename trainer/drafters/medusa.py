@@ -32,7 +32,7 @@ from trainer.drafters.base import (
     seeded,
 )
 from trainer.drafters.blocks import recomputed
-from trainer.drafters.live import draft_tokens, pack_drafting_positions
+from trainer.drafters.live import draft_tokens, pack_drafting_positions, text_hits
 from trainer.formats.medusa import MEDUSA as MEDUSA_EXPORT
 from trainer.losses.fused_head import StepLosses, Supervision, head_losses, step_scales, step_weights
 from trainer.losses.kinds import LOSSES
@@ -246,18 +246,14 @@ class _MedusaKind(DrafterKind[Medusa, MedusaConfig, MedusaLoss]):
         return MedusaObjective(model, target, loss)
 
     def hits(self, model: Medusa, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
-        hits = torch.zeros_like(pack.input_ids)
         start = pack_drafting_positions(pack)
         at = final_index(pack, start - 1, *READER)
-        ahead, same_document = following_rows(pack.document, start, draft_len)
-        text = pack.input_ids[ahead]
-        for index in range(draft_len):
-            states = model.states(target.normed(pack.final[at]), index)
-            proposed = target.vocab.target_ids[draft_tokens(states.float(), model.head_weight(index).float())]
-            alive = same_document[:, index] & (proposed == text[:, index])
-            start, at, text, same_document = start[alive], at[alive], text[alive], same_document[alive]
-            hits[start] += 1
-        return hits
+
+        def proposed(index: int, left: Tensor) -> Tensor:
+            states = model.states(target.normed(pack.final[at[left]]), index)
+            return target.vocab.target_ids[draft_tokens(states.float(), model.head_weight(index).float())]
+
+        return text_hits(pack, start, draft_len, proposed)
 
     def longest_draft(self, config: MedusaConfig) -> int:
         return config.medusa_heads
