@@ -1,13 +1,20 @@
 """Schedule and optimizer state."""
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from hiddenstore.process import Rank, from_environment
+from tests.forked import Forked
+from tests.trainer.two_ranks import free_ports
 from trainer.config import OptimConfig
+from trainer.parallel.group import ProcessGroup, process_group
+from trainer.train import optim
 from trainer.train.optim import MARKOV_RATE, MUON_RATE, Muon, Optimizer, learning_rate
 
 
@@ -109,3 +116,44 @@ def test_muon_takes_the_steps_of_torchs_own_up_to_its_bf16(shape: tuple[int, int
             optimizer.step()
     moved = (theirs.detach() - 0.1).norm()
     assert float((ours.detach() - theirs.detach()).norm()) < 0.02 * float(moved)
+
+
+SHAPES = [(24, 40), (40, 24), (8, 8), (16, 60), (30, 30)]
+
+
+def stepped(group: ProcessGroup) -> list[torch.Tensor]:
+    """Matrices after three steps of Muon."""
+    draws = torch.Generator().manual_seed(0)
+    matrices = [nn.Parameter(torch.randn(shape, generator=draws)) for shape in SHAPES]
+    muon = Muon(matrices, 0.05, 0.1, group=group)
+    for _ in range(3):
+        for matrix in matrices:
+            matrix.grad = torch.randn(matrix.shape, generator=draws)
+        muon.step()
+    return [matrix.detach() for matrix in matrices]
+
+
+def step_on_a_rank(folder: str, port: int) -> None:
+    """The body of one rank: what it made orthogonal, and where its matrices came to."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    made, real = [], optim.orthogonal
+    optim.orthogonal = lambda matrix, **options: (made.append(tuple(matrix.shape)), real(matrix, **options))[1]
+    with process_group(from_environment()) as group:
+        torch.save((made, stepped(group)), Path(folder) / f"{group.rank.rank}.pt")
+
+
+def test_two_ranks_share_muons_work_and_move_as_one_process_to_the_last_bit(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    ranks = [
+        Forked(step_on_a_rank, str(tmp_path), port, RANK=str(i), LOCAL_RANK=str(i), WORLD_SIZE="2") for i in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    made = [shapes for shapes, _ in found]
+    assert sorted(made[0] + made[1]) == sorted(SHAPES * 3)
+    work = [sum(optim._cost(torch.empty(shape)) for shape in shapes) for shapes in made]
+    assert max(work) < 0.6 * sum(work)
+    expected = stepped(ProcessGroup(Rank()))
+    for _, matrices in found:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(matrices, expected, strict=True))

@@ -69,7 +69,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             *(made.job(name, [*SETTINGS, *words]) for name, words in WAYS.items()),
             made.job("one-to-fsdp", [end, "train.parallel=fsdp"], resume=True),
             made.job("fsdp-to-one", [*SETTINGS, start, "train.parallel=fsdp"]),
-            made.job("muon", [*MUON, "train.parallel=fsdp"]),
+            made.job("muon-ddp", MUON),
+            made.job("muon-fsdp", [*MUON, "train.parallel=fsdp"]),
             made.job("follow", FOLLOWED),
             made.job("deep", [*DEEP, "train.context_parallel=2", "train.checkpoint_activations=true"]),
         ]
@@ -93,8 +94,9 @@ def test_every_layer_of_a_deep_drafter_sees_the_whole_sequence(runs: Runs) -> No
     assert runs.records("deep", "loss") == pytest.approx(runs.records("deep-one", "loss"), rel=1e-5)
 
 
-def test_muon_over_shards_takes_the_steps_of_one_process(runs: Runs) -> None:
-    assert runs.records("muon", "loss") == pytest.approx(runs.records("muon-one", "loss"), rel=1e-4)
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_muon_over_two_ranks_takes_the_steps_of_one_process(runs: Runs, way: str) -> None:
+    assert runs.records(f"muon-{way}", "loss") == pytest.approx(runs.records("muon-one", "loss"), rel=1e-4)
 
 
 def test_two_ranks_that_follow_a_store_read_the_epochs_that_one_process_reads(runs: Runs) -> None:

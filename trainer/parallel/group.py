@@ -117,13 +117,13 @@ class ProcessGroup:
         return buffer.numpy().tobytes()
 
     @torch.no_grad()
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite tensors by those of rank 0, in place."""
+    def broadcast(self, tensors: Iterable[Tensor], source: int = 0) -> None:
+        """Overwrite tensors by those of rank ``source``, in place."""
         if self.is_single:
             return
         with peer_errors():
             for tensor in tensors:
-                distributed.broadcast(tensor, 0)
+                distributed.broadcast(tensor, source)
 
 
 @contextmanager

@@ -4,15 +4,18 @@ Muon's updates are scaled to the size of AdamW's, so that one rate serves both. 
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hiddenstore.data.order import balanced
 from hiddenstore.errors import CorruptionError, Kind
+from hiddenstore.process import Rank
 from trainer.config import OptimConfig
 from trainer.parallel.data_parallel import full_tensor, shard_like
+from trainer.parallel.group import ProcessGroup
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Jordan's quintic: five steps leave singular values between about 0.7 and 1.2."""
@@ -35,8 +38,8 @@ def orthogonal(matrix: Tensor, *, bf16: bool | None = None) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, made orthogonal and scaled to the size of an AdamW update; decoupled weight decay. State:
-    ``momentum_buffer`` of every matrix."""
+    """Nesterov momentum, made orthogonal and scaled to the size of an AdamW update; decoupled weight decay. Each rank
+    of ``group`` makes its share of the matrices orthogonal for all. State: ``momentum_buffer`` of every matrix."""
 
     def __init__(
         self,
@@ -45,23 +48,52 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         momentum: float = 0.95,
         bf16: bool | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         self._bf16 = bf16
+        self._group = group or ProcessGroup(Rank())
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient; ``closure`` is not used."""
         for group in self.param_groups:
-            lr, momentum = group["lr"], group["momentum"]
-            for matrix in group["params"]:
-                if matrix.grad is None:
-                    continue
-                buffer = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix.grad))
-                buffer.lerp_(matrix.grad, 1 - momentum)
-                update = orthogonal(full_tensor(matrix.grad.lerp(buffer, momentum)), bf16=self._bf16)
+            lr, matrices = group["lr"], [matrix for matrix in group["params"] if matrix.grad is not None]
+            for matrix, update in zip(matrices, self._updates(matrices, group["momentum"]), strict=True):
                 matrix.mul_(1 - lr * group["weight_decay"])
                 matrix.add_(shard_like(update, matrix), alpha=-lr * ADAMW_RMS * max(matrix.shape) ** 0.5)
+
+    def _updates(self, matrices: Sequence[Tensor], momentum: float) -> Iterator[Tensor]:
+        """The orthogonal directions of the matrices, one held at a time beside this rank's share of them."""
+        directions = (full_tensor(self._direction(matrix, momentum)) for matrix in matrices)
+        if self._group.is_single:
+            yield from (orthogonal(direction, bf16=self._bf16) for direction in directions)
+            return
+        rank, costs = self._group.rank, [_cost(matrix) for matrix in matrices]
+        owners = {index: owner for owner, share in enumerate(balanced(costs, rank.world_size)) for index in share}
+        mine = {
+            index: orthogonal(direction, bf16=self._bf16).contiguous()
+            for index, direction in enumerate(directions)
+            if owners[index] == rank.rank
+        }
+        for index, matrix in enumerate(matrices):
+            update = mine.pop(index, None)
+            if update is None:
+                update = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
+            self._group.broadcast([update], owners[index])
+            yield update
+
+    def _direction(self, matrix: Tensor, momentum: float) -> Tensor:
+        assert matrix.grad is not None
+        buffer: Tensor = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix.grad))
+        buffer.lerp_(matrix.grad, 1 - momentum)
+        return matrix.grad.lerp(buffer, momentum)
+
+
+def _cost(matrix: Tensor) -> int:
+    """Multiplications of one of `orthogonal`'s steps."""
+    short, long = sorted(matrix.shape)
+    return short * short * (2 * long + short)
 
 
 TABLES = ("embed_tokens", "lm_head", "markov_w1", "markov_w2", "codebook")
@@ -78,7 +110,15 @@ class Optimizer:
     """The trainable parameters of a model under AdamW (torch's fused kernel) or Muon, clipped by the global norm.
     Master weights are the parameters themselves, in fp32."""
 
-    def __init__(self, model: nn.Module, config: OptimConfig, total_steps: int, *, bf16: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        total_steps: int,
+        *,
+        bf16: bool | None = None,
+        group: ProcessGroup | None = None,
+    ) -> None:
         self.config, self.total_steps = config, total_steps
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         matrices = {name for name, p in self.named.items() if config.kind == "muon" and _is_matrix(name, p)}
@@ -97,7 +137,7 @@ class Optimizer:
         )
         self._optimizers: list[torch.optim.Optimizer] = [adam]
         if matrices:
-            muon = Muon(self.matrices, config.lr, config.weight_decay, bf16=bf16)
+            muon = Muon(self.matrices, config.lr, config.weight_decay, bf16=bf16, group=group)
             self._optimizers.append(muon)
         self._optimizer_of = {name: self._optimizers[name in matrices] for name in self.named}
 

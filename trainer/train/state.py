@@ -124,7 +124,7 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
             create(options.run, store, config, vocab, covered, lock=lock)
     group.broadcast(model.state_dict().values())
     parallel = parallelize(model, config.train.parallel, group, device)
-    optimizer = Optimizer(model, config.optim, total, bf16=True if config.train.precision == "bf16" else None)
+    optimizer = Optimizer(model, config.optim, total, bf16=config.train.precision == "bf16" or None, group=group)
     spikes = SpikeGuard(config.train.spike_factor, saved.state.spikes if saved else None)
     best = BestCheckpoints(config.train, saved.state.standing if saved else None)
     state = TrainState(
