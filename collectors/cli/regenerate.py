@@ -61,7 +61,7 @@ class Shard(click.ParamType):
 @click.option("--system", metavar="TEXT", help="System message for conversations without one.")
 @click.option("--template", type=click.Path(), help="A chat template file instead of the target's own.")
 @click.option("--temperature", type=FiniteRange(min=0), default=0.8, show_default=True, help="0 is greedy.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Per answer.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Per answer; default: 256, and 2048 of a server.")
 @click.option("--max-samples", type=click.IntRange(min=1), help="Only the first N conversations.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes (tiny targets).")
 @click.option("--seed", type=int, help="Equal seeds give equal answers; default: 0, and none sent to a server.")

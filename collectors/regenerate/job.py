@@ -20,6 +20,7 @@ from collectors.regenerate.answers import AnswerLog, AnswersFolder
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport, answer_settings, require_possible
 from collectors.regenerate.output import refuse_existing, rows_into
 from collectors.regenerate.rewrite import Reply, Rewrite
+from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
 from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind, NotFoundError
@@ -27,6 +28,8 @@ from hiddenstore.fs import require_local
 
 COUNTED_BYTES = 64 << 20
 """Inputs up to this size are read through once before the first answer, to say how many there will be."""
+LOOKED_AT, MOST_CUT = 200, 0.1
+"""Of so many answers at the beginning no larger share should meet the limit."""
 
 
 def regenerate(options: RegenerateOptions, stopping: Callable[[], bool] = lambda: False) -> RegenerateReport:
@@ -104,6 +107,7 @@ class _Shard:
     of_all: int = 0
     drawn: int = 0
     ended: int = 0
+    warned: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def rewrites(self, sources: list[Source]) -> Iterator[Rewrite]:
@@ -127,6 +131,7 @@ class _Shard:
             self.ended += reply.tokens * is_new
             if is_done:
                 self.report.count(rewrite)
+                self._warn_of_cuts()
             self._show(1)
 
     def count_drawn(self, tokens: int) -> None:
@@ -137,11 +142,23 @@ class _Shard:
             self.drawn += tokens
             self._show(0)
 
+    def _warn_of_cuts(self) -> None:
+        """Once, as long as little is lost by it."""
+        report, limit = self.report, self.options.limit
+        if self.warned or report.answers > LOOKED_AT or report.cut <= MOST_CUT * LOOKED_AT:
+            return
+        self.warned = True
+        output().warn(
+            f"{report.cut} of the first {report.answers} answers met --max-new-tokens {limit} and are cut: how such an "
+            f"answer ends is not learned. A larger limit, --max-new-tokens {4 * limit} say, has them all answered "
+            f"anew: stop this run and rm -r {self.log.path.parent}"
+        )
+
     def _show(self, answers: int) -> None:
         tokens = max(self.drawn, self.report.new_tokens)
         # Answers that have not ended count by how far they have come, or nothing could be said of the first minute.
-        self.progress.underway = max(0, self.drawn - self.ended) / self.options.max_new_tokens
-        self.progress.advance(answers, tokens=tokens, looping=self.report.dropped["looping"])
+        self.progress.underway = max(0, self.drawn - self.ended) / self.options.limit
+        self.progress.advance(answers, tokens=tokens, cut=self.report.cut, looping=self.report.dropped["looping"])
 
 
 def _conversations(sources: list[Source], options: RegenerateOptions) -> Iterator[Rewrite | tuple[str, str]]:

@@ -13,6 +13,10 @@ from collectors.regenerate.rewrite import Rewrite
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.settings import plain_value
 
+LIMIT_HERE, LIMIT_OF_A_SERVER = 256, 2048
+"""Tokens of an answer where nobody says: a server is made for answers of their own length, and batches them as they
+come; in this process a batch lasts as long as its longest answer."""
+
 
 @dataclass(frozen=True)
 class RegenerateOptions:
@@ -42,7 +46,7 @@ class RegenerateOptions:
     template: str | None = None
     temperature: float = 0.8
     top_p: float = 1.0
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None
     max_samples: int | None = None
     batch_size: int = 128
     workers: int = 1
@@ -57,6 +61,11 @@ class RegenerateOptions:
     max_failure_share: float = 0.5
     extra: Mapping[str, Any] = field(default_factory=dict)
     engine_args: tuple[str, ...] = ()
+
+    @property
+    def limit(self) -> int:
+        """Tokens of an answer at most."""
+        return self.max_new_tokens or (LIMIT_HERE if self.server is None else LIMIT_OF_A_SERVER)
 
 
 @dataclass
@@ -161,7 +170,8 @@ def require_possible(options: RegenerateOptions) -> None:
         ("max_new_tokens", "batch_size", "workers", "concurrency"),
     )
     for name in (*at_least_0, *at_least_1):
-        if getattr(options, name) < (limit := int(name in at_least_1)):
+        value, limit = getattr(options, name), int(name in at_least_1)
+        if value is not None and value < limit:
             raise ConfigError(f"{name.replace('_', ' ')} must be at least {limit}", kind=Kind.OPTION_INVALID)
     if not 0 < options.top_p <= 1 or options.timeout_s <= 0:
         raise ConfigError("top-p must lie in 0…1 and the timeout be longer than 0 s", kind=Kind.OPTION_INVALID)
@@ -174,7 +184,7 @@ def require_possible(options: RegenerateOptions) -> None:
 
 def answer_settings(options: RegenerateOptions, label: str) -> dict[str, Any]:
     """What the answers depend on; a run that goes on with others would mix two kinds of answers."""
-    names = ["temperature", "top_p", "max_new_tokens", "max_samples", "system", "revision"]
+    names = ["temperature", "top_p", "max_samples", "system", "revision"]
     if options.server is None:
         names += ["batch_size", "dtype"]
     return {
@@ -182,6 +192,7 @@ def answer_settings(options: RegenerateOptions, label: str) -> dict[str, Any]:
         "model": label,
         "inputs": hashlib.sha256("\0".join(Path(text).name for text in options.inputs).encode()).hexdigest()[:16],
         "extra": dict(options.extra),
+        "max_new_tokens": options.limit,
         **{name: getattr(options, name) for name in names},
         # Runs that were begun before there was a choice do not name it.
         **({"turns": "last"} if options.turns == "last" else {}),

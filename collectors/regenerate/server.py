@@ -60,7 +60,7 @@ class ChatServer:
             **({"prompt": "".join(message["content"] for message in messages)} if options.raw else {}),
             **({} if options.raw else {"messages": [_sent(message) for message in messages]}),
             "temperature": options.temperature,
-            "max_tokens": options.max_new_tokens,
+            "max_tokens": options.limit,
         }
         if seed is not None:
             request["seed"] = seed

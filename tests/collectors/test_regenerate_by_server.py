@@ -22,6 +22,7 @@ from collectors.regenerate.job import regenerate
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport, answer_settings
 from collectors.regenerate.server import ChatServer, UnansweredError, _read_reply
 from hiddenstore.cli import main
+from hiddenstore.console.progress import Progress
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, StorageError
 from hiddenstore.servers import http
 from hiddenstore.servers.http import ServerAccess
@@ -469,6 +470,35 @@ def test_the_answers_go_straight_into_prepare(tmp_path: Path, double: ChatDouble
     report = run(options(tmp_path, double))
     info = prepare([report.out], tmp_path / "data", tiny_target(tmp_path / "target"), PrepareOptions(workers=1))
     assert (info.samples, info.rejects) == (12, ())
+
+
+def test_answers_that_meet_the_limit_are_shown_while_they_come_and_warned_of_early(
+    tmp_path: Path, double: ChatDouble, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(Progress, "advance", lambda _self, _count, **fields: shown.append(fields["cut"]))
+    many = [[("user", f"question {number}")] for number in range(260)]
+    for every, is_warned in ((9, True), (11, False)):
+
+        def answer(asked: Asked, every: int = every) -> Asked:
+            number = int(asked["messages"][-1]["content"].split()[1])
+            return {**plain_answer(asked), "finish_reason": "stop" if number % every else "length"}
+
+        double.answer = answer
+        report = run(options(tmp_path, double, many, out=f"every-{every}.jsonl", concurrency=1))
+        said = capsys.readouterr().err
+        assert report.cut == len(range(0, 260, every))
+        assert (said.count("met --max-new-tokens 2048 and are cut") == 1) == is_warned
+        assert (f"rm -r {tmp_path}/every-{every}.jsonl.answers" in said) == is_warned
+        assert {*range(report.cut + 1)} <= {*shown}
+
+
+def test_a_server_is_asked_for_longer_answers_than_this_process_where_nobody_says(
+    tmp_path: Path, double: ChatDouble
+) -> None:
+    run(options(tmp_path, double, [[("user", "hi")]]))
+    assert [asked["max_tokens"] for asked in double.asked] == [2048]
+    assert RegenerateOptions(("x",), "y", target="t").limit == 256
 
 
 @pytest.mark.parametrize(
