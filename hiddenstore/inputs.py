@@ -27,11 +27,10 @@ from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Hidden
 from hiddenstore.files import layout
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import load
-from hiddenstore.files.folders import missing
+from hiddenstore.files.layout import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, is_inside
-from hiddenstore.images import images_fault
-from hiddenstore.records import Sample, mask_fault, spans_fault, tokens_fault
+from hiddenstore.records import Sample, images_fault, mask_fault, spans_fault, tokens_fault
 from hiddenstore.records import sample_id as id_of
 from schemas.manifest import FileEntry, ImageEntry, Split
 from schemas.prepared import PreparedData

@@ -31,7 +31,7 @@ from hiddenstore.errors import (
 from hiddenstore.files import layout
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import load, seal, sha256_hex
-from hiddenstore.files.folders import missing
+from hiddenstore.files.layout import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, is_inside
 from hiddenstore.index.catalog import Catalog, Records, make_snapshot, read_catalog, read_frozen

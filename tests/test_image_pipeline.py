@@ -17,7 +17,7 @@ from hiddenstore.data.packed import Buffers
 from hiddenstore.data.read import DecodedFiller, EncodedFiller, SampleSlot, packed_samples
 from hiddenstore.data.samples import pack
 from hiddenstore.data.view import SampleView
-from hiddenstore.images import image_positions, is_text
+from hiddenstore.records import image_positions, is_text
 from hiddenstore.store import Store
 from tests.accepting import repair_words
 from tests.collectors.tiny_images import about, data_uri, noise, openai_part, save_image_target

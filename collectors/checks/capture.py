@@ -16,8 +16,7 @@ from torch import Tensor
 
 from collectors.engines import Captured
 from hiddenstore.errors import CaptureError, Kind
-from hiddenstore.images import is_text
-from hiddenstore.records import Sample
+from hiddenstore.records import Sample, is_text
 from hiddenstore.targets.head import HeadBundle
 from schemas.capture import FINAL, NormState
 from schemas.layers import field_name

@@ -18,8 +18,7 @@ from torch import Tensor
 from collectors.checks.capture import CheckSpec, require_matching
 from collectors.engines import Captured, CaptureRequest
 from collectors.engines.hf import forward_with_images
-from collectors.targets.load import LoadedTarget
-from collectors.targets.probe import Probe, probe_states
+from collectors.targets.load import LoadedTarget, Probe, probe_states
 from hiddenstore.errors import CaptureError, Kind
 from hiddenstore.records import Sample
 from schemas.capture import FINAL

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from collectors.checks.capture import MIN_PROFILED_TOKENS
 from collectors.engines import CaptureEngine, CaptureRequest
-from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
-from collectors.targets.probe import probe_states, verify_parts
+from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights, probe_states, verify_parts
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.images import is_text
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Rank, free_bytes
-from hiddenstore.records import final_row_positions
+from hiddenstore.records import final_row_positions, is_text
 from hiddenstore.store import Store
 from hiddenstore.targets.checkpoint import weights_bytes
 from hiddenstore.verify.profile import (

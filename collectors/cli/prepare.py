@@ -188,7 +188,7 @@ def _train(
 
 
 def _show_data(answer: dict[str, Any]) -> None:
-    from collectors.conversations.rows import NO_ANSWER
+    from collectors.conversations.parse import NO_ANSWER
 
     rows, samples, tokens = answer["rows_read"], answer["samples"], answer["tokens"]
     validation, longest, supervised = answer["validation_samples"], answer["longest"], answer["supervised_tokens"]

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from collectors.conversations.files import open_file
-from collectors.conversations.parse import decoded_row
-from collectors.conversations.rows import (
+from collectors.conversations.parse import (
     IMAGE_KEYS,
     TABLE_BATCH_ROWS,
     ColumnFilter,
@@ -18,6 +17,7 @@ from collectors.conversations.rows import (
     Row,
     Source,
     conversation_columns,
+    decoded_row,
 )
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.files.damage import raise_refusal

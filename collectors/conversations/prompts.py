@@ -17,8 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from collectors.conversations.mix import Mix, MixedSource, open_inputs, resolved
-from collectors.conversations.parse import Conversation, Message, parse_row
-from collectors.conversations.rows import Problem
+from collectors.conversations.parse import Conversation, Message, Problem, parse_row
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import ConfigError, InterruptError, Kind
 from hiddenstore.fs.publish import new_file, refuse_existing_file

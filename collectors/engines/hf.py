@@ -26,12 +26,11 @@ from collectors.engines import (
 )
 from collectors.engines.resources import optional_package
 from collectors.targets.images import ImageError
-from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights
-from collectors.targets.probe import first_tensor
+from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, first_tensor, load_weights
 from hiddenstore.codecs.base import fresh
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import CaptureError, ConfigError, Kind
-from hiddenstore.images import image_positions
+from hiddenstore.records import image_positions
 from hiddenstore.targets.families import Parts
 from schemas.capture import NormState
 from schemas.manifest import Engine, ImageEntry

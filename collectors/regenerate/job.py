@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from collectors.conversations.mix import open_sources
-from collectors.conversations.parse import Conversation, parse_row
-from collectors.conversations.rows import Source
+from collectors.conversations.parse import Conversation, Source, parse_row
 from collectors.regenerate.answers import AnswerLog, AnswersFolder
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport, answer_settings, require_possible
 from collectors.regenerate.output import refuse_existing, rows_into

@@ -27,8 +27,7 @@ from urllib.request import url2pathname
 import numpy as np
 import pyarrow as pa
 
-from collectors.conversations.parse import Conversation, parse_row, shortened
-from collectors.conversations.rows import NO_ANSWER, Problem, Row
+from collectors.conversations.parse import NO_ANSWER, Conversation, Problem, Row, parse_row, shortened
 from collectors.targets.images import ImageError, TargetImages
 from collectors.tokenize.template import ChatTemplate, Tokenised
 from hiddenstore.errors import InterruptError, Kind, StorageError

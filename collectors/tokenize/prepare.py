@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from collectors.conversations.datasets import find_dataset
 from collectors.conversations.mix import Mix, MixedSource, open_inputs
-from collectors.conversations.rows import NO_ANSWER, Row, Source
+from collectors.conversations.parse import NO_ANSWER, Row, Source
 from collectors.targets.images import open_images
 from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
 from collectors.tokenize.template import NOT_STABLE, ChatTemplate, check_template, read_template, refuse_if_unstable

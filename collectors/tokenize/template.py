@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateSyntaxError
 
-from collectors.conversations.parse import REASONING, Conversation, Message
-from collectors.conversations.rows import Problem
+from collectors.conversations.parse import REASONING, Conversation, Message, Problem
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of

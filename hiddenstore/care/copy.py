@@ -32,10 +32,10 @@ from hiddenstore.segments import CONTAINERS, default_container
 from hiddenstore.store import Store, load_manifest
 from hiddenstore.targets.blocks import BLOCKS_FILE, TargetBlocks, block_files, recoded
 from hiddenstore.targets.calibration import copy_slice, read_slice
+from hiddenstore.targets.checkpoint import checkpoint_sha256
 from hiddenstore.targets.folder import CONFIG_FILE, open_target
 from hiddenstore.targets.identity import CHECKPOINT, cast_hint, has_adapter, target_argument, unstated_digests
 from hiddenstore.targets.rebuild import Rebuilder
-from hiddenstore.targets.tensors import checkpoint_sha256
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile, share_profile, target_differences, unstated_warning
 from hiddenstore.writer import PendingUnit, capture_differences, create_store, pending_units, register_input
 from schemas.capture import REBUILT, STATED, TOPK, CaptureSpec, Codecs, TargetIdentity

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hiddenstore.files import layout
 from hiddenstore.files.damage import reading_only
-from hiddenstore.files.folders import missing
+from hiddenstore.files.layout import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.catalog import read_catalog

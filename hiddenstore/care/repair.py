@@ -14,7 +14,7 @@ from hiddenstore.commit import DAMAGED
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, Kind
 from hiddenstore.files import layout
 from hiddenstore.files.damage import reading_only, twice
-from hiddenstore.files.folders import missing
+from hiddenstore.files.layout import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.catalog import read_replaced

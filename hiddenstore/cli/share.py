@@ -17,8 +17,7 @@ from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import plural, size
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.files.damage import raise_refusal
-from hiddenstore.files.folders import kind_of, missing
-from hiddenstore.files.layout import STORE_JSON
+from hiddenstore.files.layout import STORE_JSON, kind_of, missing
 from hiddenstore.fs import is_address, open_filesystem
 
 if TYPE_CHECKING:

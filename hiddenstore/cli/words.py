@@ -18,8 +18,7 @@ from click.shell_completion import (
     add_completion_class,
 )
 
-from hiddenstore.files.folders import kind_of, missing
-from hiddenstore.files.layout import DATA_JSON, STORE_JSON
+from hiddenstore.files.layout import DATA_JSON, STORE_JSON, kind_of, missing
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store

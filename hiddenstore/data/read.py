@@ -22,8 +22,7 @@ from hiddenstore.codecs.base import Encoded, first_rows
 from hiddenstore.data.packed import Buffers, EncodedPack, Members, PackedBatch, carve, room_bytes
 from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import CorruptionError, Kind
-from hiddenstore.images import drafter_positions
-from hiddenstore.records import TopK
+from hiddenstore.records import TopK, drafter_positions
 from hiddenstore.segments.many import MANY_BYTES, UNITS_TOGETHER, row_numbers
 from hiddenstore.segments.segment import SegmentReader, read_together
 from hiddenstore.threads import Threads

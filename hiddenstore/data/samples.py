@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from hiddenstore.data.packed import PackedBatch
 from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.images import drafter_positions
 from hiddenstore.index.table import SPLITS
-from hiddenstore.records import Record, TopK
+from hiddenstore.records import Record, TopK, drafter_positions
 from hiddenstore.store import Store
 from hiddenstore.targets.rebuild import layers_to_read
 from schemas.manifest import Split

@@ -13,8 +13,7 @@ from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.base import MaskedCodec
 from hiddenstore.codecs.recipes import recipe_name
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.images import is_text
-from hiddenstore.records import Record, Sample
+from hiddenstore.records import Record, Sample, is_text
 from schemas.capture import CaptureSpec
 from schemas.manifest import ROLES
 from schemas.prepared import LossChoice

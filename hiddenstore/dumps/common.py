@@ -17,9 +17,8 @@ from torch import Tensor
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, StorageError
 from hiddenstore.fs.publish import make_folder, new_folder, refuse_existing_folder
-from hiddenstore.images import WITHOUT_IMAGES
 from hiddenstore.inputs import TURNS
-from hiddenstore.records import Record, Sample
+from hiddenstore.records import WITHOUT_IMAGES, Record, Sample
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import target_argument, target_words

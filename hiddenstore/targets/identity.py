@@ -1,7 +1,7 @@
 """Fingerprints of a target: the digests of ``schemas.TargetIdentity`` and how two identities are compared.
 
 Everything that meets a target (prepare, collect, decode) computes them here, so that equal targets have equal digests
-whoever loaded them and in whatever dtype; that of the checkpoint's tensors is in ``hiddenstore.targets.tensors``.
+whoever loaded them and in whatever dtype; that of the checkpoint's tensors is in ``hiddenstore.targets.checkpoint``.
 """
 
 import hashlib

@@ -5,7 +5,7 @@ from pathlib import Path
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.files import layout
 from hiddenstore.files.damage import reading_only
-from hiddenstore.files.folders import missing
+from hiddenstore.files.layout import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.verify.report import DEPTHS, Begin, Depth, Finding, Report, unseen

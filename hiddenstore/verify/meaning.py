@@ -29,8 +29,7 @@ from hiddenstore.data.order import Order
 from hiddenstore.errors import ConfigError, HiddenstoreError
 from hiddenstore.files import layout
 from hiddenstore.files.damage import DAMAGE, raise_refusal, twice
-from hiddenstore.images import is_text
-from hiddenstore.records import Record, Sample, TopK, final_row_positions, sample_id
+from hiddenstore.records import Record, Sample, TopK, final_row_positions, is_text, sample_id
 from hiddenstore.store import Store
 from hiddenstore.targets.blocks import BLOCKS_FILE
 from hiddenstore.targets.calibration import SLICE_PATH, read_slice

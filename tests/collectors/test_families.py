@@ -11,8 +11,7 @@ from transformers import LlamaConfig, Phi3Config
 
 from collectors.engines import Captured, CaptureRequest, EngineOptions
 from collectors.engines.hf import HfEngine
-from collectors.targets.load import EngineTarget, LoadedTarget, load_target
-from collectors.targets.probe import verify_parts
+from collectors.targets.load import EngineTarget, LoadedTarget, load_target, verify_parts
 from hiddenstore.errors import CaptureError, ConfigError
 from hiddenstore.targets import families
 from hiddenstore.targets.families import FAMILIES, find_parts

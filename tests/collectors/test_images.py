@@ -19,8 +19,7 @@ from PIL import Image
 
 from collectors.checks.crosscheck import CrossCheck
 from collectors.conversations.mix import open_sources
-from collectors.conversations.parse import Conversation, parse_row
-from collectors.conversations.rows import Row
+from collectors.conversations.parse import Conversation, Row, parse_row
 from collectors.engines import CaptureRequest, EngineOptions
 from collectors.engines.hf import HfEngine
 from collectors.targets.images import open_images
@@ -29,9 +28,8 @@ from collectors.tokenize.prepare import PrepareOptions, prepare
 from hiddenstore.errors import CaptureError, ConfigError, FormatError, Kind, StorageError
 from hiddenstore.files import documents
 from hiddenstore.files.documents import seal
-from hiddenstore.images import image_positions
 from hiddenstore.inputs import PreparedInput
-from hiddenstore.records import Sample
+from hiddenstore.records import Sample, image_positions
 from hiddenstore.targets.folder import open_target
 from schemas.manifest import FileEntry, ImageEntry
 from tests.collectors.tiny import tiny_tokenizer

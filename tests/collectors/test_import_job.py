@@ -483,8 +483,7 @@ def test_tokens_and_states_shifted_against_each_other_are_refused(tmp_path: Path
     """The bundled target is trained, so that its final hidden knows its next token."""
     from importlib.resources import files as packaged
 
-    from collectors.targets.load import load_target
-    from collectors.targets.probe import probe_states
+    from collectors.targets.load import load_target, probe_states
 
     folder = str(packaged("collectors.demo") / "target")
     loaded = load_target(folder)

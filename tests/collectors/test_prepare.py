@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_templates import CHATML, STRIPS_THOUGHTS, chat, tiny_target, write_rows
 
-from collectors.conversations.rows import Row
+from collectors.conversations.parse import Row
 from collectors.tokenize import batches
 from collectors.tokenize import write as parts
 from collectors.tokenize.batches import batches_of, is_validation, ordered_batches

@@ -28,8 +28,7 @@ from tiny_templates import (
 )
 from transformers import ByT5Tokenizer
 
-from collectors.conversations.parse import Conversation, parse_row
-from collectors.conversations.rows import Problem, Row
+from collectors.conversations.parse import Conversation, Problem, Row, parse_row
 from collectors.tokenize.template import (
     ChatTemplate,
     Tokenised,

@@ -16,8 +16,7 @@ from collectors.demo import TARGET_DIR
 from collectors.demo.corpus import conversations
 from collectors.engines import CaptureRequest, EngineOptions, assembly
 from collectors.engines.vllm import VllmProcess
-from collectors.targets.load import EngineTarget, LoadedTarget, load_target
-from collectors.targets.probe import probe_states
+from collectors.targets.load import EngineTarget, LoadedTarget, load_target, probe_states
 from hiddenstore.errors import ConfigError, InterruptError
 from hiddenstore.store import Store
 from hiddenstore.targets.folder import open_target

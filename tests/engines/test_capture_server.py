@@ -19,8 +19,7 @@ from collectors.demo import TARGET_DIR
 from collectors.engines import CaptureRequest, EngineOptions
 from collectors.engines.vllm import VllmProcess
 from collectors.engines.vllm_server import LayerIds, VllmServer, kv_transfer_config, speculative_config
-from collectors.targets.load import EngineTarget, load_target
-from collectors.targets.probe import probe_states
+from collectors.targets.load import EngineTarget, load_target, probe_states
 from hiddenstore.errors import ConfigError
 from hiddenstore.targets.folder import open_target
 

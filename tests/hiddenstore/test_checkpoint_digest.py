@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hiddenstore.errors import ConfigError
+from hiddenstore.targets.checkpoint import BLOCKS, WHOLE_BELOW_BYTES, checkpoint_sha256
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.gguf import RECORD_FILE
-from hiddenstore.targets.tensors import BLOCKS, WHOLE_BELOW_BYTES, checkpoint_sha256
 from tests.collectors.tiny import WIDTH, save_target, tiny_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

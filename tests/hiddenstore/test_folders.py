@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from hiddenstore.cli import main
-from hiddenstore.files.folders import FolderKind, Wanted, kind_of, missing
+from hiddenstore.files.layout import FolderKind, Wanted, kind_of, missing
 from hiddenstore.testing.builders import make_store
 
 

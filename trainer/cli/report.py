@@ -10,7 +10,7 @@ from hiddenstore.cli.words import RUN, STORE, Place, open_store
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import Kind, NotFoundError
-from hiddenstore.files.folders import kind_of
+from hiddenstore.files.layout import kind_of
 from hiddenstore.report.page import refuse_other_file, write_page
 
 if TYPE_CHECKING:

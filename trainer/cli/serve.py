@@ -9,7 +9,7 @@ import click
 from hiddenstore.cli.words import Name
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.files.folders import kind_of
+from hiddenstore.files.layout import kind_of
 from trainer.serve import ENGINES
 
 _FLAGS = "hiddenstore.serve.flags"

@@ -13,8 +13,7 @@ from hiddenstore.cli.words import STORE, Name, cache_options, open_store, split_
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, bar, percent
 from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, Kind
-from hiddenstore.files.folders import kind_of, missing
-from hiddenstore.files.layout import DATA_JSON, STORE_JSON
+from hiddenstore.files.layout import DATA_JSON, STORE_JSON, kind_of, missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.publish import make_folder, replace_file
 from hiddenstore.fs.seam import storage_error

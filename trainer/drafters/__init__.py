@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore.errors import ConfigError, FormatError, Kind
-from hiddenstore.images import WITHOUT_IMAGES
+from hiddenstore.records import WITHOUT_IMAGES
 from hiddenstore.registry import Registry
 from hiddenstore.targets import LAYER_RULES
 from hiddenstore.targets.identity import target_words

@@ -16,13 +16,13 @@ from transformers import DynamicCache
 from hiddenstore.console.output import output
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.store import Store
+from hiddenstore.targets.checkpoint import checkpoint_sha256
 from hiddenstore.targets.families import Parts, find_parts
 from hiddenstore.targets.folder import TargetFolder, open_target
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import captured_from, cast_hint, identity_differences, weights_sha256
 from hiddenstore.targets.load import load_model
 from hiddenstore.targets.matmul import bf16_pays
-from hiddenstore.targets.tensors import checkpoint_sha256
 from hiddenstore.verify.profile import require_states
 from schemas.capture import HeadSpec, TargetIdentity
 from trainer.drafters import refuse_target

@@ -17,10 +17,9 @@ from typing import Any
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.files.documents import foreign_json
 from hiddenstore.registry import Registry, unknown
-from hiddenstore.targets.checkpoint import read_object
+from hiddenstore.targets.checkpoint import checkpoint_sha256, read_object
 from hiddenstore.targets.folder import TOKENIZER_FILES, TargetFolder, code_sha256
 from hiddenstore.targets.identity import config_sha256, tokenizer_rules_sha256
-from hiddenstore.targets.tensors import checkpoint_sha256
 from schemas.capture import TargetIdentity
 from trainer.drafters import DRAFTERS, drafter_kind
 from trainer.formats.base import (

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.images import WITHOUT_IMAGES
+from hiddenstore.records import WITHOUT_IMAGES
 from schemas.layers import default_aux_layers, from_convention, to_convention
 from trainer.formats import base
 from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Refused, Target, Tensors

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hiddenstore.errors import CorruptionError, Kind, NotFoundError
 from hiddenstore.files.documents import seal, sha256_hex, unseal
-from hiddenstore.files.folders import missing
+from hiddenstore.files.layout import missing
 from hiddenstore.fs.disk import require_whole_links
 from hiddenstore.fs.publish import make_folder, new_folder, replace_file, sweep_killed
 from hiddenstore.fs.seam import storage_error

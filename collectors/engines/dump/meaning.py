@@ -16,8 +16,7 @@ from torch import Tensor
 from collectors.engines.dump.engine import Claims, Columns, choose_columns, states_of_tokens
 from collectors.engines.dump.matching import Matcher
 from collectors.engines.dump.peer import PeerSample, PeerSource, Unusable, read_manifest
-from collectors.targets.load import EngineTarget, LoadedTarget
-from collectors.targets.probe import probe_states
+from collectors.targets.load import EngineTarget, LoadedTarget, probe_states
 from hiddenstore.dumps.common import ABOUT_FILE
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, Kind
 from hiddenstore.records import Sample

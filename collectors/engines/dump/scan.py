@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from collectors.conversations.rows import Problem
+from collectors.conversations.parse import Problem
 from collectors.engines.dump.matching import Matcher, rows_of
 from collectors.engines.dump.peer import PeerSource, Unusable
 from collectors.targets.load import EngineTarget
