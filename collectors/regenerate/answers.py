@@ -2,6 +2,9 @@
 
 A line is one reply; the last line of a finished shard says how many conversations it looked at. A line that a kill cut
 in two is taken away on opening. The folder and its settings belong to one output and one way of answering.
+
+Where a larger limit leaves answers that ended as they are, a cut one names its ``limit``: a run with a larger one takes
+it for unanswered, and the next line of its turn takes its place and that of what followed it.
 """
 
 import fcntl
@@ -12,6 +15,8 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,30 +24,39 @@ from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.errors import ConflictError, CorruptionError, Kind
 from hiddenstore.files.documents import canonical, foreign_json
 from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.fs.publish import replace_file
 from hiddenstore.fs.seam import Filesystem, storage_error, storage_errors
 
 SETTINGS = "settings.json"
 SYNC_EVERY_S = 2.0
 
 
-def claim_settings(fs: Filesystem, name: str, settings: Mapping[str, Any], problem: str, hint: str) -> None:
-    """Write the settings that answers depend on, or find the same ones there. Raises ConflictError: ``answers-differ``:
-    ``problem``, and each that differs; StorageError: the disk refused."""
+def claim_settings(
+    fs: Filesystem, name: str, settings: Mapping[str, Any], problem: str, hint: str, may_grow: str | None = None
+) -> None:
+    """Write the settings that answers depend on, or find the same ones there; one of them ``may_grow``. Raises
+    ConflictError: ``answers-differ``: ``problem``, and each that differs; StorageError: the disk refused."""
     if fs.put_if_absent(name, canonical(settings)):
         return
     recorded = json.loads(fs.read(name))
+    is_larger = may_grow is not None and settings[may_grow] > recorded.get(may_grow, settings[may_grow])
+    if may_grow is not None and is_larger:
+        recorded[may_grow] = settings[may_grow]
     differing = sorted(key for key in {*settings, *recorded} if settings.get(key) != recorded.get(key))
     if differing:
         details = ", ".join(f"{key} {recorded.get(key)!r} (now {settings.get(key)!r})" for key in differing)
         raise ConflictError(f"{problem}: {details}", kind=Kind.ANSWERS_DIFFER, hint=hint)
+    if is_larger:
+        replace_file(fs.local_path(name), canonical(settings))
 
 
 class AnswersFolder:
-    """``OUT.answers``: the settings of the run and one file of answers for each of ``shards`` shards."""
+    """``OUT.answers``: the settings of the run and one file of answers for each of ``shards`` shards. ``limit``: how
+    long an answer may be, where that may grow."""
 
-    def __init__(self, out: Path, shards: int) -> None:
+    def __init__(self, out: Path, shards: int, limit: int | None = None) -> None:
         self.path = out.with_name(f"{out.name}.answers")
-        self.shards = shards
+        self.shards, self._limit = shards, limit
 
     def claim(self, settings: Mapping[str, Any]) -> None:
         """Make the folder for these settings, or find that it was made for them. Raises ConflictError:
@@ -50,7 +64,8 @@ class AnswersFolder:
         hint = f"the same settings go on with it; rm -r {self.path} starts anew; or name another file with -o"
         problem = f"{self.path} holds answers of another run"
         fs, name = LocalFilesystem(self.path.parent), f"{self.path.name}/{SETTINGS}"
-        claim_settings(fs, name, {**settings, "shards": self.shards}, problem, hint)
+        may_grow = None if self._limit is None else "max_new_tokens"
+        claim_settings(fs, name, {**settings, "shards": self.shards}, problem, hint, may_grow)
 
     def file(self, shard: int) -> Path:
         """The answers of shard 1 … ``shards``."""
@@ -59,7 +74,7 @@ class AnswersFolder:
     def unfinished(self, conversations: int) -> list[int]:
         """Shards without their last line, or with one that says less than their share of so many conversations."""
         shares = {shard: len(range(shard - 1, conversations, self.shards)) for shard in range(1, self.shards + 1)}
-        return [shard for shard, share in shares.items() if _ended(self.file(shard)) < share]
+        return [shard for shard, share in shares.items() if _ended(self.file(shard), self._limit) < share]
 
     def remove_if_empty(self) -> None:
         """Take the folder away when it holds no answer, and nobody waits for the first one."""
@@ -83,28 +98,41 @@ class AnswersFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def _ended(path: Path) -> int:
-    """Conversations of a shard by its last line; -1 where that does not end it."""
+def _ended(path: Path, limit: int | None) -> int:
+    """Conversations of a shard by its last line; -1 where that does not end it, or under a smaller limit."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 256))
             last = file.read().splitlines()[-1]
-        return int(json.loads(last)["end"]) if last.startswith(b'{"end":') else -1
+        return _end_of(json.loads(last), limit) if last.startswith(b'{"end":') else -1
     except (FileNotFoundError, IndexError, ValueError):
         return -1
     except OSError as error:
         raise storage_error(error, str(path)) from error
 
 
-class AnswerLog:
-    """One file of answers; ``append`` may be called by many threads. Raises ConflictError: ``answers-running``, another
-    process writes it; StorageError: the disk refused."""
+def _end_of(record: Mapping[str, Any], limit: int | None) -> int:
+    return -1 if limit is not None and int(record.get("limit", 0)) < limit else int(record["end"])
 
-    def __init__(self, path: Path, *, is_read_only: bool = False) -> None:
-        self.path = path
+
+@dataclass(frozen=True)
+class _Line:
+    """Where an answer is in its file, and the limit that cut it; None where none did."""
+
+    offset: int
+    cut_at: int | None
+
+
+class AnswerLog:
+    """One file of answers; ``append`` may be called by many threads. ``limit``: answers that a smaller one cut count as
+    unanswered; None where the limit cannot grow. Raises ConflictError: ``answers-running``, another process writes it;
+    StorageError: the disk refused."""
+
+    def __init__(self, path: Path, limit: int | None = None, *, is_read_only: bool = False) -> None:
+        self.path, self._limit = path, limit
         self._end: int | None = None
         self._lock = threading.Lock()
-        self._lines: dict[int, list[int]] = {}
+        self._lines: dict[int, list[_Line]] = {}
         self._synced_s = time.monotonic()
         with storage_errors(path):
             self._file: BinaryIO = path.open("rb" if is_read_only else "a+b")
@@ -133,9 +161,9 @@ class AnswerLog:
         """What was answered so far, in order of turns. Raises ConflictError: ``answers-differ``, the answers belong to
         another conversation."""
         replies: list[Reply] = []
-        for offset in self._lines.get(rewrite.number, ()):
+        for kept in self._lines.get(rewrite.number, ()):
             with self._lock:
-                self._file.seek(offset)
+                self._file.seek(kept.offset)
                 line = json.loads(self._file.readline())
             if line["input"] != rewrite.digest:
                 raise ConflictError(
@@ -149,13 +177,15 @@ class AnswerLog:
     def append(self, rewrite: Rewrite, reply: Reply) -> bool:
         """Keep the next answer of a conversation; False when it came from here, or the run was stopped meanwhile."""
         line = {"row": rewrite.number, "turn": rewrite.turn, "input": rewrite.digest, **reply.document()}
+        if reply.is_cut and self._limit is not None:
+            line["limit"] = self._limit
         with self._lock:
             if self._file.closed:
                 return False
             lines = self._lines.setdefault(rewrite.number, [])
             is_new = rewrite.turn >= len(lines)
             if is_new:
-                lines.append(self._write(line))
+                lines.append(_Line(self._write(line), _cut_at(line)))
                 # Of an input that has grown: its end is to be said again, behind this.
                 self._end = None
             return is_new
@@ -164,7 +194,8 @@ class AnswerLog:
         """Say that every conversation of this shard has its answers."""
         with self._lock:
             if self._end != conversations:
-                self._write({"end": conversations}, is_last=True)
+                limit = {} if self._limit is None else {"limit": self._limit}
+                self._write({"end": conversations, **limit}, is_last=True)
                 self._end = conversations
 
     def _write(self, line: dict[str, Any], is_last: bool = False) -> int:
@@ -187,17 +218,23 @@ class AnswerLog:
                 break
             self._index(line, offset)
             offset += len(line)
+        limit = self._limit or 0
+        for lines in self._lines.values():
+            lines[:] = takewhile(lambda line: line.cut_at is None or line.cut_at >= limit, lines)
 
     def _index(self, line: bytes, offset: int) -> None:
         try:
             record = foreign_json(line)
             if "end" in record:
-                self._end = int(record["end"])
+                self._end = _end_of(record, self._limit)
                 return
             lines = self._lines.setdefault(int(record["row"]), [])
+            turn = record["turn"]
+            if turn < len(lines) and lines[turn].cut_at is not None:
+                del lines[turn:]
             # An in-process batch that a kill cut in two is answered again, with the same answers.
-            if record["turn"] == len(lines):
-                lines.append(offset)
+            if turn == len(lines):
+                lines.append(_Line(offset, _cut_at(record)))
             self._end = None
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptionError(
@@ -206,3 +243,8 @@ class AnswerLog:
                 path=str(self.path),
                 hint=f"rm {self.path} has these answers written again",
             ) from error
+
+
+def _cut_at(record: Mapping[str, Any]) -> int | None:
+    """Where no limit is named, the answer's own length says it."""
+    return int(record.get("limit", record.get("tokens", 0))) if record.get("is_cut") else None

@@ -6,7 +6,7 @@ same answers as one that was not.
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -79,7 +79,8 @@ class _InProcess:
                     conversations = [rewrite for rewrite in conversations if rewrite.advance()]
                     if not conversations:
                         break
-                    batches = self._batches(conversations, take)
+                    unanswered = {number for number, given in replies.items() if len(given) <= turn}
+                    batches = self._batches(conversations, unanswered, take)
                     for rewrite in conversations:
                         if rewrite.turn == turn < len(replies[rewrite.number]):
                             take(rewrite, replies[rewrite.number][turn])
@@ -87,9 +88,9 @@ class _InProcess:
                     for rewrite, answer in _answers(dict(zip(names, batches, strict=True)), turn, submit, beat):
                         take(rewrite, self._reply(answer))
 
-    def _batches(self, conversations: list[Rewrite], take: Take) -> list[Batch]:
+    def _batches(self, conversations: list[Rewrite], unanswered: Set[int], take: Take) -> list[Batch]:
         """Conversations and the prompts of their next turn, in batches; those whose prompt is too long, or that the
-        template refuses, are dropped."""
+        template refuses, are dropped, but for the answered ones, whose limit may have been a smaller one."""
         limit = getattr(self.folder.config, "max_position_embeddings", None) or 1 << 30
         fitting = []
         for rewrite in conversations:
@@ -103,7 +104,7 @@ class _InProcess:
                 continue
             if len(prompt) + self.sampling.max_new_tokens <= limit:
                 fitting.append((rewrite, prompt))
-            else:
+            elif rewrite.number in unanswered:
                 take(rewrite, Reply(drop="prompt-too-long", detail=f"{len(prompt):,} tokens of {limit:,}"))
         lengths = [len(prompt) for _, prompt in fitting]
         return [[fitting[i] for i in batch] for batch in prompt_batches(lengths, self.options.batch_size)]

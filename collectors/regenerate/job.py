@@ -48,7 +48,8 @@ def regenerate(options: RegenerateOptions, stopping: Callable[[], bool] = lambda
         from collectors.regenerate.in_process import open_in_process as open_answerer
     label, answer_all = open_answerer(options)
     total = _usable(sources, options)
-    folder = AnswersFolder(out, options.shard[1])
+    growing = options.limit if options.keeps_ended else None
+    folder = AnswersFolder(out, options.shard[1], growing)
     folder.claim(answer_settings(options, label))
     shard_report = report = RegenerateReport(str(out))
 
@@ -60,7 +61,10 @@ def regenerate(options: RegenerateOptions, stopping: Callable[[], bool] = lambda
             )
 
     try:
-        with AnswerLog(folder.file(options.shard[0])) as log, Progress("regenerate", total, "answers") as progress:
+        with (
+            AnswerLog(folder.file(options.shard[0]), growing) as log,
+            Progress("regenerate", total, "answers") as progress,
+        ):
             shard = _Shard(options, shard_report, log, progress)
             answer_all(shard.rewrites(sources), log.replies, shard.record, beat)
             log.finish(shard.conversations)
@@ -147,10 +151,12 @@ class _Shard:
         if self.warned or report.answers > LOOKED_AT or report.cut <= MOST_CUT * LOOKED_AT:
             return
         self.warned = True
+        cost = f"them all answered anew: stop this run and rm -r {self.log.path.parent}"
+        if self.options.keeps_ended:
+            cost = "those alone answered anew: stop this run (Ctrl-C) and give the same command with it"
         output().warn(
             f"{report.cut} of the first {report.answers} answers met --max-new-tokens {limit} and are cut: how such an "
-            f"answer ends is not learned. A larger limit, --max-new-tokens {4 * limit} say, has them all answered "
-            f"anew: stop this run and rm -r {self.log.path.parent}"
+            f"answer ends is not learned. A larger limit, --max-new-tokens {4 * limit} say, has {cost}"
         )
 
     def _show(self, answers: int) -> None:

@@ -67,6 +67,13 @@ class RegenerateOptions:
         """Tokens of an answer at most."""
         return self.max_new_tokens or (LIMIT_HERE if self.server is None else LIMIT_OF_A_SERVER)
 
+    @property
+    def keeps_ended(self) -> bool:
+        """Whether an answer that ended would be the same under a larger limit: it is the most probable one, or was
+        drawn with a seed of its own. Else a new try at the cut ones alone would prefer short answers; the noise of a
+        batch in this process depends on which others there are."""
+        return self.temperature == 0 or (self.server is not None and self.seed is not None)
+
 
 @dataclass
 class RegenerateReport:

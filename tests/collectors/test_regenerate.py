@@ -231,6 +231,26 @@ def test_a_stopped_run_goes_on_and_ends_with_the_same_bytes(options: RegenerateO
     assert not folder_of_answers(stopped).exists()
 
 
+def test_greedy_answers_that_ended_are_those_of_a_larger_limit_and_stay(
+    options: RegenerateOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Many end tokens make some answers end within the smaller limit.
+    monkeypatch.setattr(LoadedTarget, "eos_token_ids", lambda _self: list(range(0, 96, 6)))
+    options = replace(options, temperature=0.0, max_new_tokens=40)
+    run(options)
+    stopped = replace(options, out=tmp_path / "stopped.jsonl", max_new_tokens=6)
+    stop_after(stopped, 3)
+    kept = (folder_of_answers(stopped) / "answers-1-of-1.jsonl").read_text().splitlines()
+    cut = {json.loads(line)["row"] for line in kept if "is_cut" in json.loads(line)}
+    assert 0 < len(cut) < len({json.loads(line)["row"] for line in kept})
+    assert 0 < run(replace(stopped, max_new_tokens=40)).resumed < len(kept)
+    assert Path(stopped.out).read_bytes() == Path(options.out).read_bytes()
+    sampled = replace(stopped, out=tmp_path / "sampled.jsonl", temperature=0.8)
+    stop_after(sampled, 1)
+    with pytest.raises(ConflictError, match="max_new_tokens"):
+        run(replace(sampled, max_new_tokens=40))
+
+
 def test_a_line_that_a_kill_cut_in_two_is_answered_again(options: RegenerateOptions, tmp_path: Path) -> None:
     options = replace(options, batch_size=1)
     run(options)

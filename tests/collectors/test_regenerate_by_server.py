@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from collectors.regenerate.options import RegenerateOptions, RegenerateReport, a
 from collectors.regenerate.server import ChatServer, UnansweredError, _read_reply
 from hiddenstore.cli import main
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import CaptureError, ConfigError, ConflictError, StorageError
+from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError, StorageError
 from hiddenstore.servers import http
 from hiddenstore.servers.http import ServerAccess
 
@@ -495,6 +495,62 @@ def test_answers_that_meet_the_limit_are_shown_while_they_come_and_warned_of_ear
         assert all(line.endswith(f"rm -r {tmp_path}/every-{every}.jsonl.answers") for line in warned)
         warned.clear()
         assert {*range(1, report.cut + 1)} <= {*shown}
+    double.answer = cutting({f"question {number}" for number in range(21)})
+    run(options(tmp_path, double, many, out="greedy.jsonl", concurrency=1, temperature=0.0, max_new_tokens=100))
+    assert "--max-new-tokens 400 say, has those alone answered anew" in warned[0]
+
+
+def cutting(long: set[str]) -> Callable[[Asked], Asked]:
+    """Answers to these questions take 500 tokens, all others 7."""
+
+    def answer(asked: Asked) -> Asked:
+        is_cut = asked["messages"][-1]["content"] in long and asked["max_tokens"] < 500
+        said = plain_answer(asked)
+        text = said["message"]["content"] + (" cut" if is_cut else "")
+        return {"message": {"role": "assistant", "content": text}, "finish_reason": "length" if is_cut else "stop"}
+
+    return answer
+
+
+@pytest.mark.parametrize("more", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}, {"temperature": 0.8}], ids=str)
+def test_under_a_larger_limit_a_stopped_run_answers_again_only_what_was_cut(
+    tmp_path: Path, double: ChatDouble, more: dict[str, Any]
+) -> None:
+    double.answer = cutting({"first 3", "second 5"})
+    straight = options(tmp_path, double, out="straight.jsonl", max_new_tokens=600, **more)
+    run(straight)
+    chosen = options(tmp_path, double, max_new_tokens=100, concurrency=1, **more)
+    before = len(double.asked)
+    with pytest.raises(InterruptError):
+        regenerate(chosen, lambda: len(double.asked) >= before + 20)
+    kept = Path(f"{chosen.out}.answers/answers-1-of-1.jsonl").read_bytes().count(b"\n")
+    before = len(double.asked)
+    larger = replace(chosen, max_new_tokens=600)
+    if more == {"temperature": 0.8}:
+        with pytest.raises(ConflictError, match="max_new_tokens 100"):
+            run(larger)
+        return
+    report = run(larger)
+    # Both turns of one conversation and the second of another.
+    assert (report.resumed, len(double.asked) - before) == (kept - 3, 24 - kept + 3)
+    assert Path(chosen.out).read_bytes() == Path(straight.out).read_bytes()
+
+
+def test_a_limit_grows_over_every_shard_and_never_shrinks(tmp_path: Path, double: ChatDouble) -> None:
+    double.answer = cutting({"first 3", "second 6"})
+    straight = options(tmp_path, double, out="straight.jsonl", max_new_tokens=600, temperature=0.0)
+    run(straight)
+    chosen = options(tmp_path, double, max_new_tokens=100, temperature=0.0, shard=(2, 2))
+    assert run(chosen).waiting == [1]
+    larger = replace(chosen, max_new_tokens=600)
+    assert run(replace(larger, shard=(1, 2))).waiting == [2]
+    with pytest.raises(ConflictError, match="max_new_tokens 600"):
+        run(chosen)
+    assert not Path(chosen.out).exists()
+    before = len(double.asked)
+    assert run(larger).written == 12
+    assert len(double.asked) - before == 2
+    assert Path(chosen.out).read_bytes() == Path(straight.out).read_bytes()
 
 
 def test_a_server_is_asked_for_longer_answers_than_this_process_where_nobody_says(
