@@ -15,22 +15,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hiddenstore.errors import ConflictError, HiddenstoreError, Kind
+from hiddenstore.errors import ConflictError, HiddenstoreError, Kind, StorageError
 from hiddenstore.fs.disk import PosixDisk
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.seam import Filesystem, WritableFile, storage_error, storage_errors
 
 _PIECE_BYTES = 1 << 20
+_NO_FOLDER = {errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG}
 
 
 def make_folder(path: Path) -> None:
-    """A folder with those above it; the names that were not there survive a power loss. Raises StorageError: the disk
-    refused."""
-    with storage_errors(path):
+    """A folder with those above it; the names that were not there survive a power loss. Raises StorageError:
+    ``path-invalid``, a file is in the way or a name too long; as ``storage_error``, the disk refused."""
+    try:
         made = [folder.absolute() for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         for folder in reversed(made):
             PosixDisk().sync_folder(str(folder.parent))
+    except OSError as error:
+        if error.errno in _NO_FOLDER:
+            raise StorageError(f"{path}: {os.strerror(error.errno)}", kind=Kind.PATH_INVALID) from error
+        raise storage_error(error, str(path)) from error
 
 
 def refuse_existing_file(out: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_the_disk(tmp_path: Path) ->
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError) as caught:
         make_folder(tmp_path / "file" / "inner")
-    assert caught.value.kind == "io-error"
+    assert caught.value.kind == "path-invalid"
     assert str(tmp_path / "file" / "inner") in caught.value.message
 
 

@@ -218,7 +218,7 @@ def test_a_wish_to_stop_ends_the_wait_for_a_server(tmp_path: Path) -> None:
     log = tmp_path / "said.log"
     with (
         pytest.raises(HiddenstoreError, match="before the server was up") as caught,
-        running([ServerProcess(("sleep", "600"), os.environ, log)], lambda: True),
+        running([ServerProcess((sys.executable, "-c", "import time; time.sleep(600)"), os.environ, log)], lambda: True),
     ):
         pytest.fail("it is not up")
     assert caught.value.kind == "interrupted"
