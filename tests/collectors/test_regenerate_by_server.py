@@ -480,7 +480,8 @@ def test_answers_that_meet_the_limit_are_shown_while_they_come_and_warned_of_ear
     warned: list[str] = []
     monkeypatch.setattr("collectors.regenerate.job.output", lambda: SimpleNamespace(warn=warned.append))
     monkeypatch.setattr(Progress, "advance", lambda _self, _count, **fields: shown.append(fields["cut"]))
-    many = [[("user", f"question {number}")] for number in range(260)]
+    monkeypatch.setattr("collectors.regenerate.job.LOOKED_AT", 40)
+    many = [[("user", f"question {number}")] for number in range(52)]
     for every, is_warned in ((9, True), (11, False)):
 
         def answer(asked: Asked, every: int = every) -> Asked:
@@ -489,13 +490,13 @@ def test_answers_that_meet_the_limit_are_shown_while_they_come_and_warned_of_ear
 
         double.answer = answer
         report = run(options(tmp_path, double, many, out=f"every-{every}.jsonl", concurrency=1))
-        assert report.cut == len(range(0, 260, every))
+        assert report.cut == len(range(0, 52, every))
         assert len(warned) == is_warned
-        assert all("21 of the first 181 answers met --max-new-tokens 2048 and are cut" in line for line in warned)
+        assert all("5 of the first 37 answers met --max-new-tokens 2048 and are cut" in line for line in warned)
         assert all(line.endswith(f"rm -r {tmp_path}/every-{every}.jsonl.answers") for line in warned)
         warned.clear()
         assert {*range(1, report.cut + 1)} <= {*shown}
-    double.answer = cutting({f"question {number}" for number in range(21)})
+    double.answer = cutting({f"question {number}" for number in range(5)})
     run(options(tmp_path, double, many, out="greedy.jsonl", concurrency=1, temperature=0.0, max_new_tokens=100))
     assert "--max-new-tokens 400 say, has those alone answered anew" in warned[0]
 
