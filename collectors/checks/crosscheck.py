@@ -17,7 +17,7 @@ from torch import Tensor
 
 from collectors.checks.capture import CheckSpec, require_matching
 from collectors.engines import Captured, CaptureRequest
-from collectors.engines.hf import forward_with_images
+from collectors.engines.hf import forward_with_images, rope_boundary
 from collectors.targets.load import LoadedTarget, Probe, probe_states
 from hiddenstore.errors import CaptureError, Kind
 from hiddenstore.records import Sample
@@ -208,7 +208,7 @@ CHEAP_S = 10.0
 class CrossCheck:
     """Compares ``samples`` samples of the 1st, 2nd, 4th, 8th … unit of this process with Hugging Face's states.
 
-    ``prefix``: only the first so many tokens of a sample without images, whose states no later token changes.
+    ``prefix``: only the first so many tokens of a sample whose states no later token changes; not of one with images.
     ``share``: a unit's turn is passed over where all comparisons would take more of the time since the beginning than
     this, and more than ``CHEAP_S``. The engine waits meanwhile; ``seconds`` says how long it did.
     """
@@ -225,6 +225,7 @@ class CrossCheck:
         self._spec = spec
         self._samples = samples
         self._prefix, self._share = prefix, share
+        self._boundary = rope_boundary(reference.config)
         self._units = 0
         self._began_s, self._last_s = time.monotonic(), 0.0
         self.seconds = 0.0
@@ -262,7 +263,12 @@ class CrossCheck:
         return self.seconds + self._last_s > max(CHEAP_S, self._share * (now_s - self._began_s))
 
     def _compared_tokens(self, sample: Sample) -> int:
-        return sample.tokens if self._prefix is None or sample.images else min(sample.tokens, self._prefix)
+        if self._prefix is None or sample.images:
+            return sample.tokens
+        if self._boundary is not None and sample.tokens > self._boundary:
+            # So long a sample has another rotary embedding from its first token on.
+            return sample.tokens
+        return min(sample.tokens, self._prefix)
 
     def _fields(
         self, index: int, requests: Sequence[CaptureRequest], captured: Captured, tokens: int

@@ -9,10 +9,13 @@ import torch
 import transformers
 from transformers import LlamaConfig, Phi3Config
 
+from collectors.checks.capture import CheckSpec
+from collectors.checks.crosscheck import CrossCheck
 from collectors.engines import Captured, CaptureRequest, EngineOptions
 from collectors.engines.hf import HfEngine
 from collectors.targets.load import EngineTarget, LoadedTarget, load_target, verify_parts
 from hiddenstore.errors import CaptureError, ConfigError
+from hiddenstore.records import Sample, sample_id
 from hiddenstore.targets import families
 from hiddenstore.targets.families import FAMILIES, find_parts
 from schemas.layers import to_convention
@@ -138,7 +141,8 @@ def spelled(rope: dict[str, object]) -> dict[str, object]:
     return {"rope_scaling": {"type": rope["rope_type"], **own}, "rope_theta": rope["rope_theta"]}
 
 
-def test_a_long_sample_leaves_the_rotary_embedding_of_the_short_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_rope_target(monkeypatch: pytest.MonkeyPatch) -> LoadedTarget:
+    """A Phi-3 with other frequencies for samples of more than 16 tokens."""
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10_000.0,
@@ -148,13 +152,26 @@ def test_a_long_sample_leaves_the_rotary_embedding_of_the_short_ones_alone(monke
     }
     config = CONFIGS["phi3"]().to_dict() | spelled(rope) | {"original_max_position_embeddings": 16}
     monkeypatch.setitem(CONFIGS, "phi3-long", lambda: Phi3Config(**config))
-    target = tiny_target("phi3-long")
+    return tiny_target("phi3-long")
+
+
+def test_a_long_sample_leaves_the_rotary_embedding_of_the_short_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = long_rope_target(monkeypatch)
     short, long = requests((14, 18))
     alone = capture(target, [short])
     together = capture(target, [short, long], batch_tokens=10_000)
     assert close(together.aux[:, :14], alone.aux)
     monkeypatch.setattr("collectors.engines.hf.rope_boundary", lambda _config: None)
     assert not close(capture(target, [short, long], batch_tokens=10_000).aux[:, :14], alone.aux)
+
+
+def test_a_sample_with_a_long_rotary_embedding_is_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = long_rope_target(monkeypatch)
+    (long,) = requests((18,))
+    mask = np.isin(np.arange(18), long.final_rows).astype(np.uint8)
+    sample = Sample(sample_id(long.input_ids, mask), long.input_ids, mask, np.zeros((0, 3), np.int32))
+    check = CrossCheck(target, CheckSpec(ALL_LAYERS, "pre_norm"), 1, prefix=8)
+    assert check.unit([sample], [long], capture(target, [long])) == 1
 
 
 def test_dynamic_rotary_embeddings_beyond_their_context_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
