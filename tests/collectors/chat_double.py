@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from collectors.regenerate.options import RegenerateOptions
+
 Asked = dict[str, Any]
 
 
@@ -132,6 +134,14 @@ def write(path: Path, conversations: list[list[tuple[str, str]]]) -> str:
     rows = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in conversations]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def options(tmp_path: Path, server: ChatDouble, conversations: Any = None, **more: Any) -> RegenerateOptions:
+    """Of a run over ``conversations``, or twelve of two turns, into ``out``."""
+    chats = write(tmp_path / "chats.jsonl", two_turns(12) if conversations is None else conversations)
+    out = tmp_path / more.pop("out", "out.jsonl")
+    chosen = {"model": "bundled", "concurrency": 4, "timeout_s": 30.0, "retries": 3, **more}
+    return RegenerateOptions((chats,), out, server=server.url, **chosen)
 
 
 def two_turns(count: int) -> list[list[tuple[str, str]]]:

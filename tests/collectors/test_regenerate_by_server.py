@@ -6,15 +6,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from chat_double import FAULTS, Asked, ChatDouble, chat_double, expected, plain_answer, two_turns, write
+from chat_double import FAULTS, Asked, ChatDouble, chat_double, expected, options, plain_answer, two_turns, write
 
 from collectors.conversations.mix import open_sources
 from collectors.conversations.parse import Conversation, parse_row
@@ -23,8 +22,7 @@ from collectors.regenerate.job import regenerate
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport, answer_settings
 from collectors.regenerate.server import ChatServer, UnansweredError, _read_reply
 from hiddenstore.cli import main
-from hiddenstore.console.progress import Progress
-from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError, StorageError
+from hiddenstore.errors import CaptureError, ConfigError, ConflictError, StorageError
 from hiddenstore.servers import http
 from hiddenstore.servers.http import ServerAccess
 
@@ -40,13 +38,6 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def double() -> Iterator[ChatDouble]:
     with chat_double() as server:
         yield server
-
-
-def options(tmp_path: Path, server: ChatDouble, conversations: Any = None, **more: Any) -> RegenerateOptions:
-    chats = write(tmp_path / "chats.jsonl", two_turns(12) if conversations is None else conversations)
-    out = tmp_path / more.pop("out", "out.jsonl")
-    chosen = {"model": "bundled", "concurrency": 4, "timeout_s": 30.0, "retries": 3, **more}
-    return RegenerateOptions((chats,), out, server=server.url, **chosen)
 
 
 def run(chosen: RegenerateOptions) -> RegenerateReport:
@@ -471,95 +462,6 @@ def test_the_answers_go_straight_into_prepare(tmp_path: Path, double: ChatDouble
     report = run(options(tmp_path, double))
     info = prepare([report.out], tmp_path / "data", tiny_target(tmp_path / "target"), PrepareOptions(workers=1))
     assert (info.samples, info.rejects) == (12, ())
-
-
-def test_answers_that_meet_the_limit_are_shown_while_they_come_and_warned_of_early(
-    tmp_path: Path, double: ChatDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: list[int] = []
-    warned: list[str] = []
-    monkeypatch.setattr("collectors.regenerate.job.output", lambda: SimpleNamespace(warn=warned.append))
-    monkeypatch.setattr(Progress, "advance", lambda _self, _count, **fields: shown.append(fields["cut"]))
-    monkeypatch.setattr("collectors.regenerate.job.LOOKED_AT", 40)
-    many = [[("user", f"question {number}")] for number in range(52)]
-    for every, is_warned in ((9, True), (11, False)):
-
-        def answer(asked: Asked, every: int = every) -> Asked:
-            number = int(asked["messages"][-1]["content"].split()[1])
-            return {**plain_answer(asked), "finish_reason": "stop" if number % every else "length"}
-
-        double.answer = answer
-        report = run(options(tmp_path, double, many, out=f"every-{every}.jsonl", concurrency=1))
-        assert report.cut == len(range(0, 52, every))
-        assert len(warned) == is_warned
-        assert all("5 of the first 37 answers met --max-new-tokens 2048 and are cut" in line for line in warned)
-        assert all(line.endswith(f"rm -r {tmp_path}/every-{every}.jsonl.answers") for line in warned)
-        warned.clear()
-        assert {*range(1, report.cut + 1)} <= {*shown}
-    double.answer = cutting({f"question {number}" for number in range(5)})
-    run(options(tmp_path, double, many, out="greedy.jsonl", concurrency=1, temperature=0.0, max_new_tokens=100))
-    assert "--max-new-tokens 400 say, has those alone answered anew" in warned[0]
-
-
-def cutting(long: set[str]) -> Callable[[Asked], Asked]:
-    """Answers to these questions take 500 tokens, all others 7."""
-
-    def answer(asked: Asked) -> Asked:
-        is_cut = asked["messages"][-1]["content"] in long and asked["max_tokens"] < 500
-        said = plain_answer(asked)
-        text = said["message"]["content"] + (" cut" if is_cut else "")
-        return {"message": {"role": "assistant", "content": text}, "finish_reason": "length" if is_cut else "stop"}
-
-    return answer
-
-
-@pytest.mark.parametrize("more", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}, {"temperature": 0.8}], ids=str)
-def test_under_a_larger_limit_a_stopped_run_answers_again_only_what_was_cut(
-    tmp_path: Path, double: ChatDouble, more: dict[str, Any]
-) -> None:
-    double.answer = cutting({"first 3", "second 5"})
-    straight = options(tmp_path, double, out="straight.jsonl", max_new_tokens=600, **more)
-    run(straight)
-    chosen = options(tmp_path, double, max_new_tokens=100, concurrency=1, **more)
-    before = len(double.asked)
-    with pytest.raises(InterruptError):
-        regenerate(chosen, lambda: len(double.asked) >= before + 20)
-    kept = Path(f"{chosen.out}.answers/answers-1-of-1.jsonl").read_bytes().count(b"\n")
-    before = len(double.asked)
-    larger = replace(chosen, max_new_tokens=600)
-    if more == {"temperature": 0.8}:
-        with pytest.raises(ConflictError, match="max_new_tokens 100"):
-            run(larger)
-        return
-    report = run(larger)
-    # Both turns of one conversation and the second of another.
-    assert (report.resumed, len(double.asked) - before) == (kept - 3, 24 - kept + 3)
-    assert Path(chosen.out).read_bytes() == Path(straight.out).read_bytes()
-
-
-def test_a_limit_grows_over_every_shard_and_never_shrinks(tmp_path: Path, double: ChatDouble) -> None:
-    double.answer = cutting({"first 3", "second 6"})
-    straight = options(tmp_path, double, out="straight.jsonl", max_new_tokens=600, temperature=0.0)
-    run(straight)
-    chosen = options(tmp_path, double, max_new_tokens=100, temperature=0.0, shard=(2, 2))
-    assert run(chosen).waiting == [1]
-    larger = replace(chosen, max_new_tokens=600)
-    assert run(replace(larger, shard=(1, 2))).waiting == [2]
-    with pytest.raises(ConflictError, match="max_new_tokens 600"):
-        run(chosen)
-    assert not Path(chosen.out).exists()
-    before = len(double.asked)
-    assert run(larger).written == 12
-    assert len(double.asked) - before == 2
-    assert Path(chosen.out).read_bytes() == Path(straight.out).read_bytes()
-
-
-def test_a_server_is_asked_for_longer_answers_than_this_process_where_nobody_says(
-    tmp_path: Path, double: ChatDouble
-) -> None:
-    run(options(tmp_path, double, [[("user", "hi")]]))
-    assert [asked["max_tokens"] for asked in double.asked] == [2048]
-    assert RegenerateOptions(("x",), "y", target="t").limit == 256
 
 
 @pytest.mark.parametrize(

@@ -375,20 +375,6 @@ def test_a_private_repository_does_not_stay_private_unsaid(hub: HubDouble, store
     assert hub.repos["me/states"].private
 
 
-def test_what_a_newer_drafter_no_longer_has_goes_and_what_others_put_there_stays(
-    hub: HubDouble, world: World, tmp_path: Path
-) -> None:
-    place, older = "hf://me/drafter", tmp_path / "older"
-    shutil.copytree(Path(world / "exported"), older)
-    (older / "second.safetensors").write_bytes(bytes(4_000))
-    assert run("push", str(older), place, "-q") == 0
-    history = hub.repos["me/drafter"].history
-    history.append({**history[-1], "notes.txt": (b"theirs", False)})
-    assert run("push", world / "exported", place, "-q") == 0
-    assert set(history[-2]) - set(history[-1]) == {"second.safetensors"}
-    assert "notes.txt" in history[-1]
-
-
 def test_neither_the_token_nor_a_signed_address_is_ever_shown(
     hub: HubDouble, store: Store, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -407,45 +393,6 @@ def test_neither_the_token_nor_a_signed_address_is_ever_shown(
         hub.repos["me/states"].files.values()
     )
     assert TOKEN.encode() not in written
-
-
-def test_a_drafter_is_pushed_with_its_card_and_comes_back(
-    hub: HubDouble, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = "hf://me/drafter"
-    assert run("push", world / "exported", place, "-q") == 0
-    files = hub.repos["me/drafter"].files
-    assert run("pull", place, str(tmp_path / "here"), "-q") == 0
-    exported = tree(Path(world / "exported"))
-    assert {name: data for name, data in tree(tmp_path / "here").items() if name not in (CARD, SUMS)} == exported
-    front = yaml.safe_load(files[CARD].decode().split("---\n")[1])
-    assert front["tags"][:2] == ["hiddenstore", "speculative-decoding"]
-    about = json.loads(exported["hiddenstore.json"] or b"")
-    assert f"drafts of {about['draft_len']} tokens" in files[CARD].decode()
-    older = f"{place}@{hub.repos['me/drafter'].sha('main')}"
-    (tmp_path / "card.md").write_text("---\n---\nMine.\n")
-    assert run("push", world / "exported", place, "--card", str(tmp_path / "card.md"), "-q") == 0
-    assert run("pull", older, str(tmp_path / "older"), "-q") == 0
-    assert "Mine" not in (tmp_path / "older" / CARD).read_text()
-    assert "Mine" in hub.repos["me/drafter"].files[CARD].decode()
-
-
-@pytest.mark.parametrize("name", ["draft:8b.gguf", "draft\\8b.gguf", os.fsdecode(b"draft\xff.gguf")])
-def test_a_drafter_with_a_name_that_no_pull_takes_is_not_pushed_and_the_name_is_said(
-    hub: HubDouble, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "drafter"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / name).write_bytes(b"weights")
-    (tmp_path / "card.md").write_text("---\n---\nMine.\n")
-    assert run("push", str(folder), "hf://me/drafter", "--card", str(tmp_path / "card.md"), "--json") == 2
-    said = json.loads(capsys.readouterr().err)
-    assert said["kind"] == "path-unsafe"
-    assert "drafter/draft" in said["message"]
-    assert said["fix"].startswith("mv ")
-    assert said["fix"].endswith("/drafter/draft-8b.gguf" if "8b" in name else "/drafter/draft-.gguf")
-    assert hub.repos == {}
 
 
 @pytest.mark.parametrize(
