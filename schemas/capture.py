@@ -17,7 +17,7 @@ Kept = Literal["stored", "rebuilt"]
 FINAL = "final"
 TOPK = "topk"
 REBUILT = "rebuilt"
-MASKED = "q4q3"
+OF_AUX_ROWS = ("q4q3", "q3")
 MOST_BLOCKS = 4
 """A state is rebuilt through no more decoder blocks of the target than these."""
 MOST_TOPK = 64
@@ -68,7 +68,7 @@ class Codecs(Document):
     """Codec name per field group. ``final: topk`` holds the target's top tokens at each final row, not the hidden.
 
     ``final: rebuilt`` holds nothing: the final hidden comes back from the decoded top aux layer. ``aux: q4q3`` stores
-    in fewer bits what the loss mask leaves out.
+    in fewer bits what the loss mask leaves out, ``aux: q3`` all but the first rows of a sample.
     """
 
     aux: str
@@ -80,8 +80,8 @@ class Codecs(Document):
             raise ValueError("topk stands for the target's distribution at a final row; aux layers cannot be stored so")
         if self.aux == REBUILT:
             raise ValueError("rebuilt holds nothing; aux layers need a codec, from which the final hidden comes back")
-        if self.final == MASKED:
-            raise ValueError("q4q3 stores aux rows by the loss mask; final rows are those that it needs: q4 holds them")
+        if self.final in OF_AUX_ROWS:
+            raise ValueError(f"{self.final} has classes of aux rows; final rows are those a loss needs: q4 holds them")
         return self
 
 

@@ -159,7 +159,8 @@ def _require_classes(sources: Sequence[Store], codecs: Codecs) -> None:
     """Rows of fewer bits stay in their codec, which refuses a loss there: in another they would pass for whole ones."""
     for source in sources:
         old = source.capture.codecs.aux
-        if old != codecs.aux and isinstance(get_layout(old), MaskedCodec):
+        layout = get_layout(old)
+        if old != codecs.aux and isinstance(layout, MaskedCodec) and layout.follows_mask:
             raise ConfigError(
                 f"{source.path} holds rows in fewer bits where its loss mask leaves them out ({old}); in {codecs.aux} "
                 "nothing would say so",

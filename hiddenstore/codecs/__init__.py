@@ -17,7 +17,7 @@ _STATES = {
     "q4": "hiddenstore.codecs.affine:Q4",
 }
 _GROUP = "hiddenstore.codecs"
-_AUX = {**_STATES, "q4q3": "hiddenstore.codecs.masked:Q4Q3"}
+_AUX = {**_STATES, "q4q3": "hiddenstore.codecs.masked:Q4Q3", "q3": "hiddenstore.codecs.masked:Q3"}
 CODECS: "Registry[Codec]" = Registry("codec", _GROUP, {**_AUX}, "hiddenstore.codecs.base:Codec")
 # What may stand at the final rows: states in any codec, the target's top tokens, or nothing that is not rebuilt.
 LAYOUTS: "Registry[CodeLayout]" = Registry(

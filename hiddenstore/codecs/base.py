@@ -160,7 +160,7 @@ class Codec(CodeLayout, Protocol):
 
 
 class MaskedCodec(ABC):
-    """A codec of aux rows of two classes: fine where the loss mask needs them, coarse elsewhere.
+    """A codec of aux rows of two classes: fine where the loss mask, or a row's place in its sample, wants it, else coarse.
 
     Codes of both are [n, C] in memory; containers store them as pieces of as many bytes, more of a fine row than of a
     coarse one, row after row: uint8 [P, piece bytes]. Classes are bool [n], True for fine.
@@ -168,6 +168,8 @@ class MaskedCodec(ABC):
 
     everywhere: str
     """The codec that stores all rows as this one stores fine ones."""
+    follows_mask: bool
+    """Whether coarse rows are those that the loss mask leaves out, so that no loss may be taken there."""
     chunk_pieces: int
     """Pieces of a chunk of a code array."""
 

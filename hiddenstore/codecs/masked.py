@@ -1,7 +1,7 @@
-"""``q4q3``: rows that the loss mask needs as in ``q4``, all others in 3 bits a value.
+"""``q4q3``: rows that the loss mask needs as in ``q4``, all others in 3 bits a value; ``q3``: all but the first ones so.
 
 A 3-bit row is a ``q4`` row whose codes lie in -4 … 3: decoding, copying and repairing know no classes. Only the encoder
-and what a container stores do. Which row is which follows from the loss mask, so nothing else has to say it.
+and what a container stores do. Which row is which follows from the loss mask, or its place in the sample, so nothing else has to say it.
 Measurements: docs/design/021.
 
 Shapes: n rows, D width, G groups of ``q4``, P pieces.
@@ -21,6 +21,9 @@ ROWS_BEFORE = 16
 """Rows before a supervised one that are fine too: the last of a question lead to its answer. So is the row behind one,
 where a final row is stored."""
 
+CHECKED_ROWS = 16
+"""First rows of a sample that are fine in ``q3``: they tell a layer from its neighbour, which coarse ones cannot."""
+
 _FINE, _COARSE = 17, 13
 _SIGNS_OF_FOUR_BITS = 0x88
 
@@ -37,6 +40,7 @@ class Q4Q3Codec(Q4Codec, MaskedCodec):
 
     name: str = "q4q3"
     everywhere: str = "q4"
+    follows_mask: bool = True
     chunk_pieces: int = FIXED_CHUNK_TOKENS * _FINE
     formula: str = (
         "rows as G-byte pieces end to end in the order of tokens: 17 of a fine row (a row of q4), 13 of a coarse one; "
@@ -60,9 +64,11 @@ class Q4Q3Codec(Q4Codec, MaskedCodec):
         return self.code_columns(width) // _FINE
 
     def mean_row_bits(self, width: int, tokens: int, supervised: int, samples: int) -> float:
-        fine = min(tokens, supervised + samples * (FIRST_ROWS + ROWS_BEFORE + 1))
+        return self._mean_bits(width, tokens, supervised + samples * (FIRST_ROWS + ROWS_BEFORE + 1))
+
+    def _mean_bits(self, width: int, tokens: int, fine: int) -> float:
         saved = 8.0 * self.piece_bytes(width) * (_FINE - _COARSE)
-        return self.row_bits(width) - saved * (1 - fine / max(1, tokens))
+        return self.row_bits(width) - saved * (1 - min(tokens, fine) / max(1, tokens))
 
     def to_pieces(self, codes: np.ndarray, fine: np.ndarray) -> np.ndarray:
         size = codes.shape[1] // _FINE
@@ -120,3 +126,25 @@ def _wide(rows: np.ndarray, size: int) -> np.ndarray:
 
 
 Q4Q3 = Q4Q3Codec()
+
+
+@dataclass(frozen=True)
+class Q3Codec(Q4Q3Codec):
+    """``Q4Q3Codec`` in which the first ``CHECKED_ROWS`` of a sample are fine and nothing else: any mask may be taught."""
+
+    name: str = "q3"
+    follows_mask: bool = False
+    formula: str = (
+        "rows as G-byte pieces end to end in the order of tokens: 17 of a fine row (a row of q4), 13 of a coarse one; "
+        f"fine are the first {CHECKED_ROWS} rows of a sample; coarse rows as in docs/format.md, then decoded as q4"
+    )
+
+    def fine_rows(self, mask: np.ndarray, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+        counts = np.asarray(lengths, dtype=np.int64)
+        return np.arange(len(mask)) - np.repeat(np.cumsum(counts) - counts, counts) < CHECKED_ROWS
+
+    def mean_row_bits(self, width: int, tokens: int, supervised: int, samples: int) -> float:
+        return self._mean_bits(width, tokens, samples * CHECKED_ROWS)
+
+
+Q3 = Q3Codec()

@@ -18,6 +18,7 @@ RECIPES: dict[str, tuple[str, str]] = {
     "tiny": ("q4", "topk"),
     "rebuilt": ("q4", "rebuilt"),
     "rebuilt-q3": ("q4q3", "rebuilt"),
+    "rebuilt-q3-all": ("q3", "rebuilt"),
 }
 DEFAULT_RECIPE = "safe"
 RECIPE_HELP = f"{', '.join(RECIPES)}; per field: aux=q4,final=q8"

@@ -69,7 +69,7 @@ class SampleView:
         reasons, options, aux = list[str](), ["--final all"] if final else [], get_layout(capture.codecs.aux)
         if final and capture.final == "supervised":
             reasons.append("the final hidden is stored at supervised rows alone")
-        if layers and isinstance(aux, MaskedCodec):
+        if layers and isinstance(aux, MaskedCodec) and aux.follows_mask:
             reasons.append(f"{aux.name} stores in fewer bits what no loss is taken at")
             options.append(f"--recipe {recipe_name(capture.codecs.model_copy(update={'aux': aux.everywhere}))}")
         return reasons, options

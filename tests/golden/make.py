@@ -87,6 +87,8 @@ REBUILT_PLANS = {
     "rebuilt-webdataset": Plan("rebuilt", "webdataset", final="all", layers=(-1, 2, 5), width=16),
     "rebuilt-q3-zarr": Plan("rebuilt-q3", "zarr", samples=5, width=36),
     "rebuilt-q3-webdataset": Plan("rebuilt-q3", "webdataset", samples=5, width=36),
+    "rebuilt-q3-all-zarr": Plan("rebuilt-q3-all", "zarr", samples=5, width=36),
+    "rebuilt-q3-all-webdataset": Plan("rebuilt-q3-all", "webdataset", samples=5, width=36),
 }
 
 

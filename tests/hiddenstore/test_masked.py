@@ -1,4 +1,5 @@
-"""Aux rows by the loss mask: ``q4q3`` stores what no loss is taken at in 3 bits, and every reader gives the same."""
+"""Rows of two classes: ``q4q3`` stores what no loss is taken at in 3 bits, ``q3`` all but a sample's first rows, and
+every reader gives the same."""
 
 import json
 from dataclasses import replace
@@ -16,7 +17,7 @@ from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.codecs import CODECS, get_codec
 from hiddenstore.codecs.affine import Q4
 from hiddenstore.codecs.base import MaskedCodec, mean_row_bits
-from hiddenstore.codecs.masked import Q4Q3
+from hiddenstore.codecs.masked import Q3, Q4Q3
 from hiddenstore.codecs.recipes import get_recipe
 from hiddenstore.data import SampleDataset, SampleView, TokenBatches, batches
 from hiddenstore.errors import ConfigError, FormatError
@@ -56,7 +57,9 @@ def conversations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builders, "make_samples", lambda count, seed=0: list(map(conversation, range(count))))
 
 
-def plain_classes(mask: np.ndarray) -> list[bool]:
+def plain_classes(mask: np.ndarray, codec: str = "q4q3") -> list[bool]:
+    if codec == "q3":
+        return [t < 16 for t in range(len(mask))]
     return [t < 4 or bool(mask[max(0, t - 1) : t + 17].any()) for t in range(len(mask))]
 
 
@@ -82,6 +85,14 @@ def test_rows_are_fine_at_the_start_of_a_sample_up_to_16_before_what_is_taught_a
         expected = [is_fine for mask in masks for is_fine in plain_classes(mask)]
         joined = np.concatenate([np.zeros(0, dtype=np.uint8), *masks])
         assert Q4Q3.fine_rows(joined, [len(mask) for mask in masks]).tolist() == expected
+
+
+def test_every_row_of_q3_is_coarse_but_the_first_16_of_a_sample() -> None:
+    masks = [(np.random.default_rng(n).random(n) < 0.3).astype(np.uint8) for n in (0, 3, 16, 17, 90, 1)]
+    expected = [is_fine for mask in masks for is_fine in plain_classes(mask, "q3")]
+    assert Q3.fine_rows(np.concatenate(masks), [len(mask) for mask in masks]).tolist() == expected
+    bits = mean_row_bits(Q3, 4096, 1000, 600, 1)
+    assert (Q3.row_bits(4096) - bits) / 4096 == pytest.approx(0.984, abs=1e-3)
 
 
 @pytest.mark.parametrize("width", [1, 33, 64])
@@ -140,20 +151,24 @@ def test_where_all_is_taught_the_bytes_are_those_of_q4(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
-@pytest.fixture(params=[("zarr", PAIR), ("webdataset", PAIR), ("zarr", "rebuilt-q3"), ("webdataset", "rebuilt-q3")])
+RECIPES = (PAIR, "rebuilt-q3", "rebuilt-q3-all")
+
+
+@pytest.fixture(params=[(container, recipe) for recipe in RECIPES for container in ("zarr", "webdataset")])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     container, recipe = request.param
     return make_store(tmp_path, codec=recipe, container=container, width=WIDTH)
 
 
 def test_a_store_gives_what_the_codec_makes_of_its_units(store: Store) -> None:
-    codec, layers = get_codec("q4q3"), [store.capture.aux_layers.index(k) for k in store.capture.stored_layers]
+    name = store.capture.codecs.aux
+    codec, layers = get_codec(name), [store.capture.aux_layers.index(k) for k in store.capture.stored_layers]
     assert isinstance(codec, MaskedCodec)
     assert any(len(record.samples) > 1 for record in store.commits())
     for record in store.commits():
         samples = [store.sample(entry.id) for entry in record.samples]
         states = torch.cat([one.aux[layers] for one in random_records(samples, store.capture)], dim=1)
-        fine = np.concatenate([plain_classes(sample.loss_mask) for sample in samples])
+        fine = np.concatenate([plain_classes(sample.loss_mask, name) for sample in samples])
         assert 0.2 < fine.mean() < 0.9
         decoded = codec.decode(codec.encode_layers(([layer] for layer in states), fine=fine).joined())
         error = ((decoded.float() - states.float()).norm(dim=2) / states.float().norm(dim=2)).mean(dim=0).numpy()
@@ -215,6 +230,15 @@ def test_a_copy_in_which_nothing_says_which_rows_are_coarse_is_refused(tmp_path:
     assert not (tmp_path / "more").exists()
 
 
+def test_rows_of_q3_are_copied_into_any_codec_and_serve_any_mask(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "made", codec="aux=q3,final=q8", final="all", width=WIDTH)
+    run_copy(open_copy([store], tmp_path / "copy", "raw"))
+    copied = Store.open(tmp_path / "copy")
+    assert all(same_bits(copied[name].aux, store[name].aux) for name in store.sample_ids)
+    batch = next(iter(TokenBatches(store, batch_tokens=300, view=SampleView(loss_on="all"))))
+    assert bool(batch.packs[0].loss_mask.all())
+
+
 def test_a_repair_keeps_codes_and_a_recapture_joins_them(tmp_path: Path) -> None:
     store = make_store(tmp_path, codec=PAIR, width=WIDTH, container="webdataset")
     before = {name: store[name].aux for name in store.sample_ids}
@@ -273,10 +297,11 @@ def test_a_reader_without_the_codec_names_it(tmp_path: Path, monkeypatch: pytest
 
 
 def test_final_rows_have_no_classes() -> None:
-    with pytest.raises(ValidationError, match="final rows are those that it needs"):
-        Codecs(aux="q4", final="q4q3")
-    with pytest.raises(ConfigError, match="final: unknown codec 'q4q3'"):
-        get_recipe("final=q4q3")
+    for codec in ("q4q3", "q3"):
+        with pytest.raises(ValidationError, match=f"{codec} has classes .* final rows are those a loss needs"):
+            Codecs(aux="q4", final=codec)
+        with pytest.raises(ConfigError, match=f"final: unknown codec '{codec}'"):
+            get_recipe(f"final={codec}")
 
 
 def test_damage_is_an_error_and_never_other_states(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from schemas.manifest import Container
 # webdataset 1.0 leaves the file it iterates to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 
-CODECS = ("bf16", "lossless", "q8", "q4", "q4q3", "tiny")
+CODECS = ("bf16", "lossless", "q8", "q4", "q4q3", "q3", "tiny")
 FINDINGS = 3
 
 
