@@ -160,7 +160,7 @@ class Codec(CodeLayout, Protocol):
 
 
 class MaskedCodec(ABC):
-    """A codec of aux rows of two classes: fine where the loss mask, or a row's place in its sample, wants it, else coarse.
+    """A codec of aux rows of two classes: fine where the loss mask or the start of a sample wants it, else coarse.
 
     Codes of both are [n, C] in memory; containers store them as pieces of as many bytes, more of a fine row than of a
     coarse one, row after row: uint8 [P, piece bytes]. Classes are bool [n], True for fine.

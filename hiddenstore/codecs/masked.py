@@ -1,7 +1,8 @@
-"""``q4q3``: rows that the loss mask needs as in ``q4``, all others in 3 bits a value; ``q3``: all but the first ones so.
+"""``q4q3``: rows that the loss mask needs as in ``q4``, others in 3 bits a value. ``q3``: all but the first ones so.
 
 A 3-bit row is a ``q4`` row whose codes lie in -4 … 3: decoding, copying and repairing know no classes. Only the encoder
-and what a container stores do. Which row is which follows from the loss mask, or its place in the sample, so nothing else has to say it.
+and what a container stores do. Which row is which follows from the loss mask, or from its place in the sample, so
+nothing else has to say it.
 Measurements: docs/design/021.
 
 Shapes: n rows, D width, G groups of ``q4``, P pieces.
@@ -130,7 +131,7 @@ Q4Q3 = Q4Q3Codec()
 
 @dataclass(frozen=True)
 class Q3Codec(Q4Q3Codec):
-    """``Q4Q3Codec`` in which the first ``CHECKED_ROWS`` of a sample are fine and nothing else: any mask may be taught."""
+    """``Q4Q3Codec`` in which the first ``CHECKED_ROWS`` of a sample are fine and no others: any mask may be taught."""
 
     name: str = "q3"
     follows_mask: bool = False

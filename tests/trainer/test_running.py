@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from serve_cases import write_exports
 from hiddenstore.cli import main
 from hiddenstore.errors import HiddenstoreError
 from hiddenstore.servers import ServerProcess, VllmPython, _wait_until_up, engine_flags, running
+from trainer.evaluate import rounds
 from trainer.serve import ENGINES
+from trainer.serve.drafter import keep_draft_len, read_drafter
 from trainer.serve.launch import server_of
 from trainer.serve.plan import ServeOptions
 
@@ -104,6 +107,73 @@ def test_eval_serves_a_drafter_measures_it_beside_the_target_alone_and_ends_both
         "--revision",
         "main",
     ]
+
+
+@pytest.fixture
+def drafter_words(tmp_path: Path) -> list[str]:
+    exports, prompts = write_exports(tmp_path, "eagle3"), tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    words = ["eval", "--serve", exports["eagle3 for vllm"], "--target", exports["target"], "--prompts", str(prompts)]
+    return [*words, "--engine-python", engine(tmp_path)]
+
+
+@pytest.mark.parametrize(("speeds", "kept"), [((100, 120, 130), 4), ((100, 120, 110), 1), ((100, 80, 90), 3)])
+def test_of_several_draft_lengths_the_fastest_is_kept_where_it_pays(
+    tmp_path: Path, drafter_words: list[str], monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, ...], kept: int
+) -> None:
+    real = rounds.measure_rounds
+
+    def measured(servers: Any, *rest: Any) -> Any:
+        return [
+            [[replace(task, seconds=task.seconds * task.tokens_per_s / speed) for task in tasks] for tasks in all_of]
+            for all_of, speed in zip(real(servers, *rest), speeds, strict=True)
+        ]
+
+    monkeypatch.setattr("trainer.cli.servers.measure_rounds", measured)
+    words = [*drafter_words, "--draft-len", "1,4", "--rounds", "2"]
+    result = CliRunner().invoke(main, [*words, "--json"], catch_exceptions=False)
+    found = json.loads(result.stdout)
+    asked = [row["draft_len"] for row in found["rows"] if row["task"] == "all"]
+    assert (asked, found["answers"], found["draft_len_kept"]) == ([1, 4], 8, kept != 3)
+    assert found["speedup"] == pytest.approx(max(speeds[1:]) / speeds[0])
+    assert ("no draft length pays on this machine: drafts of 4 give 0.90x" in result.output) == (kept == 3)
+    drafter = Path(drafter_words[2])
+    drafts = [json.loads(words[words.index("--speculative-config") + 1]) for _, words in started(tmp_path)[1:]]
+    assert sorted(draft["num_speculative_tokens"] for draft in drafts) == [1, 4]
+    assert sorted(path.name for path in drafter.parent.glob("*.log")) == [
+        f"{drafter.name}.{name}.log" for name in ("drafted-1", "drafted-4", "plain")
+    ]
+    assert read_drafter(drafter).draft_len == kept
+
+
+def test_a_draft_length_is_kept_in_every_file_of_an_export_that_says_one(tmp_path: Path) -> None:
+    folder = write_exports(tmp_path, "peagle")["peagle for vllm"]
+    assert keep_draft_len(folder, 2)
+    about, config = (json.loads(Path(folder, name).read_text()) for name in ("hiddenstore.json", "config.json"))
+    (proposal,) = config["speculators_config"]["proposal_methods"]
+    assert (about["draft_len"], proposal["speculative_tokens"], read_drafter(Path(folder)).draft_len) == (2, 2, 2)
+    Path(folder, "hiddenstore.json").unlink()
+    assert not keep_draft_len(folder, 3)
+    assert not keep_draft_len("org/drafter", 3)
+
+
+def test_draft_lengths_of_servers_are_shown_in_one_table(drafter_words: list[str]) -> None:
+    result = CliRunner().invoke(main, [*drafter_words, "--draft-len", "1,4"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    lines = [line.split()[1] for line in result.output.splitlines() if line.startswith("  prompts")]
+    assert lines == ["1", "4"], result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--serve", "d", "--target", "t", "--draft-len", "2,3x4"), "--draft-len 3x4: a server that is started here"),
+        (("--engine", "vllm", "--server", "http://127.0.0.1:1", "--draft-len", "3"), "this is for --serve"),
+    ],
+)
+def test_draft_lengths_that_no_server_would_have_are_refused(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
+    result = CliRunner().invoke(main, ["eval", *words, "--prompts", str(tmp_path / "p.jsonl")])
+    assert (result.exit_code, says in " ".join(result.output.split())) == (2, True), result.output
 
 
 def test_eval_starts_a_llama_server_of_the_path_with_a_method_and_without(

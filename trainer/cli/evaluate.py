@@ -125,7 +125,7 @@ def positions_text(shares: Sequence[float]) -> str:
 
 
 ENGINES = ("vllm", "sglang", "trtllm", "llamacpp", "http")
-_OF_TEXT = ("split", "shapes", "best", "untrained", "device", "costs", "adapter", "same_target", "cache", "cache_bytes")
+_OF_TEXT = ("split", "best", "untrained", "device", "costs", "adapter", "same_target", "cache", "cache_bytes")
 _OF_TARGET = ("target", "revision", "trust_remote_code", "adapter")
 
 
@@ -137,6 +137,7 @@ _OF_TARGET = ("target", "revision", "trust_remote_code", "adapter")
         "hiddenstore eval run store --draft-len 1,2,3,5 --costs --target ./target    # which length pays here",
         "hiddenstore eval --engine vllm --server http://127.0.0.1:8000 --prompts mt_bench.jsonl --markdown table.md",
         "hiddenstore eval --serve drafter --target ./target --prompts mt_bench.jsonl --rounds 5",
+        "hiddenstore eval --serve drafter --target ./target --prompts mt_bench.jsonl --draft-len 1,3    # which pays",
         "hiddenstore eval --method ngram --engine llamacpp --target target.gguf --prompts mt_bench.jsonl",
     ),
 )
@@ -201,6 +202,7 @@ def evaluate(
     With --engine, a server that is already up answers --prompts: MT-Bench, GSM8K or HumanEval files as published, or
     JSONL with `prompt` or `messages` and a `task`. Accepted length comes from the server's own counters. --rounds asks
     the server and its --baseline-server in turn; answers that differ are listed with the gap of the logits there.
+    --serve with several --draft-len measures a server of each in turn, and DIR drafts the fastest from then on.
     """
     if engine is not None or options["drafter"] is not None or options["method"] is not None:
         if run is not None or cache is not None:
@@ -208,7 +210,7 @@ def evaluate(
         _refuse(_OF_TEXT, "--engine and --serve measure servers, this is for RUN and STORE")
         from trainer.cli.servers import ServerOptions, measure_servers
 
-        measure_servers(ServerOptions(engine or "vllm", **options))
+        measure_servers(ServerOptions(engine or "vllm", draft_lens=_chains(shapes), **options))
     elif run is None or store is None or options["servers"]:
         raise click.UsageError("expected RUN and STORE, or --engine with --server and --prompts")
     elif costs and options["target"] is None:
@@ -227,14 +229,24 @@ def evaluate(
         _simulate(run, store, (cache, cache_bytes), split, shapes, best, untrained, device, same_target, target)
 
 
+def _chains(shapes: "tuple[DraftShape, ...]") -> tuple[int, ...]:
+    """The lengths that the command line names for servers, none where it names none."""
+    if not _is_given("shapes"):
+        return ()
+    if tree := next((shape for shape in shapes if shape.width > 1), None):
+        raise click.UsageError(f"--draft-len {tree.length}x{tree.width}: a server that is started here drafts chains")
+    return tuple(shape.length for shape in shapes)
+
+
+def _is_given(name: str | None) -> bool:
+    source = None if name is None else click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.COMMANDLINE
+
+
 def _refuse(names: Collection[str], reason: str) -> None:
     """Refuse options of the command line that would be left unread."""
-    context = click.get_current_context()
-    given = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if parameter.name in names and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
-    ]
+    parameters = click.get_current_context().command.params
+    given = [one.opts[0] for one in parameters if one.name in names and _is_given(one.name)]
     if given:
         raise click.UsageError(f"{', '.join(given)}: {reason}")
 

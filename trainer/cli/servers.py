@@ -20,6 +20,7 @@ from trainer.evaluate.prompts import Message, Question, left_out, prompt_ids, re
 from trainer.evaluate.rounds import departures, measure_rounds, rows_of
 from trainer.evaluate.server import ALL, SERVERS, Render, SamplingOptions, Server, markdown, require_one_model, table
 from trainer.serve import ENGINES
+from trainer.serve.drafter import keep_draft_len
 from trainer.serve.launch import server_of
 from trainer.serve.plan import ServeOptions
 
@@ -49,6 +50,7 @@ class ServerOptions:
     method: str | None
     engine_python: str | None
     engine_args: tuple[str, ...]
+    draft_lens: tuple[int, ...] = ()
 
     @property
     def starts_servers(self) -> bool:
@@ -72,6 +74,8 @@ class ServerOptions:
         elif not self.servers:
             problem = f"eval --engine {self.engine} needs --server URL"
             raise ConfigError(problem, kind=Kind.USAGE, hint="--server URL")
+        elif self.draft_lens:
+            raise click.UsageError("--draft-len: a server that is up drafts as it was started; this is for --serve")
         elif self.rounds > 1 and self.baseline_server is None:
             raise click.UsageError("--rounds ask two servers in turn: give --baseline-server URL")
 
@@ -85,16 +89,15 @@ def measure_servers(options: ServerOptions) -> None:
     if unusable:
         output().warn(left_out(unusable))
     if not options.starts_servers:
-        _measure_running(options, questions, len(unusable))
+        _measure_running(options, options.baseline_server, options.servers, questions, len(unusable))
         return
-    with _started(options) as (plain, drafted):
-        up = replace(options, drafter=None, method=None, baseline_server=plain, servers=(drafted,), target=None)
-        _measure_running(up, questions, len(unusable))
+    with _started(options) as (plain, *drafted):
+        _measure_running(options, plain, drafted, questions, len(unusable))
 
 
 @contextmanager
-def _started(options: ServerOptions) -> Iterator[tuple[str, str]]:
-    """URLs of a server without the drafter or method and one with it, both started here."""
+def _started(options: ServerOptions) -> Iterator[list[str]]:
+    """URLs of a server without the drafter or method and one with it, or one for each draft length, started here."""
     python, serving = VllmPython(options.engine_python), ENGINES[options.engine]
     flags = engine_flags(options.engine_args)
     flags += ("--revision", options.revision) if options.revision else ()
@@ -106,33 +109,46 @@ def _started(options: ServerOptions) -> Iterator[tuple[str, str]]:
     drafter = str(options.method or options.drafter)
     # What is no path here has no folder to write beside.
     place = drafter.rstrip("/") if Path(drafter).exists() else Path(drafter).name
-    logs = [Path(f"{place}.{name}.log") for name in ("plain", "drafted")]
-    servers = [server_of(serving, python, each, log) for each, log in zip((plain, drafted), logs, strict=True)]
-    output().note(f"starting {serving.title} without and with {drafter}; they write {logs[0]} and {logs[1]}")
-    with running(servers) as (first, second):
-        yield first, second
+    named = {"plain": plain, "drafted": drafted}
+    if options.draft_lens:
+        lengths = {f"drafted-{length}": replace(drafted, draft_len=length) for length in options.draft_lens}
+        named = {"plain": plain, **lengths}
+    logs = [Path(f"{place}.{name}.log") for name in named]
+    servers = [server_of(serving, python, each, log) for each, log in zip(named.values(), logs, strict=True)]
+    places = ", ".join(map(str, logs[:-1]))
+    output().note(f"starting {serving.title} without and with {drafter}; they write {places} and {logs[-1]}")
+    with running(servers) as urls:
+        yield urls
 
 
-def _measure_running(options: ServerOptions, questions: list[Question], unusable: int) -> None:
-    render = _renderer(options.target, options) if options.target else None
-    servers = [_open(options, url, render) for url in options.servers]
-    baseline = _open(options, options.baseline_server, render) if options.baseline_server else None
+def _measure_running(
+    options: ServerOptions, plain: str | None, urls: Sequence[str], questions: list[Question], unusable: int
+) -> None:
+    # A server that is started here has the target's own template.
+    render = _renderer(options.target, options) if options.target and not options.starts_servers else None
+    servers = [_open(options, url, render) for url in urls]
+    baseline = _open(options, plain, render) if plain else None
     for server in servers:
         if baseline:
             require_one_model(server, baseline)
         if options.engine in ("vllm", "llamacpp") and server.counts() is None:
             raise server.no_counts()
-    names = ("baseline_server", "temperature", "max_new_tokens", "concurrency", "rounds")
+    names = ("temperature", "max_new_tokens", "concurrency", "rounds")
     document = {
         "engine": options.engine,
         "model": servers[0].model,
-        "server": options.servers[0],
+        "server": urls[0],
+        "baseline_server": plain,
         "prompts_from": list(options.prompts),
         "prompts_unusable": unusable,
         **{name: getattr(options, name) for name in names},
         **_measured(servers, baseline, questions, options),
     }
+    if len(options.draft_lens) > 1:
+        document["draft_len_kept"] = document["speedup"] > 1 and keep_draft_len(options.drafter, document["draft_len"])
     output().data(document, human=lambda: _show(document))
+    if document.get("draft_len_kept") is False:
+        output().warn(_not_kept(document))
     if options.markdown:
         replace_file(Path(options.markdown), markdown(document).encode())
     for row in document["differences"]:
@@ -144,6 +160,13 @@ def _measure_running(options: ServerOptions, questions: list[Question], unusable
         output().hint("--baseline-server URL gives the speed-up, --markdown FILE the table for a report")
 
 
+def _not_kept(document: dict[str, Any]) -> str:
+    best = f"drafts of {document['draft_len']} give {document['speedup']:.2f}x of plain decoding"
+    if document["speedup"] <= 1:
+        return f"no draft length pays on this machine: {best}"
+    return f"{best}; nothing here keeps that: hiddenstore serve … --draft-len {document['draft_len']}"
+
+
 def _text_of(gap: float | None) -> str:
     return "unknown size: the server did not say, or did not repeat itself" if gap is None else f"{gap:.3g}"
 
@@ -151,7 +174,8 @@ def _text_of(gap: float | None) -> str:
 def _measured(
     servers: Sequence[Server], baseline: Server | None, questions: list[Question], options: ServerOptions
 ) -> dict[str, Any]:
-    """The rows of all servers, and the total of the first as members of its own, as ``eval`` of a store has them."""
+    """The rows of all servers, and a total as members of its own, as ``eval`` of a store has them: that of the first
+    server, of draft lengths that of the fastest."""
     sampling = SamplingOptions(options.max_new_tokens, options.temperature)
     everyone, rounds = [*([baseline] if baseline else []), *servers], options.rounds
     with Progress("eval", total=len(questions) * len(everyone) * rounds, unit="questions") as progress:
@@ -165,6 +189,8 @@ def _measured(
         elif options.engine in ("sglang", "trtllm", "llamacpp") and (total is None or not total.drafts):
             raise server.no_counts()
     rows = [row for one, all_of in zip(servers, drafted, strict=True) for row in rows_of(one.client.url, all_of, plain)]
+    lengths = dict(zip((server.client.url for server in servers), options.draft_lens, strict=False))
+    rows = [row | {"draft_len": lengths.get(row["server"], row["draft_len"])} for row in rows]
     parted = []
     if baseline is not None and plain is not None and not sampling.temperature:
         parted = [one for all_of in drafted for one in departures(baseline, questions, plain, all_of, sampling)]
@@ -173,11 +199,12 @@ def _measured(
             output().warn(f"{row['server']} drafted for others while {row['task']} ran: its accepted length is mixed")
     if all(row["accepted_length"] is None for row in rows):
         output().warn("the server counts no drafts where we can read it: speed only")
-    overall = next(row for row in rows if row["task"] == ALL)
+    totals = [row for row in rows if row["task"] == ALL]
+    overall = max(totals, key=lambda row: row["speedup"]) if options.draft_lens else totals[0]
     names = ("draft_len", "accepted_length", "per_position", "drafts", "tokens_per_s", "baseline_tokens_per_s")
     return {
         **{name: overall[name] for name in (*names, "speedup", "speedup_rounds")},
-        "answers": rounds * sum(1 + len(question.more) for question in questions),
+        "answers": len(servers) * rounds * sum(1 + len(question.more) for question in questions),
         "ties": [one.document() for one in parted if one.is_tie],
         "differences": [one.document() for one in parted if not one.is_tie],
         "rows": rows,
@@ -208,11 +235,11 @@ def _renderer(target: str, options: ServerOptions) -> Render:
 
 
 def _show(document: dict[str, Any]) -> None:
-    urls = list(dict.fromkeys(row["server"] for row in document["rows"]))
-    for url in urls:
-        if len(urls) > 1:
+    urls, of_lengths = list(dict.fromkeys(row["server"] for row in document["rows"])), "draft_len_kept" in document
+    for url in (None,) if of_lengths else urls:
+        if url and len(urls) > 1:
             output().print(url)
-        head, cells = table([row for row in document["rows"] if row["server"] == url])
+        head, cells = table([row for row in document["rows"] if url in (None, row["server"])])
         output().table([head[0], *(f">{name}" for name in head[1:])], cells)
     answers = f"{document['answers']:,} answers of at most {document['max_new_tokens']:,} tokens"
     how = f"{document['concurrency']} at a time, temperature {document['temperature']:g}"
@@ -223,6 +250,9 @@ def _show(document: dict[str, Any]) -> None:
         pairs.append(("differ", f"{parted}, {count_of(document['differences'])} otherwise"))
         if any(tie["logit"] is None for tie in document["ties"]):
             pairs.append(("", "their logits' size was not said: below 64, where bf16 has steps of 0.25"))
+    if document.get("draft_len_kept"):
+        best = f"drafts of {document['draft_len']}: {document['speedup']:.2f}x of plain decoding"
+        pairs.insert(1, ("pays", f"{best}; serve takes it from now on"))
     output().pairs(pairs)
 
 

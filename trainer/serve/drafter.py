@@ -3,6 +3,7 @@
 ``hiddenstore.json`` tells of our exports; a published drafter is told by its ``config.json``.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.files.documents import foreign_json
+from hiddenstore.fs.publish import replace_file
 from hiddenstore.targets import LAYER_RULES
 from hiddenstore.targets.checkpoint import WEIGHTS_FILE
 from schemas.layers import LayerConvention, to_convention
@@ -73,6 +75,19 @@ def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
         target=about.get("target"),
         config=config,
     )
+
+
+def keep_draft_len(folder: str | None, length: int) -> bool:
+    """Have an export draft so many tokens from now on, wherever its files say how many; False where ``folder`` is none
+    that `export` wrote. Raises ConfigError ``serve-setting``: a file is no JSON; StorageError."""
+    if folder is None or not (Path(folder) / ABOUT_FILE).is_file():
+        return False
+    config, about = (_json(Path(folder) / file) for file in (CONFIG_FILE, ABOUT_FILE))
+    for proposal in (config.get("speculators_config") or {}).get("proposal_methods") or ():
+        proposal["speculative_tokens"] = length
+    for file, document in ((CONFIG_FILE, config), (ABOUT_FILE, {**about, "draft_len": length})):
+        replace_file(Path(folder) / file, (json.dumps(document, indent=2) + "\n").encode())
+    return True
 
 
 def _about(folder: Path) -> dict[str, Any]:
