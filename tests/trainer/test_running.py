@@ -20,7 +20,9 @@ from serve_cases import write_exports
 from hiddenstore.cli import main
 from hiddenstore.errors import HiddenstoreError
 from hiddenstore.servers import ServerProcess, VllmPython, _wait_until_up, engine_flags, running
+from tests.trainer.export_cases import case
 from trainer.evaluate import rounds
+from trainer.export.write import export
 from trainer.serve import ENGINES
 from trainer.serve.drafter import keep_draft_len, read_drafter
 from trainer.serve.launch import server_of
@@ -117,7 +119,7 @@ def drafter_words(tmp_path: Path) -> list[str]:
     return [*words, "--engine-python", engine(tmp_path)]
 
 
-@pytest.mark.parametrize(("speeds", "kept"), [((100, 120, 130), 4), ((100, 120, 110), 1), ((100, 80, 90), 3)])
+@pytest.mark.parametrize(("speeds", "kept"), [((100, 120, 130), 4), ((100, 120, 110), 1), ((100, 80, 90), 5)])
 def test_of_several_draft_lengths_the_fastest_is_kept_where_it_pays(
     tmp_path: Path, drafter_words: list[str], monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, ...], kept: int
 ) -> None:
@@ -134,11 +136,12 @@ def test_of_several_draft_lengths_the_fastest_is_kept_where_it_pays(
     result = CliRunner().invoke(main, [*words, "--json"], catch_exceptions=False)
     found = json.loads(result.stdout)
     asked = [row["draft_len"] for row in found["rows"] if row["task"] == "all"]
-    assert (asked, found["answers"], found["draft_len_kept"]) == ([1, 4], 8, kept != 3)
+    assert (asked, found["answers"], found["draft_len_kept"]) == ([1, 4], 8, kept != 5)
     assert found["speedup"] == pytest.approx(max(speeds[1:]) / speeds[0])
-    assert ("no draft length pays on this machine: drafts of 4 give 0.90x" in result.output) == (kept == 3)
+    assert ("no draft length pays on this machine: drafts of 4 give 0.90x" in result.output) == (kept == 5)
     drafter = Path(drafter_words[2])
-    drafts = [json.loads(words[words.index("--speculative-config") + 1]) for _, words in started(tmp_path)[1:]]
+    commands = [words for _, words in started(tmp_path) if "--speculative-config" in words]
+    drafts = [json.loads(words[words.index("--speculative-config") + 1]) for words in commands]
     assert sorted(draft["num_speculative_tokens"] for draft in drafts) == [1, 4]
     assert sorted(path.name for path in drafter.parent.glob("*.log")) == [
         f"{drafter.name}.{name}.log" for name in ("drafted-1", "drafted-4", "plain")
@@ -147,7 +150,9 @@ def test_of_several_draft_lengths_the_fastest_is_kept_where_it_pays(
 
 
 def test_a_draft_length_is_kept_in_every_file_of_an_export_that_says_one(tmp_path: Path) -> None:
-    folder = write_exports(tmp_path, "peagle")["peagle for vllm"]
+    folder = str(tmp_path / "drafter")
+    identity = case("eagle3").identity.model_copy(update={"name": "org/target"})
+    export(replace(case("eagle3"), identity=identity), "speculators", Path(folder))
     assert keep_draft_len(folder, 2)
     about, config = (json.loads(Path(folder, name).read_text()) for name in ("hiddenstore.json", "config.json"))
     (proposal,) = config["speculators_config"]["proposal_methods"]
