@@ -47,7 +47,7 @@ check: install
 
 # The site, without a warning and with every link; what its pages tell a reader to type is run first.
 docs: install $(VENV)-docs/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "docs or not docs" tests/test_docs.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "docs or not docs" tests/test_docs.py tests/trainer/test_train_launchers.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --quiet --strict
 
 # MkDocs reads commands, settings and docstrings from the first environment's packages.

@@ -4,9 +4,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.memory import keep_freed_memory
 from hiddenstore.targets.checkpoint import damage, inapplicable, require_applied, require_complete
 from hiddenstore.targets.folder import TargetFolder, first_line
+from hiddenstore.threads import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch

@@ -140,7 +140,7 @@ def test_auto_tries_rebuilt_and_says_why_it_took_no_smaller_recipe(
     loose = replace(options, store=Path(options.store).parent / "loose", recipe="auto")
     run(loose)
     store = Store.open(loose.store)
-    assert store.manifest.recipe == "rebuilt-q3"
+    assert store.manifest.recipe == "rebuilt-q3-all"
     assert store.capture.rebuilds_final
     assert verify(store.path, "bytes").ok
 

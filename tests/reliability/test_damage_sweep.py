@@ -21,9 +21,9 @@ EXHAUSTIVE = [pytest.mark.slow, pytest.mark.timeout(1800)]
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("bf16", 5), id="bf16-every-5th"),
-        pytest.param(("q8", 7), id="q8-every-7th"),
-        pytest.param(("lossless", 7), id="lossless-every-7th"),
+        pytest.param(("bf16", 11), id="bf16-every-11th"),
+        pytest.param(("q8", 13), id="q8-every-13th"),
+        pytest.param(("lossless", 13), id="lossless-every-13th"),
         pytest.param(("q8", 61, "webdataset"), id="q8-webdataset-every-61st"),
         pytest.param(("q8", 1, "webdataset"), id="q8-webdataset", marks=EXHAUSTIVE),
         pytest.param(("lossless", 1, "webdataset"), id="lossless-webdataset", marks=EXHAUSTIVE),

@@ -17,6 +17,9 @@ from tests.trainer.test_group import losses
 from tests.trainer.two_ranks import free_ports
 from trainer.train import checkpoint
 
+# What a page tells a reader to type, as the blocks of tests/test_docs.py.
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "scale-out.md").read_text(encoding="utf-8")
 SMALL = [word for word in WORDS if not word.startswith("train.")]

@@ -15,9 +15,9 @@ from hiddenstore.data.view import WHOLE
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.files.documents import seal, unseal
 from hiddenstore.files.lock import FolderLock
-from hiddenstore.memory import keep_freed_memory
 from hiddenstore.store import Store
 from hiddenstore.targets.load import pick_device
+from hiddenstore.threads import keep_freed_memory
 from schemas.manifest import Snapshot
 from trainer.config import TrainConfig
 from trainer.drafters import DRAFTERS, drafter_kind
