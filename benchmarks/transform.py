@@ -156,7 +156,7 @@ def main() -> None:
     head = ["recipe", "points of acceptance", "standard error", "half-width of the 95 % interval"]
     first = pairs[0]
     page = [
-        f"# States rounded by a transform, {report.today()}\n",
+        f"# {'States rounded by a transform' if args.bits else 'Recipes in pairs'}, {report.today()}\n",
         f"{args.drafter}, {first.steps} steps, {len(first.seeds)} seeds in pairs, {' '.join(args.settings)}; mean "
         f"overlap of first drafts on original held-out states "
         f"{100 * sum(first.original_acceptance) / len(first.seeds):.2f}.",
