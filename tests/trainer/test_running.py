@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from serve_cases import write_exports
 
 from hiddenstore.cli import main
-from hiddenstore.errors import HiddenstoreError
+from hiddenstore.errors import HiddenstoreError, Kind, StorageError
 from hiddenstore.servers import ServerProcess, VllmPython, _wait_until_up, engine_flags, running
 from tests.trainer.export_cases import case
 from trainer.evaluate import rounds
@@ -157,9 +157,29 @@ def test_a_draft_length_is_kept_in_every_file_of_an_export_that_says_one(tmp_pat
     about, config = (json.loads(Path(folder, name).read_text()) for name in ("hiddenstore.json", "config.json"))
     (proposal,) = config["speculators_config"]["proposal_methods"]
     assert (about["draft_len"], proposal["speculative_tokens"], read_drafter(Path(folder)).draft_len) == (2, 2, 2)
+    Path(folder, "SHA256SUMS").touch()
+    assert not keep_draft_len(folder, 3)
+    assert read_drafter(Path(folder)).draft_len == 2
+    Path(folder, "SHA256SUMS").unlink()
     Path(folder, "hiddenstore.json").unlink()
     assert not keep_draft_len(folder, 3)
     assert not keep_draft_len("org/drafter", 3)
+
+
+def test_what_was_measured_is_shown_where_the_export_cannot_be_written(
+    drafter_words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any) -> None:
+        raise StorageError("the disk is read-only", kind=Kind.IO_ERROR)
+
+    monkeypatch.setattr("trainer.serve.drafter.replace_file", refuses)
+    monkeypatch.setattr("trainer.evaluate.rounds.median", lambda _: 1.5)
+    result = CliRunner().invoke(main, [*drafter_words, "--draft-len", "1,4", "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["speedup"], found["draft_len"], found["draft_len_kept"]) == (1.5, 1, False)
+    assert "the disk is read-only" in result.stderr
+    assert "nothing here keeps that: hiddenstore serve … --draft-len 1" in result.stderr
 
 
 def test_draft_lengths_of_servers_are_shown_in_one_table(drafter_words: list[str]) -> None:

@@ -10,7 +10,7 @@ import click
 
 from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.errors import ConfigError, HiddenstoreError, Kind
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.servers import VllmPython, engine_flags, running
 from hiddenstore.servers.http import HttpClient, ServerAccess
@@ -145,7 +145,7 @@ def _measure_running(
         **_measured(servers, baseline, questions, options),
     }
     if len(options.draft_lens) > 1:
-        document["draft_len_kept"] = document["speedup"] > 1 and keep_draft_len(options.drafter, document["draft_len"])
+        document["draft_len_kept"] = document["speedup"] > 1 and _keeps(options.drafter, document["draft_len"])
     output().data(document, human=lambda: _show(document))
     if document.get("draft_len_kept") is False:
         output().warn(_not_kept(document))
@@ -158,6 +158,15 @@ def _measure_running(
         )
     if baseline is None:
         output().hint("--baseline-server URL gives the speed-up, --markdown FILE the table for a report")
+
+
+def _keeps(drafter: str | None, length: int) -> bool:
+    try:
+        return keep_draft_len(drafter, length)
+    except HiddenstoreError as error:
+        # What was measured is not lost over an export that cannot be written.
+        output().warn(error.message)
+        return False
 
 
 def _not_kept(document: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.files.documents import foreign_json
 from hiddenstore.fs.publish import replace_file
+from hiddenstore.share.remote import SUMS
 from hiddenstore.targets import LAYER_RULES
 from hiddenstore.targets.checkpoint import WEIGHTS_FILE
 from schemas.layers import LayerConvention, to_convention
@@ -79,8 +80,9 @@ def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
 
 def keep_draft_len(folder: str | None, length: int) -> bool:
     """Have an export draft so many tokens from now on, wherever its files say how many; False where ``folder`` is none
-    that `export` wrote. Raises ConfigError ``serve-setting``: a file is no JSON; StorageError."""
-    if folder is None or not (Path(folder) / ABOUT_FILE).is_file():
+    that `export` wrote, or was pulled, whose ``SHA256SUMS`` would then be of other files. Raises ConfigError
+    ``serve-setting``: a file is no JSON; StorageError."""
+    if folder is None or not (Path(folder) / ABOUT_FILE).is_file() or (Path(folder) / SUMS).exists():
         return False
     config, about = (_json(Path(folder) / file) for file in (CONFIG_FILE, ABOUT_FILE))
     for proposal in (config.get("speculators_config") or {}).get("proposal_methods") or ():
