@@ -72,7 +72,7 @@ def measure(
     shape = DraftShape(min(draft_len, longest))
     splits = {entry.split for _, entry in store.entries}
     split: Split = "validation" if "validation" in splits else "train"
-    packs = _first(split_packs(store, split, drafters[0].needs), samples)
+    packs = _first(split_packs(store, split, drafters[0].needs, device), samples)
     trained, untrained = evaluate_packs(drafters, packs, [shape], device=device, on_pack=advance)
     if not trained.tally.drafts:
         return None

@@ -2,11 +2,12 @@
 
 Every token supervised, bf16 products over fp32 master weights on a GPU, fp32 on a CPU; once with the batch in memory
 and once read from a q8 store at every step. MFU counts what torch's counter sees in a step, a recomputation included.
-A case is drawn on the CPU and lies on disk first: 6 GB for the largest.
+Cases are drawn on the CPU and lie on disk first: 6 GB for the largest.
 """
 
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,13 @@ def every_case(root: Path, only: Sequence[str], shrink: dict[str, int], count: i
     name = torch.cuda.get_device_name(train["device"]) if train["device"].startswith("cuda") else "cpu"
     peak = next((peak for word, peak in PEAK_TFLOPS.items() if word in name), None)
     result: dict[str, Any] = {"device": name, "peak_tflops": peak}
-    for label, large in CASES.items():
-        if only and not label.startswith(tuple(only)):
-            continue
+    cases = {label: replace(case, **shrink) for label, case in CASES.items() if label.startswith(tuple(only or [""]))}
+    with ThreadPoolExecutor() as pool:
+        # Each is drawn on one thread, for ten seconds.
+        list(pool.map(lambda label: cases[label].save(root / label), cases))
+    for label, case in cases.items():
         progress(label)
-        case, folder = replace(large, **shrink), root / label
-        case.save(folder)
+        folder = root / label
         result[label] = {row.label: measure(row, case, folder, count, **train) for row in ROWS}
         for answer in result[label].values():
             if peak and "failed" not in answer:

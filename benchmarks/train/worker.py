@@ -4,9 +4,11 @@ CPU seconds are those of all threads since the answer before, so that reading ah
 """
 
 import importlib
+import math
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.train.case import Case
 from benchmarks.workers import Answer, reset_peak, resident, serve
+
+
+def _attended(q: Sequence[int], k: Sequence[int], *_: Any, **__: Any) -> int:
+    """FLOP of causal attention of queries [A, N, E] over keys [S, G, E] of one document: two products, half of each."""
+    return 2 * math.prod(q) * k[0]
+
+
+def _attended_backward(_grad: Sequence[int], q: Sequence[int], k: Sequence[int], *_: Any, **__: Any) -> int:
+    return _attended(q, k) * 5 // 2
+
+
+FLASH_FLOP: dict[Any, Any] = {
+    torch.ops.aten._flash_attention_forward: _attended,
+    torch.ops.aten._flash_attention_backward: _attended_backward,
+}
+"""torch's own counts refuse queries that share keys."""
 
 
 class Worker:
@@ -60,7 +78,7 @@ class Worker:
 
     def flop(self) -> Answer:
         """FLOP that torch counts in one step."""
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=FLASH_FLOP) as counter:
             self.engine.step()
         return {"flop": counter.get_total_flops()}
 

@@ -188,7 +188,7 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         )
         rebuilder = self.store.rebuilder(device)
         threads = self.threads or reading_threads(self.store.fs.prefers_few_files)
-        prefetch = Prefetch[_JobKey](filler, self.prefetch_bytes, threads, pinned=torch.cuda.is_available())
+        prefetch = Prefetch[_JobKey](filler, self.prefetch_bytes, threads, pinned=device.type == "cuda")
         jobs = prefetch.run(self._jobs())
         try:
             while True:

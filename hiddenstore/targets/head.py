@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hiddenstore.errors import ConfigError, CorruptionError, Kind
-from hiddenstore.targets.matmul import linear
+from hiddenstore.targets.matmul import linear, linear_in_fp32
 from schemas.capture import HeadSpec, NormState
 
 HEAD_FILE = "head.safetensors"
@@ -138,6 +138,8 @@ class HeadBundle:
         def normed(x: Tensor) -> Tensor:
             return (self.norm(x) if norm_state == "pre_norm" else x).float()
 
+        if rows.is_cuda and weight.dtype is torch.bfloat16 and not rows.requires_grad:
+            return linear_in_fp32(self.norm(rows) if norm_state == "pre_norm" else rows, weight.detach())
         if rows.shape[0] <= ROW_CHUNK and weight.shape[0] <= VOCAB_CHUNK:
             return linear(normed(rows), weight.detach().float())
         out = torch.empty(rows.shape[0], weight.shape[0], dtype=torch.float32, device=rows.device)

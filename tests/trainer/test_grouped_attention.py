@@ -1,5 +1,7 @@
 """Attention with fewer key heads: what torch is asked on a GPU, and that it is the same everywhere."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -36,6 +38,25 @@ def _blocks_on(device: str) -> None:
 def test_masked_attention_of_blocks_on_a_device_copies_keys_for_the_kernel_that_keeps_no_scores(asked: Asked) -> None:
     _blocks_on("meta")
     assert asked == [(N, True, False)]
+
+
+def test_groups_on_a_device_come_in_few_lengths_and_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, real = set(), ttt.F.scaled_dot_product_attention
+
+    def attention(q: Tensor, k: Tensor, *rest: Tensor, **options: Any) -> Tensor:
+        lengths.add((q.shape[2], k.shape[2]))
+        return real(q, k, *rest, **options)
+
+    monkeypatch.setattr(ttt.F, "scaled_dot_product_attention", attention)
+    for context in range(3, 60, 7):
+        blocks = Blocks.of([(0, 2), (0, context)], torch.device("cpu"))
+        q, *kv = (torch.randn(n, heads, E) for n, heads in ((6, N), (context, G), (context, G), (6, G), (6, G)))
+        for causal in (False, True):
+            sight = block.Sight(blocks, 3, 0, 3, causal=causal)
+            padded = block.attend_groups(q, (kv[0], kv[1]), (kv[2], kv[3]), sight)
+            expected = block.block_attention(q, (kv[0], kv[1]), (kv[2], kv[3]), sight)
+            assert torch.allclose(padded, expected, atol=1e-5)
+    assert lengths == {(64, 64)}
 
 
 def test_a_masked_step_of_decoding_on_a_device_copies_keys_for_the_kernel_that_keeps_no_scores(asked: Asked) -> None:

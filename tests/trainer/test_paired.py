@@ -52,7 +52,7 @@ def test_acceptance_is_the_overlap_of_drafter_and_target_at_the_first_drafted_to
     overlaps = []
     session.model.eval()
     with torch.no_grad():
-        for batch in token_batches(raw, session.config, session.group, validation=True):
+        for batch in token_batches(raw, session.config, session.group, session.device, validation=True):
             for pack in batch.packs:
                 rows = teacher_rows(pack.loss_mask, pack.document, session.config.loss.mask_offset)
                 work = session.objective.prepare(pack)

@@ -26,8 +26,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _RmsNorm.apply(x, self.weight, self.eps)
-        return out
+        return rms_norm(x, self.weight, self.eps)
 
 
 class OnePlusNorm(RMSNorm):
@@ -40,8 +39,16 @@ class OnePlusNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         # In fp32 at least: bf16 has no room for a small weight beside 1.
         weight = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
-        out: Tensor = _RmsNorm.apply(x, 1 + weight, self.eps)
-        return out
+        return rms_norm(x, 1 + weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., W] / sqrt(mean x² + eps) * weight [W], in fp32; fp64 stays."""
+    if x.is_cuda and x.dtype is not torch.float64:
+        # torch has a kernel each way there.
+        return F.rms_norm(x.float(), weight.shape, weight.float(), eps)
+    out: Tensor = _RmsNorm.apply(x, weight, eps)
+    return out
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -187,7 +187,7 @@ def evaluate(
     if min((shape.length for shape in shapes), default=0) < 1:
         raise ConfigError("a draft needs at least one token", kind=Kind.OPTION_INVALID)
     refuse_images(drafters[0].kind.name, store.capture, store.path)
-    packs = split_packs(store, split, drafters[0].needs)
+    packs = split_packs(store, split, drafters[0].needs, device)
     results = evaluate_packs(drafters, packs, shapes, device=device, on_pack=on_pack)
     if not results[0].tally.drafts:
         raise CaptureError(
@@ -236,8 +236,9 @@ def floor(store: Store, texts: Sequence[Text], draft_len: int) -> NgramFloor:
     return ngram_floor(((sample.input_ids, sample.loss_mask) for sample in samples), texts, draft_len)
 
 
-def split_packs(store: Store, split: Split, needs: "Needs") -> Iterator[PackedBatch]:
-    """Every sample of a split once, in packs. Raises ConfigError: ``split-empty``; the store lacks a layer."""
+def split_packs(store: Store, split: Split, needs: "Needs", device: str = "cpu") -> Iterator[PackedBatch]:
+    """Every sample of a split once, in packs on ``device``. Raises ConfigError: ``split-empty``; the store lacks a
+    layer."""
     lengths = [entry.tokens for _, entry in store.entries if entry.split == split]
     if not lengths:
         others = sorted({entry.split for _, entry in store.entries})
@@ -251,6 +252,7 @@ def split_packs(store: Store, split: Split, needs: "Needs") -> Iterator[PackedBa
         batch_tokens=PACK_TOKENS,
         pack_tokens=max(PACK_TOKENS, *lengths),
         epochs=1,
+        device=device,
     )
     for batch in batches:
         yield from batch.packs

@@ -17,12 +17,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from hiddenstore.targets.matmul import linear
+from hiddenstore.targets.matmul import add_product, linear, linear_in_fp32
 from trainer.losses.kinds import LOSSES, Compared, LossKind, Slopes
 
 LOGIT_BUDGET = 1 << 21
 """Logits alive at a time on CPU, as elements: 8 MiB in fp32; products over fewer rows wait for the weights."""
-LOGIT_BUDGET_DEVICE = 1 << 26
+LOGIT_BUDGET_DEVICE = 1 << 27
 FEWEST_STATES = 64
 """A block has no fewer states: below that the matrix products wait for the weights."""
 WIDEST_BLOCK = 4
@@ -290,7 +290,7 @@ class _Walk:
             if self.grad_states is not None:
                 grad = linear(error, rows.T) if len(spans) == 1 else grad.addmm_(error, rows)
             if self.grad_weight is not None:
-                _add_product(self.grad_weight[span.begin : span.end], error, scaled[:, self.trained])
+                add_product(self.grad_weight[span.begin : span.end], error.T, scaled[:, self.trained])
         if self.grad_states is not None:
             self.grad_states.index_copy_(0, states, grad.mul_(scale).to(self.grad_states.dtype))
 
@@ -307,7 +307,7 @@ class _Walk:
     def _measure(self, block: _Block, begin: int, end: int) -> _Span:
         """Logits and softmax of a span of the vocabulary; the softmax is where that of the span before was."""
         shape = (*block.slots.shape, end - begin)
-        z = linear(block.x, self.weight[begin:end]).view(shape).to(self._softmax.dtype)
+        z = _logits(block.x, self.weight[begin:end], self._softmax.dtype).view(shape)
         p = torch.softmax(z, -1, out=self._softmax[: z.numel()].view(shape))
         top = z.amax(-1)
         # softmax at its maximum is 1 / sum exp(z - top), which gives the log-sum-exp without another pass of exp.
@@ -390,9 +390,7 @@ def _times(x: Tensor, slope: Tensor | float) -> Tensor:
     return x if slope == 1 else x.mul_(slope)
 
 
-def _add_product(out: Tensor, error: Tensor, x: Tensor) -> None:
-    """out [P, H] += errorᵀ x, in the dtype of ``out``."""
-    if x.dtype == out.dtype:
-        out.addmm_(error.T, x)
-    else:
-        out += error.T @ x
+def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [m, H] @ weight [P, H].T in ``dtype``."""
+    # A GPU writes them in fp32 at once.
+    return linear_in_fp32(x, weight) if x.is_cuda and dtype is torch.float32 else linear(x, weight).to(dtype)

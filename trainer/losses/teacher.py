@@ -55,6 +55,7 @@ class FrozenHead:
 
 VOCAB_CHUNK = 8192
 ROW_CHUNK = 256
+ROW_CHUNK_DEVICE = 1024
 BF16_ROUNDING = 2.0**-8
 """What rounding to bf16 changes a number by at most, as a share of it; of a product of vectors, of |x| |w|."""
 MOST_IN_QUESTION = 64
@@ -125,7 +126,8 @@ class Teacher:
         self.norm_state = norm_state
         self.drop_off_vocab = drop_off_vocab
         weight = head.output_weight if vocab.is_full else head.output_weight[self.vocab.target_ids]
-        if weight.numel() * 4 <= FP32_HEAD_BYTES:
+        # A GPU multiplies by the bf16 that it is (`linear_in_fp32`).
+        if weight.numel() * 4 <= FP32_HEAD_BYTES and not weight.is_cuda:
             weight = weight.float()
         bias = head.lm_head_bias
         if bias is not None and not vocab.is_full:
@@ -216,8 +218,9 @@ class Teacher:
     def _narrowed(self, normed: Tensor) -> Tensor:
         """``_scan``'s tokens int64 [R]: the best in fp32 of those that products in bf16 leave in question."""
         token = torch.empty(normed.shape[0], dtype=torch.int64, device=normed.device)
-        for begin in range(0, normed.shape[0], ROW_CHUNK):
-            x = normed[begin : begin + ROW_CHUNK]
+        chunk = ROW_CHUNK_DEVICE if normed.is_cuda else ROW_CHUNK
+        for begin in range(0, normed.shape[0], chunk):
+            x = normed[begin : begin + chunk]
             row, column = self._in_question(x)
             if len(row) > MOST_IN_QUESTION * len(x):
                 token[begin : begin + len(x)] = self._scan(x, mass=False)[0]

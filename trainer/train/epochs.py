@@ -6,6 +6,8 @@ reads them, and takes the list that lies there: a resume reads what the run read
 
 from dataclasses import replace
 
+import torch
+
 from hiddenstore.console.output import output
 from hiddenstore.data import Cursor, SampleView, TokenBatches
 from hiddenstore.errors import CorruptionError, StorageError
@@ -24,10 +26,16 @@ def view_of(config: TrainConfig) -> SampleView:
 
 
 def token_batches(
-    store: Store, config: TrainConfig, group: ProcessGroup, *, validation: bool = False, epoch: int = 0
+    store: Store,
+    config: TrainConfig,
+    group: ProcessGroup,
+    device: torch.device,
+    *,
+    validation: bool = False,
+    epoch: int = 0,
 ) -> TokenBatches:
-    """This rank's packs of the global batches, which ``data.batch_tokens`` alone defines; of a run that follows its
-    store, those of ``epoch`` and the ones before."""
+    """This rank's packs of the global batches on ``device``; ``data.batch_tokens`` alone defines the batches. Of a run
+    that follows its store, those of ``epoch`` and the ones before."""
     follows = config.train.follow and not validation
     endless = config.train.max_steps is not None and not validation and not follows
     needs: Needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
@@ -47,18 +55,19 @@ def token_batches(
         world_size=group.rank.world_size // config.train.context_parallel,
         prefetch_bytes=config.data.prefetch_mb * 1_000_000,
         epochs=None if endless else epoch + 1 if follows else 1 if validation else config.train.epochs,
+        device=device,
     )
 
 
 def batches_at(
-    cursor: Cursor, first: Store, options: TrainOptions, config: TrainConfig, group: ProcessGroup
+    cursor: Cursor, first: Store, options: TrainOptions, config: TrainConfig, group: ProcessGroup, device: torch.device
 ) -> TokenBatches:
     """The batches from ``cursor`` on; ``first`` is the store at the run's snapshot. Raises ConflictError:
     ``cursor-mismatch``: the samples of its epoch are not those that it counts in."""
     name = group.broadcast_bytes(lambda: _snapshot_at(cursor, first, options, config).encode()).decode()
     with group.all_or_none():
         store = options.open_store(name) if name else first
-        batches = token_batches(store, config, group, epoch=cursor.epoch)
+        batches = token_batches(store, config, group, device, epoch=cursor.epoch)
         # Where an epoch begins, the cursor still names the samples of the one before.
         is_new = config.train.follow and not cursor.samples
         batches.load_state_dict(replace(cursor, snapshot=batches.digest if is_new else cursor.snapshot).to_json())

@@ -352,7 +352,7 @@ def _last_metrics(run: Path) -> dict[str, Any]:
 def seconds_per_step(state: TrainState) -> float:
     """Forward and backward of the first pack, scaled to a whole batch, and Muon's iterations. Weights, order and random
     draws of the run stay as they are. For a single process."""
-    pack = next(iter(token_batches(state.store, state.config, state.group))).packs[0].to(state.device)
+    pack = next(iter(token_batches(state.store, state.config, state.group, state.device))).packs[0]
     rounds = 1 if state.device.type == "cpu" else 2
     for _ in range(rounds):
         # What a device does first it does slowly.

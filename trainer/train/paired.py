@@ -159,8 +159,8 @@ def held_out_overlaps(state: TrainState, original: Store) -> HeldOut:
     objective = kind.objective(state.model, state.target, rejection)
     rows = {}
     state.model.eval()
-    for batch in token_batches(original, state.config, state.group, validation=True):
-        for sample in (sample for pack in batch.packs for sample in _samples(pack.to(state.device))):
+    for batch in token_batches(original, state.config, state.group, state.device, validation=True):
+        for sample in (sample for pack in batch.packs for sample in _samples(pack)):
             inputs = objective.prepare(sample)
             losses = objective.losses(inputs, objective.denominators(inputs))
             count = float(losses.counts[0])

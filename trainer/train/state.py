@@ -63,7 +63,7 @@ class TrainState:
 
     def go_to(self, cursor: Cursor) -> None:
         """Let the batches go on at a cursor, over the samples of its epoch."""
-        self.batches = batches_at(cursor, self.store, self.options, self.config, self.group)
+        self.batches = batches_at(cursor, self.store, self.options, self.config, self.group, self.device)
         if self.config.train.follow and cursor.epoch and not cursor.samples:
             self.begun = cursor.epoch
 
@@ -112,7 +112,7 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
         if config.train.compile:
             compile_blocks(model)
         objective = kind.objective(model, target, config.loss)
-        batches = token_batches(store, config, group)
+        batches = token_batches(store, config, group, device)
         total = config.train.max_steps or sum(batches.batches_per_epoch(epoch) for epoch in range(config.train.epochs))
         newest = checkpoint.latest(options.run) if options.resume else None
         saved = checkpoint.load(newest) if newest is not None else None

@@ -39,7 +39,7 @@ def steps(state: TrainState) -> Generator[tuple[GlobalBatch, StepMetrics], None,
         state.model.rng_key = (state.config.train.seed, state.step)
         with state.group.all_or_none():
             batch = next(batches, None)
-            inputs = [] if batch is None else inputs_of(state, _on_device(state, batch))
+            inputs = [] if batch is None else inputs_of(state, batch.packs)
         if batch is None and state.config.train.follow:
             state.go_to(Cursor.from_json(state.batches.state_dict()))
             batches = iter(state.batches)
@@ -135,16 +135,15 @@ def validate(state: TrainState) -> None:
 
     def validation_packs() -> Iterator[PackedBatch]:
         tokens = 0
-        for batch in token_batches(state.store, state.config, state.group, validation=True):
-            packs = _on_device(state, batch)
-            inputs = inputs_of(state, packs)
+        for batch in token_batches(state.store, state.config, state.group, state.device, validation=True):
+            inputs = inputs_of(state, batch.packs)
             totals.count(inputs)
             denominators = state.objective.denominators(*inputs)
             for pack in inputs:
                 with autocast(state):
                     totals.add(state.objective.losses(pack, denominators))
             if state.context is None or state.context.index == 0:
-                yield from packs
+                yield from batch.packs
             tokens += sum(lengths[sample] for sample in batch.all_sample_ids)
             if tokens >= state.config.train.validation_tokens:
                 break
@@ -173,10 +172,6 @@ def autocast(state: TrainState) -> AbstractContextManager[Any]:
     if multiplies_bf16(state.config, state.device):
         return torch.autocast(state.device.type, dtype=torch.bfloat16)
     return nullcontext()
-
-
-def _on_device(state: TrainState, batch: GlobalBatch) -> list[PackedBatch]:
-    return [pack.to(state.device) for pack in batch.packs]
 
 
 def inputs_of(state: TrainState, packs: Sequence[PackedBatch]) -> list[LossInputs]:
