@@ -48,7 +48,7 @@ def test_groups_on_a_device_come_in_few_lengths_and_lose_nothing(monkeypatch: py
         return real(q, k, *rest, **options)
 
     monkeypatch.setattr(ttt.F, "scaled_dot_product_attention", attention)
-    for context in range(3, 60, 7):
+    for context in range(3, 52, 7):
         blocks = Blocks.of([(0, 2), (0, context)], torch.device("cpu"))
         q, *kv = (torch.randn(n, heads, E) for n, heads in ((6, N), (context, G), (context, G), (6, G), (6, G)))
         for causal in (False, True):
