@@ -114,7 +114,8 @@ def _rows_of(group: FieldGroup, encoded: Encoded, entry: SampleEntry) -> Encoded
 
 def _joined(codec: CodeLayout, samples: Sequence[Encoded], rows: Sequence[int]) -> EncodedLayers:
     """Samples of one unit end to end; raw rows are renumbered and stay sorted by (layer, row)."""
-    codes = [[sample.codes[layer] for sample in samples] for layer in range(len(samples[0].codes))]
+    # Stored codes lie in main memory; those of a sample that was just captured, on the engine's device.
+    codes = [[sample.codes[layer].cpu() for sample in samples] for layer in range(len(samples[0].codes))]
     small = dict(samples[0].small)
     for name, spec in codec.small.items():
         if name in small and "T" in spec.axes:
