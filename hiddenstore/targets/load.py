@@ -1,5 +1,6 @@
 """The weights of a target as transformers loads them, and only if all of them are the checkpoint's."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +37,9 @@ def load_model(folder: TargetFolder, device: "str | torch.device", other_way: st
     as ``damage``, ``require_applied``, ``require_complete``."""
     from transformers.utils import logging
 
-    if folder.quantised:
+    if folder.quantised and "device_map" not in settings:
         # A quantised model cannot be moved once it is made.
-        settings.setdefault("device_map", {"": device})
+        settings |= {"device_map": {"": device}, **_unpacked(folder, device)}
     if "device_map" in settings and find_spec("accelerate") is None:
         problem = "a target over several devices, or a quantised one, needs accelerate"
         raise ConfigError(problem, kind=Kind.NOT_INSTALLED, hint="pip install 'hiddenstore[hf]'")
@@ -61,6 +62,18 @@ def load_model(folder: TargetFolder, device: "str | torch.device", other_way: st
     if folder.adapter is not None:
         folder.adapter.merge_into(model)
     return model if "device_map" in settings else model.to(device)
+
+
+def _unpacked(folder: TargetFolder, device: "str | torch.device") -> dict[str, Any]:
+    """What has fp8 weights unpacked for a CPU, which transformers does by itself only where there is no GPU either; its
+    kernels are a GPU's."""
+    import torch
+    from transformers import FineGrainedFP8Config
+
+    stated = folder.quantisation
+    if not isinstance(stated, Mapping) or stated.get("quant_method") != "fp8" or torch.device(device).type != "cpu":
+        return {}
+    return {"quantization_config": FineGrainedFP8Config(**{**stated, "dequantize": True})}
 
 
 def _require_runs(folder: TargetFolder, model: Any, other_way: str) -> None:
