@@ -263,7 +263,7 @@ class Kind(StrEnum):
     STATES_LATE = "states-late", CaptureError, "An engine's states did not come in time."
     REQUEST_TOO_LONG = "request-too-long", ConfigError, "A sample is longer than the engine was started for."
     SCRATCH_INVALID = "scratch-invalid", ConfigError, "The folder for an engine's files is missing or too small."
-    DEVICES_TOO_FEW = "devices-too-few", ConfigError, "The engine wants more GPUs than there are."
+    DEVICES_TOO_FEW = "devices-too-few", ConfigError, "An engine, or the ranks of a run, want more GPUs than there are."
     LAUNCHER_RESOURCES = "launcher-resources", ConfigError, "The cluster cannot give what each worker asks for."
     RAY_UNREACHABLE = "ray-unreachable", ConfigError, "There is no Ray cluster at that address."
     WORKERS_LOST = "workers-lost", CaptureError, "Workers of the cluster ended and did not come back."

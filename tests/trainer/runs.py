@@ -10,6 +10,8 @@ WORDS = [
     "drafter.num_heads=2", "drafter.num_kv_heads=1", "drafter.head_dim=8", "drafter.vocab_size=40", "loss.steps=3",
     "train.max_steps=12", "train.checkpoint_every=4", "train.validate_every=6", "train.keep=2",
 ]  # fmt: skip
+ON_CPU = [*WORDS, "train.device=cpu"]
+"""For two processes, which would share a GPU, and for bounds closer than the rounding of a GPU's bf16."""
 
 
 def tiny_store(folder: Path, samples: int = 30) -> Store:

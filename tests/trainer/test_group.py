@@ -15,9 +15,9 @@ from hiddenstore.data import TokenBatches
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, StorageError
 from hiddenstore.process import Rank
 from tests.forked import Forked, command
-from tests.trainer.runs import WORDS, tiny_store
+from tests.trainer.runs import ON_CPU, tiny_store
 from tests.trainer.two_ranks import free_ports
-from trainer.parallel.group import process_group
+from trainer.parallel.group import peer_errors, process_group, refuse_shared_gpus
 from trainer.train import checkpoint
 from trainer.train.loop import train
 
@@ -78,8 +78,8 @@ def test_a_start_that_is_refused_ends_both_ranks(tmp_path: Path) -> None:
 
 def test_two_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
     store = tiny_store(tmp_path).path
-    train(store, tmp_path / "one", words=WORDS)
-    codes, out, err = ended(start_two(store, "-o", str(tmp_path / "two"), "--json", *WORDS))
+    train(store, tmp_path / "one", words=ON_CPU)
+    codes, out, err = ended(start_two(store, "-o", str(tmp_path / "two"), "--json", *ON_CPU))
     assert codes == [0, 0], err
     assert json.loads(out[0])["steps"] == 12
     assert (out[1], err[1]) == ("", "")
@@ -95,7 +95,7 @@ def test_two_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
 
 def test_a_rank_without_a_pack_contributes_zero_and_the_first_says_so(tmp_path: Path) -> None:
     store = tiny_store(tmp_path).path
-    words = [*WORDS, "data.batch_tokens=40", "data.pack_tokens=40"]
+    words = [*ON_CPU, "data.batch_tokens=40", "data.pack_tokens=40"]
     train(store, tmp_path / "one", words=words)
     codes, _out, err = ended(start_two(store, "-o", str(tmp_path / "two"), "-q", *words))
     assert codes == [0, 0], err
@@ -107,7 +107,7 @@ def test_a_rank_without_a_pack_contributes_zero_and_the_first_says_so(tmp_path: 
 
 def test_a_signal_to_one_rank_stops_both_and_one_process_resumes_exactly(tmp_path: Path) -> None:
     store = tiny_store(tmp_path).path
-    words = [*WORDS, "train.max_steps=400", "train.validate_every=0", "train.checkpoint_every=0"]
+    words = [*ON_CPU, "train.max_steps=400", "train.validate_every=0", "train.checkpoint_every=0"]
     run = tmp_path / "two"
     processes = start_two(store, "-o", str(run), "-q", *words)
     wait_for_steps(run, 3, processes[1])
@@ -145,7 +145,7 @@ def train_until(store: str, run: Path, words: list[str], step: int) -> int:
 
 def test_a_rank_that_fails_stops_the_other_and_says_why(tmp_path: Path) -> None:
     store = tiny_store(tmp_path).path
-    codes, _out, err = ended(start_two(store, "-o", str(tmp_path / "two"), "-q", *WORDS, body=failing))
+    codes, _out, err = ended(start_two(store, "-o", str(tmp_path / "two"), "-q", *ON_CPU, body=failing))
     assert codes == [1, 3], err
     assert "another rank failed  [another-rank]" in err[0]
     assert "a chunk is damaged" in err[1]
@@ -154,7 +154,7 @@ def test_a_rank_that_fails_stops_the_other_and_says_why(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_killed_does_not_leave_the_other_waiting(tmp_path: Path) -> None:
     store, run = tiny_store(tmp_path).path, tmp_path / "two"
-    processes = start_two(store, "-o", str(run), "-q", *WORDS, "train.max_steps=100000", "train.validate_every=0")
+    processes = start_two(store, "-o", str(run), "-q", *ON_CPU, "train.max_steps=100000", "train.validate_every=0")
     wait_for_steps(run, 2, processes[1])
     processes[1].kill()
     codes, _out, err = ended(processes)
@@ -208,3 +208,21 @@ def test_nccl_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="no GPU with NCCL") as caught:
         train(tmp_path / "store", tmp_path / "run", words=["train.dist_backend=nccl"])
     assert caught.value.hint == "train.dist_backend=auto"
+
+
+def test_ranks_that_share_a_gpu_are_told_which_and_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"ranks 0, 2 on GPU a of one; ranks 4, 5 on GPU a of two$") as caught:
+        refuse_shared_gpus(["a of one", "b of one", "a of one", "b of two", "a of two", "a of two"])
+    assert caught.value.kind == "devices-too-few"
+    assert "--nproc-per-node" in str(caught.value.hint)
+
+
+def test_ranks_on_gpus_of_their_own_or_on_a_cpu_go_on() -> None:
+    refuse_shared_gpus(["a of one", "b of one", "a of two"])
+    refuse_shared_gpus(["", "", ""])
+
+
+def test_of_what_nccl_says_the_line_that_tells_why_is_shown() -> None:
+    said = "NCCL error in: NCCLUtils.cpp:93, unhandled system error\nncclSystemError: …\nLast error:\nno route to host"
+    with pytest.raises(StorageError, match=r"^lost contact with the other ranks: no route to host$"), peer_errors():
+        raise RuntimeError(said)

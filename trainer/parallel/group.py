@@ -5,8 +5,9 @@ messages travel through gloo; gradients through NCCL where they lie on a GPU.
 """
 
 import os
+import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +34,8 @@ def limit_kernel_caches() -> None:
 BUCKET_BYTES = 64 << 20
 """Gradients sent as one message: large enough for the full rate of a link, small enough to overlap the copies."""
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+_TEXT_BYTES = 256
+_NCCL_REASON = "Last error:"
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,16 @@ class ProcessGroup:
             distributed.broadcast(buffer, 0)
         return buffer.numpy().tobytes()
 
+    def gather_text(self, text: str) -> list[str]:
+        """What every rank gives, in their order; cut after ``_TEXT_BYTES``."""
+        if self.is_single:
+            return [text]
+        sent = torch.frombuffer(bytearray(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
+        received = [torch.empty_like(sent) for _ in range(self.rank.world_size)]
+        with peer_errors():
+            distributed.all_gather(received, sent)
+        return [one.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for one in received]
+
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor], source: int = 0) -> None:
         """Overwrite tensors by those of rank ``source``, in place."""
@@ -145,6 +158,31 @@ def process_group(
         yield ProcessGroup(rank)
     finally:
         distributed.destroy_process_group()
+
+
+def require_own_gpus(group: ProcessGroup, device: torch.device) -> None:
+    """Refuse ranks that share a GPU, before NCCL says of it that it lost the others. Raises as ``refuse_shared_gpus``,
+    on rank 0."""
+    name = f"{torch.cuda.get_device_properties(device).uuid} of {socket.gethostname()}" if device.type == "cuda" else ""
+    names = group.gather_text(name)
+    with group.all_or_none():
+        if group.is_first:
+            refuse_shared_gpus(names)
+
+
+def refuse_shared_gpus(gpus: Sequence[str]) -> None:
+    """``gpus``: what each rank calls its own, empty on a CPU. Raises ConfigError: ``devices-too-few``, naming each GPU
+    of several ranks, and those."""
+    ranks: dict[str, list[str]] = {}
+    for rank, gpu in enumerate(gpus):
+        ranks.setdefault(gpu, []).append(str(rank))
+    shared = [f"ranks {', '.join(those)} on GPU {gpu}" for gpu, those in ranks.items() if gpu and len(those) > 1]
+    if shared:
+        raise ConfigError(
+            f"NCCL takes one rank for each GPU; there are {'; '.join(shared)}",
+            kind=Kind.DEVICES_TOO_FEW,
+            hint="torchrun --nproc-per-node N … on a machine of N GPUs; or, slower, train.dist_backend=gloo",
+        )
 
 
 def _backend(name: str) -> str:
@@ -205,8 +243,11 @@ def peer_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        lines = str(error).splitlines()
+        # NCCL's first line names a file of its own source.
+        reason = lines[lines.index(_NCCL_REASON) + 1] if _NCCL_REASON in lines[:-1] else lines[0]
         raise StorageError(
-            f"lost contact with the other ranks: {str(error).splitlines()[0]}",
+            f"lost contact with the other ranks: {reason}",
             kind=Kind.RANK_LOST,
             hint="the message of the rank that failed first says why",
         ) from error
