@@ -48,7 +48,7 @@ def run(options: CollectOptions, rank: Rank | None = None, drain: Drain | None =
 
 def test_the_store_holds_what_a_direct_forward_computes(options: CollectOptions, target: Path) -> None:
     report = run(options)
-    store, loaded = Store.open(options.store), load_target(str(target))
+    store, loaded = Store.open(options.store), load_target(str(target), device="cpu")
     samples = list(PreparedInput.open(options.data).samples())
     assert report.samples == len(samples) == len(store)
     assert report.pending_units == 0
@@ -77,7 +77,8 @@ def test_a_first_unit_says_how_long_it_all_takes_before_it_is_committed(
 def test_recipe_tiny_stores_what_the_target_predicts_at_each_final_row(options: CollectOptions, target: Path) -> None:
     run(options)
     run(replace(options, store=options.data.parent / "tiny", recipe="tiny"))
-    raw, tiny, loaded = Store.open(options.store), Store.open(options.data.parent / "tiny"), load_target(str(target))
+    raw, tiny = Store.open(options.store), Store.open(options.data.parent / "tiny")
+    loaded = load_target(str(target), device="cpu")
     assert (tiny.manifest.recipe, tiny.capture.holds_topk) == ("tiny", True)
     for sample_id in raw.sample_ids:
         one, other = raw[sample_id], tiny[sample_id]

@@ -284,7 +284,7 @@ def test_people_see_the_same_figures_and_the_next_command(made, tmp_path):
     assert "accepted length" in shown.stdout
     assert "n-gram floor" in shown.stdout
     assert "hiddenstore decode" in shown.stderr
-    shown = run(decode_words(made, "-n", "3"))
+    shown = run(decode_words(made, "-n", "3", "--device", "cpu"))
     assert "3 of 3 answers" in shown.stdout
     assert "drafts + 3 prefills" in shown.stdout
     assert "the target runs in float32: the checkpoint is float32" in shown.stderr

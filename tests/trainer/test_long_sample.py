@@ -17,7 +17,7 @@ from hiddenstore.store import Store
 from hiddenstore.testing import builders
 from hiddenstore.writer import create_store, write_unit
 from tests.forked import Forked
-from tests.trainer.runs import WORDS, tiny_store
+from tests.trainer.runs import ON_CPU, WORDS, tiny_store
 from tests.trainer.two_ranks import free_ports
 from trainer import settings
 from trainer.parallel.group import ProcessGroup, process_group
@@ -148,7 +148,7 @@ def test_a_longest_pack_that_memory_does_not_hold_is_told_with_what_helps(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")
 
     monkeypatch.setattr(state.objective, "losses", full)
-    with pytest.raises(StorageError, match=r"3,000 tokens, .* memory of cpu: CUDA out of memory") as caught:
+    with pytest.raises(StorageError, match=rf"3,000 tokens, .* memory of {state.device}: CUDA") as caught:
         walk_longest(state)
     assert caught.value.kind == "out-of-memory"
     for setting in ("data.max_tokens", "data.pack_tokens", "checkpoint_activations", "context_parallel"):
@@ -174,7 +174,7 @@ def _walk_and_train(store: str, folder: str, words: list[str], ports: dict[str, 
 
 
 def test_the_walk_of_two_ranks_changes_nothing_in_any_way_of_sharing_the_work(store: Store, tmp_path: Path) -> None:
-    words = [*WORDS[2:], "data.batch_tokens=150", "train.max_steps=4", "train.validate_every=0"]
+    words = [*ON_CPU[2:], "data.batch_tokens=150", "train.max_steps=4", "train.validate_every=0"]
     names = [f"{way}{walks}" for way in WAYS for walks in ("", "-walks")]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     ranks = [

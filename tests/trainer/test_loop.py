@@ -19,7 +19,7 @@ from hiddenstore.errors import CaptureError, ConfigError, ConflictError, Interru
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.forked import Forked
-from tests.trainer.runs import WORDS, tiny_store
+from tests.trainer.runs import ON_CPU, WORDS, tiny_store
 from trainer.train import step as step_module
 from trainer.train.log import _norm_text
 from trainer.train.loop import train
@@ -73,7 +73,7 @@ def test_a_cut_that_leaves_nothing_to_teach_is_refused_before_the_first_step(sto
 
 
 def test_packs_accumulate_to_the_gradient_of_the_whole_batch(store: Store, tmp_path: Path) -> None:
-    words = [*WORDS, "train.max_steps=3", "train.validate_every=0"]
+    words = [*ON_CPU, "train.max_steps=3", "train.validate_every=0"]
     train(store.path, tmp_path / "packs", words=words)
     train(store.path, tmp_path / "one", words=[*words, "data.pack_tokens=160"])
     for a, b in zip(lines(tmp_path / "packs"), lines(tmp_path / "one"), strict=True):

@@ -96,7 +96,7 @@ print(resident("VmRSS") - before if HAS_ONEDNN else -1)
 def test_products_of_ever_new_shapes_keep_few_kernels_in_memory() -> None:
     names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     limited, unlimited = (
         int(subprocess.run(
             [sys.executable, "-c", OF_MANY_SHAPES, word], capture_output=True, text=True, env=environment, check=True

@@ -47,7 +47,7 @@ def test_equal_states_differ_by_nothing_and_rounded_ones_by_little(raw: Store) -
 
 
 def test_acceptance_is_the_overlap_of_drafter_and_target_at_the_first_drafted_token(raw: Store, tmp_path: Path) -> None:
-    options = TrainOptions(raw.path, tmp_path / "run", "eagle3", None, SHORT)
+    options = TrainOptions(raw.path, tmp_path / "run", "eagle3", None, (*SHORT, "train.device=cpu"))
     session = build_state(options, ProcessGroup(Rank()), FolderLock(tmp_path / "run"))
     overlaps = []
     session.model.eval()

@@ -11,7 +11,7 @@ import torch
 from hiddenstore.errors import ConfigError
 from hiddenstore.process import Rank
 from hiddenstore.store import Store
-from tests.trainer.runs import WORDS, tiny_store
+from tests.trainer.runs import ON_CPU, tiny_store
 from tests.trainer.two_ranks import Job, on_two_ranks
 from trainer.parallel.context import context_group
 from trainer.parallel.data_parallel import Ddp, parallelize
@@ -21,7 +21,7 @@ from trainer.train.loop import train
 
 STEPS, CUT = 12, 5
 SETTINGS = [
-    *WORDS, "train.validate_every=12", "train.checkpoint_every=0", "optim.schedule=constant", "optim.warmup_ratio=0",
+    *ON_CPU, "train.validate_every=12", "train.checkpoint_every=0", "optim.schedule=constant", "optim.warmup_ratio=0",
     "optim.lr=1e-3", "optim.kind=adamw",
 ]  # fmt: skip
 WAYS = {

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from hiddenstore.targets.matmul import FEWEST_TIMES, bf16_speedup
-from tests.trainer.runs import WORDS, tiny_store
+from tests.trainer.runs import ON_CPU, tiny_store
 from tests.trainer.test_ttt_attention import problem
 from trainer.attention.ttt import ttt_attention
 from trainer.config import TrainConfig
@@ -21,9 +21,9 @@ def written(run: Path) -> str:
     return str(yaml.safe_load((run / "config.yaml").read_text())["train"]["precision"])
 
 
-def test_auto_becomes_what_was_measured_once_and_a_resume_keeps_it(tmp_path: Path) -> None:
+def test_auto_on_a_cpu_becomes_what_was_measured_once_and_a_resume_keeps_it(tmp_path: Path) -> None:
     store = tiny_store(tmp_path)
-    words = [*WORDS, "train.max_steps=2", "train.validate_every=0"]
+    words = [*ON_CPU, "train.max_steps=2", "train.validate_every=0"]
     train(store.path, tmp_path / "run", words=words)
     assert written(tmp_path / "run") == "fp32"
     train(store.path, tmp_path / "run", words=["train.max_steps=3"], resume=True)
@@ -33,7 +33,7 @@ def test_auto_becomes_what_was_measured_once_and_a_resume_keeps_it(tmp_path: Pat
 
 
 def config_of(tmp_path: Path, **drafter: int) -> TrainConfig:
-    config = load_config(tiny_store(tmp_path))
+    config = load_config(tiny_store(tmp_path), words=["train.device=cpu"])
     return config.model_copy(update={"drafter": config.drafter.model_copy(update=drafter)})
 
 
