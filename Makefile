@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install environments engines demo demo-llm demo-llm-quick test check docs test-parity test-engines test-llamacpp test-objects test-pages test-ray test-transformers-457 reliability release wheel-smoke bench bench-storage bench-train schemas clean
+.PHONY: install environments engines demo demo-llm demo-llm-quick test check docs test-parity test-engines test-llamacpp test-objects test-pages test-ray test-cuda test-transformers-457 reliability release wheel-smoke bench bench-storage bench-train schemas clean
 
 install: $(VENV)/.installed
 
@@ -139,6 +139,10 @@ $(VENV)-objects/.installed: tests/objects/requirements.txt tests/objects/package
 # Collecting with real Ray actors on clusters of one and two nodes, some of which are killed.
 test-ray: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ray tests/collectors
+
+# What a GPU computes, beside what a CPU does; without a GPU, or a torch that was built for it, every test is skipped.
+test-cuda: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m cuda tests
 
 # The collectors on the transformers that TensorRT-LLM 1.2 pins; every other package is the first environment's.
 test-transformers-457: $(VENV)-transformers457/.installed

@@ -12,7 +12,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from tiny_target import make_tokenizer
 from torch import Tensor
 
 from hiddenstore.cli import main
@@ -24,6 +23,7 @@ from tests.trainer.conftest import VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.eagle3_plain import normalised, turned
 from tests.trainer.live import assert_live_equals_eval, identity_in_memory
 from tests.trainer.mtp_target import PREFIX, make_mimo, save_mimo
+from tests.trainer.tiny_target import make_tokenizer
 from trainer.attention.ttt import KVCache
 from trainer.drafters.base import DrafterInUse
 from trainer.drafters.mtp import MTP, Mtp, MtpConfig, MtpLoss
@@ -251,7 +251,11 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    root = tmp_path_factory.mktemp("mimo")
+    return make_world(tmp_path_factory.mktemp("mimo"))
+
+
+def make_world(root: Path) -> World:
+    """A target with an MTP layer, and a store captured from it for that layer."""
     target = save_mimo(root / "target")
     lines = [
         {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "abcdefgh"[n % 5 :] * 3}]}
