@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
@@ -132,6 +133,24 @@ class AffineCodec(ABC):
         if part.codes:
             _put_raw(part.small[RAW_INDEX], part.small[RAW_ROWS], out)
         return out
+
+    def decode_pack(
+        self, codes: Tensor, rows: Sequence[slice], small: Sequence[Mapping[str, Any]], out: Tensor
+    ) -> None:
+        """``decode`` of samples end to end: codes [L, T, C] into ``out`` bf16 [L, T, D]; rows and small arrays of each
+        sample, those on a device as `small_on` brings them there."""
+        if not len(codes):
+            return
+        if codes.is_cuda and find_spec("triton") is not None:
+            from hiddenstore.codecs import kernels
+
+            kernels.decode(codes, rows, small, _e4m3_values(codes.device), out)
+            for span, arrays in zip(rows, small, strict=True):
+                _put_raw(arrays[RAW_INDEX], arrays[RAW_ROWS], out[:, span])
+            return
+        for span, arrays in zip(rows, small, strict=True):
+            if span.stop > span.start:
+                self.decode(Encoded([layer[span] for layer in codes], dict(arrays)), out[:, span])
 
     def decode_mixed(self, part: Encoded, rows: Sequence[int], out: Tensor) -> None:
         """``decode`` of rows of several units, so many of each; channel scales and offsets are uint16 [U, L, D]."""

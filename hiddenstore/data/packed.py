@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hiddenstore.codecs import get_codec
+from hiddenstore.codecs.affine import AffineCodec
 from hiddenstore.codecs.base import Encoded
 from hiddenstore.codecs.topk import unpack_rows
 from hiddenstore.records import TopK
@@ -185,6 +186,9 @@ class EncodedPack:
         if not codec.small:
             return moved.view(torch.bfloat16)
         out = torch.empty((*codes.shape[:2], self.width), dtype=torch.bfloat16, device=device)
+        if isinstance(codec, AffineCodec):
+            codec.decode_pack(moved, rows, small_on(small, device), out)
+            return out
         for span, arrays in zip(rows, small_on(small, device), strict=True):
             if len(codes) and span.stop > span.start:
                 codec.decode(Encoded([layer[span] for layer in moved], arrays), out[:, span])

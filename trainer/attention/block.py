@@ -100,8 +100,10 @@ def _attend_padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     rows, keys = (_few_lengths(len(x)) - len(x) for x in (q, k))
     # A row that only fills up sees every key: one that sees none has no softmax.
     mask = F.pad(F.pad(mask, (0, keys)), (0, 0, 0, rows), value=True)
-    padded = (F.pad(x, (0, 0, 0, 0, 0, more)).transpose(0, 1)[None] for x, more in ((q, rows), (k, keys), (v, keys)))
-    return attend(*padded, mask)[0].transpose(0, 1)[: len(q)]
+    queries, k, v = (
+        F.pad(x, (0, 0, 0, 0, 0, more)).transpose(0, 1)[None] for x, more in ((q, rows), (k, keys), (v, keys))
+    )
+    return attend(queries, k, v, mask)[0].transpose(0, 1)[: len(q)]
 
 
 def _few_lengths(count: int) -> int:

@@ -45,7 +45,7 @@ class Fsdp(Ddp):
         with peer_errors():
             self.shards = group.rank.world_size
             mesh = init_device_mesh(device.type, (self.shards,))
-            self._touch = _TouchParameters(model)
+            self._touch, self._start = _TouchParameters(model), torch.zeros((), device=device)
             self._unit: FSDPModule = fully_shard(self._touch, mesh=mesh, reshard_after_forward=False)
         # The objective divides by the slots of the global batch, so that gradients add up.
         self._unit.set_gradient_divide_factor(1.0)
@@ -57,7 +57,8 @@ class Fsdp(Ddp):
 
     def reduce_gradients(self) -> None:
         with peer_errors():
-            self._touch().backward()
+            # FSDP2 moves the arguments of a forward to its GPU, and fails where there are none.
+            self._touch(self._start).backward()
 
     def reshard(self) -> None:
         self._unit.reshard()
@@ -71,9 +72,10 @@ class _TouchParameters(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self) -> Tensor:
+    def forward(self, start: Tensor) -> Tensor:
+        """A zero, from the zero ``start``."""
         touched = [p.flatten()[:1].sum() for p in self.model.parameters() if p.requires_grad]
-        return torch.stack(touched).sum() * 0.0
+        return start + torch.stack(touched).sum() * 0.0
 
 
 def parallelize(model: nn.Module, strategy: str, group: ProcessGroup, device: torch.device) -> Ddp:

@@ -1,0 +1,47 @@
+"""The kernel that decodes a pack on a GPU, run by triton's interpreter."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from hiddenstore.codecs import get_codec, kernels
+from hiddenstore.codecs.affine import AffineCodec, _e4m3_values
+from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
+from hiddenstore.data.packed import moved_at_once
+
+pytestmark = pytest.mark.parity
+LENGTHS = (7, 0, 1, 20, 3)
+
+
+def spans(lengths: Sequence[int]) -> list[slice]:
+    stops = np.cumsum(lengths).tolist()
+    return [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("width", [72, 100, 1100])
+@pytest.mark.parametrize("name", ["q8", "q4", "q4q3", "q3"])
+def test_a_pack_of_several_samples_has_the_bits_of_torch(name: str, width: int) -> None:
+    codec, layers, rows = get_codec(name), 3, spans(LENGTHS)
+    assert isinstance(codec, AffineCodec)
+    states = [torch.randn(layers, length, width) * torch.linspace(0.1, 9, width) for length in LENGTHS]
+    # Far louder than the others, so kept as it is.
+    states[3][1, 5] *= 1e4
+    encoded = [codec.encode(sample.bfloat16()) for sample in states if sample.shape[1]]
+    encoded.insert(1, codec.encode(states[1].bfloat16()))
+    assert any(len(one.small[RAW_INDEX]) for one in encoded)
+    codes = torch.cat([torch.stack(list(one.codes)) for one in encoded], 1)
+    small = moved_at_once([one.small for one in encoded], torch.device("cpu"))
+    found, expected = (torch.full((layers, sum(LENGTHS), width), 7.0, dtype=torch.bfloat16) for _ in range(2))
+    kernels.decode(codes, rows, small, _e4m3_values(torch.device("cpu")), found)
+    for span, one in zip(rows, encoded, strict=True):
+        raw = torch.from_numpy(one.small[RAW_INDEX].astype(np.int64))
+        part = found[:, span]
+        part[raw[:, 0], raw[:, 1]] = torch.from_numpy(one.small[RAW_ROWS].view(np.int16)).view(torch.bfloat16)
+    codec.decode_pack(codes, rows, [one.small for one in encoded], expected)
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+def test_a_pack_without_rows_stays_as_it_is() -> None:
+    kernels.decode(torch.zeros(2, 0, 8, dtype=torch.int8), [], [], torch.zeros(256), torch.zeros(2, 0, 8))
