@@ -124,7 +124,7 @@ def test_blending_by_step_takes_the_mean_overlap_of_the_step() -> None:
 
 
 def test_blocks_stay_within_the_budget_at_a_large_vocabulary() -> None:
-    steps, width, vocab = 7, 8, 1 << 18
+    steps, width, vocab = 7, 8, 1 << 19
     slots = torch.arange(64 * steps).view(64, steps)
     supervision = Supervision(slots, None, lambda begin, end: torch.full((1, vocab), 1 / vocab).expand(end - begin, -1))
     states, weight = torch.randn(64 * steps, width), torch.randn(vocab, width)

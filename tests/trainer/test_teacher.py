@@ -32,19 +32,20 @@ def test_token_is_the_argmax_over_the_whole_vocabulary(chunk: int, monkeypatch: 
 
 @pytest.mark.parametrize("final_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("most", [0, 64])
+@pytest.mark.parametrize("directions", [5, 16, 25])
 def test_a_token_looked_for_in_bf16_is_that_of_fp32(
-    final_dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
+    directions: int, final_dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MOST_IN_QUESTION", most)
     monkeypatch.setattr(module, "ROW_CHUNK", 7)
     torch.manual_seed(0)
     # Eight tokens a direction, so close together that bf16 takes a wrong one, or the first of equal ones.
-    base = torch.randn(5, 64).repeat_interleave(8, 0)
+    base, tokens = torch.randn(directions, 64).repeat_interleave(8, 0), 8 * directions
     weight = (base + 0.01 * torch.randn_like(base)).bfloat16()
     head = HeadBundle(make_head().spec.model_copy(update={"tied": True}), weight, None, torch.ones(64))
-    states = (3 * base[torch.randint(0, 40, (60,))] + 0.3 * torch.randn(60, 64)).to(final_dtype)
+    states = (3 * base[torch.randint(0, tokens, (60,))] + 0.3 * torch.randn(60, 64)).to(final_dtype)
     batch = replace(make_batch([60]), final=states)
-    rows, vocab = torch.arange(60), DraftVocab.of_ids(torch.arange(20), 40)
+    rows, vocab = torch.arange(60), DraftVocab.of_ids(torch.arange(20), tokens)
     roughly, exactly = (Teacher(head, vocab, "post_norm", bf16=bf16).read(batch, rows) for bf16 in (True, False))
     assert torch.equal(roughly.token, exactly.token)
     assert torch.equal(roughly.usable, exactly.usable)

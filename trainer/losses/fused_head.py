@@ -20,8 +20,8 @@ from torch import Tensor
 from hiddenstore.targets.matmul import add_product, linear, linear_in_fp32
 from trainer.losses.kinds import LOSSES, Compared, LossKind, Slopes
 
-LOGIT_BUDGET = 1 << 21
-"""Logits alive at a time on CPU, as elements: 8 MiB in fp32; products over fewer rows wait for the weights."""
+LOGIT_BUDGET = 1 << 22
+"""Logits alive at a time on CPU, as elements: 16 MiB in fp32; products over fewer rows wait for the weights."""
 LOGIT_BUDGET_DEVICE = 1 << 27
 FEWEST_STATES = 64
 """A block has no fewer states: below that the matrix products wait for the weights."""
