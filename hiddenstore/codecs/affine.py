@@ -141,9 +141,8 @@ class AffineCodec(ABC):
         sample, those on a device as `small_on` brings them there."""
         if not len(codes):
             return
-        if codes.is_cuda and find_spec("triton") is not None:
-            from hiddenstore.codecs import kernels
-
+        kernels = _kernels(codes.device)
+        if kernels is not None:
             kernels.decode(codes, rows, small, _e4m3_values(codes.device), out)
             for span, arrays in zip(rows, small, strict=True):
                 _put_raw(arrays[RAW_INDEX], arrays[RAW_ROWS], out[:, span])
@@ -278,6 +277,15 @@ def channel_statistics(*parts: Tensor) -> tuple[Tensor, Tensor]:
     typical = live.median() if live.numel() else torch.ones((), device=device)
     scale = torch.where(scale > 0, scale, typical).clamp_(min=_FLOOR)
     return scale.bfloat16().float(), offset
+
+
+def _kernels(device: torch.device) -> Any:
+    """The module of the kernels that run there; None without."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from hiddenstore.codecs import kernels
+
+    return kernels if kernels.run_on(device) else None
 
 
 def _stored(shared: Mapping[str, np.ndarray], layer: int, device: torch.device) -> tuple[Tensor, Tensor]:

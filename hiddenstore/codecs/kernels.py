@@ -7,6 +7,8 @@ Shapes: L layers, T tokens of the pack, t of one sample, S samples, C columns of
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
+from subprocess import SubprocessError
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from hiddenstore.console.output import output
 
 _WIDEST_BLOCK = 1024
 """Bytes of codes that one program reads."""
@@ -77,6 +81,24 @@ def _q4(codes, out, places, owner, samples, flat, table, rows, width, BLOCK: tl.
         tl.store(out + at * width + channel, _bf16_bits(value), mask=mask)
 
 
+@cache
+def run_on(device: torch.device) -> bool:
+    """Whether the kernels run there, tried once; says why not. Triton builds a launcher with a C compiler and Python's
+    headers, which not every machine has."""
+    small = {name: torch.zeros(1, 1, dtype=torch.uint16, device=device) for name in _PLACES}
+    codes, out = torch.zeros(1, 1, 1, dtype=torch.int8, device=device), torch.empty(1, 1, 1, device=device)
+    try:
+        decode(codes, [slice(0, 1)], [small], torch.zeros(256, device=device), out.bfloat16())
+    except (OSError, RuntimeError, SubprocessError, triton.TritonError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        output().warn(
+            f"packs are decoded on {device} without our kernel, many times slower: {reason}; it needs a C compiler and "
+            f"Python's headers (Debian: apt-get install gcc python3-dev)"
+        )
+        return False
+    return True
+
+
 _KERNELS: Mapping[str, Any] = {"int8": _q8, "uint8": _q4}
 """By the type of the code array."""
 
@@ -106,4 +128,6 @@ def decode(
     grid = layers * tokens, triton.cdiv(columns, block)
     places_there, owner_there = index[: places.size], index[places.size :]
     bits = out.view(torch.int16)
-    kernel[grid](codes, bits, places_there, owner_there, len(rows), flat, table, tokens, width, block)
+    # Triton launches on the current device.
+    with torch.cuda.device_of(codes):
+        kernel[grid](codes, bits, places_there, owner_there, len(rows), flat, table, tokens, width, block)

@@ -45,3 +45,24 @@ def test_a_pack_of_several_samples_has_the_bits_of_torch(name: str, width: int) 
 
 def test_a_pack_without_rows_stays_as_it_is() -> None:
     kernels.decode(torch.zeros(2, 0, 8, dtype=torch.int8), [], [], torch.zeros(256), torch.zeros(2, 0, 8))
+
+
+def test_a_machine_without_a_compiler_is_told_once_and_decodes_by_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def decode(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+
+    monkeypatch.setattr(kernels, "decode", decode)
+    kernels.run_on.cache_clear()
+    assert not kernels.run_on(torch.device("cpu"))
+    assert not kernels.run_on(torch.device("cpu"))
+    kernels.run_on.cache_clear()
+    said = capsys.readouterr().err
+    assert said.count("Failed to find C compiler") == 1
+    assert "apt-get install gcc python3-dev" in said
+
+
+def test_the_kernel_is_tried_before_it_is_used() -> None:
+    kernels.run_on.cache_clear()
+    assert kernels.run_on(torch.device("cpu"))
