@@ -141,9 +141,10 @@ class AffineCodec(ABC):
         sample, those on a device as `small_on` brings them there."""
         if not len(codes):
             return
-        kernels = _kernels(codes.device)
-        if kernels is not None:
-            kernels.decode(codes, rows, small, _e4m3_values(codes.device), out)
+        # Another formula, as a subclass may bring, has no kernel.
+        layout, kernels = _KERNEL_LAYOUTS.get(type(self).values_of), _kernels(codes.device)
+        if layout is not None and kernels is not None:
+            kernels.decode(layout, codes, rows, small, _e4m3_values(codes.device), out)
             for span, arrays in zip(rows, small, strict=True):
                 _put_raw(arrays[RAW_INDEX], arrays[RAW_ROWS], out[:, span])
             return
@@ -522,3 +523,4 @@ def _e4m3_values(device: torch.device) -> Tensor:
 
 
 Q4 = Q4Codec()
+_KERNEL_LAYOUTS = {Q8Codec.values_of: "q8", Q4Codec.values_of: "q4"}

@@ -88,7 +88,7 @@ def run_on(device: torch.device) -> bool:
     small = {name: torch.zeros(1, 1, dtype=torch.uint16, device=device) for name in _PLACES}
     codes, out = torch.zeros(1, 1, 1, dtype=torch.int8, device=device), torch.empty(1, 1, 1, device=device)
     try:
-        decode(codes, [slice(0, 1)], [small], torch.zeros(256, device=device), out.bfloat16())
+        decode("q8", codes, [slice(0, 1)], [small], torch.zeros(256, device=device), out.bfloat16())
     except (OSError, RuntimeError, SubprocessError, triton.TritonError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         output().warn(
@@ -99,16 +99,15 @@ def run_on(device: torch.device) -> bool:
     return True
 
 
-_KERNELS: Mapping[str, Any] = {"int8": _q8, "uint8": _q4}
-"""By the type of the code array."""
+_KERNELS: Mapping[str, Any] = {"q8": _q8, "q4": _q4}
 
 
 def decode(
-    codes: Tensor, rows: Sequence[slice], small: Sequence[Mapping[str, Any]], table: Tensor, out: Tensor
+    layout: str, codes: Tensor, rows: Sequence[slice], small: Sequence[Mapping[str, Any]], table: Tensor, out: Tensor
 ) -> None:
-    """Codes int8 [L, T, D] of q8 or uint8 [L, T, 17 G] of q4 into ``out`` bf16 [L, T, D], raw rows left out. rows and
-    small: of each sample; its arrays of bf16 bits [L, t], [L, D], [L, D] are views of one memory on the device. table
-    fp32 [256]: the number of each E4M3 pattern."""
+    """Codes of a layout, int8 [L, T, D] of q8 or uint8 [L, T, 17 G] of q4, into ``out`` bf16 [L, T, D], raw rows left
+    out. rows and small: of each sample; its arrays of bf16 bits [L, t], [L, D], [L, D] are views of one memory on the
+    device. table fp32 [256]: the number of each E4M3 pattern."""
     layers, tokens, width = out.shape
     if not tokens:
         return
@@ -122,12 +121,11 @@ def decode(
         index = index.pin_memory().to(codes.device, non_blocking=True)
     first = arrays[0][0]
     flat = first.as_strided((first.untyped_storage().nbytes() // 2,), (1,), 0).view(torch.bfloat16)
-    kernel = _KERNELS[str(codes.dtype).removeprefix("torch.")]
-    columns = width if codes.dtype is torch.int8 else 16 * (-(-width // 32))
+    columns = width if layout == "q8" else 16 * (-(-width // 32))
     block = min(_WIDEST_BLOCK, triton.next_power_of_2(columns))
     grid = layers * tokens, triton.cdiv(columns, block)
     places_there, owner_there = index[: places.size], index[places.size :]
     bits = out.view(torch.int16)
     # Triton launches on the current device.
     with torch.cuda.device_of(codes):
-        kernel[grid](codes, bits, places_there, owner_there, len(rows), flat, table, tokens, width, block)
+        _KERNELS[layout][grid](codes, bits, places_there, owner_there, len(rows), flat, table, tokens, width, block)

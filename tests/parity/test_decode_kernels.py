@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from hiddenstore.codecs import get_codec, kernels
-from hiddenstore.codecs.affine import AffineCodec, _e4m3_values
+from hiddenstore.codecs.affine import _KERNEL_LAYOUTS, AffineCodec, Q8Codec, _e4m3_values
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
 from hiddenstore.data.packed import moved_at_once
 
@@ -34,7 +35,7 @@ def test_a_pack_of_several_samples_has_the_bits_of_torch(name: str, width: int) 
     codes = torch.cat([torch.stack(list(one.codes)) for one in encoded], 1)
     small = moved_at_once([one.small for one in encoded], torch.device("cpu"))
     found, expected = (torch.full((layers, sum(LENGTHS), width), 7.0, dtype=torch.bfloat16) for _ in range(2))
-    kernels.decode(codes, rows, small, _e4m3_values(torch.device("cpu")), found)
+    kernels.decode(_KERNEL_LAYOUTS[type(codec).values_of], codes, rows, small, _e4m3_values(torch.device("cpu")), found)
     for span, one in zip(rows, encoded, strict=True):
         raw = torch.from_numpy(one.small[RAW_INDEX].astype(np.int64))
         part = found[:, span]
@@ -44,7 +45,16 @@ def test_a_pack_of_several_samples_has_the_bits_of_torch(name: str, width: int) 
 
 
 def test_a_pack_without_rows_stays_as_it_is() -> None:
-    kernels.decode(torch.zeros(2, 0, 8, dtype=torch.int8), [], [], torch.zeros(256), torch.zeros(2, 0, 8))
+    kernels.decode("q8", torch.zeros(2, 0, 8, dtype=torch.int8), [], [], torch.zeros(256), torch.zeros(2, 0, 8))
+
+
+def test_a_codec_of_another_formula_has_no_kernel() -> None:
+    class Other(Q8Codec):
+        def values_of(self, codes: Tensor, token_scale: Tensor, values: Tensor) -> None:
+            raise NotImplementedError
+
+    assert type(get_codec("q3")).values_of in _KERNEL_LAYOUTS
+    assert Other.values_of not in _KERNEL_LAYOUTS
 
 
 def test_a_machine_without_a_compiler_is_told_once_and_decodes_by_torch(
