@@ -24,6 +24,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         LOAD,
         Row("torch.load per sample, dropped at once", "TorchFilesDropped", READ, "pt"),
         Row("safetensors per sample", "Safetensors", READ, "safetensors"),
+        Row("speculators fp8, dequantised on the CPU", "SpeculatorsFp8", READ, "fp8"),
         UNCHECKED,
         CHECKED,
         Row("zarr-python on our store", "StockZarr", READ, "raw-store"),
@@ -51,6 +52,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("torch.save per sample", "TorchFiles", ("write",), "w-pt"),
         Row("safetensors per sample", "Safetensors", ("write",), "w-safetensors"),
         Row("safetensors per sample, made durable", "SafetensorsDurable", ("write",), "w-durable"),
+        Row("speculators fp8", "SpeculatorsFp8", ("write",), "w-fp8"),
         Row("zarr-python, sharded", "ZarrSharded", ("write",), "w-zarr"),
         Row("hiddenstore raw, encode to commit", "Ours", ("write",), "w-raw"),
         Row("hiddenstore q8, encode to commit", "Safe", ("write",), "w-safe"),
@@ -70,8 +72,8 @@ AGAINST = (GROUPS["read"][0], CHECKED, UNCHECKED, LOSSLESS, *PACKED)
 """What two checkouts are compared in; the first row is theirs and ours alike."""
 
 WRITERS = {"raw-store": "Ours", "safe-store": "Safe", "compact-store": "Compact", "lossless-store": "OursLossless"}
-LOSSY = ("safe-store", "compact-store")
-READ_AWAY = {"read": ("safetensors", "safe-store", "compact-store"),
+LOSSY = ("safe-store", "compact-store", "fp8")
+READ_AWAY = {"read": ("safetensors", "fp8", "safe-store", "compact-store"),
              "loaders": ("mds", "litdata", "webdataset", "lance", "raw-store")}  # fmt: skip
 """Folders that no later group reads: their disk and page cache are given back."""
 

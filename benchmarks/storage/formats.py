@@ -111,6 +111,30 @@ class SafetensorsDurable(Safetensors):
                 os.fsync(file.fileno())
 
 
+class SpeculatorsFp8(SampleFormat):
+    """speculators' 8-bit backend by its own code: E4M3 with a scale a token over all layers, one safetensors file a
+    sample, read as bf16."""
+
+    def write(self, samples: Samples) -> None:
+        from hs_connectors.fp8_utils import SCALES_KEY, quantize_tensor_to_fp8
+        from safetensors.torch import save_file
+
+        for index, sample in enumerate(samples()):
+            states = torch.from_numpy(sample).view(torch.bfloat16).transpose(0, 1).contiguous()
+            codes, scales = quantize_tensor_to_fp8(states)
+            save_file({"hidden_states": codes, SCALES_KEY: scales}, self.folder / f"hs_{index}.safetensors")
+
+    def open(self) -> None:
+        from hs_connectors.transfer import FP8Transfer
+
+        self._transfer = FP8Transfer(self.folder)
+
+    def read(self, index: int, out: np.ndarray) -> None:
+        sample = self._transfer.get_cached(index)
+        assert sample is not None
+        np.copyto(out, sample["hidden_states"].view(torch.uint16).numpy().transpose(1, 0, 2))
+
+
 class Mds(SampleFormat):
     """MosaicML streaming, local shards, global random access."""
 
