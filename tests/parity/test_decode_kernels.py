@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hiddenstore.codecs import get_codec, kernels
+from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.affine import _KERNEL_LAYOUTS, AffineCodec, Q8Codec, _e4m3_values
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
 from hiddenstore.data.packed import moved_at_once
+
+pytest.importorskip("triton")
+from hiddenstore.codecs import kernels
 
 pytestmark = pytest.mark.parity
 LENGTHS = (7, 0, 1, 20, 3)
