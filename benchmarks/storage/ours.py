@@ -6,6 +6,7 @@ Stores here hold the final hidden of every token, so that every format reads the
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from benchmarks.storage.formats import Format, SampleFormat, Samples, Shapes
 from benchmarks.storage.states import RawStates, loss_mask, synthetic_bits
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.codecs import get_codec
+from hiddenstore.codecs.affine import AffineCodec
 from hiddenstore.codecs.base import Encoded
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.data.packed import Buffers, small_on
@@ -179,7 +181,7 @@ class Copies(Format):
 
 
 class Codec:
-    """One codec in memory on a device, over samples uint16 [L, t, D]."""
+    """One codec in memory on a device, over samples uint16 [L, t, D], decoded as one pack of them is."""
 
     def __init__(self, name: str, samples: Iterable[np.ndarray], device: torch.device) -> None:
         self.codec, self.device = get_codec(name), device
@@ -187,11 +189,12 @@ class Codec:
         layers, width = range(len(self.states[0])), self.states[0].shape[2]
         self.capture = builders.capture_spec(layers, width, name, "none")
         self.records = [self._record(index, states) for index, states in enumerate(self.states)]
-        self.out = [torch.zeros_like(states) for states in self.states]
         encoded = [self.codec.encode(states) for states in self.states]
-        small = small_on([one.small for one in encoded], device)
-        codes = [[codes.to(device) for codes in one.codes] for one in encoded]
-        self.encoded = [Encoded(*pair) for pair in zip(codes, small, strict=True)]
+        self.small = small_on([one.small for one in encoded], device)
+        self.codes = torch.cat([torch.stack(list(one.codes)) for one in encoded], 1).to(device)
+        stops = list(accumulate(states.shape[1] for states in self.states))
+        self.rows = [slice(*ends) for ends in pairwise([0, *stops])]
+        self.out = torch.zeros(layers.stop, stops[-1], width, dtype=torch.bfloat16, device=device)
 
     def encode(self) -> None:
         """As a unit is: its samples layer by layer, with the statistics that its commit record holds."""
@@ -199,8 +202,10 @@ class Codec:
         self._finish()
 
     def decode(self) -> None:
-        for encoded, out in zip(self.encoded, self.out, strict=True):
-            self.codec.decode(encoded, out)
+        if isinstance(self.codec, AffineCodec):
+            self.codec.decode_pack(self.codes, self.rows, self.small, self.out)
+        else:
+            self.codec.decode(Encoded(list(self.codes)), self.out)
         self._finish()
 
     @staticmethod

@@ -89,6 +89,9 @@ def run_on(device: torch.device) -> bool:
     codes, out = torch.zeros(1, 1, 1, dtype=torch.int8, device=device), torch.empty(1, 1, 1, device=device)
     try:
         decode("q8", codes, [slice(0, 1)], [small], torch.zeros(256, device=device), out.bfloat16())
+    except torch.OutOfMemoryError:
+        # Says nothing of the kernels.
+        raise
     except (OSError, RuntimeError, SubprocessError, triton.TritonError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         output().warn(

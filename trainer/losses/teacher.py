@@ -245,6 +245,9 @@ class Teacher:
             off += inexact * BF16_ROUNDING * self._longest_row * x.float().norm(dim=-1, keepdim=True)
         least = (top - 2 * off).bfloat16()
         row, stripe = torch.nonzero(stripes >= least, as_tuple=True)
+        if len(row) > MOST_IN_QUESTION * len(x):
+            # Each holds one at least: too many for the caller, and their columns would be gigabytes.
+            return row, stripe
         column = _of_stripe(stripe, z.shape[1])
         near = (column >= 0) & (z[row[:, None], column.clamp(min=0)] >= least[row])
         return row[:, None].expand_as(column)[near], column[near]
