@@ -25,7 +25,11 @@ def pick_device(name: str) -> str:
         problem = f"unknown device {name!r}, expected auto, cpu, cuda or cuda:1"
         raise ConfigError(problem, kind=Kind.DEVICE_UNAVAILABLE) from error
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} asked for, but there is no GPU here", kind=Kind.DEVICE_UNAVAILABLE)
+        is_built = torch.version.cuda is not None or torch.version.hip is not None
+        reason = "torch finds no GPU here" if is_built else "this torch is built for CPUs alone"
+        other = "" if is_built else "; pip install --force-reinstall torch brings the build for one"
+        hint = f"auto, which takes a GPU where there is one{other}"
+        raise ConfigError(f"device {name!r}: {reason}", kind=Kind.DEVICE_UNAVAILABLE, hint=hint)
     return name
 
 
