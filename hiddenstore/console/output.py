@@ -20,7 +20,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from os import PathLike, environ, fspath
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -62,20 +61,26 @@ class Output:
         self.verbose = 0
         self.is_inner = INNER in environ
         self.document: Mapping[str, Any] = {}
+        self._out: Console | None = None
+        self._err: Console | None = None
 
     @property
     def is_human(self) -> bool:
         return self.mode == "human"
 
-    @cached_property
+    @property
     def out(self) -> "Console":
-        """The rich console on stdout."""
-        return _make_console(sys.stdout)
+        """The rich console on today's ``sys.stdout``: who calls the library may have put another in its place."""
+        if self._out is None or self._out.file is not _real(sys.stdout):
+            self._out = _make_console(_real(sys.stdout))
+        return self._out
 
-    @cached_property
+    @property
     def err(self) -> "Console":
-        """The rich console on stderr."""
-        return _make_console(sys.stderr)
+        """The rich console on today's ``sys.stderr``."""
+        if self._err is None or self._err.file is not _real(sys.stderr):
+            self._err = _make_console(_real(sys.stderr))
+        return self._err
 
     def data(self, document: Mapping[str, Any], human: Any = None, quiet: Any = None) -> None:
         """The answer: the document under ``--json``, else ``human`` (a callable that prints, or something printable).
@@ -251,6 +256,11 @@ def _plain_value(value: Any) -> Any:
 def _schema_of_command() -> str:
     context = click.get_current_context(silent=True)
     return f"hiddenstore.{context.info_name if context else 'output'}/1"
+
+
+def _real(stream: Any) -> Any:
+    """The stream itself, also while a progress bar of rich stands before it."""
+    return getattr(stream, "rich_proxied_file", stream)
 
 
 def _make_console(stream: Any) -> "Console":

@@ -220,3 +220,16 @@ def test_a_terminal_breaks_lines_between_words_but_no_command(
     assert " ".join(lines).split() == " ".join(whole).split()
     assert (lines == whole) == (stream is io.StringIO)
     assert stream is io.StringIO or max(map(len, lines)) <= 80
+
+
+def test_a_caller_who_puts_another_stream_in_place_of_stderr_is_printed_to_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = Output()
+    first, second = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", first)
+    out.note("to the first")
+    first.close()
+    monkeypatch.setattr(sys, "stderr", second)
+    out.note("to the second")
+    assert second.getvalue() == "to the second\n"
