@@ -48,11 +48,12 @@ class Timing:
     failed: str | None = None
 
     def add(self, measure: str, answer: Answer, unit: float = 1.0) -> None:
-        """A round's answer; seconds are divided by ``unit``."""
+        """A round's answer; seconds are divided by ``unit``, what else it says are facts of the last round."""
         self.failed = answer.get("failed")
         if self.failed is None:
             self.cpu.setdefault(measure, []).append(answer["cpu"] / unit)
             self.wall.setdefault(measure, []).append(answer["wall"] / unit)
+            self.facts.update((name, value) for name, value in answer.items() if name not in ("cpu", "wall"))
 
     def median(self, measure: str) -> float | None:
         """CPU seconds; None where it did not run."""

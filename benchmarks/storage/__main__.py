@@ -1,10 +1,12 @@
-"""Storage benchmark: ``python -m benchmarks.storage [--gb 2] [--groups G … | --checks] [--against CHECKOUT]``.
+"""Storage benchmark: ``python -m benchmarks.storage [--gb 2] [--states STORE] [--groups G … | --checks]
+[--against CHECKOUT]``.
 
-Run it through ``make bench-storage``, whose environment has the peers. Needs about 7 bytes of disk and of page cache
-per byte of ``--gb``; less cache makes reads from disk part of the figures. Twenty minutes on two idle cores. Against
-another checkout, each reading row is timed in both in turn over the same files, without peers; with ``--groups write
-copy codecs`` the rows of those. ``--checks`` measures only what checksums and digests cost. Any environment does for
-those, and for these groups alone.
+Run it through ``make bench-storage``, whose environment has the peers. Needs about 8 bytes of disk and of page cache
+per byte of ``--gb``; less cache makes reads from disk part of the figures. Twenty minutes on two idle cores.
+``--states``: those of a store of three aux layers and every final row (``collect --recipe raw --final all``) instead of
+synthetic ones; the result is named after its folder. Against another checkout, each reading row is timed in both in
+turn over the same files, without peers; with ``--groups write copy codecs`` the rows of those. ``--checks`` measures
+only what checksums and digests cost. Any environment does for those, and for these groups and ``cold`` alone.
 """
 
 import json
@@ -22,10 +24,20 @@ import torch
 
 from benchmarks import report
 from benchmarks.report import Bar, progress, table
-from benchmarks.storage import cases
+from benchmarks.storage import cases, cold
 from benchmarks.storage.ours import recipe_sizes, write_store
-from benchmarks.storage.states import PT_BF16, SEED, WIDTH, RawStates, peer_sizes, sample_lengths, synthetic_sample
+from benchmarks.storage.states import (
+    PT_BF16,
+    SEED,
+    WIDTH,
+    RawStates,
+    peer_sizes,
+    sample_lengths,
+    stored_lengths,
+    synthetic_sample,
+)
 from benchmarks.workers import Answer, Row, Timing, Turns, WorkerProcess, running
+from hiddenstore.store import Store
 
 BUDGET = 256 << 20
 SMALL_WIDTH, SMALL_SAMPLES = 64, 10_000
@@ -37,14 +49,21 @@ Groups = dict[str, list[Timing]]
 
 
 class Bench:
-    """The folders of one run under ``root``; ``width`` is smaller in tests only."""
+    """The folders of one run under ``root``, over synthetic states as wide as ``states`` says or over those of a
+    store."""
 
-    def __init__(self, root: Path, gb: float, rounds: int, width: int, device: str = "cpu") -> None:
+    def __init__(self, root: Path, gb: float, rounds: int, states: int | Store, device: str = "cpu") -> None:
         self.root, self.rounds, self.device = root, rounds, device
-        self.raw = RawStates(root / "raw" / "raw.u16", sample_lengths(int(gb * 1e9), width), width)
-        self.quarter = replace(self.raw, lengths=sample_lengths(int(gb * 1e9 / 4), width))
-        bundled = cases.BUNDLED_WIDTH
-        self.bundled = replace(self.raw, lengths=sample_lengths(cases.COPIED_BYTES, bundled), width=bundled)
+        path, size, bundled = root / "raw" / "raw.u16", int(gb * 1e9), cases.BUNDLED_WIDTH
+        self.states = f"synthetic bf16 states (seed {SEED}, `benchmarks/storage/states.py`)"
+        if isinstance(states, Store):
+            self.states = f"bf16 states of {states.capture.target.name}, layers {states.capture.aux_layers}"
+            width = states.capture.target.hidden_size
+            self.raw = RawStates(path, stored_lengths(states, size), width, states)
+        else:
+            self.raw = RawStates(path, sample_lengths(size, states), states)
+        self.quarter = self.raw.shortened(self.raw.logical_bytes // 4)
+        self.bundled = RawStates(path, sample_lengths(cases.COPIED_BYTES, bundled), bundled)
         self.written: dict[str, Answer] = {}
 
     def group(self, name: str) -> list[Timing]:
@@ -75,7 +94,8 @@ class Bench:
         timings = [self._timing(row) for row in rows]
 
         def requests(turn: int) -> dict[str, dict[str, Any]]:
-            options = {"write": {"keep": False}, "random": {"seed": turn}, "layer": {"seed": turn}}
+            seeded = {measure: {"seed": turn} for measure in ("random", "layer", "cold")}
+            options = {"write": {"keep": False}, **seeded}
             return {measure: options.get(measure, {}) for row in rows for measure in row.measures}
 
         with running(lambda row: self._worker(row, raw), rows) as workers:
@@ -107,7 +127,7 @@ class Bench:
         if "encode" in row.measures:
             return worker.ask("load", device=self.device).get("failed")
         answer = worker.ask("open")
-        if "copy" in row.measures:
+        if {"copy", "cold"} & set(row.measures):
             return answer.get("failed")
         if "failed" not in answer:
             answer = worker.ask("check")
@@ -138,6 +158,7 @@ def measure(bench: Bench) -> tuple[dict[str, Any], Groups]:
     progress("stored bytes")
     facts: dict[str, Any] = {
         "logical_bytes": raw.logical_bytes,
+        "states": bench.states,
         "width": raw.width,
         "samples": len(raw.lengths),
         "rounds": bench.rounds,
@@ -219,8 +240,8 @@ def page(facts: dict[str, Any], groups: Groups) -> list[str]:
     lines = [
         f"# Storage: size, read and write, {report.today()}",
         "",
-        f"`make bench-storage`, {facts['logical_bytes'] / 1e9:.2f} GB of synthetic bf16 states (seed {SEED}, "
-        f"`benchmarks/storage/states.py`; D={facts['width']}, 3 aux layers and the final hidden, {facts['samples']} "
+        f"`make bench-storage`, {facts['logical_bytes'] / 1e9:.2f} GB of {facts['states']} (D={facts['width']}, 3 aux "
+        f"layers and the final hidden, {facts['samples']} "
         f"samples), {facts['rounds']} rounds, each format in a process of its own, the formats of a round one after "
         "the other in an order of its own. Medians of **CPU seconds of all threads per logical GB** (10^9 bytes of "
         "the bf16 states), lowest and highest in brackets; wall seconds are in the JSON. Every read ends in the same "
@@ -242,8 +263,13 @@ def page(facts: dict[str, Any], groups: Groups) -> list[str]:
         sizes_table(facts),
     ]
     for name, timings in groups.items():
-        lines += ["", f"## {cases.TITLES[name]}", "", group_table(timings, facts["logical_bytes"])]
+        lines += ["", f"## {cases.TITLES[name]}", "", *group_lines(name, timings, facts["logical_bytes"])]
     return lines
+
+
+def group_lines(name: str, timings: Sequence[Timing], logical_bytes: int) -> list[str]:
+    """The tables of a group."""
+    return cold.lines_of(timings, logical_bytes) if name == "cold" else [group_table(timings, logical_bytes)]
 
 
 def checks_lines(groups: Groups) -> list[str]:
@@ -297,13 +323,14 @@ def against(bench: Bench, checkout: Path, names: Sequence[str] = ()) -> tuple[di
 
 
 def some(bench: Bench, names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """These groups of ``WRITING`` alone: their figures, tables and bars."""
+    """These groups alone: their figures, tables and bars."""
     bench.raw.write()
     groups = {name: bench.group(name) for name in names}
     bars = judged_ratios(groups, names)
     lines = [table(report.BAR_HEAD, bars)]
     for name, timings in groups.items():
-        lines += ["", f"## {cases.TITLES[name]}", "", group_table(timings, bench.quarter.logical_bytes)]
+        raw = bench.quarter if name in WRITING else bench.raw
+        lines += ["", f"## {cases.TITLES[name]}", "", *group_lines(name, timings, raw.logical_bytes)]
     rows = {name: [timing.document() for timing in timings] for name, timings in groups.items()}
     return {"bars": bars, "rows": rows}, lines
 
@@ -313,15 +340,17 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=2.0, help="logical GB of bf16 states")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--states", type=Path, help="a store whose states take the place of synthetic ones")
     parser.add_argument("--folder", type=Path, default=None, help="where to work (default: temporary)")
     parser.add_argument("--device", help="cuda: only the codecs alone, on it")
     parser.add_argument("--checks", action="store_true", help="only what checksums and digests cost")
     parser.add_argument("--against", type=Path, help="another checkout: only its reading rows beside ours")
-    parser.add_argument("--groups", nargs="+", choices=WRITING, default=(), help="only these")
+    parser.add_argument("--groups", nargs="+", choices=(*WRITING, "cold"), default=(), help="only these")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        bench = Bench(Path(folder), options.gb, options.rounds, options.width, options.device or "cpu")
+        states = options.width if options.states is None else Store.open(options.states)
+        bench = Bench(Path(folder), options.gb, options.rounds, states, options.device or "cpu")
         if options.device:
             bench.raw.write()
             timings = bench.group("codecs")
@@ -343,7 +372,8 @@ def main() -> None:
         facts, groups = measure(bench)
     rows = {name: [timing.document() for timing in timings] for name, timings in groups.items()}
     document = {**facts, "bars": judged(facts, groups), "rows": rows}
-    report.publish("storage", document, options.results, page(facts, groups))
+    name = "storage" if options.states is None else f"storage-{options.states.name}"
+    report.publish(name, document, options.results, page(facts, groups))
 
 
 if __name__ == "__main__":

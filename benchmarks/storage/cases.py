@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.report import Bar
+from benchmarks.storage import cold
 from benchmarks.workers import Row, Timing
 from hiddenstore.codecs import CODECS
 
@@ -48,6 +49,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("MosaicML MDS zstd", "MdsZstd", ("sequential",), "mds-zstd"),
         Row("LitData zstd", "LitDataZstd", ("sequential",), "litdata-zstd"),
     ),
+    "cold": cold.ROWS,
     "write": (
         Row("torch.save per sample", "TorchFiles", ("write",), "w-pt"),
         Row("safetensors per sample", "Safetensors", ("write",), "w-safetensors"),
@@ -73,14 +75,18 @@ AGAINST = (GROUPS["read"][0], CHECKED, UNCHECKED, LOSSLESS, *PACKED)
 
 WRITERS = {"raw-store": "Ours", "safe-store": "Safe", "compact-store": "Compact", "lossless-store": "OursLossless"}
 LOSSY = ("safe-store", "compact-store", "fp8")
-READ_AWAY = {"read": ("safetensors", "fp8", "safe-store", "compact-store"),
-             "loaders": ("mds", "litdata", "webdataset", "lance", "raw-store")}  # fmt: skip
+READ_AWAY = {
+    "read": ("safetensors", "fp8"),
+    "loaders": ("mds", "litdata", "webdataset", "lance"),
+    "cold": ("raw-store", "safe-store", "compact-store"),
+}
 """Folders that no later group reads: their disk and page cache are given back."""
 
 TITLES = {
     "read": "Reading bf16, and packed bytes",
     "loaders": "Loaders",
     "lossless": "Lossless",
+    "cold": "From the disk: nothing in the page cache",
     "write": "Writing (a quarter of the data, states in memory, twice the rounds)",
     "copy": "Copies of a raw store with the bundled target's head (D=192, V=1024, supervised final rows)",
     "codecs": "Codecs alone, in memory (a quarter of the data); encoding with the statistics of a commit record",

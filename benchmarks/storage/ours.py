@@ -276,6 +276,7 @@ FORMATS: dict[str, Callable[[Path, Shapes], Any]] = {
     "OursLossless": partial(Ours, recipe="lossless"),
     "Safe": partial(Ours, recipe="safe"),
     "Compact": partial(Ours, recipe="compact"),
+    "RawPacked": partial(OursPack, recipe="raw", filler=DecodedFiller),
     "SafePacked": partial(OursPack, recipe="safe", filler=EncodedFiller),
     "CompactPacked": partial(OursPack, recipe="compact", filler=EncodedFiller),
     "SafeDecoded": partial(OursPack, recipe="safe", filler=DecodedFiller),

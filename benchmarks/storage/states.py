@@ -1,4 +1,4 @@
-"""The data of the storage benchmark, synthetic states from a fixed seed, and what it takes in each recipe.
+"""The data of the storage benchmark: synthetic states from a fixed seed, or those of a store.
 
 Lognormal channel scales (sigma 0.6), six massive channels (x 60), token norms (sigma 0.3), each token half the noise of
 the one before it, one token in a thousand a sink (x 1500); drawn sample by sample, so that any size fits into memory.
@@ -7,11 +7,14 @@ Shapes: L layers, t tokens of a sample, D width.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from hiddenstore.store import Store
 
 LAYERS = 4
 WIDTH = 4096
@@ -65,13 +68,35 @@ def loss_mask(tokens: int) -> np.ndarray:
     return (np.arange(tokens) >= round(tokens * (1 - SUPERVISED))).astype(np.uint8)
 
 
+def stored_lengths(store: Store, logical_bytes: int) -> list[int]:
+    """Tokens of the first samples of a store of three aux layers and every final row, until their states reach
+    ``logical_bytes``. Raises ValueError: it holds other states."""
+    capture, lengths = store.capture, list[int]()
+    if len(capture.stored_layers) != LAYERS - 1 or capture.final != "all" or not capture.stores_final:
+        raise ValueError(f"{store.fs.root}: expected {LAYERS - 1} aux layers and the final hidden of every token")
+    for _, entry in store.entries:
+        lengths.append(entry.tokens)
+        if sum(lengths) * LAYERS * capture.target.hidden_size * 2 >= logical_bytes:
+            break
+    return lengths
+
+
+def stored_bits(store: Store, count: int) -> Iterator[np.ndarray]:
+    """uint16 [L, t, D] of the first samples of such a store."""
+    for _, entry in islice(store.entries, count):
+        record = store.read(entry.id)
+        yield torch.cat([record.aux, record.final[None]]).view(torch.uint16).numpy()
+
+
 @dataclass(frozen=True)
 class RawStates:
-    """Samples end to end in one file of bf16 bits, each [L, t, D]: the source of every format, and the raw baseline."""
+    """Samples end to end in one file of bf16 bits, each [L, t, D]: the source of every format, and the raw baseline.
+    ``store``: whose states they are; None: synthetic."""
 
     path: Path
     lengths: list[int]
     width: int = WIDTH
+    store: Store | None = None
 
     @property
     def logical_bytes(self) -> int:
@@ -88,11 +113,19 @@ class RawStates:
         return values.reshape(shape)
 
     def write(self) -> None:
-        """Generate and write every sample."""
+        """Generate or copy every sample."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        source = synthetic_bits(self.lengths, self.width)
+        if self.store is not None:
+            source = stored_bits(self.store, len(self.lengths))
         with self.path.open("wb") as file:
-            for bits in synthetic_bits(self.lengths, self.width):
+            for bits in source:
                 bits.tofile(file)
+
+    def shortened(self, logical_bytes: int) -> "RawStates":
+        """The first samples of the same, until their states reach so many bytes."""
+        sizes = np.cumsum(self.lengths) * LAYERS * self.width * 2
+        return replace(self, lengths=self.lengths[: int(np.searchsorted(sizes, logical_bytes)) + 1])
 
 
 def peer_sizes(raw: RawStates, folder: Path) -> dict[str, float]:

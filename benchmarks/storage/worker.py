@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.storage import formats, ours
+from benchmarks.storage import cold, formats, ours
 from benchmarks.storage.states import RawStates
 from benchmarks.workers import Answer, reset_peak, resident, serve, timed
 from hiddenstore.data import TokenBatches
@@ -84,6 +84,17 @@ class Worker:
                 self.format.read_layer(index, 1, self.out(index)[1])
 
         return timed(work)
+
+    def cold(self, seed: int) -> Answer:
+        """Every sample once, none of its bytes in the page cache; of the raw file, from its first byte on."""
+        if isinstance(self.format, formats.Preadv):
+            answer = cold.read_cold(self.folder, lambda: cold.read_in_order(self.raw.path))
+            return {**answer, "stored_bytes": self.raw.path.stat().st_size}
+        assert isinstance(self.format, ours.OursPack)
+        filler, store = self.format.filler, self.format.store
+        slots = [self.format.slots[store.sample_ids[index]] for index in self._order(seed)]
+        answer = cold.read_cold(self.folder, lambda: cold.read_ahead(filler, slots))
+        return {**answer, "stored_bytes": sum(record.bytes_stored for record in store.commits())}
 
     def _order(self, seed: int) -> list[int]:
         order: list[int] = np.random.default_rng(seed).permutation(self.count).tolist()

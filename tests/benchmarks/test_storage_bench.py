@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.storage.__main__ import Bench, against, judged
+from benchmarks.storage.__main__ import Bench, against, group_lines, judged
 from benchmarks.storage.cases import CHECKED, CHECKS, GROUPS, WRITERS, checks_cost
 from benchmarks.storage.formats import Format
-from benchmarks.storage.ours import FORMATS, recipe_sizes
-from benchmarks.storage.states import PT_BF16, peer_sizes
+from benchmarks.storage.ours import FORMATS, recipe_sizes, write_store
+from benchmarks.storage.states import PT_BF16, peer_sizes, synthetic_bits
 from benchmarks.storage.worker import Worker
 from benchmarks.workers import ROOT, Row, Timing
 from hiddenstore.codecs import CODECS
@@ -117,3 +117,34 @@ def test_two_checkouts_read_the_same_files_in_turn(tmp_path: Path) -> None:
     document, page = against(Bench(tmp_path, 0.0005, 2, 64), ROOT)
     assert [row["failed"] for row in document["rows"]] == [None] * len(document["rows"])
     assert "here / there" in page[-1]
+
+
+def test_the_states_of_a_store_take_the_place_of_synthetic_ones(bench: Bench, tmp_path: Path) -> None:
+    lengths = bench.raw.lengths
+    store = write_store(tmp_path / "written", "raw", synthetic_bits(lengths, 64), lengths, 64)
+    of_store = Bench(tmp_path / "of-store", 0.0005, 1, store)
+    of_store.raw.write()
+    count = len(of_store.raw.lengths)
+    assert 0 < count < len(lengths)
+    assert of_store.raw.lengths == lengths[:count]
+    assert of_store.raw.path.read_bytes() == bench.raw.path.read_bytes()[: of_store.raw.logical_bytes]
+    supervised = write_store(
+        tmp_path / "supervised", "raw", synthetic_bits(lengths[:2], 64), lengths[:2], 64, "supervised"
+    )
+    with pytest.raises(ValueError, match="expected 3 aux layers and the final hidden of every token"):
+        Bench(tmp_path / "other", 0.001, 1, supervised)
+
+
+def test_cold_reads_come_from_the_disk_and_fetch_what_is_stored(bench: Bench) -> None:
+    rows, timings = GROUPS["cold"], []
+    for row in rows:
+        if row.folder != "raw" and not (bench.root / row.folder / "store").exists():
+            Worker(WRITERS[row.folder], bench.root / row.folder, bench.raw).write(keep=True)
+        worker = Worker(row.kind, bench.root / row.folder, bench.raw)
+        worker.open()
+        timings.append(Timing(row))
+        timings[-1].add("cold", worker.cold(0), bench.raw.logical_bytes / 1e9)
+    lines = "\n".join(group_lines("cold", timings, bench.raw.logical_bytes))
+    assert all(f"| {row.label} |" in lines for row in rows)
+    # A filesystem in memory fetches nothing.
+    assert all(0 <= timing.facts["fetched_bytes"] <= 2 * timing.facts["stored_bytes"] + (1 << 20) for timing in timings)
