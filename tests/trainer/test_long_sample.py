@@ -133,8 +133,8 @@ def test_the_longest_pack_is_walked_before_the_first_step_and_changes_nothing(
 
 def test_packs_of_many_samples_are_walked_where_they_are_the_longest(tmp_path: Path) -> None:
     state = state_of(tiny_store(tmp_path), tmp_path / "run", WORDS, ProcessGroup(Rank()))
-    pack = loop._longest_pack(state.batches)
     plans = [plan for plan, _ in state.batches.plan(0)]
+    pack = loop._longest_pack(state.batches, plans)
     assert pack.tokens == max(sum(plan.lengths[i - plan.start] for i in pack) for plan in plans for pack in plan.packs)
     assert len(pack.sample_ids) > 1
 

@@ -37,10 +37,10 @@ def test_of_two_runs_that_begin_together_with_one_mirror_the_later_is_refused_be
         return build_state(*args)
 
     monkeypatch.setattr(loop, "build_state", while_another_begins)
-    with pytest.raises(ConflictError, match="holds the mirror of another run") as caught:
+    with pytest.raises(ConflictError, match=r"of another run than .*two, without a checkpoint") as caught:
         train(store, two, words=WORDS, mirror=str(mirror))
     monkeypatch.undo()
-    assert caught.value.hint == f"--resume --mirror {mirror}/two"
+    assert caught.value.hint == f"remove it if that run has ended, or --resume --mirror {mirror}/two"
     assert not (two / "checkpoints").exists()
     assert (mirror / "run.json").read_bytes() == (one / "run.json").read_bytes()
     assert train(store, two, resume=True, mirror=f"{mirror}/two").steps == 12

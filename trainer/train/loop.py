@@ -16,7 +16,7 @@ import torch
 from hiddenstore.console.output import output
 from hiddenstore.console.text import amount, plural, size
 from hiddenstore.console.text import seconds as duration_text
-from hiddenstore.data import Cursor, GlobalBatch, PackedBatch, TokenBatches
+from hiddenstore.data import BatchPlan, Cursor, GlobalBatch, PackedBatch, TokenBatches
 from hiddenstore.errors import ConfigError, CorruptionError, InterruptError, Kind, StorageError
 from hiddenstore.files.documents import foreign_json
 from hiddenstore.files.lock import FolderLock
@@ -32,7 +32,7 @@ from trainer.train import checkpoint
 from trainer.train.log import METRICS, RunLog
 from trainer.train.optim import orthogonal
 from trainer.train.run_folder import CONFIG, TrainOptions, drafter_name, read_facts
-from trainer.train.state import TrainState, build_state, save_checkpoint, token_batches
+from trainer.train.state import TrainState, build_state, save_checkpoint
 from trainer.train.step import autocast, inputs_of, some_of, steps, validate
 from trainer.train.storage import CACHE_BYTES, Mirror
 from trainer.train.track import Tracked, TrackedRun, tracker_names
@@ -350,9 +350,10 @@ def _last_metrics(run: Path) -> dict[str, Any]:
 
 
 def seconds_per_step(state: TrainState) -> float:
-    """Forward and backward of the first pack, scaled to a whole batch, and Muon's iterations. Weights, order and random
-    draws of the run stay as they are. For a single process."""
-    pack = next(iter(token_batches(state.store, state.config, state.group, state.device))).packs[0]
+    """Forward and backward of the longest of the first packs, scaled to a whole batch, and Muon's iterations. Weights,
+    order and random draws of the run stay as they are. For a single process."""
+    plans = islice((plan for plan, _ids in state.batches.plan(0)), _BATCHES_LOOKED_AT)
+    pack = _longest_pack(state.batches, list(plans)).to(state.device)
     rounds = 1 if state.device.type == "cpu" else 2
     for _ in range(rounds):
         # What a device does first it does slowly.
@@ -396,7 +397,11 @@ def walk_longest(state: TrainState) -> None:
     StorageError: ``out-of-memory``."""
     group = state.group
     with group.all_or_none():
-        pack = _longest_pack(state.batches).to(state.device)
+        plans = (plan for plan, _ids in state.batches.plan(0))
+        first = list(islice(plans, _BATCHES_LOOKED_AT))
+        # What a later epoch may give to any rank.
+        holder = max(chain(first, plans), key=lambda plan: max(plan.lengths))
+        pack = _longest_pack(state.batches, [*first, holder]).to(state.device)
     with unsharded(state.parallel), group.all_or_none():
         try:
             # The first step makes the moments, and every later one works beside them.
@@ -416,15 +421,11 @@ def walk_longest(state: TrainState) -> None:
         torch.cuda.empty_cache()
 
 
-def _longest_pack(batches: TokenBatches) -> PackedBatch:
-    """Of all ranks in the first batches and in the one that holds the longest sample, which a later epoch may give to
-    any rank."""
-    plans = (plan for plan, _ids in batches.plan(0))
-    first = list(islice(plans, _BATCHES_LOOKED_AT))
-    holder = max(chain(first, plans), key=lambda plan: max(plan.lengths))
+def _longest_pack(batches: TokenBatches, plans: Sequence[BatchPlan]) -> PackedBatch:
+    """Of all ranks in these batches of the first epoch."""
     tokens, rank, start = max(
         (sum(plan.lengths[position - plan.start] for position in pack), rank, plan.start)
-        for plan in (*first, holder)
+        for plan in plans
         for rank in range(batches.world_size)
         for pack in plan.packs_of(rank, batches.world_size)
     )

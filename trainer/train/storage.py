@@ -59,11 +59,12 @@ class Mirror:
 
     def _another(self) -> ConflictError:
         resumes = "--resume " if (self.run / self.own[0]).is_file() else ""
-        return ConflictError(
-            f"{self.location} holds the mirror of another run than {self.run}",
-            kind=Kind.OUTPUT_EXISTS,
-            hint=f"{resumes}--mirror {self.location.rstrip('/')}/{self.run.name}",
-        )
+        elsewhere = f"{resumes}--mirror {self.location.rstrip('/')}/{self.run.name}"
+        message, hint = f"{self.location} holds the mirror of another run than {self.run}", elsewhere
+        if not self._whole():
+            # A run that died before its first checkpoint leaves its claim; one that goes on looks the same from here.
+            message, hint = f"{message}, without a checkpoint", f"remove it if that run has ended, or {elsewhere}"
+        return ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint=hint)
 
     def bring(self) -> None:
         """Copy the checkpoints that are not there yet, and what the run is beside them."""
