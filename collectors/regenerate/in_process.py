@@ -49,7 +49,7 @@ def open_in_process(options: RegenerateOptions) -> tuple[str, AnswerAll]:
     folder = open_target(*_opening(options))
     if not folder.tokenizer.chat_template:
         raise ConfigError(f"target {folder.label} has no chat template", kind=Kind.TEMPLATE_MISSING)
-    sampling = Sampling(options.temperature, options.limit, options.seed or 0, options.top_p)
+    sampling = Sampling(options.temperature, options.limit, options.seed or 0, options.top_p or 1.0)
     # Another adapter in a folder of the same name would give other answers.
     label = folder.label if folder.adapter is None else f"{folder.label}@{folder.adapter.sha256[:8]}"
     return label, _InProcess(folder, sampling, options).answer_all

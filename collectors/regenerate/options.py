@@ -26,7 +26,8 @@ class RegenerateOptions:
     ``system`` opens conversations without a system message. ``turns``: which answers are rewritten. ``raw``: the server
     continues the text of the turns as it is, without a chat template. ``rows_per_file``: ``out`` is a folder of files.
     ``extra`` members join every request to a server. ``engine_args``: the flags of a server that was started for this.
-    ``seed`` None is 0 in this process, and no seed for a server. More than ``max_failures`` conversations that fail, or
+    ``seed`` None is 0 in this process, and no seed for a server; ``top_p`` None is 1 in this process, and what a server
+    takes by itself. More than ``max_failures`` conversations that fail, or
     than ``max_failure_share`` of all, end the run.
     """
 
@@ -45,7 +46,7 @@ class RegenerateOptions:
     revision: str | None = None
     template: str | None = None
     temperature: float = 0.8
-    top_p: float = 1.0
+    top_p: float | None = None
     max_new_tokens: int | None = None
     max_samples: int | None = None
     batch_size: int = 128
@@ -131,7 +132,7 @@ class MoreSettings(BaseModel):
     turns: Literal["all", "last"] = "all"
     raw: bool = False
     rows_per_file: int | None = Field(None, ge=1)
-    top_p: float = 1.0
+    top_p: float | None = None
     revision: str | None = None
     batch_size: int = 128
     dtype: str | None = None
@@ -180,7 +181,7 @@ def require_possible(options: RegenerateOptions) -> None:
         value, limit = getattr(options, name), int(name in at_least_1)
         if value is not None and value < limit:
             raise ConfigError(f"{name.replace('_', ' ')} must be at least {limit}", kind=Kind.OPTION_INVALID)
-    if not 0 < options.top_p <= 1 or options.timeout_s <= 0:
+    if not 0 < (1 if options.top_p is None else options.top_p) <= 1 or options.timeout_s <= 0:
         raise ConfigError("top-p must lie in 0…1 and the timeout be longer than 0 s", kind=Kind.OPTION_INVALID)
     if not 0 <= options.max_failure_share <= 1:
         raise ConfigError("max failure share must lie in 0…1", kind=Kind.OPTION_INVALID)
@@ -191,7 +192,7 @@ def require_possible(options: RegenerateOptions) -> None:
 
 def answer_settings(options: RegenerateOptions, label: str) -> dict[str, Any]:
     """What the answers depend on; a run that goes on with others would mix two kinds of answers."""
-    names = ["temperature", "top_p", "max_samples", "system", "revision"]
+    names = ["temperature", "max_samples", "system", "revision"]
     if options.server is None:
         names += ["batch_size", "dtype"]
     return {
@@ -200,8 +201,10 @@ def answer_settings(options: RegenerateOptions, label: str) -> dict[str, Any]:
         "inputs": hashlib.sha256("\0".join(Path(text).name for text in options.inputs).encode()).hexdigest()[:16],
         "extra": dict(options.extra),
         "max_new_tokens": options.limit,
+        "top_p": 1.0 if options.top_p is None else options.top_p,
         **{name: getattr(options, name) for name in names},
         # Runs that were begun before there was a choice do not name it.
+        **({"sends_top_p": True} if options.server is not None and options.top_p == 1 else {}),
         **({"turns": "last"} if options.turns == "last" else {}),
         **({"raw": True} if options.raw else {}),
         **({"engine_args": sorted(options.engine_args)} if options.engine_args else {}),

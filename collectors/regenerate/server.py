@@ -64,7 +64,7 @@ class ChatServer:
         }
         if seed is not None:
             request["seed"] = seed
-        if options.top_p < 1:
+        if options.top_p is not None:
             request["top_p"] = options.top_p
         if tools and not options.raw:
             request["tools"] = tools

@@ -146,6 +146,16 @@ def test_members_of_requests_can_be_set_on_the_command_line(tmp_path: Path, doub
     assert caught.value.code == 0
     assert double.asked[0]["chat_template_kwargs"] == {"enable_thinking": False}
     assert (double.asked[0]["stop"], double.asked[0]["min_p"]) == (["a", "b"], 0.1)
+    assert double.asked[0]["top_p"] == 1
+
+
+def test_a_share_that_is_not_set_is_the_servers_own_and_no_run_goes_on_with_another(
+    tmp_path: Path, double: ChatDouble
+) -> None:
+    chosen = options(tmp_path, double, [[("user", "hi")], [("user", "ho")]], max_samples=1)
+    run(chosen)
+    assert "top_p" not in double.asked[0]
+    assert answer_settings(chosen, "m") != answer_settings(replace(chosen, top_p=1.0), "m")
 
 
 def test_the_only_model_a_server_has_needs_no_name(tmp_path: Path, double: ChatDouble) -> None:
