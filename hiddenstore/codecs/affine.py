@@ -37,6 +37,7 @@ from hiddenstore.codecs.base import (
     fresh,
     output,
 )
+from hiddenstore.console import output as console
 
 SAMPLED_TOKENS = 256
 SAMPLED_CHANNELS = 512
@@ -142,7 +143,7 @@ class AffineCodec(ABC):
         if not len(codes):
             return
         # Another formula, as a subclass may bring, has no kernel.
-        layout, kernels = _KERNEL_LAYOUTS.get(type(self).values_of), _kernels(codes.device)
+        layout, kernels = _kernel_layout(type(self)), _kernels(codes.device)
         if layout is not None and kernels is not None:
             kernels.decode(layout, codes, rows, small, _e4m3_values(codes.device), out)
             for span, arrays in zip(rows, small, strict=True):
@@ -280,13 +281,30 @@ def channel_statistics(*parts: Tensor) -> tuple[Tensor, Tensor]:
     return scale.bfloat16().float(), offset
 
 
+@cache
 def _kernels(device: torch.device) -> Any:
-    """The module of the kernels that run there; None without."""
+    """The module of the kernels that run there; None without. Why not is said once."""
     if device.type != "cuda" or find_spec("triton") is None:
         return None
-    from hiddenstore.codecs import kernels
+    try:
+        from hiddenstore.codecs import kernels
+    except ImportError as error:
+        # A triton of another torch, say: what it lacks is for it to tell.
+        failure: str | None = str(error)
+    else:
+        failure = kernels.failure_on(device)
+        if failure is None:
+            return kernels
+    console.output().warn(f"packs are decoded on {device} without our kernel, many times slower: {failure}")
+    return None
 
-    return kernels if kernels.run_on(device) else None
+
+def _kernel_layout(codec: type[AffineCodec]) -> str | None:
+    """Which kernel computes as a codec does; a subclass that decodes otherwise in any part has none."""
+    for layout, known in (("q8", Q8Codec), ("q4", Q4Codec)):
+        if all(getattr(codec, name) is getattr(known, name) for name in _DECODING):
+            return layout
+    return None
 
 
 def _stored(shared: Mapping[str, np.ndarray], layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -523,4 +541,4 @@ def _e4m3_values(device: torch.device) -> Tensor:
 
 
 Q4 = Q4Codec()
-_KERNEL_LAYOUTS = {Q8Codec.values_of: "q8", Q4Codec.values_of: "q4"}
+_DECODING = ("values_of", "columns", "code_columns", "decode", "decode_rows", "_scaled")

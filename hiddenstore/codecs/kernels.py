@@ -7,7 +7,6 @@ Shapes: L layers, T tokens of the pack, t of one sample, S samples, C columns of
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from subprocess import SubprocessError
 from typing import Any
 
@@ -16,8 +15,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from hiddenstore.console.output import output
 
 _WIDEST_BLOCK = 1024
 """Bytes of codes that one program reads."""
@@ -81,25 +78,26 @@ def _q4(codes, out, places, owner, samples, flat, table, rows, width, BLOCK: tl.
         tl.store(out + at * width + channel, _bf16_bits(value), mask=mask)
 
 
-@cache
-def run_on(device: torch.device) -> bool:
-    """Whether the kernels run there, tried once; says why not. Triton builds a launcher with a C compiler and Python's
-    headers, which not every machine has."""
+def failure_on(device: torch.device) -> str | None:
+    """Why the kernels do not run there, each tried once; None where they do. Triton builds a launcher with a C compiler
+    and Python's headers, which not every machine has. Raises what says nothing of the kernels: a GPU that is full, or
+    in whose context something else has failed."""
     small = {name: torch.zeros(1, 1, dtype=torch.uint16, device=device) for name in _PLACES}
-    codes, out = torch.zeros(1, 1, 1, dtype=torch.int8, device=device), torch.empty(1, 1, 1, device=device)
+    table, out = torch.zeros(256, device=device), torch.empty(1, 1, 1, device=device).bfloat16()
+    codes = {"q8": torch.zeros(1, 1, 1, dtype=torch.int8), "q4": torch.zeros(1, 1, 17, dtype=torch.uint8)}
     try:
-        decode("q8", codes, [slice(0, 1)], [small], torch.zeros(256, device=device), out.bfloat16())
-    except torch.OutOfMemoryError:
-        # Says nothing of the kernels.
+        for layout, zeros in codes.items():
+            decode(layout, zeros.to(device), [slice(0, 1)], [small], table, out)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (OSError, RuntimeError, SubprocessError, triton.TritonError) as error:
+        # The driver's own words: Triton has no class for them.
+        if "out of memory" in str(error):
+            raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        output().warn(
-            f"packs are decoded on {device} without our kernel, many times slower: {reason}; it needs a C compiler and "
-            f"Python's headers (Debian: apt-get install gcc python3-dev)"
-        )
-        return False
-    return True
+        needs = "; it needs a C compiler and Python's headers (Debian: apt-get install gcc python3-dev)"
+        return reason + (needs if isinstance(error, SubprocessError) or "compiler" in reason else "")
+    return None
 
 
 _KERNELS: Mapping[str, Any] = {"q8": _q8, "q4": _q4}

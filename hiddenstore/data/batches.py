@@ -186,7 +186,9 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         filler = (DecodedFiller if device.type == "cpu" else EncodedFiller)(
             self.store, self._read, self._final, self.view
         )
-        rebuilder = self.store.rebuilder(device)
+        # The blocks are gigabytes: not where all that is read is stored.
+        is_rebuilt = self._read != self._layers or (self._final and self.store.capture.rebuilds_final)
+        rebuilder = self.store.rebuilder(device) if is_rebuilt else None
         threads = self.threads or reading_threads(self.store.fs.prefers_few_files)
         prefetch = Prefetch[_JobKey](filler, self.prefetch_bytes, threads, pinned=device.type == "cuda")
         jobs = prefetch.run(self._jobs())

@@ -299,7 +299,7 @@ class EncodedFiller:
         ):
             for codes, place in zip(encoded.codes, places, strict=True):
                 place.copy_(codes[:rows])
-            small = get_layout(getattr(self._codecs, field)).small
+            small = get_layout(getattr(self._codecs, field)).small if encoded.codes else {}
             kept.append(Encoded(list(places), first_rows(small, encoded.small, len(encoded.codes), rows)))
         return kept[0], kept[1], final_rows[: slot.final_rows]
 

@@ -98,6 +98,17 @@ def test_batches_give_what_the_store_gives_whatever_is_asked(
     assert samples == len([entry for _, entry in store.entries if entry.split == "train"])
 
 
+def test_batches_of_what_is_stored_load_no_blocks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rebuilder(*_: object) -> None:
+        raise AssertionError("gigabytes for nothing")
+
+    monkeypatch.setattr(Store, "rebuilder", rebuilder)
+    batches = list(TokenBatches(store, batch_tokens=96, layers=(3,), final=False, epochs=1))
+    assert batches
+    with pytest.raises(AssertionError, match="for nothing"):
+        next(iter(TokenBatches(store, batch_tokens=96, layers=(3,), epochs=1)))
+
+
 def test_a_batch_that_is_decoded_on_its_device_has_the_same_bits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     from hiddenstore.data import batches
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hiddenstore.codecs import get_codec
-from hiddenstore.codecs.affine import _KERNEL_LAYOUTS, AffineCodec, Q8Codec, _e4m3_values
+from hiddenstore.codecs.affine import AffineCodec, Q8Codec, _e4m3_values, _kernel_layout, _kernels
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
 from hiddenstore.data.packed import moved_at_once
 
@@ -38,7 +38,9 @@ def test_a_pack_of_several_samples_has_the_bits_of_torch(name: str, width: int) 
     codes = torch.cat([torch.stack(list(one.codes)) for one in encoded], 1)
     small = moved_at_once([one.small for one in encoded], torch.device("cpu"))
     found, expected = (torch.full((layers, sum(LENGTHS), width), 7.0, dtype=torch.bfloat16) for _ in range(2))
-    kernels.decode(_KERNEL_LAYOUTS[type(codec).values_of], codes, rows, small, _e4m3_values(torch.device("cpu")), found)
+    layout = _kernel_layout(type(codec))
+    assert layout is not None
+    kernels.decode(layout, codes, rows, small, _e4m3_values(torch.device("cpu")), found)
     for span, one in zip(rows, encoded, strict=True):
         raw = torch.from_numpy(one.small[RAW_INDEX].astype(np.int64))
         part = found[:, span]
@@ -51,13 +53,20 @@ def test_a_pack_without_rows_stays_as_it_is() -> None:
     kernels.decode("q8", torch.zeros(2, 0, 8, dtype=torch.int8), [], [], torch.zeros(256), torch.zeros(2, 0, 8))
 
 
-def test_a_codec_of_another_formula_has_no_kernel() -> None:
-    class Other(Q8Codec):
-        def values_of(self, codes: Tensor, token_scale: Tensor, values: Tensor) -> None:
-            raise NotImplementedError
+class OtherValues(Q8Codec):
+    def values_of(self, codes: Tensor, token_scale: Tensor, values: Tensor) -> None:
+        raise NotImplementedError
 
-    assert type(get_codec("q3")).values_of in _KERNEL_LAYOUTS
-    assert Other.values_of not in _KERNEL_LAYOUTS
+
+class OtherScales(Q8Codec):
+    def _scaled(self, codes: Tensor, token_scale: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> None:
+        raise NotImplementedError
+
+
+def test_a_codec_that_decodes_otherwise_in_any_part_has_no_kernel() -> None:
+    assert _kernel_layout(type(get_codec("q3"))) == "q4"
+    assert _kernel_layout(OtherValues) is None
+    assert _kernel_layout(OtherScales) is None
 
 
 def test_a_machine_without_a_compiler_is_told_once_and_decodes_by_torch(
@@ -67,15 +76,43 @@ def test_a_machine_without_a_compiler_is_told_once_and_decodes_by_torch(
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
 
     monkeypatch.setattr(kernels, "decode", decode)
-    kernels.run_on.cache_clear()
-    assert not kernels.run_on(torch.device("cpu"))
-    assert not kernels.run_on(torch.device("cpu"))
-    kernels.run_on.cache_clear()
+    here, gpu = torch.device("cpu"), torch.device("cuda", 7)
+    failure = kernels.failure_on(here)
+    monkeypatch.setattr(kernels, "failure_on", lambda _device: failure)
+    assert _kernels(gpu) is None
+    assert _kernels(gpu) is None
+    _kernels.cache_clear()
     said = capsys.readouterr().err
     assert said.count("Failed to find C compiler") == 1
     assert "apt-get install gcc python3-dev" in said
 
 
-def test_the_kernel_is_tried_before_it_is_used() -> None:
-    kernels.run_on.cache_clear()
-    assert kernels.run_on(torch.device("cpu"))
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
+def test_what_says_nothing_of_the_kernels_is_raised(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(kernels, "decode", decode)
+    with pytest.raises(type(error), match=r"out of memory|device-side"):
+        kernels.failure_on(torch.device("cpu"))
+
+
+def test_what_triton_does_not_build_for_another_reason_is_said_without_a_word_of_compilers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def decode(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "/root/.triton")
+
+    monkeypatch.setattr(kernels, "decode", decode)
+    assert kernels.failure_on(torch.device("cpu")) == "[Errno 13] Permission denied: '/root/.triton'"
+
+
+def test_both_kernels_are_tried_before_one_is_used() -> None:
+    assert kernels.failure_on(torch.device("cpu")) is None

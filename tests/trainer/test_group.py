@@ -226,3 +226,10 @@ def test_of_what_nccl_says_the_line_that_tells_why_is_shown() -> None:
     said = "NCCL error in: NCCLUtils.cpp:93, unhandled system error\nncclSystemError: …\nLast error:\nno route to host"
     with pytest.raises(StorageError, match=r"^lost contact with the other ranks: no route to host$"), peer_errors():
         raise RuntimeError(said)
+    with pytest.raises(StorageError, match=r"^lost contact with the other ranks: RuntimeError$"), peer_errors():
+        raise RuntimeError
+
+
+def test_a_gpu_that_is_full_has_lost_nobody() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"), peer_errors():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

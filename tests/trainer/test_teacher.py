@@ -53,6 +53,29 @@ def test_a_token_looked_for_in_bf16_is_that_of_fp32(
     assert (in_bf16 != exactly.token).sum() > 5
 
 
+@pytest.mark.parametrize("rule", [True, False])
+def test_a_row_that_is_not_finite_has_a_token_that_exists(rule: bool) -> None:
+    weight = torch.randn(VOCAB, 64).bfloat16()
+    head = HeadBundle(make_head().spec.model_copy(update={"tied": True}), weight, None, torch.ones(64))
+    states = torch.randn(6, 64).bfloat16()
+    states[2, 5], states[4] = float("nan"), float("inf")
+    batch, vocab = replace(make_batch([6]), final=states), DraftVocab.of_ids(torch.arange(20), VOCAB)
+    found = Teacher(head, vocab, "post_norm", bf16=rule).read(batch, torch.arange(6))
+    assert found.token is not None
+    assert ((found.token >= 0) & (found.token < VOCAB)).all()
+    assert torch.equal(found.token[[0, 1, 3, 5]], head.logits(states, norm_state="post_norm")[[0, 1, 3, 5]].argmax(-1))
+
+
+def test_a_token_is_the_same_however_few_products_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(VOCAB, 64).bfloat16()
+    head = HeadBundle(make_head().spec.model_copy(update={"tied": True}), weight, None, torch.ones(64))
+    batch, vocab = replace(make_batch([30]), final=torch.randn(30, 64).bfloat16()), DraftVocab.full(VOCAB)
+    teacher = Teacher(head, vocab, "post_norm", bf16=True)
+    at_once = teacher.read(batch, torch.arange(30)).token
+    monkeypatch.setattr(module, "PAIR_ELEMENTS", 3 * 64)
+    assert torch.equal(teacher.read(batch, torch.arange(30)).token, at_once)
+
+
 def test_rows_that_repeat_are_taught_as_each_alone() -> None:
     head, batch = make_head(), make_batch([20])
     teacher = Teacher(head, DraftVocab.of_ids(torch.arange(0, VOCAB, 3), VOCAB))

@@ -62,6 +62,8 @@ BF16_ROUNDING = 2.0**-8
 """What rounding to bf16 changes a number by at most, as a share of it; of a product of vectors, of |x| |w|."""
 MOST_IN_QUESTION = 64
 """Tokens of a row that are worth a look; where there are more, the whole product is made in fp32."""
+PAIR_ELEMENTS = 1 << 26
+"""Numbers of the rows and of the head that are multiplied pair by pair at once."""
 FP32_HEAD_BYTES = 256 << 20
 """Draft rows of the head are stored in fp32 up to this size, else converted at each use."""
 
@@ -227,12 +229,21 @@ class Teacher:
             if len(row) > MOST_IN_QUESTION * len(x):
                 token[begin : begin + len(x)] = self._scan(x, mass=False)[0]
                 continue
-            logit = torch.linalg.vecdot(x[row].float(), self.head.output_weight[column].float())
+            logit = self._logits_of(x, row, column)
             best = logit.new_full((len(x),), float("-inf")).scatter_reduce_(0, row, logit, "amax")
             last = torch.full_like(best, self.head.vocab_size, dtype=torch.int64)
             first = torch.where(logit == best[row], column, self.head.vocab_size)
             token[begin : begin + len(x)] = last.scatter_reduce_(0, row, first, "amin")
-        return token
+        # Nothing of a row that is not finite is in question: ``_scan``'s token, and the loss says whose it is.
+        return token.masked_fill_(token == self.head.vocab_size, 0)
+
+    def _logits_of(self, x: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        """Products in fp32 [n] of some rows of x [m, D] with some of the head, pieces at a time: how many there are
+        follows from how flat the logits are."""
+        step = max(1, PAIR_ELEMENTS // x.shape[1])
+        pieces = zip(row.split(step), column.split(step), strict=True)
+        weight = self.head.output_weight
+        return torch.cat([torch.linalg.vecdot(x[r].float(), weight[c].float()) for r, c in pieces])
 
     def _in_question(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rows and tokens int64 [n] of every logit that rounding to bf16 may have put below the highest one: rounding

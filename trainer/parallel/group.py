@@ -185,15 +185,19 @@ def refuse_shared_gpus(gpus: Sequence[str]) -> None:
         )
 
 
+def uses_nccl(name: str) -> bool:
+    """Whether tensors of a GPU pass through NCCL where ``dist_backend`` is called so."""
+    return name != "gloo" and torch.cuda.is_available() and distributed.is_nccl_available()
+
+
 def _backend(name: str) -> str:
-    has_nccl = torch.cuda.is_available() and distributed.is_nccl_available()
-    if name == "nccl" and not has_nccl:
+    if name == "nccl" and not uses_nccl(name):
         raise ConfigError(
             "train.dist_backend is nccl, and there is no GPU with NCCL here",
             kind=Kind.DEVICE_UNAVAILABLE,
             hint="train.dist_backend=auto",
         )
-    return "cpu:gloo,cuda:nccl" if has_nccl and name != "gloo" else "gloo"
+    return "cpu:gloo,cuda:nccl" if uses_nccl(name) else "gloo"
 
 
 def _check_rendezvous(rank: Rank, environment: Mapping[str, str]) -> None:
@@ -239,11 +243,14 @@ def _read_back(gradients: list[Tensor], flat: Tensor, work: Any) -> None:
 
 @contextmanager
 def peer_errors() -> Iterator[None]:
-    """StorageError for what backends raise, RuntimeError and its children, when a peer is gone."""
+    """StorageError for what backends raise, RuntimeError and its children, when a peer is gone. A GPU that is full has
+    lost nobody: torch's own error."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        lines = str(error).splitlines()
+        lines = str(error).splitlines() or [type(error).__name__]
         # NCCL's first line names a file of its own source.
         reason = lines[lines.index(_NCCL_REASON) + 1] if _NCCL_REASON in lines[:-1] else lines[0]
         raise StorageError(

@@ -4,8 +4,8 @@ States come through TokenBatches, logits and embeddings from the head bundle; no
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -396,29 +396,35 @@ def walk_longest(state: TrainState) -> None:
     before the first step and not where it is drawn. Weights, order and random draws of the run stay as they are. Raises
     StorageError: ``out-of-memory``."""
     group = state.group
-    with group.all_or_none():
+    with group.all_or_none(), _told_what_helps("the states of the longest pack and of those beside it", state.device):
         plans = (plan for plan, _ids in state.batches.plan(0))
         first = list(islice(plans, _BATCHES_LOOKED_AT))
         # What a later epoch may give to any rank.
         holder = max(chain(first, plans), key=lambda plan: max(plan.lengths))
         pack = _longest_pack(state.batches, [*first, holder]).to(state.device)
-    with unsharded(state.parallel), group.all_or_none():
-        try:
-            # The first step makes the moments, and every later one works beside them.
-            room = 0 if state.optimizer.tensors() else _moment_bytes(state) // state.parallel.shards
-            beside = torch.empty(room, dtype=torch.uint8, device=state.device)
-            _walk(state, pack)
-            del beside
-        except torch.OutOfMemoryError as error:
-            raise StorageError(
-                f"the longest pack has {pack.tokens:,} tokens, and its forward and backward do not fit into the memory "
-                f"of {state.device}: {str(error).splitlines()[0]}",
-                kind=Kind.OUT_OF_MEMORY,
-                hint="shorter samples (data.max_tokens) or packs (data.pack_tokens), "
-                "train.checkpoint_activations=true, or train.context_parallel=N",
-            ) from error
+    what = f"the longest pack has {pack.tokens:,} tokens, and its forward and backward"
+    with _told_what_helps(what, state.device), unsharded(state.parallel), group.all_or_none():
+        # The first step makes the moments, and every later one works beside them.
+        room = 0 if state.optimizer.tensors() else _moment_bytes(state) // state.parallel.shards
+        beside = torch.empty(room, dtype=torch.uint8, device=state.device)
+        _walk(state, pack)
+        del beside
     if state.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def _told_what_helps(what: str, device: torch.device) -> Iterator[None]:
+    """StorageError ``out-of-memory`` where what a run needs at most does not fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise StorageError(
+            f"{what} do not fit into the memory of {device}: {str(error).splitlines()[0]}",
+            kind=Kind.OUT_OF_MEMORY,
+            hint="shorter samples (data.max_tokens) or packs (data.pack_tokens), "
+            "train.checkpoint_activations=true, or train.context_parallel=N",
+        ) from error
 
 
 def _longest_pack(batches: TokenBatches, plans: Sequence[BatchPlan]) -> PackedBatch:

@@ -26,7 +26,7 @@ from trainer.drafters.blocks import compile_blocks
 from trainer.losses.teacher import TargetInterface
 from trainer.parallel.context import ContextGroup, context_group
 from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
-from trainer.parallel.group import ProcessGroup, limit_kernel_caches, require_own_gpus
+from trainer.parallel.group import ProcessGroup, limit_kernel_caches, require_own_gpus, uses_nccl
 from trainer.settings import config_class
 from trainer.train import checkpoint
 from trainer.train.epochs import batches_at, token_batches, view_of
@@ -96,7 +96,7 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
     context = context_group(config.train.context_parallel, group)
     with group.all_or_none():
         device = _device(config, group)
-    if config.train.dist_backend != "gloo":
+    if uses_nccl(config.train.dist_backend):
         require_own_gpus(group, device)
     with group.all_or_none():
         head = store.head(device)

@@ -55,6 +55,27 @@ def test_a_cut_sample_is_the_beginning_of_the_whole_one_bit_for_bit(
     assert [min(CUT, store[name].sample.tokens) for name in kinds[0].sample_ids] == lengths.tolist()
 
 
+@pytest.mark.parametrize("container", ["zarr", "webdataset"])
+@pytest.mark.parametrize(("layers", "final"), [((), True), ((1,), False)])
+@pytest.mark.parametrize("recipe", ["safe", "compact", "q4q3"])
+def test_a_cut_sample_is_read_without_layers_or_without_its_final_rows(
+    tmp_path: Path, recipe: str, layers: tuple[int, ...], final: bool, container: Any
+) -> None:
+    store = make_store(tmp_path, codec=recipe, container=container)
+    (whole,) = (store[name] for name in store.sample_ids[:1])
+    rows = int((whole.final_rows < CUT).sum()) if final else 0
+    packs = []
+    for kind in (DecodedFiller, EncodedFiller):
+        filler, slot = kind(store, layers, final, SampleView(max_tokens=CUT)), SampleSlot(whole.sample.id, CUT, rows)
+        pack = filler.empty([slot], Buffers(1 << 20))
+        filler.fill(pack, packed_samples([slot])[0])
+        packs.append(pack.to("cpu"))
+    assert all(pack.aux.shape[:2] == (len(layers), CUT) for pack in packs)
+    assert torch.equal(packs[0].aux, packs[1].aux)
+    assert torch.equal(packs[0].final, packs[1].final)
+    assert torch.equal(packs[1].final, whole.final[:rows])
+
+
 def test_samples_that_no_pack_could_hold_are_read_once_they_are_cut(tmp_path: Path) -> None:
     store = make_store(tmp_path, samples=12)
     with pytest.raises(ConfigError, match="more than pack_tokens"):
