@@ -106,6 +106,21 @@ def test_a_stage_that_failed_is_where_the_same_command_goes_on(
     assert done == ["prepare", "collect", "verify"]
 
 
+def test_a_stage_whose_answer_is_no_is_named_as_the_one_that_is_not_done(
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(name: str, *words: str, quiet: bool = False) -> Any:
+        raise click.exceptions.Exit(CORRUPT)
+
+    shutil.rmtree(finished / "out" / "medusa" / "drafter")
+    monkeypatch.setattr(pipeline, "do", refusing)
+    capsys.readouterr()
+    assert run("run", str(finished / "pipeline.yaml"), "-q") == CORRUPT
+    assert "medusa/export is not done" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert run("run", str(finished / "pipeline.yaml"), "-q") == 0
+
+
 def test_a_command_that_fails_on_its_ranks_is_named_with_its_words(tmp_path: Path) -> None:
     words = ["nowhere", "-o", str(tmp_path / "run")]
     with pytest.raises(CaptureError, match="hiddenstore train on 2 ranks stopped with exit code 1") as caught:

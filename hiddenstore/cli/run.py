@@ -288,7 +288,11 @@ def _do_all(pipeline: Pipeline, stages: Sequence[Stage], out: Path) -> list[Stag
         earlier = _finished_before(fs, stage, built_on)
         about = "  (done before)" if earlier else clock.estimate(number - 1)
         output().note(f"\n{number}/{len(stages)}  {stage.name}{about}")
-        done = earlier or _do(fs, stage, built_on)
+        try:
+            done = earlier or _do(fs, stage, built_on)
+        except click.exceptions.Exit:
+            output().warn(f"{stage.name} is not done: it said why; the same command begins with it again")
+            raise
         if earlier is None:
             fs.put_if_absent(stage.record, seal(done))
             Path(fs.root, f"{stage.record}.begun").unlink(missing_ok=True)

@@ -63,14 +63,14 @@ def test_every_round_asks_both_servers_and_what_went_first_goes_last_in_the_next
 @pytest.mark.parametrize(
     ("lead", "top", "kind", "render"),
     [
-        (0.25, -0.5, "ties", False),
-        (0.25, -0.5, "ties", True),
-        (0.5, -0.5, "differences", False),
+        (0.5, -0.5, "ties", False),
+        (0.5, -0.5, "ties", True),
+        (0.75, -0.5, "differences", False),
         (None, -0.5, "differences", False),
-        # A server that says logits: a step at 16 to 32 is 0.125, at 32 to 64 0.25.
-        (0.125, 20.0, "ties", False),
-        (0.25, 20.0, "differences", True),
-        (0.25, 40.0, "ties", False),
+        # A server that says logits: two steps at 16 to 32 are 0.25, at 32 to 64 0.5.
+        (0.25, 20.0, "ties", False),
+        (0.375, 20.0, "differences", True),
+        (0.375, 40.0, "ties", False),
     ],
 )
 def test_an_answer_that_differs_is_listed_with_the_gap_of_the_logits_where_it_parts(
@@ -127,23 +127,38 @@ def test_every_two_answers_that_differ_are_judged_whatever_their_round():
 @pytest.mark.parametrize(
     ("logit", "dtype", "gap"),
     [
-        (16.0, "bfloat16", 0.125),
-        (31.9, "bfloat16", 0.125),
-        (-32.0, "bfloat16", 0.25),
-        (1.0, "bfloat16", 2**-7),
-        (None, "bfloat16", 0.25),
-        (20.0, "float16", 2**-6),
+        (16.0, "bfloat16", 0.25),
+        (31.9, "bfloat16", 0.25),
+        (-32.0, "bfloat16", 0.5),
+        (1.0, "bfloat16", 2**-6),
+        (None, "bfloat16", 0.5),
+        (20.0, "float16", 2**-5),
         (20.0, "float32", 1e-3),
     ],
 )
-def test_a_tie_is_as_wide_as_a_step_of_the_dtype_at_the_logit_s_size(logit, dtype, gap):
+def test_a_tie_is_as_wide_as_two_steps_of_the_dtype_at_the_logit_s_size(logit, dtype, gap):
     import torch
 
     assert tie_gap(logit, dtype) == gap
     if logit is not None and dtype != "float32":
         value = torch.tensor(abs(logit), dtype=getattr(torch, dtype))
         if float(value) == abs(logit):
-            assert float(torch.nextafter(value, value + 1e4) - value) == gap
+            assert 2 * float(torch.nextafter(value, value + 1e4) - value) == gap
+
+
+def test_rounding_turns_two_logits_two_steps_apart_around_and_never_three():
+    import torch
+
+    torch.manual_seed(0)
+
+    def computed(logits):
+        """What sums in another order are rounded from: hardly another number."""
+        return (logits + 1e-4 * torch.randn(logits.shape)).bfloat16().float()
+
+    # Between the middles of steps of 0.125 now and then.
+    first, second = 20.0625 + 0.125 * torch.randint(0, 4, (2, 100_000)) + 1e-4 * torch.randn(2, 100_000)
+    gap_alone, gap_among = (computed(first) - computed(second) for _ in range(2))
+    assert float(gap_alone[gap_among <= 0].max()) == 0.25 == tie_gap(20.0)
 
 
 def test_answers_part_at_the_token_that_begins_alike_though_a_later_letter_is_the_first_to_differ():

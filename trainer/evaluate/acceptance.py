@@ -5,7 +5,7 @@ Shapes: T tokens of one sample, K drafted tokens per draft.
 A draft starts where the last one ended. When token n is the newest known one, a draft proposes tokens n+1 … n+K; the
 ``hits`` of n say how many of them, counted from the first, equal the text. One target forward then emits the hits and
 one token of its own (the bonus), never past the end of the answer. Two tokens are one to the arithmetic, a tie, where
-their logits lie within a step of the dtype they are computed in.
+no more parts their logits than rounding to the dtype can.
 """
 
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 FRACTION_BITS = {"bfloat16": 7, "float16": 10}
+STEPS_OF_A_TIE = 2
 ROUNDING_FP32 = 1e-3
 """What sums of thousands of fp32 products, added in another order, come to in a logit."""
 LARGEST_UNSAID = 63.0
@@ -149,9 +150,12 @@ def hits_of_next_token(correct: np.ndarray, draft_len: int) -> np.ndarray:
 
 
 def tie_gap(logit: float | None, dtype: str = "bfloat16") -> float:
-    """The widest gap below a top ``logit`` that is a tie: one step of ``dtype``, which at [2^k, 2^(k+1)) is 2^(k-7) in
-    bf16 and 2^(k-10) in fp16; in fp32, whose steps are finer than its sums, a constant. None: of unknown size."""
+    """The widest gap below a top ``logit`` that is a tie: two steps of ``dtype``, which at [2^k, 2^(k+1)) are 2^(k-7)
+    in bf16 and 2^(k-10) in fp16; in fp32, whose steps are finer than its sums, a constant. None: of unknown size.
+
+    A target computes a position alone and among drafts, and rounds both logits each time by up to half a step: one
+    order and the other can lie two steps apart, before any rounding of states."""
     if dtype not in FRACTION_BITS:
         return ROUNDING_FP32
     _, exponent = frexp(LARGEST_UNSAID if logit is None else logit)
-    return 2.0 ** (exponent - 1 - FRACTION_BITS[dtype])
+    return STEPS_OF_A_TIE * 2.0 ** (exponent - 1 - FRACTION_BITS[dtype])
