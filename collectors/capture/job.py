@@ -28,6 +28,7 @@ from collectors.capture.options import (
 from collectors.checks.capture import CheckSpec, RejectBudget, check_unit
 from collectors.checks.crosscheck import CrossCheck
 from collectors.checks.reference import (
+    await_first,
     compare_with_store,
     engine_states,
     open_reference,
@@ -338,6 +339,8 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
         target = engine.target
         copied = LoadOptions(options.dtype, options.device)
         reference = open_reference(parity, target, copied, rank, prepared.info.longest, say_once)
+        if parity.mode == "auto" and not rank.is_first and reference.target is None:
+            await_first(options.store, rank, lambda: drain.requested, note)
         # Text may join a store that holds images.
         stored = _stored_capture(options.store)
         beside = None if stored is None else stored.images
@@ -483,6 +486,10 @@ class CollectJob:
         capture, head = self.store.capture, self.engine.target.head
         checked = check_unit(states.samples, states.captured, states.final_rows, head, self.check)
         rejects = [*states.rejects, *checked]
+        if rejects and self.rank.world_size > 1:
+            # What the other ranks have rejected meanwhile counts too.
+            allowed = self.settings.allowed_rejects
+            _, self._budget = begin_report(Store.open(self.store.fs), self.prepared.info, allowed)
         self._budget.spend(rejects)
         refused = {reject.id for reject in rejects}
         records = [record for record in records_of(states, capture.final) if record.sample.id not in refused]

@@ -132,7 +132,7 @@ def read_engine_args(pairs: Sequence[str]) -> dict[str, Any]:
 def engine_options(options: CollectOptions, choice: LayerChoice, longest: int, rank: Rank) -> EngineOptions:
     """What this rank asks of its engine; ``longest`` is the longest sample in tokens."""
     device = options.device
-    if device == "auto" and torch.cuda.is_available():
+    if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{rank.local_rank % torch.cuda.device_count()}"
     scratch = None if options.scratch is None else Path(options.scratch)
     same = {name: getattr(options, name) for name in ("batch_tokens", "dtype", "tensor_parallel", "extra", "server")}

@@ -205,10 +205,15 @@ SUSPECTS = 32
 CHEAP_S = 10.0
 
 
+_MOST_PROBED_BYTES = 4 << 30
+"""Of the states of all layers of one sample: a target of 80 layers has as much in 3,000 tokens."""
+
+
 class CrossCheck:
     """Compares ``samples`` samples of the 1st, 2nd, 4th, 8th … unit of this process with Hugging Face's states.
 
     ``prefix``: only the first so many tokens of a sample whose states no later token changes; not of one with images.
+    None: as many as make 4 GiB of states of all layers.
     ``share``: a unit's turn is passed over where all comparisons would take more of the time since the beginning than
     this, and more than ``CHEAP_S``. The engine waits meanwhile; ``seconds`` says how long it did.
     """
@@ -263,12 +268,12 @@ class CrossCheck:
         return self.seconds + self._last_s > max(CHEAP_S, self._share * (now_s - self._began_s))
 
     def _compared_tokens(self, sample: Sample) -> int:
-        if self._prefix is None or sample.images:
-            return sample.tokens
-        if self._boundary is not None and sample.tokens > self._boundary:
+        if sample.images or (self._boundary is not None and sample.tokens > self._boundary):
             # So long a sample has another rotary embedding from its first token on.
             return sample.tokens
-        return min(sample.tokens, self._prefix)
+        blocks, width = len(self._reference.blocks), self._reference.head.hidden_size
+        most = max(1, _MOST_PROBED_BYTES // (2 * (blocks + 2) * width))
+        return min(sample.tokens, most if self._prefix is None else min(self._prefix, most))
 
     def _fields(
         self, index: int, requests: Sequence[CaptureRequest], captured: Captured, tokens: int

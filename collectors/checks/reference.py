@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from collectors.checks.capture import MIN_PROFILED_TOKENS
-from collectors.engines import CaptureEngine, CaptureRequest
+from collectors.engines import CaptureEngine, CaptureRequest, raise_if_stopped
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights, probe_states, verify_parts
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.errors import ConfigError, Kind, StorageError
+from hiddenstore.files import layout
+from hiddenstore.fs import open_filesystem
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Rank, free_bytes
 from hiddenstore.records import final_row_positions, is_text
@@ -23,6 +26,7 @@ from hiddenstore.verify.profile import (
     LayerProfile,
     StatesOf,
     make_profile,
+    read_profile,
     require_states,
     unstated_warning,
     write_profile,
@@ -36,6 +40,8 @@ MOST_MINUTES, WAITING_SHARE = 10.0, 0.05
 # A product of this many rows and columns reaches the rate of a forward of a few hundred tokens.
 _TIMED_ROWS, _TIMED_WIDTH = 256, 2048
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+MOST_WAITED_S, PROFILE_WAITED_S, _ASKED_EVERY_S = 20 * 60.0, 20.0, 0.5
+"""How long other ranks wait for the first one's store, and then for its profile, which follows at once or never."""
 # The copy, its activations and the pages of the checkpoint must not push out the states being written.
 RAM_SHARE = 0.5
 
@@ -133,8 +139,10 @@ def _open_reference(
     note(explained)
     try:
         loaded = load_weights(target.folder, LoadOptions(options.dtype, device))
-    except ConfigError as error:
-        if check.mode == "hf":
+    except (ConfigError, StorageError) as error:
+        # Where it does not fit is no fault; what cannot be read of the checkpoint is.
+        is_fault = isinstance(error, StorageError) and error.kind != Kind.OUT_OF_MEMORY
+        if check.mode == "hf" or is_fault:
             raise
         return _left_out(error.message)
     return Reference(loaded, True, explained)
@@ -205,6 +213,26 @@ def _left_out(why: str) -> Reference:
         f"--check hf compares all the same"
     )
     return Reference(None, explained=explained)
+
+
+def await_first(location: str | Path, rank: Rank, stop: Callable[[], bool], note: Callable[[str], None]) -> None:
+    """Let the first rank begin a store, with the layer profile that its copy of the target gives: what an engine gives
+    otherwise is then refused on every rank before it commits anything. A rank that never comes is waited for so long
+    and no longer. Raises InterruptError."""
+    fs, until, is_told = open_filesystem(location), time.monotonic() + MOST_WAITED_S, False
+    while fs.size(layout.STORE_JSON) is None and time.monotonic() < until:
+        if not is_told:
+            note(f"{rank} waits for rank 0 to begin the store: it may load the target in transformers first")
+            is_told = True
+        raise_if_stopped(stop)
+        time.sleep(_ASKED_EVERY_S)
+    if fs.size(layout.STORE_JSON) is None:
+        note(f"warning: rank 0 did not begin the store within {MOST_WAITED_S / 60:.0f} min; {rank} goes on unchecked")
+        return
+    until = time.monotonic() + PROFILE_WAITED_S
+    while read_profile(fs) is None and not fs.list(layout.COMMITS_DIR) and time.monotonic() < until:
+        raise_if_stopped(stop)
+        time.sleep(_ASKED_EVERY_S)
 
 
 def compare_with_store(

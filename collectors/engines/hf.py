@@ -29,9 +29,10 @@ from collectors.targets.images import ImageError
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, first_tensor, load_weights
 from hiddenstore.codecs.base import fresh
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
-from hiddenstore.errors import CaptureError, ConfigError, Kind
+from hiddenstore.errors import CaptureError, ConfigError, Kind, StorageError
 from hiddenstore.records import image_positions
 from hiddenstore.targets.families import Parts
+from hiddenstore.targets.folder import first_line
 from schemas.capture import NormState
 from schemas.manifest import Engine, ImageEntry
 
@@ -200,10 +201,13 @@ class HfEngine:
                 ids = _pad([requests[i].input_ids for i in batch])
                 tap.batch = [placements[i] for i in batch]
                 images = requests[batch[0]].images
-                if images:
-                    last = forward_with_images(self.target, ids[0], images, requests[batch[0]].source)
-                else:
-                    last = self._forward(torch.from_numpy(ids).to(self.target.device))
+                try:
+                    if images:
+                        last = forward_with_images(self.target, ids[0], images, requests[batch[0]].source)
+                    else:
+                        last = self._forward(torch.from_numpy(ids).to(self.target.device))
+                except torch.OutOfMemoryError as error:
+                    raise self._too_large([requests[i] for i in batch], error) from error
                 for row, placement in enumerate(tap.batch):
                     end = placement.start + placement.tokens
                     token_ids[placement.start : end] = ids[row, : placement.tokens]
@@ -212,6 +216,20 @@ class HfEngine:
                 next_tokens.append(tokens)
                 done(sum(lengths[i] for i in batch))
         return Captured(token_ids, tap.aux, tap.final, torch.cat(next_rows), torch.cat(next_tokens))
+
+    def _too_large(self, requests: Sequence[CaptureRequest], error: Exception) -> StorageError:
+        """Not tried in smaller batches: what a unit's bytes are would depend on what else was in memory."""
+        longest = max(requests, key=lambda request: len(request.input_ids))
+        tokens, device = len(longest.input_ids), self.target.device
+        if len(requests) > 1:
+            what = f"a batch of {len(requests)} samples of up to {tokens:,} tokens"
+            hint = f"--batch-tokens {max(tokens, self._options.batch_tokens // 2)}"
+        else:
+            what = f"{longest.source or 'a sample'} of {tokens:,} tokens alone"
+            hint = f"hiddenstore prepare INPUT -o DATA --target T --max-tokens {tokens // 2}; or --device-map auto"
+        return StorageError(
+            f"{what} does not fit into the memory of {device}: {first_line(error)}", kind=Kind.OUT_OF_MEMORY, hint=hint
+        )
 
     def _batches(self, requests: Sequence[CaptureRequest]) -> Iterator[list[int]]:
         """Batches of text, and samples with images one by one: every row of a batch has positions of its own there."""

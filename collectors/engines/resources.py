@@ -9,9 +9,10 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,12 +56,20 @@ _SMALL_BYTES = 1 << 30
 
 
 def choose_devices(options: EngineOptions) -> None:
-    """Let this process see its rank's own ``tensor_parallel`` GPUs only; ConfigError ``devices-too-few``."""
+    """Let this process see its rank's own GPUs only; ConfigError ``devices-too-few``."""
     if not torch.cuda.is_available():
         return
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(rank_devices(visible, options.local_rank, options.tensor_parallel))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+        rank_devices(visible, options.local_rank, gpus_of(options.tensor_parallel, options.extra))
+    )
+
+
+def gpus_of(tensor_parallel: int, extra: Mapping[str, Any]) -> int:
+    """How many GPUs one engine takes: vLLM and TensorRT-LLM call the second factor alike."""
+    stages = extra.get("pipeline_parallel_size", 1)
+    return tensor_parallel * (stages if isinstance(stages, int) and stages > 0 else 1)
 
 
 def rank_devices(visible: Sequence[str], local_rank: int, count: int) -> list[str]:

@@ -582,7 +582,8 @@ def _require_gpus(options: EngineOptions) -> None:
         raise ConfigError(
             "TensorRT-LLM runs on NVIDIA GPUs only", kind=Kind.DEVICE_UNAVAILABLE, hint="--engine hf --device cpu"
         )
-    if index and int(index) != options.local_rank:
+    # Where a launcher shows each rank its own GPUs, all of them call theirs 0.
+    if index and int(index) != options.local_rank % (torch.cuda.device_count() or options.local_rank + 1):
         raise ConfigError(
             f"--device {options.device}: TensorRT-LLM takes the first GPUs that its process sees",
             kind=Kind.DEVICE_UNAVAILABLE,

@@ -164,6 +164,8 @@ class VllmProcess:
                 flow.step()
         except BaseException:
             flow.abandon()
+            # A signal to the whole group ends vLLM's processes as well, which then is no fault of theirs.
+            raise_if_stopped(stop)
             raise
         return memory.assembly.captured()
 

@@ -22,6 +22,7 @@ import ray
 
 from collectors.capture.job import CollectReport, begin_report, new_rejects, open_job, pending_tokens
 from collectors.capture.options import CollectOptions
+from collectors.engines.resources import gpus_of
 from hiddenstore.commit import read_commit
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
@@ -93,15 +94,16 @@ def spread(nodes: list[dict[str, float]], workers: int | None, options: CollectO
     """How many workers, and what Ray sets aside for each: a group of GPUs of one node, or a share of its cores."""
     gpus = [int(node.get("GPU", 0)) for node in nodes]
     if options.server is None and (options.device.startswith("cuda") or (options.device == "auto" and any(gpus))):
-        room = sum(count // options.tensor_parallel for count in gpus)
+        each = gpus_of(options.tensor_parallel, options.extra)
+        room = sum(count // each for count in gpus)
         if (workers or 1) > room:
             raise ConfigError(
-                f"{plural(workers or 1, 'worker')} with {plural(options.tensor_parallel, 'GPU')} each cannot be "
+                f"{plural(workers or 1, 'worker')} with {plural(each, 'GPU')} each cannot be "
                 f"placed; GPUs per node of the Ray cluster: {', '.join(map(str, gpus)) or 'none'}",
                 kind=Kind.LAUNCHER_RESOURCES,
                 hint=f"--launcher ray:{room}" if room else "a smaller --tensor-parallel, or --device cpu",
             )
-        return workers or room, {"num_cpus": 1, "num_gpus": options.tensor_parallel}
+        return workers or room, {"num_cpus": 1, "num_gpus": each}
     cores = [node["CPU"] for node in nodes if node.get("CPU", 0) > 0] or [1.0]
     workers = workers or len(cores)
     share = min(cores) / math.ceil(workers / len(cores))

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.console.output import output
+from hiddenstore.errors import ConfigError, Kind, StorageError
 from hiddenstore.targets.checkpoint import damage, inapplicable, require_applied, require_complete
 from hiddenstore.targets.folder import TargetFolder, first_line
 from hiddenstore.threads import keep_freed_memory
@@ -39,6 +40,7 @@ def load_model(folder: TargetFolder, device: "str | torch.device", other_way: st
     ``settings`` reach ``from_pretrained``; with ``device_map`` accelerate places the blocks. ``other_way`` is what to
     do about a quantisation that transformers leaves out. Raises ConfigError: ``not-installed``, ``target-unreadable``;
     as ``damage``, ``require_applied``, ``require_complete``."""
+    import torch
     from transformers.utils import logging
 
     if folder.quantised and "device_map" not in settings:
@@ -56,6 +58,8 @@ def load_model(folder: TargetFolder, device: "str | torch.device", other_way: st
         model, report = model_class(folder).from_pretrained(
             folder.name, output_loading_info=True, ignore_mismatched_sizes=True, **settings
         )
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise _too_large(folder, device, error) from error
     except Exception as error:  # a damaged file may raise anything
         raise damage(folder) or ConfigError(
             f"cannot load the weights of target {folder.name}: {first_line(error)}", kind=Kind.TARGET_UNREADABLE
@@ -65,7 +69,35 @@ def load_model(folder: TargetFolder, device: "str | torch.device", other_way: st
         _require_runs(folder, model, other_way)
     if folder.adapter is not None:
         folder.adapter.merge_into(model)
-    return model if "device_map" in settings else model.to(device)
+    if "device_map" in settings:
+        _say_offloaded(folder, model)
+        return model
+    try:
+        return model.to(device)
+    except torch.OutOfMemoryError as error:
+        raise _too_large(folder, device, error) from error
+
+
+def _too_large(folder: TargetFolder, device: "str | torch.device", error: Exception) -> StorageError:
+    return StorageError(
+        f"the weights of target {folder.name} do not fit into the memory of {device}: {first_line(error)}",
+        kind=Kind.OUT_OF_MEMORY,
+        hint="a device that no other process uses; --device-map auto spreads the layers over all GPUs",
+    )
+
+
+def _say_offloaded(folder: TargetFolder, model: Any) -> None:
+    """Warn of layers that accelerate left out of the GPUs there are."""
+    import torch
+
+    places: Mapping[str, Any] = getattr(model, "hf_device_map", {})
+    offloaded = sorted({str(place) for place in places.values()} & {"cpu", "disk"})
+    if offloaded and torch.cuda.is_available() and len(set(places.values())) > 1:
+        count = sum(str(place) in offloaded for place in places.values())
+        output().warn(
+            f"{count} of {len(places)} parts of target {folder.name} did not fit into the GPUs and lie in "
+            f"{' and '.join(offloaded)}: a forward brings them each time, orders of magnitude slower"
+        )
 
 
 def _unpacked(folder: TargetFolder, device: "str | torch.device") -> dict[str, Any]:

@@ -169,6 +169,13 @@ def test_of_a_long_sample_its_first_tokens_are_compared_and_a_mistake_in_them_is
     whole = engine(target).capture(requests)
     assert CrossCheck(target, SPEC, 4, prefix=12).unit(samples, requests, whole) == 4
     assert lengths == [12] * 4
+    lengths.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            crosscheck, "_MOST_PROBED_BYTES", 9 * 2 * (len(target.parts.blocks) + 2) * target.head.hidden_size
+        )
+        assert CrossCheck(target, SPEC, 4).unit(samples, requests, whole) == 4
+        assert lengths == [9] * 4
     # The first five tokens have no final row, for the answer begins at the seventh.
     assert CrossCheck(target, SPEC, 4, prefix=5).unit(samples, requests, normed(engine(target), requests)) == 4
     for wrong, message in MISTAKES:

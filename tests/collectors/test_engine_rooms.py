@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +13,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from collectors.capture.options import read_engine_args
+from collectors.capture.options import CollectOptions, engine_options, read_engine_args
 from collectors.cli.collect import engine_flags
 from collectors.engines import ENGINES, CaptureRequest, EngineOptions, EngineRow, open_engine, read_settings, resources
 from collectors.engines.assembly import Assembly
-from collectors.engines.resources import PREFIX, Scratch, rank_devices
+from collectors.engines.resources import PREFIX, Scratch, gpus_of, rank_devices
+from collectors.targets.layers import choose_layers
 from hiddenstore.doctor import DoctorCheck
 from hiddenstore.errors import CaptureError, ConfigError
+from hiddenstore.process import Rank
 
 WIDTH, LAYERS = 8, 2
 
@@ -68,6 +71,23 @@ def test_a_rank_without_devices_of_its_own_is_refused_with_what_fits() -> None:
         rank_devices(["0", "1", "2"], local_rank=1, count=2)
     assert caught.value.kind == "devices-too-few"
     assert str(caught.value.hint).startswith("start 1 ranks per machine")
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_ranks_of_a_machine_are_spread_over_its_gpus(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    options = CollectOptions("data", "store", "target", device=device)
+    choice = choose_layers("1,3", "supervised", 8)
+    found = [engine_options(options, choice, 10, Rank(rank, 8, rank % 4)).device for rank in range(8)]
+    assert found == [f"cuda:{rank % 4}" for rank in range(8)]
+    named = replace(options, device="cuda:2")
+    assert engine_options(named, choice, 10, Rank(1, 2, 1)).device == "cuda:2"
+
+
+@pytest.mark.parametrize(("extra", "count"), [({}, 4), ({"pipeline_parallel_size": 2}, 8)])
+def test_an_engine_takes_the_gpus_of_all_its_stages(extra: dict[str, int], count: int) -> None:
+    assert gpus_of(4, extra) == count
 
 
 def test_a_scratch_folder_goes_with_its_owner(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Whole collect runs on a tiny saved target: content, resume, refusals, rejects."""
 
 import re
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,16 +12,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from collectors.capture import job
-from collectors.capture.job import CollectOptions, CollectReport, collect
+from collectors.capture.job import CollectOptions, CollectReport, collect, open_job
+from collectors.checks import reference
 from collectors.engines import Captured, CaptureRequest
 from collectors.engines.hf import HfEngine
 from collectors.targets.load import load_target
-from hiddenstore.errors import CaptureError, ConfigError, ConflictError, FormatError, HiddenstoreError, InterruptError
+from hiddenstore.errors import (
+    CaptureError,
+    ConfigError,
+    ConflictError,
+    FormatError,
+    HiddenstoreError,
+    InterruptError,
+    StorageError,
+)
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Drain, Rank
 from hiddenstore.store import Store
 from hiddenstore.testing.workload import contents
 from hiddenstore.verify import verify
+from hiddenstore.verify.profile import read_profile
 from schemas.manifest import Container
 from tests.accepting import repair_all
 from tests.collectors.prepared import data_for_tiny, segment_bytes
@@ -260,6 +272,72 @@ def test_too_many_rejects_stop_the_run_and_name_the_counts(
         run(options)
     assert caught.value.kind == "too-many-rejects"
     assert len(Store.open(options.store)) == 0
+
+
+def test_the_rejects_of_every_rank_count_against_what_is_allowed_of_the_input(
+    options: CollectOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damage(captured: Captured) -> None:
+        captured.aux[1, 2, 5] = float("nan")
+
+    drain, note = Drain(), lambda _text: None
+    with open_job(options, Rank(0, 2), drain, note) as first, open_job(options, Rank(1, 2), drain, note) as second:
+        sicken(monkeypatch, damage)
+        units = list(PreparedInput.open(options.data).units(80))[:2]
+        committed = first.capture(units[0]).result()
+        assert committed is not None
+        assert [reject.reason for reject in committed.rejects] == ["non-finite"]
+        # The other rank was opened before: by its own count it may still reject one.
+        with pytest.raises(CaptureError, match=r"2 samples rejected \(2 non-finite\), more than the 1 allowed of 12"):
+            second.capture(units[1]).result()
+
+
+@pytest.mark.parametrize("batch_tokens", [16_384, 1])
+def test_what_does_not_fit_into_a_gpu_is_named_with_what_helps(
+    options: CollectOptions, batch_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(HfEngine, "_forward", full)
+    with pytest.raises(StorageError, match=r"does not fit into the memory of .*: CUDA out of memory") as caught:
+        run(replace(options, batch_tokens=batch_tokens))
+    assert caught.value.kind == "out-of-memory"
+    alone = batch_tokens == 1
+    assert ("tokens alone" if alone else "a batch of") in caught.value.message
+    assert ("--max-tokens" if alone else "--batch-tokens") in str(caught.value.hint)
+
+
+def test_other_ranks_begin_a_store_when_the_first_one_has_given_it_its_layer_profile(
+    options: CollectOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "_ASKED_EVERY_S", 0.01)
+    said: list[str] = []
+    waiting = threading.Thread(
+        target=reference.await_first, args=(options.store, Rank(1, 2), lambda: False, said.append)
+    )
+    waiting.start()
+    while not said:
+        time.sleep(0.01)
+    assert waiting.is_alive()
+    run(options, Rank(0, 2))
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert len(said) == 1
+    assert "rank 1 of 2 waits for rank 0" in said[0]
+    assert read_profile(Store.open(options.store).fs) is not None
+
+
+def test_a_first_rank_that_never_comes_is_waited_for_so_long_and_no_longer(
+    options: CollectOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "_ASKED_EVERY_S", 0.01)
+    monkeypatch.setattr(reference, "MOST_WAITED_S", 0.05)
+    said: list[str] = []
+    reference.await_first(options.store, Rank(3, 4), lambda: False, said.append)
+    assert said[-1].startswith("warning: rank 0 did not begin the store")
+    with pytest.raises(InterruptError):
+        reference.await_first(options.store, Rank(3, 4), lambda: True, said.append)
 
 
 def test_no_recipe_is_chosen_where_every_first_sample_is_rejected(

@@ -18,7 +18,7 @@ from collectors.engines import CaptureRequest, EngineOptions, open_engine
 from collectors.engines.hf import HfEngine
 from collectors.targets.load import EngineTarget, LoadOptions, load_target, load_weights, read_head
 from collectors.tokenize.prepare import PrepareOptions, prepare
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.errors import ConfigError, Kind, StorageError
 from hiddenstore.process import Rank
 from hiddenstore.targets.checkpoint import weights_bytes
 from hiddenstore.targets.folder import open_target
@@ -347,9 +347,26 @@ def test_a_copy_that_cannot_be_loaded_is_no_reason_to_stop_unless_it_was_asked_f
     def refuse(*_words: object) -> None:
         raise ConfigError("no kernel for it", kind=Kind.TARGET_UNREADABLE)
 
-    monkeypatch.setattr("collectors.checks.reference.load_weights", refuse)
-    found = open_reference(Check("auto"), engine_target(llama), LoadOptions(), Rank())
-    assert found.target is None
-    assert "no kernel for it" in str(found.explained)
-    with pytest.raises(ConfigError, match="no kernel for it"):
-        open_reference(Check("hf"), engine_target(llama), LoadOptions(), Rank())
+    def full(*_words: object) -> None:
+        raise StorageError("no kernel for it: the GPU is full", kind=Kind.OUT_OF_MEMORY)
+
+    for failing, kind in ((refuse, ConfigError), (full, StorageError)):
+        monkeypatch.setattr("collectors.checks.reference.load_weights", failing)
+        found = open_reference(Check("auto"), engine_target(llama), LoadOptions(), Rank())
+        assert found.target is None
+        assert "no kernel for it" in str(found.explained)
+        with pytest.raises(kind, match="no kernel for it"):
+            open_reference(Check("hf"), engine_target(llama), LoadOptions(), Rank())
+
+
+def test_weights_that_no_device_holds_are_no_damage_of_the_checkpoint(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_words: object, **_more: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr("transformers.LlamaForCausalLM.from_pretrained", full)
+    with pytest.raises(StorageError, match=r"weights of target .* do not fit into the memory of cpu: CUDA") as caught:
+        load_target(str(llama), device="cpu")
+    assert caught.value.kind == "out-of-memory"
+    assert "--device-map auto" in str(caught.value.hint)

@@ -4,7 +4,6 @@ Shapes: D target width, U draft vocabulary.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schemas.layers import default_aux_layers, from_convention, to_convention
@@ -218,7 +217,7 @@ DFLASH = DrafterExport(
         ("vllm", "jetspec"): _VLLM.preceded_by(
             "the first vLLM known to read dflash_config.causal is 0.32", "--engine-version 0.32"
         ),
-        ("llamacpp", "jetspec"): (replace(_LLAMACPP, ran=None),),
+        ("llamacpp", "jetspec"): (_LLAMACPP,),
         ("sglang", "jetspec"): (_NO_CAUSAL,),
         ("trtllm", "jetspec"): (_NO_CAUSAL,),
         ("speculators", "jetspec"): (_NO_CAUSAL,),

@@ -78,6 +78,7 @@ _LLAMACPP = Reads(
     "dflash",
     "draft-dflash",
     "src/models/dflash.cpp",
+    ran="11434",
     lacks=(WINDOW, CAUSAL_BLOCK, _LATTICE, *base.OF_LLAMACPP),
 )
 _SPECULATORS = Reads(
