@@ -178,6 +178,8 @@ class _ReadHandles:
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[int, str], _ReadHandle] = OrderedDict()
         self._gone: deque[int] = deque()
+        # As of the last file opened: to ask the system at every read costs as much as a short one.
+        self._most = 0
         # A child of a fork has one thread: another's lock would never be given back.
         os.register_at_fork(after_in_child=self._unlock)
 
@@ -186,6 +188,7 @@ class _ReadHandles:
             entry = self._open.get((owner, path))
             if entry is None:
                 entry = self._open[owner, path] = _ReadHandle(self._opened(path))
+                self._most = _most_open()
             self._open.move_to_end((owner, path))
             entry.users += 1
         return entry
@@ -193,8 +196,10 @@ class _ReadHandles:
     def give_back(self, entry: _ReadHandle) -> None:
         with self._lock:
             entry.users -= 1
-            self._close_gone()
-            self._close_unused(_most_open())
+            if self._gone:
+                self._close_gone()
+            if len(self._open) > self._most:
+                self._close_unused(self._most)
 
     def forget(self, owner: int, path: str) -> None:
         """Close the descriptor of a file, unless a thread reads from it."""
@@ -228,8 +233,6 @@ class _ReadHandles:
             return _open_regular(path)
 
     def _close_unused(self, most: int) -> None:
-        if len(self._open) <= most:
-            return
         unused = (name for name, entry in self._open.items() if entry.users == 0)
         for name in list(islice(unused, len(self._open) - most)):
             os.close(self._open.pop(name).handle)
