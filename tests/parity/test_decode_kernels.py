@@ -108,10 +108,10 @@ def test_what_triton_does_not_build_for_another_reason_is_said_without_a_word_of
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def decode(*_: object) -> None:
-        raise PermissionError(13, "Permission denied", "/root/.triton")
+        raise PermissionError(13, "Permission denied", "/cache/.triton")
 
     monkeypatch.setattr(kernels, "decode", decode)
-    assert kernels.failure_on(torch.device("cpu")) == "[Errno 13] Permission denied: '/root/.triton'"
+    assert kernels.failure_on(torch.device("cpu")) == "[Errno 13] Permission denied: '/cache/.triton'"
 
 
 def test_both_kernels_are_tried_before_one_is_used() -> None:
