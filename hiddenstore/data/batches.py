@@ -207,6 +207,8 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                 self.wait_s += wait_s
                 self._reached = key.cursor
                 yield GlobalBatch(packs, key.cursor, len(key.ids), key.ids, wait_s)
+                # The consumer may be done with them before the next ones come to the device.
+                del packs
         finally:
             jobs.close()
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -300,3 +301,19 @@ def test_nothing_of_the_target_is_opened_but_config_and_head_bundle(store: Store
     assert all(
         name.split("/")[0] in {"store.json", "commits", "segments", "snapshots"} for name in opened - of_target if name
     )
+
+
+def test_the_packs_of_a_step_are_gone_when_the_next_ones_come(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[weakref.ref[Any]] = []
+    real = step_module.inputs_of
+
+    def inputs_of(state: Any, packs: Any) -> Any:
+        assert all(one() is None for one in seen), "the step before keeps its states on the device"
+        seen.extend(map(weakref.ref, packs))
+        return real(state, packs)
+
+    monkeypatch.setattr(step_module, "inputs_of", inputs_of)
+    train(store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=4", "train.validate_every=0"])
+    assert len(seen) >= 4

@@ -46,10 +46,14 @@ class Plain(module.Flash):
         return dq, dk, dv
 
 
+@pytest.mark.parametrize("keys", [module.KEYS_AT_ONCE, 0.7, 0.0])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_one_call_over_all_runs_equals_one_dense_softmax(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_over_all_runs_equal_one_dense_softmax_however_many_they_are(
+    steps: int, keys: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "fits", lambda q: True)
     monkeypatch.setattr(module, "Flash", Plain)
+    monkeypatch.setattr(module, "KEYS_AT_ONCE", keys)
     (q, k0, v0, *rest), runs = problem(steps, torch.float64)
     assert len({run.document for run in runs}) < len(runs)
     later = list(zip(rest[0::2], rest[1::2], strict=True))
@@ -61,6 +65,17 @@ def test_one_call_over_all_runs_equals_one_dense_softmax(steps: int, monkeypatch
     for x, y in zip(a, b, strict=True):
         # Shared keys are summed in fp32.
         assert torch.allclose(x, y, atol=1e-5)
+
+
+def test_keys_of_one_call_stay_within_twice_the_pack_however_many_turns_a_conversation_has() -> None:
+    tokens, turns = 3000, 100
+    ranges = tuple(module.SlotRange(0, 30 * turn + 10, 30 * turn + 30, 20 * turn) for turn in range(turns))
+    parts = list(module._together(ranges, tokens))
+    assert [one for part, _ in parts for one in part] == list(ranges)
+    assert [at.stop for _, at in parts[:-1]] == [at.start for _, at in parts[1:]]
+    assert (parts[0][1].start, parts[-1][1].stop) == (0, 20 * turns)
+    assert max(sum(one.end - one.document for one in part) for part, _ in parts) <= 2 * tokens
+    assert len(parts) < 40
 
 
 def test_torch_accepts_what_the_flash_kernel_is_called_with() -> None:

@@ -13,7 +13,7 @@ Shapes: A active slots, T tokens, n new rows, N query heads, G key heads, S rows
 so far.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,6 +24,9 @@ from torch.nn import functional as F
 
 from trainer.slots import SlotRange
 
+KEYS_AT_ONCE = 2.0
+"""Packed keys of one call over the pack's tokens: every range of a document takes the document's prefix anew, and a
+long conversation of a hundred turns would take fifty times its length."""
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST_HEAD = 256
 
@@ -50,7 +53,7 @@ class Spans:
     rows: Tensor
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def spans_of(ranges: tuple[SlotRange, ...], device: torch.device) -> Spans:
     """The same for every TTT step of a pack."""
     lengths, key_lengths = [r.length for r in ranges], [r.end - r.document for r in ranges]
@@ -62,9 +65,15 @@ def spans_of(ranges: tuple[SlotRange, ...], device: torch.device) -> Spans:
 
 def attend_ranges(ranges: tuple[SlotRange, ...], q: Tensor, k0: Tensor, v0: Tensor) -> tuple[Tensor, Tensor]:
     """Output [A, N, E] and log-sum-exp fp32 [A, N] of q [A, N, E] over the prefixes in k0, v0 [T, G, E]."""
-    spans = spans_of(ranges, q.device)
-    out, lse = Flash.forward(q, k0[spans.rows], v0[spans.rows], spans)
-    return out, lse.T
+    parts = []
+    for part, at in _together(ranges, len(k0)):
+        spans = spans_of(part, q.device)
+        out, lse = Flash.forward(q[at], k0[spans.rows], v0[spans.rows], spans)
+        parts.append((out, lse.T))
+    if len(parts) == 1:
+        return parts[0]
+    outs, sums = zip(*parts, strict=True)
+    return torch.cat(outs), torch.cat(sums)
 
 
 def attend_ranges_backward(
@@ -72,14 +81,30 @@ def attend_ranges_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k0, v0, given do [A, N, E] and (q, k0, v0, out, lse) with the joint out and lse [A, N]."""
     q, k0, v0, out, lse = saved
-    spans = spans_of(ranges, q.device)
-    packed = (q, k0[spans.rows], v0[spans.rows], out, lse.T.contiguous())
-    dq, dk, dv = Flash.backward(do, packed, spans)
     # Ranges of one document add up on the keys they share; in fp32, as an atomic sum over many must be.
     dk0, dv0 = (torch.zeros_like(k0, dtype=torch.float32) for _ in range(2))
-    dk0.index_add_(0, spans.rows, dk.float())
-    dv0.index_add_(0, spans.rows, dv.float())
-    return dq, dk0.to(k0.dtype), dv0.to(v0.dtype)
+    parts = []
+    for part, at in _together(ranges, len(k0)):
+        spans = spans_of(part, q.device)
+        packed = (q[at], k0[spans.rows], v0[spans.rows], out[at], lse[at].T.contiguous())
+        dq, dk, dv = Flash.backward(do[at], packed, spans)
+        dk0.index_add_(0, spans.rows, dk.float())
+        dv0.index_add_(0, spans.rows, dv.float())
+        parts.append(dq)
+    return parts[0] if len(parts) == 1 else torch.cat(parts), dk0.to(k0.dtype), dv0.to(v0.dtype)
+
+
+def _together(ranges: tuple[SlotRange, ...], tokens: int) -> Iterator[tuple[tuple[SlotRange, ...], slice]]:
+    """Consecutive ranges for one call, as many as its keys allow and at least one, and their active slots."""
+    part: list[SlotRange] = []
+    keys = 0
+    for one in ranges:
+        keys += one.end - one.document
+        if part and keys > KEYS_AT_ONCE * tokens:
+            yield tuple(part), slice(part[0].at, part[-1].at + part[-1].length)
+            part, keys = [], one.end - one.document
+        part.append(one)
+    yield tuple(part), slice(part[0].at, part[-1].at + part[-1].length)
 
 
 class Flash:

@@ -74,7 +74,8 @@ def context_group(size: int, group: ProcessGroup) -> ContextGroup | None:
         return None
     with peer_errors():
         # Every rank makes every group, in the same order, as torch.distributed asks.
-        groups = [distributed.new_group(list(range(first, first + size))) for first in range(0, ranks, size)]
+        members = (list(range(first, first + size)) for first in range(0, ranks, size))
+        groups = [distributed.new_group(ranks_of_one, timeout=group.timeout) for ranks_of_one in members]
     return ContextGroup(group.rank.rank % size, size, groups[group.rank.rank // size])
 
 

@@ -43,6 +43,8 @@ class ProcessGroup:
     """This rank among its peers. Collective calls must be made by every rank, in the same order."""
 
     rank: Rank
+    timeout: timedelta | None = None
+    """Of its collectives; None: torch's own."""
 
     @property
     def is_first(self) -> bool:
@@ -155,9 +157,13 @@ def process_group(
     with peer_errors():
         distributed.init_process_group(backend, rank=rank.rank, world_size=rank.world_size, timeout=timeout)
     try:
-        yield ProcessGroup(rank)
-    finally:
-        distributed.destroy_process_group()
+        yield ProcessGroup(rank, timeout)
+    except BaseException:
+        # NCCL would wait here for the others, and the error never be told; the end of the process frees what it has.
+        if "nccl" not in backend:
+            distributed.destroy_process_group()
+        raise
+    distributed.destroy_process_group()
 
 
 def require_own_gpus(group: ProcessGroup, device: torch.device) -> None:
@@ -243,11 +249,11 @@ def _read_back(gradients: list[Tensor], flat: Tensor, work: Any) -> None:
 
 @contextmanager
 def peer_errors() -> Iterator[None]:
-    """StorageError for what backends raise, RuntimeError and its children, when a peer is gone. A GPU that is full has
-    lost nobody: torch's own error."""
+    """StorageError for what backends raise, RuntimeError and its children, when a peer is gone. A GPU that is full, or
+    on which something failed before, has lost nobody: torch's own error."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:
         lines = str(error).splitlines() or [type(error).__name__]

@@ -266,6 +266,7 @@ def _train(state: TrainState, drain: Drain, began: float, mirror: Mirror | None)
                 )
             if at_end:
                 break
+            del batch
     return _report(state, last, began)
 
 

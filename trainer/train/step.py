@@ -49,6 +49,8 @@ def steps(state: TrainState) -> Generator[tuple[GlobalBatch, StepMetrics], None,
         metrics = train_step(state, batch, inputs, began)
         state.step += 1
         yield batch, metrics
+        # The next batch comes to a GPU while this one is still named.
+        del batch, inputs
 
 
 def train_step(state: TrainState, batch: GlobalBatch, inputs: Sequence[LossInputs], began: float) -> StepMetrics:
