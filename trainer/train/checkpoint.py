@@ -173,17 +173,25 @@ def load(path: Path) -> Checkpoint:
         raise CorruptionError(
             f"{path} holds the checkpoint of step {state.step}", kind=Kind.CHECKPOINT_CORRUPT, path=str(path)
         )
-    contents = {}
-    for name in (DRAFTER, OPTIMIZER, DRAFTER_JSON):
-        data, digest = _read(path / name), state.files.get(name, "")
-        if sha256_hex(data) != digest:
-            problem = f"{path / name}: sha256 {sha256_hex(data)[:12]}…, {STATE_JSON} expects {digest[:12]}…"
-            raise CorruptionError(problem, kind=Kind.CHECKPOINT_CORRUPT, path=str(path / name))
-        contents[name] = data
+    _whole(path, DRAFTER_JSON, state)
+    return Checkpoint(path, state, _tensors(path, DRAFTER, state), _tensors(path, OPTIMIZER, state))
+
+
+def _whole(path: Path, name: str, state: CheckpointState) -> bytes:
+    """A file of a checkpoint, after a check of its digest."""
+    data, digest = _read(path / name), state.files.get(name, "")
+    if sha256_hex(data) != digest:
+        problem = f"{path / name}: sha256 {sha256_hex(data)[:12]}…, {STATE_JSON} expects {digest[:12]}…"
+        raise CorruptionError(problem, kind=Kind.CHECKPOINT_CORRUPT, path=str(path / name))
+    return data
+
+
+def _tensors(path: Path, name: str, state: CheckpointState) -> dict[str, Tensor]:
+    """Those of a file; its bytes are gone before another is read, for every rank of a machine reads them."""
     try:
-        return Checkpoint(path, state, load_tensors(contents[DRAFTER]), load_tensors(contents[OPTIMIZER]))
+        return load_tensors(_whole(path, name, state))
     except SafetensorError as error:
-        problem = f"{path}: {DRAFTER} or {OPTIMIZER} is no safetensors file: {error}"
+        problem = f"{path / name} is no safetensors file: {error}"
         raise CorruptionError(problem, kind=Kind.CHECKPOINT_CORRUPT, path=str(path)) from error
 
 
