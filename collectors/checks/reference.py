@@ -40,7 +40,7 @@ MOST_MINUTES, WAITING_SHARE = 10.0, 0.05
 # A product of this many rows and columns reaches the rate of a forward of a few hundred tokens.
 _TIMED_ROWS, _TIMED_WIDTH = 256, 2048
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-MOST_WAITED_S, PROFILE_WAITED_S, _ASKED_EVERY_S = 20 * 60.0, 20.0, 0.5
+MOST_WAITED_S, PROFILE_WAITED_S, _POLL_S = 20 * 60.0, 20.0, 0.5
 """How long other ranks wait for the first one's store, and then for its profile, which follows at once or never."""
 # The copy, its activations and the pages of the checkpoint must not push out the states being written.
 RAM_SHARE = 0.5
@@ -219,20 +219,20 @@ def await_first(location: str | Path, rank: Rank, stop: Callable[[], bool], note
     """Let the first rank begin a store, with the layer profile that its copy of the target gives: what an engine gives
     otherwise is then refused on every rank before it commits anything. A rank that never comes is waited for so long
     and no longer. Raises InterruptError."""
-    fs, until, is_told = open_filesystem(location), time.monotonic() + MOST_WAITED_S, False
+    fs, until, says = open_filesystem(location), time.monotonic() + MOST_WAITED_S, True
     while fs.size(layout.STORE_JSON) is None and time.monotonic() < until:
-        if not is_told:
+        if says:
             note(f"{rank} waits for rank 0 to begin the store: it may load the target in transformers first")
-            is_told = True
+            says = False
         raise_if_stopped(stop)
-        time.sleep(_ASKED_EVERY_S)
+        time.sleep(_POLL_S)
     if fs.size(layout.STORE_JSON) is None:
         note(f"warning: rank 0 did not begin the store within {MOST_WAITED_S / 60:.0f} min; {rank} goes on unchecked")
         return
     until = time.monotonic() + PROFILE_WAITED_S
     while read_profile(fs) is None and not fs.list(layout.COMMITS_DIR) and time.monotonic() < until:
         raise_if_stopped(stop)
-        time.sleep(_ASKED_EVERY_S)
+        time.sleep(_POLL_S)
 
 
 def compare_with_store(

@@ -301,8 +301,8 @@ def _kernels(device: torch.device) -> Any:
 
 def _kernel_layout(codec: type[AffineCodec]) -> str | None:
     """Which kernel computes as a codec does; a subclass that decodes otherwise in any part has none."""
-    for layout, known in (("q8", Q8Codec), ("q4", Q4Codec)):
-        if all(getattr(codec, name) is getattr(known, name) for name in _DECODING):
+    for layout, own in (("q8", Q8Codec), ("q4", Q4Codec)):
+        if all(getattr(codec, name) is getattr(own, name) for name in _DECODING):
             return layout
     return None
 

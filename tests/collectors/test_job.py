@@ -311,7 +311,7 @@ def test_what_does_not_fit_into_a_gpu_is_named_with_what_helps(
 def test_other_ranks_begin_a_store_when_the_first_one_has_given_it_its_layer_profile(
     options: CollectOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "_ASKED_EVERY_S", 0.01)
+    monkeypatch.setattr(reference, "_POLL_S", 0.01)
     said: list[str] = []
     waiting = threading.Thread(
         target=reference.await_first, args=(options.store, Rank(1, 2), lambda: False, said.append)
@@ -331,7 +331,7 @@ def test_other_ranks_begin_a_store_when_the_first_one_has_given_it_its_layer_pro
 def test_a_first_rank_that_never_comes_is_waited_for_so_long_and_no_longer(
     options: CollectOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "_ASKED_EVERY_S", 0.01)
+    monkeypatch.setattr(reference, "_POLL_S", 0.01)
     monkeypatch.setattr(reference, "MOST_WAITED_S", 0.05)
     said: list[str] = []
     reference.await_first(options.store, Rank(3, 4), lambda: False, said.append)

@@ -65,14 +65,14 @@ def spans_of(ranges: tuple[SlotRange, ...], device: torch.device) -> Spans:
 
 def attend_ranges(ranges: tuple[SlotRange, ...], q: Tensor, k0: Tensor, v0: Tensor) -> tuple[Tensor, Tensor]:
     """Output [A, N, E] and log-sum-exp fp32 [A, N] of q [A, N, E] over the prefixes in k0, v0 [T, G, E]."""
-    parts = []
-    for part, at in _together(ranges, len(k0)):
-        spans = spans_of(part, q.device)
+    results = []
+    for run, at in _together(ranges, len(k0)):
+        spans = spans_of(run, q.device)
         out, lse = Flash.forward(q[at], k0[spans.rows], v0[spans.rows], spans)
-        parts.append((out, lse.T))
-    if len(parts) == 1:
-        return parts[0]
-    outs, sums = zip(*parts, strict=True)
+        results.append((out, lse.T))
+    if len(results) == 1:
+        return results[0]
+    outs, sums = zip(*results, strict=True)
     return torch.cat(outs), torch.cat(sums)
 
 
@@ -83,28 +83,28 @@ def attend_ranges_backward(
     q, k0, v0, out, lse = saved
     # Ranges of one document add up on the keys they share; in fp32, as an atomic sum over many must be.
     dk0, dv0 = (torch.zeros_like(k0, dtype=torch.float32) for _ in range(2))
-    parts = []
-    for part, at in _together(ranges, len(k0)):
-        spans = spans_of(part, q.device)
+    results = []
+    for run, at in _together(ranges, len(k0)):
+        spans = spans_of(run, q.device)
         packed = (q[at], k0[spans.rows], v0[spans.rows], out[at], lse[at].T.contiguous())
         dq, dk, dv = Flash.backward(do[at], packed, spans)
         dk0.index_add_(0, spans.rows, dk.float())
         dv0.index_add_(0, spans.rows, dv.float())
-        parts.append(dq)
-    return parts[0] if len(parts) == 1 else torch.cat(parts), dk0.to(k0.dtype), dv0.to(v0.dtype)
+        results.append(dq)
+    return results[0] if len(results) == 1 else torch.cat(results), dk0.to(k0.dtype), dv0.to(v0.dtype)
 
 
 def _together(ranges: tuple[SlotRange, ...], tokens: int) -> Iterator[tuple[tuple[SlotRange, ...], slice]]:
     """Consecutive ranges for one call, as many as its keys allow and at least one, and their active slots."""
-    part: list[SlotRange] = []
+    run: list[SlotRange] = []
     keys = 0
     for one in ranges:
         keys += one.end - one.document
-        if part and keys > KEYS_AT_ONCE * tokens:
-            yield tuple(part), slice(part[0].at, part[-1].at + part[-1].length)
-            part, keys = [], one.end - one.document
-        part.append(one)
-    yield tuple(part), slice(part[0].at, part[-1].at + part[-1].length)
+        if run and keys > KEYS_AT_ONCE * tokens:
+            yield tuple(run), slice(run[0].at, run[-1].at + run[-1].length)
+            run, keys = [], one.end - one.document
+        run.append(one)
+    yield tuple(run), slice(run[0].at, run[-1].at + run[-1].length)
 
 
 class Flash:
