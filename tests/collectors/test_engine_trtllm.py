@@ -497,3 +497,15 @@ def test_what_lies_in_the_folder_before_the_first_request_is_cleared(tmp_path: P
     (tmp_path / ".owner").touch()
     folder_at(tmp_path).clear()
     assert [path.name for path in tmp_path.iterdir()] == [".owner"]
+
+
+@pytest.mark.parametrize(("visible", "device"), [(1, "cuda:0"), (8, "cuda:3"), (8, "cuda")])
+def test_a_rank_takes_the_gpu_that_is_its_own_however_many_it_sees(
+    visible: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(trtllm, "choose_devices", lambda _options: None)
+    options = EngineOptions((1, 3), 64, device=device, local_rank=3)
+    trtllm._require_gpus(options)
+    with pytest.raises(ConfigError, match="takes the first GPUs that its process sees"):
+        trtllm._require_gpus(replace(options, device="cuda:5"))

@@ -28,7 +28,7 @@ from collectors.engines.vllm_server import (
     speculative_config,
 )
 from collectors.targets.load import EngineTarget, LoadedTarget, load_target
-from hiddenstore.errors import CaptureError, ConfigError, FormatError, HiddenstoreError, InterruptError
+from hiddenstore.errors import CaptureError, ConfigError, FormatError, HiddenstoreError, InterruptError, Kind
 from hiddenstore.store import Store
 from tests.collectors.prepared import data_for_tiny
 from tests.collectors.tiny import LAYERS, VOCAB, save_target
@@ -381,3 +381,26 @@ def test_without_vllm_the_package_is_named(target: EngineTarget) -> None:
     with pytest.raises(ConfigError, match="vLLM is not installed here") as caught:
         open_engine("vllm", target, EngineOptions(AUX, 64))
     assert "pip install vllm" in str(caught.value.hint)
+
+
+def test_a_signal_that_ended_vllm_as_well_is_an_interrupt_and_no_fault_of_the_engine(
+    target: EngineTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def send(self, _requests: object) -> None:
+            raise CaptureError("vLLM failed with 1 requests of a unit under way", kind=Kind.ENGINE_REQUEST)
+
+        def abandon(self) -> None:
+            pass
+
+    monkeypatch.setattr("collectors.engines.vllm._Flow", Ended)
+    engine = object.__new__(VllmProcess)
+    engine.target, engine._layer_ids = target, LayerIds.of(AUX, LAYERS)
+    engine._llm = SimpleNamespace(llm_engine=None)
+    with pytest.raises(InterruptError):
+        engine.capture(requests((5,)), lambda: True)
+    with pytest.raises(CaptureError, match="vLLM failed"):
+        engine.capture(requests((5,)), lambda: False)
