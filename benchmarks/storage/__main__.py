@@ -55,8 +55,10 @@ class Bench:
     def __init__(self, root: Path, gb: float, rounds: int, states: int | Store, device: str = "cpu") -> None:
         self.root, self.rounds, self.device = root, rounds, device
         path, size, bundled = root / "raw" / "raw.u16", int(gb * 1e9), cases.BUNDLED_WIDTH
+        self.command = "make bench-storage"
         self.states = f"synthetic bf16 states (seed {SEED}, `benchmarks/storage/states.py`)"
         if isinstance(states, Store):
+            self.command = "python -m benchmarks.storage --states STORE"
             self.states = f"bf16 states of {states.capture.target.name}, layers {states.capture.aux_layers}"
             width = states.capture.target.hidden_size
             self.raw = RawStates(path, stored_lengths(states, size), width, states)
@@ -158,6 +160,7 @@ def measure(bench: Bench) -> tuple[dict[str, Any], Groups]:
     progress("stored bytes")
     facts: dict[str, Any] = {
         "logical_bytes": raw.logical_bytes,
+        "command": bench.command,
         "states": bench.states,
         "width": raw.width,
         "samples": len(raw.lengths),
@@ -240,9 +243,9 @@ def page(facts: dict[str, Any], groups: Groups) -> list[str]:
     lines = [
         f"# Storage: size, read and write, {report.today()}",
         "",
-        f"`make bench-storage`, {facts['logical_bytes'] / 1e9:.2f} GB of {facts['states']} (D={facts['width']}, 3 aux "
-        f"layers and the final hidden, {facts['samples']} "
-        f"samples), {facts['rounds']} rounds, each format in a process of its own, the formats of a round one after "
+        f"`{facts['command']}`, {facts['logical_bytes'] / 1e9:.2f} GB of {facts['states']} (D={facts['width']}, 3 aux "
+        f"layers and the final hidden, {facts['samples']} samples of "
+        f"{facts['logical_bytes'] / facts['samples'] / 1e6:.2f} MB), {facts['rounds']} rounds, each format in a process of its own, the formats of a round one after "
         "the other in an order of its own. Medians of **CPU seconds of all threads per logical GB** (10^9 bytes of "
         "the bf16 states), lowest and highest in brackets; wall seconds are in the JSON. Every read ends in the same "
         "page-aligned memory and comes from the page cache; three samples of each format are compared with what was "
@@ -252,7 +255,8 @@ def page(facts: dict[str, Any], groups: Groups) -> list[str]:
         "",
         "## Bars",
         "",
-        "Medians of all rounds, of writes the smallest round of either side.",
+        "Medians of all rounds, of writes the smallest round of either side. The limits were set at D=4096 and samples "
+        "of 29 MB: of smaller ones each costs more than its bytes.",
         "",
         table(report.BAR_HEAD, judged(facts, groups)),
         "",
@@ -327,7 +331,9 @@ def some(bench: Bench, names: Sequence[str]) -> tuple[dict[str, Any], list[str]]
     bench.raw.write()
     groups = {name: bench.group(name) for name in names}
     bars = judged_ratios(groups, names)
-    lines = [table(report.BAR_HEAD, bars)]
+    facts = f"{bench.raw.logical_bytes / 1e9:.2f} GB of {bench.states}, {bench.rounds} rounds. {report.machine_line()}"
+    lines = [f"# Storage: {', '.join(names)}, {report.today()}", "", facts]
+    lines += ["", table(report.BAR_HEAD, bars)] if bars else []
     for name, timings in groups.items():
         raw = bench.quarter if name in WRITING else bench.raw
         lines += ["", f"## {cases.TITLES[name]}", "", *group_lines(name, timings, raw.logical_bytes)]
@@ -350,6 +356,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         states = options.width if options.states is None else Store.open(options.states)
+        of_states = [] if options.states is None else [options.states.name]
         bench = Bench(Path(folder), options.gb, options.rounds, states, options.device or "cpu")
         if options.device:
             bench.raw.write()
@@ -367,13 +374,12 @@ def main() -> None:
             return
         if options.groups:
             document, lines = some(bench, options.groups)
-            report.publish("storage-" + "-".join(options.groups), document, options.results, lines)
+            report.publish("-".join(["storage", *of_states, *options.groups]), document, options.results, lines)
             return
         facts, groups = measure(bench)
     rows = {name: [timing.document() for timing in timings] for name, timings in groups.items()}
     document = {**facts, "bars": judged(facts, groups), "rows": rows}
-    name = "storage" if options.states is None else f"storage-{options.states.name}"
-    report.publish(name, document, options.results, page(facts, groups))
+    report.publish("-".join(["storage", *of_states]), document, options.results, page(facts, groups))
 
 
 if __name__ == "__main__":
