@@ -245,7 +245,8 @@ def page(facts: dict[str, Any], groups: Groups) -> list[str]:
         "",
         f"`{facts['command']}`, {facts['logical_bytes'] / 1e9:.2f} GB of {facts['states']} (D={facts['width']}, 3 aux "
         f"layers and the final hidden, {facts['samples']} samples of "
-        f"{facts['logical_bytes'] / facts['samples'] / 1e6:.2f} MB), {facts['rounds']} rounds, each format in a process of its own, the formats of a round one after "
+        f"{facts['logical_bytes'] / facts['samples'] / 1e6:.2f} MB), {facts['rounds']} rounds, each "
+        "format in a process of its own, the formats of a round one after "
         "the other in an order of its own. Medians of **CPU seconds of all threads per logical GB** (10^9 bytes of "
         "the bf16 states), lowest and highest in brackets; wall seconds are in the JSON. Every read ends in the same "
         "page-aligned memory and comes from the page cache; three samples of each format are compared with what was "

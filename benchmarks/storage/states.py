@@ -73,7 +73,10 @@ def stored_lengths(store: Store, logical_bytes: int) -> list[int]:
     ``logical_bytes``. Raises ValueError: it holds other states."""
     capture, lengths = store.capture, list[int]()
     if len(capture.stored_layers) != LAYERS - 1 or capture.final != "all" or not capture.stores_final:
-        raise ValueError(f"{store.fs.root}: expected {LAYERS - 1} aux layers and the final hidden of every token")
+        raise ValueError(
+            f"{store.fs.root}: expected {LAYERS - 1} aux layers and the final hidden of every token, as `hiddenstore "
+            "collect DATA -o STORE --target T --recipe raw --layers A,B,C --final all` captures them"
+        )
     for _, entry in store.entries:
         lengths.append(entry.tokens)
         if sum(lengths) * LAYERS * capture.target.hidden_size * 2 >= logical_bytes:

@@ -219,11 +219,10 @@ def await_first(location: str | Path, rank: Rank, stop: Callable[[], bool], note
     """Let the first rank begin a store, with the layer profile that its copy of the target gives: what an engine gives
     otherwise is then refused on every rank before it commits anything. A rank that never comes is waited for so long
     and no longer. Raises InterruptError."""
-    fs, until, says = open_filesystem(location), time.monotonic() + MOST_WAITED_S, True
+    fs, until = open_filesystem(location), time.monotonic() + MOST_WAITED_S
+    if fs.size(layout.STORE_JSON) is None:
+        note(f"{rank} waits for rank 0 to begin the store: it may load the target in transformers first")
     while fs.size(layout.STORE_JSON) is None and time.monotonic() < until:
-        if says:
-            note(f"{rank} waits for rank 0 to begin the store: it may load the target in transformers first")
-            says = False
         raise_if_stopped(stop)
         time.sleep(_POLL_S)
     if fs.size(layout.STORE_JSON) is None:

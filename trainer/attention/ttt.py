@@ -66,8 +66,8 @@ def spans_of(ranges: tuple[SlotRange, ...], device: torch.device) -> Spans:
 def attend_ranges(ranges: tuple[SlotRange, ...], q: Tensor, k0: Tensor, v0: Tensor) -> tuple[Tensor, Tensor]:
     """Output [A, N, E] and log-sum-exp fp32 [A, N] of q [A, N, E] over the prefixes in k0, v0 [T, G, E]."""
     results = []
-    for run, at in _together(ranges, len(k0)):
-        spans = spans_of(run, q.device)
+    for chunk, at in _together(ranges, len(k0)):
+        spans = spans_of(chunk, q.device)
         out, lse = Flash.forward(q[at], k0[spans.rows], v0[spans.rows], spans)
         results.append((out, lse.T))
     if len(results) == 1:
@@ -84,8 +84,8 @@ def attend_ranges_backward(
     # Ranges of one document add up on the keys they share; in fp32, as an atomic sum over many must be.
     dk0, dv0 = (torch.zeros_like(k0, dtype=torch.float32) for _ in range(2))
     results = []
-    for run, at in _together(ranges, len(k0)):
-        spans = spans_of(run, q.device)
+    for chunk, at in _together(ranges, len(k0)):
+        spans = spans_of(chunk, q.device)
         packed = (q[at], k0[spans.rows], v0[spans.rows], out[at], lse[at].T.contiguous())
         dq, dk, dv = Flash.backward(do[at], packed, spans)
         dk0.index_add_(0, spans.rows, dk.float())
@@ -96,15 +96,15 @@ def attend_ranges_backward(
 
 def _together(ranges: tuple[SlotRange, ...], tokens: int) -> Iterator[tuple[tuple[SlotRange, ...], slice]]:
     """Consecutive ranges for one call, as many as its keys allow and at least one, and their active slots."""
-    run: list[SlotRange] = []
+    chunk: list[SlotRange] = []
     keys = 0
     for one in ranges:
         keys += one.end - one.document
-        if run and keys > KEYS_AT_ONCE * tokens:
-            yield tuple(run), slice(run[0].at, run[-1].at + run[-1].length)
-            run, keys = [], one.end - one.document
-        run.append(one)
-    yield tuple(run), slice(run[0].at, run[-1].at + run[-1].length)
+        if chunk and keys > KEYS_AT_ONCE * tokens:
+            yield tuple(chunk), slice(chunk[0].at, chunk[-1].at + chunk[-1].length)
+            chunk, keys = [], one.end - one.document
+        chunk.append(one)
+    yield tuple(chunk), slice(chunk[0].at, chunk[-1].at + chunk[-1].length)
 
 
 class Flash:
