@@ -9,7 +9,8 @@ vLLM's ``generate`` alone, vLLM with its hidden-states connector whose files are
 fp32, three aux layers and the final hidden at q8. ``wall`` is by the clock; ``cpu`` leaves out of it the time in which
 the engine's thread waited for a core that another program had; ``process_cpu_s`` is of all threads of an engine that
 runs in the worker, and says what collect spends beyond the bare forward. Two targets: the bundled one, and a random one
-of 55 M parameters.
+of 55 M parameters. ``--device cuda``: only Hugging Face's two, in bf16, at ``--recipe``, on a random target of the width
+of an 8B with so many ``--layers``; its store is written to ``--folder``.
 """
 
 import json
@@ -46,6 +47,16 @@ from hiddenstore.targets.folder import open_target
 
 BATCH_TOKENS = 4096
 UNITS_A_TURN = 3
+SMALL = {
+    "hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 12, "num_attention_heads": 10,
+    "num_key_value_heads": 5, "head_dim": 64,
+}  # fmt: skip
+"""55 M parameters."""
+WIDE = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128,
+}  # fmt: skip
+"""Of an 8B, whose layers are a number to be named."""
 RunUnits = Callable[[list[Unit]], Any]
 OPEN = ExitStack()
 """The engine of a worker, until its requests end."""
@@ -54,8 +65,11 @@ OPEN = ExitStack()
 class Worker:
     """One engine over DATA cut into units of so many tokens, stores in ``folder``: a unit to warm up, then turns."""
 
-    def __init__(self, engine: str, data: str, target: str, folder: str, unit_tokens: str) -> None:
+    def __init__(
+        self, engine: str, data: str, target: str, folder: str, unit_tokens: str, device: str, recipe: str
+    ) -> None:
         self.data, self.target, self.folder = data, target, Path(folder)
+        self.device, self.recipe = device, recipe
         inputs.UNIT_TOKENS = int(unit_tokens)
         self.units = list(PreparedInput.open(data).units(inputs.UNIT_TOKENS))
         self.process_cpu_s = 0.0
@@ -71,6 +85,8 @@ class Worker:
         """Seconds of a turn, by the clock and without waiting for a core."""
         began, waited, spent = time.perf_counter(), _waited_for_a_core(), time.process_time()
         self.run(self._turn(number))
+        if self.device != "cpu":
+            torch.accelerator.synchronize()
         wall = time.perf_counter() - began
         self.process_cpu_s += time.process_time() - spent
         return {"wall": wall, "cpu": wall - (_waited_for_a_core() - waited)}
@@ -91,13 +107,13 @@ def _waited_for_a_core() -> float:
 @contextmanager
 def hf_bare(worker: Worker) -> Iterator[RunUnits]:
     """The backbone over the batches that collect makes, no hooks."""
-    loaded = load_target(worker.target, "float32", "cpu")
+    loaded = load_target(worker.target, "float32" if worker.device == "cpu" else "bfloat16", worker.device)
 
     def run(units: list[Unit]) -> None:
         for unit in units:
             samples = [sample.input_ids for sample in unit.samples]
             for batch in plan_batches([len(ids) for ids in samples], BATCH_TOKENS):
-                ids = torch.from_numpy(_pad([samples[i] for i in batch]))
+                ids = torch.from_numpy(_pad([samples[i] for i in batch])).to(worker.device)
                 with torch.inference_mode():
                     loaded.parts.backbone(input_ids=ids, use_cache=False)
 
@@ -149,8 +165,9 @@ def vllm_connector(worker: Worker) -> Iterator[RunUnits]:
 def collecting(engine: str, worker: Worker) -> Iterator[RunUnits]:
     """The units of a turn as ``collect`` runs them, the last one until it is committed."""
     extra = {"enable_prefix_caching": False} if engine == "vllm" else {}
-    options = CollectOptions(worker.data, worker.folder / engine, worker.target, engine=engine, recipe="safe")
-    options = replace(options, dtype="fp32", device="cpu", check="none", extra=extra)
+    options = CollectOptions(worker.data, worker.folder / engine, worker.target, engine=engine, recipe=worker.recipe)
+    dtype = "fp32" if worker.device == "cpu" else "bf16"
+    options = replace(options, dtype=dtype, device=worker.device, check="none", extra=extra)
     with open_job(options, Rank(), Drain(), lambda _text: None) as job:
 
         def run(units: list[Unit]) -> None:
@@ -210,25 +227,26 @@ def in_turn(folder: Path, words: list[str], engines: list[str]) -> dict[str, Any
     return {"tokens": sum(tokens), **shares, **rates, "turns": turns}
 
 
-def random_target(folder: Path) -> Path:
-    """A random Llama of 55 M parameters with a tokenizer of single characters."""
+def random_target(folder: Path, dtype: str = "float32", device: str = "cpu", **shape: int) -> Path:
+    """A random Llama with a tokenizer of single characters."""
     from tests.collectors.tiny import tiny_tokenizer
 
     config = transformers.LlamaConfig(
-        vocab_size=1024, hidden_size=640, intermediate_size=1728, num_hidden_layers=12, num_attention_heads=10,
-        num_key_value_heads=5, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=1024, max_position_embeddings=2048, tie_word_embeddings=True, dtype=dtype, **shape
+    )
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(config)
+    model.to(config.dtype).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
-def random_data(folder: Path, target: Path, tokens: int) -> Path:
+def random_data(folder: Path, target: Path, tokens: int, halves: range = range(20, 200)) -> Path:
     """Random conversations of single characters, the second half of each supervised; the prepared data."""
     chance, rows = random.Random(0), []
     while tokens > 0:
-        half = chance.randrange(20, 200)
+        half = chance.choice(halves)
         texts = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=half)) for _ in range(2)]
         roles = zip(("user", "assistant"), texts, strict=True)
         rows.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in roles]}))
@@ -240,23 +258,40 @@ def random_data(folder: Path, target: Path, tokens: int) -> Path:
     return data
 
 
+def on_device(folder: Path, device: str, recipe: str, layers: int, tokens: int) -> dict[str, Any]:
+    """Rates of the backbone alone and of collect, at the width of an 8B."""
+    target = random_target(folder / "target", "bfloat16", device, num_hidden_layers=layers, **WIDE)
+    data = random_data(folder / "random", target, tokens, range(200, 900))
+    words = [str(data), str(target), str(folder / "stores"), str(inputs.UNIT_TOKENS), device, recipe]
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    return {"device": name, "recipe": recipe, "layers": layers, **in_turn(folder, words, ["hf_bare", "hf_collect"])}
+
+
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--conversations", type=int, default=1700)
     parser.add_argument("--random-tokens", type=int, default=60_000, help="0: the bundled target alone")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--device", help="cuda: only the wide target on it")
+    parser.add_argument("--recipe", default="safe")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--folder", type=Path, help="where to work (default: temporary)")
     arguments = parser.parse_args()
     result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
+        if arguments.device:
+            of = (arguments.device, arguments.recipe, arguments.layers, arguments.random_tokens)
+            report.publish("collect-device", on_device(folder, *of), arguments.results)
+            return
         chats = demo_chats(folder / "chats.jsonl", arguments.conversations)
         prepare(chats, folder / "data")
-        words = [str(folder / "data"), str(TARGET_DIR), str(folder / "stores"), "16384"]
+        words = [str(folder / "data"), str(TARGET_DIR), str(folder / "stores"), "16384", "cpu", arguments.recipe]
         result["bundled"] = in_turn(folder, words, arguments.engines)
         if arguments.random_tokens:
-            target = random_target(folder / "target")
+            target = random_target(folder / "target", **SMALL)
             drawn = random_data(folder / "random", target, arguments.random_tokens)
-            words = [str(drawn), str(target), str(folder / "random-stores"), "8192"]
+            words = [str(drawn), str(target), str(folder / "random-stores"), "8192", "cpu", arguments.recipe]
             result["random"] = in_turn(folder, words, arguments.engines)
     report.publish("collect", result, arguments.results)
 
