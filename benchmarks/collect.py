@@ -9,8 +9,8 @@ vLLM's ``generate`` alone, vLLM with its hidden-states connector whose files are
 fp32, three aux layers and the final hidden at q8. ``wall`` is by the clock; ``cpu`` leaves out of it the time in which
 the engine's thread waited for a core that another program had; ``process_cpu_s`` is of all threads of an engine that
 runs in the worker, and says what collect spends beyond the bare forward. Two targets: the bundled one, and a random one
-of 55 M parameters. ``--device cuda``: only Hugging Face's two, in bf16, at ``--recipe``, on a random target of the width
-of an 8B with so many ``--layers``; its store is written to ``--folder``.
+of 55 M parameters. ``--device cuda``: only Hugging Face's two, in bf16, at ``--recipe``, on a random target as wide as
+an 8B with so many ``--layers``; its store is written to ``--folder``.
 """
 
 import json
@@ -43,6 +43,7 @@ from collectors.targets.load import load_target
 from hiddenstore import inputs
 from hiddenstore.inputs import PreparedInput, Unit
 from hiddenstore.process import Drain, Rank
+from hiddenstore.targets.attention import any_length
 from hiddenstore.targets.folder import open_target
 
 BATCH_TOKENS = 4096
@@ -114,7 +115,7 @@ def hf_bare(worker: Worker) -> Iterator[RunUnits]:
             samples = [sample.input_ids for sample in unit.samples]
             for batch in plan_batches([len(ids) for ids in samples], BATCH_TOKENS):
                 ids = torch.from_numpy(_pad([samples[i] for i in batch])).to(worker.device)
-                with torch.inference_mode():
+                with torch.inference_mode(), any_length():
                     loaded.parts.backbone(input_ids=ids, use_cache=False)
 
     yield run

@@ -31,6 +31,7 @@ from hiddenstore.codecs.base import fresh
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import CaptureError, ConfigError, Kind, StorageError
 from hiddenstore.records import image_positions
+from hiddenstore.targets.attention import any_length
 from hiddenstore.targets.families import Parts
 from hiddenstore.targets.folder import first_line
 from schemas.capture import NormState
@@ -195,7 +196,7 @@ class HfEngine:
         next_tokens: list[Tensor] = []
         final_rows = sum(placement.final_rows for placement in placements)
         tap = StateTap(self.target.parts, self._options.aux_layers, sum(lengths), final_rows)
-        with tap, torch.inference_mode():
+        with tap, torch.inference_mode(), any_length():
             for batch in self._batches(requests):
                 raise_if_stopped(stop)
                 ids = _pad([requests[i].input_ids for i in batch])
@@ -215,7 +216,7 @@ class HfEngine:
                 next_rows.append(rows)
                 next_tokens.append(tokens)
                 done(sum(lengths[i] for i in batch))
-        return Captured(token_ids, tap.aux, tap.final, torch.cat(next_rows), torch.cat(next_tokens))
+        return Captured(token_ids, tap.aux, tap.final, torch.cat(next_rows), torch.cat(next_tokens).cpu())
 
     def _too_large(self, requests: Sequence[CaptureRequest], error: Exception) -> StorageError:
         """Not tried in smaller batches: what a unit's bytes are would depend on what else was in memory."""
@@ -257,7 +258,8 @@ class HfEngine:
     def _next_tokens(
         self, last: Tensor, requests: Sequence[CaptureRequest], placements: Sequence[Placement]
     ) -> tuple[Tensor, Tensor]:
-        """The model's own top-1 at a few captured rows, int64 [C], [C]; scale and softcap are monotone, so left out."""
+        """The model's own top-1 at a few captured rows, int64 [C] and, where the target is, [C]: nothing waits for it
+        between batches. Scale and softcap are monotone, so left out."""
         batch_rows, positions, final_rows = [], [], []
         for row, (request, placement) in enumerate(zip(requests, placements, strict=True)):
             rows = len(request.final_rows)
@@ -268,7 +270,7 @@ class HfEngine:
                 final_rows.append(placement.final_start + k)
         picked = last[torch.tensor(batch_rows, dtype=torch.long), torch.tensor(positions, dtype=torch.long)]
         tokens = self.target.lm_head(picked).argmax(dim=-1)
-        return torch.tensor(final_rows, dtype=torch.long), tokens.cpu()
+        return torch.tensor(final_rows, dtype=torch.long), tokens
 
 
 def forward_with_images(target: LoadedTarget, input_ids: np.ndarray, images: Images, source: str) -> Tensor:

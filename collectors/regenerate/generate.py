@@ -15,12 +15,16 @@ from transformers.cache_utils import DynamicLayer
 
 from collectors.regenerate.rewrite import Beat
 from collectors.targets.load import LoadedTarget
+from hiddenstore.targets.attention import any_length
 
 # Compacting copies the cache once; below this share of running rows it pays for itself within a few steps.
 COMPACT_BELOW = 0.75
 PREFILL_TOKENS = {"cpu": 512, "cuda": 16384}
 """Tokens of prompts that are read at once, padding included. Neighbours of similar length pad little; a CPU multiplies
 128 rows as fast as 2,048, a GPU needs many (benchmarks/results/answers-2026-11-25.md)."""
+
+NUCLEUS_TOKENS = 1024
+"""As many most often hold the share; a vocabulary in full order takes a CPU fourteen times longer."""
 
 Task = tuple[list[list[int]], str]
 """Prompts of a batch, and its name."""
@@ -146,9 +150,10 @@ class _Batch:
 
     def _logits(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache) -> Tensor:
         """Run the target over ids [B, T] on top of ``cache``; the logits [B, V] behind the last of them."""
-        output = self._target.parts.backbone(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        )
+        with any_length():
+            output = self._target.parts.backbone(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            )
         logits = self._target.lm_head(output.last_hidden_state[:, -1]).float()
         spec = self._target.head.spec
         logits = logits * spec.logit_scale
@@ -193,10 +198,17 @@ class _Batch:
 
 def nucleus(chances: Tensor, top_p: float) -> Tensor:
     """Chances [..., V], 0 outside the smallest set of tokens that holds ``top_p`` of them; not renormalised."""
-    ordered, order = chances.sort(dim=-1, descending=True)
+    vocab = chances.shape[-1]
+    few = min(NUCLEUS_TOKENS, vocab)
+    ordered, order = chances.topk(few, dim=-1)
+    sums = ordered.cumsum(-1)
+    while few < vocab and bool((sums[..., -1] < top_p).any()):
+        few = min(4 * few, vocab)
+        ordered, order = chances.topk(few, dim=-1)
+        sums = ordered.cumsum(-1)
     # A token stays while those before it hold less than the share; the first one always does.
-    outside = ordered.cumsum(-1) - ordered >= top_p
-    return chances.masked_fill(outside.gather(-1, order.argsort(-1)), 0.0)
+    outside = sums - ordered >= top_p
+    return torch.zeros_like(chances).scatter_(-1, order, ordered.masked_fill(outside, 0.0))
 
 
 class _RoomyLayer(DynamicLayer):

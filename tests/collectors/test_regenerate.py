@@ -380,6 +380,15 @@ def test_the_nucleus_is_the_smallest_set_that_holds_the_share() -> None:
             assert [i for i in range(4) if kept[i] > 0] == sorted(ranked[:count])
 
 
+@pytest.mark.parametrize("width", [0.1, 2.0, 8.0])
+def test_the_nucleus_of_a_large_vocabulary_is_the_smallest_set_however_wide_it_is(width: float) -> None:
+    chances = torch.softmax(width * torch.randn(3, 9000, dtype=torch.float64), -1)
+    for row, kept in zip(chances, nucleus(chances, 0.9), strict=True):
+        least = row[kept > 0].min()
+        assert torch.equal(kept, row.masked_fill(row < least, 0.0))
+        assert kept.sum() - least < 0.9 <= kept.sum()
+
+
 def test_max_samples_limits_the_conversations(options: RegenerateOptions) -> None:
     assert run(replace(options, max_samples=1)).written <= 1
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hiddenstore.targets.attention import any_length
 from trainer.slots import SlotRange
 
 KEYS_AT_ONCE = 2.0
@@ -395,7 +396,8 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int = 
     mask = cache.visible
     if mask is None and n > 1:
         mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
-    return attend(q.transpose(0, 1)[None], keys, values, mask)[0].transpose(0, 1)
+    with any_length():
+        return attend(q.transpose(0, 1)[None], keys, values, mask)[0].transpose(0, 1)
 
 
 def _grown(old: Tensor | None, like: Tensor, length: int, end: int) -> Tensor:

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from hiddenstore.console.output import output
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.store import Store
+from hiddenstore.targets.attention import any_length
 from hiddenstore.targets.checkpoint import checkpoint_sha256
 from hiddenstore.targets.families import Parts, find_parts
 from hiddenstore.targets.folder import TargetFolder, open_target
@@ -157,7 +158,8 @@ class LiveTarget:
     def _forward(self, token_ids: Sequence[int], cache: DynamicCache, **inputs: Any) -> Forward:
         ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=self.device)
         self._aux.clear()
-        output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **inputs)
+        with any_length():
+            output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **inputs)
         final = self._final[0].to(torch.bfloat16)
         aux = [self._aux[layer][0].to(torch.bfloat16) for layer in self.aux_layers]
         return Forward(output.logits[0].float(), torch.stack(aux) if aux else final.new_empty(0, *final.shape), final)
