@@ -215,7 +215,7 @@ class LoopConfig(Section):
     spike_factor: float | None = Field(10.0, gt=1)
     """A step whose loss exceeds this many running medians changes nothing; none to take every step."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """What a rank holds of the drafter: a copy, or a shard of every parameter."""
+    """What a rank holds of the drafter: a copy, or a shard of every parameter, which on GPUs needs NCCL."""
     context_parallel: int = Field(1, gt=0)
     """Ranks that share the sequence of a pack; divides their number."""
     checkpoint_activations: bool = False

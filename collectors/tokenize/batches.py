@@ -142,12 +142,17 @@ def is_validation(name: str, share: float) -> bool:
 
 
 def ordered_batches(
-    rules: SampleRules, batches: Iterator[list[Row]], workers: int | None, stopping: Callable[[], bool]
+    rules: SampleRules,
+    batches: Iterator[list[Row]],
+    workers: int | None,
+    stopping: Callable[[], bool],
+    expected_bytes: int = 0,
 ) -> Iterator[SampleBatch]:
     """``make_batch`` of every batch, in order.
 
-    ``workers`` None means every core this process may use, up to ``MOST_WORKERS``, once there are
-    ``WORTH_WORKERS_BYTES`` of rows: starting a worker costs seconds. Raises InterruptError: ``interrupted`` as soon as
+    ``workers`` None means one for every ``WORTH_WORKERS_BYTES`` of rows (as many as are allowed, where
+    ``expected_bytes`` is 0), up to the cores this process may use and ``MOST_WORKERS``: starting one costs what making
+    so many into samples does. Raises InterruptError: ``interrupted`` as soon as
     ``stopping()``; StorageError: ``worker-died``."""
     if workers is None:
         ahead: list[list[Row]] = []
@@ -157,7 +162,8 @@ def ordered_batches(
             size += sum(row.size for row in batch)
         # macOS knows no affinity.
         cores = usable_cores()
-        workers = min(cores, MOST_WORKERS) if size >= WORTH_WORKERS_BYTES else 1
+        worth = max(expected_bytes, size) // WORTH_WORKERS_BYTES if expected_bytes else MOST_WORKERS
+        workers = min(cores, MOST_WORKERS, max(2, worth)) if size >= WORTH_WORKERS_BYTES else 1
         batches = chain(ahead, batches)
     if workers > 1:
         yield from _pooled(rules, batches, workers, stopping)

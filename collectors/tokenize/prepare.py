@@ -177,7 +177,7 @@ def _prepare(
     with new_data(out) as fs:
         sources = [entry.source for entry in mixed]
         rows = batches_of(_rows(sources, tally.read), images is not None)
-        batches = ordered_batches(rules, rows, options.workers, stopping)
+        batches = ordered_batches(rules, rows, options.workers, stopping, sum(source.size for source in sources))
         files, image_files = _write(fs, _checked(batches, folder, template), _progress(sources), tally)
         if options.validation is None and not tally.totals["validation"] and tally.samples >= WORTH_A_SPLIT:
             raise _NoneHeldOut(min(tally.ids))

@@ -122,6 +122,9 @@ def bounded_reader(path: Path) -> "GGUFReader":
 
     class BoundedReader(GGUFReader):
         def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+            if isinstance(self.data, np.memmap):
+                # Of a vocabulary each token is two slices, and one of a memmap takes as long as ten of an array.
+                self.data: Any = self.data.view(np.ndarray)
             end = int(offset) + int(count) * np.dtype(dtype).itemsize
             if end > len(self.data):
                 raise ValueError(f"a field ends at byte {end:,} of {len(self.data):,}")

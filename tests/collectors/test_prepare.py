@@ -410,6 +410,19 @@ def test_a_source_is_read_only_a_little_ahead(target: str, monkeypatch: pytest.M
     assert len(taken) <= 10
 
 
+@pytest.mark.parametrize(("megabytes", "workers"), [(4, []), (12, [2]), (40, [5]), (4000, [16])])
+def test_workers_are_as_many_as_the_rows_are_worth(
+    megabytes: int, workers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(batches, "make_batch", lambda _recipe, batch: batch)
+    monkeypatch.setattr(batches, "usable_cores", lambda: 16)
+    monkeypatch.setattr(batches, "_pooled", lambda _recipe, _rows, count, _stop: started.append(count) or [])
+    rows = ([Row(f"f:{number}", b"", 1 << 20)] for number in range(min(megabytes, 20)))
+    list(ordered_batches(None, rows, None, lambda: False, megabytes << 20))  # type: ignore[arg-type]
+    assert started == workers
+
+
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="ru_maxrss is in kB on Linux")
 def test_ten_times_the_rows_take_no_more_memory(tmp_path: Path, target: str) -> None:
     few = write_rows(tmp_path / "few.jsonl", rows(2_000))

@@ -254,11 +254,17 @@ def test_two_ranks_on_one_gpu_are_refused_by_its_name(store: Store, tmp_path: Pa
     assert not said[1]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_ranks_on_one_gpu_train_over_gloo(strategy: str, store: Store, tmp_path: Path) -> None:
+def test_two_ranks_on_one_gpu_shard_no_parameters_over_gloo(store: Store, tmp_path: Path) -> None:
+    words = [*WORDS, f"train.device={DEVICE}:0", "train.dist_backend=gloo", "train.parallel=fsdp"]
+    codes, _, said = ended(start_two(store.path, "-o", str(tmp_path / "run"), "-q", *words))
+    assert 2 in codes
+    assert "[option-invalid]" in said[0] + said[1]
+
+
+def test_two_ranks_on_one_gpu_train_over_gloo(store: Store, tmp_path: Path) -> None:
     words = [*WORDS, *STEADY, f"train.device={DEVICE}:0"]
     train(store.path, tmp_path / "one", words=words)
-    words = [*words, "train.dist_backend=gloo", f"train.parallel={strategy}"]
+    words = [*words, "train.dist_backend=gloo"]
     codes, _, said = ended(start_two(store.path, "-o", str(tmp_path / "two"), "-q", *words))
     assert codes == [0, 0], said
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)

@@ -17,9 +17,11 @@ from hiddenstore.process import Rank
 from tests.forked import Forked, command
 from tests.trainer.runs import ON_CPU, tiny_store
 from tests.trainer.two_ranks import free_ports
-from trainer.parallel.group import peer_errors, process_group, refuse_shared_gpus
+from trainer.config import LoopConfig
+from trainer.parallel.group import ProcessGroup, peer_errors, process_group, refuse_shared_gpus
 from trainer.train import checkpoint
 from trainer.train.loop import train
+from trainer.train.state import require_shards_by_nccl
 
 
 def failing(*words: str) -> None:
@@ -208,6 +210,16 @@ def test_nccl_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="no GPU with NCCL") as caught:
         train(tmp_path / "store", tmp_path / "run", words=["train.dist_backend=nccl"])
     assert caught.value.hint == "train.dist_backend=auto"
+
+
+def test_shards_of_a_gpu_s_parameters_need_nccl() -> None:
+    settings = LoopConfig(parallel="fsdp", dist_backend="gloo")
+    two = ProcessGroup(Rank(0, 2))
+    with pytest.raises(ConfigError, match="over gloo") as caught:
+        require_shards_by_nccl(settings, two, torch.device("cuda:0"))
+    assert caught.value.kind == "option-invalid"
+    require_shards_by_nccl(settings, two, torch.device("cpu"))
+    require_shards_by_nccl(settings, ProcessGroup(Rank()), torch.device("cuda:0"))
 
 
 def test_ranks_that_share_a_gpu_are_told_which_and_what_to_do() -> None:

@@ -19,7 +19,7 @@ from hiddenstore.store import Store
 from hiddenstore.targets.load import pick_device
 from hiddenstore.threads import keep_freed_memory
 from schemas.manifest import Snapshot
-from trainer.config import TrainConfig
+from trainer.config import LoopConfig, TrainConfig
 from trainer.drafters import DRAFTERS, drafter_kind
 from trainer.drafters.base import Drafter, DrafterInUse, Objective
 from trainer.drafters.blocks import compile_blocks
@@ -96,6 +96,7 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
     context = context_group(config.train.context_parallel, group)
     with group.all_or_none():
         device = _device(config, group)
+        require_shards_by_nccl(config.train, group, device)
     if uses_nccl(config.train.dist_backend):
         require_own_gpus(group, device)
     with group.all_or_none():
@@ -154,6 +155,16 @@ def _check_context(config: TrainConfig) -> None:
             f"{config.train.context_parallel}) with this loss; with their default losses these can: {', '.join(able)}",
             kind=Kind.OPTION_INVALID,
             hint="train.context_parallel=1",
+        )
+
+
+def require_shards_by_nccl(train: LoopConfig, group: ProcessGroup, device: torch.device) -> None:
+    """ConfigError ``option-invalid``: ranks on GPUs that share parameters otherwise."""
+    if train.parallel == "fsdp" and not group.is_single and device.type == "cuda" and not uses_nccl(train.dist_backend):
+        raise ConfigError(
+            "train.parallel=fsdp shards parameters of a GPU by NCCL alone: over gloo torch ends the process (2.11)",
+            kind=Kind.OPTION_INVALID,
+            hint="train.dist_backend=auto with a GPU for each rank, or train.parallel=ddp",
         )
 
 
