@@ -126,6 +126,7 @@ def dspark(config: Mapping[str, Any]) -> Shapes:
 def vllm_dspark(config: Mapping[str, Any]) -> Shapes:
     assert config["target_layer_ids"] == config["dflash_config"]["target_layer_ids"]
     assert config["mask_token_id"] == config["dflash_config"]["mask_token_id"]
+    assert not config["dflash_config"].get("sample_from_anchor"), "its DFlash, which a DSpark is, raises"
     return vllm_dflash(config) | dspark(config)
 
 

@@ -218,6 +218,38 @@ def test_dflash2_as_z_lab_publishes_it_keeps_its_windows_and_refuses_what_is_sca
                 read_published(tmp_path / "out", checkpoint.head, LAYERS)
 
 
+REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("eagle3", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
+    ("peagle", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ("dflash", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
+    ("eagle3", {"layer_types": ["sliding_attention"], "sliding_window": 128}, "sliding_attention"),
+    ("dflash", {"dflash_config": {"attention_value_scale": 0.5}}, "attention_value_scale is 0.5"),
+    ("dflash", {"is_neox_style": False}, "is_neox_style is false"),
+)
+
+
+@pytest.mark.parametrize(("drafter", "changes", "reason"), REFUSED)
+def test_a_published_drafter_that_computes_otherwise_than_ours_is_refused(
+    drafter: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    checkpoint = make(drafter)
+    export(checkpoint, "vllm", tmp_path / "out", "float32")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    for name, value in changes.items():
+        config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=reason):
+        read_published(tmp_path / "out", checkpoint.head, LAYERS)
+
+
+def test_a_dflash_with_a_mask_embedding_of_its_own_is_refused(tmp_path: Path) -> None:
+    checkpoint = make("dflash")
+    export(checkpoint, "vllm", tmp_path / "out", "float32")
+    torch.save(torch.ones(4), tmp_path / "out" / "mask_embedding.pt")
+    with pytest.raises(ConfigError, match=r"mask_embedding\.pt"):
+        read_published(tmp_path / "out", checkpoint.head, LAYERS)
+
+
 AMBIGUOUS = {"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}
 
 

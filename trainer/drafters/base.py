@@ -6,7 +6,7 @@ U draft vocabulary, n rows of logits.
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -266,6 +266,10 @@ class DrafterKind(ABC, Generic[M, C, S]):
         """Most tokens of one draft; None for any number."""
         return None
 
+    def depends_on_length(self, config: C) -> bool:
+        """Whether the first tokens of a draft depend on how many follow."""
+        return False
+
     @abstractmethod
     def live(self, model: M, target: TargetInterface) -> Live:
         """The drafter beside a live target."""
@@ -303,6 +307,16 @@ class DrafterInUse:
     def hits(self, pack: PackedBatch, draft_len: int) -> Tensor:
         """See `DrafterKind.hits`."""
         return self.kind.hits(self.model, self.target, pack, draft_len)
+
+    def hits_by_length(self, pack: PackedBatch, lengths: Iterable[int]) -> dict[int, Tensor]:
+        """``hits`` of drafts of each of these lengths."""
+        lengths = set(lengths)
+        if not lengths:
+            return {}
+        if self.kind.depends_on_length(self.config):
+            return {length: self.hits(pack, length) for length in lengths}
+        longest = self.hits(pack, max(lengths))
+        return {length: longest.clamp(max=length) for length in lengths}
 
     def live(self) -> Live:
         """See `DrafterKind.live`."""

@@ -430,8 +430,9 @@ class DFlash(Drafter):
         self, tokens: Tensor, positions: Tensor, context: list[KeyValues], blocks: Blocks, slots: tuple[int, int]
     ) -> Tensor:
         """States after the final norm [N*S, D] of slots first…last of blocks that open with ``tokens`` int64 [N] at
-        ``positions`` int64 [N]; ``blocks`` index the rows of ``context``."""
-        size = self.config.block_size
+        ``positions`` int64 [N]; ``blocks`` index the rows of ``context``. A block ends with the last slot, as engines
+        fill no more slots than they draft (vLLM's ``dflash.py``: one and the drafted)."""
+        size = slots[1]
         at = positions[:, None] + torch.arange(size, device=positions.device)
         opening = F.embedding(F.pad(tokens, (0, 1), value=self.config.mask_token_id), self.frozen_embeddings)
         x = opening.to(self.fc.weight.dtype)[:, None]
@@ -546,6 +547,9 @@ class _DFlashKind(DrafterKind[DFlash, DFlashConfig, BlockLoss]):
 
     def longest_draft(self, config: DFlashConfig) -> int:
         return config.longest
+
+    def depends_on_length(self, config: DFlashConfig) -> bool:
+        return not all(config.is_causal(window) for window in config.windows)
 
     def live(self, model: DFlash, target: TargetInterface) -> LiveBlocks:
         return LiveBlocks(model, target.vocab)

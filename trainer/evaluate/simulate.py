@@ -210,21 +210,21 @@ def evaluate_packs(
     for drafter in drafters:
         drafter.require_length(max(shape.length for shape in shapes))
     results = [Evaluation([AcceptanceTally(shape.length, shape.width) for shape in shapes], []) for _ in drafters]
-    chain = max((shape.length for shape in shapes if shape.width == 1), default=0)
+    lengths = {shape.length for shape in shapes if shape.width == 1}
     for pack in packs:
         moved = pack.to(device)
         for drafter, result in zip(drafters, results, strict=True):
-            hits = drafter.hits(moved, chain).cpu().numpy() if chain else None
+            hits = {length: found.cpu().numpy() for length, found in drafter.hits_by_length(moved, lengths).items()}
             for rows in _documents(pack):
                 mask = pack.loss_mask[rows].cpu().numpy()
                 for tally in result.tallies:
                     if tally.width > 1:
                         replay(drafter.tree(tally.width), moved, rows, tally)
-                    elif hits is not None:
-                        walk(np.minimum(hits[rows], tally.draft_len), mask, tally)
+                    else:
+                        walk(hits[tally.draft_len][rows], mask, tally)
                 result.texts.append((pack.input_ids[rows].cpu().numpy(), mask))
-                if hits is not None:
-                    result.hits.append(hits[rows])
+                if hits:
+                    result.hits.append(hits[max(lengths)][rows])
         if on_pack:
             on_pack(pack.tokens)
     return results

@@ -43,6 +43,8 @@ from trainer.train.run_folder import RUN_JSON, create, load_weights, read_facts,
 from trainer.vocab import DraftVocab, count_store, coverage
 
 SAFE_TORCH = Version("2.10")
+MASK_FILE = "mask_embedding.pt"
+"""Beside a published DFlash's weights; vLLM's ``qwen3_dflash.py`` puts it in place of the target's."""
 START = "start"
 """The run inside a run that holds the target's own part as it was."""
 _NOT_OURS = ("d2t", "t2d", "token_map", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -73,6 +75,8 @@ def read_published(
         config, tensors = gguf.read(file)
     else:
         config = _config(folder)
+        if (folder / MASK_FILE).is_file():
+            raise _unfit(folder, f"{MASK_FILE} holds an embedding of its mask token, and ours takes the target's")
         try:
             tensors = _tensors(folder, partial(part.is_read, config) if part and part.is_read else None)
         except HiddenstoreError:
@@ -117,7 +121,7 @@ def read_published(
     return Published(settings, tensors, vocab)
 
 
-def _unfit(folder: Path, error: Exception) -> ConfigError:
+def _unfit(folder: Path, error: Exception | str) -> ConfigError:
     return ConfigError(f"{folder}: config.json is of no drafter: {error}", kind=Kind.DRAFTER_UNFIT)
 
 
@@ -228,7 +232,7 @@ def _folder(source: str | Path, part: DrafterExport | None = None) -> Path:
     bound_hub_requests()
     try:
         if part is None or part.is_read is None:
-            return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+            return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin", MASK_FILE]))
         folder = Path(snapshot_download(str(source), allow_patterns=["*.json"]))
         index = folder / INDEX_FILE
         files = foreign_json(index.read_bytes())["weight_map"] if index.is_file() else {}

@@ -290,10 +290,15 @@ def llama_dimensions(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
     }
 
 
-def dimensions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a Llama-like ``config.json`` gives; KeyError where it lacks one."""
+def dimensions(config: Mapping[str, Any], rotates_partly: bool = False) -> dict[str, Any]:
+    """The settings that a Llama-like ``config.json`` gives. KeyError where it lacks one; ValueError where it rotates a
+    part of each head, and the drafter is not one that ``rotates_partly``."""
     from trainer.attention.rope import published_rope
 
+    places = (config, config.get("rope_scaling") or {}, config.get("rope_parameters") or {})
+    share = next((found for place in places if (found := place.get("partial_rotary_factor")) is not None), 1.0)
+    if share != 1.0 and not rotates_partly:
+        raise ValueError(f"partial_rotary_factor is {share}, and ours rotates every channel of a head")
     heads = config["num_attention_heads"]
     theta, scaling = published_rope(config)
     return {

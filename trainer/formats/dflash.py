@@ -107,6 +107,7 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
     dflash = config.get("dflash_config") or {}
     if dflash.get("sample_from_anchor") or config.get("sample_from_anchor"):
         raise ValueError("sample_from_anchor is set: its first slot predicts too, ours repeats the anchor")
+    _require_plain(config, dflash)
     base.require_shared_embeddings(tensors, target.head, "DFlash")
     output = target.head.output_weight
     base.drop_shared(tensors, "lm_head.weight", output[target.vocab.target_ids.to(output.device)])
@@ -120,6 +121,15 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
         "train_head": "lm_head.weight" in tensors,
     }
     return base.dimensions(config) | facts, tensors
+
+
+def _require_plain(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
+    """ValueError where attention computes otherwise than ours, as vLLM's ``qwen3_dflash.py`` reads it."""
+    scale = dflash.get("attention_value_scale")
+    if scale not in (None, 1.0):
+        raise ValueError(f"attention_value_scale is {scale}, and ours takes values as they are")
+    if not config.get("is_neox_style", True):
+        raise ValueError("is_neox_style is false: it rotates neighbouring channels, ours the halves of a head")
 
 
 def _windows(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,8 @@ _NO_CONFIDENCE = Lack(
 
 def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
     """``markov_head.markov_w1`` [V, M], ``markov_w2`` [U, M], ``confidence_head.proj`` [1, D+M] with a bias. Mask token
-    and layers stand at the top and in ``dflash_config``: vLLM reads the former, SGLang and llama.cpp the latter."""
+    and layers stand at the top and in ``dflash_config``: vLLM reads the former, SGLang and llama.cpp the latter. vLLM
+    refuses ``sample_from_anchor`` there, where it is a DFlash's."""
     made, drafter = DFLASH.files(checkpoint, engine, reads, dtype), checkpoint.config
     flags = {
         "mask_token_id": drafter.mask_token_id,
@@ -34,7 +35,9 @@ def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> 
         "dspark_bonus_anchor": False,
         **_heads(drafter),
     }
-    nested = made.config["dflash_config"] | {"projector_type": "dspark", "sample_from_anchor": True}
+    nested = made.config["dflash_config"] | {"projector_type": "dspark"}
+    if engine.name != "vllm":
+        nested["sample_from_anchor"] = True
     return replace(made, config={**made.config, **flags, "dflash_config": nested})
 
 

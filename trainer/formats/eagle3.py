@@ -87,8 +87,10 @@ def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> 
     if drafter.norm_before_residual:
         config["norm_before_residual"] = True
     if drafter.fc_norm or drafter.norm_output:
-        flags = {"fc_norm": drafter.fc_norm, "norm_output": drafter.norm_output}
-        config |= {**flags, "num_aux_hidden_states": len(ids)}
+        config |= {"fc_norm": drafter.fc_norm, "norm_output": drafter.norm_output}
+    if drafter.fc_norm or drafter.norm_output or quirks.wrap:
+        # speculators' outer config has the ids, and vLLM makes an fc of three layers where the inner says no number.
+        config["num_aux_hidden_states"] = len(ids)
     return Files(config, tensors)
 
 
@@ -131,6 +133,8 @@ def _signs(config: Mapping[str, Any], tensors: Tensors) -> bool:
 
 
 def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[dict[str, Any], Tensors]:
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        raise ValueError("layer_types has sliding_attention, and layers of ours see the whole text")
     base.drop_shared(tensors, "embed_tokens.weight", target.head.embed_tokens)
     if "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = target.head.output_weight[target.vocab.target_ids].float().cpu()

@@ -116,6 +116,9 @@ def _eagle3_config(fields: Fields) -> dict[str, Any]:
         raise ValueError("norm_before_fc is set: it norms all layers as one, ours norms each")
     if fields["block_count"] != 1:
         raise ValueError(f"block_count is {fields['block_count']}, and llama.cpp's EAGLE-3 has one layer")
+    turned, width = fields.get("rope.dimension_count"), fields.get("attention.key_length")
+    if turned and width and turned != width:
+        raise ValueError(f"rope.dimension_count is {turned} of {width}, and ours rotates every channel of a head")
     return {
         "model_type": "llama",
         "eagle_aux_hidden_state_layer_ids": fields["target_layers"],

@@ -147,7 +147,7 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
         base.drop_shared(tensors, name, rows)
         if name in tensors:
             raise ValueError(f"{name} differs from the target's, which an MTP layer shares")
-    settings = base.dimensions(text) | {"aux_layers": (), "layout": word}
+    settings = base.dimensions(text, rotates_partly=True) | {"aux_layers": (), "layout": word}
     if layout.gated:
         count, width, length = settings["num_heads"], settings["head_dim"], len(read[_QUERIES])
         if length != count * 2 * width:
