@@ -77,7 +77,7 @@ def measure(
     if not trained.tally.drafts:
         return None
     parameters = sum(weight.numel() for weight in drafters[0].model.parameters())
-    least = floor(store, trained.texts, shape.length)
+    least = floor(store, trained.texts, shape.length, split)
     return Measured(split, trained, untrained, least, drafters[0].step, parameters)
 
 

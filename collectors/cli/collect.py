@@ -332,7 +332,7 @@ def _show_plan(needs: "Plan") -> None:
     ]
     out.table(["recipe", ">size", ">on disk", ">smaller", ">bytes/token", ">segments", ">files", "fits"], rows)
     _note_of_blocks(needs)
-    out.note(f"for scale: {expectation(needs.info.tokens)}")
+    out.note(f"for scale: {expectation(round(needs.info.tokens * (1 - needs.info.validation_share)))}")
 
 
 def _note_of_blocks(needs: "Plan") -> None:

@@ -290,22 +290,24 @@ def _tool_calls(calls: Any, title: str) -> list[dict[str, Any]]:
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-        with suppress(ValueError, RecursionError):
-            call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
     stripped: dict[str, Any] = _without_none(call)
+    function = stripped.get("function")
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        # Behind the stripping: a null in JSON text was written there, and by the target where it answered.
+        with suppress(ValueError, RecursionError):
+            stripped = {**stripped, "function": {**function, "arguments": json.loads(function["arguments"])}}
     return stripped
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    if isinstance(tools, str):
+    is_text = isinstance(tools, str)
+    if is_text:
         tools = _json(tools, "tools-invalid") if tools.strip() else None
     if not tools:
         return None
     if not _is_list_of_objects(tools):
         raise _UnusableError("tools-invalid", f"tools is {_kind(tools)}, expected a list of objects")
-    return _written([_without_none(tool) for tool in tools], "tools-invalid", "tools")
+    return _written(tools if is_text else [_without_none(tool) for tool in tools], "tools-invalid", "tools")
 
 
 def _written(objects: list[dict[str, Any]], reason: str, title: str) -> list[dict[str, Any]]:

@@ -110,7 +110,8 @@ class _InProcess:
         return [[fitting[i] for i in batch] for batch in prompt_batches(lengths, self.options.batch_size)]
 
     def _reply(self, answer: Answer) -> Reply:
-        text = str(self.folder.tokenizer.decode(answer.token_ids, skip_special_tokens=True))
+        # Special tokens too: channels, thoughts and calls are marked by them. The one that ends it is not among these.
+        text = str(self.folder.tokenizer.decode(answer.token_ids, skip_special_tokens=False))
         is_looping = repeated_share(answer.token_ids) > LOOP_SHARE
         drop = "looping" if is_looping else None if text.strip() else "empty"
         return Reply(text=text, tokens=len(answer.token_ids), is_cut=not answer.ended, drop=drop)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from collectors.regenerate.rewrite import Rewrite
+from collectors.tokenize.template import read_template
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.settings import plain_value
 
@@ -190,6 +191,10 @@ def require_possible(options: RegenerateOptions) -> None:
         raise ConfigError(f"shard {shard}/{shards} does not exist: they count from 1", kind=Kind.OPTION_INVALID)
 
 
+def _template_sha256(file: str | Path) -> str:
+    return hashlib.sha256(str(read_template(file)).encode()).hexdigest()[:16]
+
+
 def answer_settings(options: RegenerateOptions, label: str) -> dict[str, Any]:
     """What the answers depend on; a run that goes on with others would mix two kinds of answers."""
     names = ["temperature", "max_samples", "system", "revision"]
@@ -205,6 +210,7 @@ def answer_settings(options: RegenerateOptions, label: str) -> dict[str, Any]:
         **{name: getattr(options, name) for name in names},
         # Runs that were begun before there was a choice do not name it.
         **({"sends_top_p": True} if options.server is not None and options.top_p == 1 else {}),
+        **({"template_sha256": _template_sha256(options.template)} if options.template else {}),
         **({"turns": "last"} if options.turns == "last" else {}),
         **({"raw": True} if options.raw else {}),
         **({"engine_args": sorted(options.engine_args)} if options.engine_args else {}),

@@ -63,17 +63,26 @@ class Prefixes:
     def answer(self, index: int, end_tokens: Sequence[str]) -> Range:
         """What the target writes of message ``index``: after the generation prompt, up to its end-of-turn token. Raises
         RewrittenError: the rendering of the messages before it, or up to it, is no prefix of the whole text."""
-        prompt = self._render(index, True) if index else ""
+        prompt = self.prompt(index)
         end = self.end(index + 1)
         if prompt is None or not self.text.startswith(prompt):
             raise RewrittenError(self._difference(f"the prompt of message {index + 1}", prompt))
         if end is None:
             raise RewrittenError(self._difference(f"message {index + 1}", self._render(index + 1, False)))
         written = self.text[len(prompt) : end]
-        # White space after the end-of-turn token is the template's, the target never writes it.
-        if written.rstrip().endswith(tuple(end_tokens)):
-            end = len(prompt) + len(written.rstrip())
-        return len(prompt), end
+        return len(prompt), len(prompt) + ended(written, end_tokens)
+
+    def prompt(self, index: int) -> str | None:
+        """What the target has read before it writes message ``index``, None where the template refuses. Before the
+        first message, which no rendering ends, it reaches to the end of the first header of an answer."""
+        if index:
+            return self._render(index, True)
+        alone, prompted = self._render(1, False), self._render(1, True)
+        if alone is None or prompted is None or not prompted.startswith(alone):
+            return None
+        header = prompted[len(alone) :]
+        at = self.text.find(header)
+        return None if at < 0 else self.text[: at + len(header)]
 
     def _difference(self, title: str, alone: str | None) -> str:
         if alone is None:
@@ -81,6 +90,17 @@ class Prefixes:
         at = next((i for i, (a, b) in enumerate(zip(alone, self.text, strict=False)) if a != b), len(self.text))
         alone, expected = alone[at : at + _SHOWN], self.text[at : at + _SHOWN]
         return f"{title} alone renders {alone!r} where the whole conversation has {expected!r}"
+
+
+def ended(written: str, end_tokens: Sequence[str]) -> int:
+    """The length of what the target writes of ``written``, which ends with its end-of-turn token: white space behind
+    that is the template's, and so is a second end, of a whole text, behind the end of a turn."""
+    answer = written.rstrip()
+    token = next((token for token in end_tokens if answer.endswith(token)), None)
+    if token is None:
+        return len(written)
+    before = answer.removesuffix(token).rstrip()
+    return len(before) if before.endswith(tuple(end_tokens)) else len(answer)
 
 
 def find_turns(prefixes: Prefixes, answers: dict[int, Range]) -> list[Turn]:
@@ -171,6 +191,7 @@ def token_spans(turns: Sequence[Turn], tokens: TokenMap) -> np.ndarray:
 NOT_STABLE = "not-prefix-stable"
 NOTHING_SUPERVISED = "nothing-supervised"
 TOOL_CALLS_LOST = "tool-calls-lost"
+CUT_IN_THOUGHT = "cut-in-thought"
 
 THINK_TAGS = (
     ("<think>", "</think>"),
@@ -292,6 +313,8 @@ class ChatTemplate:
 
     def _rendered(self, conversation: Conversation) -> tuple[str, list[Range]] | Problem:
         try:
+            if self._is_cut_in_thought(conversation):
+                return Problem(conversation.location, CUT_IN_THOUGHT, "its answer was cut before its thoughts ended")
             text, tagged = self.render(conversation)
             text.encode("utf-8")
             if len(conversation.messages) - 1 in conversation.cut:
@@ -300,6 +323,19 @@ class ChatTemplate:
         except RENDER_ERRORS as error:
             return Problem(conversation.location, "template-refused", reason_of(error))
         return text, tagged
+
+    def _is_cut_in_thought(self, conversation: Conversation) -> bool:
+        """Whether the last answer ends inside its thoughts: templates take those for its words, and close thoughts of
+        their own before them."""
+        last = len(conversation.messages) - 1
+        content = conversation.messages[-1].get("content")
+        if last not in conversation.cut or not isinstance(content, str):
+            return False
+        tags = [pair for pair in THINK_TAGS if pair[1] not in content]
+        if any(content.lstrip().startswith(opening) for opening, _ in tags):
+            return True
+        prompt = self.render(conversation, last, prompt=True)[0].rstrip() if last else ""
+        return bool(content.strip()) and prompt.endswith(tuple(opening for opening, _ in tags))
 
     def _encode(self, texts: list[str]) -> list[tuple[list[int], TokenMap]]:
         if not texts:
@@ -405,6 +441,7 @@ class ChatTemplate:
         self, prefixes: Prefixes, indices: list[int], tagged: list[Range]
     ) -> tuple[dict[int, Range], list[Range]]:
         if len(tagged) == len(indices):
+            tagged = [self._without_header(prefixes, *pair) for pair in zip(indices, tagged, strict=True)]
             answers = dict(zip(indices, tagged, strict=True))
             return answers, tagged[-1:] if self.loss_on == "last-turn" else tagged
         # Several tags in a message, or messages without: the ends of the messages tell which is whose.
@@ -418,6 +455,13 @@ class ChatTemplate:
             return answers, tagged
         last = answers.get(indices[-1]) if indices else None
         return answers, [pair for pair in tagged if last and last[0] <= pair[0] < last[1]] or tagged[-1:]
+
+    def _without_header(self, prefixes: Prefixes, index: int, tagged: Range) -> Range:
+        """What the target writes of a tagged range, which SmolLM3's template begins with the header of the answer."""
+        (start, end), prompt = tagged, prefixes.prompt(index)
+        if prompt is not None and start < len(prompt) < end and prefixes.text.startswith(prompt):
+            start = len(prompt)
+        return start, start + ended(prefixes.text[start:end], self.end_tokens)
 
 
 def reasoning_ranges(text: str, answers: Sequence[Range]) -> list[Range]:
@@ -444,6 +488,11 @@ def _is_reasoning_lost(conversation: Conversation, text: str) -> bool:
     """Earlier reasoning is left out by design of most templates; that of the last answer is what the target wrote."""
     last = next((message for message in reversed(conversation.messages) if message["role"] == "assistant"), {})
     reasoning = [str(last[name]).strip() for name in REASONING if last.get(name)]
+    content = last.get("content")
+    for opening, closing in THINK_TAGS:
+        thought, tag, _ = (content if isinstance(content, str) else "").partition(closing)
+        if tag and (thought := thought.replace(opening, "", 1).strip()):
+            reasoning.append(thought)
     return any(reasoning) and not any(line and line in text for line in reasoning)
 
 

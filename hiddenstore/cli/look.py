@@ -126,7 +126,7 @@ def _size_line(document: Mapping[str, Any]) -> str:
     beside = {"target": document["bytes_target"], "calibration": document["bytes_calibration"]}
     more = ", ".join(f"{name} {size(number)}" for name, number in beside.items() if number)
     on_disk = f"{size(document['bytes_on_disk'])} on disk" + (f" with {more}" if more else "")
-    return f"{size(stored)}   from {size(raw)} as bf16 ({raw / stored:.2f}×)   {per_token}   {on_disk}"
+    return f"{size(stored)}   from {size(raw)} as bf16 at every token ({raw / stored:.2f}×)   {per_token}   {on_disk}"
 
 
 def _advice_lines(advice: Mapping[str, Any]) -> str:

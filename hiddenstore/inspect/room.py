@@ -13,8 +13,8 @@ from hiddenstore.segments.base import Container, unit_tokens
 from hiddenstore.store import Store
 from schemas.capture import CaptureSpec
 
-# Token ids, mask and row positions of one token.
-_BYTES_BESIDE_STATES = 5
+# Token id and mask of one token, and the position of one final row.
+_BYTES_OF_TOKEN, _BYTES_OF_ROW = 5, 4
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def room_for(counts: Counts, capture: CaptureSpec, container: Container) -> Room
     bits = counts.tokens * layers * row_bits + counts.final_rows * final.row_bits(width)
     segments = max(1, math.ceil(counts.tokens / unit_tokens(capture)))
     extra = container.overhead(capture, counts.samples, segments)
-    values = int(bits / 8) + counts.tokens * _BYTES_BESIDE_STATES
+    values = int(bits / 8) + counts.tokens * _BYTES_OF_TOKEN + counts.final_rows * _BYTES_OF_ROW
     return Room(values + extra.size_bytes, segments, extra.files)
 
 

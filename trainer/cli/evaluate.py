@@ -289,7 +289,7 @@ def _simulate(
         results = simulate.evaluate(drafters, text, split, shapes, device=device, on_pack=progress.advance)
     if trained_on is None:
         output().warn(f"{info.spec.store} is gone: the n-gram floor is made from the training split of {store}")
-    floor = simulate.floor(trained_on or text, results[0].texts, shapes[-1].length)
+    floor = simulate.floor(trained_on or text, results[0].texts, shapes[-1].length, split)
     document = {
         "run": run,
         "step": drafters[0].step,

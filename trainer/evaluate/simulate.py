@@ -8,6 +8,7 @@ in training backs off to the shorter one, down to the most frequent token.
 Shapes: T tokens of one sample, C distinct contexts of one order.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -29,6 +30,9 @@ MAX_TRAINING_TOKENS = 20_000_000
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+
+Text = tuple[np.ndarray, np.ndarray]
+"""input_ids [T] and loss_mask [T] of one sample."""
 
 
 @dataclass(frozen=True)
@@ -98,19 +102,24 @@ def ngram_floor(
     max_tokens: int = MAX_TRAINING_TOKENS,
 ) -> NgramFloor:
     """Fit on ``training`` and walk ``texts``, both as (input_ids [T], loss_mask [T]) pairs, with chains of K."""
-    tables = NgramTables.fit(training, max_tokens)
+    return _walked([(NgramTables.fit(training, max_tokens), texts)], draft_len)
+
+
+def _walked(parts: Sequence[tuple[NgramTables, Sequence[Text]]], draft_len: int) -> NgramFloor:
+    """Of texts that are walked by tables of their own."""
     tallies = [AcceptanceTally(draft_len) for _ in range(ORDERS)]
-    for ids, mask in texts:
-        following = np.append(ids[1:].astype(np.int64), -2)
-        for tally, predicted in zip(tallies, tables.predict(ids), strict=True):
-            walk(hits_of_next_token(predicted == following, draft_len), mask, tally)
+    for tables, texts in parts:
+        for ids, mask in texts:
+            following = np.append(ids[1:].astype(np.int64), -2)
+            for tally, predicted in zip(tallies, tables.predict(ids), strict=True):
+                walk(hits_of_next_token(predicted == following, draft_len), mask, tally)
     lengths = tuple(tally.accepted_length for tally in tallies)
     best = max(((length, -order) for order, length in enumerate(lengths, 1) if length is not None), default=None)
     return NgramFloor(
         accepted_length=best[0] if best else None,
         order=-best[1] if best else None,
         per_order=lengths,
-        training_tokens=tables.training_tokens,
+        training_tokens=min(tables.training_tokens for tables, _ in parts),
         per_position=tuple(tallies[-best[1] - 1].per_position) if best else (),
     )
 
@@ -153,9 +162,6 @@ def _most_frequent(keys: list[np.ndarray], following: list[np.ndarray]) -> tuple
 
 
 PACK_TOKENS = 8192
-
-Text = tuple[np.ndarray, np.ndarray]
-"""input_ids [T] and loss_mask [T] of one sample."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,10 +236,26 @@ def evaluate_packs(
     return results
 
 
-def floor(store: Store, texts: Sequence[Text], draft_len: int) -> NgramFloor:
-    """The n-gram floor over ``texts`` from the training split of ``store``; states are not read."""
-    samples = (store.sample(entry.id) for _, entry in store.entries if entry.split == "train")
-    return ngram_floor(((sample.input_ids, sample.loss_mask) for sample in samples), texts, draft_len)
+def floor(store: Store, texts: Sequence[Text], draft_len: int, split: Split = "validation") -> NgramFloor:
+    """The n-gram floor over ``texts`` of a split from the training split of ``store``; states are not read. Of the
+    training split itself each half is walked by the tables of the other."""
+
+    def training() -> Iterator[Text]:
+        samples = (store.sample(entry.id) for _, entry in store.entries if entry.split == "train")
+        return ((sample.input_ids, sample.loss_mask) for sample in samples)
+
+    if split != "train":
+        return ngram_floor(training(), texts, draft_len)
+    parts = []
+    for half in (0, 1):
+        tables = NgramTables.fit(text for text in training() if _half(text) != half)
+        parts.append((tables, [text for text in texts if _half(text) == half]))
+    return _walked(parts, draft_len)
+
+
+def _half(text: Text) -> int:
+    """0 or 1 by the tokens alone."""
+    return zlib.crc32(np.ascontiguousarray(text[0], dtype=np.int32).tobytes()) & 1
 
 
 def split_packs(store: Store, split: Split, needs: "Needs", device: str = "cpu") -> Iterator[PackedBatch]:

@@ -66,9 +66,10 @@ def print_summary(state: TrainState) -> Forecast | None:
     for line in _summary_lines(state):
         out.note(line)
     out.err.print(Padding(_settings_grid(state), (0, 0, 0, 2), expand=False))
-    out.note(forecast_text(said, state.config.data.batch_tokens))
+    tokens = step_tokens(state)
+    out.note(forecast_text(said, tokens))
     if state.config.drafter.name == EXPECTED_DRAFTER:
-        out.note(f"for scale: {expectation(state.total_steps * state.config.data.batch_tokens)}")
+        out.note(f"for scale: {expectation(state.total_steps * tokens)}")
     return said
 
 
@@ -362,12 +363,18 @@ def seconds_per_step(state: TrainState) -> float:
         _walk(state, pack)
         _synchronize(state.device)
     of_pack = time.perf_counter() - began
-    share = min(state.config.data.batch_tokens, state.batches.tokens) / max(1, pack.tokens)
+    share = step_tokens(state) / max(1, pack.tokens)
     began = time.perf_counter()
     for matrix in state.optimizer.matrices:
         orthogonal(matrix.detach(), bf16=state.config.train.precision == "bf16" or None)
     _synchronize(state.device)
     return of_pack * share + time.perf_counter() - began
+
+
+def step_tokens(state: TrainState) -> int:
+    """Tokens of a step, the mean of the first: a sample longer than a batch is one alone, and others fill it partly."""
+    first = [sum(plan.lengths) for plan, _ids in islice(state.batches.plan(0), _BATCHES_LOOKED_AT)]
+    return sum(first) // max(1, len(first))
 
 
 def forecast(state: TrainState) -> Forecast:
@@ -383,12 +390,12 @@ def forecast(state: TrainState) -> Forecast:
     return Forecast(checkpoints, seconds * (state.total_steps - state.step), seconds, peak + moments)
 
 
-def forecast_text(said: Forecast, batch_tokens: int) -> str:
+def forecast_text(said: Forecast, step_tokens: int) -> str:
     """One line: ``about 12 min: 2.1 s a step of 4.6 k tokens, measured on one pack; 1.9 GB of memory, …``."""
     disk = f"checkpoints of {size(said.checkpoint_bytes)} on disk"
     if said.seconds is None or said.step_seconds is None or said.memory_bytes is None:
         return disk
-    duration = f"about {duration_text(said.seconds)}: {said.step_seconds:.2g} s a step of {amount(batch_tokens)} tokens"
+    duration = f"about {duration_text(said.seconds)}: {said.step_seconds:.2g} s a step of {amount(step_tokens)} tokens"
     return f"{duration}, measured on one pack; {size(said.memory_bytes)} of memory, {disk}"
 
 
