@@ -87,5 +87,8 @@ def loader(
     reading = {name: options.pop(name) for name in ("layers", "final", "view") if name in options}
     dataset = SampleDataset(store, split, **reading)
     in_order = split != "train" if shuffle is None else not shuffle
+    if options.get("num_workers") and store.fs.prefers_few_files:
+        # A client of object storage has threads of its own, which a forked worker lacks.
+        options.setdefault("multiprocessing_context", "spawn")
     options = {"collate_fn": pack, **options}
     return DataLoader(dataset, batch_size=batch_size, shuffle=not in_order and "sampler" not in options, **options)

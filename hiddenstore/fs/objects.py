@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from functools import cache, cached_property
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from random import SystemRandom
@@ -71,6 +71,8 @@ class ObjectFilesystem:
         self._windows, self._drops = threading.local(), 0
         self._lock = threading.Lock()
         self._puts_are_atomic = False
+        self._clients: dict[int, Any] = {}
+        self._process = os.getpid()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.root!r})"
@@ -224,16 +226,29 @@ class ObjectFilesystem:
                 )
             self._puts_are_atomic = True
 
-    @cached_property
+    @property
     def _bucket(self) -> Any:
         return self._opened(60)
 
-    @cached_property
+    @property
     def _patient_bucket(self) -> Any:
         """For a large body in one request, as a condition demands."""
         return self._opened(1800)
 
     def _opened(self, timeout_s: int) -> Any:
+        """One client for each time-out. Raises ConfigError: ``option-invalid``: in a forked process, where its threads
+        are not and every request would wait for ever."""
+        if os.getpid() != self._process:
+            raise ConfigError(
+                f"{self.root} was opened before this process was forked",
+                kind=Kind.OPTION_INVALID,
+                hint='DataLoader(..., multiprocessing_context="spawn"), as hiddenstore.loader has it; or open it here',
+            )
+        if timeout_s not in self._clients:
+            self._clients[timeout_s] = self._client(timeout_s)
+        return self._clients[timeout_s]
+
+    def _client(self, timeout_s: int) -> Any:
         from obstore.exceptions import BaseError
 
         try:

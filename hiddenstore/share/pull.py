@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Event
 
 from hiddenstore.errors import ConflictError, CorruptionError, Kind, NotFoundError, StorageError
-from hiddenstore.files.layout import STORE_JSON
+from hiddenstore.files.layout import COMMITS_DIR, STORE_JSON
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import make_folder, replace_file, sweep_killed
 from hiddenstore.fs.seam import TEMP_PREFIX, storage_errors
@@ -72,11 +72,17 @@ def pull(remote: Remote, out: Path, begin: Begin) -> PullReport:
         missing = [file for file in files if not _is_there(file, advance)]
         _require_room(out, missing)
         replace_file(out / SUMS, sums_text(digests))
-        came = _bring_all(remote, [file for file in missing if file.path not in _LAST], advance)
-        # The name that makes a store of it comes after every other is durable.
-        LocalFilesystem(out).sync_folder("")
-        came += _bring_all(remote, [file for file in missing if file.path in _LAST], advance)
+        came = 0
+        # A record comes after what it names, into a store that grows too, and the name that makes a store of it last.
+        for turn in range(3):
+            came += _bring_all(remote, [file for file in missing if _turn(file.path) == turn], advance)
+            LocalFilesystem(out).sync_folder("")
     return PullReport(len(files), total, came, tuple(sorted(before & {file.path for file in missing})))
+
+
+def _turn(path: str) -> int:
+    """When a file is brought, each turn durable before the next."""
+    return 2 if path in _LAST else int(path.startswith(f"{COMMITS_DIR}/"))
 
 
 @contextmanager

@@ -101,9 +101,13 @@ class StorageRemote:
 
     def digests(self, files: Sequence[LocalFile]) -> dict[str, str]:
         known, sizes = self._known(), {file.path: self._fs.size(file.path) for file in files}
-        # Of another size under a known digest: put there by a push that ended before it, with other bytes.
+        is_cut = self._fs.size(_BEGUN) is not None
+        # Of another size under a known digest: put there by a push that ended before it, with other bytes. What such a
+        # push was to replace may be the old file or the new one.
         return {
-            file.path: known.get(file.path, "") if sizes[file.path] == file.size else "other"
+            file.path: ("" if is_cut and file.replaces else known.get(file.path, ""))
+            if sizes[file.path] == file.size
+            else "other"
             for file in files
             if sizes[file.path] is not None
         }

@@ -477,3 +477,14 @@ def test_a_dataset_that_cannot_be_found_is_not_found() -> None:
     with pytest.raises((NotFoundError, ConfigError, StorageError)) as caught:
         list(read_conversations(["nobody/nothing-of-that-name:train"]))
     assert "nobody/nothing-of-that-name" in caught.value.message
+
+
+def test_nulls_in_the_arguments_of_a_call_and_in_tools_that_are_json_text_stay() -> None:
+    call = {"type": "function", "function": {"name": "find", "arguments": '{"a": null, "b": [null, {"c": null}]}'}}
+    tools = [{"type": "function", "function": {"name": "find", "default": None, "enum": [None, "x"]}}]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    row = json.dumps({"messages": messages, "tools": json.dumps(tools)}).encode()
+    found = parse_row(Row("f:1", row, len(row)))
+    assert isinstance(found, Conversation)
+    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": [None, {"c": None}]}
+    assert found.tools == tools

@@ -501,3 +501,57 @@ def test_a18_the_time_that_rendering_may_take_is_that_of_one_rendering(monkeypat
     deadline = time.process_time() + 0.5
     while time.process_time() < deadline:
         assert isinstance(tokenise(template, TWO_TURNS), Tokenised)
+
+
+TWO_ENDS = CHATML + "{% if not add_generation_prompt %}</s>{% endif %}"
+HEADER_TAGGED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}<|im_start|>assistant\n{{ m['content'] }}"
+    "<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_an_end_of_the_whole_text_behind_the_end_of_a_turn_is_the_template_s() -> None:
+    template = ChatTemplate(tiny_tokenizer(TWO_ENDS))
+    assert supervised_runs(template, sample(template, chat("two?", "2"))) == ["2<|im_end|>"]
+
+
+def test_a_header_and_white_space_inside_generation_tags_are_not_what_the_target_writes() -> None:
+    template = ChatTemplate(tiny_tokenizer(HEADER_TAGGED))
+    assert template.is_tagged
+    assert supervised_runs(template, sample(template, chat("a", "b", "c", "d"))) == ["b<|im_end|>", "d<|im_end|>"]
+
+
+@pytest.mark.parametrize("text", [CHATML, CHATML_TAGGED])
+@pytest.mark.parametrize("before", ["", "{% if messages %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"])
+def test_an_answer_that_opens_a_conversation_is_supervised_without_what_stands_before_it(
+    text: str, before: str
+) -> None:
+    template = ChatTemplate(tiny_tokenizer(before + text))
+    first = {"role": "assistant", "content": "Hello!"}
+    found = sample(template, [first, *chat("a", "b")])
+    assert supervised_runs(template, found) == ["Hello!<|im_end|>", "b<|im_end|>"]
+    assert ("assistant", "Hello!<|im_end|>") in turns(template, found)
+
+
+THINKS = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+
+
+@pytest.mark.parametrize(("text", "answer"), [(CHATML, "<think>\nOkay, so the user"), (THINKS, "Okay, so the user")])
+def test_an_answer_that_was_cut_inside_its_thoughts_is_left_out_and_counted(text: str, answer: str) -> None:
+    template = ChatTemplate(tiny_tokenizer(text))
+    messages = chat("two and two?", answer)
+    (lost,) = template.tokenise([Conversation("f:1", messages, cut=frozenset({1}))])
+    assert isinstance(lost, Problem)
+    assert lost.reason == "cut-in-thought"
+    closed = chat("two and two?", f"{answer}</think>It is f")
+    (kept,) = template.tokenise([Conversation("f:1", closed, cut=frozenset({1}))])
+    assert getattr(kept, "reason", "") != "cut-in-thought"
+
+
+def test_thoughts_between_tags_that_the_template_leaves_out_of_the_last_answer_are_said() -> None:
+    hides = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] | trim }}")
+    found = sample(ChatTemplate(tiny_tokenizer(hides)), chat("two and two?", "<think>two, two</think>Four."))
+    assert found.is_reasoning_lost
+    whole = sample(ChatTemplate(tiny_tokenizer(CHATML)), chat("two and two?", "<think>two, two</think>Four."))
+    assert not whole.is_reasoning_lost

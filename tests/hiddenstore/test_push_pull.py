@@ -76,6 +76,35 @@ def test_a16_the_document_that_makes_a_store_of_a_pull_comes_after_all_else_is_d
     assert {str(path) for path in out.rglob("*") if path.is_dir()} < synced
 
 
+def test_records_are_pulled_after_the_segments_that_they_name(store: Store, tmp_path: Path) -> None:
+    read: list[str] = []
+
+    class Watched(StorageRemote):
+        def read_range(self, path: str, offset: int, length: int) -> bytes:
+            read.append(path.partition("/")[0])
+            return super().read_range(path, offset, length)
+
+    remote = Watched(LocalFilesystem(tmp_path / "place"))
+    push(store, remote)
+    pull(remote, tmp_path / "out", silent)
+    last_segment = max(at for at, folder in enumerate(read) if folder == "segments")
+    assert last_segment < read.index("commits")
+
+
+def test_a_push_killed_before_it_replaced_a_card_is_finished_by_the_next(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = LocalFilesystem(tmp_path / "place")
+    push(store, StorageRemote(place), "---\n---\n# Card A\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(StorageRemote, "put", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            push(store, StorageRemote(place), "---\n---\n# Card B\n")
+    push(store, StorageRemote(place), "---\n---\n# Card B\n")
+    pull(StorageRemote(place), tmp_path / "out", silent)
+    assert (tmp_path / "out" / CARD).read_text().endswith("# Card B\n")
+
+
 def test_a_store_comes_back_from_the_hub_as_it_was_pushed(
     hub: HubDouble, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,7 @@
 """Simulated acceptance against a plain restatement: draft from one slot at a time with the drafter's own proposals."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -164,6 +166,15 @@ def test_evaluate_walks_every_sample_of_the_split_as_a_plain_loop_would(tmp_path
     assert len(result.texts) == len(texts)
     assert result.tally.accepted_length == pytest.approx(result.tally.tokens / result.tally.drafts)
     assert floor(store, result.texts, 3).per_order == ngram_floor(iter(texts), texts, 3).per_order
+
+
+def test_the_floor_over_training_text_is_of_tables_that_have_not_seen_it(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=60)
+    samples = [store.sample(entry.id) for _, entry in store.entries if entry.split == "train"]
+    texts = [(one.input_ids, one.loss_mask) for one in samples]
+    seen, unseen = floor(store, texts, 3), floor(store, texts, 3, "train")
+    assert float(seen.accepted_length or 0) > 1.5 > 1.2 > float(unseen.accepted_length or 9)
+    assert 0 < unseen.training_tokens < seen.training_tokens
 
 
 def test_two_drafters_are_walked_over_the_same_text(tmp_path):
