@@ -4,7 +4,6 @@ Every function returns plain values, ready for JSON: counts, bytes, and rms = sq
 """
 
 import json
-import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -155,7 +154,7 @@ def length_summary(lengths: np.ndarray) -> dict[str, Any]:
     if not len(lengths):
         return {"min": 0, "p50": 0, "p95": 0, "max": 0, "histogram": {"edges": [], "counts": []}}
     ordered = np.sort(lengths)
-    p50, p95 = (int(ordered[math.ceil(q * len(ordered)) - 1]) for q in _QUANTILES)
+    p50, p95 = (int(ordered[min(len(ordered) - 1, int(q * len(ordered)))]) for q in _QUANTILES)
     longest = int(ordered[-1])
     width = max(1, -(-longest // HISTOGRAM_BINS))
     bins = min(HISTOGRAM_BINS, -(-longest // width))
