@@ -70,7 +70,7 @@ class Prefixes:
         if end is None:
             raise RewrittenError(self._difference(f"message {index + 1}", self._render(index + 1, False)))
         written = self.text[len(prompt) : end]
-        return len(prompt), len(prompt) + ended(written, end_tokens)
+        return len(prompt), len(prompt) + answer_length(written, end_tokens)
 
     def prompt(self, index: int) -> str | None:
         """What the target has read before it writes message ``index``, None where the template refuses. Before the
@@ -92,9 +92,9 @@ class Prefixes:
         return f"{title} alone renders {alone!r} where the whole conversation has {expected!r}"
 
 
-def ended(written: str, end_tokens: Sequence[str]) -> int:
-    """The length of what the target writes of ``written``, which ends with its end-of-turn token: white space behind
-    that is the template's, and so is a second end, of a whole text, behind the end of a turn."""
+def answer_length(written: str, end_tokens: Sequence[str]) -> int:
+    """The length of what the target writes of a text that the template has ended: white space behind the end-of-turn
+    token is the template's, and so is a second end, of the whole text, behind that of the turn."""
     answer = written.rstrip()
     token = next((token for token in end_tokens if answer.endswith(token)), None)
     if token is None:
@@ -327,9 +327,10 @@ class ChatTemplate:
     def _is_cut_in_thought(self, conversation: Conversation) -> bool:
         """Whether the last answer ends inside its thoughts: templates take those for its words, and close thoughts of
         their own before them."""
-        last = len(conversation.messages) - 1
-        content = conversation.messages[-1].get("content")
-        if last not in conversation.cut or not isinstance(content, str):
+        last, message = len(conversation.messages) - 1, conversation.messages[-1]
+        content = message.get("content")
+        # Where thoughts stand in a member of their own, the text is what followed them.
+        if last not in conversation.cut or not isinstance(content, str) or any(message.get(name) for name in REASONING):
             return False
         tags = [pair for pair in THINK_TAGS if pair[1] not in content]
         if any(content.lstrip().startswith(opening) for opening, _ in tags):
@@ -461,7 +462,7 @@ class ChatTemplate:
         (start, end), prompt = tagged, prefixes.prompt(index)
         if prompt is not None and start < len(prompt) < end and prefixes.text.startswith(prompt):
             start = len(prompt)
-        return start, start + ended(prefixes.text[start:end], self.end_tokens)
+        return start, start + answer_length(prefixes.text[start:end], self.end_tokens)
 
 
 def reasoning_ranges(text: str, answers: Sequence[Range]) -> list[Range]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Event
 
 from hiddenstore.errors import ConflictError, CorruptionError, Kind, NotFoundError, StorageError
-from hiddenstore.files.layout import COMMITS_DIR, STORE_JSON
+from hiddenstore.files.layout import COMMITS_DIR, INDEX_DIR, SNAPSHOTS_DIR, STORE_JSON
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import make_folder, replace_file, sweep_killed
 from hiddenstore.fs.seam import TEMP_PREFIX, storage_errors
@@ -22,7 +22,8 @@ from hiddenstore.share.remote import PIECE_BYTES, SUMS, Advance, Begin, Remote, 
 from hiddenstore.threads import Threads
 
 PARALLEL = 4
-_LAST = (STORE_JSON, "hiddenstore.json")
+_TURNS = ({COMMITS_DIR}, {INDEX_DIR, SNAPSHOTS_DIR}, {STORE_JSON, "hiddenstore.json"})
+"""After segments and all else: records, what lists them, and what makes a store or a drafter of the folder."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ def pull(remote: Remote, out: Path, begin: Begin) -> PullReport:
         _require_room(out, missing)
         replace_file(out / SUMS, sums_text(digests))
         came = 0
-        # A record comes after what it names, into a store that grows too, and the name that makes a store of it last.
-        for turn in range(3):
+        # What names others comes after them, into a store that grows too, and what makes a store of the folder last.
+        for turn in range(len(_TURNS) + 1):
             came += _bring_all(remote, [file for file in missing if _turn(file.path) == turn], advance)
             LocalFilesystem(out).sync_folder("")
     return PullReport(len(files), total, came, tuple(sorted(before & {file.path for file in missing})))
@@ -82,7 +83,8 @@ def pull(remote: Remote, out: Path, begin: Begin) -> PullReport:
 
 def _turn(path: str) -> int:
     """When a file is brought, each turn durable before the next."""
-    return 2 if path in _LAST else int(path.startswith(f"{COMMITS_DIR}/"))
+    name = path.partition("/")[0]
+    return next((number for number, names in enumerate(_TURNS, 1) if name in names), 0)
 
 
 @contextmanager

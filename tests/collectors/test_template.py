@@ -549,6 +549,13 @@ def test_an_answer_that_was_cut_inside_its_thoughts_is_left_out_and_counted(text
     assert getattr(kept, "reason", "") != "cut-in-thought"
 
 
+def test_a_cut_answer_whose_thoughts_stand_in_a_member_of_their_own_is_kept() -> None:
+    asked, said = chat("two and two?", "It is f")
+    answer = said | {"reasoning_content": "Two, two."}
+    (kept,) = ChatTemplate(tiny_tokenizer(THINKS)).tokenise([Conversation("f:1", [asked, answer], cut=frozenset({1}))])
+    assert getattr(kept, "reason", "") != "cut-in-thought"
+
+
 def test_thoughts_between_tags_that_the_template_leaves_out_of_the_last_answer_are_said() -> None:
     hides = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] | trim }}")
     found = sample(ChatTemplate(tiny_tokenizer(hides)), chat("two and two?", "<think>two, two</think>Four."))

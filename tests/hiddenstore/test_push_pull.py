@@ -76,7 +76,9 @@ def test_a16_the_document_that_makes_a_store_of_a_pull_comes_after_all_else_is_d
     assert {str(path) for path in out.rglob("*") if path.is_dir()} < synced
 
 
-def test_records_are_pulled_after_the_segments_that_they_name(store: Store, tmp_path: Path) -> None:
+def test_records_are_pulled_after_the_segments_that_they_name_and_before_their_index(
+    store: Store, tmp_path: Path
+) -> None:
     read: list[str] = []
 
     class Watched(StorageRemote):
@@ -87,8 +89,11 @@ def test_records_are_pulled_after_the_segments_that_they_name(store: Store, tmp_
     remote = Watched(LocalFilesystem(tmp_path / "place"))
     push(store, remote)
     pull(remote, tmp_path / "out", silent)
-    last_segment = max(at for at, folder in enumerate(read) if folder == "segments")
-    assert last_segment < read.index("commits")
+    last = {folder: at for at, folder in enumerate(read)}
+    assert last["segments"] < read.index("commits")
+    assert last["commits"] < read.index("store.json")
+    turns = [pull_module._turn(path) for path in ("commits/u-000000.json", "index/8.parquet", "store.json")]
+    assert turns == [1, 2, 3]
 
 
 def test_a_push_killed_before_it_replaced_a_card_is_finished_by_the_next(

@@ -76,7 +76,10 @@ def read_published(
     else:
         config = _config(folder)
         if (folder / MASK_FILE).is_file():
-            raise _unfit(folder, f"{MASK_FILE} holds an embedding of its mask token, and ours takes the target's")
+            raise ConfigError(
+                f"{folder}: {MASK_FILE} holds an embedding of its mask token, and ours takes the target's",
+                kind=Kind.DRAFTER_UNFIT,
+            )
         try:
             tensors = _tensors(folder, partial(part.is_read, config) if part and part.is_read else None)
         except HiddenstoreError:
@@ -121,7 +124,7 @@ def read_published(
     return Published(settings, tensors, vocab)
 
 
-def _unfit(folder: Path, error: Exception | str) -> ConfigError:
+def _unfit(folder: Path, error: Exception) -> ConfigError:
     return ConfigError(f"{folder}: config.json is of no drafter: {error}", kind=Kind.DRAFTER_UNFIT)
 
 
