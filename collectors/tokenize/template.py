@@ -314,7 +314,8 @@ class ChatTemplate:
     def _rendered(self, conversation: Conversation) -> tuple[str, list[Range]] | Problem:
         try:
             if self._is_cut_in_thought(conversation):
-                return Problem(conversation.location, CUT_IN_THOUGHT, "its answer was cut before its thoughts ended")
+                detail = "its thoughts met the limit; regenerate with a larger one"
+                return Problem(conversation.location, CUT_IN_THOUGHT, detail)
             text, tagged = self.render(conversation)
             text.encode("utf-8")
             if len(conversation.messages) - 1 in conversation.cut:

@@ -450,7 +450,7 @@ class DFlash(Drafter):
         """Slots first…last after a layer [N, S, D], from all slots [N, B, D] at positions int64 [N, B], or from the
         openings and one mask row [N+1, 1, D]."""
         normed = layer.input_layernorm(x)
-        if x.shape[1] == 1:
+        if len(x) > len(at):
             # All mask slots are one row until positions tell them apart.
             parts = layer.project(normed, 0, 1)
             x, q, k, v = (spread(rows, sight.block_size) for rows in (x, *parts))

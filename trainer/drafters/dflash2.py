@@ -207,7 +207,7 @@ class DFlash2(DFlash):
 
     def _through(self, layer: DFlashLayer, x: Tensor, context: KeyValues, sight: Sight, at: Tensor) -> Tensor:
         assert isinstance(layer, DFlash2Layer)
-        if x.shape[1] == 1:
+        if len(x) > len(at):
             x = spread(x, sight.block_size)
         mixed, delta = layer.attention_conv.before(layer.input_layernorm(x))
         attended = self.attended(layer.project(mixed, sight.first, sight.last), context, sight, at)
