@@ -163,6 +163,7 @@ class Kind(StrEnum):
     STORE_READ_ONLY = "store-read-only", StorageError, "The store cannot be written, and the command writes into it."
     STORE_REMOTE = "store-remote", ConfigError, "Software that opens local files cannot open a store that is elsewhere."
     STORE_NOT_SHARED = "store-not-shared", ConfigError, "The machines of the cluster do not see one store folder."
+    CODEC_UNFIT = "codec-unfit", ConfigError, "A codec that is fitted to states is not, or does not go with them."
     STORE_LACKS_STATES = "store-lacks-states", ConfigError, "The store does not hold what that drafter reads."
     CONTAINER_MISMATCH = "container-mismatch", ConfigError, "The store has another container than was asked of it."
     DOCUMENT_INVALID = "document-invalid", FormatError, "A document of the store breaks its schema."

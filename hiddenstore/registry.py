@@ -46,6 +46,7 @@ class Registry(Generic[T]):
     option: str = ""
     default: str = ""
     _loaded: dict[str, T] = field(default_factory=dict, init=False)
+    _bound: dict[str, Callable[[], T]] = field(default_factory=dict, init=False)
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self.rows, *self.packages))
@@ -54,12 +55,17 @@ class Registry(Generic[T]):
         return len(self.rows) + len(self.packages)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.rows or name in self.packages
+        return name in self.rows or name in self.packages or name in self._bound
 
     def __getitem__(self, name: str) -> T:
         """A row; ConfigError ``name-unknown``, or ``plugin-broken``: no import, a member missing, a name twice."""
         row = self._loaded.get(name)
         return self._load(name) if row is None else row
+
+    def bind(self, name: str, make: Callable[[], T]) -> None:
+        """Add a row that some data alone knows: taken by its name, and not listed. ``make`` is called when it is first
+        taken; whoever binds the name again means the same row."""
+        self._bound[name] = make
 
     @cached_property
     def packages(self) -> dict[str, list[metadata.EntryPoint]]:
@@ -79,6 +85,8 @@ class Registry(Generic[T]):
 
     def _load(self, name: str) -> T:
         self.require(name)
+        if name in self._bound:
+            return self._loaded.setdefault(name, self._bound[name]())
         points, row = self.packages.get(name, ()), self.rows.get(name)
         if len(points) > 1:
             raise self.broken(name, "is in more than one package")

@@ -11,13 +11,13 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
-from hiddenstore.codecs import CODECS, LAYOUTS
+from hiddenstore.codecs import CODECS, FITTED, LAYOUTS, fitted
 from hiddenstore.commit import Commit
 from hiddenstore.errors import (
     ConfigError,
@@ -171,6 +171,7 @@ class Store(RecordSequence):
         self._readers: OrderedDict[str, SegmentReader] = OrderedDict()
         self._rebuilders: dict[str, Rebuilder] = {}
         self._lock = threading.Lock()
+        _bind_codec(fs, manifest)
 
     @classmethod
     def open(
@@ -216,6 +217,7 @@ class Store(RecordSequence):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, _readers=OrderedDict(), _rebuilders={}, _lock=threading.Lock())
+        _bind_codec(self.fs, self.manifest)
 
     def __len__(self) -> int:
         return self.totals["samples"] - self.duplicates
@@ -394,24 +396,7 @@ class Store(RecordSequence):
     def target_file(self, name: str) -> bytes:
         """One file of ``target/``, checked against ``store.json``. Raises NotFoundError: ``target-file-missing``, the
         store names no such file; CorruptionError: ``target-file-corrupt``."""
-        entry = next((file for file in self.manifest.target_files if file.path == name), None)
-        path = f"{layout.TARGET_DIR}/{name}"
-        if entry is None:
-            raise NotFoundError(f"{self.path} holds no {path}", kind=Kind.TARGET_FILE_MISSING)
-        size = self.fs.size(path)
-        if size == entry.size:
-            data = self.fs.read(path)
-            if sha256_hex(data) == entry.sha256:
-                return data
-            stored = f"sha256 {sha256_hex(data)}"
-        else:
-            stored = "no file" if size is None else f"{size:,} bytes"
-        raise CorruptionError(
-            f"{self.path}/{path} is damaged: expected {entry.size:,} bytes with sha256 {entry.sha256}, found {stored}",
-            kind=Kind.TARGET_FILE_CORRUPT,
-            hint=shlex.join(["hiddenstore", "verify", self.path, "--full"]),
-            path=path,
-        )
+        return target_file(self.fs, self.manifest, name)
 
     def head(self, device: "torch.device | str | None" = None) -> "HeadBundle":
         """What turns final hiddens into logits: ``target/head.safetensors``, on ``device`` (default: CPU). Raises
@@ -539,7 +524,7 @@ def tables_of(capture: CaptureSpec, container: str) -> dict[PackageRole, tuple[R
     """The table and the name that reading needs, by ``aux``, ``final`` and ``container``."""
     codecs = capture.codecs
     return {
-        "aux": (CODECS, codecs.aux),
+        "aux": (FITTED if codecs.aux in FITTED else CODECS, codecs.aux),
         "final": (CODECS if codecs.final in CODECS else LAYOUTS, codecs.final),
         "container": (CONTAINERS, container),
     }
@@ -556,6 +541,28 @@ def _require_tables(fs: Filesystem, manifest: StoreManifest) -> None:
         raise FormatError(problem, kind=Kind.PLUGIN_MISSING, hint=f"pip install {wanted}")
 
 
+def target_file(fs: Filesystem, manifest: StoreManifest, name: str) -> bytes:
+    """See ``Store.target_file``."""
+    entry = next((file for file in manifest.target_files if file.path == name), None)
+    path = f"{layout.TARGET_DIR}/{name}"
+    if entry is None:
+        raise NotFoundError(f"{fs.root} holds no {path}", kind=Kind.TARGET_FILE_MISSING)
+    size = fs.size(path)
+    if size == entry.size:
+        data = fs.read(path)
+        if sha256_hex(data) == entry.sha256:
+            return data
+        stored = f"sha256 {sha256_hex(data)}"
+    else:
+        stored = "no file" if size is None else f"{size:,} bytes"
+    raise CorruptionError(
+        f"{fs.root}/{path} is damaged: expected {entry.size:,} bytes with sha256 {entry.sha256}, found {stored}",
+        kind=Kind.TARGET_FILE_CORRUPT,
+        hint=shlex.join(["hiddenstore", "verify", fs.root, "--full"]),
+        path=path,
+    )
+
+
 def load_manifest(fs: Filesystem) -> StoreManifest:
     """What a store holds, without a look at its records; raises as ``Store.open``."""
     if fs.size(layout.STORE_JSON) is None:
@@ -566,8 +573,14 @@ def load_manifest(fs: Filesystem) -> StoreManifest:
         reason = f"it names {outside[0]!r}, which is not inside {layout.TARGET_DIR}"
         message = f"{fs.root}/{layout.STORE_JSON} is damaged: {reason}"
         raise CorruptionError(message, kind=Kind.STORE_INVALID, path=layout.STORE_JSON)
+    _bind_codec(fs, manifest)
     _require_tables(fs, manifest)
     return manifest
+
+
+def _bind_codec(fs: Filesystem, manifest: StoreManifest) -> None:
+    """Make what was fitted to the states of a store known by its name."""
+    fitted.bind(manifest.capture.codecs.aux, partial(target_file, fs, manifest))
 
 
 def load_snapshot(fs: Filesystem, name: str) -> Snapshot:

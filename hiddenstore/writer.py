@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hiddenstore.codecs.fitted import require_fitted
 from hiddenstore.commit import latest_revisions, lost_samples, publish_commit, read_commit
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind, StorageError
 from hiddenstore.files import layout
@@ -73,6 +74,7 @@ def create_store(
     )
     fs.require_atomic_put()
     if fs.size(layout.STORE_JSON) is None:
+        require_fitted(capture)
         _refuse_foreign_files(fs)
         for entry in entries:
             _publish_target_file(fs, entry, target_files[entry.path])

@@ -18,6 +18,7 @@ FINAL = "final"
 TOPK = "topk"
 REBUILT = "rebuilt"
 OF_AUX_ROWS = ("q4q3", "q3")
+OF_AUX_LAYERS = "klt"
 MOST_BLOCKS = 4
 """A state is rebuilt through no more decoder blocks of the target than these."""
 MOST_TOPK = 64
@@ -68,7 +69,8 @@ class Codecs(Document):
     """Codec name per field group. ``final: topk`` holds the target's top tokens at each final row, not the hidden.
 
     ``final: rebuilt`` holds nothing: the final hidden comes back from the decoded top aux layer. ``aux: q4q3`` stores
-    in fewer bits what the loss mask leaves out, ``aux: q3`` all but the first rows of a sample.
+    in fewer bits what the loss mask leaves out, ``aux: q3`` all but the first rows of a sample. ``aux: klt-<digest>``
+    is fitted to states of the store, by the file of that name in ``target/``.
     """
 
     aux: str
@@ -80,6 +82,8 @@ class Codecs(Document):
             raise ValueError("topk stands for the target's distribution at a final row; aux layers cannot be stored so")
         if self.aux == REBUILT:
             raise ValueError("rebuilt holds nothing; aux layers need a codec, from which the final hidden comes back")
+        if self.final.partition("-")[0] == OF_AUX_LAYERS:
+            raise ValueError(f"{self.final} is fitted to aux layers; final rows are stored as q8")
         if self.final in OF_AUX_ROWS:
             raise ValueError(f"{self.final} has classes of aux rows; final rows are those a loss needs: q4 holds them")
         return self

@@ -21,6 +21,7 @@ from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.affine import AffineCodec
 from hiddenstore.codecs.base import Encoded
+from hiddenstore.codecs.fitted import fit, is_unfitted
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.data.packed import Buffers, small_on
 from hiddenstore.data.read import DecodedFiller, EncodedFiller, Filler, SampleSlot, packed_samples
@@ -82,8 +83,13 @@ def write_store(
     final: FinalMode = "all",
 ) -> Store:
     """A committed store of these samples."""
-    capture = builders.capture_spec(AUX_LAYERS, width, recipe, final)
-    store = create_store(folder / "store", capture, builders.HEAD, recipe, builders.target_files(width))
+    capture, files = builders.capture_spec(AUX_LAYERS, width, recipe, final), builders.target_files(width)
+    if is_unfitted(capture):
+        samples = list(samples)
+        slots = [capture.aux_layers.index(layer) for layer in capture.stored_layers]
+        capture, fitted = fit(capture, (torch.from_numpy(bits).view(torch.bfloat16)[slots] for bits in samples))
+        files |= fitted
+    store = create_store(folder / "store", capture, builders.HEAD, recipe, files)
     source = enumerate(samples)
     for number, unit in enumerate(units(lengths, width, len(AUX_LAYERS) + 1)):
         states = (next(source) for _ in unit)

@@ -12,9 +12,10 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 
-import numpy as np
+from torch import Tensor
 
 from collectors.capture.estimate import final_rows, shortage
 from collectors.capture.options import (
@@ -25,6 +26,7 @@ from collectors.capture.options import (
     require_engine_fits,
     resolve_recipe,
 )
+from collectors.capture.states import UnitStates, capture_samples, records_of
 from collectors.checks.capture import CheckSpec, RejectBudget, check_unit
 from collectors.checks.crosscheck import CrossCheck
 from collectors.checks.reference import (
@@ -36,11 +38,12 @@ from collectors.checks.reference import (
     profile_target,
     typical_norms,
 )
-from collectors.engines import Captured, CaptureEngine, CaptureRequest, Done, nobody, open_engine
+from collectors.engines import CaptureEngine, Done, nobody, open_engine
 from collectors.targets.layers import choose_layers
 from collectors.targets.load import EngineTarget, LoadOptions
 from collectors.tokenize.template import read_template
 from hiddenstore.care.stored_unit import recapture_unit
+from hiddenstore.codecs.fitted import fit, is_unfitted, spread
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED
@@ -54,7 +57,7 @@ from hiddenstore.inspect.advise import Extent, Rebuilding, advise, table_lines, 
 from hiddenstore.inspect.choice import RecipeLimits, refusal_lines, verdict
 from hiddenstore.inspect.facts import raw_bytes_per_token, stored_bytes
 from hiddenstore.process import Drain, Rank
-from hiddenstore.records import Record, Sample, final_row_positions
+from hiddenstore.records import Record, Sample
 from hiddenstore.segments import default_container
 from hiddenstore.segments.base import unit_tokens
 from hiddenstore.store import Store, load_manifest
@@ -66,64 +69,11 @@ from hiddenstore.targets.rebuild import Rebuilder
 from hiddenstore.threads import Threads
 from hiddenstore.writer import PendingUnit, create_store, pending_units, register_input, write_unit
 from schemas.advice import Advice
-from schemas.capture import REBUILT, CaptureSpec, Codecs, FinalMode, TargetIdentity
+from schemas.capture import REBUILT, CaptureSpec, Codecs, TargetIdentity
 from schemas.manifest import CommitRecord, Container, Reject
 from schemas.prepared import PreparedData
 
-
-@dataclass(frozen=True, eq=False)
-class UnitStates:
-    """Samples of a unit that have states, the request for each, and their states; ``rejects`` have none."""
-
-    samples: Sequence[Sample]
-    requests: Sequence[CaptureRequest]
-    captured: Captured
-    rejects: Sequence[Reject]
-
-    @property
-    def final_rows(self) -> list[np.ndarray]:
-        """Positions of the final rows of each sample."""
-        return [request.final_rows for request in self.requests]
-
-
-def capture_samples(
-    engine: CaptureEngine, samples: Sequence[Sample], final: FinalMode, stop: Callable[[], bool], done: Done = nobody
-) -> UnitStates:
-    """Run samples, with ``final`` none one final row of each for the top-1 check; InterruptError on ``stop()``."""
-    requests = requests_of(samples, final, engine.final_norm is not None)
-    captured = engine.capture(requests, stop, done)
-    refused = {refusal.index for refusal in captured.refusals}
-    rejects = []
-    for refusal in captured.refusals:
-        sample = samples[refusal.index]
-        rejects.append(Reject(id=sample.id, tokens=sample.tokens, reason=refusal.reason, detail=refusal.detail))
-    indices = [index for index in range(len(samples)) if index not in refused]
-    return UnitStates([samples[k] for k in indices], [requests[k] for k in indices], captured, rejects)
-
-
-def requests_of(samples: Sequence[Sample], final: FinalMode, has_final: bool = True) -> list[CaptureRequest]:
-    """What to run; with ``final`` none the last row of each sample, where the engine has a final hidden."""
-    if final == "none" and has_final:
-        rows = [np.array([sample.tokens - 1], dtype=np.int32) for sample in samples]
-    else:
-        rows = [final_row_positions(sample.loss_mask, final) for sample in samples]
-    return [
-        CaptureRequest(sample.input_ids, row, sample.source, tuple(zip(sample.images, sample.image_files, strict=True)))
-        for sample, row in zip(samples, rows, strict=True)
-    ]
-
-
-def records_of(unit: UnitStates, final: FinalMode) -> Iterator[Record]:
-    """A record per sample, views of what was captured."""
-    captured, start, final_start = unit.captured, 0, 0
-    for sample, request in zip(unit.samples, unit.requests, strict=True):
-        end, final_end = start + sample.tokens, final_start + len(request.final_rows)
-        if final == "none":
-            states, rows = captured.final[:0], np.zeros(0, dtype=np.int32)
-        else:
-            states, rows = captured.final[final_start:final_end], request.final_rows
-        yield Record(sample, captured.aux[:, start:end], states, rows)
-        start, final_start = end, final_end
+_SAMPLES_TO_FIT = 64
 
 
 def open_store(
@@ -138,9 +88,13 @@ def open_store(
     """The store of ``options``: a new one, under ``auto`` of the recipe advised, or the old one. Raises ConflictError:
     it holds another capture; or as ``calibrate``."""
     create = partial(new_store, options.store, options.container, engine.target)
+    codecs = _stored_codecs(options.store)
+    if is_unfitted(capture):
+        if codecs is None:
+            return _fitted_store(options.store, create, fit(capture, _mix(prepared, engine, capture, stop, note)))
+        return create(recoded(capture, codecs) if recipe_name(codecs) == recipe_name(capture.codecs) else capture)
     if options.recipe != AUTO:
         return create(capture)
-    codecs = _stored_codecs(options.store)
     if codecs is not None:
         return create(recoded(capture, codecs))
     container = options.container or default_container(open_filesystem(options.store))
@@ -160,6 +114,37 @@ def open_store(
     write_advice(store.fs, advice)
     write_slice(store.fs, first, capture)
     return store
+
+
+def _fitted_store(
+    location: str | Path, create: Callable[..., Store], fitted: tuple[CaptureSpec, dict[str, bytes]]
+) -> Store:
+    capture, files = fitted
+    try:
+        return create(capture, files)
+    except ConflictError:
+        # Another rank on another device may have fitted to slightly other states first; then its codec holds.
+        codecs = _stored_codecs(location)
+        if codecs is None or recipe_name(codecs) != recipe_name(capture.codecs):
+            raise
+        return create(recoded(capture, codecs))
+
+
+def _mix(
+    prepared: PreparedInput,
+    engine: CaptureEngine,
+    capture: CaptureSpec,
+    stop: Callable[[], bool],
+    note: Callable[[str], None],
+) -> Iterator[Tensor]:
+    """The stored layers of samples that are spread evenly over an input: bfloat16 [L, t, D] on the CPU."""
+    step = spread(prepared.info.tokens, prepared.info.samples, capture)
+    note(f"{capture.codecs.aux} is fitted to one sample of {step:,} first; they are captured again in their units")
+    slots = [capture.aux_layers.index(layer) for layer in capture.stored_layers]
+    samples = islice(prepared.samples(), 0, None, step)
+    while some := list(islice(samples, _SAMPLES_TO_FIT)):
+        for record in records_of(capture_samples(engine, some, "none", stop), "none"):
+            yield record.aux[slots].cpu()
 
 
 def calibrate(
@@ -226,9 +211,16 @@ def _rebuilding(
     return Rebuilding(rebuilder, samples)
 
 
-def new_store(location: str | Path, container: Container | None, target: EngineTarget, capture: CaptureSpec) -> Store:
-    """The store for a capture of a target, made or found; raises as ``create_store``."""
-    recipe, files = recipe_name(capture.codecs), target.target_files()
+def new_store(
+    location: str | Path,
+    container: Container | None,
+    target: EngineTarget,
+    capture: CaptureSpec,
+    fitted: dict[str, bytes] | None = None,
+) -> Store:
+    """The store for a capture of a target, made or found, with the file of a codec that was fitted; raises as
+    ``create_store``."""
+    recipe, files = recipe_name(capture.codecs), target.target_files() | (fitted or {})
     if capture.blocks:
         files |= block_files(target.folder, capture.blocks, capture.target.dtype)
     return create_store(location, capture, target.head.spec, recipe, files, container)

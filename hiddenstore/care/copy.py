@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from torch import Tensor
 
 from hiddenstore.care.stored_unit import CopyUnit, copy_codes, copy_decoded, copy_verbatim, stores_by_sample
-from hiddenstore.codecs import get_layout
+from hiddenstore.codecs import get_layout, kind_of
 from hiddenstore.codecs.base import CodeLayout, MaskedCodec
+from hiddenstore.codecs.fitted import fit, is_unfitted, spread
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.commit import committed_units, engine_of, lost_samples
 from hiddenstore.errors import ConfigError, ConflictError, FormatError, Kind, NotFoundError
@@ -115,10 +117,45 @@ def open_destination(
     _require_classes(sources, codecs)
     captures = [source.capture if layers is None else with_layers(source, layers) for source in sources]
     capture = recoded(captures[0], codecs).model_copy(update={"target": identity.model_copy(update=stated)})
-    files = {e.path: first.target_file(e.path) for e in first.manifest.target_files if e.path != BLOCKS_FILE}
-    bundles = [*sources, Store.open(fs, strict=False)] if is_there and capture.blocks else sources
-    files |= bundled_blocks(bundles, capture, target)
+    of_recipe = {BLOCKS_FILE, layout.fitted_name(first.capture.codecs.aux)}
+    files = {e.path: first.target_file(e.path) for e in first.manifest.target_files if e.path not in of_recipe}
+    there = [Store.open(fs, strict=False)] if is_there and (capture.blocks or is_unfitted(capture)) else []
+    capture, fitted = _fitted(sources, there, capture)
+    files |= fitted | bundled_blocks([*sources, *there], capture, target)
     return create_store(fs, capture, first.manifest.head, recipe, files, container or kept)
+
+
+def _fitted(
+    sources: Sequence[Store], there: Sequence[Store], capture: CaptureSpec
+) -> tuple[CaptureSpec, dict[str, bytes]]:
+    """A capture whose aux codec is fitted, and the file of it: as the store that is ``there`` has it, as a source of
+    the same layers has it, else fitted to states of all sources."""
+    if not is_unfitted(capture):
+        return capture, {name: data for source in sources for name, data in _file_of(source, capture.codecs.aux)}
+    for store in (*there, *sources):
+        codecs = store.capture.codecs
+        if kind_of(codecs.aux) == capture.codecs.aux and store.capture.stored_layers == capture.stored_layers:
+            named = capture.codecs.model_copy(update={"aux": codecs.aux})
+            return capture.model_copy(update={"codecs": named}), dict(_file_of(store, codecs.aux))
+    # The store that is there holds another recipe: saying so needs no states.
+    return (capture, {}) if there else fit(capture, _states_of(sources, capture))
+
+
+def _file_of(store: Store, codec: str) -> Iterator[tuple[str, bytes]]:
+    if store.capture.codecs.aux == codec and kind_of(codec) != codec:
+        yield layout.fitted_name(codec), store.target_file(layout.fitted_name(codec))
+
+
+def _states_of(sources: Sequence[Store], capture: CaptureSpec) -> Iterator[Tensor]:
+    """The stored layers of samples that are spread evenly over all sources."""
+    totals = [source.totals for source in sources]
+    tokens, samples = (sum(total[name] for total in totals) for name in ("tokens", "samples"))
+    step = spread(tokens, samples, capture)
+    first = 0
+    for source in sources:
+        for sample_id in source.sample_ids[first::step]:
+            yield source.read(sample_id, capture.stored_layers, final=False).aux
+        first = (first - len(source.sample_ids)) % step
 
 
 def with_layers(source: Store, layers: Sequence[int]) -> CaptureSpec:

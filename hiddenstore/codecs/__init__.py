@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hiddenstore.registry import Registry
 
 if TYPE_CHECKING:
-    from hiddenstore.codecs.base import Codec, CodeLayout
+    from hiddenstore.codecs.base import Codec, CodeLayout, FittedCodec
 
 _STATES = {
     "bf16": "hiddenstore.codecs.verbatim:BF16",
@@ -26,6 +26,16 @@ LAYOUTS: "Registry[CodeLayout]" = Registry(
     {**_STATES, "topk": "hiddenstore.codecs.topk:TOPK_CODEC", "rebuilt": "hiddenstore.codecs.verbatim:NOTHING"},
     "hiddenstore.codecs.base:CodeLayout",
 )
+# What is fitted to the states of a store, and then has a name of its own: that here, a hyphen and a digest.
+FITTED: "Registry[FittedCodec]" = Registry(
+    "codec", f"{_GROUP}.fitted", {"klt": "hiddenstore.codecs.klt:KLT"}, "hiddenstore.codecs.base:FittedCodec"
+)
+
+
+def kind_of(name: str) -> str:
+    """The name without the digest of what it was fitted to: what recipes call it."""
+    kind, _, digest = name.rpartition("-")
+    return kind if digest and kind in FITTED else name
 
 
 def get_codec(name: str) -> "Codec":
@@ -35,4 +45,6 @@ def get_codec(name: str) -> "Codec":
 
 def get_layout(name: str) -> "CodeLayout":
     """The arrays of a codec, ``topk`` included; ConfigError ``codec-unknown`` with the nearest name otherwise."""
-    return CODECS[name] if name in CODECS else LAYOUTS[name]
+    if name in CODECS:
+        return CODECS[name]
+    return FITTED[name] if name in FITTED else LAYOUTS[name]

@@ -54,7 +54,7 @@ _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 # From as many rows of a unit on, a call a unit is cheaper than a scale and an offset a row.
 _ROWS_OF_THEIR_OWN = 256
 
-_SMALL = {
+SMALL = {
     "token_scale": SmallField("uint16", ("L", "T"), bf16=True, values="positive"),
     "channel_scale": SmallField("uint16", ("L", "D"), bf16=True, values="positive"),
     "channel_offset": SmallField("uint16", ("L", "D"), bf16=True, values="finite"),
@@ -75,11 +75,11 @@ class AffineCodec(ABC):
     code_dtype: str
     formula: str
     nominal_bits: float
-    reach: float
+    reach: float | None
     same_layer: float
     exact: bool = False
     compressed: bool = False
-    small: Mapping[str, SmallField] = field(default_factory=lambda: dict(_SMALL))
+    small: Mapping[str, SmallField] = field(default_factory=lambda: dict(SMALL))
 
     def chunk_tokens(self, width: int) -> int:
         return FIXED_CHUNK_TOKENS
@@ -108,7 +108,8 @@ class AffineCodec(ABC):
         codes, scales, channel_scales, offsets, places, rows = [], [], [], [], [], []
         for index, parts in enumerate(layers):
             scale, offset = channel_statistics(*parts) if shared is None else _stored(shared, index, parts[0].device)
-            layer_codes, token_scale, where = self._quantise(parts, scale, offset, fine, seen)
+            of_layer = self.of_layer(index, shared)
+            layer_codes, token_scale, where = of_layer._quantise(parts, scale, offset, fine, seen)
             codes.append([layer_codes])
             scales.append(bits_to_numpy(token_scale.bfloat16()))
             channel_scales.append(bits_to_numpy(scale.bfloat16()))
@@ -157,23 +158,22 @@ class AffineCodec(ABC):
         """``decode`` of rows of several units, so many of each; channel scales and offsets are uint16 [U, L, D]."""
         owner = torch.from_numpy(np.repeat(np.arange(len(rows)), rows))
         for layer, codes in enumerate(part.codes):
+            own = self.of_layer(layer, part.small)
             token_scale = bits_to_tensor(part.small["token_scale"][layer], codes.device).float()
             stored = (part.small[name][:, layer] for name in ("channel_scale", "channel_offset"))
             scale, offset = (bits_to_tensor(values, codes.device).float() for values in stored)
             if len(codes) < len(rows) * _ROWS_OF_THEIR_OWN:
-                self._scaled(
-                    codes, token_scale, scale.index_select(0, owner), offset.index_select(0, owner), out[layer]
-                )
+                own._scaled(codes, token_scale, scale.index_select(0, owner), offset.index_select(0, owner), out[layer])
                 continue
             of_units = (codes.split(rows), token_scale.split(rows), scale, offset, out[layer].split(rows))
             for of_unit in zip(*of_units, strict=True):
-                self._scaled(*of_unit)
+                own._scaled(*of_unit)
         _put_raw(part.small[RAW_INDEX], part.small[RAW_ROWS], out)
 
     def decode_rows(self, codes: Tensor, small: Mapping[str, np.ndarray], layer: int, start: int, out: Tensor) -> None:
         token_scale = bits_to_tensor(small["token_scale"][layer, start : start + codes.shape[0]], codes.device).float()
         scale, offset = _stored(small, layer, codes.device)
-        self._scaled(codes, token_scale, scale, offset, out)
+        self.of_layer(layer, small)._scaled(codes, token_scale, scale, offset, out)
 
     def _scaled(self, codes: Tensor, token_scale: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> None:
         """Codes [m, C] into ``out`` bf16 [m, D]; token_scale fp32 [m]; scale and offset fp32 [D], or [m, D]."""
@@ -223,10 +223,14 @@ class AffineCodec(ABC):
             is_fine = None if classes is None else classes[rows, None]
             self.codes_of(y, codes[rows], token_scale[rows], peak[rows], is_fine)
             start = rows.stop
-        where = torch.nonzero(_raw_rows(peak, scale)).flatten()
+        where = torch.nonzero(raw_rows(peak, scale)).flatten()
         codes[where] = 0
         token_scale[where] = 0.0
         return codes, token_scale, where
+
+    def of_layer(self, layer: int, small: Mapping[str, np.ndarray] | None) -> "AffineCodec":
+        """What codes the rows of a layer, by its place in a part with small arrays; None: in what is encoded."""
+        return self
 
     def columns(self, width: int) -> int:
         """Values of a row as the codec groups them: ``width``, filled up with zeros where it must be."""
@@ -371,7 +375,8 @@ def _rows_at(parts: Sequence[Tensor], rows: Tensor) -> Tensor:
     return torch.cat(picked) if picked else parts[0][:0]
 
 
-def _raw_rows(peak: Tensor, scale: Tensor) -> Tensor:
+def raw_rows(peak: Tensor, scale: Tensor) -> Tensor:
+    """Which rows are kept raw, bool [n], by peak = max |y| fp32 [n] and the channels' scale fp32 [D]."""
     limit = min(_CEILING, _LARGEST_DEVIATION / float(scale.max())) if scale.numel() else _CEILING
     held = peak < limit
     if not bool(held.any()):

@@ -6,7 +6,7 @@ raw.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -157,6 +157,20 @@ class Codec(CodeLayout, Protocol):
 
         ``small`` is the part's, ``layer`` counts its layers.
         """
+
+
+class FittedCodec(CodeLayout, Protocol):
+    """What codecs of one kind share, each fitted to the states of a store: what their arrays look like."""
+
+    def fit(self, layers: Iterable[Tensor]) -> bytes:
+        """What a codec knows, from rows bfloat16 [n, D] of each stored layer, ascending. ConfigError ``codec-unfit``:
+        nothing fits them."""
+
+    def of(self, name: str, read: Callable[[], bytes]) -> Codec:
+        """The codec that knows what ``read`` gives, when it is first needed."""
+
+    def fit_tokens(self, width: int) -> int:
+        """Rows of states of a width that it wants to be fitted to."""
 
 
 class MaskedCodec(ABC):

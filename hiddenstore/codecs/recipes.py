@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from hiddenstore.codecs import CODECS, LAYOUTS
+from hiddenstore.codecs import CODECS, FITTED, LAYOUTS, kind_of
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.registry import unknown
 
@@ -19,6 +19,7 @@ RECIPES: dict[str, tuple[str, str]] = {
     "rebuilt": ("q4", "rebuilt"),
     "rebuilt-q3": ("q4q3", "rebuilt"),
     "rebuilt-q3-all": ("q3", "rebuilt"),
+    "rebuilt-klt": ("klt", "rebuilt"),
 }
 DEFAULT_RECIPE = "safe"
 RECIPE_HELP = f"{', '.join(RECIPES)}; per field: aux=q4,final=q8"
@@ -43,18 +44,20 @@ def get_recipe(text: str) -> "Codecs":
         if field in codecs:
             raise ConfigError(f"recipe {text!r} names {field} twice", kind=Kind.NAME_UNKNOWN)
         codecs[field] = _codec_of_field(text, field, codec)
-    return Codecs(**{**dict(zip(_CHOICES, RECIPES[DEFAULT_RECIPE], strict=True)), **codecs})
+    return Codecs(**{**dict(zip(_choices(), RECIPES[DEFAULT_RECIPE], strict=True)), **codecs})
 
 
-_CHOICES: dict[str, Collection[str]] = {"aux": CODECS, "final": LAYOUTS}
+def _choices() -> dict[str, Collection[str]]:
+    return {"aux": (*CODECS, *FITTED), "final": LAYOUTS}
 
 
 def _codec_of_field(text: str, field: str, codec: str) -> str:
-    if field not in _CHOICES:
-        error = unknown("field", field, _CHOICES)
+    choices = _choices()
+    if field not in choices:
+        error = unknown("field", field, choices)
         raise ConfigError(f"recipe {text!r}: {error}", kind=Kind.NAME_UNKNOWN)
-    if codec not in _CHOICES[field]:
-        error = unknown("codec", codec, _CHOICES[field])
+    if codec not in choices[field]:
+        error = unknown("codec", codec, choices[field])
         raise ConfigError(f"recipe {text!r}, {field}: {error}", kind=error.kind)
     return codec
 
@@ -62,4 +65,5 @@ def _codec_of_field(text: str, field: str, codec: str) -> str:
 def recipe_name(codecs: "Codecs") -> str:
     """The name of the recipe with these codecs, else one word per field: what ``get_recipe`` reads back."""
     names = {choice: name for name, choice in RECIPES.items()}
-    return names.get((codecs.aux, codecs.final), f"aux={codecs.aux},final={codecs.final}")
+    aux = kind_of(codecs.aux)
+    return names.get((aux, codecs.final), f"aux={aux},final={codecs.final}")

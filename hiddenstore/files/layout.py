@@ -148,6 +148,11 @@ def input_path(digest: str) -> str:
     return f"{INPUTS_DIR}/{digest}.parquet"
 
 
+def fitted_name(codec: str) -> str:
+    """The file of ``target/`` that a fitted codec reads, by the codec's name."""
+    return f"{codec}.safetensors"
+
+
 def snapshot_path(name: str) -> str:
     """Path of a saved snapshot."""
     _require(_SNAPSHOT, name, "snapshot name")

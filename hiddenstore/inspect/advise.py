@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiddenstore.codecs import CODECS, LAYOUTS, blosc_chunks, get_codec, get_layout
+from hiddenstore.codecs import CODECS, FITTED, LAYOUTS, blosc_chunks, get_codec, get_layout
 from hiddenstore.codecs.affine import channel_statistics
 from hiddenstore.codecs.base import RAW_INDEX, Codec, Encoded, MaskedCodec, bits_to_tensor
 from hiddenstore.codecs.recipes import RECIPES, recipe_name
@@ -308,6 +308,8 @@ def _candidates(capture: CaptureSpec, rebuilds: bool) -> dict[str, tuple[str, st
     """Recipes that this capture can be stored in, codecs that other packages add, then the peer's format."""
     has_top_tokens = capture.aux_layers and capture.final != "none" and capture.target.vocab_size >= capture.topk
     recipes = {name: codecs for name, codecs in RECIPES.items() if codecs[1] != TOPK or has_top_tokens}
+    # A slice is fewer states than a codec wants to be fitted to, and those that it would be judged by.
+    recipes = {name: codecs for name, codecs in recipes.items() if codecs[0] not in FITTED}
     if not rebuilds:
         recipes = {name: codecs for name, codecs in recipes.items() if codecs[1] != REBUILT}
     added = {recipe_name(Codecs(aux=name, final=name)): (name, name) for name in CODECS.packages}

@@ -23,6 +23,7 @@ from hiddenstore.files.damage import raise_refusal
 from hiddenstore.targets.attention import any_length
 from hiddenstore.targets.checkpoint import damage, damaged, file_of_tensor, unreadable
 from hiddenstore.targets.folder import TargetFolder, first_line
+from hiddenstore.targets.matmul import widen_bf16
 from schemas.capture import REBUILT, CaptureSpec, Codecs, not_rebuildable
 
 BLOCKS_FILE = layout.BLOCKS_NAME
@@ -132,6 +133,7 @@ class TargetBlocks:
                 message = f"target/{BLOCKS_FILE} does not fit target/config.json: {first_line(error)}"
                 raise CorruptionError(message, kind=Kind.HEAD_CORRUPT, path=f"target/{BLOCKS_FILE}") from error
             blocks[layer].to(self.device).eval().requires_grad_(False)
+            widen_bf16(blocks[layer])
         _build_rotary(self._backbone, config, self.device)
         dtypes = (t.dtype for name, t in weights.items() if not _stays_fp32(self._backbone, name, torch.float16))
         self._dtype = next(dtypes, torch.bfloat16)

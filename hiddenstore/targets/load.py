@@ -43,6 +43,8 @@ def load_model(folder: TargetFolder, device: "str | torch.device", other_way: st
     import torch
     from transformers.utils import logging
 
+    from hiddenstore.targets.matmul import widen_bf16
+
     if folder.quantised and "device_map" not in settings:
         # A quantised model cannot be moved once it is made.
         settings |= {"device_map": {"": device}, **_unpacked(folder, device)}
@@ -69,6 +71,7 @@ def load_model(folder: TargetFolder, device: "str | torch.device", other_way: st
         _require_runs(folder, model, other_way)
     if folder.adapter is not None:
         folder.adapter.merge_into(model)
+    widen_bf16(model)
     if "device_map" in settings:
         _say_offloaded(folder, model)
         return model

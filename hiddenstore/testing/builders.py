@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from hiddenstore.codecs import CODECS, LAYOUTS
+from hiddenstore.codecs.fitted import fit, is_unfitted
 from hiddenstore.codecs.recipes import get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.files import layout
@@ -175,6 +176,11 @@ def make_store(
     capture = capture_spec(layers, width, codec, final)
     root = location / "store" if isinstance(location, Path) else location
     files = rebuilding_files(capture, seed) if capture.blocks else target_files(width, seed)
+    if is_unfitted(capture):
+        slots = [capture.aux_layers.index(layer) for layer in capture.stored_layers]
+        records = random_records(make_samples(samples, seed), capture, seed)
+        capture, fitted = fit(capture, (record.aux[slots] for record in records))
+        files |= fitted
     store = create_store(root, capture, HEAD, recipe_name(capture.codecs), files, container)
     if isinstance(location, Path):
         prepared: PreparedInput = _SmallUnits.open(make_data(location / "data", samples=samples, seed=seed))

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ from collectors.capture.job import collect
 from collectors.capture.options import CollectOptions
 from collectors.cli.collect import collect as command
 from collectors.engines.hf import HfEngine
+from hiddenstore.codecs.fitted import fit
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE
-from hiddenstore.errors import InterruptError
+from hiddenstore.errors import ConflictError, InterruptError
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.inspect.advise import advise_store
 from hiddenstore.inspect.choice import RecipeLimits
@@ -23,6 +26,7 @@ from hiddenstore.process import Drain, Rank
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import read_slice, write_slice
 from hiddenstore.verify import verify
+from schemas.capture import CaptureSpec
 from tests.collectors.prepared import data_for_tiny
 from tests.collectors.tiny import save_target
 
@@ -211,3 +215,50 @@ def test_a_slice_that_is_there_is_not_written_again(options: CollectOptions, tmp
     run(replace(options, data=data_for_tiny(tmp_path / "more", samples=5, seed=9)))
     assert not write_slice(store.fs, taken, store.capture)
     assert os.stat(Path(options.store) / "calibration" / "slice.json").st_ino == before
+
+
+FITTED = "aux=klt,final=q8"
+
+
+def test_a_fitted_codec_is_fitted_once_and_the_same_after_any_interruption(
+    options: CollectOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = replace(options, recipe=FITTED)
+    straight = replace(options, store=tmp_path / "straight")
+    assert any("klt is fitted to one sample of 1 first" in line for line in run(straight))
+    drain, write = Drain(), job.write_unit
+    monkeypatch.setattr(job, "write_unit", lambda *words: (drain.request(), write(*words))[1])
+    with pytest.raises(InterruptError):
+        run(options, Rank(1, 2), drain)
+    monkeypatch.setattr(job, "write_unit", write)
+    said = [run(options, Rank(rank, 2)) for rank in (1, 0)]
+    assert not any("is fitted" in line for line in chain(*said))
+    one, other = Store.open(options.store), Store.open(straight.store)
+    assert (one.capture, one.sample_ids) == (other.capture, other.sample_ids)
+    assert one.capture.codecs.aux.startswith("klt-")
+    for record in one:
+        assert torch.equal(record.aux.view(torch.int16), other.read(record.sample.id).aux.view(torch.int16))
+    assert verify(one.path, "bytes").ok
+
+
+def test_the_rank_that_makes_the_store_first_says_what_all_are_coded_by(
+    options: CollectOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = replace(options, recipe=FITTED)
+
+    def slower(capture: CaptureSpec, states: Iterable[torch.Tensor]) -> tuple[CaptureSpec, dict[str, bytes]]:
+        monkeypatch.setattr(job, "fit", fit)
+        run(options, Rank(0, 2))
+        return fit(capture, (part * 2 for part in states))
+
+    monkeypatch.setattr(job, "fit", slower)
+    run(options, Rank(1, 2))
+    store = Store.open(options.store)
+    assert len(store.commits()) == len(store.inputs()[store.commits()[0].input].units)
+    assert verify(store.path, "bytes").ok
+
+
+def test_a_store_of_another_recipe_is_refused_before_anything_is_fitted(options: CollectOptions) -> None:
+    run(options)
+    with pytest.raises(ConflictError, match=r"capture\.codecs\.aux: q8 stored, klt asked"):
+        run(replace(options, recipe=FITTED))

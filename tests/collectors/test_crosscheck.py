@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from collectors.capture.job import collect, requests_of
+from collectors.capture.job import collect
 from collectors.capture.options import CollectOptions
+from collectors.capture.states import requests_of
 from collectors.checks import crosscheck
 from collectors.checks.capture import CheckSpec
 from collectors.checks.crosscheck import CrossCheck, row_errors

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from hiddenstore.codecs import CODECS, LAYOUTS
+from hiddenstore.codecs import CODECS, FITTED, LAYOUTS
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPES, get_recipe, recipe_name
 from hiddenstore.errors import ConfigError
 from hiddenstore.testing.builders import capture_spec
@@ -14,7 +14,7 @@ def test_every_recipe_names_codecs_that_exist_and_reads_back_its_own_name() -> N
     assert DEFAULT_RECIPE in RECIPES
     for name in RECIPES:
         recipe = get_recipe(name)
-        assert recipe.aux in CODECS
+        assert recipe.aux in (*CODECS, *FITTED)
         assert recipe.final in LAYOUTS
         assert recipe_name(recipe) == name
 

@@ -21,7 +21,7 @@ from hiddenstore.testing.builders import make_store
 TENSORS = ("input_ids", "loss_mask", "positions", "document", "aux", "final", "final_rows")
 
 # What `rebuilt` leaves out is no filler's: tests/hiddenstore/test_rebuilt.py.
-STORED = [*sorted(name for name, (_, final) in RECIPES.items() if final != "rebuilt"), "q4q3"]
+STORED = [*sorted(name for name, (_, final) in RECIPES.items() if final != "rebuilt"), "q4q3", "aux=klt,final=q8"]
 
 
 def slots_of(store: Store, final: bool = True) -> list[SampleSlot]:

@@ -1,0 +1,75 @@
+"""Codecs that are fitted to a store: fitting one to states, and the file of ``target/`` that it reads.
+
+The file's name holds its digest, as the codec's does: two ranks that fit to slightly other states publish two files,
+and whoever makes the store first names its own.
+
+Shapes: L stored layers, t tokens of a sample.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from hiddenstore.codecs import CODECS, FITTED, kind_of
+from hiddenstore.codecs.recipes import recipe_name
+from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.files.documents import sha256_hex
+from hiddenstore.files.layout import fitted_name
+from schemas.capture import CaptureSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_DIGEST_CHARACTERS = 16
+
+
+def bind(name: str, read: Callable[[str], bytes]) -> None:
+    """Make a codec that was fitted known by its name; ``read`` gives a file of ``target/``, when it is first needed."""
+    if (kind := kind_of(name)) != name:
+        CODECS.bind(name, lambda: FITTED[kind].of(name, lambda: read(fitted_name(name))))
+
+
+def is_unfitted(capture: CaptureSpec) -> bool:
+    """Whether the codec of the aux layers has yet to be fitted."""
+    return capture.codecs.aux in FITTED
+
+
+def require_fitted(capture: CaptureSpec) -> None:
+    """Refuse a capture that no unit could be written by: ConfigError ``codec-unfit``."""
+    if is_unfitted(capture):
+        raise ConfigError(
+            f"{capture.codecs.aux} is fitted to states of the store's own mix, and was not",
+            kind=Kind.CODEC_UNFIT,
+            hint=f"--recipe safe, then: hiddenstore copy STORE NEW --recipe {recipe_name(capture.codecs)}",
+        )
+
+
+def fit(capture: CaptureSpec, states: Iterable["Tensor"]) -> tuple[CaptureSpec, dict[str, bytes]]:
+    """A capture whose aux codec has yet to be fitted, with the codec that fits ``states``, bfloat16 [L, t, D] of
+    samples of the whole mix, and the file that it reads. No more of them are taken than it wants. Raises ConfigError:
+    ``codec-unfit``: there are none, or nothing fits them."""
+    import torch
+
+    kind = FITTED[capture.codecs.aux]
+    parts = list(_enough(states, kind.fit_tokens(capture.target.hidden_size)))
+    if not parts:
+        problem = f"{capture.codecs.aux} is fitted to states of the store's own samples, and there is none"
+        raise ConfigError(problem, kind=Kind.CODEC_UNFIT, hint="--recipe rebuilt")
+    data = kind.fit(torch.cat([part[slot] for part in parts]) for slot in range(len(capture.stored_layers)))
+    name = f"{capture.codecs.aux}-{sha256_hex(data)[:_DIGEST_CHARACTERS]}"
+    bind(name, lambda _path: data)
+    codecs = capture.codecs.model_copy(update={"aux": name})
+    return capture.model_copy(update={"codecs": codecs}), {fitted_name(name): data}
+
+
+def spread(tokens: int, samples: int, capture: CaptureSpec) -> int:
+    """Every how many of so many samples, of so many tokens in all, one is taken to fit a codec to."""
+    wanted = FITTED[kind_of(capture.codecs.aux)].fit_tokens(capture.target.hidden_size)
+    return max(1, min(samples, tokens // wanted))
+
+
+def _enough(states: Iterable["Tensor"], tokens: int) -> Iterator["Tensor"]:
+    for part in states:
+        yield part
+        tokens -= part.shape[1]
+        if tokens <= 0:
+            return

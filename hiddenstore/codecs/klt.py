@@ -1,0 +1,362 @@
+"""``klt``: normalised rows turned by a Karhunen-Loève transform of their layer, in 3.4 bits a value on average.
+
+    y = (h - mu_d) / c_d            as in ``q8``; the same rows are kept raw
+    u_k = sum over d of y_d basis_kd / (s_t step_k)          s_t: root mean square of the row
+    y ~ s_t scale sum over k of level_k weight_kd            level: the odd number 2 code + 1 - 2**bits_k
+
+Neighbouring states of one layer are correlated: in the basis of their covariance most of a row lies in few components,
+and these take the bits. A component has one bit at least. The transform is fitted to states of the store's own mix, and
+is a file of the store, whose digest the codec's name ends with: a unit is never decoded by another.
+
+Both products are exact on every machine: levels and rows are whole numbers, weights are whole numbers cut in two, and
+no partial sum reaches 2**24, where float32 would begin to round. Measurements: docs/design/022.
+
+Shapes: D width, K = 8 G components (D filled up), G groups of components with equal bits, n and m rows, C code columns.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from hiddenstore.codecs.affine import SMALL, AffineCodec, Seen, channel_statistics, raw_rows, round_up_
+from hiddenstore.codecs.base import EncodedLayers, RowPart, SmallField
+from hiddenstore.errors import ConfigError, Kind
+
+TRANSFORM = "transform"
+"""Small array int32 [L]: which transform of the file a layer has."""
+MEAN_BITS, MOST_BITS = 3.4, 7
+GROUP = 8
+FIT_TOKENS, FIT_TOKENS_PER_CHANNEL = 16_384, 4
+_BASIS_SHARE = 0.75
+_GAUSSIAN_STEPS = (1.596, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569)
+# A weight is 128 high + low, both of seven bits and a sign.
+_HALF_WEIGHT = 128
+_LARGEST_WEIGHT = 16_000
+# Steps of a row's root mean square: |row| <= 64 sqrt(K), so that its products stay exact.
+_ROW_STEPS = 64.0
+_EXACT = 2**24
+_SMALLEST_SCALE = 2.0**-100
+_SMALLEST_VARIANCE = 1e-6
+# A row whose components lie beyond their codes takes larger steps, the best of these.
+_COARSER = (1.0, 1.25, 1.5, 2.0)
+# Of a row's energy, from which it is kept raw: the median is 0.01.
+_LARGEST_ERROR = 0.1
+_ROUNDING, _KEPT = 0x80, -0x100
+
+
+@dataclass(frozen=True, eq=False)
+class Transform:
+    """Of one layer: weight int16 [K, D], row k component k's share in every channel at level 1; bits uint8 [G] of the
+    components of each group, descending; scale: what weights count in."""
+
+    weight: Tensor
+    bits: Tensor
+    scale: float
+    _moved: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def fit(cls, rows: Tensor) -> "Transform":
+        """From states bfloat16 [n, D] of the whole mix, on any device: the basis from the first three quarters, the
+        size of every component from the rest, since a basis overrates what it was made from."""
+        scale, offset = channel_statistics(rows)
+        y = (rows.float() - offset) / scale
+        y = y[~raw_rows(y.abs().amax(1), scale)]
+        y = y / y.square().mean(1, keepdim=True).sqrt().clamp(min=_SMALLEST_SCALE)
+        cut = max(1, round(len(y) * _BASIS_SHARE))
+        first, rest = y[:cut], y[cut:] if len(y) > cut else y
+        basis = torch.linalg.eigh((first.T @ first / max(1, len(first))).double()).eigenvectors.float()
+        variance = (rest @ basis).square().mean(0).clamp(min=_SMALLEST_VARIANCE)
+        order = variance.argsort(descending=True)
+        return cls._of(basis[:, order].T, variance[order].sqrt())
+
+    @classmethod
+    def _of(cls, basis: Tensor, sizes: Tensor) -> "Transform":
+        """basis fp32 [D, D] by rows, sizes fp32 [D] of the components, descending."""
+        width = len(sizes)
+        filled = torch.nn.functional.pad(sizes, (0, -width % GROUP)).view(-1, GROUP)
+        bits = torch.tensor(allocation(filled.square().mean(1).tolist(), code_bytes(width)))
+        step = torch.tensor((0.0, *_GAUSSIAN_STEPS))[bits].repeat_interleave(GROUP)[:width].to(sizes.device) * sizes
+        # Far below the others a component would be a row of zeros, which cannot be turned back.
+        step = step.clamp(min=float(step.max()) / 64)
+        shares = basis * (step / 2)[:, None]
+        scale = float(np.float32(shares.abs().max() / _LARGEST_WEIGHT))
+        weight = torch.nn.functional.pad((shares / scale).round().to(torch.int16), (0, 0, 0, -width % GROUP))
+        return cls(weight.cpu().contiguous(), bits.to(torch.uint8), scale)
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.weight.shape[1]
+
+    @cached_property
+    def levels(self) -> Tensor:
+        """How many values the code of a component has: int64 [K]."""
+        return (1 << self.bits.long()).repeat_interleave(GROUP)
+
+    @cached_property
+    def planes(self) -> list[int]:
+        """Groups that have a first, second, … bit."""
+        return [int((self.bits > bit).sum()) for bit in range(int(self.bits.max()))]
+
+    def fault(self, width: int) -> str | None:
+        """What is wrong with a transform for states of a width."""
+        shape = (-(-width // GROUP) * GROUP, width)
+        if tuple(self.weight.shape) != shape or tuple(self.bits.shape) != (shape[0] // GROUP,):
+            return f"weights {list(self.weight.shape)}, expected {list(shape)}"
+        if (
+            int(self.bits.sum()) != code_bytes(width)
+            or bool((self.bits.long().diff() > 0).any())
+            or not self.bits.all()
+        ):
+            return "bits that do not fill a row"
+        sums = (self.levels - 1).double() @ torch.stack(_halves(self.weight)).abs().double()
+        return None if float(sums.max()) < _EXACT and self.scale > 0 else "weights whose sums are not exact"
+
+    def decoder(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The halves of the weights, fp32 [K, D] each."""
+        return self._on(device, "decoder", lambda: self.weight)
+
+    def encoder(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The halves of the basis in steps of 1 / ``_LARGEST_WEIGHT`` of its largest number, fp32 [D, K] each."""
+        return self._on(device, "encoder", lambda: (self._basis / self._largest).round().T.contiguous())
+
+    @cached_property
+    def _basis(self) -> Tensor:
+        weight = self.weight.float()
+        return weight / weight.norm(dim=1, keepdim=True).clamp(min=1.0)
+
+    @cached_property
+    def _largest(self) -> float:
+        return float(self._basis.abs().max()) / _LARGEST_WEIGHT
+
+    @cached_property
+    def step(self) -> Tensor:
+        """Of every component, in root mean squares of the row: fp32 [K]; infinite where it only fills up."""
+        size = self.weight.float().norm(dim=1) * (2 * self.scale)
+        return torch.where(size > 0, size, float("inf"))
+
+    @cached_property
+    def per_step(self) -> Tensor:
+        """Steps of a component that one unit of the encoder's product is: fp32 [K]."""
+        return self._largest / (_ROW_STEPS * self.step)
+
+    @cached_property
+    def weights_of_error(self) -> Tensor:
+        """Squared error of a row by a component that is a step beside its value: fp32 [K]."""
+        return self.step.nan_to_num(posinf=0.0).square()
+
+    def inside(self, parts: Tensor, factor: Tensor) -> Tensor:
+        """Parts fp32 [m, K] times factor [m], in steps, as their codes hold them: fp32 [m, K]."""
+        half = (self.levels // 2).to(parts)
+        return torch.minimum(torch.maximum((parts * factor[:, None]).floor_(), -half), half - 1).add_(0.5)
+
+    def _on(self, device: torch.device, name: str, make: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        key = str(device), name
+        if key not in self._moved:
+            high, low = _halves(make())
+            self._moved[key] = high.float().to(device), low.float().to(device)
+        return self._moved[key]
+
+
+def _halves(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """high and low of 128 high + low, each at most 128."""
+    high = (weight.float() / _HALF_WEIGHT).round()
+    return high, weight.float() - _HALF_WEIGHT * high
+
+
+def _product(rows: Tensor, halves: tuple[Tensor, Tensor]) -> Tensor:
+    """rows [m, a] of whole numbers times the halves [a, b] of weights: fp32 [m, b], rounded once."""
+    return (rows @ halves[0]).mul_(_HALF_WEIGHT).add_(rows @ halves[1])
+
+
+def code_bytes(width: int) -> int:
+    """C, and the bits of all groups of ``GROUP`` components together."""
+    return math.floor(MEAN_BITS * -(-width // GROUP))
+
+
+def allocation(variances: Sequence[float], total: int) -> list[int]:
+    """Bits of each group of components, given their variances, descending: one, then where a bit takes most of the
+    error."""
+    bits = [1] * len(variances)
+    worst = [(-variance, index) for index, variance in enumerate(variances)]
+    heapq.heapify(worst)
+    for _ in range(total - len(variances)):
+        error, index = heapq.heappop(worst)
+        bits[index] += 1
+        if bits[index] < MOST_BITS:
+            heapq.heappush(worst, (error / 4, index))
+    return sorted(bits, reverse=True)
+
+
+@dataclass(frozen=True)
+class KltCodec(AffineCodec):
+    """Codes by bit planes and a bf16 scale s_t per token; 3.42 bits a value at D = 576.
+
+    h = bf16( y * c_d + mu_d ), y = s_t * scale * sum over k of level_k * weight_kd. A row of the code array is the
+    first bit of components 0 … K-1, then the second bit of the components that have two, and so on: component 8 g + i
+    is bit i of byte g of its plane. level = 2 code + 1 - 2**bits.
+
+    Without ``read`` it says what its arrays look like, and neither encodes nor decodes: transforms are a store's.
+    """
+
+    name: str = "klt"
+    code_dtype: str = "uint8"
+    formula: str = (
+        "bf16(y * channel_scale + channel_offset) in float32; rows in raw_index verbatim; y = token_scale * scale * "
+        "(2 code + 1 - 2**bits) @ weight, by the layer's transform in the file of target/ with the codec's name; "
+        "component 8 g + i is bit i of byte g in each plane of bits, the lowest bit first, and plane j has the groups "
+        "of more than j bits"
+    )
+    nominal_bits: float = 4.0
+    reach: float | None = None
+    same_layer: float = 4e-3
+    small: Mapping[str, SmallField] = field(default_factory=lambda: {**SMALL, TRANSFORM: SmallField("int32", ("L",))})
+    read: Callable[[], bytes] | None = field(default=None, compare=False, repr=False)
+    transform: Transform | None = field(default=None, compare=False, repr=False)
+
+    def columns(self, width: int) -> int:
+        return -(-width // GROUP) * GROUP
+
+    def code_columns(self, width: int) -> int:
+        return code_bytes(width)
+
+    def row_parts(self, width: int) -> tuple[RowPart, ...]:
+        return (RowPart("codes", "|u1", code_bytes(width)),)
+
+    def fit_tokens(self, width: int) -> int:
+        return max(FIT_TOKENS, FIT_TOKENS_PER_CHANNEL * width)
+
+    def fit(self, layers: Iterable[Tensor]) -> bytes:
+        """The file of transforms of the stored layers, from rows bfloat16 [n, D] of each, ascending."""
+        tensors: dict[str, Tensor] = {}
+        for place, rows in enumerate(layers):
+            made = Transform.fit(rows)
+            if (fault := made.fault(rows.shape[1])) is not None:
+                raise ConfigError(
+                    f"no transform fits layers of width {rows.shape[1]}: {fault}",
+                    kind=Kind.CODEC_UNFIT,
+                    hint="--recipe rebuilt",
+                )
+            tensors |= {
+                f"{place}.weight": made.weight,
+                f"{place}.bits": made.bits,
+                f"{place}.scale": torch.tensor([made.scale]),
+            }
+        return bytes(save_tensors(tensors))
+
+    def of(self, name: str, read: Callable[[], bytes]) -> "KltCodec":
+        """The codec of a store, by the bytes of its file."""
+        return replace(self, name=name, read=read)
+
+    @cached_property
+    def transforms(self) -> tuple["KltCodec", ...]:
+        """The codec of each layer. Raises ConfigError ``codec-unfit``: it is no store's."""
+        if self.read is None:
+            raise ConfigError(
+                f"{self.name} has no transform: it is fitted to states of the store that it is to be written to",
+                kind=Kind.CODEC_UNFIT,
+                hint="hiddenstore copy STORE NEW --recipe rebuilt-klt",
+            )
+        data = self.read()
+        try:
+            tensors = load_tensors(data)
+            layers = [
+                Transform(tensors[f"{n}.weight"], tensors[f"{n}.bits"], float(tensors[f"{n}.scale"]))
+                for n in range(len(tensors) // 3)
+            ]
+        except (SafetensorError, KeyError, RuntimeError) as error:
+            raise ConfigError(
+                f"the transforms of {self.name} cannot be read: {error}", kind=Kind.CODEC_UNFIT
+            ) from error
+        for layer in layers:
+            if (fault := layer.fault(layer.weight.shape[-1])) is not None:
+                raise ConfigError(f"a transform of {self.name} has {fault}", kind=Kind.CODEC_UNFIT)
+        return tuple(replace(self, transform=layer) for layer in layers)
+
+    def of_layer(self, layer: int, small: Mapping[str, np.ndarray] | None) -> "KltCodec":
+        place = layer if small is None else int(small[TRANSFORM][..., layer].flat[0])
+        if not 0 <= place < len(self.transforms):
+            raise ConfigError(
+                f"{self.name} has {len(self.transforms)} transforms, and there is none at {place}",
+                kind=Kind.CODEC_UNFIT,
+            )
+        return self.transforms[place]
+
+    def encode_layers(
+        self,
+        layers: Iterable[Sequence[Tensor]],
+        shared: Mapping[str, np.ndarray] | None = None,
+        fine: np.ndarray | None = None,
+        seen: Seen | None = None,
+    ) -> EncodedLayers:
+        encoded = super().encode_layers(layers, shared, fine, seen)
+        count = len(encoded.codes)
+        places = np.arange(count, dtype=np.int32) if shared is None else shared[TRANSFORM]
+        return EncodedLayers(encoded.codes, {**encoded.small, TRANSFORM: places} if count else {})
+
+    def codes_of(self, y: Tensor, codes: Tensor, token_scale: Tensor, peak: Tensor, fine: Tensor | None = None) -> None:
+        own = self._own()
+        torch.maximum(y.amax(dim=1), y.amin(dim=1).neg_(), out=peak)
+        size = torch.linalg.vector_norm(y, dim=1) / y.shape[1] ** 0.5
+        scale = round_up_(size).clamp_(min=_SMALLEST_SCALE)
+        rows = y[:, : own.width].mul_(_ROW_STEPS / scale[:, None]).round_()
+        # A row that is not finite is kept raw, whatever its codes.
+        parts = _product(rows.nan_to_num_(0.0, 0.0, 0.0), own.encoder(y.device)).mul_(own.per_step.to(y.device))
+        least = torch.full_like(scale, float("inf"))
+        for factor in _COARSER:
+            coarser = round_up_(scale * factor)
+            part = (parts * (scale / coarser)[:, None]).sub_(own.inside(parts, scale / coarser)).square_()
+            error = (part @ own.weights_of_error.to(y.device)).mul_((coarser / scale).square_())
+            torch.where(error < least, coarser, token_scale, out=token_scale)
+            torch.minimum(least, error, out=least)
+        peak[~((least < _LARGEST_ERROR * own.width) & size.isfinite())] = float("inf")
+        half = (own.levels // 2).to(parts)
+        levels = own.inside(parts, scale / token_scale).add_(half - 0.5).to(torch.uint8)
+        _pack(levels, own.planes, codes)
+
+    def values_of(self, codes: Tensor, token_scale: Tensor, values: Tensor) -> None:
+        own = self._own()
+        levels = _unpack(codes, own.planes, values.shape[1]).mul_(2).add_(1 - own.levels.to(values))
+        product = _product(levels, own.decoder(codes.device)).mul_(token_scale[:, None] * own.scale)
+        # Sixteen bits of it, so that the product with a scale is exact, and fused or not only the sum is rounded.
+        product.view(torch.int32).add_(_ROUNDING).bitwise_and_(_KEPT)
+        values[:, : product.shape[1]].copy_(product)
+
+    def _own(self) -> Transform:
+        assert self.transform is not None, "asked of the codec of a layer alone"
+        return self.transform
+
+
+def _pack(levels: Tensor, planes: Sequence[int], codes: Tensor) -> None:
+    """Codes uint8 [m, K] by bit planes into ``codes`` uint8 [m, C]."""
+    grouped = levels.view(len(levels), -1, GROUP)
+    places = torch.arange(GROUP, dtype=torch.uint8, device=levels.device)
+    start = 0
+    for bit, groups in enumerate(planes):
+        plane = grouped[:, :groups].bitwise_right_shift(bit).bitwise_and_(1).bitwise_left_shift_(places)
+        codes[:, start : start + groups] = plane.sum(2, dtype=torch.uint8)
+        start += groups
+
+
+def _unpack(codes: Tensor, planes: Sequence[int], columns: int) -> Tensor:
+    """The inverse: fp32 [m, K]."""
+    levels = torch.zeros((len(codes), columns // GROUP, GROUP), dtype=torch.uint8, device=codes.device)
+    places = torch.arange(GROUP, dtype=torch.uint8, device=codes.device)
+    start = 0
+    for bit, groups in enumerate(planes):
+        plane = codes[:, start : start + groups, None].bitwise_right_shift(places).bitwise_and_(1)
+        levels[:, :groups].bitwise_or_(plane.bitwise_left_shift_(bit))
+        start += groups
+    return levels.view(len(codes), columns).float()
+
+
+KLT = KltCodec()

@@ -1,0 +1,235 @@
+"""``klt``: rows turned by a transform that is fitted to the store's own states, and that no other is taken for."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from pydantic import ValidationError
+from safetensors.numpy import load_file
+from torch import Tensor
+
+from hiddenstore.care.copy import open_copy, run_copy
+from hiddenstore.codecs import CODECS, FITTED, get_codec, get_layout, kind_of
+from hiddenstore.codecs.base import RAW_INDEX, Encoded, rows_at
+from hiddenstore.codecs.fitted import fit, is_unfitted
+from hiddenstore.codecs.klt import KLT, KltCodec, allocation, code_bytes
+from hiddenstore.codecs.masked import Q3
+from hiddenstore.codecs.recipes import get_recipe, recipe_name
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import HEAD, capture_spec, make_store, target_files
+from hiddenstore.verify import verify
+from hiddenstore.writer import create_store
+from schemas.capture import Codecs
+from tests.hiddenstore.test_codecs import same_bits
+
+# webdataset 1.0 leaves the file it iterates to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+
+RECIPE = "aux=klt,final=q8"
+WIDTH = 96
+
+
+def correlated(layers: int, tokens: int, width: int = WIDTH, seed: int = 0) -> Tensor:
+    """States whose channels follow few directions, about an offset, with a loud first row."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(layers, width, width, generator=torch.Generator().manual_seed(99))
+    mixing *= torch.exp(-torch.arange(width) / width * 5)[None, :, None]
+    values = torch.randn(layers, tokens, width, generator=generator) @ mixing + 3 * mixing[:, :1]
+    values[:, 0] *= 300
+    return values.bfloat16()
+
+
+@pytest.fixture(scope="module")
+def codec() -> KltCodec:
+    data = KLT.fit(list(correlated(2, 4000, seed=1)))
+    return KLT.of("klt-test", lambda: data)
+
+
+def relative_error(states: Tensor, decoded: Tensor) -> float:
+    centred = states.float() - states.float().median(1, keepdim=True).values
+    return float(((decoded.float() - states.float()).norm(dim=2) / centred.norm(dim=2)).median())
+
+
+def test_correlated_states_lose_less_than_in_three_bits_though_the_codes_take_hardly_more(codec: KltCodec) -> None:
+    states = correlated(2, 1500, seed=2)
+    three = Q3.encode_layers([[layer] for layer in states], fine=np.zeros(1500, dtype=bool)).joined()
+    assert relative_error(states, codec.decode(codec.encode(states))) < relative_error(states, Q3.decode(three)) / 2
+    assert codec.row_bits(4096) / 4096 == pytest.approx(3.40, abs=0.01)
+
+
+def test_a_row_decodes_to_the_same_bits_alone_and_among_others_and_is_coded_alike_in_any_parts(codec: KltCodec) -> None:
+    states = correlated(2, 700, seed=3)
+    encoded = codec.encode(states)
+    decoded = codec.decode(encoded)
+    for rows in ([3], [0, 17, 699], list(range(100, 165))):
+        part = rows_at(codec.small, encoded, np.array(rows))
+        assert same_bits(codec.decode(part), decoded[:, rows])
+    parts = codec.encode_layers([[layer[:1], layer[1:333], layer[333:]] for layer in states]).joined()
+    assert all(torch.equal(one, other) for one, other in zip(parts.codes, encoded.codes, strict=True))
+
+
+def test_rows_of_one_layer_alone_are_decoded_by_its_own_transform(codec: KltCodec) -> None:
+    states = correlated(2, 50, seed=4)
+    encoded = codec.encode(states)
+    small = {
+        name: values[1:2] if codec.small[name].axes[0] == "L" else values for name, values in encoded.small.items()
+    }
+    kept = small[RAW_INDEX][:, 0] == 1
+    small |= {RAW_INDEX: small[RAW_INDEX][kept] - [1, 0], "raw_rows": small["raw_rows"][kept]}
+    assert same_bits(codec.decode(Encoded(encoded.codes[1:], small))[0], codec.decode(encoded)[1])
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), 3e38, 1e25])
+def test_odd_rows_are_kept_bit_for_bit(codec: KltCodec, odd: float) -> None:
+    states = correlated(2, 60, seed=5)
+    states[1, 31, 7] = odd
+    encoded = codec.encode(states)
+    assert [1, 31] in encoded.small[RAW_INDEX].tolist()
+    decoded = codec.decode(encoded)
+    assert same_bits(decoded[1, 31], states[1, 31])
+    assert decoded[0].isfinite().all()
+
+
+def test_a_row_unlike_those_it_was_fitted_to_is_kept_raw_or_loses_less_than_a_third(codec: KltCodec) -> None:
+    states = correlated(2, 400, seed=6)
+    states[:, 5::9] = (20 * torch.randn(2, 44, WIDTH, generator=torch.Generator().manual_seed(7))).bfloat16()
+    encoded = codec.encode(states)
+    scale, offset = (
+        torch.from_numpy(encoded.small[name]).view(torch.bfloat16).float()[:, None]
+        for name in ("channel_scale", "channel_offset")
+    )
+    normal, error = (states.float() - offset) / scale, (codec.decode(encoded).float() - states.float()) / scale
+    assert float((error.norm(dim=2) / normal.norm(dim=2)).max()) < 0.33
+    assert 40 < len(encoded.small[RAW_INDEX]) < 100
+
+
+def test_a_constant_layer_and_a_narrow_one_can_be_fitted() -> None:
+    for rows in (torch.ones(300, 24).bfloat16(), correlated(1, 300, 7)[0], correlated(1, 5, 40)[0]):
+        data = KLT.fit([rows])
+        codec = KLT.of("klt-test", lambda data=data: data)  # type: ignore[misc]
+        decoded = codec.decode(codec.encode([rows]))
+        assert decoded.isfinite().all()
+        assert float((decoded[0].float() - rows.float()).abs().max()) < 0.5 * float(rows.float().abs().max())
+
+
+def test_bits_go_where_one_lowers_the_error_most_one_at_least_and_seven_at_most() -> None:
+    assert allocation([100.0, 10.0, 1.0, 1e-9], 12) == [5, 4, 2, 1]
+    assert allocation([1e12, 1.0], 10) == [7, 3]
+    assert (code_bytes(4096), code_bytes(576), code_bytes(9)) == (1740, 244, 6)
+
+
+def plainly_decoded(folder: Path) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every layer of every unit by the words of the format page: zarr, numpy and one safetensors file."""
+    store = Store.open(folder)
+    transforms = load_file(folder / "target" / f"{store.capture.codecs.aux}.safetensors")
+    for record in store.commits():
+        group = zarr.open_group(folder / record.segment, mode="r")
+        for place, name in enumerate(("layer_1", "layer_3")):
+            own = int(group["aux_transform"][place])
+            weight, bits = transforms[f"{own}.weight"].astype(np.float64), transforms[f"{own}.bits"]
+            codes = group[name][:]
+            levels = np.zeros((len(codes), 8 * len(bits)), dtype=np.int64)
+            start = 0
+            for plane in range(int(bits.max())):
+                groups = int((bits > plane).sum())
+                stored = np.unpackbits(codes[:, start : start + groups], axis=1, bitorder="little").astype(np.int64)
+                levels[:, : 8 * groups] += stored << plane
+                start += groups
+            odd = 2 * levels + 1 - (1 << bits.astype(np.int64)).repeat(8)
+            small = {
+                key: torch.from_numpy(group[f"aux_{key}"][place]).view(torch.bfloat16).float().numpy()
+                for key in ("token_scale", "channel_scale", "channel_offset")
+            }
+            y = (odd @ weight).astype(np.float32) * (small["token_scale"][:, None] * transforms[f"{own}.scale"])
+            y = ((y.view(np.int32) + 0x80) & -0x100).view(np.float32)
+            out = torch.from_numpy(y * small["channel_scale"] + small["channel_offset"]).bfloat16()
+            for at, (layer, row) in enumerate(group["aux_raw_index"][:]):
+                if layer == place:
+                    out[row] = torch.from_numpy(group["aux_raw_rows"][at]).view(torch.bfloat16)
+            ours = torch.cat([store.read(entry.id, [(1, 3)[place]]).aux[0] for entry in record.samples])
+            yield out, ours
+
+
+def test_the_words_of_the_format_page_decode_what_we_decode(tmp_path: Path) -> None:
+    make_store(tmp_path, codec=RECIPE, width=44)
+    for plain, ours in plainly_decoded(tmp_path / "store"):
+        assert same_bits(plain, ours)
+
+
+@pytest.mark.parametrize("container", ["zarr", "webdataset"])
+@pytest.mark.parametrize("recipe", [RECIPE, "rebuilt-klt"])
+def test_a_store_is_sound_to_us_and_to_stock_software_and_a_copy_keeps_its_codes(
+    tmp_path: Path, container: str, recipe: str
+) -> None:
+    store = make_store(tmp_path, codec=recipe, container=container, layers=(1, 3, 6))  # type: ignore[arg-type]
+    name = store.capture.codecs.aux
+    assert kind_of(name) == "klt" != name
+    assert (store.manifest.recipe, recipe_name(store.capture.codecs)) == (recipe, recipe)
+    report = verify(store.path, "bytes", also_stock=True)
+    assert (report.findings, report.stock_samples) == ([], 6)
+    copy = open_copy([store], tmp_path / "copy", container="webdataset" if container == "zarr" else "zarr")
+    run_copy(copy)
+    other = Store.open(tmp_path / "copy")
+    assert other.capture == store.capture
+    for record in store:
+        assert same_bits(other.read(record.sample.id).aux, record.aux)
+    again = open_copy([store], tmp_path / "same", recipe)
+    assert again.verbatim == len(again.units) > 1
+
+
+def test_a_copy_fits_to_samples_of_the_whole_source_and_another_source_is_encoded_by_the_same(tmp_path: Path) -> None:
+    first, second = make_store(tmp_path / "a", codec="bf16", seed=1), make_store(tmp_path / "b", codec=RECIPE, seed=2)
+    run_copy(open_copy([first], tmp_path / "c", RECIPE))
+    made = Store.open(tmp_path / "c")
+    assert kind_of(made.capture.codecs.aux) == "klt"
+    assert made.capture.codecs.aux != second.capture.codecs.aux
+    with pytest.raises(ConflictError, match=r"capture\.codecs\.aux"):
+        create_store(tmp_path / "c", second.capture, HEAD, RECIPE, target_files())
+    run_copy(open_copy([second], tmp_path / "c", RECIPE))
+    both = Store.open(tmp_path / "c")
+    assert (len(both), both.capture) == (12, made.capture)
+    assert verify(both.path, "bytes").findings == []
+
+
+def test_a_damaged_or_missing_transform_is_named_and_no_other_is_taken(tmp_path: Path) -> None:
+    store = make_store(tmp_path, codec=RECIPE)
+    file = Path(store.path, "target", f"{store.capture.codecs.aux}.safetensors")
+    whole = file.read_bytes()
+    CODECS._loaded.pop(store.capture.codecs.aux, None)
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CorruptionError, match=r"klt-.* is damaged") as caught:
+        _ = Store.open(store.path)[0].aux
+    assert caught.value.kind == "target-file-corrupt"
+    assert set(verify(store.path, "bytes").kinds) == {"file-corrupt"}
+    file.write_bytes(whole)
+    manifest = json.loads(Path(store.path, "store.json").read_bytes())
+    assert file.name in [entry["path"] for entry in manifest["target_files"]]
+    assert len(Store.open(store.path)[0].aux) == 2
+
+
+def test_nothing_is_written_by_a_codec_that_is_fitted_to_nothing(tmp_path: Path) -> None:
+    capture = capture_spec((1, 3), 32, RECIPE)
+    assert is_unfitted(capture)
+    with pytest.raises(ConfigError, match="is fitted to states of the store's own mix, and was not") as caught:
+        create_store(tmp_path / "store", capture, HEAD, RECIPE, target_files())
+    assert (caught.value.kind, (tmp_path / "store").exists()) == ("codec-unfit", False)
+    with pytest.raises(ConfigError, match="there is none") as caught:
+        fit(capture, [])
+    assert caught.value.kind == "codec-unfit"
+    with pytest.raises(ConfigError, match="klt has no transform"):
+        KLT.encode(correlated(1, 9))
+    with pytest.raises(ConfigError, match="unknown codec 'klt-0123'"):
+        get_codec("klt-0123")
+    assert get_layout("klt").row_bits(64) == FITTED["klt"].row_bits(64)
+
+
+def test_it_is_for_aux_layers_alone() -> None:
+    with pytest.raises(ConfigError, match="unknown codec 'klt'"):
+        get_recipe("aux=q4,final=klt")
+    with pytest.raises(ValidationError, match="is fitted to aux layers"):
+        Codecs(aux="q4", final="klt-0123456789abcdef")
