@@ -17,8 +17,18 @@ from hiddenstore.servers.http import HttpClient, ServerAccess
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.rendering import RENDER_ERRORS, reason_of
 from trainer.evaluate.prompts import Message, Question, left_out, prompt_ids, read_questions
-from trainer.evaluate.rounds import departures, measure_rounds, rows_of
-from trainer.evaluate.server import ALL, SERVERS, Render, SamplingOptions, Server, markdown, require_one_model, table
+from trainer.evaluate.rounds import FEWEST_ROUNDS, departures, is_shown_to_pay, measure_rounds, rows_of
+from trainer.evaluate.server import (
+    ALL,
+    SERVERS,
+    Render,
+    SamplingOptions,
+    Server,
+    markdown,
+    require_one_model,
+    spread,
+    table,
+)
 from trainer.serve import ENGINES
 from trainer.serve.drafter import keep_draft_len
 from trainer.serve.launch import server_of
@@ -145,7 +155,8 @@ def _measure_running(
         **_measured(servers, baseline, questions, options),
     }
     if len(options.draft_lens) > 1:
-        document["draft_len_kept"] = document["speedup"] > 1 and _keeps(options.drafter, document["draft_len"])
+        pays = is_shown_to_pay(document["speedup_rounds"])
+        document["draft_len_kept"] = pays and _keeps(options.drafter, document["draft_len"])
     output().data(document, human=lambda: _show(document))
     if document.get("draft_len_kept") is False:
         output().warn(_not_kept(document))
@@ -170,9 +181,14 @@ def _keeps(drafter: str | None, length: int) -> bool:
 
 
 def _not_kept(document: dict[str, Any]) -> str:
-    best = f"drafts of {document['draft_len']} give {document['speedup']:.2f}x of plain decoding"
+    ratios = document["speedup_rounds"]
+    best = f"drafts of {document['draft_len']} give {document['speedup']:.2f}x{spread(ratios)} of plain decoding"
     if document["speedup"] <= 1:
         return f"no draft length pays on this machine: {best}"
+    if len(ratios) < FEWEST_ROUNDS:
+        return f"no draft length is shown to pay by fewer than {FEWEST_ROUNDS} rounds: {best}; --rounds sets how many"
+    if not is_shown_to_pay(ratios):
+        return f"no draft length is shown to pay on this machine, for none is above 1 in every round: {best}"
     return f"{best}; nothing here keeps that: hiddenstore serve … --draft-len {document['draft_len']}"
 
 
@@ -209,7 +225,7 @@ def _measured(
     if all(row["accepted_length"] is None for row in rows):
         output().warn("the server counts no drafts where we can read it: speed only")
     totals = [row for row in rows if row["task"] == ALL]
-    overall = max(totals, key=lambda row: row["speedup"]) if options.draft_lens else totals[0]
+    overall = max(totals, key=_payment) if options.draft_lens else totals[0]
     names = ("draft_len", "accepted_length", "per_position", "drafts", "tokens_per_s", "baseline_tokens_per_s")
     return {
         **{name: overall[name] for name in (*names, "speedup", "speedup_rounds")},
@@ -218,6 +234,10 @@ def _measured(
         "differences": [one.document() for one in parted if not one.is_tie],
         "rows": rows,
     }
+
+
+def _payment(row: dict[str, Any]) -> tuple[bool, float]:
+    return is_shown_to_pay(row["speedup_rounds"]), row["speedup"]
 
 
 def _open(options: ServerOptions, url: str, render: Render | None) -> Server:
@@ -260,8 +280,8 @@ def _show(document: dict[str, Any]) -> None:
         if any(tie["logit"] is None for tie in document["ties"]):
             pairs.append(("", "their logits' size was not said: below 64, where bf16 has steps of 0.25"))
     if document.get("draft_len_kept"):
-        best = f"drafts of {document['draft_len']}: {document['speedup']:.2f}x of plain decoding"
-        pairs.insert(1, ("pays", f"{best}; serve takes it from now on"))
+        best = f"drafts of {document['draft_len']}: {document['speedup']:.2f}x{spread(document['speedup_rounds'])}"
+        pairs.insert(1, ("pays", f"{best} of plain decoding; serve takes it from now on"))
     output().pairs(pairs)
 
 

@@ -30,8 +30,22 @@ from trainer.evaluate.server import (
 SURELY_A_LOGIT = 1e-3
 """No log-probability is greater, rounding included."""
 
+FEWEST_ROUNDS = 3
+
 Rounds = list[list[TaskResult]]
 """Of one server: its tasks in each round."""
+
+
+def rounds_for(lengths: int) -> int:
+    """Rounds that ``lengths`` draft lengths are compared in where nobody says: one is enough for one, or for what it
+    does by itself. Where drafting changes nothing a round's ratio is above 1 half of the time, so that among n lengths
+    one is above 1 in all of r rounds with n/2^r at most: an eighth here."""
+    return FEWEST_ROUNDS + (lengths - 1).bit_length() if lengths > 1 else 1
+
+
+def is_shown_to_pay(ratios: Sequence[float]) -> bool:
+    """Whether drafting was faster in every round, of enough of them."""
+    return len(ratios) >= FEWEST_ROUNDS and min(ratios) > 1
 
 
 def measure_rounds(

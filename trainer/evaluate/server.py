@@ -559,7 +559,7 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         for line, row in zip(cells, listed, strict=True):
             line += [
                 _text(row["baseline_tokens_per_s"], "{:,.1f}"),
-                _text(row["speedup"], "{:.2f}x") + _spread(row["speedup_rounds"]),
+                _text(row["speedup"], "{:.2f}x") + spread(row["speedup_rounds"]),
                 _text(row["same_as_baseline"], "{}") + f" of {row['answers']}",
             ]
     return head, cells
@@ -581,7 +581,8 @@ def markdown(document: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _spread(ratios: Sequence[float]) -> str:
+def spread(ratios: Sequence[float]) -> str:
+    """`` (1.19–1.31)``: least and greatest of several; nothing of one."""
     return f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
 
 
