@@ -10,18 +10,20 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from serve_cases import write_exports
+from tiny_target import save_target
 
 from hiddenstore.cli import main
 from hiddenstore.errors import HiddenstoreError, Kind, StorageError
 from hiddenstore.servers import ServerProcess, VllmPython, _wait_until_up, engine_flags, running
 from tests.trainer.export_cases import case
+from trainer.cli.servers import ServerOptions, _served_dtype
 from trainer.evaluate import rounds
 from trainer.export.write import export
 from trainer.serve import ENGINES
@@ -97,7 +99,7 @@ def test_eval_serves_a_drafter_measures_it_beside_the_target_alone_and_ends_both
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     assert (found["model"], found["accepted_length"]) == (target_folder, pytest.approx(2.5))
-    assert len(found["speedup_rounds"]) == 2
+    assert (len(found["speedup_rounds"]), found["dtype"]) == (2, "float32")
     (plain, _), (drafted, with_drafter) = sorted(started(tmp_path), key=lambda one: "--speculative-config" in one[1])
     assert not is_running(plain)
     assert not is_running(drafted)
@@ -110,6 +112,34 @@ def test_eval_serves_a_drafter_measures_it_beside_the_target_alone_and_ends_both
         "--revision",
         "main",
     ]
+
+
+@pytest.mark.parametrize(
+    ("own", "words", "dtype"),
+    [
+        ("float16", (), "float16"),
+        ("bfloat16", ("dtype=auto",), "bfloat16"),
+        # What vLLM makes of it is its own choice.
+        ("float32", (), None),
+        ("bfloat16", ("max-model-len=64", "dtype=half"), "float16"),
+        ("bfloat16", ("dtype=fp8",), None),
+        (None, (), None),
+    ],
+)
+def test_the_dtype_of_a_server_started_here_is_what_it_is_given_or_the_target_s(
+    tmp_path: Path, own: str | None, words: tuple[str, ...], dtype: str | None
+) -> None:
+    target = tmp_path / "none"
+    if own is not None:
+        target = Path(save_target(tmp_path / "target"))
+        config = json.loads((target / "config.json").read_text()) | {"dtype": own}
+        (target / "config.json").write_text(json.dumps(config))
+    given = {name.name: None for name in fields(ServerOptions)}
+    given |= {"engine": "vllm", "servers": (), "prompts": ("p",), "trust_remote_code": False, "method": "ngram"}
+    options = ServerOptions(**given | {"target": str(target), "engine_args": words})
+    assert _served_dtype(options) == dtype
+    assert _served_dtype(replace(options, engine="llamacpp")) is None
+    assert _served_dtype(replace(options, servers=("u",), method=None, target=None)) is None
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from hiddenstore.servers import VllmPython, engine_flags, running
 from hiddenstore.servers.http import HttpClient, ServerAccess
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.rendering import RENDER_ERRORS, reason_of
+from trainer.evaluate.acceptance import FRACTION_BITS, tie_gap
 from trainer.evaluate.prompts import Message, Question, left_out, prompt_ids, read_questions
 from trainer.evaluate.rounds import FEWEST_ROUNDS, departures, is_shown_to_pay, measure_rounds, rows_of
 from trainer.evaluate.server import (
@@ -35,6 +36,8 @@ from trainer.serve.launch import server_of
 from trainer.serve.plan import ServeOptions
 
 LOGPROBS_MODE = "--logprobs-mode"
+_DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "float32", "bfloat16")}
+"""Of vLLM's ``--dtype``, in torch's words."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,8 @@ def _measure_running(
     render = _renderer(options.target, options) if options.target and not options.starts_servers else None
     servers = [_open(options, url, render) for url in urls]
     baseline = _open(options, plain, render) if plain else None
+    if baseline:
+        baseline.dtype = _served_dtype(options)
     for server in servers:
         if baseline:
             require_one_model(server, baseline)
@@ -151,6 +156,7 @@ def _measure_running(
         "baseline_server": plain,
         "prompts_from": list(options.prompts),
         "prompts_unusable": unusable,
+        "dtype": baseline.dtype if baseline else None,
         **{name: getattr(options, name) for name in names},
         **_measured(servers, baseline, questions, options),
     }
@@ -247,6 +253,22 @@ def _open(options: ServerOptions, url: str, render: Render | None) -> Server:
     return SERVERS[options.engine](client, options.model, render)
 
 
+def _served_dtype(options: ServerOptions) -> str | None:
+    """What a vLLM that is started here computes in: the ``dtype`` it is given, else the target's own, if that is one of
+    two bytes (it turns float32 into another); None for every other server."""
+    if options.engine != "vllm" or not options.starts_servers:
+        return None
+    given = [value for name, _, value in (word.partition("=") for word in options.engine_args) if name == "dtype"]
+    if given and given[-1] != "auto":
+        return _DTYPES.get(given[-1])
+    try:
+        own = open_target(str(options.target), options.revision, None, options.trust_remote_code).dtype
+    except HiddenstoreError:
+        # The engine may read what is no target here.
+        return None
+    return own if own in FRACTION_BITS else None
+
+
 def _renderer(target: str, options: ServerOptions) -> Render:
     tokenizer = open_target(target, options.revision, None, options.trust_remote_code).tokenizer
     if tokenizer.chat_template is None:
@@ -278,7 +300,8 @@ def _show(document: dict[str, Any]) -> None:
         parted = f"{count_of(document['ties'])} first differ at a tie" + (f" (logit gaps {gaps})" if gaps else "")
         pairs.append(("differ", f"{parted}, {count_of(document['differences'])} otherwise"))
         if any(tie["logit"] is None for tie in document["ties"]):
-            pairs.append(("", "their logits' size was not said: below 64, where bf16 has steps of 0.25"))
+            widest = tie_gap(None, document["dtype"] or "bfloat16")
+            pairs.append(("", f"their logits' size was not said: taken to be below 64, so that a tie is {widest:g}"))
     if document.get("draft_len_kept"):
         best = f"drafts of {document['draft_len']}: {document['speedup']:.2f}x{spread(document['speedup_rounds'])}"
         pairs.insert(1, ("pays", f"{best} of plain decoding; serve takes it from now on"))

@@ -172,6 +172,8 @@ class Server:
     """Whether answers carry their counts; else ``counts`` is read before and after."""
     lost: str | None = None
     """Why drafts are not counted any more that were at first."""
+    dtype: str | None = None
+    """What it computes logits in, where that is known."""
     plain: Mapping[str, float] = NO_PENALTIES
     """What leaves the target's own choices as they are, in the words of the server."""
 
