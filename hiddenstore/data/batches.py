@@ -88,7 +88,7 @@ class TokenBatches(IterableDataset[GlobalBatch]):
     """Tokens of a pack, at least the longest sample's; default: ``batch_tokens``, one pack a batch on each rank."""
     split: Split = "train"
     layers: Sequence[int] | None = None
-    """Aux layers to read; default: all."""
+    """Aux layers to read, in the order of packs; default: all, ascending."""
     final: bool = True
     """Whether to read what the store holds at the final rows."""
     seed: int = 0
@@ -113,6 +113,8 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         self._layers = _layers_of(self.store, self.layers)
         self._final = self.final and self.store.capture.final != "none"
         self._read = layers_to_read(self.store.capture, self._layers, self._final)
+        if set(self._layers) == set(self._read) and not (self._final and self.store.capture.rebuilds_final):
+            self._read = self._layers
         self._pack_tokens = self.batch_tokens if self.pack_tokens is None else self.pack_tokens
         self._table = self.store.catalog.table
         in_split = self._table.split == SPLITS.index(self.split)
@@ -314,4 +316,4 @@ def _layers_of(store: "Store", layers: Sequence[int] | None) -> tuple[int, ...]:
             kind=Kind.LAYER_MISSING,
             hint=f"hiddenstore collect DATA -o STORE {target} --layers {numbers}",
         )
-    return stored if layers is None else tuple(sorted(set(layers)))
+    return stored if layers is None else tuple(layers)
