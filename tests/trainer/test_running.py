@@ -350,7 +350,9 @@ def test_regenerate_has_its_target_served_for_the_time_and_keeps_the_answers(tmp
         (("--target", "t", "--engine-arg", "dtype=float32"), "'--engine-python PY' starts"),
         (("--target", "t", "--engine-python", "python", "--set", "dtype=bfloat16"), "--engine-arg dtype=bfloat16"),
         (("--target", "t", "--engine-python", "python", "--set", "adapter=a"), "--set adapter has no meaning"),
-        (("--target", "t", "--engine-python", "python", "--set", "top_p=2"), "top-p must lie in"),
+        (("--target", "t", "--engine-python", "python", "--set", "top_p=2"), "at most 1, found 2"),
+        (("--target", "t", "--engine-python", "python", "--set", "top_p=0"), "top-p must be above 0"),
+        (("--server", "http://127.0.0.1:1", "--set", "timeout_s=0"), "the timeout must be above 0 s"),
     ],
 )
 def test_options_that_no_server_started_here_would_read_are_refused(
