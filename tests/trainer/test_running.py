@@ -135,7 +135,7 @@ def test_the_dtype_of_a_server_started_here_is_what_it_is_given_or_the_target_s(
         config = json.loads((target / "config.json").read_text()) | {"dtype": own}
         (target / "config.json").write_text(json.dumps(config))
     given = {name.name: None for name in fields(ServerOptions)}
-    given |= {"engine": "vllm", "servers": (), "prompts": ("p",), "trust_remote_code": False, "method": "ngram"}
+    given |= {"engine": "vllm", "servers": (), "prompts": ("p",), "rounds": 1, "method": "ngram"}
     options = ServerOptions(**given | {"target": str(target), "engine_args": words})
     assert _served_dtype(options) == dtype
     assert _served_dtype(replace(options, engine="llamacpp")) is None
