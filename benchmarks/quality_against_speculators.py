@@ -86,7 +86,7 @@ class Peer:
         return [
             *("--verifier-name-or-path", self.model, "--speculator-type", self.drafter, "--data-path", str(folder)),
             *("--target-layer-ids", *map(str, facts["aux_hidden_state_layer_ids"])),
-            *("--train-data-ratio", f"{facts['train_data_ratio']:.6f}", "--on-missing", "raise"),
+            *("--train-data-ratio", repr(facts["train_data_ratio"]), "--on-missing", "raise"),
             *("--total-seq-len", str(BATCH_TOKENS), "--log-freq", "1000000", "--no-resume-from-checkpoint"),
             *([] if vocab.is_full else ["--draft-vocab-size", str(vocab.size)]),
             *([] if mask is None else ["--mask-token-id", str(mask)]),

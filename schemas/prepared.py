@@ -47,11 +47,12 @@ class PreparedData(Sparse):
     ``tokenizer_rules_sha256`` as in ``TargetIdentity``.
 
     ``think_loss`` False: thoughts are not supervised. ``reasoning_lost`` counts samples whose last answer has reasoning
-    that the chat template left out. ``mix_seed`` chose the rows where a mix took a part of a source. ``images`` is
+    that the chat template left out. ``final_rows``: where the final hidden is held of supervised text, absent in older
+    documents. ``mix_seed`` chose the rows where a mix took a part of a source. ``images`` is
     absent where no sample has any.
     """
 
-    absent = ("images",)
+    absent = ("images", "final_rows")
     format: FormatOfImages = FORMAT_VERSION
     digest: str
     target: str
@@ -70,6 +71,7 @@ class PreparedData(Sparse):
     validation_samples: int
     tokens: int
     supervised_tokens: int
+    final_rows: int | None = None
     longest: int
     cut: int
     duplicates: int

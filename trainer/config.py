@@ -5,7 +5,7 @@ Precedence: defaults here < derived from the target < file < ``key.path=value``;
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from schemas.prepared import LossChoice
 
@@ -103,7 +103,7 @@ class DrafterConfig(Section):
     name: str
     """The kind of drafter."""
     aux_layers: tuple[int, ...]
-    """Layers of the target whose states are read, as the store numbers them."""
+    """Layers of the target whose states are read, as the store numbers them; ascending, however they are named."""
     hidden_size: int = Field(gt=0)
     """Width of the residual stream."""
     intermediate_size: int = Field(gt=0)
@@ -126,6 +126,12 @@ class DrafterConfig(Section):
     """Tokens of the draft vocabulary: the most frequent supervised ones of the store."""
     vocab_file: str | None = None
     """A draft vocabulary to load (safetensors, npy or pt); wins over ``vocab_size``."""
+
+    @field_validator("aux_layers")
+    @classmethod
+    def _ascending(cls, layers: tuple[int, ...]) -> tuple[int, ...]:
+        # Every export and every engine has them so.
+        return tuple(sorted(set(layers)))
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "DrafterConfig":

@@ -43,7 +43,6 @@ _SPIKES = 0.01
 _KNOWN = 0.95
 _SHOWN_TOKENS = 1_200
 _MOST_SHOWN = 12
-_AS_GOOD = 0.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,12 +342,12 @@ def compare_page(runs: Sequence[RunInfo]) -> Page:
     logs = {name: read_curves(info.run) for name, info in zip(names, runs, strict=True)}
     configs = {name: flat(read_config(info.run)) for name, info in zip(names, runs, strict=True)}
     differing = [key for key in _keys(configs) if len({config.get(key) for config in configs.values()}) > 1]
-    lengths = {name: length for name, curves in logs.items() if (length := longest(curves)) is not None}
-    best = max(lengths, key=lambda name: lengths[name], default=None)
+    step, lengths = accepted_lengths(logs)
+    best = max(lengths, key=lambda name: lengths[name]) if step is not None else None
     tiles = [("runs", count(len(runs))), ("settings that differ", count(len(differing)))]
     if best is not None:
-        tiles += [("longest accepted", f"{lengths[best]:.2f}"), ("by", best)]
-    sections = [_result(runs, names, logs, lengths), _losses(logs), _differing(configs, differing)]
+        tiles += [(f"longest accepted at step {count(step or 0)}", f"{lengths[best]:.2f}"), ("by", best)]
+    sections = [_result(runs, logs, step, lengths), _losses(logs), _differing(configs, differing)]
     return Page("Runs compared", " · ".join(str(info.run) for info in runs), tiles, sections)
 
 
@@ -362,9 +361,17 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     return [f"{'/'.join(path)} ({place})" for place, path in enumerate(whole, 1)]
 
 
-def longest(curves: Curves) -> float | None:
-    """The largest accepted length that was validated."""
-    return max((v for one in curves.validations if (v := one["accepted_length"]) is not None), default=None)
+def accepted_lengths(logs: Mapping[str, Curves]) -> tuple[int | None, dict[str, float]]:
+    """The last step at which all runs that validated an accepted length did, and what each had there; None and the last
+    of each where there is no such step. The greatest of each would favour who validates most often."""
+    of_runs = {
+        name: by_step
+        for name, curves in logs.items()
+        if (by_step := {one["step"]: v for one in curves.validations if (v := one["accepted_length"]) is not None})
+    }
+    shared = set.intersection(*(set(by_step) for by_step in of_runs.values())) if of_runs else set()
+    step = max(shared, default=None)
+    return step, {name: by_step[max(by_step) if step is None else step] for name, by_step in of_runs.items()}
 
 
 def _keys(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -372,11 +379,12 @@ def _keys(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _result(
-    runs: Sequence[RunInfo], names: Sequence[str], logs: Mapping[str, Curves], lengths: Mapping[str, float]
+    runs: Sequence[RunInfo], logs: Mapping[str, Curves], step: int | None, lengths: Mapping[str, float]
 ) -> Section:
+    """``step``: of which the lengths are, None where they are the last of each run."""
     bars = [
         Bar(name, length, "not validated" if math.isnan(length) else f"{length:.3f}", place)
-        for place, name in enumerate(names)
+        for place, name in enumerate(logs)
         for length in [lengths.get(name, math.nan)]
     ]
     curves = [
@@ -388,8 +396,9 @@ def _result(
         )
         for name, log in logs.items()
     ]
+    where = "the last of each" if step is None else f"at step {count(step)}"
     body = page.beside(
-        tag("div", page.bars("Best accepted length in validation", bars), _cost(logs)),
+        tag("div", page.bars(f"Accepted length in validation, {where}", bars), _cost(logs)),
         page.lines("Accepted length in validation", curves, "step", "tokens"),
     )
     verdicts = []
@@ -397,16 +406,18 @@ def _result(
     if len(snapshots) > 1:
         text = "they were trained on different samples, and validated on different text: lengths do not compare"
         verdicts.append(Verdict("look", f"{text}; hiddenstore eval RUN STORE on one store does"))
-    if len(lengths) > 1:
+    if len(lengths) > 1 and step is None:
+        verdicts.append(Verdict("unknown", "they were validated at no step in common: lengths do not compare"))
+    elif len(lengths) > 1:
         first, second = sorted(lengths, key=lambda name: -lengths[name])[:2]
-        ahead = lengths[first] - lengths[second]
-        text = f"{first} is ahead of {second} by {ahead:.3f} tokens per target forward"
-        level: page.Level = "good" if ahead > _AS_GOOD else "unknown"
-        verdicts.append(Verdict(level, text if ahead > _AS_GOOD else f"{text}: another seed may turn that"))
-    missing = [name for name in names if name not in lengths]
+        ahead = f"{lengths[first] - lengths[second]:.3f} tokens per target forward"
+        # A log has no lengths of single samples, and a run one seed: no interval follows from it.
+        text = f"{first} has {ahead} more than {second} {where}; not compared in pairs: another seed may turn that"
+        verdicts.append(Verdict("unknown", text))
+    missing = [name for name in logs if name not in lengths]
     if missing:
         verdicts.append(Verdict("unknown", f"{', '.join(missing)} never validated an accepted length"))
-    healthy = "one snapshot, one split, and worth what it cost; under 0.02 another seed may turn the order."
+    healthy = "one snapshot, one split, and worth what it cost; who leads in several seeds is ahead."
     return Section("Result", body, healthy, tuple(verdicts), wide=True)
 
 

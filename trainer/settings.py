@@ -4,6 +4,7 @@ Precedence: defaults of `trainer.config` < derived from target and store < file 
 errors.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from pydantic import Field, create_model
 from hiddenstore import settings
 from hiddenstore.console.output import output
 from hiddenstore.console.text import size
+from hiddenstore.data.order import Order, global_batches
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.files.documents import foreign_json
 from hiddenstore.index.table import SPLITS
@@ -311,16 +313,25 @@ def derived_lr(store: "Store", config: TrainConfig) -> float:
 
 
 def _short_run(store: "Store", config: TrainConfig) -> tuple[float, float]:
-    """How many times the usual rate a run takes for its few steps, and these."""
-    table = store.catalog.table
-    lengths = table.tokens[table.split == SPLITS.index("train")]
-    # A sample longer than a batch is one step.
-    most = min(config.data.batch_tokens, config.data.max_tokens or config.data.batch_tokens)
-    tokens = int(np.minimum(lengths, most).sum())
-    steps = config.train.max_steps or config.train.epochs * tokens / config.data.batch_tokens
+    """How many times the usual rate a run takes for its few steps, and these: the true ones below ``LONG_RUN``."""
     if config.optim.kind != "muon":
-        return 1.0, steps
+        return 1.0, math.inf
+    steps = config.train.max_steps or _steps_of_epochs(store, config)
     return min(HIGHEST_LR_FACTOR, max(1.0, (LONG_RUN / max(1, steps)) ** 0.5)), steps
+
+
+def _steps_of_epochs(store: "Store", config: TrainConfig) -> float:
+    """Global batches of all epochs: whole samples seldom fill one, so tokens over those of a batch are fewer. These are
+    given where they are ``LONG_RUN`` already, so that nothing large is counted."""
+    table, data, epochs = store.catalog.table, config.data, range(config.train.epochs)
+    rows = np.flatnonzero(table.split == SPLITS.index("train"))
+    lengths = np.minimum(table.tokens[rows], data.max_tokens or longest_sample(store))
+    fewest = len(epochs) * int(np.minimum(lengths, data.batch_tokens).sum()) / data.batch_tokens
+    if fewest >= LONG_RUN:
+        return fewest
+    order, pack = Order(table.ids.take(rows)), int(lengths.max(initial=1))
+    plans = (global_batches(lengths, order.permutation(data.seed, n), data.batch_tokens, pack) for n in epochs)
+    return sum(1 for plan in plans for _ in plan)
 
 
 def default_lr(hidden_size: int) -> float:

@@ -164,7 +164,10 @@ def _value_bytes(config: Any) -> int:
 
 
 def final_rows(info: PreparedData, final: FinalMode) -> int:
-    """Rows of the final hidden; ``supervised`` holds one row more on either side of each answer."""
+    """Rows of the final hidden; ``supervised`` holds one row more on either side of each answer, of which older data
+    does not say how many there are: one a sample is taken."""
     if final == "none":
         return 0
-    return info.tokens if final == "all" else min(info.tokens, info.supervised_tokens + 2 * info.samples)
+    if final == "all":
+        return info.tokens
+    return min(info.tokens, info.supervised_tokens + 2 * info.samples) if info.final_rows is None else info.final_rows

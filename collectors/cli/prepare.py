@@ -191,6 +191,7 @@ def _show_data(answer: dict[str, Any]) -> None:
     from collectors.conversations.parse import NO_ANSWER
 
     rows, samples, tokens = answer["rows_read"], answer["samples"], answer["tokens"]
+    rate = rows / max(answer["elapsed_s"], 1e-3)
     validation, longest, supervised = answer["validation_samples"], answer["longest"], answer["supervised_tokens"]
     limit = f"{answer['max_tokens']:,}" if answer["max_tokens"] is not None else "none"
     masks = {"generation-tags": "generation tags", "prefixes": "rendered prefixes", "all": "every token"}
@@ -198,7 +199,7 @@ def _show_data(answer: dict[str, Any]) -> None:
     stored = sum(file["size"] for file in (*answer["files"], *answer.get("images", {}).get("files", ())))
     output().pairs(
         [
-            ("rows read", f"{rows:,}  ({rows / max(answer['elapsed_s'], 1e-3):,.0f} rows/s)"),
+            ("rows read", f"{rows:,}" + (f"  ({rate:,.0f} rows/s)" if rate >= 1 else "")),
             ("samples", f"{samples:,}  (train {samples - validation:,}, validation {validation:,})"),
             ("tokens", f"{tokens:,}  (mean {tokens / samples:,.0f}, longest {longest:,}, limit {limit})"),
             ("supervised", f"{percent(supervised / tokens)}  ({learned}, mask from {masks[answer['mask_from']]})"),

@@ -182,8 +182,11 @@ def require_possible(options: RegenerateOptions) -> None:
         value, limit = getattr(options, name), int(name in at_least_1)
         if value is not None and value < limit:
             raise ConfigError(f"{name.replace('_', ' ')} must be at least {limit}", kind=Kind.OPTION_INVALID)
-    if not 0 < (1 if options.top_p is None else options.top_p) <= 1 or options.timeout_s <= 0:
-        raise ConfigError("top-p must lie in 0…1 and the timeout be longer than 0 s", kind=Kind.OPTION_INVALID)
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        problem = f"top-p must be above 0 and at most 1, found {options.top_p:g}"
+        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint="--set top_p=1 draws from every token")
+    if options.timeout_s <= 0:
+        raise ConfigError(f"the timeout must be above 0 s, found {options.timeout_s:g}", kind=Kind.OPTION_INVALID)
     if not 0 <= options.max_failure_share <= 1:
         raise ConfigError("max failure share must lie in 0…1", kind=Kind.OPTION_INVALID)
     shard, shards = options.shard

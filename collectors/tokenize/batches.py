@@ -33,7 +33,7 @@ from collectors.tokenize.template import ChatTemplate, Tokenised
 from hiddenstore.errors import InterruptError, Kind, StorageError
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.inputs import PREPARED
-from hiddenstore.records import sample_id
+from hiddenstore.records import final_row_positions, sample_id
 from hiddenstore.threads import usable_cores
 from schemas.manifest import ImageEntry
 from schemas.prepared import Overlong
@@ -46,12 +46,12 @@ MOST_WORKERS = 32
 
 FACTS = np.dtype(
     [
-        *(("tokens", "i8"), ("supervised", "i8"), ("validation", "?")),
+        *(("tokens", "i8"), ("supervised", "i8"), ("final_rows", "i8"), ("validation", "?")),
         *(("cut", "?"), ("reasoning_lost", "?"), ("images", "?")),
     ],
 )
-"""What is counted of a sample: its length and its supervised tokens, its split, what it lost, and whether it holds
-images."""
+"""What is counted of a sample: its length, its supervised tokens and the final rows of these, its split, what it lost,
+and whether it holds images."""
 MAX_IMAGE_BYTES = 64 << 20
 _NO_FILE = "there is no such file"
 
@@ -112,6 +112,7 @@ def make_batch(rules: SampleRules, rows: Sequence[Row]) -> SampleBatch:
         (
             len(sample.input_ids),
             int(sample.loss_mask.sum()),
+            len(final_row_positions(sample.loss_mask, "supervised")),
             is_validation(name, rules.validation),
             sample.is_cut,
             sample.is_reasoning_lost,

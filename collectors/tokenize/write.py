@@ -35,8 +35,8 @@ EXAMPLES_PER_REASON = 3
 class Tally:
     """Samples of one DATA folder and the rows left out of it.
 
-    ``totals`` adds up tokens, supervised, validation, cut and the like; ``ids`` are the 16 bytes of every sample id;
-    ``examples`` the first few rows of every reason.
+    ``totals`` adds up tokens, supervised, final rows, validation, cut and the like; ``ids`` are the 16 bytes of every
+    sample id; ``examples`` the first few rows of every reason.
     """
 
     rows: int = 0
@@ -70,6 +70,7 @@ class Tally:
             "validation_samples": self.totals["validation"],
             "tokens": self.totals["tokens"],
             "supervised_tokens": self.totals["supervised"],
+            "final_rows": self.totals["final_rows"],
             "longest": self.longest,
             "cut": self.totals["cut"],
             "duplicates": self.duplicates,

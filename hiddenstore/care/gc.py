@@ -1,6 +1,8 @@
 """``gc``: sweep what can no longer be of use. It plans first and acts when told to."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 
 from hiddenstore.files import layout
@@ -22,7 +24,7 @@ class Garbage:
     """A path that no reader needs.
 
     ``reason``: ``orphan`` can never be committed, ``superseded`` was replaced, ``unfinished`` no record names yet,
-    ``temporary``.
+    ``temporary``. ``age_s``: seconds since it changed, or since it was replaced where that is less.
     """
 
     path: str
@@ -54,7 +56,8 @@ def gc(
     """Remove segments that can no longer win, index files that another was merged from, and temporary files.
 
     A segment that a saved snapshot names stays, so does every one of a unit of which a record cannot be read, and so
-    does everything touched in the last ``older_than_s`` seconds. Segments that no record names yet, but one could, go
+    does everything touched or replaced in the last ``older_than_s`` seconds: who opened the store before may still read
+    it, or save a snapshot of it. Segments that no record names yet, but one could, go
     with ``abandoned`` only: a writer that was stopped and goes on then loses its unit, and captures it again. Raises
     CorruptionError: a snapshot is damaged: it may name anything; StorageError: the storage refused to read; nothing is
     removed."""
@@ -63,6 +66,7 @@ def gc(
         raise missing("store", fs.root)
     sweep = Sweep()
     with reading_only():
+        replacing = cache(partial(_revisions, fs))
         fates = unnamed_segments(fs, _segments(fs))
         reasons: dict[str, str] = {path: fate for path, fate in fates.items() if fate != "frozen"}
         # States of a slice come before their document: without one, its writer may have been stopped in between.
@@ -70,7 +74,10 @@ def gc(
         reasons |= dict.fromkeys(leftovers(fs), "temporary") | dict.fromkeys(replaced_indexes(fs), "superseded")
         for path, reason in reasons.items():
             if fs.size(path) is not None or fs.list(path):
-                item = Garbage(path, reason, *fs.usage(path))
+                size, age = fs.usage(path)
+                if fates.get(path) == "superseded":
+                    age = min(age, _replaced_for(fs, path, replacing()))
+                item = Garbage(path, reason, size, age)
                 if reason == "unfinished" and not abandoned:
                     sweep.unfinished.append(item)
                 else:
@@ -80,6 +87,24 @@ def gc(
             fs.remove_tree(item.path)
         sweep.done = True
     return sweep
+
+
+def _revisions(fs: Filesystem) -> dict[str, list[int]]:
+    """The revisions of every unit that have a record, ascending."""
+    revisions: dict[str, list[int]] = {}
+    for unit, revision, _ in layout.parse_commits(fs.list(layout.COMMITS_DIR)):
+        revisions.setdefault(unit, []).append(revision)
+    return {unit: sorted(those) for unit, those in revisions.items()}
+
+
+def _replaced_for(fs: Filesystem, path: str, revisions: Mapping[str, Sequence[int]]) -> float:
+    """Seconds since the record came that replaced a segment's own; the least where its name may be of two units."""
+    ages = []
+    for unit, own in layout.segment_claims(path.rpartition("/")[2]):
+        later = next((revision for revision in revisions.get(unit, ()) if revision > own), None)
+        if later is not None:
+            ages.append(fs.usage(layout.commit_path(unit, later))[1])
+    return min(ages, default=0.0)
 
 
 def _segments(fs: Filesystem) -> dict[str, str]:

@@ -338,8 +338,8 @@ def _repair_row(unit: Mapping[str, Any]) -> tuple[str, str, str, str]:
 def gc(store: str, older_than: str, abandoned: bool, yes: bool) -> None:
     """Sweep what can no longer be of use in STORE: segments that lost their race and what repairs replaced.
 
-    What is younger than --older-than stays. Segments of units without a commit stay too: a writer that was stopped may
-    go on; --abandoned gives them up. Prints a plan unless -y is given.
+    What was written or replaced within --older-than stays. Segments of units without a commit stay too: a writer that
+    was stopped may go on; --abandoned gives them up. Prints a plan unless -y is given.
     """
     from hiddenstore.care.gc import gc as run_gc
 

@@ -111,7 +111,8 @@ class Progress:
         self._line_is_last = self._has_line = True
         of_total = f"/{self.total}" if self.total is not None else ""
         words = [time.strftime("%H:%M:%S"), self.label, f"{self.unit or 'done'}={self.done}{of_total}"]
-        words.append(f"rate={self.rate:.3g}/s")
+        if self.rate > 0:
+            words.append(f"rate={self.rate:.3g}/s")
         if self.eta_s:
             words.append(f"eta={seconds(self.eta_s).replace(' ', '')}")
         words += [f"{key}={_compact(value)}" for key, value in self._fields.items()]
@@ -128,6 +129,8 @@ class Progress:
         if self.unit and not in_bytes:
             numbers += f" {self.unit}"
         rate = f"{size(self.rate)}/s" if in_bytes else f"{amount(self.rate)} {self.unit or 'steps'}/s"
+        if self.rate <= 0:
+            rate = ""
         left = f"{seconds(self.eta_s)} left" if self.eta_s else ""
         fields = (f"{key.replace('_', ' ')} {_shown(value)}" for key, value in self._fields.items())
         words = [clean_line(word) for word in (rate, left, *fields) if word]

@@ -1,5 +1,6 @@
 """Global batches over a store: a plain ``IterableDataset`` that restarts exactly anywhere, under any world size."""
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hiddenstore.data.order import BatchPlan, Order, global_batches
@@ -86,7 +88,7 @@ class TokenBatches(IterableDataset[GlobalBatch]):
     """Tokens of a pack, at least the longest sample's; default: ``batch_tokens``, one pack a batch on each rank."""
     split: Split = "train"
     layers: Sequence[int] | None = None
-    """Aux layers to read; default: all."""
+    """Aux layers to read, in the order of packs; default: all, ascending."""
     final: bool = True
     """Whether to read what the store holds at the final rows."""
     seed: int = 0
@@ -111,6 +113,8 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         self._layers = _layers_of(self.store, self.layers)
         self._final = self.final and self.store.capture.final != "none"
         self._read = layers_to_read(self.store.capture, self._layers, self._final)
+        if set(self._layers) == set(self._read) and not (self._final and self.store.capture.rebuilds_final):
+            self._read = self._layers
         self._pack_tokens = self.batch_tokens if self.pack_tokens is None else self.pack_tokens
         self._table = self.store.catalog.table
         in_split = self._table.split == SPLITS.index(self.split)
@@ -174,6 +178,31 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         if cursor.epoch < 0 or not 0 <= cursor.samples <= len(self._lengths):
             raise ConfigError(f"{cursor} lies outside {len(self._lengths)} samples", kind=Kind.CURSOR_INVALID)
         self._start = self._reached = cursor
+
+    def require_one_order(self) -> None:
+        """Compare with all ranks of ``torch.distributed`` what batches are cut from; every rank calls it, before its
+        first batch. Nothing else says that ranks opened a growing store at different moments: each would follow an
+        order of its own. Without a process group it does nothing. Raises ConflictError: ``ranks-differ``."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return
+        cut = (self._start.to_json(), self.batch_tokens, self._pack_tokens, self.view.max_tokens, self.world_size)
+        key = hashlib.blake2b(repr(cut).encode(), digest_size=6).digest()
+        sent = torch.tensor([len(self._lengths), int.from_bytes(key, "big")])
+        if distributed.get_backend() == "nccl":
+            sent = sent.cuda()
+        received = [torch.empty_like(sent) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(received, sent)
+        ranks: dict[tuple[int, ...], list[str]] = {}
+        for rank, one in enumerate(received):
+            ranks.setdefault(tuple(one.tolist()), []).append(str(rank))
+        if len(ranks) > 1:
+            each = "; ".join(f"{count:,} samples on ranks {', '.join(those)}" for (count, _), those in ranks.items())
+            raise ConflictError(
+                f"the ranks do not cut the same batches from the {self.split} split of {self.store.path}: {each}; they "
+                "opened it at different moments, or with other settings",
+                kind=Kind.RANKS_DIFFER,
+                hint=f"hiddenstore snapshot {self.store.path} NAME, and have every rank open {self.store.path}@NAME",
+            )
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         if get_worker_info() is not None:
@@ -287,4 +316,4 @@ def _layers_of(store: "Store", layers: Sequence[int] | None) -> tuple[int, ...]:
             kind=Kind.LAYER_MISSING,
             hint=f"hiddenstore collect DATA -o STORE {target} --layers {numbers}",
         )
-    return stored if layers is None else tuple(sorted(set(layers)))
+    return stored if layers is None else tuple(layers)

@@ -25,8 +25,9 @@ from schemas.manifest import Split
 class SampleDataset(Dataset[Record]):
     """The records of a split by number, in the order of the store; a map-style dataset that workers can be given.
 
-    ``layers``: of the aux states, default all. ``final``: whether final rows are read. ``view``: where samples end and
-    which of their tokens teach; the ``loss_mask`` of a record is that mask. Raises ConfigError: ``split-empty``."""
+    ``layers``: of the aux states, in the order of packs, default all, ascending. ``final``: whether final rows are
+    read. ``view``: where samples end and which of their tokens teach; the ``loss_mask`` of a record is that mask.
+    Raises ConfigError: ``split-empty``."""
 
     def __init__(
         self,

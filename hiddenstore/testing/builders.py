@@ -243,6 +243,7 @@ def _prepared(rows: Sequence[Sample], files: tuple[FileEntry, ...]) -> PreparedD
         validation_samples=sum(sample.split == "validation" for sample in rows),
         tokens=sum(sample.tokens for sample in rows),
         supervised_tokens=sum(sample.supervised for sample in rows),
+        final_rows=sum(len(final_row_positions(sample.loss_mask, "supervised")) for sample in rows),
         longest=max((sample.tokens for sample in rows), default=0),
         cut=0,
         duplicates=0,

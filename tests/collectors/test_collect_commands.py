@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from collectors.capture.estimate import final_rows
 from hiddenstore.cli import main
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.store import Store
 from tests.collectors.prepared import data_for_tiny
 from tests.collectors.tiny import TEMPLATE, save_target
@@ -109,6 +111,10 @@ def test_plan_estimates_what_collect_then_writes(
         asked = ("collect", data, "-o", str(store), "--target", target, "--recipe", recipe, "--container", container)
         done = call_json(capsys, *asked)
         assert Store.open(store).manifest.container == container
+        if recipe == "raw":
+            info = PreparedInput.open(data).info
+            stored = sum(entry.final_rows for _, entry in Store.open(store).entries)
+            assert stored == final_rows(info, "supervised")
         assert row["segments"] == done["units"]
         assert row["bytes_stored"] == pytest.approx(done["bytes_stored"], rel=0.08)
         files = sum(path.is_file() for path in (store / "segments").rglob("*"))

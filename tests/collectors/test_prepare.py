@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_templates import CHATML, STRIPS_THOUGHTS, chat, tiny_target, write_rows
 
+from collectors.capture.estimate import final_rows
 from collectors.conversations.parse import Row
 from collectors.tokenize import batches
 from collectors.tokenize import write as parts
@@ -67,6 +68,19 @@ def test_data_streams_back_as_it_was_tokenised(tmp_path: Path, target: str) -> N
     assert (info.mask_from, info.max_tokens, info.target) == ("generation-tags", 256, Path(target).name)
     assert not (tmp_path / "data" / "rejects.jsonl").exists()
     data.registration(4096)
+
+
+def test_final_rows_are_counted_two_beside_every_answer_and_not_every_conversation(tmp_path: Path, target: str) -> None:
+    turns = [text for i in range(4) for text in (f"How many apples, number {i}?", f"There are {i} apples.")]
+    source = write_rows(tmp_path / "a.jsonl", [*rows(3), {"messages": chat(*turns)}])
+    info = prepare([source], tmp_path / "data", target, ONE)
+    masks = [sample.loss_mask.tolist() for sample in PreparedInput.open(tmp_path / "data").samples()]
+    stored = sum(any(mask[max(0, i - 1) : i + 2]) for mask in masks for i in range(len(mask)))
+    assert final_rows(info, "supervised") == info.final_rows == stored
+    of_older = info.model_copy(update={"final_rows": None})
+    assert final_rows(of_older, "supervised") == info.supervised_tokens + 2 * 4 < stored
+    assert "final_rows" not in of_older.model_dump()
+    assert (final_rows(info, "all"), final_rows(info, "none")) == (info.tokens, 0)
 
 
 def test_equal_inputs_give_equal_bytes(tmp_path: Path, target: str) -> None:

@@ -40,6 +40,19 @@ def test_the_summary_names_what_was_read_refused_and_what_comes_next(
     assert "rejects.jsonl" in shown.err
 
 
+@pytest.mark.parametrize(("elapsed", "shown"), [(0.5, "3  (6 rows/s)"), (7.0, "3")])
+def test_a_rate_of_less_than_a_row_a_second_is_not_shown_as_none(
+    tmp_path: Path, target: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch, elapsed: float, shown: str
+) -> None:
+    from collectors.cli import prepare as command
+
+    real = command._show_data
+    monkeypatch.setattr(command, "_show_data", lambda answer: real({**answer, "elapsed_s": elapsed}))
+    assert run(write_rows(tmp_path / "a.jsonl", rows(3)), "-o", tmp_path / "data", "--target", target) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "rows read" in line]
+    assert line.partition("rows read")[2].strip() == shown
+
+
 def test_json_is_one_document_with_every_count(tmp_path: Path, target: str, capsys: Capture) -> None:
     source = write_rows(tmp_path / "a.jsonl", rows(5))
     assert run(source, "-o", tmp_path / "data", "--target", target, "--json", "--loss-on", "last-turn") == 0

@@ -274,6 +274,22 @@ def test_only_the_layers_asked_for_are_read() -> None:
     assert "--layers 1,2,4" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize("filler", ["DecodedFiller", "EncodedFiller"])
+def test_layers_come_in_the_order_in_which_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filler: str
+) -> None:
+    from hiddenstore.data import batches, loader
+
+    monkeypatch.setattr(batches, "DecodedFiller", getattr(batches, filler))
+    store = make_store(tmp_path)
+    packs = [pack for batch in TokenBatches(store, batch_tokens=64, layers=[3, 1], epochs=1) for pack in batch.packs]
+    packs += list(loader(store, batch_size=2, layers=[3, 1]))
+    for pack in packs:
+        aux = torch.cat([store[sample_id].aux for sample_id in pack.sample_ids], dim=1)
+        assert torch.equal(pack.aux, aux.flip(0))
+    assert len(packs) > 2
+
+
 def test_a_cursor_over_other_samples_is_refused() -> None:
     cursor = next(iter(batches_of(MemoryStore(LENGTHS)))).cursor
     with pytest.raises(ConflictError) as caught:

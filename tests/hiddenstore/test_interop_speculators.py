@@ -4,14 +4,15 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from hiddenstore.dumps.common import export_samples
-from hiddenstore.dumps.speculators import LAYOUT
+from hiddenstore.dumps.common import ExportedData, export_samples
+from hiddenstore.dumps.speculators import LAYOUT, train_command
 from hiddenstore.errors import ConfigError, ConflictError, FormatError, StorageError
 from hiddenstore.testing.builders import make_store
 from tests.forked import Forked, command
@@ -58,6 +59,15 @@ def test_training_samples_come_first_and_the_ratio_cuts_exactly_there(tmp_path):
         cut = int(samples * report.train_data_ratio)
         assert order == ["train"] * cut + ["validation"] * (samples - cut)
         assert samples - cut == report.validation_samples
+
+
+@pytest.mark.parametrize(("train", "rows"), [(1, 3), (2_999_998, 3_000_007), (7_000_000, 21_000_000)])
+def test_the_ratio_of_the_command_cuts_where_the_export_does_however_many_rows_there_are(train, rows):
+    ratio = (train + 0.5) / rows
+    report = ExportedData(Path("out"), "speculators", rows, rows - train, 0, 0, [1], [2], ratio, 0, False)
+    words = train_command(report, "store")
+    said = float(words[words.index("--train-data-ratio") + 1])
+    assert (said, int(rows * said)) == (ratio, train)
 
 
 def test_only_the_asked_layers_are_written(tmp_path):

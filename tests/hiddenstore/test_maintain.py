@@ -194,6 +194,24 @@ def test_what_repair_replaced_is_garbage_unless_a_snapshot_names_it(tmp_path: Pa
     assert (report.findings, [note.kind for note in report.notes]) == ([], ["pending"])
 
 
+def test_what_repair_replaced_a_moment_ago_stays_however_old_it_is(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    record = store.commits()[0]
+    opened = Store.open(store.path)
+    spoil(store, record.samples[0].id)
+    repair_all(store.path)
+    age(Path(store.path) / record.segment, 30 * 86400)
+    sweep = gc(store.path, dry_run=False)
+    assert (sweep.remove, [item.path for item in sweep.wait]) == ([], [record.segment])
+    assert sweep.wait[0].age_s < 3600
+    # Who opened the store before may name it still.
+    opened.save_snapshot("before")
+    assert Store.open(store.path, "before").sample(record.samples[-1].id).id == record.samples[-1].id
+    opened.remove_snapshot("before")
+    age(Path(store.path) / layout.commit_path(record.unit, 1), 30 * 86400)
+    assert [item.path for item in gc(store.path).remove] == [record.segment]
+
+
 def test_a_record_of_whose_samples_nothing_is_known_is_set_aside_so_that_its_unit_can_be_collected_again(
     tmp_path: Path,
 ) -> None:

@@ -60,6 +60,16 @@ def test_the_last_line_of_a_log_is_said_once_and_without_time_left(clock: list[f
     assert last.endswith("train steps=2/2 rate=0.025/s loss=0.5")
 
 
+def test_no_rate_is_shown_before_anything_is_done(clock: list[float]) -> None:
+    def body() -> None:
+        with Progress("collect", total=100, unit="samples") as progress:
+            clock[0] += 10
+            progress.advance(0, rejects=0)
+
+    (line,) = run(body).stderr.splitlines()
+    assert line.endswith("collect samples=0/100 rejects=0")
+
+
 def test_a_short_job_leaves_no_line_in_a_log(clock: list[float]) -> None:
     def body() -> None:
         with Progress("collect", total=2, unit="samples") as progress:

@@ -80,9 +80,12 @@ def test_going_through_a_store_and_a_loader_give_what_reading_by_id_gives(store:
     for pack in hiddenstore.loader(store, batch_size=2, shuffle=False):
         assert torch.equal(pack.aux, torch.cat([records[sample_id].aux for sample_id in pack.sample_ids], dim=1))
         assert torch.equal(pack.final, torch.cat([records[sample_id].final for sample_id in pack.sample_ids]))
+    for pack in hiddenstore.loader(store, batch_size=2, shuffle=False, layers=(3, 1)):
+        aux = torch.cat([records[sample_id].aux for sample_id in pack.sample_ids], dim=1)
+        assert torch.equal(pack.aux, aux.flip(0))
 
 
-@pytest.mark.parametrize("layers", [None, (1,), (3,), (1, 3)])
+@pytest.mark.parametrize("layers", [None, (1,), (3,), (1, 3), (3, 1)])
 @pytest.mark.parametrize("final", [True, False])
 def test_batches_give_what_the_store_gives_whatever_is_asked(
     store: Store, layers: tuple[int, ...] | None, final: bool

@@ -15,6 +15,7 @@ from hiddenstore.targets.matmul import FEWEST_TIMES, bf16_speedup
 from schemas.capture import HeadSpec
 from tests.collectors.tiny import tiny_target
 from tests.trainer.live import assert_live_equals_eval, identity_in_memory
+from trainer.cli.decode import _row
 from trainer.drafters.base import DrafterInUse
 from trainer.drafters.eagle3 import EAGLE3, Eagle3Config
 from trainer.evaluate.acceptance import AcceptanceTally, DraftShape, hits_of_next_token, walk
@@ -156,6 +157,25 @@ def test_forwards_equal_drafts_and_prefills_and_every_answer_is_greedy(target):
     assert only.target_forwards == only.tally.drafts + 4
     assert only.differences == []
     assert only.tokens == only.tally.tokens + 4
+
+
+@pytest.mark.parametrize("prefill", [0.0, 500.0])
+def test_the_break_even_length_is_a_draft_s_time_in_plain_steps_whatever_the_prefills_take(
+    target, monkeypatch, prefill
+):
+    now, real = [0.0], target.forward
+
+    def forward(ids, cache, **options):
+        now[0] += prefill if cache.get_seq_length() == 0 else 2.0 if len(ids) > 1 else 1.0
+        return real(ids, cache, **options)
+
+    monkeypatch.setattr(target, "forward", forward)
+    monkeypatch.setattr("trainer.evaluate.speculate.time.perf_counter", lambda: now[0])
+    result = run(target, [prompt_of(seed) for seed in range(12)])
+    (only,) = result.by_shape
+    assert (only.draft_seconds, result.token_seconds) == (2.0, 1.0)
+    assert _row(only, None, 0.0, result.token_seconds)["break_even_length"] == 2.0
+    assert _row(only, None, 0.0, None)["break_even_length"] is None
 
 
 def test_looping_answers_are_left_out_and_counted(target, monkeypatch):

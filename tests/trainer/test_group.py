@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 from hiddenstore.data import TokenBatches
-from hiddenstore.errors import ConfigError, CorruptionError, Kind, StorageError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, StorageError
 from hiddenstore.process import Rank
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import make_store
 from tests.forked import Forked, command
 from tests.trainer.runs import ON_CPU, tiny_store
 from tests.trainer.two_ranks import free_ports
@@ -69,6 +72,32 @@ def assert_same_training(one: Path, two: Path) -> None:
     weights = [checkpoint.load(run / "checkpoints/step-12").drafter for run in (one, two)]
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, rtol=1e-4, atol=1e-4)
+
+
+def cutting(stores: list[str], port: int) -> None:
+    """A rank of a loop of somebody's own: the store it opened, then whether all cut the same batches."""
+    rank = int(os.environ["RANK"])
+    address = f"tcp://127.0.0.1:{port}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    batches = TokenBatches(Store.open(stores[rank]), batch_tokens=64, rank=rank, world_size=2)
+    try:
+        batches.require_one_order()
+        sys.stdout.write("same")
+    except ConflictError as error:
+        sys.stdout.write(f"{error.kind} {error.message}")
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_that_opened_a_growing_store_at_different_moments_are_refused(tmp_path: Path) -> None:
+    earlier, later = (str(make_store(tmp_path / name, samples=samples).path) for name, samples in (("a", 8), ("b", 9)))
+    for stores, said in (([earlier, earlier], "same"), ([earlier, later], "ranks-differ")):
+        (port,) = free_ports(1)
+        ranks = [Forked(cutting, stores, port, RANK=str(rank)) for rank in range(2)]
+        codes, outs, errors = ended(ranks)
+        assert codes == [0, 0], errors
+        assert [out.split()[0] for out in outs] == [said, said]
+    assert "samples on ranks 0; " in outs[0]
+    TokenBatches(Store.open(earlier), batch_tokens=64, rank=1, world_size=2).require_one_order()
 
 
 def test_a_start_that_is_refused_ends_both_ranks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hiddenstore.errors import ConfigError, CorruptionError
 from hiddenstore.testing.builders import make_store
 from tests.tiny_world import TRAIN, World, run
 from trainer.evaluate.acceptance import AcceptanceTally, walk
-from trainer.report import _article, _settings, compare_page, measure, run_page, short_names
+from trainer.report import _article, _settings, accepted_lengths, compare_page, measure, run_page, short_names
 from trainer.settings import load_config
 from trainer.train.log import Curves, read_curves
 from trainer.train.run_folder import describe, training_store
@@ -128,16 +128,28 @@ def test_runs_are_compared_by_what_they_validated(runs: tuple[str, str], tmp_pat
     made = typed("compare", *runs, "-o", str(out), "--json")
     assert made.exit_code == 0, made.stderr
     document = json.loads(made.stdout)
-    best = {Path(path).name: _best(Path(path)) for path in runs}
-    assert document["figures"]["longest accepted"] == f"{max(best.values()):.2f}"
+    last = [read_curves(Path(path)).validations[-1]["accepted_length"] for path in runs]
+    assert document["figures"]["longest accepted at step 4"] == f"{max(last):.2f}"
+    (verdict,) = [one for one in document["verdicts"] if "tokens per target forward" in one["text"]]
+    assert (verdict["level"], "not compared in pairs" in verdict["text"]) == ("unknown", True)
     html = out.read_text(encoding="utf-8")
     assert "optim.lr" in html
     assert "train.max_steps" not in html
     assert "different samples" not in html
 
 
-def _best(path: Path) -> float:
-    return max(one["accepted_length"] for one in read_curves(path).validations)
+def test_accepted_lengths_are_compared_at_the_last_step_that_all_runs_validated() -> None:
+    def curves(lengths: dict[int, float | None]) -> Curves:
+        return Curves(validations=[{"step": step, "accepted_length": length} for step, length in lengths.items()])
+
+    often, seldom = curves({10: 2.0, 20: 1.5, 30: None}), curves({20: 1.6, 40: 1.9})
+    assert accepted_lengths({"often": often, "seldom": seldom, "never": Curves()}) == (
+        20,
+        {"often": 1.5, "seldom": 1.6},
+    )
+    apart = curves({15: 1.7})
+    assert accepted_lengths({"apart": apart, "seldom": seldom}) == (None, {"apart": 1.7, "seldom": 1.9})
+    assert accepted_lengths({"never": Curves()}) == (None, {})
 
 
 def test_a_notebook_shows_a_run_as_a_table(runs: tuple[str, str], world: World) -> None:

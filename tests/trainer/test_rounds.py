@@ -100,7 +100,7 @@ def test_every_two_answers_that_differ_are_judged_whatever_their_round():
     class Plain:
         """Repeats one of its two answers, at a lead that is a tie."""
 
-        asked = 0
+        asked, dtype = 0, "bfloat16"
 
         def choices(self, messages, sampling):
             self.asked += 1
@@ -122,6 +122,11 @@ def test_every_two_answers_that_differ_are_judged_whatever_their_round():
         ("q", "b d"): (1, 0.125, True),
     }
     assert {one.turn for one in found} == {0}
+    # Steps at 16 to 32 are 2^-6 in fp16: two are less than the lead of 0.125.
+    plain.dtype = "float16"
+    in_fp16 = list(departures(plain, [question], of_plain, of_drafted, SamplingOptions(8, 0.0)))
+    assert not any(one.is_tie for one in in_fp16)
+    assert {one.document()["tie_gap"] for one in in_fp16} == {2**-5}
 
 
 @pytest.mark.parametrize(

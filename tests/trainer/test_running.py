@@ -3,24 +3,27 @@ known numbers and answers."""
 
 import json
 import os
+import random
 import socket
 import stat
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from serve_cases import write_exports
+from tiny_target import save_target
 
 from hiddenstore.cli import main
 from hiddenstore.errors import HiddenstoreError, Kind, StorageError
 from hiddenstore.servers import ServerProcess, VllmPython, _wait_until_up, engine_flags, running
 from tests.trainer.export_cases import case
+from trainer.cli.servers import ServerOptions, _served_dtype
 from trainer.evaluate import rounds
 from trainer.export.write import export
 from trainer.serve import ENGINES
@@ -96,7 +99,7 @@ def test_eval_serves_a_drafter_measures_it_beside_the_target_alone_and_ends_both
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     assert (found["model"], found["accepted_length"]) == (target_folder, pytest.approx(2.5))
-    assert len(found["speedup_rounds"]) == 2
+    assert (len(found["speedup_rounds"]), found["dtype"]) == (2, "float32")
     (plain, _), (drafted, with_drafter) = sorted(started(tmp_path), key=lambda one: "--speculative-config" in one[1])
     assert not is_running(plain)
     assert not is_running(drafted)
@@ -109,6 +112,34 @@ def test_eval_serves_a_drafter_measures_it_beside_the_target_alone_and_ends_both
         "--revision",
         "main",
     ]
+
+
+@pytest.mark.parametrize(
+    ("own", "words", "dtype"),
+    [
+        ("float16", (), "float16"),
+        ("bfloat16", ("dtype=auto",), "bfloat16"),
+        # What vLLM makes of it is its own choice.
+        ("float32", (), None),
+        ("bfloat16", ("max-model-len=64", "dtype=half"), "float16"),
+        ("bfloat16", ("dtype=fp8",), None),
+        (None, (), None),
+    ],
+)
+def test_the_dtype_of_a_server_started_here_is_what_it_is_given_or_the_target_s(
+    tmp_path: Path, own: str | None, words: tuple[str, ...], dtype: str | None
+) -> None:
+    target = tmp_path / "none"
+    if own is not None:
+        target = Path(save_target(tmp_path / "target"))
+        config = json.loads((target / "config.json").read_text()) | {"dtype": own}
+        (target / "config.json").write_text(json.dumps(config))
+    given = {name.name: None for name in fields(ServerOptions)}
+    given |= {"engine": "vllm", "servers": (), "prompts": ("p",), "rounds": 1, "method": "ngram"}
+    options = ServerOptions(**given | {"target": str(target), "engine_args": words})
+    assert _served_dtype(options) == dtype
+    assert _served_dtype(replace(options, engine="llamacpp")) is None
+    assert _served_dtype(replace(options, servers=("u",), method=None, target=None)) is None
 
 
 @pytest.fixture
@@ -132,13 +163,13 @@ def test_of_several_draft_lengths_the_fastest_is_kept_where_it_pays(
         ]
 
     monkeypatch.setattr("trainer.cli.servers.measure_rounds", measured)
-    words = [*drafter_words, "--draft-len", "1,4", "--rounds", "2"]
+    words = [*drafter_words, "--draft-len", "1,4", "--rounds", "3"]
     result = CliRunner().invoke(main, [*words, "--json"], catch_exceptions=False)
     found = json.loads(result.stdout)
     asked = [row["draft_len"] for row in found["rows"] if row["task"] == "all"]
-    assert (asked, found["answers"], found["draft_len_kept"]) == ([1, 4], 8, kept != 5)
+    assert (asked, found["answers"], found["draft_len_kept"]) == ([1, 4], 12, kept != 5)
     assert found["speedup"] == pytest.approx(max(speeds[1:]) / speeds[0])
-    assert ("no draft length pays on this machine: drafts of 4 give 0.90x" in result.output) == (kept == 5)
+    assert ("no draft length pays on this machine: drafts of 4 give 0.90x (0.90–0.90)" in result.output) == (kept == 5)
     drafter = Path(drafter_words[2])
     commands = [words for _, words in started(tmp_path) if "--speculative-config" in words]
     drafts = [json.loads(words[words.index("--speculative-config") + 1]) for words in commands]
@@ -147,6 +178,50 @@ def test_of_several_draft_lengths_the_fastest_is_kept_where_it_pays(
         f"{drafter.name}.{name}.log" for name in ("drafted-1", "drafted-4", "plain")
     ]
     assert read_drafter(drafter).draft_len == kept
+
+
+@pytest.mark.parametrize(
+    ("of_four", "rounds_given", "says"),
+    [
+        ((120.0, 120.0, 99.0, 120.0), (), "for none is above 1 in every round: drafts of 4 give 1.20x (0.99–1.20)"),
+        ((120.0,), ("--rounds", "1"), "no draft length is shown to pay by fewer than 3 rounds: drafts of 4 give 1.20x"),
+    ],
+)
+def test_a_length_that_was_slower_in_one_round_or_asked_in_too_few_is_not_shown_to_pay(
+    drafter_words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    of_four: tuple[float, ...],
+    rounds_given: tuple[str, ...],
+    says: str,
+) -> None:
+    real = rounds.measure_rounds
+    speeds = ([100.0] * len(of_four), [90.0] * len(of_four), of_four)
+
+    def measured(servers: Any, *rest: Any) -> Any:
+        return [
+            [
+                [replace(task, seconds=task.tokens / speed) for task in tasks]
+                for tasks, speed in zip(all_of, of_server, strict=True)
+            ]
+            for all_of, of_server in zip(real(servers, *rest), speeds, strict=True)
+        ]
+
+    monkeypatch.setattr("trainer.cli.servers.measure_rounds", measured)
+    words = [*drafter_words, "--draft-len", "1,4", *rounds_given, "--json"]
+    result = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert not json.loads(result.stdout)["draft_len_kept"]
+    assert says in result.stderr
+    assert read_drafter(Path(drafter_words[2])).draft_len == 5
+
+
+def test_draft_lengths_that_change_nothing_are_seldom_said_to_pay() -> None:
+    dice, times, false = random.Random(0), 2_000, 0
+    for _ in range(times):
+        plain = [dice.gauss(1, 0.07) for _ in range(rounds.rounds_for(4))]
+        lengths = [[dice.gauss(1, 0.07) / one for one in plain] for _ in range(4)]
+        false += any(map(rounds.is_shown_to_pay, lengths))
+    assert false / times < 1 / 8
+    assert [rounds.rounds_for(lengths) for lengths in range(6)] == [1, 1, 4, 5, 5, 6]
 
 
 def test_a_draft_length_is_kept_in_every_file_of_an_export_that_says_one(tmp_path: Path) -> None:
@@ -174,6 +249,7 @@ def test_what_was_measured_is_shown_where_the_export_cannot_be_written(
 
     monkeypatch.setattr("trainer.serve.drafter.replace_file", refuses)
     monkeypatch.setattr("trainer.evaluate.rounds.median", lambda _: 1.5)
+    monkeypatch.setattr("trainer.cli.servers.is_shown_to_pay", lambda _: True)
     result = CliRunner().invoke(main, [*drafter_words, "--draft-len", "1,4", "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -274,7 +350,9 @@ def test_regenerate_has_its_target_served_for_the_time_and_keeps_the_answers(tmp
         (("--target", "t", "--engine-arg", "dtype=float32"), "'--engine-python PY' starts"),
         (("--target", "t", "--engine-python", "python", "--set", "dtype=bfloat16"), "--engine-arg dtype=bfloat16"),
         (("--target", "t", "--engine-python", "python", "--set", "adapter=a"), "--set adapter has no meaning"),
-        (("--target", "t", "--engine-python", "python", "--set", "top_p=2"), "top-p must lie in"),
+        (("--target", "t", "--engine-python", "python", "--set", "top_p=2"), "at most 1, found 2"),
+        (("--target", "t", "--engine-python", "python", "--set", "top_p=0"), "top-p must be above 0"),
+        (("--server", "http://127.0.0.1:1", "--set", "timeout_s=0"), "the timeout must be above 0 s"),
     ],
 )
 def test_options_that_no_server_started_here_would_read_are_refused(

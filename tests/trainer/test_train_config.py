@@ -51,6 +51,12 @@ def test_words_win_over_the_file_and_the_file_over_the_target(store: Store, tmp_
     assert (config.optim.lr, config.loss.steps, config.loss.step_weights) == (1e-3, 2, (1.0, 0.5))
 
 
+def test_aux_layers_are_ascending_however_they_are_named(store: Store) -> None:
+    stored = store.capture.aux_layers
+    named = ",".join(map(str, reversed(stored)))
+    assert load_config(store, words=[f"drafter.aux_layers=[{named}]"]).drafter.aux_layers == tuple(stored)
+
+
 def test_a_smaller_batch_is_one_pack_and_a_larger_one_several(store: Store) -> None:
     derived_pack = load_config(store).data.pack_tokens
     assert load_config(store, words=["data.batch_tokens=100"]).data.pack_tokens == 100

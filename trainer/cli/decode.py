@@ -163,7 +163,8 @@ def _document(result: "DecodeResult", simulated: "list[Evaluation]", temperature
     lengths = [None if temperature else tally.accepted_length for tally in simulated[0].tallies]
     plain = result.baseline_tokens / result.baseline_seconds
     sweep = [
-        _row(decoded, length, temperature, plain) for decoded, length in zip(result.by_shape, lengths, strict=True)
+        _row(decoded, length, temperature, result.token_seconds)
+        for decoded, length in zip(result.by_shape, lengths, strict=True)
     ]
     ties, differences = split_ties([vars(one) for decoded in result.by_shape for one in decoded.differences], dtype)
     return {
@@ -190,9 +191,12 @@ def split_ties(departures: list[dict[str, Any]], dtype: str) -> tuple[list[dict[
     return ties, [one for one in departures if one not in ties]
 
 
-def _row(decoded: "ShapeResult", simulated: float | None, temperature: float, plain: float) -> dict[str, Any]:
-    """``plain``: tokens/s without a drafter. A draft costs as much as ``break_even_length`` tokens without one."""
-    tally, tokens_per_s = decoded.tally, decoded.tokens / decoded.seconds
+def _row(
+    decoded: "ShapeResult", simulated: float | None, temperature: float, token_seconds: float | None
+) -> dict[str, Any]:
+    """``token_seconds``: of a step without a drafter. A draft with its check takes ``break_even_length`` of them;
+    prefills, which both sides have, are in neither."""
+    tally = decoded.tally
     return {
         **tally.row(),
         "engine_accepted_length": tally.engine_accepted_length,
@@ -201,8 +205,8 @@ def _row(decoded: "ShapeResult", simulated: float | None, temperature: float, pl
         "simulated_accepted_length": simulated,
         "identical_to_greedy": None if temperature else not decoded.differences,
         "target_forwards": decoded.target_forwards,
-        "tokens_per_s": tokens_per_s,
-        "break_even_length": (tally.accepted_length or 0.0) * plain / tokens_per_s,
+        "tokens_per_s": decoded.tokens / decoded.seconds,
+        "break_even_length": None if token_seconds is None else decoded.draft_seconds / token_seconds,
     }
 
 
@@ -211,7 +215,7 @@ def _show(document: dict[str, Any]) -> None:
     departed = f", {ties} more first differ at a tie" if ties else ""
     identical = document["prompts"] * drafts - len(document["differences"]) - ties
     rows = acceptance_rows(document)
-    rows.append(("break-even", f"{document['break_even_length']:.3f}  above it drafting pays on this machine"))
+    rows.append(("break-even", f"{_length(document['break_even_length'])}  above it drafting pays on this machine"))
     if document["simulated_accepted_length"] is not None:
         rows.append(("eval, same text", f"{document['simulated_accepted_length']:.3f}"))
     if document["untrained_accepted_length"] is not None:
@@ -245,13 +249,17 @@ def _show(document: dict[str, Any]) -> None:
                 (
                     shape_text(row),
                     f"{row['accepted_length']:.3f}",
-                    f"{row['break_even_length']:.3f}",
+                    _length(row["break_even_length"]),
                     f"{row['drafts']:,}",
                     f"{row['tokens_per_s']:,.1f}",
                 )
                 for row in document["sweep"]
             ],
         )
+
+
+def _length(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
 
 
 def _judge(document: dict[str, Any], dtype: str) -> None:

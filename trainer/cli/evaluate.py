@@ -158,7 +158,11 @@ _OF_TARGET = ("target", "revision", "trust_remote_code", "adapter")
 @click.option("--engine", type=click.Choice(ENGINES), help="Measure a running server instead of walking text.")
 @click.option("--server", "servers", multiple=True, metavar="URL", help="Of the server; several make a table.")
 @click.option("--baseline-server", metavar="URL", help="The same target without speculation, for the speed-up.")
-@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="With and without, in turn.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    help="With and without, in turn. Default: 1; of 2 draft lengths 4, one more for twice as many.",
+)
 @click.option("--serve", "drafter", metavar="DIR", help="Start both servers here, of --target with and without DIR.")
 @click.option("--method", metavar="M", help="Start both so: with ngram, suffix or mtp and no DIR, or as what DIR is.")
 @click.option("--engine-python", metavar="PY", help="With --serve: the Python that has the engine. Default: this one.")
@@ -202,15 +206,19 @@ def evaluate(
     With --engine, a server that is already up answers --prompts: MT-Bench, GSM8K or HumanEval files as published, or
     JSONL with `prompt` or `messages` and a `task`. Accepted length comes from the server's own counters. --rounds asks
     the server and its --baseline-server in turn; answers that differ are listed with the gap of the logits there.
-    --serve with several --draft-len measures a server of each in turn, and DIR drafts the fastest from then on.
+    --serve with several --draft-len measures a server of each in turn, and DIR drafts the fastest from then on, if it
+    was faster than no drafter in every one of at least three rounds.
     """
     if engine is not None or options["drafter"] is not None or options["method"] is not None:
         if run is not None or cache is not None:
             raise click.UsageError("--engine and --serve measure servers: leave RUN, STORE and --cache out")
         _refuse(_OF_TEXT, "--engine and --serve measure servers, this is for RUN and STORE")
         from trainer.cli.servers import ServerOptions, measure_servers
+        from trainer.evaluate.rounds import rounds_for
 
-        measure_servers(ServerOptions(engine or "vllm", draft_lens=_chains(shapes), **options))
+        draft_lens = _chains(shapes)
+        options["rounds"] = options["rounds"] or rounds_for(len(draft_lens))
+        measure_servers(ServerOptions(engine or "vllm", draft_lens=draft_lens, **options))
     elif run is None or store is None or options["servers"]:
         raise click.UsageError("expected RUN and STORE, or --engine with --server and --prompts")
     elif costs and options["target"] is None:

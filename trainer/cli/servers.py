@@ -16,15 +16,28 @@ from hiddenstore.servers import VllmPython, engine_flags, running
 from hiddenstore.servers.http import HttpClient, ServerAccess
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.rendering import RENDER_ERRORS, reason_of
+from trainer.evaluate.acceptance import FRACTION_BITS, tie_gap
 from trainer.evaluate.prompts import Message, Question, left_out, prompt_ids, read_questions
-from trainer.evaluate.rounds import departures, measure_rounds, rows_of
-from trainer.evaluate.server import ALL, SERVERS, Render, SamplingOptions, Server, markdown, require_one_model, table
+from trainer.evaluate.rounds import FEWEST_ROUNDS, departures, is_shown_to_pay, measure_rounds, rows_of
+from trainer.evaluate.server import (
+    ALL,
+    SERVERS,
+    Render,
+    SamplingOptions,
+    Server,
+    markdown,
+    require_one_model,
+    spread,
+    table,
+)
 from trainer.serve import ENGINES
 from trainer.serve.drafter import keep_draft_len
 from trainer.serve.launch import server_of
 from trainer.serve.plan import ServeOptions
 
 LOGPROBS_MODE = "--logprobs-mode"
+_DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "float32", "bfloat16")}
+"""Of vLLM's ``--dtype``, in torch's words."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +141,8 @@ def _measure_running(
     render = _renderer(options.target, options) if options.target and not options.starts_servers else None
     servers = [_open(options, url, render) for url in urls]
     baseline = _open(options, plain, render) if plain else None
+    if baseline:
+        baseline.dtype = _served_dtype(options)
     for server in servers:
         if baseline:
             require_one_model(server, baseline)
@@ -141,11 +156,13 @@ def _measure_running(
         "baseline_server": plain,
         "prompts_from": list(options.prompts),
         "prompts_unusable": unusable,
+        "dtype": baseline.dtype if baseline else None,
         **{name: getattr(options, name) for name in names},
         **_measured(servers, baseline, questions, options),
     }
     if len(options.draft_lens) > 1:
-        document["draft_len_kept"] = document["speedup"] > 1 and _keeps(options.drafter, document["draft_len"])
+        pays = is_shown_to_pay(document["speedup_rounds"])
+        document["draft_len_kept"] = pays and _keeps(options.drafter, document["draft_len"])
     output().data(document, human=lambda: _show(document))
     if document.get("draft_len_kept") is False:
         output().warn(_not_kept(document))
@@ -170,9 +187,14 @@ def _keeps(drafter: str | None, length: int) -> bool:
 
 
 def _not_kept(document: dict[str, Any]) -> str:
-    best = f"drafts of {document['draft_len']} give {document['speedup']:.2f}x of plain decoding"
+    ratios = document["speedup_rounds"]
+    best = f"drafts of {document['draft_len']} give {document['speedup']:.2f}x{spread(ratios)} of plain decoding"
     if document["speedup"] <= 1:
         return f"no draft length pays on this machine: {best}"
+    if len(ratios) < FEWEST_ROUNDS:
+        return f"no draft length is shown to pay by fewer than {FEWEST_ROUNDS} rounds: {best}; --rounds sets how many"
+    if not is_shown_to_pay(ratios):
+        return f"no draft length is shown to pay on this machine, for none is above 1 in every round: {best}"
     return f"{best}; nothing here keeps that: hiddenstore serve … --draft-len {document['draft_len']}"
 
 
@@ -209,7 +231,7 @@ def _measured(
     if all(row["accepted_length"] is None for row in rows):
         output().warn("the server counts no drafts where we can read it: speed only")
     totals = [row for row in rows if row["task"] == ALL]
-    overall = max(totals, key=lambda row: row["speedup"]) if options.draft_lens else totals[0]
+    overall = max(totals, key=_payment) if options.draft_lens else totals[0]
     names = ("draft_len", "accepted_length", "per_position", "drafts", "tokens_per_s", "baseline_tokens_per_s")
     return {
         **{name: overall[name] for name in (*names, "speedup", "speedup_rounds")},
@@ -220,11 +242,31 @@ def _measured(
     }
 
 
+def _payment(row: dict[str, Any]) -> tuple[bool, float]:
+    return is_shown_to_pay(row["speedup_rounds"]), row["speedup"]
+
+
 def _open(options: ServerOptions, url: str, render: Render | None) -> Server:
     hint = f"start it, or look whether it is up: curl {url}/v1/models"
     # One try: the time of a failed one would be in the figures.
     client = HttpClient(ServerAccess(url, tries=1, api_key_env=options.api_key_env, hint=hint))
     return SERVERS[options.engine](client, options.model, render)
+
+
+def _served_dtype(options: ServerOptions) -> str | None:
+    """What a vLLM that is started here computes in: the ``dtype`` it is given, else the target's own, if that is one of
+    two bytes (it turns float32 into another); None for every other server."""
+    if options.engine != "vllm" or not options.starts_servers:
+        return None
+    given = [value for name, _, value in (word.partition("=") for word in options.engine_args) if name == "dtype"]
+    if given and given[-1] != "auto":
+        return _DTYPES.get(given[-1])
+    try:
+        own = open_target(str(options.target), options.revision, None, options.trust_remote_code).dtype
+    except HiddenstoreError:
+        # The engine may read what is no target here.
+        return None
+    return own if own in FRACTION_BITS else None
 
 
 def _renderer(target: str, options: ServerOptions) -> Render:
@@ -258,10 +300,11 @@ def _show(document: dict[str, Any]) -> None:
         parted = f"{count_of(document['ties'])} first differ at a tie" + (f" (logit gaps {gaps})" if gaps else "")
         pairs.append(("differ", f"{parted}, {count_of(document['differences'])} otherwise"))
         if any(tie["logit"] is None for tie in document["ties"]):
-            pairs.append(("", "their logits' size was not said: below 64, where bf16 has steps of 0.25"))
+            widest = tie_gap(None, document["dtype"] or "bfloat16")
+            pairs.append(("", f"their logits' size was not said: taken to be below 64, so that a tie is {widest:g}"))
     if document.get("draft_len_kept"):
-        best = f"drafts of {document['draft_len']}: {document['speedup']:.2f}x of plain decoding"
-        pairs.insert(1, ("pays", f"{best}; serve takes it from now on"))
+        best = f"drafts of {document['draft_len']}: {document['speedup']:.2f}x{spread(document['speedup_rounds'])}"
+        pairs.insert(1, ("pays", f"{best} of plain decoding; serve takes it from now on"))
     output().pairs(pairs)
 
 

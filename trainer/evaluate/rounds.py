@@ -30,8 +30,22 @@ from trainer.evaluate.server import (
 SURELY_A_LOGIT = 1e-3
 """No log-probability is greater, rounding included."""
 
+FEWEST_ROUNDS = 3
+
 Rounds = list[list[TaskResult]]
 """Of one server: its tasks in each round."""
+
+
+def rounds_for(lengths: int) -> int:
+    """Rounds that ``lengths`` draft lengths are compared in where nobody says: one is enough for one, or for what it
+    does by itself. Where drafting changes nothing a round's ratio is above 1 half of the time, so that among n lengths
+    one is above 1 in all of r rounds with n/2^r at most: an eighth here."""
+    return FEWEST_ROUNDS + (lengths - 1).bit_length() if lengths > 1 else 1
+
+
+def is_shown_to_pay(ratios: Sequence[float]) -> bool:
+    """Whether drafting was faster in every round, of enough of them."""
+    return len(ratios) >= FEWEST_ROUNDS and min(ratios) > 1
 
 
 def measure_rounds(
@@ -82,7 +96,8 @@ def _merged(rounds: Rounds) -> list[TaskResult]:
 class Departure:
     """The first turn of a question whose answer differs from the plain server's: the words where they part, by how much
     the plain one's token led there in logits, None where the server does not say or does not repeat itself, and its
-    logit, None where it gives log-probabilities only. ``rounds``: in how many rounds these two answers were given."""
+    logit, None where it gives log-probabilities only. ``rounds``: in how many rounds these two answers were given.
+    ``dtype``: what it computes in, bf16 where nobody knows."""
 
     task: str
     question: str
@@ -93,14 +108,15 @@ class Departure:
     logit_gap: float | None
     logit: float | None
     rounds: int = 1
+    dtype: str = "bfloat16"
 
     @property
     def is_tie(self) -> bool:
-        return self.logit_gap is not None and self.logit_gap <= tie_gap(self.logit)
+        return self.logit_gap is not None and self.logit_gap <= tie_gap(self.logit, self.dtype)
 
     def document(self) -> dict[str, Any]:
         """As ``eval --json`` has it."""
-        return asdict(self) | {"tie_gap": tie_gap(self.logit)}
+        return asdict(self) | {"tie_gap": tie_gap(self.logit, self.dtype)}
 
 
 def departures(
@@ -120,7 +136,8 @@ def departures(
                 parted[number, tuple(given[: turn + 1])] += 1
     again = _Again(plain, sampling)
     for (number, turns), rounds in sorted(parted.items()):
-        yield replace(_departure(again, ordered[number], turns), rounds=rounds)
+        departure = replace(_departure(again, ordered[number], turns), rounds=rounds)
+        yield departure if plain.dtype is None else replace(departure, dtype=plain.dtype)
 
 
 _Turns = tuple[tuple[str, str], ...]

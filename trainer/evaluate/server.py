@@ -172,6 +172,8 @@ class Server:
     """Whether answers carry their counts; else ``counts`` is read before and after."""
     lost: str | None = None
     """Why drafts are not counted any more that were at first."""
+    dtype: str | None = None
+    """What it computes logits in, where that is known."""
     plain: Mapping[str, float] = NO_PENALTIES
     """What leaves the target's own choices as they are, in the words of the server."""
 
@@ -559,7 +561,7 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         for line, row in zip(cells, listed, strict=True):
             line += [
                 _text(row["baseline_tokens_per_s"], "{:,.1f}"),
-                _text(row["speedup"], "{:.2f}x") + _spread(row["speedup_rounds"]),
+                _text(row["speedup"], "{:.2f}x") + spread(row["speedup_rounds"]),
                 _text(row["same_as_baseline"], "{}") + f" of {row['answers']}",
             ]
     return head, cells
@@ -581,7 +583,8 @@ def markdown(document: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _spread(ratios: Sequence[float]) -> str:
+def spread(ratios: Sequence[float]) -> str:
+    """`` (1.19–1.31)``: least and greatest of several; nothing of one."""
     return f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
 
 

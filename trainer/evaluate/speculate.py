@@ -27,10 +27,11 @@ from trainer.evaluate.target import LiveTarget
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer (token ids, the stop token included) and the seconds it took, prefill included."""
+    """One answer (token ids, the stop token included), the seconds it took, and those of its prefill among them."""
 
     tokens: list[int]
     seconds: float
+    prefill_seconds: float
 
 
 class Rule:
@@ -99,9 +100,10 @@ def plain(target: LiveTarget, prompt: Sequence[int], max_new_tokens: int, rule: 
     started, stop = time.perf_counter(), target.stop_ids
     cache = target.new_cache()
     tokens = [rule.first(target.forward(prompt, cache, last_only=True).logits[-1])]
+    prefilled = time.perf_counter() - started
     while len(tokens) < max_new_tokens and tokens[-1] not in stop:
         tokens.append(rule.first(target.forward(tokens[-1:], cache).logits[-1]))
-    return Generation(tokens, time.perf_counter() - started)
+    return Generation(tokens, time.perf_counter() - started, prefilled)
 
 
 def speculative(
@@ -162,13 +164,14 @@ def _generate(
     cache = target.new_cache()
     prefill = target.forward(prompt, cache, last_only=True)
     tokens = [rule.first(prefill.logits[-1])]
+    prefilled = time.perf_counter() - started
     states = prefill.states([*prompt[1:], tokens[0]])
     while len(tokens) < max_new_tokens and tokens[-1] not in stop:
         accepted, states = step(tokens[-1], states, cache)
         emitted = until_stop(accepted, stop)[: max_new_tokens - len(tokens)]
         tally.add_checked(len(accepted) - 1, len(emitted))
         tokens += emitted
-    return Generation(tokens, time.perf_counter() - started)
+    return Generation(tokens, time.perf_counter() - started, prefilled)
 
 
 def until_stop(tokens: Sequence[int], stop: frozenset[int]) -> list[int]:
@@ -233,12 +236,18 @@ class ShapeResult:
     answers: list[list[int]] = field(default_factory=list)
     target_forwards: int = 0
     seconds: float = 0.0
+    prefill_seconds: float = 0.0
     differences: list[Difference] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
         """Tokens of all answers; the first of each comes from its prefill, the rest from drafts."""
         return sum(len(answer) for answer in self.answers)
+
+    @property
+    def draft_seconds(self) -> float:
+        """Mean time of a draft with its check."""
+        return (self.seconds - self.prefill_seconds) / self.tally.drafts
 
 
 @dataclass
@@ -252,7 +261,14 @@ class DecodeResult:
     looping: int = 0
     too_long: int = 0
     baseline_seconds: float = 0.0
+    baseline_prefill_seconds: float = 0.0
     baseline_tokens: int = 0
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Mean time of a plain decoding step; None where every plain answer ended with its prefill."""
+        steps = self.baseline_tokens - len(self.prompts)
+        return (self.baseline_seconds - self.baseline_prefill_seconds) / steps if steps else None
 
 
 @dataclass(frozen=True)
@@ -292,6 +308,7 @@ def decode(
             result.looping += 1
             continue
         result.baseline_seconds += baseline.seconds
+        result.baseline_prefill_seconds += baseline.prefill_seconds
         result.baseline_tokens += len(baseline.tokens)
         result.indices.append(index)
         result.prompts.append(prompt)
@@ -300,6 +317,7 @@ def decode(
             answer = generate(prompt, decoded.tally, rule(index) if rule else None)
             decoded.target_forwards += target.forwards - before
             decoded.seconds += answer.seconds
+            decoded.prefill_seconds += answer.prefill_seconds
             decoded.answers.append(answer.tokens)
             if rule is None and answer.tokens != baseline.tokens:
                 decoded.differences.append(_difference(target, prompt, baseline, decoded))

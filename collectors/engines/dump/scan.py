@@ -39,7 +39,7 @@ from hiddenstore.files.layout import DATA_JSON
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, storage_errors
 from hiddenstore.inputs import PREPARED, PreparedInput, input_digest
-from hiddenstore.records import Sample
+from hiddenstore.records import Sample, final_row_positions
 from schemas.prepared import PreparedData
 
 FOLDER = ".import"
@@ -66,7 +66,8 @@ class ScanTally(Tally):
         self.samples += 1
         self.longest = max(self.longest, sample.tokens)
         is_held_out = sample.split == "validation"
-        self.totals.update(tokens=sample.tokens, supervised=sample.supervised, validation=is_held_out)
+        rows = len(final_row_positions(sample.loss_mask, "supervised"))
+        self.totals.update(tokens=sample.tokens, supervised=sample.supervised, final_rows=rows, validation=is_held_out)
         self.padding += padding
         self.names.append((sample.id, sample.split))
 
