@@ -119,26 +119,26 @@ def open_destination(
     capture = recoded(captures[0], codecs).model_copy(update={"target": identity.model_copy(update=stated)})
     of_recipe = {BLOCKS_FILE, layout.fitted_name(first.capture.codecs.aux)}
     files = {e.path: first.target_file(e.path) for e in first.manifest.target_files if e.path not in of_recipe}
-    there = [Store.open(fs, strict=False)] if is_there and (capture.blocks or is_unfitted(capture)) else []
-    capture, fitted = _fitted(sources, there, capture)
-    files |= fitted | bundled_blocks([*sources, *there], capture, target)
+    present = [Store.open(fs, strict=False)] if is_there and (capture.blocks or is_unfitted(capture)) else []
+    capture, fitted = _fitted(sources, present, capture)
+    files |= fitted | bundled_blocks([*sources, *present], capture, target)
     return create_store(fs, capture, first.manifest.head, recipe, files, container or kept)
 
 
 def _fitted(
-    sources: Sequence[Store], there: Sequence[Store], capture: CaptureSpec
+    sources: Sequence[Store], present: Sequence[Store], capture: CaptureSpec
 ) -> tuple[CaptureSpec, dict[str, bytes]]:
-    """A capture whose aux codec is fitted, and the file of it: as the store that is ``there`` has it, as a source of
+    """A capture whose aux codec is fitted, and the file of it: as the store that is ``present`` has it, as a source of
     the same layers has it, else fitted to states of all sources."""
     if not is_unfitted(capture):
         return capture, {name: data for source in sources for name, data in _file_of(source, capture.codecs.aux)}
-    for store in (*there, *sources):
+    for store in (*present, *sources):
         codecs = store.capture.codecs
         if kind_of(codecs.aux) == capture.codecs.aux and store.capture.stored_layers == capture.stored_layers:
             named = capture.codecs.model_copy(update={"aux": codecs.aux})
             return capture.model_copy(update={"codecs": named}), dict(_file_of(store, codecs.aux))
-    # The store that is there holds another recipe: saying so needs no states.
-    return (capture, {}) if there else fit(capture, _states_of(sources, capture))
+    # The store that is present holds another recipe: saying so needs no states.
+    return (capture, {}) if present else fit(capture, _states_of(sources, capture))
 
 
 def _file_of(store: Store, codec: str) -> Iterator[tuple[str, bytes]]:

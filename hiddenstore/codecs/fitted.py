@@ -50,11 +50,11 @@ def fit(capture: CaptureSpec, states: Iterable["Tensor"]) -> tuple[CaptureSpec, 
     import torch
 
     kind = FITTED[capture.codecs.aux]
-    parts = list(_enough(states, kind.fit_tokens(capture.target.hidden_size)))
-    if not parts:
+    samples = list(_enough(states, kind.fit_tokens(capture.target.hidden_size)))
+    if not samples:
         problem = f"{capture.codecs.aux} is fitted to states of the store's own samples, and there is none"
         raise ConfigError(problem, kind=Kind.CODEC_UNFIT, hint="--recipe rebuilt")
-    data = kind.fit(torch.cat([part[slot] for part in parts]) for slot in range(len(capture.stored_layers)))
+    data = kind.fit(torch.cat([sample[slot] for sample in samples]) for slot in range(len(capture.stored_layers)))
     name = f"{capture.codecs.aux}-{sha256_hex(data)[:_DIGEST_CHARACTERS]}"
     bind(name, lambda _path: data)
     codecs = capture.codecs.model_copy(update={"aux": name})
@@ -63,13 +63,13 @@ def fit(capture: CaptureSpec, states: Iterable["Tensor"]) -> tuple[CaptureSpec, 
 
 def spread(tokens: int, samples: int, capture: CaptureSpec) -> int:
     """Every how many of so many samples, of so many tokens in all, one is taken to fit a codec to."""
-    wanted = FITTED[kind_of(capture.codecs.aux)].fit_tokens(capture.target.hidden_size)
-    return max(1, min(samples, tokens // wanted))
+    enough = FITTED[kind_of(capture.codecs.aux)].fit_tokens(capture.target.hidden_size)
+    return max(1, min(samples, tokens // enough))
 
 
 def _enough(states: Iterable["Tensor"], tokens: int) -> Iterator["Tensor"]:
-    for part in states:
-        yield part
-        tokens -= part.shape[1]
+    for sample in states:
+        yield sample
+        tokens -= sample.shape[1]
         if tokens <= 0:
             return

@@ -50,7 +50,7 @@ _SMALLEST_VARIANCE = 1e-6
 _COARSER = (1.0, 1.25, 1.5, 2.0)
 # Of a row's energy, from which it is kept raw: the median is 0.01.
 _LARGEST_ERROR = 0.1
-_ROUNDING, _KEPT = 0x80, -0x100
+_HALF_ULP, _SIXTEEN_BITS = 0x80, -0x100
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,18 +238,18 @@ class KltCodec(AffineCodec):
     def fit(self, layers: Iterable[Tensor]) -> bytes:
         """The file of transforms of the stored layers, from rows bfloat16 [n, D] of each, ascending."""
         tensors: dict[str, Tensor] = {}
-        for place, rows in enumerate(layers):
-            made = Transform.fit(rows)
-            if (fault := made.fault(rows.shape[1])) is not None:
+        for layer, rows in enumerate(layers):
+            transform = Transform.fit(rows)
+            if (fault := transform.fault(rows.shape[1])) is not None:
                 raise ConfigError(
                     f"no transform fits layers of width {rows.shape[1]}: {fault}",
                     kind=Kind.CODEC_UNFIT,
                     hint="--recipe rebuilt",
                 )
             tensors |= {
-                f"{place}.weight": made.weight,
-                f"{place}.bits": made.bits,
-                f"{place}.scale": torch.tensor([made.scale]),
+                f"{layer}.weight": transform.weight,
+                f"{layer}.bits": transform.bits,
+                f"{layer}.scale": torch.tensor([transform.scale]),
             }
         return bytes(save_tensors(tensors))
 
@@ -283,13 +283,13 @@ class KltCodec(AffineCodec):
         return tuple(replace(self, transform=layer) for layer in layers)
 
     def of_layer(self, layer: int, small: Mapping[str, np.ndarray] | None) -> "KltCodec":
-        place = layer if small is None else int(small[TRANSFORM][..., layer].flat[0])
-        if not 0 <= place < len(self.transforms):
+        index = layer if small is None else int(small[TRANSFORM][..., layer].flat[0])
+        if not 0 <= index < len(self.transforms):
             raise ConfigError(
-                f"{self.name} has {len(self.transforms)} transforms, and there is none at {place}",
+                f"{self.name} has {len(self.transforms)} transforms, and there is none at {index}",
                 kind=Kind.CODEC_UNFIT,
             )
-        return self.transforms[place]
+        return self.transforms[index]
 
     def encode_layers(
         self,
@@ -300,38 +300,44 @@ class KltCodec(AffineCodec):
     ) -> EncodedLayers:
         encoded = super().encode_layers(layers, shared, fine, seen)
         count = len(encoded.codes)
+        if shared is None and count not in (0, len(self.transforms)):
+            raise ConfigError(
+                f"{self.name} is fitted to {len(self.transforms)} layers, and {count} are to be written",
+                kind=Kind.CODEC_UNFIT,
+                hint="hiddenstore copy STORE NEW --recipe rebuilt-klt, which fits it anew",
+            )
         places = np.arange(count, dtype=np.int32) if shared is None else shared[TRANSFORM]
         return EncodedLayers(encoded.codes, {**encoded.small, TRANSFORM: places} if count else {})
 
     def codes_of(self, y: Tensor, codes: Tensor, token_scale: Tensor, peak: Tensor, fine: Tensor | None = None) -> None:
-        own = self._own()
+        fitted = self._fitted()
         torch.maximum(y.amax(dim=1), y.amin(dim=1).neg_(), out=peak)
         size = torch.linalg.vector_norm(y, dim=1) / y.shape[1] ** 0.5
         scale = round_up_(size).clamp_(min=_SMALLEST_SCALE)
-        rows = y[:, : own.width].mul_(_ROW_STEPS / scale[:, None]).round_()
+        rows = y[:, : fitted.width].mul_(_ROW_STEPS / scale[:, None]).round_()
         # A row that is not finite is kept raw, whatever its codes.
-        parts = _product(rows.nan_to_num_(0.0, 0.0, 0.0), own.encoder(y.device)).mul_(own.per_step.to(y.device))
+        parts = _product(rows.nan_to_num_(0.0, 0.0, 0.0), fitted.encoder(y.device)).mul_(fitted.per_step.to(y.device))
         least = torch.full_like(scale, float("inf"))
         for factor in _COARSER:
             coarser = round_up_(scale * factor)
-            part = (parts * (scale / coarser)[:, None]).sub_(own.inside(parts, scale / coarser)).square_()
-            error = (part @ own.weights_of_error.to(y.device)).mul_((coarser / scale).square_())
+            error = (parts * (scale / coarser)[:, None]).sub_(fitted.inside(parts, scale / coarser)).square_()
+            error = (error @ fitted.weights_of_error.to(y.device)).mul_((coarser / scale).square_())
             torch.where(error < least, coarser, token_scale, out=token_scale)
             torch.minimum(least, error, out=least)
-        peak[~((least < _LARGEST_ERROR * own.width) & size.isfinite())] = float("inf")
-        half = (own.levels // 2).to(parts)
-        levels = own.inside(parts, scale / token_scale).add_(half - 0.5).to(torch.uint8)
-        _pack(levels, own.planes, codes)
+        peak[~((least < _LARGEST_ERROR * fitted.width) & size.isfinite())] = float("inf")
+        half = (fitted.levels // 2).to(parts)
+        levels = fitted.inside(parts, scale / token_scale).add_(half - 0.5).to(torch.uint8)
+        _pack(levels, fitted.planes, codes)
 
     def values_of(self, codes: Tensor, token_scale: Tensor, values: Tensor) -> None:
-        own = self._own()
-        levels = _unpack(codes, own.planes, values.shape[1]).mul_(2).add_(1 - own.levels.to(values))
-        product = _product(levels, own.decoder(codes.device)).mul_(token_scale[:, None] * own.scale)
+        fitted = self._fitted()
+        levels = _unpack(codes, fitted.planes, values.shape[1]).mul_(2).add_(1 - fitted.levels.to(values))
+        product = _product(levels, fitted.decoder(codes.device)).mul_(token_scale[:, None] * fitted.scale)
         # Sixteen bits of it, so that the product with a scale is exact, and fused or not only the sum is rounded.
-        product.view(torch.int32).add_(_ROUNDING).bitwise_and_(_KEPT)
+        product.view(torch.int32).add_(_HALF_ULP).bitwise_and_(_SIXTEEN_BITS)
         values[:, : product.shape[1]].copy_(product)
 
-    def _own(self) -> Transform:
+    def _fitted(self) -> Transform:
         assert self.transform is not None, "asked of the codec of a layer alone"
         return self.transform
 

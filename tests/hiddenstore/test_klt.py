@@ -228,6 +228,12 @@ def test_nothing_is_written_by_a_codec_that_is_fitted_to_nothing(tmp_path: Path)
     assert get_layout("klt").row_bits(64) == FITTED["klt"].row_bits(64)
 
 
+def test_other_layers_than_it_was_fitted_to_are_not_written(codec: KltCodec) -> None:
+    with pytest.raises(ConfigError, match="is fitted to 2 layers, and 1 are to be written") as caught:
+        codec.encode(correlated(1, 20))
+    assert caught.value.kind == "codec-unfit"
+
+
 def test_it_is_for_aux_layers_alone() -> None:
     with pytest.raises(ConfigError, match="unknown codec 'klt'"):
         get_recipe("aux=q4,final=klt")

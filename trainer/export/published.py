@@ -74,18 +74,7 @@ def read_published(
         convention = "vllm"
         config, tensors = gguf.read(file)
     else:
-        config = _config(folder)
-        if (folder / MASK_FILE).is_file():
-            raise ConfigError(
-                f"{folder}: {MASK_FILE} holds an embedding of its mask token, and ours takes the target's",
-                kind=Kind.DRAFTER_UNFIT,
-            )
-        try:
-            tensors = _tensors(folder, partial(part.is_read, config) if part and part.is_read else None)
-        except HiddenstoreError:
-            raise
-        except (KeyError, ValueError) as error:
-            raise _unfit(folder, error) from error
+        config, tensors = _checkpoint(folder, part)
     drafter = part or recognised(config, tensors)
     if drafter is None:
         names = ", ".join(map(str, config.get("architectures") or ())) or "not set"
@@ -122,6 +111,22 @@ def read_published(
             kind=Kind.DRAFTER_UNFIT,
         )
     return Published(settings, tensors, vocab)
+
+
+def _checkpoint(folder: Path, part: DrafterExport | None) -> tuple[dict[str, Any], Tensors]:
+    """``config.json`` and the tensors beside it, of ``part`` those that it reads."""
+    config = _config(folder)
+    if (folder / MASK_FILE).is_file():
+        raise ConfigError(
+            f"{folder}: {MASK_FILE} holds an embedding of its mask token, and ours takes the target's",
+            kind=Kind.DRAFTER_UNFIT,
+        )
+    try:
+        return config, _tensors(folder, partial(part.is_read, config) if part and part.is_read else None)
+    except HiddenstoreError:
+        raise
+    except (KeyError, ValueError) as error:
+        raise _unfit(folder, error) from error
 
 
 def _unfit(folder: Path, error: Exception) -> ConfigError:
