@@ -176,6 +176,11 @@ def _train(
             f"{plural(document.reasoning_lost, 'sample')} lost the reasoning of the last answer: this chat template "
             "writes none; --template FILE names one that does"
         )
+    if document.ends_unlearned:
+        output().warn(
+            f"the last answer of {plural(document.ends_unlearned, 'sample')} has no end to learn: this chat template "
+            "writes none, or leaves it out of its {% generation %} tags; --template FILE names one that does"
+        )
     if calls := sum(reject.rows for reject in document.rejects if reject.reason == TOOL_CALLS_LOST):
         output().warn(
             f"{plural(calls, 'row')} called tools and {'was' if calls == 1 else 'were'} left out: this chat template "

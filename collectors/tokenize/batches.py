@@ -47,7 +47,7 @@ MOST_WORKERS = 32
 FACTS = np.dtype(
     [
         *(("tokens", "i8"), ("supervised", "i8"), ("validation", "?")),
-        *(("cut", "?"), ("reasoning_lost", "?"), ("images", "?")),
+        *(("cut", "?"), ("reasoning_lost", "?"), ("end_unlearned", "?"), ("images", "?")),
     ],
 )
 """What is counted of a sample: its length and its supervised tokens, its split, what it lost, and whether it holds
@@ -115,6 +115,7 @@ def make_batch(rules: SampleRules, rows: Sequence[Row]) -> SampleBatch:
             is_validation(name, rules.validation),
             sample.is_cut,
             sample.is_reasoning_lost,
+            sample.is_end_unlearned and not sample.is_cut,
             bool(sample.images),
         )
         for name, sample in zip(ids, samples, strict=True)

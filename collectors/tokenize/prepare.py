@@ -168,7 +168,8 @@ def _prepare(
     _refuse_prompts(mixed, options.loss_on)
     folder = open_target(target, options.revision, trust_remote_code=options.trust_remote_code)
     text = read_template(options.template)
-    template, tally = ChatTemplate(folder.tokenizer, options.loss_on, text, options.think_loss), BatchTally()
+    template = ChatTemplate(folder.tokenizer, options.loss_on, text, options.think_loss, folder.end_ids)
+    tally = BatchTally()
     check_template(template)
     limit = _max_tokens(folder, options.max_tokens)
     share = USUAL_SHARE if options.validation is None else options.validation
@@ -202,6 +203,7 @@ def _prepare(
             overlong=rules.overlong,
             validation_share=rules.validation,
             reasoning_lost=tally.totals["reasoning_lost"],
+            ends_unlearned=tally.totals["end_unlearned"] or None,
             sources=tally.source_counts(mixed),
             mix_seed=inputs.seed if isinstance(inputs, Mix) else None,
             **tally.members(),

@@ -20,6 +20,7 @@ import numpy as np
 from jinja2 import TemplateSyntaxError
 
 from collectors.conversations.parse import REASONING, Conversation, Message, Problem
+from collectors.tokenize.thoughts import THINK_TAGS, is_reasoning_lost, reasoning_ranges
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of
@@ -193,14 +194,6 @@ NOTHING_SUPERVISED = "nothing-supervised"
 TOOL_CALLS_LOST = "tool-calls-lost"
 CUT_IN_THOUGHT = "cut-in-thought"
 
-THINK_TAGS = (
-    ("<think>", "</think>"),
-    ("<seed:think>", "</seed:think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-)
-"""Around reasoning: DeepSeek-R1, Qwen3, Nemotron and most others; Seed-OSS; Magistral; Command A Reasoning."""
-
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TAGS_HINT = "give a template with {% generation %} tags: --template FILE"
 _PROBE_ANSWERS = ("It is four.", "<think>\nTwo and two.\n</think>\n\nIt is four.")
@@ -211,7 +204,8 @@ class Tokenised:
     """input_ids int32 [T]; loss_mask uint8 [T]; spans int32 [n, 3] of (role, start, end), ascending and disjoint.
 
     ``is_reasoning_lost``: the last answer has reasoning in a member of its own, and the template wrote none of it.
-    ``is_cut``: it was longer. ``images`` with the bytes of each in ``image_files``: ascending.
+    ``is_end_unlearned``: no token that ends the last answer is part of it. ``is_cut``: it was longer.
+    ``images`` with the bytes of each in ``image_files``: ascending.
     """
 
     location: str
@@ -219,6 +213,7 @@ class Tokenised:
     loss_mask: np.ndarray
     spans: np.ndarray
     is_reasoning_lost: bool = False
+    is_end_unlearned: bool = False
     is_cut: bool = False
     images: tuple[ImageEntry, ...] = ()
     image_files: tuple[bytes, ...] = ()
@@ -242,10 +237,16 @@ def read_template(file: str | Path | None) -> str | None:
 
 
 class ChatTemplate:
-    """Renders and tokenises conversations and says what of them is supervised. Pickled to worker processes."""
+    """Renders and tokenises conversations and says what of them is supervised. Pickled to worker processes. ``end_ids``
+    end an answer of the target."""
 
     def __init__(
-        self, tokenizer: Any, loss_on: LossOn = "assistant", template: str | None = None, think_loss: bool = True
+        self,
+        tokenizer: Any,
+        loss_on: LossOn = "assistant",
+        template: str | None = None,
+        think_loss: bool = True,
+        end_ids: Sequence[int] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.loss_on = loss_on
@@ -256,7 +257,9 @@ class ChatTemplate:
             raise ConfigError(problem, kind=Kind.TEMPLATE_MISSING, hint="give one: --template FILE")
         self.is_tagged = bool(_GENERATION_TAG.search(self.text_for(None)))
         self._special = dict(tokenizer.special_tokens_map)
-        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        decoder = tokenizer.added_tokens_decoder
+        added = [token.content for token in decoder.values() if token.special]
+        self._headers = tuple(decoder[one].content for one in end_ids if one in decoder and decoder[one].content)
         self.end_tokens = tuple(token for token in {*tokenizer.all_special_tokens, *added} if token)
 
     @property
@@ -371,6 +374,11 @@ class ChatTemplate:
             return Problem(conversation.location, NOT_STABLE, str(error))
         if lost := self._lost(conversation, prefixes, answers):
             return Problem(conversation.location, *lost)
+        for index, end in self._next_headers(conversation, prefixes, answers).items():
+            if any(stop == answers[index][1] for _, stop in supervised):
+                supervised = [*supervised, (answers[index][1], end)]
+            answers[index] = (answers[index][0], end)
+        is_unlearned = self._is_end_unlearned(conversation, prefixes, answers)
         ends: list[Range] = []
         for index in sorted(conversation.cut & answers.keys()):
             start, end = answers[index]
@@ -387,8 +395,30 @@ class ChatTemplate:
         if not mask.any():
             return Problem(conversation.location, NOTHING_SUPERVISED, "no token of it is supervised")
         spans = token_spans(find_turns(prefixes, answers), tokens)
-        is_lost = _is_reasoning_lost(conversation, text)
-        return Tokenised(conversation.location, np.asarray(ids, dtype=np.int32), mask, spans, is_lost)
+        is_lost = is_reasoning_lost(conversation, text)
+        return Tokenised(conversation.location, np.asarray(ids, dtype=np.int32), mask, spans, is_lost, is_unlearned)
+
+    def _next_headers(
+        self, conversation: Conversation, prefixes: Prefixes, answers: dict[int, Range]
+    ) -> dict[int, int]:
+        """Where answers end whose end the template writes as the first token of the next turn, as GLM-4's does: it is
+        the target's own."""
+        ends = {}
+        for index, (start, end) in answers.items():
+            if index in conversation.cut or prefixes.text[start:end].endswith(self.end_tokens):
+                continue
+            header = next((token for token in self._headers if prefixes.text.startswith(token, end)), None)
+            if header is not None and prefixes.end(index + 1) == end:
+                ends[index] = end + len(header)
+        return ends
+
+    def _is_end_unlearned(self, conversation: Conversation, prefixes: Prefixes, answers: dict[int, Range]) -> bool:
+        """Whether the conversation ends with an answer that ends with no special token. None is added to it: the ids
+        stay the template's, and which one the target wrote of several is not in the data."""
+        last = len(conversation.messages) - 1
+        if last not in answers or last in conversation.cut:
+            return False
+        return not prefixes.text[slice(*answers[last])].rstrip().endswith(self.end_tokens)
 
     def _words_end(self, text: str, message: Message, within: Range) -> int:
         """Where the words of an answer end in its range of the text: before what the template ends it with."""
@@ -464,38 +494,6 @@ class ChatTemplate:
         if prompt is not None and start < len(prompt) < end and prefixes.text.startswith(prompt):
             start = len(prompt)
         return start, start + answer_length(prefixes.text[start:end], self.end_tokens)
-
-
-def reasoning_ranges(text: str, answers: Sequence[Range]) -> list[Range]:
-    """Ranges of characters inside ``answers`` from an opening tag up to and with its closing tag, ascending.
-
-    Reasoning whose opening tag the generation prompt wrote begins where the answer begins; one that was cut off ends
-    where the answer ends.
-    """
-    ranges: list[Range] = []
-    for opening, closing in THINK_TAGS:
-        for start, end in answers:
-            begin, close = text.find(opening, start, end), text.find(closing, start, end)
-            if close >= 0 and not 0 <= begin < close:
-                begin = start
-            while begin >= 0:
-                close = text.find(closing, begin, end)
-                stop = end if close < 0 else close + len(closing)
-                ranges.append((begin, stop))
-                begin = text.find(opening, stop, end)
-    return sorted(ranges)
-
-
-def _is_reasoning_lost(conversation: Conversation, text: str) -> bool:
-    """Earlier reasoning is left out by design of most templates; that of the last answer is what the target wrote."""
-    last = next((message for message in reversed(conversation.messages) if message["role"] == "assistant"), {})
-    reasoning = [str(last[name]).strip() for name in REASONING if last.get(name)]
-    content = last.get("content")
-    for opening, closing in THINK_TAGS:
-        thought, tag, _ = (content if isinstance(content, str) else "").partition(closing)
-        if tag and (thought := thought.replace(opening, "", 1).strip()):
-            reasoning.append(thought)
-    return any(reasoning) and not any(line and line in text for line in reasoning)
 
 
 def check_template(template: ChatTemplate) -> None:
