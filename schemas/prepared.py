@@ -47,12 +47,12 @@ class PreparedData(Sparse):
     ``tokenizer_rules_sha256`` as in ``TargetIdentity``.
 
     ``think_loss`` False: thoughts are not supervised. ``reasoning_lost`` counts samples whose last answer has reasoning
-    that the chat template left out; ``ends_unlearned`` those whose last answer has no token that ends it, absent where
-    there are none. ``mix_seed`` chose the rows where a mix took a part of a source. ``images`` is absent where no
-    sample has any.
+    that the chat template left out, ``words_lost`` those of which it left out other words of an answer, and
+    ``ends_unlearned`` those whose last answer has no token that ends it: absent where there are none. ``mix_seed``
+    chose the rows where a mix took a part of a source. ``images`` is absent where no sample has any.
     """
 
-    absent = ("images", "ends_unlearned")
+    absent = ("images", "words_lost", "ends_unlearned")
     format: FormatOfImages = FORMAT_VERSION
     digest: str
     target: str
@@ -75,6 +75,7 @@ class PreparedData(Sparse):
     cut: int
     duplicates: int
     reasoning_lost: int = 0
+    words_lost: int | None = None
     ends_unlearned: int | None = None
     sources: tuple[SourceCount, ...] = ()
     mix_seed: int | None = None

@@ -176,6 +176,11 @@ def _train(
             f"{plural(document.reasoning_lost, 'sample')} lost the reasoning of the last answer: this chat template "
             "writes none; --template FILE names one that does"
         )
+    if document.words_lost:
+        output().warn(
+            f"{plural(document.words_lost, 'sample')} lost words of an answer: this chat template leaves them out, "
+            "beside a tool call perhaps; --template FILE names one that writes them"
+        )
     if document.ends_unlearned:
         output().warn(
             f"the last answer of {plural(document.ends_unlearned, 'sample')} has no end to learn: this chat template "

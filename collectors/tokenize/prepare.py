@@ -203,6 +203,7 @@ def _prepare(
             overlong=rules.overlong,
             validation_share=rules.validation,
             reasoning_lost=tally.totals["reasoning_lost"],
+            words_lost=tally.totals["words_lost"] or None,
             ends_unlearned=tally.totals["end_unlearned"] or None,
             sources=tally.source_counts(mixed),
             mix_seed=inputs.seed if isinstance(inputs, Mix) else None,

@@ -20,7 +20,7 @@ import numpy as np
 from jinja2 import TemplateSyntaxError
 
 from collectors.conversations.parse import REASONING, Conversation, Message, Problem
-from collectors.tokenize.thoughts import THINK_TAGS, is_reasoning_lost, reasoning_ranges
+from collectors.tokenize.thoughts import THINK_TAGS, are_words_lost, is_reasoning_lost, reasoning_ranges
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of
@@ -60,6 +60,10 @@ class Prefixes:
             prefix = self._render(count, False)
             self._ends[count] = len(prefix) if prefix is not None and self.text.startswith(prefix) else None
         return self._ends[count]
+
+    def message(self, index: int) -> str:
+        """The text of message ``index``, with what stands before or behind it where its bounds are not revealed."""
+        return self.text[self.end(index) or 0 : self.end(index + 1)]
 
     def answer(self, index: int, end_tokens: Sequence[str]) -> Range:
         """What the target writes of message ``index``: after the generation prompt, up to its end-of-turn token. Raises
@@ -204,6 +208,7 @@ class Tokenised:
     """input_ids int32 [T]; loss_mask uint8 [T]; spans int32 [n, 3] of (role, start, end), ascending and disjoint.
 
     ``is_reasoning_lost``: the last answer has reasoning in a member of its own, and the template wrote none of it.
+    ``are_words_lost``: of other words of an answer, such as those beside a tool call, the template wrote none.
     ``is_end_unlearned``: no token that ends the last answer is part of it. ``is_cut``: it was longer.
     ``images`` with the bytes of each in ``image_files``: ascending.
     """
@@ -214,6 +219,7 @@ class Tokenised:
     spans: np.ndarray
     is_reasoning_lost: bool = False
     is_end_unlearned: bool = False
+    are_words_lost: bool = False
     is_cut: bool = False
     images: tuple[ImageEntry, ...] = ()
     image_files: tuple[bytes, ...] = ()
@@ -395,8 +401,8 @@ class ChatTemplate:
         if not mask.any():
             return Problem(conversation.location, NOTHING_SUPERVISED, "no token of it is supervised")
         spans = token_spans(find_turns(prefixes, answers), tokens)
-        is_lost = is_reasoning_lost(conversation, text)
-        return Tokenised(conversation.location, np.asarray(ids, dtype=np.int32), mask, spans, is_lost, is_unlearned)
+        losses = is_reasoning_lost(conversation, text), is_unlearned, are_words_lost(conversation, prefixes.message)
+        return Tokenised(conversation.location, np.asarray(ids, dtype=np.int32), mask, spans, *losses)
 
     def _next_headers(
         self, conversation: Conversation, prefixes: Prefixes, answers: dict[int, Range]
@@ -438,8 +444,7 @@ class ChatTemplate:
             calls, content = message.get("tool_calls") or [], message["content"]
             content = content.strip() if isinstance(content, str) else ""
             if calls:
-                start, end = prefixes.end(index), prefixes.end(index + 1)
-                written = prefixes.text[start or 0 : end if start is not None else None]
+                written = prefixes.message(index)
                 # Words about a tool are no call of it.
                 for words in (content, *(str(message[name]).strip() for name in REASONING if message.get(name))):
                     written = written.replace(words, "", 1) if words else written

@@ -3,7 +3,7 @@
 Text ranges [start, end) count characters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from collectors.conversations.parse import REASONING, Conversation
 
@@ -48,3 +48,20 @@ def is_reasoning_lost(conversation: Conversation, text: str) -> bool:
         if tag and (thought := thought.replace(opening, "", 1).strip()):
             reasoning.append(thought)
     return any(reasoning) and not any(line and line in text for line in reasoning)
+
+
+def are_words_lost(conversation: Conversation, written: Callable[[int], str]) -> bool:
+    """Whether the template, whose text of a message is ``written``, leaves words of an answer out that are no thoughts,
+    as Llama 3.1's does beside a tool call. White space is the template's to change."""
+    for index, message in enumerate(conversation.messages):
+        content = message.get("content")
+        if message["role"] != "assistant" or not isinstance(content, str):
+            continue
+        thoughts = reasoning_ranges(content, [(0, len(content))])
+        starts, ends = [0, *(end for _, end in thoughts)], [*(start for start, _ in thoughts), len(content)]
+        words = ["".join(content[start:end].split()) for start, end in zip(starts, ends, strict=True)]
+        if any(words):
+            text = "".join(written(index).split())
+            if not all(piece in text for piece in words):
+                return True
+    return False
