@@ -97,7 +97,12 @@ class _InProcess:
             try:
                 with limited_rendering(f"conversation {rewrite.number + 1}"):
                     prompt: list[int] = self.folder.tokenizer.apply_chat_template(
-                        rewrite.done, tools=rewrite.tools, add_generation_prompt=True, tokenize=True, return_dict=False
+                        rewrite.done,
+                        tools=rewrite.tools,
+                        add_generation_prompt=True,
+                        tokenize=True,
+                        return_dict=False,
+                        **rewrite.template_kwargs,
                     )
             except RENDER_ERRORS as error:
                 take(rewrite, Reply(drop="refused", detail=reason_of(error)))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from collectors.conversations.mix import open_sources
-from collectors.conversations.parse import Conversation, Source, parse_row
+from collectors.conversations.parse import TEMPLATE_KWARGS, Conversation, Source, parse_row
 from collectors.regenerate.answers import AnswerLog, AnswersFolder
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport, answer_settings, require_possible
 from collectors.regenerate.output import refuse_existing, rows_into
@@ -168,7 +168,8 @@ class _Shard:
 
 def _conversations(sources: list[Source], options: RegenerateOptions) -> Iterator[Rewrite | tuple[str, str]]:
     """Every usable conversation, numbered from 0, and (reason, where) of the others; ``max_samples`` usable at most."""
-    number = 0
+    number, more = 0, options.extra.get(TEMPLATE_KWARGS)
+    kwargs = more if isinstance(more, dict) else {}
     for source in sources:
         for row in source.rows():
             if options.max_samples is not None and number >= options.max_samples:
@@ -179,7 +180,7 @@ def _conversations(sources: list[Source], options: RegenerateOptions) -> Iterato
             elif not Rewrite.has_slot(item):
                 yield "no-answer", f"{item.location}: nothing in it can be answered"
             else:
-                yield Rewrite.of(number, item, options.system, options.turns)
+                yield Rewrite.of(number, item, options.system, options.turns, kwargs)
                 number += 1
 
 

@@ -11,13 +11,11 @@ Shapes: T tokens of one conversation, n turns. Text ranges [start, end) count ch
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateSyntaxError
 
 from collectors.conversations.parse import REASONING, Conversation, Message, Problem
 from collectors.tokenize.thoughts import THINK_TAGS, are_words_lost, is_reasoning_lost, reasoning_ranges
@@ -197,10 +195,9 @@ NOT_STABLE = "not-prefix-stable"
 NOTHING_SUPERVISED = "nothing-supervised"
 TOOL_CALLS_LOST = "tool-calls-lost"
 CUT_IN_THOUGHT = "cut-in-thought"
+WEIGHT_UNPLACED = "weight-unplaced"
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_TAGS_HINT = "give a template with {% generation %} tags: --template FILE"
-_PROBE_ANSWERS = ("It is four.", "<think>\nTwo and two.\n</think>\n\nIt is four.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,7 +293,7 @@ class ChatTemplate:
                 chat_template=self.text_for(conversation.tools),
                 return_assistant_tokens_mask=self.is_tagged,
                 add_generation_prompt=prompt,
-                **self._special,
+                **{**self._special, **conversation.template_kwargs},
             )
         return texts[0], [tuple(pair) for pair in ranges[0]] if ranges else []
 
@@ -375,7 +372,7 @@ class ChatTemplate:
     ) -> Tokenised | Problem:
         prefixes = self.prefixes(conversation, text)
         try:
-            answers, supervised = self._answers(prefixes, tagged)
+            answers, supervised = self._answers(prefixes, tagged, conversation.untaught)
         except RewrittenError as error:
             return Problem(conversation.location, NOT_STABLE, str(error))
         if lost := self._lost(conversation, prefixes, answers):
@@ -384,8 +381,10 @@ class ChatTemplate:
             if any(stop == answers[index][1] for _, stop in supervised):
                 supervised = [*supervised, (answers[index][1], end)]
             answers[index] = (answers[index][0], end)
+        if unplaced := self._unplaced(conversation, prefixes, answers):
+            return Problem(conversation.location, WEIGHT_UNPLACED, f"where message {unplaced} stands is not revealed")
+        ends = [answers.pop(index) for index in sorted(conversation.untaught & answers.keys())]
         is_unlearned = self._is_end_unlearned(conversation, prefixes, answers)
-        ends: list[Range] = []
         for index in sorted(conversation.cut & answers.keys()):
             start, end = answers[index]
             answers[index] = (start, self._words_end(text, conversation.messages[index], (start, end)))
@@ -417,6 +416,14 @@ class ChatTemplate:
             if header is not None and prefixes.end(index + 1) == end:
                 ends[index] = end + len(header)
         return ends
+
+    def _unplaced(self, conversation: Conversation, prefixes: Prefixes, answers: dict[int, Range]) -> int | None:
+        """The number of a message of weight 0 that might be supervised, for its range is not known."""
+        if self.loss_on != "all" and not self.is_tagged:
+            return None
+        indices = [index for index, message in enumerate(prefixes.messages) if message["role"] == "assistant"]
+        likely = indices[-1:] if self.loss_on == "last-turn" else indices
+        return next((index + 1 for index in likely if index in conversation.untaught - answers.keys()), None)
 
     def _is_end_unlearned(self, conversation: Conversation, prefixes: Prefixes, answers: dict[int, Range]) -> bool:
         """Whether the conversation ends with an answer that ends with no special token. None is added to it: the ids
@@ -459,7 +466,9 @@ class ChatTemplate:
                     return "empty-answer", f"the template writes nothing of message {index + 1}"
         return None
 
-    def _answers(self, prefixes: Prefixes, tagged: list[Range]) -> tuple[dict[int, Range], list[Range]]:
+    def _answers(
+        self, prefixes: Prefixes, tagged: list[Range], untaught: frozenset[int]
+    ) -> tuple[dict[int, Range], list[Range]]:
         """Text ranges of the assistant messages by index, and those that ``loss_on`` supervises."""
         indices = [index for index, message in enumerate(prefixes.messages) if message["role"] == "assistant"]
         if self.is_tagged:
@@ -469,10 +478,13 @@ class ChatTemplate:
             try:
                 answers[index] = prefixes.answer(index, self.end_tokens)
             except RewrittenError:
+                if index in untaught:
+                    continue
                 if self.loss_on == "assistant" or (self.loss_on == "last-turn" and index == indices[-1]):
                     raise
-        ranges = list(answers.values())
-        return answers, ranges[-1:] if self.loss_on == "last-turn" else ranges
+        if self.loss_on == "last-turn":
+            return answers, [answers[index] for index in indices[-1:] if index in answers]
+        return answers, list(answers.values())
 
     def _tagged_answers(
         self, prefixes: Prefixes, indices: list[int], tagged: list[Range]
@@ -499,81 +511,3 @@ class ChatTemplate:
         if prompt is not None and start < len(prompt) < end and prefixes.text.startswith(prompt):
             start = len(prompt)
         return start, start + answer_length(prefixes.text[start:end], self.end_tokens)
-
-
-def check_template(template: ChatTemplate) -> None:
-    """Try a template on a two-message conversation before any data is read. Raises ConfigError: ``template-invalid``,
-    ``mask-empty`` or ``template-unstable``."""
-    answer = _PROBE_ANSWERS[0]
-    probe = _probe([answer])
-    try:
-        text, tagged = template.render(probe)
-    except TemplateSyntaxError as error:
-        raise ConfigError(
-            f"the chat template cannot be parsed: line {error.lineno}: {error}", kind=Kind.TEMPLATE_INVALID
-        ) from error
-    except RENDER_ERRORS:
-        return  # A template may demand more than the probe has; the rows will tell.
-    if answer not in text:
-        problem = "the chat template writes nothing of the assistant's messages"
-        raise ConfigError(problem, kind=Kind.TEMPLATE_INVALID, hint=_TAGS_HINT)
-    if template.loss_on == "all":
-        return
-    if not template.is_tagged:
-        _check_prefixes(template, probe, text, answer)
-    elif answer not in "".join(text[start:end] for start, end in tagged):
-        raise ConfigError(
-            "the {% generation %} tags of the chat template do not hold the assistant's text: the mask is empty",
-            kind=Kind.MASK_EMPTY,
-            hint="put the answer between {% generation %} and {% endgeneration %}: --template FILE",
-        )
-
-
-def refuse_if_unstable(template: ChatTemplate, problem: Problem) -> None:
-    """ConfigError ``template-unstable`` where the template and not the row is at fault."""
-    if _rewrites_history(template):
-        raise _unstable(template, f"{problem.location}: {problem.detail}")
-
-
-@lru_cache(maxsize=1)
-def _rewrites_history(template: ChatTemplate) -> bool:
-    return any(
-        isinstance(result, Problem) and result.reason == NOT_STABLE
-        for result in template.tokenise([_probe([answer, answer]) for answer in _PROBE_ANSWERS])
-    )
-
-
-def _check_prefixes(template: ChatTemplate, probe: Conversation, text: str, answer: str) -> None:
-    try:
-        start, end = template.prefixes(probe, text).answer(1, template.end_tokens)
-    except RewrittenError as error:
-        raise _unstable(template, str(error), is_single_turn=True) from error
-    if answer not in text[start:end]:
-        raise _unstable(template, "the generation prompt already holds part of the answer", is_single_turn=True)
-    header = text[start : text.index(answer, start)]
-    if "add_generation_prompt" not in template.text_for(None) and any(token in header for token in template.end_tokens):
-        problem = f"the chat template ignores add_generation_prompt: {header!r} before an answer would be supervised"
-        raise ConfigError(problem, kind=Kind.TEMPLATE_UNSTABLE, hint=_TAGS_HINT)
-
-
-def _unstable(template: ChatTemplate, detail: str, is_single_turn: bool = False) -> ConfigError:
-    options = "--loss-on all"
-    if not is_single_turn and template.loss_on == "assistant":
-        options = "--loss-on last-turn or --loss-on all"
-    reason = "renders a prompt otherwise once it is answered" if is_single_turn else "rewrites earlier turns"
-    return ConfigError(
-        f"the chat template has no {{% generation %}} tags and {reason}, so that rendered prefixes do not show "
-        f"what the target writes\n{detail}",
-        kind=Kind.TEMPLATE_UNSTABLE,
-        hint=f"{_TAGS_HINT}; or {options}",
-    )
-
-
-def _probe(answers: Sequence[str]) -> Conversation:
-    messages: list[Message] = []
-    for answer in answers:
-        messages += [
-            {"role": "user", "content": "What is two and two?"},
-            {"role": "assistant", "content": answer},
-        ]
-    return Conversation("probe", messages)
