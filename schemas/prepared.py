@@ -49,10 +49,11 @@ class PreparedData(Sparse):
     ``think_loss`` False: thoughts are not supervised. ``reasoning_lost`` counts samples whose last answer has reasoning
     that the chat template left out, ``words_lost`` those of which it left out other words of an answer, and
     ``ends_unlearned`` those whose last answer has no token that ends it: absent where there are none. ``mix_seed``
-    chose the rows where a mix took a part of a source. ``images`` is absent where no sample has any.
+    chose the rows where a mix took a part of a source. ``images`` is absent where no sample has any, ``template_date``
+    where the chat template does not ask for today's date, which is this one for every sample.
     """
 
-    absent = ("images", "words_lost", "ends_unlearned")
+    absent = ("images", "words_lost", "ends_unlearned", "template_date")
     format: FormatOfImages = FORMAT_VERSION
     digest: str
     target: str
@@ -63,6 +64,7 @@ class PreparedData(Sparse):
     loss_on: LossOn
     think_loss: bool = True
     mask_from: MaskFrom
+    template_date: str | None = None
     max_tokens: int | None
     overlong: Overlong
     validation_share: float

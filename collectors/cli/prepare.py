@@ -166,6 +166,11 @@ def _train(
     elapsed_s = time.monotonic() - started_s
     answer = {**document.model_dump(mode="json"), "path": out, "elapsed_s": round(elapsed_s, 3)}
     output().data(answer, human=lambda: _show_data(answer))
+    if document.template_date is not None:
+        output().note(
+            f"this chat template asks for the date: every sample says {document.template_date}, or the same rows would "
+            "be other samples tomorrow"
+        )
     if document.validation_share > 0 and not document.validation_samples:
         output().warn(
             f"none of the {plural(document.samples, 'sample')} fell into the validation split of "

@@ -51,7 +51,7 @@ BESIDE_TURNS = (TOOLS_COLUMN, FUNCTIONS_COLUMN, *SYSTEMS, HISTORY, TEMPLATE_KWAR
 _OF_TEMPLATES = frozenset(
     (
         *("messages", "conversations", "tools", "documents", "chat_template"),
-        *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
+        *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "strftime_now"),
     )
 )
 """What a template is given that a row cannot choose."""

@@ -22,7 +22,7 @@ from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import make_folder, replace_file
 from hiddenstore.records import LOOP_SHARE, repeated_share
 from hiddenstore.targets.folder import TargetFolder, open_target
-from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of
+from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of, template_of
 
 LONGEST_QUESTION = 96
 SHORTEST_CHARACTERS = 12
@@ -138,7 +138,7 @@ def _open_turn(target: LoadedTarget, options: RegenerateOptions) -> tuple[list[i
     messages = [*_system(options), {"role": "user", "content": _MARK}]
     try:
         with limited_rendering("a first turn"):
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template_of(tokenizer)))
     except RENDER_ERRORS as error:
         message = f"the chat template of target {target.folder.label} refuses a first turn: {reason_of(error)}"
         raise ConfigError(message, kind=Kind.TEMPLATE_INVALID) from error

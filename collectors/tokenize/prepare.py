@@ -200,6 +200,7 @@ def _prepare(
             loss_on=template.loss_on,
             think_loss=template.think_loss,
             mask_from=template.mask_from,
+            template_date=template.date,
             max_tokens=rules.max_tokens,
             overlong=rules.overlong,
             validation_share=rules.validation,

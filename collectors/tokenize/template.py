@@ -21,7 +21,7 @@ from collectors.conversations.parse import REASONING, Conversation, Message, Pro
 from collectors.tokenize.thoughts import THINK_TAGS, are_words_lost, is_reasoning_lost, reasoning_ranges
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
-from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of
+from hiddenstore.targets.rendering import RENDER_ERRORS, date_of, dated, limited_rendering, reason_of, template_of
 from schemas.manifest import ROLES, ImageEntry
 from schemas.prepared import LossOn, MaskFrom
 
@@ -241,7 +241,8 @@ def read_template(file: str | Path | None) -> str | None:
 
 class ChatTemplate:
     """Renders and tokenises conversations and says what of them is supervised. Pickled to worker processes. ``end_ids``
-    end an answer of the target."""
+    end an answer of the target; ``date`` is the day that is today for a template that asks, None for others. Raises
+    ConfigError: ``template-missing``, ``template-invalid``."""
 
     def __init__(
         self,
@@ -258,6 +259,9 @@ class ChatTemplate:
         if template is None and not tokenizer.chat_template:
             problem = "the target's tokenizer has no chat template"
             raise ConfigError(problem, kind=Kind.TEMPLATE_MISSING, hint="give one: --template FILE")
+        own = tokenizer.chat_template
+        texts = [template] if template is not None else own.values() if isinstance(own, dict) else [own]
+        self.date = next((date for date in map(date_of, texts) if date is not None), None)
         self.is_tagged = bool(_GENERATION_TAG.search(self.text_for(None)))
         self._special = dict(tokenizer.special_tokens_map)
         decoder = tokenizer.added_tokens_decoder
@@ -277,8 +281,8 @@ class ChatTemplate:
         return tokenizer_sha256(self.tokenizer), chat_template_sha256(self._template or self.tokenizer.chat_template)
 
     def text_for(self, tools: list[dict[str, Any]] | None) -> str:
-        """The template's text; some tokenizers have another one for conversations with tools."""
-        return self._template if self._template is not None else str(self.tokenizer.get_chat_template(None, tools))
+        """The template's text, with its date; some tokenizers have another one for conversations with tools."""
+        return dated(self._template) if self._template is not None else template_of(self.tokenizer, tools)
 
     def render(
         self, conversation: Conversation, count: int | None = None, prompt: bool = False

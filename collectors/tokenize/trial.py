@@ -17,7 +17,7 @@ _PROBE_ANSWERS = ("It is four.", "<think>\nTwo and two.\n</think>\n\nIt is four.
 def check_template(template: ChatTemplate) -> None:
     """Try a template on a two-message conversation before any data is read. Raises ConfigError: ``template-invalid``,
     ``mask-empty`` or ``template-unstable``."""
-    answer = _PROBE_ANSWERS[0]
+    answer, _ = _PROBE_ANSWERS[0], template.date
     probe = _probe([answer])
     try:
         text, tagged = template.render(probe)
