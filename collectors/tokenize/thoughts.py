@@ -3,11 +3,14 @@
 Text ranges [start, end) count characters.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 from collectors.conversations.parse import REASONING, Conversation
 
 Range = tuple[int, int]
+_HEADER = 64
+_QUOTES = "`'\"([{*_“”‘’„«»"
 
 THINK_TAGS = (
     ("<think>", "</think>"),
@@ -17,25 +20,50 @@ THINK_TAGS = (
 )
 """Around reasoning: DeepSeek-R1, Qwen3, Nemotron and most others; Seed-OSS; Magistral; Command A Reasoning."""
 
+_ANALYSIS = re.compile(r"(?s)<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)")
+
 
 def reasoning_ranges(text: str, answers: Sequence[Range]) -> list[Range]:
-    """Ranges of characters inside ``answers`` from an opening tag up to and with its closing tag, ascending.
+    """Ranges of characters inside ``answers`` that are thoughts, with their tags, ascending.
 
     Reasoning whose opening tag the generation prompt wrote begins where the answer begins; one that was cut off ends
-    where the answer ends.
+    where the answer ends. A tag that a sentence speaks of is a word of it. Of harmony it is the channel of analysis.
     """
     ranges: list[Range] = []
-    for opening, closing in THINK_TAGS:
-        for start, end in answers:
-            begin, close = text.find(opening, start, end), text.find(closing, start, end)
-            if close >= 0 and not 0 <= begin < close:
-                begin = start
-            while begin >= 0:
-                close = text.find(closing, begin, end)
-                stop = end if close < 0 else close + len(closing)
-                ranges.append((begin, stop))
-                begin = text.find(opening, stop, end)
+    for start, end in answers:
+        for opening, closing in THINK_TAGS:
+            ranges += _between(text, (start, end), opening, closing)
+        for match in _ANALYSIS.finditer(text, start, end):
+            ranges.append(match.span())
     return sorted(ranges)
+
+
+def _between(text: str, answer: Range, opening: str, closing: str) -> Iterator[Range]:
+    """Thoughts of one answer between two tags."""
+    start, end = answer
+    first, close = text.find(opening, start, end), text.find(closing, start, end)
+    is_opened = text[max(0, start - _HEADER) : start].rstrip().endswith(opening)
+    is_alone = not 0 <= first < close and not _is_spoken_of(text, answer, (close, close + len(closing)))
+    if close >= 0 and (is_opened or is_alone):
+        start = close + len(closing)
+        yield answer[0], start
+    while (begin := text.find(opening, start, end)) >= 0:
+        close = text.find(closing, begin, end)
+        start = begin + len(opening)
+        # What begins an answer is a thought, that of a cut answer too.
+        if not text[answer[0] : begin].strip() or not _is_spoken_of(text, answer, (begin, start), close >= 0):
+            start = end if close < 0 else close + len(closing)
+            yield begin, start
+
+
+def _is_spoken_of(text: str, answer: Range, tag: Range, is_closed: bool = True) -> bool:
+    """Whether a tag stands inside a sentence: behind a space or a quotation mark, with words behind it on its line. One
+    that nothing closes has a line of its own, or is spoken of."""
+    before = text[max(answer[0], text.rfind("\n", answer[0], tag[0]) + 1) : tag[0]]
+    has_words = tag[1] < answer[1] and not text.startswith("\n", tag[1])
+    if not is_closed:
+        return has_words or bool(before.strip())
+    return has_words and bool(before.strip()) and (before[-1].isspace() or before[-1] in _QUOTES)
 
 
 def is_reasoning_lost(conversation: Conversation, text: str) -> bool:
