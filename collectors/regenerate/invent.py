@@ -21,6 +21,7 @@ from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import make_folder, replace_file
 from hiddenstore.records import LOOP_SHARE, repeated_share
+from hiddenstore.targets.checkpoint import checkpoint_sha256
 from hiddenstore.targets.folder import TargetFolder, open_target
 from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of, template_of
 
@@ -91,6 +92,7 @@ def _claim(path: Path, options: RegenerateOptions, folder: TargetFolder) -> None
     asked = {
         "target": folder.label,
         "revision": folder.revision,
+        "checkpoint_sha256": checkpoint_sha256(folder),
         "config_sha256": folder.config_sha256,
         "chat_template_sha256": folder.chat_template_sha256,
         **{name: getattr(options, name) for name in names},
