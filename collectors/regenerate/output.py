@@ -11,13 +11,13 @@ from typing import Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from collectors.conversations.parse import TEMPLATE_KWARGS, TOOLS_COLUMN, WEIGHT
+from collectors.conversations.parse import FINISH_REASON, MEMBERS_OF_TEXT, TEMPLATE_KWARGS, TOOLS_COLUMN, WEIGHT
 from hiddenstore.fs.publish import new_file, new_folder, refuse_existing_file, refuse_existing_folder
 from hiddenstore.fs.seam import WritableFile
 
 Row = dict[str, Any]
 
-_TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id", "finish_reason")
+_TEXTS = ("role", "content", FINISH_REASON, *MEMBERS_OF_TEXT)
 _MESSAGE = pa.struct([(name, pa.string()) for name in (*_TEXTS, "tool_calls")] + [(WEIGHT, pa.int8())])
 _BESIDE = (TOOLS_COLUMN, TEMPLATE_KWARGS)
 SCHEMA = pa.schema([("messages", pa.list_(_MESSAGE)), *((name, pa.string()) for name in _BESIDE)])

@@ -12,6 +12,8 @@ from tiny_templates import CHATML, CHATML_TAGGED, STRIPS_THOUGHTS, chat, tiny_to
 
 from collectors.conversations.mix import open_sources
 from collectors.conversations.parse import Conversation, Problem, Row, parse_row
+from collectors.conversations.prompts import Augmentation, Variant, write_prompts
+from collectors.regenerate.output import rows_into
 from collectors.regenerate.rewrite import Reply, Rewrite
 from collectors.tokenize.template import ChatTemplate, Tokenised
 from schemas.prepared import LossOn
@@ -206,3 +208,36 @@ def test_answers_written_anew_keep_what_stands_beside_their_turns() -> None:
     assert written.template_kwargs == {"enable_thinking": False, "style": "short"}
     assert written.untaught == {1}
     assert [message["content"] for message in written.messages] == ["a", "b", "hi", "hey"]
+
+
+def test_prompts_keep_the_tools_and_the_switches_of_their_row(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "adder"}}]
+    lines = [{"messages": HI, "tools": tools, "enable_thinking": False}, {"messages": HI}, {"messages": HI}]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    variants = (Variant(name="french", user_suffix=" Answer in French."),)
+    report = write_prompts([str(tmp_path / "chats.jsonl")], tmp_path / "p.jsonl", Augmentation(variants=variants))
+    prompts = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    # A question with tools is another question than the same without.
+    assert (report.written, report.duplicates) == (4, 2)
+    for prompt in prompts[:2]:
+        assert prompt["tools"] == tools
+        assert prompt["chat_template_kwargs"] == {"enable_thinking": False}
+    for prompt in prompts[2:]:
+        assert not {"tools", "chat_template_kwargs"} & prompt.keys()
+
+
+def test_parquet_keeps_every_member_of_a_message(tmp_path: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    answer = {"role": "assistant", "content": "a", "tool_calls": [call], "weight": 0, "finish_reason": "length"}
+    thoughts = {"reasoning_content": "so", "reasoning": "well", "thinking": "hm"}
+    messages = [{"role": "user", "content": "q", "name": "ann"}, answer | thoughts]
+    messages.append({"role": "tool", "content": "5", "tool_call_id": "1"})
+    row = {"messages": messages, "tools": [{"name": "f"}], "chat_template_kwargs": {"enable_thinking": True}}
+    with rows_into(tmp_path / "rows.parquet") as write:
+        write(row)
+    (source,) = open_sources([str(tmp_path / "rows.parquet")])
+    (read,) = [parse_row(one) for one in source.rows()]
+    assert isinstance(read, Conversation), read
+    plain = parsed(row)
+    assert (read.messages, read.tools, read.cut, read.untaught) == (plain.messages, plain.tools, {1}, {1})
+    assert read.template_kwargs == plain.template_kwargs == {"enable_thinking": True}
