@@ -47,12 +47,14 @@ class PreparedData(Sparse):
     ``tokenizer_rules_sha256`` as in ``TargetIdentity``.
 
     ``think_loss`` False: thoughts are not supervised. ``reasoning_lost`` counts samples whose last answer has reasoning
-    that the chat template left out. ``final_rows``: where the final hidden is held of supervised text, absent in older
-    documents. ``mix_seed`` chose the rows where a mix took a part of a source. ``images`` is
-    absent where no sample has any.
+    that the chat template left out, ``words_lost`` those of which it left out other words of an answer, and
+    ``ends_unlearned`` those whose last answer has no token that ends it: absent where there are none. ``final_rows``:
+    where the final hidden is held of supervised text, absent in older documents. ``mix_seed`` chose the rows where a
+    mix took a part of a source. ``images`` is absent where no sample has any, ``template_date`` where the chat template
+    does not ask for today's date, which is this one for every sample.
     """
 
-    absent = ("images", "final_rows")
+    absent = ("images", "final_rows", "words_lost", "ends_unlearned", "template_date")
     format: FormatOfImages = FORMAT_VERSION
     digest: str
     target: str
@@ -63,6 +65,7 @@ class PreparedData(Sparse):
     loss_on: LossOn
     think_loss: bool = True
     mask_from: MaskFrom
+    template_date: str | None = None
     max_tokens: int | None
     overlong: Overlong
     validation_share: float
@@ -76,6 +79,8 @@ class PreparedData(Sparse):
     cut: int
     duplicates: int
     reasoning_lost: int = 0
+    words_lost: int | None = None
+    ends_unlearned: int | None = None
     sources: tuple[SourceCount, ...] = ()
     mix_seed: int | None = None
     rejects: tuple[RejectCount, ...] = ()

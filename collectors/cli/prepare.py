@@ -166,6 +166,11 @@ def _train(
     elapsed_s = time.monotonic() - started_s
     answer = {**document.model_dump(mode="json"), "path": out, "elapsed_s": round(elapsed_s, 3)}
     output().data(answer, human=lambda: _show_data(answer))
+    if document.template_date is not None:
+        output().note(
+            f"this chat template asks for the date: every sample says {document.template_date}, or the same rows would "
+            "be other samples tomorrow"
+        )
     if document.validation_share > 0 and not document.validation_samples:
         output().warn(
             f"none of the {plural(document.samples, 'sample')} fell into the validation split of "
@@ -175,6 +180,16 @@ def _train(
         output().warn(
             f"{plural(document.reasoning_lost, 'sample')} lost the reasoning of the last answer: this chat template "
             "writes none; --template FILE names one that does"
+        )
+    if document.words_lost:
+        output().warn(
+            f"{plural(document.words_lost, 'sample')} lost words of an answer: this chat template leaves them out, "
+            "beside a tool call perhaps; --template FILE names one that writes them"
+        )
+    if document.ends_unlearned:
+        output().warn(
+            f"the last answer of {plural(document.ends_unlearned, 'sample')} has no end to learn: this chat template "
+            "writes none, or leaves it out of its {% generation %} tags; --template FILE names one that does"
         )
     if calls := sum(reject.rows for reject in document.rejects if reject.reason == TOOL_CALLS_LOST):
         output().warn(

@@ -108,6 +108,8 @@ def regenerate(
         if own_questions is not None:
             request = _with_questions(request, own_questions, take is not None, lambda: drain.requested)
         if take is not None:
+            if engine_python is not None:
+                request = replace(request, target=None, server="", serves=request.target)
             report = take_answered(request, Path(take))
         else:
             with _served(request, engine_python, lambda: drain.requested) as served:
@@ -183,7 +185,7 @@ def _served(
     make_folder(out.parent)
     output().note(f"starting vLLM; it writes {log}")
     with running([ServerProcess(command, python.environment(), log)], stopping) as (url,):
-        yield replace(request, target=None, server=url)
+        yield replace(request, target=None, server=url, serves=request.target)
 
 
 def _refuse_misfits(ctx: click.Context, options: dict[str, Any], is_served: bool) -> None:

@@ -8,9 +8,9 @@ of text parts for one text, JSON text for a list of messages.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,25 @@ NO_ANSWER = "no-assistant"
 """Why a row cannot be learned from that holds a question alone."""
 TABLE_BATCH_ROWS = 64
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
-TOOLS_COLUMN = "tools"
+TOOLS_COLUMN, FUNCTIONS_COLUMN = "tools", "functions"
+SYSTEMS = ("system", "system_prompt")
+HISTORY = "history"
+"""Alpaca's turns before the question: pairs of a question and its answer."""
+TEMPLATE_KWARGS, ENABLE_THINKING = "chat_template_kwargs", "enable_thinking"
+WEIGHT = "weight"
+"""Of OpenAI's fine-tuning: an answer of weight 0 is not learned from."""
+BESIDE_TURNS = (TOOLS_COLUMN, FUNCTIONS_COLUMN, *SYSTEMS, HISTORY, TEMPLATE_KWARGS, ENABLE_THINKING)
+_OF_TEMPLATES = frozenset(
+    (
+        *("messages", "conversations", "tools", "documents", "chat_template"),
+        *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "strftime_now"),
+    )
+)
+"""What a template is given that a row cannot choose."""
 IMAGE_KEYS = ("image", "images")
 QUESTIONS = ("prompt", "instruction", "question")
 ANSWERS = ("completion", "response", "output", "answer")
-BESIDE_QUESTION = ("input", "system")
+BESIDE_QUESTION = ("input",)
 
 ColumnFilter = Callable[[Sequence[str], str], list[str]]
 """Names of a table's columns and where the table is → the columns to read."""
@@ -81,16 +95,16 @@ class Source:
 
 
 def conversation_columns(names: Sequence[str], table: str) -> list[str]:
-    """The columns of a table that hold a conversation and its tools, or a question and its answer, and the images
-    beside either; ConfigError ``input-columns``."""
+    """The columns of a table that hold a conversation, or a question and its answer, and what stands beside either:
+    tools, images and the like; ConfigError ``input-columns``."""
     column = next((name for name in MESSAGE_COLUMNS if name in names), None)
-    read = pair_columns(names) if column is None else [column, TOOLS_COLUMN]
+    read = pair_columns(names) if column is None else [column]
     if not read:
         raise ConfigError(
             f"{table} has no column {' or '.join((*MESSAGE_COLUMNS, *QUESTIONS))}; it has {', '.join(names) or 'none'}",
             kind=Kind.INPUT_COLUMNS,
         )
-    return [name for name in (*read, *IMAGE_KEYS) if name in names]
+    return [name for name in (*read, *BESIDE_TURNS, *IMAGE_KEYS) if name in names]
 
 
 def pair_columns(names: Iterable[str]) -> list[str]:
@@ -105,9 +119,9 @@ def pair_columns(names: Iterable[str]) -> list[str]:
 class Conversation:
     """Messages with ``role`` (of ``ROLES``), ``content`` text, maybe ``tool_calls`` and ``MEMBERS_OF_TEXT``.
 
-    ``cut``: indices of answers that their token limit ended, so that the target never wrote their end. ``images``: what
-    the image parts name, in order, a path, URI or the bytes of a file; the content of messages with some is a list of
-    parts.
+    ``cut``: indices of answers that their token limit ended, so that the target never wrote their end; ``untaught``:
+    those of weight 0. ``images``: what the image parts name, in order, a path, URI or the bytes of a file; the content
+    of messages with some is a list of parts. ``template_kwargs``: what its chat template is given besides.
     """
 
     location: str
@@ -115,6 +129,8 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     cut: frozenset[int] = frozenset()
     images: tuple[str | bytes, ...] = ()
+    untaught: frozenset[int] = frozenset()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_answer(self) -> bool:
@@ -136,7 +152,13 @@ def parse_row(row: Row, takes_images: bool = False) -> Conversation | Problem:
         messages = [_message(entry, f"message {number}", images) for number, entry in enumerate(entries, start=1)]
         _require_named(value, images)
         cut = frozenset(index for index, entry in enumerate(entries) if entry.get(FINISH_REASON) == CUT)
-        return Conversation(row.location, messages, _tools(value.get(TOOLS_COLUMN)), cut, tuple(images or ()))
+        untaught = frozenset(
+            index
+            for index, (entry, message) in enumerate(zip(entries, messages, strict=True))
+            if message["role"] == "assistant" and not _weight(entry, f"message {index + 1}")
+        )
+        pictures, kwargs = tuple(images or ()), _template_kwargs(value)
+        return Conversation(row.location, messages, _row_tools(value), cut, pictures, untaught, kwargs)
     except _UnusableError as error:
         return Problem(row.location, *error.args)
     except RecursionError as error:
@@ -172,7 +194,7 @@ def _json(text: str, reason: str) -> Any:
 def _entries(row: dict[str, Any]) -> list[Any]:
     name = next((name for name in MESSAGE_COLUMNS if row.get(name) is not None), None)
     if name is None and (pair := pair_columns(key for key, value in row.items() if value is not None)):
-        return _entries_of_pair(row, pair)
+        return _with_system(row, [*_history(row.get(HISTORY)), *_entries_of_pair(row, pair)])
     if name is None:
         names = ", ".join(sorted(str(key) for key in row)[:8]) or "nothing"
         raise _UnusableError("no-messages", f"expected messages, conversations or a prompt, found {shortened(names)}")
@@ -183,7 +205,37 @@ def _entries(row: dict[str, Any]) -> list[Any]:
         raise _UnusableError("messages-not-a-list", f"{name} is {_kind(messages)}")
     if not messages:
         raise _UnusableError("no-messages", f"{name} is an empty list")
-    return messages
+    if isinstance(row.get(HISTORY), list) and row[HISTORY]:
+        raise _UnusableError("history-invalid", f"{HISTORY} beside {name}: which turns come first is not said")
+    return _with_system(row, messages)
+
+
+def _with_system(row: dict[str, Any], entries: list[Any]) -> list[Any]:
+    """The turns behind the system message that a row states beside them; a row may state it twice, in equal words."""
+    for name in SYSTEMS:
+        if row.get(name) is not None and not isinstance(row[name], str):
+            raise _UnusableError("system-invalid", f"{name} is {_kind(row[name])}, expected text")
+    texts = [row[name] for name in SYSTEMS if (row.get(name) or "").strip()]
+    if not texts:
+        return entries
+    first = entries[0] if isinstance(entries[0], dict) else {}
+    is_opened = ROLE_OF.get(str(_role_name(first)).strip().lower()) == "system"
+    opening = _text(_said(first), "message 1") if is_opened else ""
+    if len({text.strip() for text in (*texts, opening) if text.strip()}) > 1:
+        raise _UnusableError("system-invalid", "two system messages that differ, in it and beside it")
+    return entries if opening.strip() else [{"role": "system", "content": texts[0]}, *entries[is_opened:]]
+
+
+def _history(history: Any) -> list[Any]:
+    """The turns before an Alpaca question."""
+    if isinstance(history, str):
+        history = _json(history, "history-invalid") if history.strip() else None
+    turns: list[Any] = []
+    for number, pair in enumerate(history or [] if isinstance(history, list | None) else [history], start=1):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise _UnusableError("history-invalid", f"entry {number} of {HISTORY} is no pair of question and answer")
+        turns += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return turns
 
 
 def _entries_of_pair(row: dict[str, Any], columns: list[str]) -> list[Any]:
@@ -193,8 +245,7 @@ def _entries_of_pair(row: dict[str, Any], columns: list[str]) -> list[Any]:
     topic = row.get("input") if columns[0] == "instruction" else None
     if isinstance(topic, str) and topic.strip():
         question = f"{question}\n\n{topic}"
-    system = row.get("system")
-    turns: list[Any] = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+    turns: list[Any] = []
     answers = [row[name] for name in columns if name in ANSWERS]
     for role, said in (("user", question), *(("assistant", answer) for answer in answers)):
         turns += said if isinstance(said, list) else [{"role": role, "content": said}]
@@ -204,19 +255,34 @@ def _entries_of_pair(row: dict[str, Any], columns: list[str]) -> list[Any]:
 def _message(entry: Any, title: str, images: list[str | bytes] | None) -> Message:
     if not isinstance(entry, dict):
         raise _UnusableError("message-not-an-object", f"{title} is {_kind(entry)}")
-    name = entry.get("role") if entry.get("role") is not None else entry.get("from")
+    name = _role_name(entry)
     role = ROLE_OF.get(name.strip().lower()) if isinstance(name, str) else None
     if role is None:
         raise _UnusableError("unknown-role", f"{title} has role {shortened(repr(name))}")
-    content = entry.get("content") if entry.get("content") is not None else entry.get("value")
-    message: Message = {"role": role, "content": _content(content, title, None if role == "assistant" else images)}
-    if calls := _tool_calls(entry.get("tool_calls"), title):
+    message: Message = {"role": role, "content": _content(_said(entry), title, images if role != "assistant" else None)}
+    if calls := _tool_calls(entry.get("tool_calls"), title) or _function_call(entry.get("function_call"), title):
         message["tool_calls"] = calls
     message.update({key: _unicode(entry[key], title) for key in MEMBERS_OF_TEXT if isinstance(entry.get(key), str)})
     # An empty system message or tool answer says something; an empty turn is a hole in the data.
     if role in ("user", "assistant") and not calls and isinstance(text := message["content"], str) and not text.strip():
         raise _UnusableError("empty-content", f"{title} ({role}) is empty")
     return message
+
+
+def _role_name(entry: dict[str, Any]) -> Any:
+    return entry.get("role") if entry.get("role") is not None else entry.get("from")
+
+
+def _said(entry: dict[str, Any]) -> Any:
+    return entry.get("content") if entry.get("content") is not None else entry.get("value")
+
+
+def _weight(entry: dict[str, Any], title: str) -> bool:
+    """Whether an answer is learned from, as OpenAI's fine-tuning says it."""
+    weight = entry.get(WEIGHT)
+    if weight is None or (isinstance(weight, int | float) and weight in (0, 1)):
+        return weight is None or bool(weight)
+    raise _UnusableError("weight-invalid", f"{title} has weight {shortened(repr(weight))}, expected 0 or 1")
 
 
 def _content(content: Any, title: str, images: list[str | bytes] | None) -> str | list[dict[str, str]]:
@@ -289,6 +355,15 @@ def _tool_calls(calls: Any, title: str) -> list[dict[str, Any]]:
     return _written([_tool_call(call) for call in calls], "tool-calls-invalid", f"the tool_calls of {title}")
 
 
+def _function_call(call: Any, title: str) -> list[dict[str, Any]]:
+    """The one call of a message in the form that OpenAI had before ``tool_calls``."""
+    if isinstance(call, str):
+        call = _json(call, "tool-calls-invalid") if call.strip() else None
+    if isinstance(call, dict):
+        call = _without_none(call)
+    return _tool_calls([{"type": "function", "function": call}], title) if call else []
+
+
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     stripped: dict[str, Any] = _without_none(call)
     function = stripped.get("function")
@@ -299,15 +374,48 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     return stripped
 
 
-def _tools(tools: Any) -> list[dict[str, Any]] | None:
+def _row_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools of a row, which OpenAI called functions before, without what stands around them now."""
+    tools, functions = (_tools(row.get(name), name) for name in (TOOLS_COLUMN, FUNCTIONS_COLUMN))
+    if functions is None:
+        return tools
+    functions = [one if "function" in one else {"type": "function", "function": one} for one in functions]
+    if tools not in (None, functions):
+        raise _UnusableError("tools-invalid", f"{TOOLS_COLUMN} and {FUNCTIONS_COLUMN} are not the same")
+    return functions
+
+
+def _template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
+    """What a row gives its chat template by name, such as ``enable_thinking``."""
+    kwargs = row.get(TEMPLATE_KWARGS)
+    if isinstance(kwargs, str):
+        kwargs = _json(kwargs, "template-kwargs-invalid") if kwargs.strip() else None
+    if not isinstance(kwargs, dict | None):
+        raise _UnusableError("template-kwargs-invalid", f"{TEMPLATE_KWARGS} is {_kind(kwargs)}, expected an object")
+    named = _without_none(kwargs or {})
+    if (switch := row.get(ENABLE_THINKING)) is not None:
+        if not isinstance(switch, bool) or named.get(ENABLE_THINKING, switch) != switch:
+            raise _UnusableError("template-kwargs-invalid", f"{ENABLE_THINKING} is {shortened(repr(switch))}")
+        named[ENABLE_THINKING] = switch
+    for name, value in named.items():
+        if name in _OF_TEMPLATES or not name.isidentifier():
+            raise _UnusableError("template-kwargs-invalid", f"{TEMPLATE_KWARGS} cannot give {shortened(name)}")
+        if not isinstance(value, str | int | float):
+            raise _UnusableError("template-kwargs-invalid", f"{name} is {_kind(value)}, expected a plain value")
+        if isinstance(value, str):
+            _unicode(value, name)
+    return dict(named)
+
+
+def _tools(tools: Any, name: str) -> list[dict[str, Any]] | None:
     is_text = isinstance(tools, str)
     if is_text:
         tools = _json(tools, "tools-invalid") if tools.strip() else None
     if not tools:
         return None
     if not _is_list_of_objects(tools):
-        raise _UnusableError("tools-invalid", f"tools is {_kind(tools)}, expected a list of objects")
-    return _written(tools if is_text else [_without_none(tool) for tool in tools], "tools-invalid", "tools")
+        raise _UnusableError("tools-invalid", f"{name} is {_kind(tools)}, expected a list of objects")
+    return _written(tools if is_text else [_without_none(tool) for tool in tools], "tools-invalid", name)
 
 
 def _written(objects: list[dict[str, Any]], reason: str, title: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from collectors.conversations.mix import Mix, MixedSource, open_inputs, resolved
-from collectors.conversations.parse import Conversation, Message, Problem, parse_row
+from collectors.conversations.parse import TEMPLATE_KWARGS, TOOLS_COLUMN, Conversation, Message, Problem, parse_row
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import ConfigError, InterruptError, Kind
 from hiddenstore.fs.publish import new_file, refuse_existing_file
@@ -112,7 +112,7 @@ def write_prompts(
     dataset_root: str | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> PromptReport:
-    """Write one JSON line with ``messages`` for every prompt; all of them or nothing.
+    """Write one JSON line with ``messages`` for every prompt, and its tools; all of them or nothing.
 
     A row whose answers call tools is refused: without the calls its tool results answer nothing. Give such rows to
     ``regenerate`` as they are. A mix is written beside ``out`` as it was resolved. Raises ConflictError:
@@ -131,16 +131,16 @@ def write_prompts(
     with new_file(out) as file, Progress("prepare", total, "rows") as progress:
         for mixed in sources:
             rows, prompts = report.read, report.written
-            for messages, location, variant in _prompts(mixed, augmentation, report):
+            for prompt, location, variant in _prompts(mixed, augmentation, report):
                 if stopping():
                     raise InterruptError("stopped as asked; nothing was written", kind=Kind.INTERRUPTED)
-                digest = hashlib.blake2b(json.dumps(messages, sort_keys=True).encode(), digest_size=16).digest()
+                digest = hashlib.blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=16).digest()
                 if digest in digests:
                     report.duplicates += 1
                 else:
                     digests.add(digest)
                     label = {"variant": variant} if variant != PLAIN else {}
-                    line = {"messages": messages, "source": location} | label
+                    line = prompt | {"source": location} | label
                     file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
                     report.written += 1
                     report.variants[variant] += 1
@@ -182,18 +182,27 @@ def prompt_of(conversation: Conversation) -> list[Message] | Problem:
 
 def _prompts(
     mixed: MixedSource, augmentation: Augmentation | None, report: PromptReport
-) -> Iterator[tuple[list[Message], str, str]]:
-    """(messages, location, variant) of every prompt; what has none is counted in ``report``."""
+) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """(row, location, variant) of every prompt; what has none is counted in ``report``."""
     augmentation = augmentation if mixed.is_augmented else None
     for row in mixed.source.rows():
         report.read += 1
         parsed = parse_row(row)
-        messages = parsed if isinstance(parsed, Problem) else prompt_of(parsed)
-        if isinstance(messages, Problem):
-            report.rejects.setdefault(messages.reason, [0, f"{messages.location}: {messages.detail}"])[0] += 1
+        prompt = parsed if isinstance(parsed, Problem) else _row_of(parsed)
+        if isinstance(prompt, Problem):
+            report.rejects.setdefault(prompt.reason, [0, f"{prompt.location}: {prompt.detail}"])[0] += 1
             continue
         if augmentation is None or augmentation.plain:
-            yield messages, row.location, PLAIN
+            yield prompt, row.location, PLAIN
         if augmentation is not None:
-            for variant in augmentation.select(messages):
-                yield variant.apply(messages), row.location, variant.name
+            for variant in augmentation.select(prompt["messages"]):
+                yield {**prompt, "messages": variant.apply(prompt["messages"])}, row.location, variant.name
+
+
+def _row_of(conversation: Conversation) -> dict[str, Any] | Problem:
+    """A prompt with the tools that its answers may call, and what its chat template is given besides."""
+    messages = prompt_of(conversation)
+    if isinstance(messages, Problem):
+        return messages
+    beside = {TOOLS_COLUMN: conversation.tools, TEMPLATE_KWARGS: dict(conversation.template_kwargs)}
+    return {"messages": messages} | {name: value for name, value in beside.items() if value}

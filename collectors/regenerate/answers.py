@@ -20,6 +20,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from collectors.regenerate.options import TARGET_DIGESTS
 from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.errors import ConflictError, CorruptionError, Kind
 from hiddenstore.files.documents import canonical, foreign_json
@@ -39,15 +40,23 @@ def claim_settings(
     if fs.put_if_absent(name, canonical(settings)):
         return
     recorded = json.loads(fs.read(name))
-    is_larger = may_grow is not None and settings[may_grow] > recorded.get(may_grow, settings[may_grow])
-    if may_grow is not None and is_larger:
+    require_same(settings, recorded, problem, hint, may_grow)
+    if canonical(settings) != canonical(recorded):
+        replace_file(fs.local_path(name), canonical(settings))
+
+
+def require_same(
+    settings: Mapping[str, Any], recorded: Mapping[str, Any], problem: str, hint: str, may_grow: str | None = None
+) -> None:
+    """Raises ConflictError: ``answers-differ``, as ``claim_settings``."""
+    # Runs that were begun before these were compared do not name them.
+    recorded = {**{name: settings[name] for name in TARGET_DIGESTS if name in settings}, **recorded}
+    if may_grow is not None and settings[may_grow] > recorded.get(may_grow, settings[may_grow]):
         recorded[may_grow] = settings[may_grow]
     differing = sorted(key for key in {*settings, *recorded} if settings.get(key) != recorded.get(key))
     if differing:
         details = ", ".join(f"{key} {recorded.get(key)!r} (now {settings.get(key)!r})" for key in differing)
         raise ConflictError(f"{problem}: {details}", kind=Kind.ANSWERS_DIFFER, hint=hint)
-    if is_larger:
-        replace_file(fs.local_path(name), canonical(settings))
 
 
 class AnswersFolder:
@@ -64,8 +73,22 @@ class AnswersFolder:
         hint = f"the same settings go on with it; rm -r {self.path} starts anew; or name another file with -o"
         problem = f"{self.path} holds answers of another run"
         fs, name = LocalFilesystem(self.path.parent), f"{self.path.name}/{SETTINGS}"
-        may_grow = None if self._limit is None else "max_new_tokens"
-        claim_settings(fs, name, {**settings, "shards": self.shards}, problem, hint, may_grow)
+        claim_settings(fs, name, {**settings, "shards": self.shards}, problem, hint, self._may_grow)
+
+    def require(self, settings: Mapping[str, Any]) -> None:
+        """Find that the answers were made under these settings, save a ``model`` that they leave out. Raises
+        ConflictError: ``answers-differ`` names what differs; StorageError: the disk refused."""
+        with storage_errors(self.path / SETTINGS):
+            recorded = json.loads((self.path / SETTINGS).read_bytes())
+        if "model" not in settings:
+            recorded.pop("model", None)
+        hint = "the settings of the run that answers, and --take FILE"
+        problem = f"the answers in {self.path} were made otherwise"
+        require_same({**settings, "shards": self.shards}, recorded, problem, hint, self._may_grow)
+
+    @property
+    def _may_grow(self) -> str | None:
+        return None if self._limit is None else "max_new_tokens"
 
     def file(self, shard: int) -> Path:
         """The answers of shard 1 … ``shards``."""

@@ -29,7 +29,7 @@ from collectors.tokenize.template import read_template
 from hiddenstore.errors import ConfigError, Kind, StorageError
 from hiddenstore.records import LOOP_SHARE, repeated_share
 from hiddenstore.targets.folder import TargetFolder, open_target
-from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of
+from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of, template_of
 from hiddenstore.threads import usable_cores
 
 GROUP_BATCHES = 32
@@ -97,7 +97,13 @@ class _InProcess:
             try:
                 with limited_rendering(f"conversation {rewrite.number + 1}"):
                     prompt: list[int] = self.folder.tokenizer.apply_chat_template(
-                        rewrite.done, tools=rewrite.tools, add_generation_prompt=True, tokenize=True, return_dict=False
+                        rewrite.done,
+                        tools=rewrite.tools,
+                        chat_template=template_of(self.folder.tokenizer, rewrite.tools),
+                        add_generation_prompt=True,
+                        tokenize=True,
+                        return_dict=False,
+                        **rewrite.template_kwargs,
                     )
             except RENDER_ERRORS as error:
                 take(rewrite, Reply(drop="refused", detail=reason_of(error)))

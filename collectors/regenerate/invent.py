@@ -21,8 +21,9 @@ from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import make_folder, replace_file
 from hiddenstore.records import LOOP_SHARE, repeated_share
+from hiddenstore.targets.checkpoint import checkpoint_sha256
 from hiddenstore.targets.folder import TargetFolder, open_target
-from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of
+from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of, template_of
 
 LONGEST_QUESTION = 96
 SHORTEST_CHARACTERS = 12
@@ -91,6 +92,7 @@ def _claim(path: Path, options: RegenerateOptions, folder: TargetFolder) -> None
     asked = {
         "target": folder.label,
         "revision": folder.revision,
+        "checkpoint_sha256": checkpoint_sha256(folder),
         "config_sha256": folder.config_sha256,
         "chat_template_sha256": folder.chat_template_sha256,
         **{name: getattr(options, name) for name in names},
@@ -138,7 +140,7 @@ def _open_turn(target: LoadedTarget, options: RegenerateOptions) -> tuple[list[i
     messages = [*_system(options), {"role": "user", "content": _MARK}]
     try:
         with limited_rendering("a first turn"):
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template_of(tokenizer)))
     except RENDER_ERRORS as error:
         message = f"the chat template of target {target.folder.label} refuses a first turn: {reason_of(error)}"
         raise ConfigError(message, kind=Kind.TEMPLATE_INVALID) from error

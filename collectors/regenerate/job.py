@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from collectors.conversations.mix import open_sources
-from collectors.conversations.parse import Conversation, Source, parse_row
+from collectors.conversations.parse import TEMPLATE_KWARGS, Conversation, Source, parse_row
 from collectors.regenerate.answers import AnswerLog, AnswersFolder
-from collectors.regenerate.options import RegenerateOptions, RegenerateReport, answer_settings, require_possible
+from collectors.regenerate.options import (
+    RegenerateOptions,
+    RegenerateReport,
+    answer_settings,
+    require_possible,
+    target_digests,
+)
 from collectors.regenerate.output import refuse_existing, rows_into
 from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.console.output import output
@@ -50,7 +56,7 @@ def regenerate(options: RegenerateOptions, stopping: Callable[[], bool] = lambda
     total = _usable(sources, options)
     growing = options.limit if options.keeps_ended else None
     folder = AnswersFolder(out, options.shard[1], growing)
-    folder.claim(answer_settings(options, label))
+    folder.claim(answer_settings(options, label, target_digests(options)))
     shard_report = report = RegenerateReport(str(out))
 
     def beat(tokens: int) -> None:
@@ -82,17 +88,19 @@ def regenerate(options: RegenerateOptions, stopping: Callable[[], bool] = lambda
 def take_answered(options: RegenerateOptions, path: Path) -> RegenerateReport:
     """Write the conversations whose answers are all there to ``path``, from a run that goes on or was stopped; its
     answers stay. The others are counted as ``not-answered``. Raises ConflictError: ``output-exists``;
-    ``answers-differ``: the answers belong to other conversations; NotFoundError: ``path-missing``: no such run has
-    answered anything; CaptureError: ``nothing-answered``."""
+    ``answers-differ``: the answers belong to other conversations, or were made under other settings; NotFoundError:
+    ``path-missing``: no such run has answered anything; CaptureError: ``nothing-answered``."""
     began = time.monotonic()
     refuse_existing(path, options.rows_per_file)
-    folder = AnswersFolder(require_local(options.out, "a file of answers"), options.shard[1])
+    growing = options.limit if options.keeps_ended else None
+    folder = AnswersFolder(require_local(options.out, "a file of answers"), options.shard[1], growing)
     if not any(folder.file(shard).is_file() for shard in range(1, folder.shards + 1)):
         raise NotFoundError(
             f"{folder.path} holds no answers of {plural(folder.shards, 'shard')}",
             kind=Kind.PATH_MISSING,
             hint="the same INPUT, -o and --shard as the run that answers",
         )
+    folder.require(answer_settings(options, options.model, target_digests(options)))
     report = _write(open_sources(options.inputs), options, folder, path)
     report.seconds = time.monotonic() - began
     return report
@@ -168,7 +176,8 @@ class _Shard:
 
 def _conversations(sources: list[Source], options: RegenerateOptions) -> Iterator[Rewrite | tuple[str, str]]:
     """Every usable conversation, numbered from 0, and (reason, where) of the others; ``max_samples`` usable at most."""
-    number = 0
+    number, more = 0, options.extra.get(TEMPLATE_KWARGS)
+    kwargs = more if isinstance(more, dict) else {}
     for source in sources:
         for row in source.rows():
             if options.max_samples is not None and number >= options.max_samples:
@@ -179,7 +188,7 @@ def _conversations(sources: list[Source], options: RegenerateOptions) -> Iterato
             elif not Rewrite.has_slot(item):
                 yield "no-answer", f"{item.location}: nothing in it can be answered"
             else:
-                yield Rewrite.of(number, item, options.system, options.turns)
+                yield Rewrite.of(number, item, options.system, options.turns, kwargs)
                 number += 1
 
 

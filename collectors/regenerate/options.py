@@ -13,7 +13,10 @@ from collectors.regenerate.rewrite import Rewrite
 from collectors.tokenize.template import read_template
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.settings import plain_value
+from hiddenstore.targets.checkpoint import checkpoint_sha256
+from hiddenstore.targets.folder import open_target
 
+TARGET_DIGESTS = ("checkpoint_sha256", "config_sha256", "chat_template_sha256")
 LIMIT_HERE, LIMIT_OF_A_SERVER = 256, 2048
 """Tokens of an answer where nobody says: a server is made for answers of their own length, and batches them as they
 come; in this process a batch lasts as long as its longest answer."""
@@ -29,7 +32,7 @@ class RegenerateOptions:
     ``extra`` members join every request to a server. ``engine_args``: the flags of a server that was started for this.
     ``seed`` None is 0 in this process, and no seed for a server; ``top_p`` None is 1 in this process, and what a server
     takes by itself. More than ``max_failures`` conversations that fail, or
-    than ``max_failure_share`` of all, end the run.
+    than ``max_failure_share`` of all, end the run. ``serves``: the target that a server was started with for this.
     """
 
     inputs: tuple[str, ...]
@@ -63,6 +66,7 @@ class RegenerateOptions:
     max_failure_share: float = 0.5
     extra: Mapping[str, Any] = field(default_factory=dict)
     engine_args: tuple[str, ...] = ()
+    serves: str | None = None
 
     @property
     def limit(self) -> int:
@@ -198,14 +202,30 @@ def _template_sha256(file: str | Path) -> str:
     return hashlib.sha256(str(read_template(file)).encode()).hexdigest()[:16]
 
 
-def answer_settings(options: RegenerateOptions, label: str) -> dict[str, Any]:
-    """What the answers depend on; a run that goes on with others would mix two kinds of answers."""
+def target_digests(options: RegenerateOptions) -> dict[str, str | None]:
+    """Which target answers, beside its name: another checkpoint may lie in the same folder. None of a server that was
+    started by others. Raises as ``open_target`` and ``checkpoint_sha256``."""
+    name = options.target or options.serves
+    if name is None:
+        return {}
+    template = read_template(options.template)
+    folder = open_target(name, options.revision, template, options.trust_remote_code, options.adapter)
+    digests = checkpoint_sha256(folder), folder.config_sha256, folder.chat_template_sha256
+    return {name: digest and digest[:16] for name, digest in zip(TARGET_DIGESTS, digests, strict=True)}
+
+
+def answer_settings(
+    options: RegenerateOptions, label: str | None, digests: Mapping[str, str | None] | None = None
+) -> dict[str, Any]:
+    """What the answers depend on; a run that goes on with others would mix two kinds of answers. ``label`` None: it is
+    not known which model answers."""
     names = ["temperature", "max_samples", "system", "revision"]
     if options.server is None:
         names += ["batch_size", "dtype"]
     return {
         "answers_by": "server" if options.server is not None else "target",
-        "model": label,
+        **({"model": label} if label is not None else {}),
+        **(digests or {}),
         "inputs": hashlib.sha256("\0".join(Path(text).name for text in options.inputs).encode()).hexdigest()[:16],
         "extra": dict(options.extra),
         "max_new_tokens": options.limit,

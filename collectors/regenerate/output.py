@@ -11,15 +11,18 @@ from typing import Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from collectors.conversations.parse import FINISH_REASON, MEMBERS_OF_TEXT, TEMPLATE_KWARGS, TOOLS_COLUMN, WEIGHT
 from hiddenstore.fs.publish import new_file, new_folder, refuse_existing_file, refuse_existing_folder
 from hiddenstore.fs.seam import WritableFile
 
 Row = dict[str, Any]
 
-_TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id", "finish_reason")
-_MESSAGE = pa.struct([(name, pa.string()) for name in (*_TEXTS, "tool_calls")])
-SCHEMA = pa.schema([("messages", pa.list_(_MESSAGE)), ("tools", pa.string())])
-"""Columns of a parquet file: ``tool_calls`` and ``tools`` are JSON text, because their members differ by row."""
+_TEXTS = ("role", "content", FINISH_REASON, *MEMBERS_OF_TEXT)
+_MESSAGE = pa.struct([(name, pa.string()) for name in (*_TEXTS, "tool_calls")] + [(WEIGHT, pa.int8())])
+_BESIDE = (TOOLS_COLUMN, TEMPLATE_KWARGS)
+SCHEMA = pa.schema([("messages", pa.list_(_MESSAGE)), *((name, pa.string()) for name in _BESIDE)])
+"""Columns of a parquet file: ``tool_calls`` and those beside the messages are JSON text, for their members differ by
+row."""
 _GROUP_ROWS = 1000
 
 
@@ -81,7 +84,7 @@ class _ParquetRows:
     def take(self, row: Row) -> None:
         """Keep a row; so many of them are written at once."""
         messages = [{**message, "tool_calls": _json_text(message.get("tool_calls"))} for message in row["messages"]]
-        self._rows.append({"messages": messages, "tools": _json_text(row.get("tools"))})
+        self._rows.append({"messages": messages, **{name: _json_text(row.get(name)) for name in _BESIDE}})
         if len(self._rows) == (self._limit or _GROUP_ROWS):
             self._write()
             if self._limit is not None:

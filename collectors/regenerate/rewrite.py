@@ -2,12 +2,20 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
-from collectors.conversations.parse import CUT, FINISH_REASON, Conversation, Message
+from collectors.conversations.parse import (
+    CUT,
+    FINISH_REASON,
+    TEMPLATE_KWARGS,
+    TOOLS_COLUMN,
+    WEIGHT,
+    Conversation,
+    Message,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,8 @@ class Reply:
 
 @dataclass
 class Rewrite:
-    """Conversation ``number``; ``is_short``: the target called other tools than the recorded results answer."""
+    """Conversation ``number``; ``is_short``: the target called other tools than the recorded results answer;
+    ``template_kwargs``: what its chat template is given besides."""
 
     number: int
     digest: str
@@ -51,28 +60,39 @@ class Rewrite:
     drop: str | None = None
     is_short: bool = False
     replies: list[Reply] = field(default_factory=list)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, number: int, conversation: Conversation, system: str | None, turns: Literal["all", "last"] = "all"
+        cls,
+        number: int,
+        conversation: Conversation,
+        system: str | None,
+        turns: Literal["all", "last"] = "all",
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> "Rewrite":
         """Answers are rewritten, ``all`` or the ``last`` one after those before it as they are; a conversation without
-        any gets one after every user turn, or at its end."""
+        any gets one after every user turn, or at its end. ``template_kwargs`` go before those of the conversation."""
         messages = list(conversation.messages)
         if turns == "last":
-            cut = conversation.cut
-            messages = [{**one, FINISH_REASON: CUT} if i in cut else one for i, one in enumerate(messages)]
+            cut, untaught = conversation.cut, conversation.untaught
+            messages = [
+                {**one, **({FINISH_REASON: CUT} if i in cut else {}), **({WEIGHT: 0} if i in untaught else {})}
+                for i, one in enumerate(messages)
+            ]
         if system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
         if not conversation.has_answer:
             slot: Message = {"role": "assistant", "content": ""}
             pairs = [(message, slot) if message["role"] == "user" else (message,) for message in messages]
             messages = list(chain.from_iterable(pairs)) if turns == "all" else [*messages, slot]
-        key = json.dumps([messages, conversation.tools], sort_keys=True, ensure_ascii=False).encode()
+        kwargs = {**conversation.template_kwargs, **(template_kwargs or {})} if conversation.template_kwargs else {}
+        beside = [conversation.tools, *([kwargs] if kwargs else [])]
+        key = json.dumps([messages, *beside], sort_keys=True, ensure_ascii=False).encode()
         digest = hashlib.blake2b(key, digest_size=8).hexdigest()
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
         kept = last if turns == "last" else 0
-        return cls(number, digest, messages[:kept], messages[kept:], conversation.tools)
+        return cls(number, digest, messages[:kept], messages[kept:], conversation.tools, template_kwargs=kwargs)
 
     @staticmethod
     def has_slot(conversation: Conversation) -> bool:
@@ -110,7 +130,8 @@ class Rewrite:
     def row(self) -> dict[str, Any]:
         """The rewritten conversation, up to its last answer."""
         last = max(i for i, message in enumerate(self.done) if message["role"] == "assistant")
-        return {"messages": self.done[: last + 1]} | ({"tools": self.tools} if self.tools else {})
+        beside = {TOOLS_COLUMN: self.tools, TEMPLATE_KWARGS: dict(self.template_kwargs)}
+        return {"messages": self.done[: last + 1]} | {name: value for name, value in beside.items() if value}
 
     def _answer_to(self, before: list[dict[str, Any]], now: tuple[dict[str, Any], ...]) -> None:
         """The recorded results answer the new calls: they carry the ids of those."""

@@ -8,12 +8,12 @@ newer ``reasoning``).
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from collectors.conversations.parse import Message
+from collectors.conversations.parse import TEMPLATE_KWARGS, Message
 from collectors.regenerate.options import RegenerateOptions
 from collectors.regenerate.rewrite import AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from hiddenstore.console.text import plural
@@ -51,7 +51,13 @@ class ChatServer:
             raise ConfigError(problem, kind=Kind.MODEL_UNCLEAR, hint=f"--model {models[0]}" if models else None)
         return models[0]
 
-    def reply(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, seed: int | None) -> Reply:
+    def reply(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None,
+        seed: int | None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Reply:
         """The next answer of a conversation; ``refused`` where the server takes other requests but not this one. Raises
         UnansweredError: as often as was tried. ConfigError: ``server-refused``: wrong key, model or address."""
         options = self._options
@@ -68,9 +74,11 @@ class ChatServer:
             request["top_p"] = options.top_p
         if tools and not options.raw:
             request["tools"] = tools
+        # They hold those of the options already.
+        given = {TEMPLATE_KWARGS: dict(template_kwargs)} if template_kwargs and not options.raw else {}
         path, read = ("/v1/completions", _read_text) if options.raw else ("/v1/chat/completions", _read_reply)
         try:
-            return self._client.post(path, request | dict(options.extra), read)
+            return self._client.post(path, request | dict(options.extra) | given, read)
         except RefusedError as error:
             if error.status in _WRONG_ACCESS or error.status < 400:
                 raise
@@ -221,7 +229,7 @@ class _ServerRun:
             with self._lock:
                 self._answers += reply.drop not in ("refused", "server-failed")
         while rewrite.advance() and not self._is_over:
-            reply = self._server.reply(rewrite.done, rewrite.tools, self._seed(rewrite))
+            reply = self._server.reply(rewrite.done, rewrite.tools, self._seed(rewrite), rewrite.template_kwargs)
             with self._lock:
                 self._answers += reply.drop != "refused"
                 if not self._answers:

@@ -47,7 +47,7 @@ MOST_WORKERS = 32
 FACTS = np.dtype(
     [
         *(("tokens", "i8"), ("supervised", "i8"), ("final_rows", "i8"), ("validation", "?")),
-        *(("cut", "?"), ("reasoning_lost", "?"), ("images", "?")),
+        *(("cut", "?"), ("reasoning_lost", "?"), ("end_unlearned", "?"), ("words_lost", "?"), ("images", "?")),
     ],
 )
 """What is counted of a sample: its length, its supervised tokens and the final rows of these, its split, what it lost,
@@ -116,6 +116,8 @@ def make_batch(rules: SampleRules, rows: Sequence[Row]) -> SampleBatch:
             is_validation(name, rules.validation),
             sample.is_cut,
             sample.is_reasoning_lost,
+            sample.is_end_unlearned and not sample.is_cut,
+            sample.are_words_lost,
             bool(sample.images),
         )
         for name, sample in zip(ids, samples, strict=True)

@@ -19,7 +19,8 @@ from collectors.conversations.mix import Mix, MixedSource, open_inputs
 from collectors.conversations.parse import NO_ANSWER, Row, Source
 from collectors.targets.images import open_images
 from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
-from collectors.tokenize.template import NOT_STABLE, ChatTemplate, check_template, read_template, refuse_if_unstable
+from collectors.tokenize.template import NOT_STABLE, ChatTemplate, read_template
+from collectors.tokenize.trial import check_template, refuse_if_unstable
 from collectors.tokenize.write import Tally, data_files, new_data, refuse_existing_data, write_document
 from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
@@ -168,7 +169,8 @@ def _prepare(
     _refuse_prompts(mixed, options.loss_on)
     folder = open_target(target, options.revision, trust_remote_code=options.trust_remote_code)
     text = read_template(options.template)
-    template, tally = ChatTemplate(folder.tokenizer, options.loss_on, text, options.think_loss), BatchTally()
+    template = ChatTemplate(folder.tokenizer, options.loss_on, text, options.think_loss, folder.end_ids)
+    tally = BatchTally()
     check_template(template)
     limit = _max_tokens(folder, options.max_tokens)
     share = USUAL_SHARE if options.validation is None else options.validation
@@ -198,10 +200,13 @@ def _prepare(
             loss_on=template.loss_on,
             think_loss=template.think_loss,
             mask_from=template.mask_from,
+            template_date=template.date,
             max_tokens=rules.max_tokens,
             overlong=rules.overlong,
             validation_share=rules.validation,
             reasoning_lost=tally.totals["reasoning_lost"],
+            words_lost=tally.totals["words_lost"] or None,
+            ends_unlearned=tally.totals["end_unlearned"] or None,
             sources=tally.source_counts(mixed),
             mix_seed=inputs.seed if isinstance(inputs, Mix) else None,
             **tally.members(),

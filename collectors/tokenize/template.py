@@ -11,18 +11,17 @@ Shapes: T tokens of one conversation, n turns. Text ranges [start, end) count ch
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateSyntaxError
 
 from collectors.conversations.parse import REASONING, Conversation, Message, Problem
+from collectors.tokenize.thoughts import THINK_TAGS, are_words_lost, is_reasoning_lost, reasoning_ranges
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
-from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of
+from hiddenstore.targets.rendering import RENDER_ERRORS, date_of, dated, limited_rendering, reason_of, template_of
 from schemas.manifest import ROLES, ImageEntry
 from schemas.prepared import LossOn, MaskFrom
 
@@ -59,6 +58,10 @@ class Prefixes:
             prefix = self._render(count, False)
             self._ends[count] = len(prefix) if prefix is not None and self.text.startswith(prefix) else None
         return self._ends[count]
+
+    def message(self, index: int) -> str:
+        """The text of message ``index``, with what stands before or behind it where its bounds are not revealed."""
+        return self.text[self.end(index) or 0 : self.end(index + 1)]
 
     def answer(self, index: int, end_tokens: Sequence[str]) -> Range:
         """What the target writes of message ``index``: after the generation prompt, up to its end-of-turn token. Raises
@@ -192,18 +195,9 @@ NOT_STABLE = "not-prefix-stable"
 NOTHING_SUPERVISED = "nothing-supervised"
 TOOL_CALLS_LOST = "tool-calls-lost"
 CUT_IN_THOUGHT = "cut-in-thought"
-
-THINK_TAGS = (
-    ("<think>", "</think>"),
-    ("<seed:think>", "</seed:think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-)
-"""Around reasoning: DeepSeek-R1, Qwen3, Nemotron and most others; Seed-OSS; Magistral; Command A Reasoning."""
+WEIGHT_UNPLACED = "weight-unplaced"
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_TAGS_HINT = "give a template with {% generation %} tags: --template FILE"
-_PROBE_ANSWERS = ("It is four.", "<think>\nTwo and two.\n</think>\n\nIt is four.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +205,9 @@ class Tokenised:
     """input_ids int32 [T]; loss_mask uint8 [T]; spans int32 [n, 3] of (role, start, end), ascending and disjoint.
 
     ``is_reasoning_lost``: the last answer has reasoning in a member of its own, and the template wrote none of it.
-    ``is_cut``: it was longer. ``images`` with the bytes of each in ``image_files``: ascending.
+    ``are_words_lost``: of other words of an answer, such as those beside a tool call, the template wrote none.
+    ``is_end_unlearned``: no token that ends the last answer is part of it. ``is_cut``: it was longer.
+    ``images`` with the bytes of each in ``image_files``: ascending.
     """
 
     location: str
@@ -219,6 +215,8 @@ class Tokenised:
     loss_mask: np.ndarray
     spans: np.ndarray
     is_reasoning_lost: bool = False
+    is_end_unlearned: bool = False
+    are_words_lost: bool = False
     is_cut: bool = False
     images: tuple[ImageEntry, ...] = ()
     image_files: tuple[bytes, ...] = ()
@@ -242,10 +240,17 @@ def read_template(file: str | Path | None) -> str | None:
 
 
 class ChatTemplate:
-    """Renders and tokenises conversations and says what of them is supervised. Pickled to worker processes."""
+    """Renders and tokenises conversations and says what of them is supervised. Pickled to worker processes. ``end_ids``
+    end an answer of the target; ``date`` is the day that is today for a template that asks, None for others. Raises
+    ConfigError: ``template-missing``, ``template-invalid``."""
 
     def __init__(
-        self, tokenizer: Any, loss_on: LossOn = "assistant", template: str | None = None, think_loss: bool = True
+        self,
+        tokenizer: Any,
+        loss_on: LossOn = "assistant",
+        template: str | None = None,
+        think_loss: bool = True,
+        end_ids: Sequence[int] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.loss_on = loss_on
@@ -254,9 +259,14 @@ class ChatTemplate:
         if template is None and not tokenizer.chat_template:
             problem = "the target's tokenizer has no chat template"
             raise ConfigError(problem, kind=Kind.TEMPLATE_MISSING, hint="give one: --template FILE")
+        own = tokenizer.chat_template
+        texts = [template] if template is not None else own.values() if isinstance(own, dict) else [own]
+        self.date = next((date for date in map(date_of, texts) if date is not None), None)
         self.is_tagged = bool(_GENERATION_TAG.search(self.text_for(None)))
         self._special = dict(tokenizer.special_tokens_map)
-        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        decoder = tokenizer.added_tokens_decoder
+        added = [token.content for token in decoder.values() if token.special]
+        self._headers = tuple(decoder[one].content for one in end_ids if one in decoder and decoder[one].content)
         self.end_tokens = tuple(token for token in {*tokenizer.all_special_tokens, *added} if token)
 
     @property
@@ -271,8 +281,8 @@ class ChatTemplate:
         return tokenizer_sha256(self.tokenizer), chat_template_sha256(self._template or self.tokenizer.chat_template)
 
     def text_for(self, tools: list[dict[str, Any]] | None) -> str:
-        """The template's text; some tokenizers have another one for conversations with tools."""
-        return self._template if self._template is not None else str(self.tokenizer.get_chat_template(None, tools))
+        """The template's text, with its date; some tokenizers have another one for conversations with tools."""
+        return dated(self._template) if self._template is not None else template_of(self.tokenizer, tools)
 
     def render(
         self, conversation: Conversation, count: int | None = None, prompt: bool = False
@@ -287,7 +297,7 @@ class ChatTemplate:
                 chat_template=self.text_for(conversation.tools),
                 return_assistant_tokens_mask=self.is_tagged,
                 add_generation_prompt=prompt,
-                **self._special,
+                **{**self._special, **conversation.template_kwargs},
             )
         return texts[0], [tuple(pair) for pair in ranges[0]] if ranges else []
 
@@ -366,12 +376,19 @@ class ChatTemplate:
     ) -> Tokenised | Problem:
         prefixes = self.prefixes(conversation, text)
         try:
-            answers, supervised = self._answers(prefixes, tagged)
+            answers, supervised = self._answers(prefixes, tagged, conversation.untaught)
         except RewrittenError as error:
             return Problem(conversation.location, NOT_STABLE, str(error))
         if lost := self._lost(conversation, prefixes, answers):
             return Problem(conversation.location, *lost)
-        ends: list[Range] = []
+        for index, end in self._next_headers(conversation, prefixes, answers).items():
+            if any(stop == answers[index][1] for _, stop in supervised):
+                supervised = [*supervised, (answers[index][1], end)]
+            answers[index] = (answers[index][0], end)
+        if unplaced := self._unplaced(conversation, prefixes, answers):
+            return Problem(conversation.location, WEIGHT_UNPLACED, f"where message {unplaced} stands is not revealed")
+        ends = [answers.pop(index) for index in sorted(conversation.untaught & answers.keys())]
+        is_unlearned = self._is_end_unlearned(conversation, prefixes, answers)
         for index in sorted(conversation.cut & answers.keys()):
             start, end = answers[index]
             answers[index] = (start, self._words_end(text, conversation.messages[index], (start, end)))
@@ -387,8 +404,38 @@ class ChatTemplate:
         if not mask.any():
             return Problem(conversation.location, NOTHING_SUPERVISED, "no token of it is supervised")
         spans = token_spans(find_turns(prefixes, answers), tokens)
-        is_lost = _is_reasoning_lost(conversation, text)
-        return Tokenised(conversation.location, np.asarray(ids, dtype=np.int32), mask, spans, is_lost)
+        losses = is_reasoning_lost(conversation, text), is_unlearned, are_words_lost(conversation, prefixes.message)
+        return Tokenised(conversation.location, np.asarray(ids, dtype=np.int32), mask, spans, *losses)
+
+    def _next_headers(
+        self, conversation: Conversation, prefixes: Prefixes, answers: dict[int, Range]
+    ) -> dict[int, int]:
+        """Where answers end whose end the template writes as the first token of the next turn, as GLM-4's does: it is
+        the target's own."""
+        ends = {}
+        for index, (start, end) in answers.items():
+            if index in conversation.cut or prefixes.text[start:end].endswith(self.end_tokens):
+                continue
+            header = next((token for token in self._headers if prefixes.text.startswith(token, end)), None)
+            if header is not None and prefixes.end(index + 1) == end:
+                ends[index] = end + len(header)
+        return ends
+
+    def _unplaced(self, conversation: Conversation, prefixes: Prefixes, answers: dict[int, Range]) -> int | None:
+        """The number of a message of weight 0 that might be supervised, for its range is not known."""
+        if self.loss_on != "all" and not self.is_tagged:
+            return None
+        indices = [index for index, message in enumerate(prefixes.messages) if message["role"] == "assistant"]
+        likely = indices[-1:] if self.loss_on == "last-turn" else indices
+        return next((index + 1 for index in likely if index in conversation.untaught - answers.keys()), None)
+
+    def _is_end_unlearned(self, conversation: Conversation, prefixes: Prefixes, answers: dict[int, Range]) -> bool:
+        """Whether the conversation ends with an answer that ends with no special token. None is added to it: the ids
+        stay the template's, and which one the target wrote of several is not in the data."""
+        last = len(conversation.messages) - 1
+        if last not in answers or last in conversation.cut:
+            return False
+        return not prefixes.text[slice(*answers[last])].rstrip().endswith(self.end_tokens)
 
     def _words_end(self, text: str, message: Message, within: Range) -> int:
         """Where the words of an answer end in its range of the text: before what the template ends it with."""
@@ -408,8 +455,7 @@ class ChatTemplate:
             calls, content = message.get("tool_calls") or [], message["content"]
             content = content.strip() if isinstance(content, str) else ""
             if calls:
-                start, end = prefixes.end(index), prefixes.end(index + 1)
-                written = prefixes.text[start or 0 : end if start is not None else None]
+                written = prefixes.message(index)
                 # Words about a tool are no call of it.
                 for words in (content, *(str(message[name]).strip() for name in REASONING if message.get(name))):
                     written = written.replace(words, "", 1) if words else written
@@ -424,7 +470,9 @@ class ChatTemplate:
                     return "empty-answer", f"the template writes nothing of message {index + 1}"
         return None
 
-    def _answers(self, prefixes: Prefixes, tagged: list[Range]) -> tuple[dict[int, Range], list[Range]]:
+    def _answers(
+        self, prefixes: Prefixes, tagged: list[Range], untaught: frozenset[int]
+    ) -> tuple[dict[int, Range], list[Range]]:
         """Text ranges of the assistant messages by index, and those that ``loss_on`` supervises."""
         indices = [index for index, message in enumerate(prefixes.messages) if message["role"] == "assistant"]
         if self.is_tagged:
@@ -434,10 +482,13 @@ class ChatTemplate:
             try:
                 answers[index] = prefixes.answer(index, self.end_tokens)
             except RewrittenError:
+                if index in untaught:
+                    continue
                 if self.loss_on == "assistant" or (self.loss_on == "last-turn" and index == indices[-1]):
                     raise
-        ranges = list(answers.values())
-        return answers, ranges[-1:] if self.loss_on == "last-turn" else ranges
+        if self.loss_on == "last-turn":
+            return answers, [answers[index] for index in indices[-1:] if index in answers]
+        return answers, list(answers.values())
 
     def _tagged_answers(
         self, prefixes: Prefixes, indices: list[int], tagged: list[Range]
@@ -464,113 +515,3 @@ class ChatTemplate:
         if prompt is not None and start < len(prompt) < end and prefixes.text.startswith(prompt):
             start = len(prompt)
         return start, start + answer_length(prefixes.text[start:end], self.end_tokens)
-
-
-def reasoning_ranges(text: str, answers: Sequence[Range]) -> list[Range]:
-    """Ranges of characters inside ``answers`` from an opening tag up to and with its closing tag, ascending.
-
-    Reasoning whose opening tag the generation prompt wrote begins where the answer begins; one that was cut off ends
-    where the answer ends.
-    """
-    ranges: list[Range] = []
-    for opening, closing in THINK_TAGS:
-        for start, end in answers:
-            begin, close = text.find(opening, start, end), text.find(closing, start, end)
-            if close >= 0 and not 0 <= begin < close:
-                begin = start
-            while begin >= 0:
-                close = text.find(closing, begin, end)
-                stop = end if close < 0 else close + len(closing)
-                ranges.append((begin, stop))
-                begin = text.find(opening, stop, end)
-    return sorted(ranges)
-
-
-def _is_reasoning_lost(conversation: Conversation, text: str) -> bool:
-    """Earlier reasoning is left out by design of most templates; that of the last answer is what the target wrote."""
-    last = next((message for message in reversed(conversation.messages) if message["role"] == "assistant"), {})
-    reasoning = [str(last[name]).strip() for name in REASONING if last.get(name)]
-    content = last.get("content")
-    for opening, closing in THINK_TAGS:
-        thought, tag, _ = (content if isinstance(content, str) else "").partition(closing)
-        if tag and (thought := thought.replace(opening, "", 1).strip()):
-            reasoning.append(thought)
-    return any(reasoning) and not any(line and line in text for line in reasoning)
-
-
-def check_template(template: ChatTemplate) -> None:
-    """Try a template on a two-message conversation before any data is read. Raises ConfigError: ``template-invalid``,
-    ``mask-empty`` or ``template-unstable``."""
-    answer = _PROBE_ANSWERS[0]
-    probe = _probe([answer])
-    try:
-        text, tagged = template.render(probe)
-    except TemplateSyntaxError as error:
-        raise ConfigError(
-            f"the chat template cannot be parsed: line {error.lineno}: {error}", kind=Kind.TEMPLATE_INVALID
-        ) from error
-    except RENDER_ERRORS:
-        return  # A template may demand more than the probe has; the rows will tell.
-    if answer not in text:
-        problem = "the chat template writes nothing of the assistant's messages"
-        raise ConfigError(problem, kind=Kind.TEMPLATE_INVALID, hint=_TAGS_HINT)
-    if template.loss_on == "all":
-        return
-    if not template.is_tagged:
-        _check_prefixes(template, probe, text, answer)
-    elif answer not in "".join(text[start:end] for start, end in tagged):
-        raise ConfigError(
-            "the {% generation %} tags of the chat template do not hold the assistant's text: the mask is empty",
-            kind=Kind.MASK_EMPTY,
-            hint="put the answer between {% generation %} and {% endgeneration %}: --template FILE",
-        )
-
-
-def refuse_if_unstable(template: ChatTemplate, problem: Problem) -> None:
-    """ConfigError ``template-unstable`` where the template and not the row is at fault."""
-    if _rewrites_history(template):
-        raise _unstable(template, f"{problem.location}: {problem.detail}")
-
-
-@lru_cache(maxsize=1)
-def _rewrites_history(template: ChatTemplate) -> bool:
-    return any(
-        isinstance(result, Problem) and result.reason == NOT_STABLE
-        for result in template.tokenise([_probe([answer, answer]) for answer in _PROBE_ANSWERS])
-    )
-
-
-def _check_prefixes(template: ChatTemplate, probe: Conversation, text: str, answer: str) -> None:
-    try:
-        start, end = template.prefixes(probe, text).answer(1, template.end_tokens)
-    except RewrittenError as error:
-        raise _unstable(template, str(error), is_single_turn=True) from error
-    if answer not in text[start:end]:
-        raise _unstable(template, "the generation prompt already holds part of the answer", is_single_turn=True)
-    header = text[start : text.index(answer, start)]
-    if "add_generation_prompt" not in template.text_for(None) and any(token in header for token in template.end_tokens):
-        problem = f"the chat template ignores add_generation_prompt: {header!r} before an answer would be supervised"
-        raise ConfigError(problem, kind=Kind.TEMPLATE_UNSTABLE, hint=_TAGS_HINT)
-
-
-def _unstable(template: ChatTemplate, detail: str, is_single_turn: bool = False) -> ConfigError:
-    options = "--loss-on all"
-    if not is_single_turn and template.loss_on == "assistant":
-        options = "--loss-on last-turn or --loss-on all"
-    reason = "renders a prompt otherwise once it is answered" if is_single_turn else "rewrites earlier turns"
-    return ConfigError(
-        f"the chat template has no {{% generation %}} tags and {reason}, so that rendered prefixes do not show "
-        f"what the target writes\n{detail}",
-        kind=Kind.TEMPLATE_UNSTABLE,
-        hint=f"{_TAGS_HINT}; or {options}",
-    )
-
-
-def _probe(answers: Sequence[str]) -> Conversation:
-    messages: list[Message] = []
-    for answer in answers:
-        messages += [
-            {"role": "user", "content": "What is two and two?"},
-            {"role": "assistant", "content": answer},
-        ]
-    return Conversation("probe", messages)

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "tokenizer.model", TEMPLATE_FILE, "generation_config.json"),
+    *("merges.txt", "tokenizer.model", TEMPLATE_FILE, GENERATION_FILE),
 )
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -218,6 +219,17 @@ class TargetFolder:
     def file(self, name: str, fetch: bool = True) -> Path | None:
         """A file of the target on this machine, if need be ``fetch``ed from the hub; None where it has none."""
         return _file(self.name, self.revision, name, fetch)
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer, as the generation config and the config name them, ascending."""
+        named: list[Any] = [getattr(config, "eos_token_id", None) for config in (self.config, self.whole)]
+        if (path := self.file(GENERATION_FILE)) is not None:
+            # transformers too loads a target beside one that cannot be read.
+            with suppress(ValueError):
+                named.append(foreign_json(path.read_bytes()).get("eos_token_id"))
+        lists = (value if isinstance(value, list) else [value] for value in named)
+        return tuple(sorted({value for values in lists for value in values if isinstance(value, int)}))
 
     @cached_property
     def tokenizer_rules_sha256(self) -> str | None:

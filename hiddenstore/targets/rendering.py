@@ -1,25 +1,61 @@
-"""What rendering a chat template may come to: a refusal, or no end, for which there is a limit on its time."""
+"""What rendering a chat template may come to: a refusal, or no end, for which there is a limit on its time; and the
+date that it writes."""
 
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from types import FrameType
 from typing import Any
 
 from jinja2 import TemplateError
 
-from hiddenstore.errors import FormatError, Kind
+from hiddenstore.errors import ConfigError, FormatError, Kind
 
 RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What rendering may raise: the template's own refusals, and Python's for expressions its data does not suit."""
+TEMPLATE_DATE = "2024-07-26"
+"""What templates take for today's, which would make other samples of the same rows every day; Llama 3.1's writes it
+where there is no clock."""
+_CLOCK = "strftime_now"
+_ASKS_FOR_NONE = re.compile(r"(?s)\{#.*?#\}|" + _CLOCK + r"\s+is\s+(not\s+)?defined")
+_CLOCK_CALL = re.compile(_CLOCK + r"""\(\s*(?P<quote>['"])(?P<format>[^'"\\]*)(?P=quote)\s*\)""")
 _REASON = 200
 # Processor time of one rendering; the longest of real conversations take hundredths of it.
 RENDER_S = 10.0
 # What Jinja calls the file of a template that it was given as text.
 _TEMPLATE_FILE = "<template>"
+
+
+def dated(template: str) -> str:
+    """The template with ``TEMPLATE_DATE`` where it asks for today's: transformers gives a template no other clock."""
+
+    def date(call: re.Match[str]) -> str:
+        written = datetime.fromisoformat(TEMPLATE_DATE).strftime(call["format"])
+        return f"({call['quote']}{written}{call['quote']})"
+
+    return _CLOCK_CALL.sub(date, template)
+
+
+def date_of(template: str) -> str | None:
+    """The date that ``dated`` writes; None where the template asks for none. Raises ConfigError: ``template-invalid``:
+    it asks in a way that is not seen."""
+    if _CLOCK in _ASKS_FOR_NONE.sub("", dated(template)):
+        raise ConfigError(
+            f"the chat template asks {_CLOCK} for a format that is not written out: its date would change every day",
+            kind=Kind.TEMPLATE_INVALID,
+            hint=f'{_CLOCK}("%Y-%m-%d"), or a date, in a template of your own: --template FILE',
+        )
+    return TEMPLATE_DATE if _CLOCK_CALL.search(template) else None
+
+
+def template_of(tokenizer: Any, tools: list[dict[str, Any]] | None = None) -> str:
+    """The ``dated`` template of a tokenizer; some have another one for conversations with tools."""
+    return dated(str(tokenizer.get_chat_template(None, tools)))
 
 
 def reason_of(refusal: Exception) -> str:

@@ -13,7 +13,7 @@ from hiddenstore.files.layout import DATA_JSON, STORE_JSON
 from hiddenstore.fs import is_address, open_filesystem
 from hiddenstore.records import Sample
 from hiddenstore.targets.identity import tokenizer_differences
-from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of
+from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of, template_of
 from schemas.capture import TargetIdentity
 from schemas.prepared import PreparedData
 
@@ -202,7 +202,9 @@ def _from_jsonl(path: Path, tokenizer: Any, unusable: list[str]) -> Iterator[Pro
 def prompt_ids(tokenizer: Any, messages: Sequence[Message], location: str, fix: str) -> list[int]:
     """Token ids of a conversation up to where the answer begins; ``fix`` is what to do about an endless template."""
     with limited_rendering(location, fix):
-        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            list(messages), chat_template=template_of(tokenizer), add_generation_prompt=True, return_dict=False
+        )
     return [int(token) for token in ids]
 
 

@@ -1,0 +1,243 @@
+"""What a row says beside its turns: system messages, history, functions, weights and switches of its chat template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tiny_templates import CHATML, CHATML_TAGGED, STRIPS_THOUGHTS, chat, tiny_tokenizer
+
+from collectors.conversations.mix import open_sources
+from collectors.conversations.parse import Conversation, Problem, Row, parse_row
+from collectors.conversations.prompts import Augmentation, Variant, write_prompts
+from collectors.regenerate.output import rows_into
+from collectors.regenerate.rewrite import Reply, Rewrite
+from collectors.tokenize.template import ChatTemplate, Tokenised
+from schemas.prepared import LossOn
+
+HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+BRIEF = {"role": "system", "content": "be brief"}
+PAIR = {"instruction": "hi", "output": "hello"}
+
+
+def parsed(row: dict[str, Any]) -> Conversation:
+    item = parse_row(Row("f:1", row, 1))
+    assert isinstance(item, Conversation), item
+    return item
+
+
+def reason(row: dict[str, Any]) -> str:
+    item = parse_row(Row("f:1", row, 1))
+    assert isinstance(item, Problem), item
+    return item.reason
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+@pytest.mark.parametrize("row", [{"messages": HI}, {"conversations": HI}, PAIR])
+def test_a_system_message_beside_the_turns_opens_them(name: str, row: dict[str, Any]) -> None:
+    assert parsed({**row, name: "be brief"}).messages == [BRIEF, *HI]
+    for empty in (None, "", " \n"):
+        assert parsed({**row, name: empty}).messages == HI
+    assert reason({**row, name: ["be brief"]}) == "system-invalid"
+
+
+def test_a_system_message_that_a_row_states_twice_is_one_and_two_that_differ_are_refused() -> None:
+    assert parsed({"messages": [BRIEF, *HI], "system": "be brief\n", "system_prompt": "be brief"}).messages == [
+        BRIEF,
+        *HI,
+    ]
+    assert parsed({"messages": [{"role": "system", "content": ""}, *HI], "system": "be brief"}).messages == [BRIEF, *HI]
+    assert reason({"messages": [BRIEF, *HI], "system": "be kind"}) == "system-invalid"
+    assert reason({"messages": HI, "system": "be kind", "system_prompt": "be brief"}) == "system-invalid"
+
+
+@pytest.mark.parametrize("written", [lambda pairs: pairs, json.dumps])
+def test_alpaca_s_history_comes_before_the_question(written: Any) -> None:
+    row = {**PAIR, "history": written([["a", "b"], ["c", "d"]]), "system": "be brief"}
+    assert parsed(row).messages == [BRIEF, *chat("a", "b", "c", "d"), *HI]
+    assert parsed({**PAIR, "history": []}).messages == HI
+    assert parsed({**PAIR, "history": None}).messages == HI
+
+
+@pytest.mark.parametrize("history", [[["a"]], ["ab"], [{"role": "user", "content": "a"}], 3, "long ago"])
+def test_a_history_of_something_else_is_refused(history: Any) -> None:
+    assert reason({**PAIR, "history": history}) == "history-invalid"
+    assert reason({"messages": HI, "history": [["a", "b"]]}) == "history-invalid"
+
+
+def test_functions_are_tools_and_a_function_call_is_a_tool_call() -> None:
+    adder = {"name": "adder", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": adder}]
+    for functions in ([adder], tools, json.dumps([adder])):
+        assert parsed({"messages": HI, "functions": functions}).tools == tools
+    assert parsed({"messages": HI, "functions": [adder], "tools": tools}).tools == tools
+    assert reason({"messages": HI, "functions": [adder], "tools": [{"name": "other"}]}) == "tools-invalid"
+    assert reason({"messages": HI, "functions": ["adder"]}) == "tools-invalid"
+    call = {"name": "adder", "arguments": '{"a": 5}'}
+    for given in (call, json.dumps(call)):
+        answer = {"role": "assistant", "content": "I add.", "function_call": given}
+        (message,) = parsed({"messages": [HI[0], answer]}).messages[1:]
+        assert message["tool_calls"] == [{"type": "function", "function": {"name": "adder", "arguments": {"a": 5}}}]
+    assert (
+        reason({"messages": [HI[0], {"role": "assistant", "content": "a", "function_call": "b"}]})
+        == "tool-calls-invalid"
+    )
+
+
+def sample_of(template: str, loss_on: LossOn, row: dict[str, Any]) -> tuple[ChatTemplate, Tokenised | Problem]:
+    chat_template = ChatTemplate(tiny_tokenizer(template), loss_on)
+    return chat_template, chat_template.tokenise([parsed(row)])[0]
+
+
+def supervised(template: ChatTemplate, sample: Any) -> list[str]:
+    assert isinstance(sample, Tokenised), sample
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_mask, [0]])))
+    return [template.tokenizer.decode(sample.input_ids[a:b].tolist()) for a, b in edges.reshape(-1, 2)]
+
+
+def weighed(*weights: Any) -> dict[str, Any]:
+    turns: list[dict[str, Any]] = chat(*"abcdef")
+    answers = iter(weights)
+    return {"messages": [turn | ({"weight": next(answers)} if turn["role"] == "assistant" else {}) for turn in turns]}
+
+
+@pytest.mark.parametrize("text", [CHATML, CHATML_TAGGED])
+def test_an_answer_of_weight_0_is_rendered_and_not_supervised(text: str) -> None:
+    template, sample = sample_of(text, "assistant", weighed(1, 0, None))
+    assert supervised(template, sample) == ["b<|im_end|>", "f<|im_end|>"]
+    assert isinstance(sample, Tokenised)
+    _, plain = sample_of(text, "assistant", {"messages": chat(*"abcdef")})
+    assert isinstance(plain, Tokenised)
+    assert sample.input_ids.tolist() == plain.input_ids.tolist()
+    # Turns of the target are what data.loss_on chooses from.
+    assert (sample.spans[:, 0] == 2).sum() == 2
+    template, sample = sample_of(text, "all", weighed(0, 1, 1))
+    assert "".join(supervised(template, sample)).count("b<|im_end|>") == 0
+    template, sample = sample_of(text, "last-turn", weighed(0, 0, 1))
+    assert supervised(template, sample) == ["f<|im_end|>"]
+    _, problem = sample_of(text, "last-turn", weighed(1, 1, 0))
+    assert getattr(problem, "reason", "") == "nothing-supervised"
+
+
+def test_weights_other_than_0_and_1_are_refused_and_those_of_others_say_nothing() -> None:
+    for weight in (0.5, -1, "0", float("nan")):
+        assert reason(weighed(1, weight, 1)) == "weight-invalid"
+    assert parsed({"messages": [{**HI[0], "weight": 0}, HI[1]]}).untaught == frozenset()
+
+
+def test_an_answer_of_weight_0_that_the_template_rewrites_need_not_be_supervised() -> None:
+    row = {"messages": chat("a", "<think>b</think>c", "d", "e")}
+    _, problem = sample_of(STRIPS_THOUGHTS, "assistant", row)
+    assert getattr(problem, "reason", "") == "not-prefix-stable"
+    row["messages"][1]["weight"] = 0  # type: ignore[assignment]
+    template, sample = sample_of(STRIPS_THOUGHTS, "assistant", row)
+    assert supervised(template, sample) == ["e<|im_end|>"]
+    _, problem = sample_of(STRIPS_THOUGHTS, "all", row)
+    assert getattr(problem, "reason", "") == "weight-unplaced"
+
+
+OFF = "enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+SWITCH = CHATML.replace("assistant\n{% endif %}", "assistant\n{% if " + OFF + "{% endif %}").replace(
+    "{{ m['content'] }}", "{% if m.role == 'assistant' and " + OFF + "{{ m['content'] }}"
+)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"enable_thinking": False},
+        {"chat_template_kwargs": {"enable_thinking": False, "absent": None}},
+        {"chat_template_kwargs": '{"enable_thinking": false}', "enable_thinking": False},
+    ],
+)
+def test_switches_of_a_row_reach_its_chat_template(members: dict[str, Any]) -> None:
+    template, sample = sample_of(SWITCH, "assistant", {"messages": HI, **members})
+    assert supervised(template, sample) == ["hello<|im_end|>"]
+    assert isinstance(sample, Tokenised)
+    expected = template.tokenizer.apply_chat_template(HI, return_dict=False, enable_thinking=False)
+    assert sample.input_ids.tolist() == expected
+    _, plain = sample_of(SWITCH, "assistant", {"messages": HI})
+    assert isinstance(plain, Tokenised)
+    assert plain.input_ids.tolist() != expected
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"chat_template_kwargs": {"messages": "none"}},
+        {"chat_template_kwargs": {"tools": "none"}},
+        {"chat_template_kwargs": {"documents": [{"text": "a"}]}},
+        {"chat_template_kwargs": {"switches": ["a"]}},
+        {"chat_template_kwargs": ["enable_thinking"]},
+        {"chat_template_kwargs": {"enable_thinking": True}, "enable_thinking": False},
+        {"enable_thinking": "no"},
+    ],
+)
+def test_switches_that_cannot_be_given_are_refused(members: dict[str, Any]) -> None:
+    assert reason({"messages": HI, **members}) == "template-kwargs-invalid"
+
+
+def test_a_table_s_columns_beside_the_turns_are_read(tmp_path: Path) -> None:
+    beside = {"system": "be brief", "functions": '[{"name": "f"}]', "chat_template_kwargs": {"a": 1}}
+    for row in (
+        {"messages": HI, **beside},
+        {**PAIR, **beside, "history": [["a", "b"]]},
+        {**PAIR, "tools": '[{"name": "g"}]'},
+    ):
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+        (source,) = open_sources([str(tmp_path / "rows.parquet")])
+        (read,) = [parse_row(one) for one in source.rows()]
+        assert isinstance(read, Conversation), read
+        plain = parsed(row)
+        assert (read.messages, read.tools, read.template_kwargs) == (plain.messages, plain.tools, plain.template_kwargs)
+        assert read.tools
+
+
+def test_answers_written_anew_keep_what_stands_beside_their_turns() -> None:
+    row = {"messages": [*chat("a", "b"), *HI], "enable_thinking": False}
+    row["messages"][1]["weight"] = 0  # type: ignore[index]
+    conversation = parsed(row)
+    rewrite = Rewrite.of(0, conversation, None, "last", {"style": "short"})
+    assert rewrite.digest != Rewrite.of(0, parsed({"messages": row["messages"]}), None, "last").digest
+    assert rewrite.advance()
+    rewrite.take(Reply("hey"))
+    written = parsed(rewrite.row())
+    assert written.template_kwargs == {"enable_thinking": False, "style": "short"}
+    assert written.untaught == {1}
+    assert [message["content"] for message in written.messages] == ["a", "b", "hi", "hey"]
+
+
+def test_prompts_keep_the_tools_and_the_switches_of_their_row(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "adder"}}]
+    lines = [{"messages": HI, "tools": tools, "enable_thinking": False}, {"messages": HI}, {"messages": HI}]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    variants = (Variant(name="french", user_suffix=" Answer in French."),)
+    report = write_prompts([str(tmp_path / "chats.jsonl")], tmp_path / "p.jsonl", Augmentation(variants=variants))
+    prompts = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    # A question with tools is another question than the same without.
+    assert (report.written, report.duplicates) == (4, 2)
+    for prompt in prompts[:2]:
+        assert prompt["tools"] == tools
+        assert prompt["chat_template_kwargs"] == {"enable_thinking": False}
+    for prompt in prompts[2:]:
+        assert not {"tools", "chat_template_kwargs"} & prompt.keys()
+
+
+def test_parquet_keeps_every_member_of_a_message(tmp_path: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    answer = {"role": "assistant", "content": "a", "tool_calls": [call], "weight": 0, "finish_reason": "length"}
+    thoughts = {"reasoning_content": "so", "reasoning": "well", "thinking": "hm"}
+    messages = [{"role": "user", "content": "q", "name": "ann"}, answer | thoughts]
+    messages.append({"role": "tool", "content": "5", "tool_call_id": "1"})
+    row = {"messages": messages, "tools": [{"name": "f"}], "chat_template_kwargs": {"enable_thinking": True}}
+    with rows_into(tmp_path / "rows.parquet") as write:
+        write(row)
+    (source,) = open_sources([str(tmp_path / "rows.parquet")])
+    (read,) = [parse_row(one) for one in source.rows()]
+    assert isinstance(read, Conversation), read
+    plain = parsed(row)
+    assert (read.messages, read.tools, read.cut, read.untaught) == (plain.messages, plain.tools, {1}, {1})
+    assert read.template_kwargs == plain.template_kwargs == {"enable_thinking": True}

@@ -1,0 +1,95 @@
+"""Which text of an answer is a thought: channels of harmony, and tags that a sentence only speaks of."""
+
+import numpy as np
+import pytest
+from tiny_templates import CHATML, CHATML_TAGGED, chat, tiny_tokenizer
+
+from collectors.conversations.parse import Conversation
+from collectors.tokenize.template import ChatTemplate, Tokenised
+from collectors.tokenize.thoughts import reasoning_ranges
+
+HARMONY = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}"
+    "{% if m.thinking and loop.last %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+    "{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m['content'] }}"
+    "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}"
+    "{% else %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+"""gpt-oss's, without its system message and its tools."""
+MARKS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
+
+
+def test_the_analysis_channel_of_harmony_is_thoughts() -> None:
+    tokenizer = tiny_tokenizer(HARMONY)
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    asked, said = chat("two?", "Four.")
+    conversation = Conversation("f:1", [asked, said | {"thinking": "Two and two."}])
+    template = ChatTemplate(tokenizer, "last-turn", think_loss=False)
+    (sample,) = template.tokenise([conversation])
+    assert isinstance(sample, Tokenised), sample
+    supervised = tokenizer.decode(sample.input_ids[sample.loss_mask == 1])
+    assert supervised == "<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
+    (whole,) = ChatTemplate(tokenizer, "last-turn").tokenise([conversation])
+    assert isinstance(whole, Tokenised), whole
+    first = "<|channel|>analysis<|message|>Two and two.<|end|>"
+    assert tokenizer.decode(whole.input_ids[whole.loss_mask == 1]) == first + supervised
+
+
+def test_channels_of_harmony_that_are_no_analysis_are_not_thoughts() -> None:
+    final = "<|channel|>final<|message|>Four.<|end|>"
+    call = "<|channel|>commentary to=functions.adder <|constrain|>json<|message|>{}<|call|>"
+    for text in (final, call):
+        assert reasoning_ranges(text, [(0, len(text))]) == []
+    cut = "<|channel|>analysis<|message|>Two and"
+    assert reasoning_ranges(cut, [(0, len(cut))]) == [(0, len(cut))]
+    two = f"<|channel|>analysis<|message|>a<|end|>{call}"
+    assert reasoning_ranges(two, [(0, len(two))]) == [(0, len(two) - len(call))]
+
+
+SPOKEN_OF = [
+    "The <think> tag begins a thought, and more follows.",
+    "Use `<think>` and `</think>` around it.",
+    "It is written <think> and </think> in Qwen3.",
+    'Close it with "</think>" in the end.',
+    "End it with </think> and go on.",
+    "**<think>** is a tag.",
+    "Models have tags:\n- `<think>`\n- `</think>`\nand others.",
+    "Tags:\n<think> is one.",
+]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_TAGGED])
+@pytest.mark.parametrize("answer", SPOKEN_OF)
+def test_a_tag_that_a_sentence_speaks_of_is_a_word(template: str, answer: str) -> None:
+    chosen = ChatTemplate(tiny_tokenizer(template), think_loss=False)
+    (sample,) = chosen.tokenise([Conversation("f:1", chat("Which tags?", answer))])
+    assert isinstance(sample, Tokenised), sample
+    assert chosen.tokenizer.decode(sample.input_ids[np.asarray(sample.loss_mask) == 1]) == f"{answer}<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "left"),
+    [
+        ("<think>I close it with `</think>`", "`"),
+        ("<think>\nwell\n</think>\n\nWrite `<think>` first.", "\n\nWrite `<think>` first."),
+        ("Yes. <think>\nhm\n</think>\nNo.", "Yes. \nNo."),
+        ("a\n<think>\nb</think>c\n<think>\nd", "a\nc\n"),
+        ("so, well</think>Yes.", "Yes."),
+        ("so, well. </think>\nYes.", "\nYes."),
+        ("<think> is a word here", ""),
+        ("[THINK]hm[/THINK]Say [THINK] and [/THINK] then.", "Say [THINK] and [/THINK] then."),
+    ],
+)
+def test_thoughts_are_still_found_beside_words_about_them(answer: str, left: str) -> None:
+    kept = list(answer)
+    for start, end in reasoning_ranges(answer, [(0, len(answer))]):
+        kept[start:end] = [""] * (end - start)
+    assert "".join(kept) == left
+
+
+def test_a_thought_that_the_prompt_opened_may_speak_of_tags() -> None:
+    text = "<think>\nHe means `<think>` tags.\n</think>\nYes."
+    start = text.index("He")
+    assert reasoning_ranges(text, [(start, len(text))]) == [(start, text.index("\nYes"))]
