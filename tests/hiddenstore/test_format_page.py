@@ -14,7 +14,7 @@ from hiddenstore.testing.builders import make_store
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 
 
-@pytest.mark.parametrize("codec", ["q8", "q4", "q4q3", "q3", "lossless"])
+@pytest.mark.parametrize("codec", ["q8", "q4", "q4q3", "q3", "aux=klt,final=q8", "lossless"])
 def test_the_stock_reader_of_the_format_page_gives_the_states_the_store_gives(tmp_path: Path, codec: str) -> None:
     store = make_store(tmp_path, codec=codec, width=40)
     match = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

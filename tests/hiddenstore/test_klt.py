@@ -1,15 +1,12 @@
 """``klt``: rows turned by a transform that is fitted to the store's own states, and that no other is taken for."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import zarr
 from pydantic import ValidationError
-from safetensors.numpy import load_file
 from torch import Tensor
 
 from hiddenstore.care.copy import open_copy, run_copy
@@ -121,44 +118,6 @@ def test_bits_go_where_one_lowers_the_error_most_one_at_least_and_seven_at_most(
     assert allocation([100.0, 10.0, 1.0, 1e-9], 12) == [5, 4, 2, 1]
     assert allocation([1e12, 1.0], 10) == [7, 3]
     assert (code_bytes(4096), code_bytes(576), code_bytes(9)) == (1740, 244, 6)
-
-
-def plainly_decoded(folder: Path) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every layer of every unit by the words of the format page: zarr, numpy and one safetensors file."""
-    store = Store.open(folder)
-    transforms = load_file(folder / "target" / f"{store.capture.codecs.aux}.safetensors")
-    for record in store.commits():
-        group = zarr.open_group(folder / record.segment, mode="r")
-        for place, name in enumerate(("layer_1", "layer_3")):
-            own = int(group["aux_transform"][place])
-            weight, bits = transforms[f"{own}.weight"].astype(np.float64), transforms[f"{own}.bits"]
-            codes = group[name][:]
-            levels = np.zeros((len(codes), 8 * len(bits)), dtype=np.int64)
-            start = 0
-            for plane in range(int(bits.max())):
-                groups = int((bits > plane).sum())
-                stored = np.unpackbits(codes[:, start : start + groups], axis=1, bitorder="little").astype(np.int64)
-                levels[:, : 8 * groups] += stored << plane
-                start += groups
-            odd = 2 * levels + 1 - (1 << bits.astype(np.int64)).repeat(8)
-            small = {
-                key: torch.from_numpy(group[f"aux_{key}"][place]).view(torch.bfloat16).float().numpy()
-                for key in ("token_scale", "channel_scale", "channel_offset")
-            }
-            y = (odd @ weight).astype(np.float32) * (small["token_scale"][:, None] * transforms[f"{own}.scale"])
-            y = ((y.view(np.int32) + 0x80) & -0x100).view(np.float32)
-            out = torch.from_numpy(y * small["channel_scale"] + small["channel_offset"]).bfloat16()
-            for at, (layer, row) in enumerate(group["aux_raw_index"][:]):
-                if layer == place:
-                    out[row] = torch.from_numpy(group["aux_raw_rows"][at]).view(torch.bfloat16)
-            ours = torch.cat([store.read(entry.id, [(1, 3)[place]]).aux[0] for entry in record.samples])
-            yield out, ours
-
-
-def test_the_words_of_the_format_page_decode_what_we_decode(tmp_path: Path) -> None:
-    make_store(tmp_path, codec=RECIPE, width=44)
-    for plain, ours in plainly_decoded(tmp_path / "store"):
-        assert same_bits(plain, ours)
 
 
 @pytest.mark.parametrize("container", ["zarr", "webdataset"])
