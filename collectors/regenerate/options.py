@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from collectors.regenerate.rewrite import Rewrite
 from collectors.tokenize.template import read_template
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.errors import ConfigError, HiddenstoreError, Kind
 from hiddenstore.settings import plain_value
 from hiddenstore.targets.checkpoint import checkpoint_sha256
 from hiddenstore.targets.folder import open_target
@@ -204,12 +204,18 @@ def _template_sha256(file: str | Path) -> str:
 
 def target_digests(options: RegenerateOptions) -> dict[str, str | None]:
     """Which target answers, beside its name: another checkpoint may lie in the same folder. None of a server that was
-    started by others. Raises as ``open_target`` and ``checkpoint_sha256``."""
+    started by others, and of what an engine alone can read. Raises as ``open_target`` and ``checkpoint_sha256``."""
     name = options.target or options.serves
     if name is None:
         return {}
     template = read_template(options.template)
-    folder = open_target(name, options.revision, template, options.trust_remote_code, options.adapter)
+    try:
+        folder = open_target(name, options.revision, template, options.trust_remote_code, options.adapter)
+    except HiddenstoreError:
+        if options.target is not None:
+            raise
+        # The engine may read what is no target here.
+        return {}
     digests = checkpoint_sha256(folder), folder.config_sha256, folder.chat_template_sha256
     return {name: digest and digest[:16] for name, digest in zip(TARGET_DIGESTS, digests, strict=True)}
 
