@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
-# Spinning OpenMP threads cost up to 15x on a shared CPU.
 # Of what is installed a part is imported: that is compiled when it is.
 export PIP_NO_COMPILE := 1
+# Spinning OpenMP threads cost up to 15x on a shared CPU.
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
