@@ -110,6 +110,8 @@ class Transform:
     def fault(self, width: int) -> str | None:
         """What is wrong with a transform for states of a width."""
         shape = (-(-width // GROUP) * GROUP, width)
+        if (self.weight.dtype, self.bits.dtype) != (torch.int16, torch.uint8):
+            return f"weights of {self.weight.dtype} and bits of {self.bits.dtype}, expected int16 and uint8"
         if tuple(self.weight.shape) != shape or tuple(self.bits.shape) != (shape[0] // GROUP,):
             return f"weights {list(self.weight.shape)}, expected {list(shape)}"
         if (
@@ -118,8 +120,9 @@ class Transform:
             or not self.bits.all()
         ):
             return "bits that do not fill a row"
-        sums = (self.levels - 1).double() @ torch.stack(_halves(self.weight)).abs().double()
-        return None if float(sums.max()) < _EXACT and self.scale > 0 else "weights whose sums are not exact"
+        largest = max(float(((self.levels - 1).float() @ half.abs()).max()) for half in _halves(self.weight))
+        is_exact = largest < _EXACT and 0 < self.scale < float("inf")
+        return None if is_exact else "weights whose sums are not exact"
 
     def decoder(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The halves of the weights, fp32 [K, D] each."""

@@ -3,7 +3,7 @@
 Shapes: T tokens, L aux layers, D width, R final rows, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,6 +142,15 @@ def random_records(samples: Sequence[Sample], capture: CaptureSpec, seed: int = 
     return records
 
 
+def fitted_to(capture: CaptureSpec, records: Iterable[Record]) -> tuple[CaptureSpec, dict[str, bytes]]:
+    """The capture with its codec fitted to records, and the file of that; of a codec that is fitted to nothing neither
+    changes."""
+    if not is_unfitted(capture):
+        return capture, {}
+    slots = [capture.aux_layers.index(layer) for layer in capture.stored_layers]
+    return fit(capture, (record.aux[slots] for record in records))
+
+
 def make_data(folder: Path, *, samples: int = 6, seed: int = 0) -> Path:
     """A prepared DATA folder of random conversations, four rows a file; returns ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -176,11 +185,8 @@ def make_store(
     capture = capture_spec(layers, width, codec, final)
     root = location / "store" if isinstance(location, Path) else location
     files = rebuilding_files(capture, seed) if capture.blocks else target_files(width, seed)
-    if is_unfitted(capture):
-        slots = [capture.aux_layers.index(layer) for layer in capture.stored_layers]
-        records = random_records(make_samples(samples, seed), capture, seed)
-        capture, fitted = fit(capture, (record.aux[slots] for record in records))
-        files |= fitted
+    capture, fitted = fitted_to(capture, random_records(make_samples(samples, seed), capture, seed))
+    files |= fitted
     store = create_store(root, capture, HEAD, recipe_name(capture.codecs), files, container)
     if isinstance(location, Path):
         prepared: PreparedInput = _SmallUnits.open(make_data(location / "data", samples=samples, seed=seed))

@@ -89,6 +89,8 @@ REBUILT_PLANS = {
     "rebuilt-q3-webdataset": Plan("rebuilt-q3", "webdataset", samples=5, width=36),
     "rebuilt-q3-all-zarr": Plan("rebuilt-q3-all", "zarr", samples=5, width=36),
     "rebuilt-q3-all-webdataset": Plan("rebuilt-q3-all", "webdataset", samples=5, width=36),
+    "rebuilt-klt-zarr": Plan("rebuilt-klt", "zarr", samples=5, width=36),
+    "rebuilt-klt-webdataset": Plan("rebuilt-klt", "webdataset", layers=(1, 3, 6), samples=5, width=16),
 }
 
 
@@ -123,6 +125,8 @@ def main() -> None:
 def make_store(folder: Path, plan: Plan) -> None:
     capture = builders.capture_spec(plan.layers, plan.width, plan.recipe, plan.final)
     files = builders.rebuilding_files(capture) if capture.blocks else builders.target_files(plan.width)
+    capture, fitted = builders.fitted_to(capture, builders.random_records(builders.make_samples(9), capture))
+    files |= fitted
     store = create_store(folder, capture, builders.HEAD, recipe_name(capture.codecs), files, plan.container)
     for place, seed in enumerate(plan.inputs):
         if place and plan.snapshot:

@@ -1,12 +1,15 @@
 """``klt``: rows turned by a transform that is fitted to the store's own states, and that no other is taken for."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from hiddenstore.care.copy import open_copy, run_copy
@@ -187,6 +190,27 @@ def test_nothing_is_written_by_a_codec_that_is_fitted_to_nothing(tmp_path: Path)
     assert get_layout("klt").row_bits(64) == FITTED["klt"].row_bits(64)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t | {"0.bits": t["0.bits"].flip(0)}, "bits that do not fill a row"),
+        (lambda t: t | {"0.bits": t["0.bits"].int()}, "bits of torch.int32"),
+        (lambda t: t | {"0.weight": t["0.weight"][:, :-9].contiguous()}, r"weights \[96, 87\]"),
+        (lambda t: t | {"0.scale": torch.tensor([float("nan")])}, "sums are not exact"),
+        (lambda t: {name: tensor for name, tensor in t.items() if name != "1.bits"}, "there is none at 1"),
+    ],
+)
+def test_a_file_that_holds_no_transforms_is_refused(
+    codec: KltCodec, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], says: str
+) -> None:
+    assert codec.read is not None
+    data = save_tensors(change(load_tensors(codec.read())))
+    encoded = codec.encode(correlated(2, 30))
+    with pytest.raises(ConfigError, match=says) as caught:
+        KLT.of("klt-changed", lambda: data).decode(encoded)
+    assert caught.value.kind == "codec-unfit"
+
+
 def test_other_layers_than_it_was_fitted_to_are_not_written(codec: KltCodec) -> None:
     with pytest.raises(ConfigError, match="is fitted to 2 layers, and 1 are to be written") as caught:
         codec.encode(correlated(1, 20))
@@ -198,3 +222,15 @@ def test_it_is_for_aux_layers_alone() -> None:
         get_recipe("aux=q4,final=klt")
     with pytest.raises(ValidationError, match="is fitted to aux layers"):
         Codecs(aux="q4", final="klt-0123456789abcdef")
+
+
+def test_a_copy_without_a_layer_keeps_the_codes_of_the_others(tmp_path: Path) -> None:
+    store = make_store(tmp_path, codec=RECIPE)
+    run_copy(open_copy([store], tmp_path / "one", layers=[3]))
+    one = Store.open(tmp_path / "one")
+    assert one.capture.codecs == store.capture.codecs
+    for record in store:
+        assert same_bits(one.read(record.sample.id).aux[0], record.aux[1])
+    run_copy(open_copy([store], tmp_path / "anew", "aux=klt,final=q4", layers=[3]))
+    assert Store.open(tmp_path / "anew").capture.codecs.aux != store.capture.codecs.aux
+    assert verify(tmp_path / "anew", "bytes").findings == []
