@@ -1,11 +1,10 @@
 """What needs no training, in a real vLLM: n-gram lookup, suffix decoding, and the target as its own draft."""
 
-from pathlib import Path
-
 import pytest
 from agreement import VLLM, served_answers, within
 from engine_world import NEW_TOKENS
 from lookup import accepted_length, as_vllm, continued
+from vllm_engine import serve_apart
 
 from trainer.serve.vllm import speculative_config
 
@@ -39,7 +38,7 @@ def assert_lossless_and_counted(served, plain):
 
 def test_ngram_lookup_is_accepted_as_its_plain_restatement_says(engine_world, prompts, plain, record_property):
     settings = speculative_config("ngram", draft_len=CHAIN, version=VLLM)
-    served = served_answers(engine_world, prompts, settings)
+    served = serve_apart(engine_world.target, prompts, engine_world.new_tokens, settings)
     assert_lossless_and_counted(served, plain)
     sizes = (settings["prompt_lookup_min"], settings["prompt_lookup_max"])
     texts = continued(engine_world.target, engine_world.greedy, CHAIN)
@@ -52,10 +51,6 @@ def test_ngram_lookup_is_accepted_as_its_plain_restatement_says(engine_world, pr
     assert not within(served.accepted_length, other, OF_LOOKUP), "n-grams of other sizes would have passed too"
 
 
-@pytest.mark.skipif(
-    "avx512f" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"),
-    reason="vLLM 0.32 for CPUs without AVX-512 answers wrongly to drafts of several lengths in one batch",
-)
 def test_suffix_decoding_changes_no_token_and_its_counters_add_up(engine_world, prompts, plain, record_property):
     served = served_answers(engine_world, prompts, speculative_config("suffix", draft_len=CHAIN, version=VLLM))
     assert_lossless_and_counted(served, plain)

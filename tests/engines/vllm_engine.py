@@ -2,7 +2,9 @@
 
 import contextlib
 import gc
+import multiprocessing
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,16 +41,19 @@ def serve(
         return answer(llm, prompts, max_new_tokens)
 
 
+def serve_apart(target: str, prompts: Sequence[list[int]], max_new_tokens: int, speculative: Settings) -> Served:
+    """``serve`` in a process of its own: n-gram lookup loads numba, and every drafter with attention that a process
+    without AVX-512 loads after it answers wrongly."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(serve, target, prompts, max_new_tokens, speculative).result()
+
+
 @contextlib.contextmanager
 def loaded(target: str, speculative: Settings | None = None, **settings: Any) -> Any:
     """A ``vllm.LLM``, gone with its memory afterwards, so that one process may load several in turn."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-    from vllm.triton_utils import dispatcher
 
-    if dispatcher._registry:
-        # Once is enough for a process; a second time stumbles over numba, which the n-gram method has loaded.
-        dispatcher.register_kernels = lambda overrides: None
     with_a_norm_for_every_layer()
     llm = LLM(
         model=target,
