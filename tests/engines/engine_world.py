@@ -18,11 +18,11 @@ from collectors.demo.corpus import conversations
 from hiddenstore.cli import main
 from hiddenstore.records import LOOP_SHARE, repeated_share
 
-QUESTIONS = 24
+QUESTIONS = 16
 NEW_TOKENS = 144
 SHORTEST_ANSWER = 40
 """Tokens. Engines count what a draft gets accepted past the end of an answer, we do not: long answers hide that."""
-ASKED = 128
+ASKED = 86
 """Most greedy answers of this small target loop, are dropped, or are short."""
 STEPS = 80
 FAST = (

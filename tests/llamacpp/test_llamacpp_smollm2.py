@@ -13,8 +13,8 @@ from tests.llamacpp.test_llamacpp import OF_DECODE, exported, without_end
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
-QUESTIONS = 4
-NEW_TOKENS = 64
+QUESTIONS = 3
+NEW_TOKENS = 48
 LENGTH = 3
 STEPS = 25
 SETTINGS = ("optim.lr=0.004", "drafter.vocab_size=2048")
