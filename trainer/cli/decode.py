@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainer.evaluate.acceptance import DraftShape
     from trainer.evaluate.prompts import Prompt
     from trainer.evaluate.simulate import Evaluation, NgramFloor
-    from trainer.evaluate.speculate import DecodeResult, ShapeResult
+    from trainer.evaluate.speculate import DecodeResult, DraftSampleMethod, ShapeResult
     from trainer.evaluate.target import LiveTarget
     from trainer.train.run_folder import RunInfo
 
@@ -46,6 +46,13 @@ if TYPE_CHECKING:
 @click.option("--answers", type=click.Path(dir_okay=False), help="Write the decoded conversations to this JSONL.")
 @click.option("--temperature", type=FiniteRange(min=0), default=0.0, help="Above 0: lossless rejection sampling.")
 @click.option(
+    "--draft-sample-method",
+    type=click.Choice(["greedy", "probabilistic"]),
+    default="greedy",
+    show_default=True,
+    help="At a temperature above 0, as vLLM has it: the drafter's most probable token, or a draw.",
+)
+@click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Of the target. Default: its own where this machine runs it well.",
@@ -63,6 +70,7 @@ def decode(
     untrained: bool,
     answers: str | None,
     temperature: float,
+    draft_sample_method: "DraftSampleMethod",
     dtype: str | None,
     device: str,
     same_target: bool,
@@ -88,7 +96,11 @@ def decode(
     head, unusable = bundle_of(live.model, info.spec.head), list[str]()
     drafter = load_drafter(run, device, head=head)
     source, copy = tee(read_prompts(prompts, live.tokenizer, live.identity, "validation", unusable))
-    rule = partial(speculate.RejectionSampling, temperature, drafter.vocab.target_ids) if temperature else None
+    rule = (
+        partial(speculate.RejectionSampling, temperature, drafter.vocab.target_ids, method=draft_sample_method)
+        if temperature
+        else None
+    )
     with Progress("decode", total=count, unit="prompts") as progress:
         result = speculate.decode(
             live,
@@ -104,6 +116,7 @@ def decode(
     document = {
         **{"run": run, "step": drafter.step, "target": live.identity.name, "prompts_from": prompts},
         **{"prompts_unusable": len(unusable), "temperature": temperature, "dtype": live.identity.dtype},
+        "draft_sample_method": draft_sample_method if temperature else "greedy",
         **_document(result, simulated, temperature, live.identity.dtype),
         **floor_members(floor),
     }
@@ -225,7 +238,7 @@ def _show(document: dict[str, Any]) -> None:
             "same as greedy",
             f"{identical} of {document['prompts'] * drafts} answers{departed}"
             if document["identical_to_greedy"] is not None
-            else f"sampled at temperature {document['temperature']:g}",
+            else f"sampled at temperature {document['temperature']:g}, drafts {document['draft_sample_method']}",
         ),
         (
             "left out",

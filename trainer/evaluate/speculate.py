@@ -11,10 +11,12 @@ Shapes: K drafted tokens per draft, V target vocabulary, U draft vocabulary, n r
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import DynamicCache
 
 from hiddenstore.data import PackedBatch
@@ -23,6 +25,8 @@ from hiddenstore.records import LOOP_SHARE, repeated_share
 from trainer.drafters.base import DrafterInUse, DraftTree, Live, LiveTree, Verified, most_probable
 from trainer.evaluate.acceptance import AcceptanceTally, DraftShape, answers
 from trainer.evaluate.target import LiveTarget
+
+DraftSampleMethod = Literal["greedy", "probabilistic"]
 
 
 @dataclass(frozen=True)
@@ -55,15 +59,21 @@ class Rule:
 
 class RejectionSampling(Rule):
     """Temperature > 0 by rejection (Leviathan et al. 2023, Chen et al. 2023): what is emitted is distributed as the
-    target's own samples, whatever the drafter proposes. Proposal d drawn from q is accepted with probability min(1,
-    p(d) / q(d)); at the first rejection the token comes from max(p - q, 0), normalised; after K acceptances from p.
-    ``target_ids`` int64 [U] names the draft vocabulary."""
+    target's own samples, whatever the drafter proposes. Proposal d of q is accepted with probability min(1, p(d) /
+    q(d)); at the first rejection the token comes from max(p - q, 0), normalised; after K acceptances from p.
 
-    def __init__(self, temperature: float, target_ids: Tensor, seed: int = 0) -> None:
+    ``method`` is vLLM's ``draft_sample_method``: ``greedy`` proposes the drafter's most probable token, so that q is
+    one there, ``probabilistic`` draws from the drafter's distribution at the same temperature. ``target_ids`` int64 [U]
+    names the draft vocabulary."""
+
+    def __init__(
+        self, temperature: float, target_ids: Tensor, seed: int = 0, method: DraftSampleMethod = "greedy"
+    ) -> None:
         if temperature <= 0:
             raise ConfigError(f"temperature {temperature:g} cannot be sampled at", kind=Kind.OPTION_INVALID)
         self.temperature = temperature
         self.target_ids = target_ids.cpu()
+        self.method = method
         self.dice = torch.Generator().manual_seed(seed)
         self._drawn: list[Tensor] = []
 
@@ -71,7 +81,11 @@ class RejectionSampling(Rule):
         return self._draw(self._probabilities(logits))
 
     def pick(self, logits: Tensor) -> Tensor:
-        """A draw from each row; the distributions are kept for the next ``check``."""
+        """A token of each row; the distributions it is of are kept for the next ``check``."""
+        if self.method == "greedy":
+            ids = most_probable(logits)
+            self._drawn.extend(F.one_hot(ids.cpu(), logits.shape[-1]).double())
+            return ids
         q = self._probabilities(logits)
         self._drawn.extend(q)
         return torch.multinomial(q, 1, generator=self.dice)[:, 0].to(logits.device)
