@@ -24,7 +24,7 @@ SHORTEST_ANSWER = 40
 """Tokens. Engines count what a draft gets accepted past the end of an answer, we do not: long answers hide that."""
 ASKED = 86
 """Most greedy answers of this small target loop, are dropped, or are short."""
-STEPS = 80
+STEPS = 54
 FAST = (
     "data.batch_tokens=1000",
     "data.pack_tokens=1000",
