@@ -19,7 +19,7 @@ from hiddenstore.store import Store
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
-CONVERSATIONS, UNIT_TOKENS = 200, 1024
+CONVERSATIONS, UNIT_TOKENS = 100, 1024
 ONE_STEP = 2.0**-7
 """The spacing of bf16 values, relative to them at most: two engines round to either side of a step."""
 # The rows of a product round by how many there are of them, and a process that was killed has no cache of prefixes.
