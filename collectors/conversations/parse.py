@@ -400,11 +400,8 @@ def _template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
     for name, value in named.items():
         if name in _OF_TEMPLATES or not name.isidentifier():
             raise _UnusableError("template-kwargs-invalid", f"{TEMPLATE_KWARGS} cannot give {shortened(name)}")
-        if not isinstance(value, str | int | float):
-            raise _UnusableError("template-kwargs-invalid", f"{name} is {_kind(value)}, expected a plain value")
-        if isinstance(value, str):
-            _unicode(value, name)
-    return dict(named)
+    (written,) = _written([named], "template-kwargs-invalid", TEMPLATE_KWARGS)
+    return written
 
 
 def _tools(tools: Any, name: str) -> list[dict[str, Any]] | None:

@@ -170,7 +170,7 @@ def test_switches_of_a_row_reach_its_chat_template(members: dict[str, Any]) -> N
         {"chat_template_kwargs": {"messages": "none"}},
         {"chat_template_kwargs": {"tools": "none"}},
         {"chat_template_kwargs": {"documents": [{"text": "a"}]}},
-        {"chat_template_kwargs": {"switches": ["a"]}},
+        {"chat_template_kwargs": {"switches": [b"a"]}},
         {"chat_template_kwargs": ["enable_thinking"]},
         {"chat_template_kwargs": {"enable_thinking": True}, "enable_thinking": False},
         {"enable_thinking": "no"},
@@ -178,6 +178,19 @@ def test_switches_of_a_row_reach_its_chat_template(members: dict[str, Any]) -> N
 )
 def test_switches_that_cannot_be_given_are_refused(members: dict[str, Any]) -> None:
     assert reason({"messages": HI, **members}) == "template-kwargs-invalid"
+
+
+TOOLS_IN_WORDS = "{% if python_tools %}<tools>{{ python_tools | join(', ') }}</tools>{% endif %}" + CHATML
+
+
+def test_lists_and_objects_reach_the_chat_template_as_smoltalk2_has_them() -> None:
+    kwargs = {"custom_instructions": "", "enable_thinking": False, "python_tools": ["def f(): ..."], "xml_tools": []}
+    assert parsed({"messages": HI, "chat_template_kwargs": kwargs}).template_kwargs == kwargs
+    nested = {"style": {"tone": "dry", "absent": None}}
+    assert parsed({"messages": HI, "chat_template_kwargs": nested}).template_kwargs == {"style": {"tone": "dry"}}
+    template, sample = sample_of(TOOLS_IN_WORDS, "assistant", {"messages": HI, "chat_template_kwargs": kwargs})
+    assert isinstance(sample, Tokenised), sample
+    assert template.tokenizer.decode(sample.input_ids).startswith("<tools>def f(): ...</tools>")
 
 
 def test_a_table_s_columns_beside_the_turns_are_read(tmp_path: Path) -> None:
