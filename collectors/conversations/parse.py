@@ -397,7 +397,7 @@ def _template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(switch, bool) or named.get(ENABLE_THINKING, switch) != switch:
             raise _UnusableError("template-kwargs-invalid", f"{ENABLE_THINKING} is {shortened(repr(switch))}")
         named[ENABLE_THINKING] = switch
-    for name, value in named.items():
+    for name in named:
         if name in _OF_TEMPLATES or not name.isidentifier():
             raise _UnusableError("template-kwargs-invalid", f"{TEMPLATE_KWARGS} cannot give {shortened(name)}")
     (written,) = _written([named], "template-kwargs-invalid", TEMPLATE_KWARGS)

@@ -176,8 +176,7 @@ class _Shard:
 
 def _conversations(sources: list[Source], options: RegenerateOptions) -> Iterator[Rewrite | tuple[str, str]]:
     """Every usable conversation, numbered from 0, and (reason, where) of the others; ``max_samples`` usable at most."""
-    number, more = 0, options.extra.get(TEMPLATE_KWARGS)
-    kwargs = more if isinstance(more, dict) else {}
+    number, kwargs = 0, {} if options.raw else options.extra.get(TEMPLATE_KWARGS) or {}
     for source in sources:
         for row in source.rows():
             if options.max_samples is not None and number >= options.max_samples:
