@@ -283,9 +283,13 @@ def _show_sources(sources: list[dict[str, Any]], *counts: str) -> None:
 
 
 def _show_rejects(rejects: list[tuple[str, int, str]]) -> None:
+    from collectors.conversations.parse import way_to_keep
+
     if rejects:
         rows = [(reason, f"{count:,}", first) for reason, count, first in rejects]
         output().table(["rejected because", ">rows", Column("first", wide=True)], rows)
+    if way := way_to_keep(reason for reason, _, _ in rejects):
+        output().note(f"to keep rows {way}")
 
 
 def _show_datasets() -> None:
