@@ -26,6 +26,7 @@ from trainer.evaluate.server import (
     SamplingOptions,
     Server,
     markdown,
+    parts_of,
     require_one_model,
     spread,
     table,
@@ -291,7 +292,7 @@ def _show(document: dict[str, Any]) -> None:
         if url and len(urls) > 1:
             output().print(url)
         head, cells = table([row for row in document["rows"] if url in (None, row["server"])])
-        output().table([head[0], *(f">{name}" for name in head[1:])], cells)
+        output().table([head[0], *(f">{name}" for name in head[1:])], cells, parts_of(head))
     answers = f"{document['answers']:,} answers of at most {document['max_new_tokens']:,} tokens"
     how = f"{document['concurrency']} at a time, temperature {document['temperature']:g}"
     pairs = [("model", document["model"]), ("asked", f"{answers}, {how}")]
@@ -299,6 +300,8 @@ def _show(document: dict[str, Any]) -> None:
         gaps = ", ".join(f"{gap:.3g}" for gap in sorted({tie["logit_gap"] for tie in document["ties"]}))
         parted = f"{count_of(document['ties'])} first differ at a tie" + (f" (logit gaps {gaps})" if gaps else "")
         pairs.append(("differ", f"{parted}, {count_of(document['differences'])} otherwise"))
+        if document["dtype"] is None and (document["ties"] or document["differences"]):
+            pairs.append(("", "what it computes in is not known: taken for bf16, whose ties are the widest"))
         if any(tie["logit"] is None for tie in document["ties"]):
             widest = tie_gap(None, document["dtype"] or "bfloat16")
             pairs.append(("", f"their logits' size was not said: taken to be below 64, so that a tie is {widest:g}"))

@@ -567,6 +567,12 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return head, cells
 
 
+def parts_of(head: Sequence[str]) -> list[list[int]]:
+    """Columns of `table` for a terminal that is too narrow for all: what was accepted, and how fast it was."""
+    accepted = [head.index(name) for name in ("accepted length", "by position")]
+    return [[0, 1, *accepted], [number for number in range(len(head)) if number not in accepted]]
+
+
 def markdown(document: Mapping[str, Any]) -> str:
     """The report: what was measured in a line, and the table."""
     head, cells = table(document["rows"])
