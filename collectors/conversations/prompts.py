@@ -172,15 +172,15 @@ def write_prompts(
 
 
 def prompt_of(conversation: Conversation) -> list[Message] | Problem:
-    """The system and user turns, with the names of who speaks; user turns of one name with no answer between them become
-    one, unless nothing has an answer."""
+    """The system and user turns, with the names of who speaks; user turns of one name with no answer between them
+    become one, unless nothing has an answer."""
     if any(message["role"] == "tool" or message.get("tool_calls") for message in conversation.messages):
         detail = "tool results mean nothing without the answers that call them"
         return Problem(conversation.location, "tool-turns", detail)
     prompt: list[Message] = []
     before: Message = {}
     for message in conversation.messages:
-        turn = {name: message[name] for name in ("role", "name", "content") if name in message}
+        turn: Message = {name: message[name] for name in ("role", "name", "content") if name in message}
         goes_on = turn["role"] == before.get("role") == "user" and turn.get("name") == before.get("name")
         if goes_on and conversation.has_answer:
             prompt[-1] = {**turn, "content": f"{prompt[-1]['content']}\n\n{turn['content']}"}
