@@ -63,9 +63,9 @@ class Prefixes:
         """The text of message ``index``, with what stands before or behind it where its bounds are not revealed."""
         return self.text[self.end(index) or 0 : self.end(index + 1)]
 
-    def answer(self, index: int, end_tokens: Sequence[str]) -> Range:
-        """What the target writes of message ``index``: after the generation prompt, up to its end-of-turn token. Raises
-        RewrittenError: the rendering of the messages before it, or up to it, is no prefix of the whole text."""
+    def answer(self, index: int, length: Callable[[str], int]) -> Range:
+        """What the target writes of message ``index``: after the generation prompt, up to the ``length`` of what follows
+        it. Raises RewrittenError: the rendering of the messages before it, or up to it, is no prefix of the text."""
         prompt = self.prompt(index)
         end = self.end(index + 1)
         if prompt is None or not self.text.startswith(prompt):
@@ -73,7 +73,7 @@ class Prefixes:
         if end is None:
             raise RewrittenError(self._difference(f"message {index + 1}", self._render(index + 1, False)))
         written = self.text[len(prompt) : end]
-        return len(prompt), len(prompt) + answer_length(written, end_tokens)
+        return len(prompt), len(prompt) + length(written)
 
     def prompt(self, index: int) -> str | None:
         """What the target has read before it writes message ``index``, None where the template refuses. Before the
@@ -95,15 +95,18 @@ class Prefixes:
         return f"{title} alone renders {alone!r} where the whole conversation has {expected!r}"
 
 
-def answer_length(written: str, end_tokens: Sequence[str]) -> int:
+def answer_length(written: str, end_tokens: Sequence[str], own_ends: Sequence[str] = ()) -> int:
     """The length of what the target writes of a text that the template has ended: white space behind the end-of-turn
-    token is the template's, and so is a second end, of the whole text, behind that of the turn."""
+    token is the template's, and so is a second end, of the whole text, behind that of the turn. Where the target ends
+    with one of ``own_ends``, another token right before it is its own: ``<|END_RESPONSE|>`` of Command A."""
     answer = written.rstrip()
     token = next((token for token in end_tokens if answer.endswith(token)), None)
     if token is None:
         return len(written)
-    before = answer.removesuffix(token).rstrip()
-    return len(before) if before.endswith(tuple(end_tokens)) else len(answer)
+    before = answer.removesuffix(token)
+    ends = own_ends if token in own_ends and before == before.rstrip() else end_tokens
+    before = before.rstrip()
+    return len(before) if before.endswith(tuple(ends)) else len(answer)
 
 
 def find_turns(prefixes: Prefixes, answers: dict[int, Range]) -> list[Turn]:
@@ -266,7 +269,7 @@ class ChatTemplate:
         self._special = dict(tokenizer.special_tokens_map)
         decoder = tokenizer.added_tokens_decoder
         added = [token.content for token in decoder.values() if token.special]
-        self._headers = tuple(decoder[one].content for one in end_ids if one in decoder and decoder[one].content)
+        self._own_ends = tuple(decoder[one].content for one in end_ids if one in decoder and decoder[one].content)
         self.end_tokens = tuple(token for token in {*tokenizer.all_special_tokens, *added} if token)
 
     @property
@@ -279,6 +282,10 @@ class ChatTemplate:
     def digests(self) -> tuple[str, str]:
         """(tokenizer_sha256, chat_template_sha256)."""
         return tokenizer_sha256(self.tokenizer), chat_template_sha256(self._template or self.tokenizer.chat_template)
+
+    def answer_length(self, written: str) -> int:
+        """How many characters the target writes of a text that begins behind its prompt and that the template ended."""
+        return answer_length(written, self.end_tokens, self._own_ends)
 
     def text_for(self, tools: list[dict[str, Any]] | None) -> str:
         """The template's text, with its date; some tokenizers have another one for conversations with tools."""
@@ -416,7 +423,7 @@ class ChatTemplate:
         for index, (start, end) in answers.items():
             if index in conversation.cut or prefixes.text[start:end].endswith(self.end_tokens):
                 continue
-            header = next((token for token in self._headers if prefixes.text.startswith(token, end)), None)
+            header = next((token for token in self._own_ends if prefixes.text.startswith(token, end)), None)
             if header is not None and prefixes.end(index + 1) == end:
                 ends[index] = end + len(header)
         return ends
@@ -480,7 +487,7 @@ class ChatTemplate:
         answers: dict[int, Range] = {}
         for index in indices:
             try:
-                answers[index] = prefixes.answer(index, self.end_tokens)
+                answers[index] = prefixes.answer(index, self.answer_length)
             except RewrittenError:
                 if index in untaught:
                     continue
@@ -514,4 +521,4 @@ class ChatTemplate:
         (start, end), prompt = tagged, prefixes.prompt(index)
         if prompt is not None and start < len(prompt) < end and prefixes.text.startswith(prompt):
             start = len(prompt)
-        return start, start + answer_length(prefixes.text[start:end], self.end_tokens)
+        return start, start + self.answer_length(prefixes.text[start:end])
