@@ -44,28 +44,37 @@ class RewrittenError(Exception):
 
 
 class Prefixes:
-    """Renderings of the first messages of a conversation beside its whole text; ``render`` gives None where refused."""
+    """Renderings of the first messages of a conversation beside its whole text; ``render`` gives None where refused,
+    ``length`` says how much of a text that the template ended is the target's (`answer_length`)."""
 
-    def __init__(self, text: str, messages: Sequence[Message], render: Callable[[int, bool], str | None]) -> None:
+    def __init__(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        render: Callable[[int, bool], str | None],
+        length: Callable[[str], int],
+    ) -> None:
         self.text = text
         self.messages = messages
-        self._render = render
+        self._render, self._length = render, length
         self._ends: dict[int, int | None] = {0: 0, len(messages): len(text)}
 
     def end(self, count: int) -> int | None:
         """Where the first ``count`` messages end, None when the template does not reveal it."""
         if count not in self._ends:
             prefix = self._render(count, False)
-            self._ends[count] = len(prefix) if prefix is not None and self.text.startswith(prefix) else None
+            # The end of a whole text, as Phi-3.5's template writes one, is in no longer one.
+            heads = [] if prefix is None else [prefix, prefix[: self._length(prefix)]]
+            self._ends[count] = next((len(head) for head in heads if self.text.startswith(head)), None)
         return self._ends[count]
 
     def message(self, index: int) -> str:
         """The text of message ``index``, with what stands before or behind it where its bounds are not revealed."""
         return self.text[self.end(index) or 0 : self.end(index + 1)]
 
-    def answer(self, index: int, length: Callable[[str], int]) -> Range:
-        """What the target writes of message ``index``: after the generation prompt, up to the ``length`` of what follows
-        it. Raises RewrittenError: the rendering of the messages before it, or up to it, is no prefix of the text."""
+    def answer(self, index: int) -> Range:
+        """What the target writes of message ``index``: after the generation prompt, up to its end-of-turn token. Raises
+        RewrittenError: the rendering of the messages before it, or up to it, is no prefix of the whole text."""
         prompt = self.prompt(index)
         end = self.end(index + 1)
         if prompt is None or not self.text.startswith(prompt):
@@ -73,7 +82,7 @@ class Prefixes:
         if end is None:
             raise RewrittenError(self._difference(f"message {index + 1}", self._render(index + 1, False)))
         written = self.text[len(prompt) : end]
-        return len(prompt), len(prompt) + length(written)
+        return len(prompt), len(prompt) + self._length(written)
 
     def prompt(self, index: int) -> str | None:
         """What the target has read before it writes message ``index``, None where the template refuses. Before the
@@ -317,7 +326,7 @@ class ChatTemplate:
             except RENDER_ERRORS:
                 return None
 
-        return Prefixes(text, conversation.messages, render)
+        return Prefixes(text, conversation.messages, render, self.answer_length)
 
     def tokenise(self, conversations: Sequence[Conversation]) -> list[Tokenised | Problem]:
         """One result per conversation, in order."""
@@ -487,7 +496,7 @@ class ChatTemplate:
         answers: dict[int, Range] = {}
         for index in indices:
             try:
-                answers[index] = prefixes.answer(index, self.answer_length)
+                answers[index] = prefixes.answer(index)
             except RewrittenError:
                 if index in untaught:
                     continue

@@ -176,3 +176,5 @@ def test_an_end_of_turn_behind_the_end_of_the_response_is_learned(tmp_path: Path
 @pytest.mark.parametrize("ends", ["<|END_OF_TURN|>", ["<|END_OF_TURN|>", "<|END_RESPONSE|>"]])
 def test_an_end_of_the_text_behind_that_of_the_turn_is_not_learned(tmp_path: Path, ends: Any) -> None:
     assert supervised_by(tmp_path, PHI, chat("a", "b"), ends) == ["b<|END_RESPONSE|>"]
+    both = chat("a", "b", "c", "d")
+    assert supervised_by(tmp_path / "both", PHI, both, ends) == ["b<|END_RESPONSE|>", "d<|END_RESPONSE|>"]
