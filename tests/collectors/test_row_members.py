@@ -186,6 +186,25 @@ def test_switches_that_cannot_be_given_are_refused(members: dict[str, Any]) -> N
     assert reason({"messages": HI, **members}) == "template-kwargs-invalid"
 
 
+LAST_OFF = SWITCH.replace("m.role == 'assistant' and", "loop.last and m.role == 'assistant' and")
+"""Qwen3's of ``enable_thinking``: the empty thought stands before the last answer alone."""
+
+
+def test_rows_that_their_switches_make_unstable_are_said_with_what_keeps_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"messages": chat("a", "b", "c", "d"), "enable_thinking": thinking} for thinking in (True, False)]
+    chats, target = write_rows(tmp_path / "c.jsonl", rows), tiny_target(tmp_path / "target", LAST_OFF)
+    for loss_on, samples in (("assistant", 1), ("last-turn", 2)):
+        out = tmp_path / loss_on
+        with pytest.raises(SystemExit):
+            main(["prepare", chats, "-o", str(out), "--target", target, "--val", "0", "--loss-on", loss_on])
+        shown = " ".join(capsys.readouterr().err.split())
+        assert ("1 row was left out: this chat template does not write their answers" in shown) == (samples == 1)
+        assert ("--loss-on last-turn asks" in shown) == (samples == 1)
+        assert json.loads((out / "data.json").read_bytes())["samples"] == samples
+
+
 TOOLS_IN_WORDS = "{% if python_tools %}<tools>{{ python_tools | join(', ') }}</tools>{% endif %}" + CHATML
 
 
