@@ -18,7 +18,13 @@ from typing import Any
 import numpy as np
 
 from collectors.conversations.parse import REASONING, Conversation, Message, Problem
-from collectors.tokenize.thoughts import THINK_TAGS, are_words_lost, is_reasoning_lost, reasoning_ranges
+from collectors.tokenize.thoughts import (
+    THINK_TAGS,
+    are_words_lost,
+    is_reasoning_lost,
+    reasoning_ranges,
+    with_known_reasoning,
+)
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.targets.rendering import RENDER_ERRORS, date_of, dated, limited_rendering, reason_of, template_of
@@ -306,11 +312,12 @@ class ChatTemplate:
         """Text of the first ``count`` messages, ``prompt``: and its generation prompt; ranges in generation tags."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        template = self.text_for(conversation.tools)
         with limited_rendering(conversation.location):
             texts, ranges = render_jinja_template(
-                conversations=[conversation.messages[:count]],
+                conversations=[with_known_reasoning(conversation.messages[:count], template)],
                 tools=conversation.tools,
-                chat_template=self.text_for(conversation.tools),
+                chat_template=template,
                 return_assistant_tokens_mask=self.is_tagged,
                 add_generation_prompt=prompt,
                 **{**self._special, **conversation.template_kwargs},
