@@ -1,6 +1,6 @@
 """``hiddenstore eval`` with ``--engine``, ``--serve`` or ``--method``: what servers get accepted, and how fast."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -276,9 +276,9 @@ def _renderer(target: str, options: ServerOptions) -> Render:
         raise ConfigError(f"the tokenizer of {target} has no chat template", kind=Kind.TEMPLATE_MISSING)
     fix = "leave --target out: the server renders by its own"
 
-    def render(messages: Sequence[Message]) -> list[int]:
+    def render(messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> list[int]:
         try:
-            return prompt_ids(tokenizer, messages, "a prompt", fix)
+            return prompt_ids(tokenizer, messages, "a prompt", fix, template_kwargs)
         except RENDER_ERRORS as error:
             problem = f"the chat template of {target} refuses a prompt: {reason_of(error)}"
             raise ConfigError(problem, kind=Kind.TEMPLATE_INVALID, hint=fix) from error

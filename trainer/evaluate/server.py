@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.servers.http import NO_PENALTIES, HttpClient, RefusedError
-from trainer.evaluate.prompts import Message, Question
+from trainer.evaluate.prompts import TEMPLATE_KWARGS, Message, Question
 
 VLLM_PREFIX, LLAMACPP_PREFIX = "vllm:spec_decode_num_", "llamacpp:spec_decode_num_"
 LLAMACPP_EXACT = 1_000_000
@@ -143,16 +143,17 @@ def _first(meta_info: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((meta_info[name] for name in names if meta_info.get(name) is not None), None)
 
 
-Render = Callable[[Sequence[Message]], list[int]]
-"""Messages to the token ids of a prompt, by the target's own chat template."""
+Render = Callable[[Sequence[Message], Mapping[str, Any]], list[int]]
+"""Messages, and what the target's own chat template is given besides, to the token ids of a prompt."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How answers are sampled; temperature 0 is greedy."""
+    """How answers are sampled, temperature 0 is greedy; and what the chat template is given besides the messages."""
 
     max_new_tokens: int
     temperature: float = 0.0
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -186,14 +187,18 @@ class Server:
         """The answer to a conversation."""
         body = self._body(sampling)
         if self._render:
-            return self.client.post("/v1/completions", {**body, "prompt": self._render(messages)}, _read_completion)
+            return self.client.post(
+                "/v1/completions",
+                {**body, "prompt": self._render(messages, sampling.template_kwargs)},
+                _read_completion,
+            )
         return self.client.post("/v1/chat/completions", {**body, "messages": list(messages)}, _read_chat)
 
     def choices(self, messages: Sequence[Message], sampling: SamplingOptions) -> "list[Choice]":
         """The answer once more, token by token; empty where the server does not say."""
         body = self._body(sampling)
         if self._render:
-            body |= {"prompt": self._render(messages), "logprobs": 2}
+            body |= {"prompt": self._render(messages, sampling.template_kwargs), "logprobs": 2}
             return self.client.post("/v1/completions", body, _read_completion_choices)
         body |= {"messages": list(messages), "logprobs": True, "top_logprobs": 2}
         return self.client.post("/v1/chat/completions", body, _read_chat_choices)
@@ -217,7 +222,10 @@ class Server:
 
     def _body(self, sampling: SamplingOptions) -> dict[str, Any]:
         asked = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
-        return {"model": self.model, **asked, **self.plain}
+        given = (
+            {} if self._render or not sampling.template_kwargs else {TEMPLATE_KWARGS: dict(sampling.template_kwargs)}
+        )
+        return {"model": self.model, **asked, **self.plain, **given}
 
 
 class OtherServer(Server):
@@ -235,7 +243,7 @@ class SglangServer(Server):
     def ask(self, messages: Sequence[Message], sampling: SamplingOptions) -> Completion:
         if self._render:
             params = {"max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, **self.plain}
-            prompt = {"input_ids": self._render(messages), "sampling_params": params}
+            prompt = {"input_ids": self._render(messages, sampling.template_kwargs), "sampling_params": params}
             return self.client.post("/generate", prompt, _read_generated)
         body = {**self._body(sampling), "messages": list(messages), "return_meta_info": True}
         return self.client.post("/v1/chat/completions", body, _read_chat_with_meta)
@@ -482,7 +490,7 @@ def by_task(questions: Iterable[Question]) -> Iterable[tuple[str, Iterable[Quest
 
 def _conversation(server: Server, question: Question, sampling: SamplingOptions) -> list[Completion]:
     """Answers to the turns of one question, each reading those before it."""
-    messages: list[Message] = list(question.history)
+    messages, sampling = list(question.history), replace(sampling, template_kwargs=question.template_kwargs)
     answers = [server.ask(messages, sampling)]
     for turn in question.more:
         messages += [{"role": "assistant", "content": answers[-1].text}, {"role": "user", "content": turn}]
